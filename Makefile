@@ -1,0 +1,49 @@
+# From a fresh clone:  make train   trains the first-voyage model      make test   runs every test
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-fast check format bench clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+setup: $(STAMP)  ## make .venv and install Seatrial with its tools into it
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+train: $(STAMP)  ## train a small Qwen2.5-shaped model over a virtual cluster of two nodes
+	$(BIN)/seatrial init --preset first-voyage --out first-voyage.toml --if-missing
+	$(BIN)/seatrial train first-voyage.toml
+
+test: $(STAMP)  ## all tests, after the static checks
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest
+
+test-fast: $(STAMP)  ## the tests that start no cluster (under a minute)
+	$(BIN)/pytest -m "not cluster"
+
+check: $(STAMP)  ## static checks only
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## format and fix what ruff can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## the benchmarks, each as a ratio in one run
+	$(BIN)/python bench/start.py
+	$(BIN)/python bench/overhead.py
+
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .import_linter_cache

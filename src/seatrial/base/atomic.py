@@ -1,0 +1,37 @@
+"""Writing files so that a reader, or the next start after a crash, never sees half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable (renames and new files)."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text`: the old content or the new one, never a mixture, also after a power loss."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of `value` as indented JSON with a final newline."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

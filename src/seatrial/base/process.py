@@ -1,0 +1,233 @@
+"""Starting processes that cannot outlive their parent, and ending everything that belongs to one owner.
+
+Linux only. Three nets hold a process, each for what the one before misses:
+
+1. the parent-death signal: the kernel ends a child with its parent;
+2. the process group: one signal reaches a rank and what it started;
+3. the mark: an environment variable that every descendant inherits, found again in /proc whoever its parent is now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+MARK = "SEATRIAL_AGENT"  # names the agent that a process belongs to
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}): {os.strerror(error)}")
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` to this process when the thread that started it, in process `parent`, ends.
+
+    If `parent` is gone already the signal is sent at once: the kernel only tells of a death that is still to come.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signum)
+
+
+def become_subreaper() -> None:
+    """Make orphaned descendants children of this process rather than of init."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def signal_group(pid: int, signum: int) -> None:
+    """Send `signum` to the process group `pid`; nothing happens if it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signum)
+
+
+def fork(body: Callable[[], int], *, log: Path | None = None) -> int:
+    """Fork a child that runs `body`, exits with its value, and dies with this process; its pid.
+
+    The child leads a process group of its own, has default signal handlers, reads from /dev/null, and writes stdout
+    and stderr, line by line, to `log`. An exception that escapes from `body` leaves its traceback there and exit
+    code 1. The child ends without `atexit` handlers: those belong to the parent. Call it from the main thread: the
+    child dies when the calling thread does.
+    """
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A signal that arrives between fork and the reset of the handlers would be taken for one to the parent.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _run_child(body, parent, log, mask)
+        # On both sides, so that the group exists whichever runs first. Refused: the child did it itself and has gone
+        # on to exec, or has ended.
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return pid
+
+
+def _run_child(
+    body: Callable[[], int], parent: int, log: Path | None, mask: set[signal.Signals] | set[int]
+) -> NoReturn:
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        die_with_parent(parent)
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _redirect(os.open(os.devnull, os.O_RDONLY), 0)
+        if log is not None:
+            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(fd, 1)
+            _redirect(fd, 2)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what SIGKILL leaves unsaid is lost
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        code = body()
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            code = end.code
+        elif end.code is None:
+            code = 0
+        else:
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001  # the last frame of this process: nobody above could tell of it
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _redirect(fd: int, target: int) -> None:
+    if fd != target:
+        os.dup2(fd, target)
+        os.close(fd)
+
+
+def reap(handle: Callable[[int, int], None]) -> None:
+    """Call `handle(pid, status)` for each child that has ended, after killing what is left of its process group.
+
+    `status` is the exit code, or minus the signal's number. The group is killed while the dead leader still holds
+    its number, so that no stranger can have taken it.
+    """
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None:
+            return
+        signal_group(ended.si_pid, signal.SIGKILL)
+        _, status = os.waitpid(ended.si_pid, 0)
+        handle(ended.si_pid, os.waitstatus_to_exitcode(status))
+
+
+def living() -> dict[int, int]:
+    """pid -> parent's pid of every process that has not ended (zombies have)."""
+    table = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as f:
+                # The command's name, in brackets, may hold anything; the state and the parent follow it.
+                state, parent = f.read().rpartition(b")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state not in (b"Z", b"X"):
+            table[int(name)] = int(parent)
+    return table
+
+
+def descendants(root: int) -> set[int]:
+    """Living children of `root`, their children, and so on."""
+    parents = living()
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {root}
+
+
+def marked(*marks: str) -> set[int]:
+    """Living processes that belong to any of `marks`, whoever their parent is now."""
+    wanted = {f"{MARK}={mark}".encode() for mark in marks}
+    found = set()
+    for pid in living():
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as f:
+                environment = f.read()
+        except OSError:  # ended meanwhile, or another user's
+            continue
+        if not wanted.isdisjoint(environment.split(b"\0")):
+            found.add(pid)
+    return found
+
+
+def kill_all(find: Callable[[], set[int]], *, timeout_s: float = 5.0) -> set[int]:
+    """SIGKILL all that `find` finds, except this process, until it finds nothing; the pids that would not die.
+
+    Returns after `timeout_s` at the latest: a process in an uninterruptible system call cannot be killed.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        targets = find() - {os.getpid()}
+        if not targets or time.monotonic() > deadline:
+            return targets
+        pidfds = [fd for pid in targets if (fd := _kill(pid)) is not None]
+        try:
+            waiting = select.poll()
+            for fd in pidfds:
+                waiting.register(fd, select.POLLIN)
+            alive = len(pidfds)
+            while alive and (ended := waiting.poll(max(0.0, deadline - time.monotonic()) * 1000)):
+                for fd, _event in ended:
+                    waiting.unregister(fd)
+                alive -= len(ended)
+        finally:
+            for fd in pidfds:
+                os.close(fd)
+
+
+def _kill(pid: int) -> int | None:
+    """SIGKILL to `pid`; a pidfd that becomes readable when it has ended, None if it is gone already."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    try:
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except ProcessLookupError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def status_text(status: int) -> str:
+    """What ended a process, in words; `status` is its exit code, or minus the signal's number."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}"

@@ -1,0 +1,149 @@
+"""The `seatrial` command: finds the verb, runs it, turns every failure into words and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import json
+import os
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from seatrial import __version__
+from seatrial.base.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERNAL,
+    EXIT_INTERRUPTED,
+    InputError,
+    SeatrialError,
+)
+
+SCHEMA_VERSION = 1
+
+# verb -> (module with add_arguments(parser) and run(args) -> exit code, help). Only the verb that runs is imported.
+VERBS = {
+    "init": ("seatrial.cli.init", "write a job file to start from"),
+    "schema": ("seatrial.cli.schema", "print the JSON schema of the job file, for editors"),
+    "data": ("seatrial.cli.data", "prepare text for training"),
+    "train": ("seatrial.cli.train", "run a job; the same command again resumes it"),
+    "watch": ("seatrial.cli.watch", "show a run from its folder"),
+    "export": ("seatrial.cli.export", "write a checkpoint as a Hugging Face folder"),
+}
+
+_USAGE = "usage: seatrial VERB [options]"
+
+
+def entry() -> NoReturn:
+    """The console script: `main` over the command line, with its exit code."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(argv: list[str]) -> int:
+    """Run one command line; returns the exit code. Errors go to stderr, with `--json` as JSON."""
+    as_json = "--json" in argv
+    try:
+        code = _dispatch(argv)
+        sys.stdout.flush()
+        return code
+    except SeatrialError as error:
+        _tell(error, as_json)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our stdout has gone (`seatrial ... | head`); the interpreter's own flush must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except Exception as error:  # noqa: BLE001 - the last resort: whatever it is, it is our bug and is told as one
+        _tell_internal(error, as_json)
+        return EXIT_INTERNAL
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help(), file=sys.stdout if argv else sys.stderr)
+        return EXIT_DONE if argv else EXIT_BAD_INPUT
+    verb = argv[0]
+    if verb in ("-V", "--version"):
+        print(f"seatrial {__version__}")
+        return EXIT_DONE
+    if verb not in VERBS:
+        if verb.startswith("-"):
+            raise InputError(f"unknown option {verb}", hint=f"{_USAGE}; see seatrial --help")
+        close = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean `seatrial {close[0]}`?" if close else f"verbs: {', '.join(VERBS)}"
+        raise InputError(f"unknown verb `{verb}`", hint=hint)
+    name, about = VERBS[verb]
+    module: Any = importlib.import_module(name)
+    parser = _Parser(
+        prog=f"seatrial {verb}", description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
+    )
+    module.add_arguments(parser)
+    with contextlib.suppress(argparse.ArgumentError):  # a verb may have declared it itself
+        parser.add_argument("--json", action="store_true", help="machine-readable output")
+    code: int = module.run(parser.parse_args(argv[1:]))
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose usage errors are InputErrors like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        usage = " ".join(self.format_usage().split())
+        raise InputError(message, hint=f"{usage}; see {self.prog} --help")
+
+
+def _help() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {about}" for verb, (_, about) in VERBS.items())
+    return f"""{_USAGE}
+
+From bare GPU nodes to a finished foundation-model training run.
+
+verbs:
+{verbs}
+
+options:
+  -h, --help     this text; `seatrial VERB --help` for one verb
+  -V, --version  the version
+
+A first run on this machine:
+  seatrial init --preset first-voyage
+  seatrial train first-voyage.toml"""
+
+
+def _tell(error: SeatrialError, as_json: bool) -> None:
+    """An error on stderr: in words, or as the JSON document of all errors."""
+    if not as_json:
+        print(error.render(), file=sys.stderr)
+        return
+    if isinstance(error, InputError):
+        errors = [
+            {"message": d.message, "file": d.file, "line": d.line, "column": d.column, "hint": d.hint}
+            for d in error.diagnostics
+        ]
+    else:
+        errors = [{"message": error.message, "file": None, "line": None, "column": None, "hint": error.hint}]
+    print(json.dumps({"schema_version": SCHEMA_VERSION, "errors": errors}), file=sys.stderr)
+
+
+def _tell_internal(error: Exception, as_json: bool) -> None:
+    message = f"internal error: {type(error).__name__}: {error}"
+    hint = "this is a bug in Seatrial: please report it with the traceback and the command"
+    if as_json:
+        place = {"file": None, "line": None, "column": None}
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "errors": [{"message": message, **place, "hint": hint}],
+            "traceback": traceback.format_exc(),
+        }
+        print(json.dumps(document), file=sys.stderr)
+        return
+    traceback.print_exc()
+    print(f"{message}\n  hint: {hint}", file=sys.stderr)

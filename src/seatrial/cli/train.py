@@ -1,0 +1,91 @@
+"""`seatrial train JOB`: run a job to its end; the same command again resumes it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from seatrial.base import units
+from seatrial.base.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from seatrial.record.folder import RunFolder
+from seatrial.record.view import State
+
+_STATES: dict[int, State] = {
+    EXIT_DONE: "finished",
+    EXIT_FAILED: "failed",
+    EXIT_BAD_INPUT: "failed",
+    EXIT_INTERRUPTED: "stopped",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    parser.add_argument("job", type=Path, metavar="JOB", help="job file (see `seatrial init`)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace one key, such as train.steps=100",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="start over; an existing run is moved aside, not deleted"
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
+    )
+    parser.add_argument("--render", action="store_true", help="print what would be started, start nothing")
+    parser.add_argument("--plain", action="store_true", help="a line a step, also on a terminal")
+    parser.add_argument(
+        "--json", action="store_true", help="print the summary as one JSON document on stdout"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+    from seatrial.job import load_job
+    from seatrial.launch import launcher_for
+    from seatrial.launch.voyage import prepare_voyage
+    from seatrial.ui.console import TrainConsole
+
+    job = load_job(args.job, args.set)
+    if args.render:
+        sys.stdout.write(launcher_for(job).render(job, RunFolder(args.runs / job.name)))
+        return EXIT_DONE
+    voyage = prepare_voyage(job, args.runs, fresh=args.fresh)
+    folder = voyage.opened.folder
+    with (
+        voyage.opened as opened,
+        TrainConsole(
+            folder,
+            total_steps=job.train.steps,
+            generation=opened.generation,
+            plain=args.plain,
+            json_output=args.json,
+        ) as console,
+    ):
+        store = voyage.store
+        console.header(
+            job,
+            device=voyage.device,
+            device_reason=voyage.device_reason,
+            data_summary=f"{job.data.train}, {units.count(store.n_tokens)} tokens ({store.tokenizer.name})",
+            notes=opened.notes,
+            resume_step=voyage.resume_step,
+        )
+        if voyage.complete:
+            console.out.line(f"all {job.train.steps} steps are done already; --fresh starts over")
+            console.summary("finished", next_commands=_next(args, folder, EXIT_DONE))
+            return EXIT_DONE
+        outcome = voyage.run(tick=console.poll)
+        console.summary(_STATES[outcome.exit_code], next_commands=_next(args, folder, outcome.exit_code))
+        return outcome.exit_code
+
+
+def _next(args: argparse.Namespace, folder: RunFolder, code: int) -> list[str]:
+    path = folder.path
+    if code == EXIT_DONE:
+        return [f"seatrial export {path} --out {path.name}-hf", f"seatrial watch {path} --once"]
+    again = f"seatrial train {args.job}" + "".join(f" --set {s}" for s in args.set)
+    return [f"{again}   (resumes from the last checkpoint)", f"seatrial watch {path} --once"]

@@ -1,0 +1,49 @@
+"""What an agent tells its launcher."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Kind = Literal[
+    "agent_started",
+    "nursery_ready",
+    "nursery_exited",
+    "rank_started",
+    "rank_exited",
+    "agent_done",
+    "agent_exited",
+]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One thing that happened on a node. `agent_exited` is the launcher's own: the dead do not report.
+
+    `status` is the exit code, or minus the number of the signal. `signalled` is the time at which the agent first
+    sent the process a signal itself: what happens to it afterwards is not its fault. `oom_killed` is None where
+    that cannot be known.
+    """
+
+    kind: Kind
+    node: int
+    time: float  # unix seconds
+    rank: int | None = None
+    pid: int | None = None
+    status: int | None = None
+    signalled: float | None = None
+    oom_killed: bool | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether this tells of a process that ended badly of itself."""
+        return self.kind in ("rank_exited", "nursery_exited", "agent_exited") and (
+            self.status != 0 and self.signalled is None
+        )
+
+    def to_message(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Report:
+        return cls(**message)

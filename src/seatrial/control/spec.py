@@ -1,0 +1,145 @@
+"""What one agent is told: which ranks it runs, where, and with which environment."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from seatrial.record.folder import RunFolder
+
+WORKER_MODULE = "seatrial.train.worker"
+NURSERY_MODULE = "seatrial.train.nursery"
+AGENT_MODULE = "seatrial.control.agent"
+
+# Each of these starts a thread pool at import or at first use. One thread: ranks share the cores, a process that
+# forks must have no second thread, and sums in another order would not be bit-equal from run to run.
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """The orders of one node's agent. They travel as its command line, so `ps` and `render` show them."""
+
+    run: Path
+    generation: int
+    node: int
+    nodes: int
+    ranks_per_node: int
+    master_addr: str
+    master_port: int
+    device: str  # "cpu" or "cuda"
+    interface: str | None = None  # network interface for gloo; None lets it choose
+    worker_module: str = WORKER_MODULE
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks of this node."""
+        return range(self.node * self.ranks_per_node, (self.node + 1) * self.ranks_per_node)
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.run)
+
+    @property
+    def log(self) -> Path:
+        """stdout and stderr of the agent itself."""
+        return self.folder.rank_log(self.generation, self.node, 0).with_name("agent.log")
+
+    @property
+    def nursery_log(self) -> Path:
+        """stdout and stderr of the nursery: the traceback when the worker module cannot be imported."""
+        return self.log.with_name("nursery.log")
+
+    def rank_log(self, rank: int) -> Path:
+        return self.folder.rank_log(self.generation, self.node, rank)
+
+    def agent_command(self) -> list[str]:
+        """The agent's command line, without the options that only a launcher on this machine adds."""
+        command = [
+            *_python(AGENT_MODULE),
+            *("--run", str(self.run)),
+            *("--generation", str(self.generation)),
+            *("--node", str(self.node)),
+            *("--nodes", str(self.nodes)),
+            *("--ranks-per-node", str(self.ranks_per_node)),
+            *("--master", f"{self.master_addr}:{self.master_port}"),
+            *("--device", self.device),
+        ]
+        if self.interface is not None:
+            command += ["--interface", self.interface]
+        if self.worker_module != WORKER_MODULE:
+            command += ["--worker-module", self.worker_module]
+        return command
+
+    def nursery_command(self) -> list[str]:
+        return [*_python(NURSERY_MODULE), "--worker-module", self.worker_module]
+
+    def worker_arguments(self) -> list[str]:
+        return [str(self.run), "--generation", str(self.generation)]
+
+    def worker_command(self) -> list[str]:
+        """The command of one rank that is not forked."""
+        return [*_python(self.worker_module), *self.worker_arguments()]
+
+    def node_environment(self) -> dict[str, str]:
+        """What the environment of every process of this node has beyond the agent's own."""
+        environment = {"SEATRIAL_DEVICE": self.device, "PYTHONUNBUFFERED": "1"}
+        if self.device == "cpu":
+            environment |= _ONE_THREAD
+        if self.interface is not None:
+            environment["GLOO_SOCKET_IFNAME"] = self.interface
+        return environment
+
+    def rank_environment(self, rank: int) -> dict[str, str]:
+        """torchrun's variables for `rank`, beyond `node_environment`."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank - self.ranks[0]),
+            "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
+            "GROUP_RANK": str(self.node),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without what an outer torchrun left: with it torch would join the wrong store."""
+    return {k: v for k, v in environment.items() if not k.startswith("TORCHELASTIC_")}
+
+
+def _python(module: str) -> list[str]:
+    # -P: the folder we are started in is not searched, so that a `random.py` lying there is not imported.
+    return [sys.executable, "-P", "-m", module]
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """What a launcher on the same machine adds: the channel to report on, and whose death to watch for."""
+
+    channel: int | None
+    parent: int | None
+
+
+def parse_agent_arguments(argv: Sequence[str]) -> tuple[AgentSpec, LocalOptions]:
+    """The inverse of `AgentSpec.agent_command`, without the part that names the interpreter and the module."""
+    parser = argparse.ArgumentParser(
+        prog=AGENT_MODULE, description="Starts and watches the ranks of one node."
+    )
+    parser.add_argument("--run", type=Path, required=True)
+    for name in ("--generation", "--node", "--nodes", "--ranks-per-node"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--master", required=True, metavar="ADDRESS:PORT")
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--interface")
+    parser.add_argument("--worker-module", default=WORKER_MODULE)
+    parser.add_argument("--channel", type=int, metavar="FD")
+    parser.add_argument("--parent", type=int, metavar="PID")
+    values = vars(parser.parse_args(argv))
+    options = LocalOptions(values.pop("channel"), values.pop("parent"))
+    address, _, port = values.pop("master").rpartition(":")
+    return AgentSpec(master_addr=address, master_port=int(port), **values), options

@@ -1,0 +1,155 @@
+"""manifest.json of a token store: its fields, and reading it with errors that name the place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from seatrial.base.errors import Diagnostic, InputError
+
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
+
+Count = Annotated[int, Field(ge=0)]
+# A plain name: a manifest must not make us read, or hash, a file outside its folder.
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class TokenizerInfo(_Strict):
+    """The tokenizer that made the store."""
+
+    name: str
+    digest: str
+    vocab_size: Annotated[int, Field(ge=1)]
+    end_of_document: Count | None
+
+
+class IndexFile(_Strict):
+    """Starts of the documents that begin in a shard (uint64, in tokens from the shard's start)."""
+
+    file: FileName
+    sha256: str
+    bytes: Count
+    n_documents: Count
+
+
+class ShardFile(_Strict):
+    """One file of tokens."""
+
+    file: FileName
+    n_tokens: Annotated[int, Field(ge=1)]
+    sha256: str
+    bytes: Count
+    max_token: Count
+    index: IndexFile
+
+
+class Manifest(_Strict):
+    """All of manifest.json. `source` says, for people, where the text came from."""
+
+    schema_version: Literal[1]
+    tokenizer: TokenizerInfo
+    dtype: Literal["uint16", "uint32"]
+    n_tokens: Count
+    n_documents: Count
+    max_token: Count
+    shards: Annotated[list[ShardFile], Field(min_length=1)]
+    source: dict[str, Any]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes a token."""
+        return 2 if self.dtype == "uint16" else 4
+
+
+def prepare_hint(folder: Path) -> str:
+    """What to run where `folder` holds no token store."""
+    return f"make one with: seatrial data prepare SOURCE... --out {folder}"
+
+
+def is_store(folder: Path) -> bool:
+    """Whether `folder` holds a token store, or what is left of one."""
+    return (folder / MANIFEST).is_file() or (folder / "shard-00000.bin").is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the store in `folder`; InputError where there is none or it contradicts itself."""
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as e:
+        raise InputError(_absent(folder), hint=prepare_hint(folder)) from e
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(f"cannot read {path}: {e}", hint=prepare_hint(folder)) from e
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise InputError(
+            Diagnostic(
+                f"bad JSON in the manifest of a token store: {e.msg}",
+                file=str(path),
+                line=e.lineno,
+                column=e.colno,
+                hint=prepare_hint(folder) + " --force",
+            )
+        ) from e
+    if (
+        isinstance(content, dict)
+        and isinstance(version := content.get("schema_version"), int)
+        and version > 1
+    ):
+        raise InputError(
+            f"{path} has schema_version {version}; this version of seatrial reads up to {SCHEMA_VERSION}",
+            hint="use the version of seatrial that made the store, or prepare it again",
+        )
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError as e:
+        raise InputError(
+            [
+                Diagnostic(
+                    f"{'.'.join(str(p) for p in problem['loc']) or 'manifest'}: {problem['msg']}",
+                    file=str(path),
+                    hint=prepare_hint(folder) + " --force",
+                )
+                for problem in e.errors()
+            ]
+        ) from e
+    if problems := _contradictions(manifest):
+        hint = prepare_hint(folder) + " --force"
+        raise InputError([Diagnostic(p, file=str(path), hint=hint) for p in problems])
+    return manifest
+
+
+def _absent(folder: Path) -> str:
+    if not folder.exists():
+        return f"no such data folder: {folder}"
+    if not folder.is_dir():
+        return f"{folder} is a file, not a folder of token shards"
+    if not any(folder.iterdir()):
+        return f"the data folder {folder} is empty"
+    return f"{folder} is no token store: it has no {MANIFEST}"
+
+
+def _contradictions(m: Manifest) -> list[str]:
+    problems = []
+    for key, parts in (
+        ("n_tokens", sum(s.n_tokens for s in m.shards)),
+        ("n_documents", sum(s.index.n_documents for s in m.shards)),
+        ("max_token", max(s.max_token for s in m.shards)),
+    ):
+        if getattr(m, key) != parts:
+            problems.append(f"{key} is {getattr(m, key)}, but its shards give {parts}")
+    for s in m.shards:
+        if s.bytes != s.n_tokens * m.itemsize:
+            problems.append(f"{s.file}: {s.n_tokens} tokens of {m.dtype} are not {s.bytes} bytes")
+        if s.index.bytes != s.index.n_documents * 8:
+            problems.append(f"{s.index.file}: {s.index.n_documents} documents are not {s.index.bytes} bytes")
+    return problems

@@ -1,0 +1,190 @@
+"""Files to documents: text (one a file), JSONL (one a line), Parquet (one a row), all as valid UTF-8."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from seatrial.base.errors import Diagnostic, InputError
+from seatrial.data.sources import SourceFile
+
+MAX_PROBLEMS = 20
+# Larger documents are cut at a line's end, so that memory stays bounded: a tokenizer keeps about 100 bytes a
+# token while it works. Only a merge across such a cut differs from one call on the whole document.
+PIECE_BYTES = 1 << 22
+_PARQUET_ROWS = 4096
+_BOM = b"\xef\xbb\xbf"
+_REPLACEMENT = "\ufffd".encode()
+
+# Pieces of a document, then None where it ends.
+Pieces = Iterator[bytes | None]
+
+
+class Reader:
+    """Reads documents and keeps count; what cannot be read is collected in `problems`, up to MAX_PROBLEMS."""
+
+    def __init__(self, text_key: str) -> None:
+        self.text_key = text_key
+        self.problems: list[Diagnostic] = []
+        self.bytes_done = 0
+        self.replaced = 0
+        self.replaced_files = 0
+
+    def documents(self, file: SourceFile) -> Pieces:
+        """The documents of `file`; InputError once MAX_PROBLEMS are found."""
+        done_before, replaced_before = self.bytes_done, self.replaced
+        try:
+            if file.kind == "parquet":
+                yield from self._parquet(file)
+            else:
+                with open(file.path, "rb") as f:
+                    if f.read(len(_BOM)) != _BOM:
+                        f.seek(0)
+                    yield from self._jsonl(file, f) if file.kind == "jsonl" else self._text(f)
+        except OSError as e:
+            self._problem(Diagnostic(f"cannot be read: {e.strerror or e}", file=str(file.path)))
+        self.replaced_files += self.replaced > replaced_before
+        self.bytes_done = done_before + file.size
+
+    def _problem(self, problem: Diagnostic) -> None:
+        self.problems.append(problem)
+        if len(self.problems) >= MAX_PROBLEMS:
+            raise InputError(self.problems)
+
+    def _text(self, f: BinaryIO) -> Pieces:
+        for block in cut(f):
+            self.bytes_done += len(block)
+            yield self._valid(block)
+        yield None
+
+    def _valid(self, raw: bytes) -> bytes:
+        try:
+            raw.decode("utf-8")
+        except UnicodeDecodeError:
+            fixed = raw.decode("utf-8", errors="replace").encode("utf-8")
+            self.replaced += fixed.count(_REPLACEMENT) - raw.count(_REPLACEMENT)
+            return fixed
+        return raw
+
+    def _document(self, text: str) -> Pieces:
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError:
+            # JSON can spell half of a surrogate pair ("\ud800"), which is no character.
+            data = text.encode("utf-8", errors="replace")
+            self.replaced += sum("\ud800" <= c <= "\udfff" for c in text)
+        if len(data) <= PIECE_BYTES:
+            yield data
+        else:
+            yield from cut(io.BytesIO(data))
+        yield None
+
+    def _jsonl(self, file: SourceFile, f: BinaryIO) -> Pieces:
+        for number, line in enumerate(f, start=1):
+            self.bytes_done += len(line)
+            if line.isspace():
+                continue
+            text = self._line(file, number, self._valid(line).decode("utf-8").rstrip("\r\n"))
+            if text is not None:
+                yield from self._document(text)
+
+    def _line(self, file: SourceFile, number: int, line: str) -> str | None:
+        """The text of one line, or None after noting its problem."""
+        place, column, hint = str(file.path), None, None
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as e:
+            problem = (
+                f"bad JSON: {e.msg}" if isinstance(e, json.JSONDecodeError) else "bad JSON: nested too deeply"
+            )
+            column = e.colno if isinstance(e, json.JSONDecodeError) else None
+        else:
+            if not isinstance(row, dict):
+                problem = f"a line must be a JSON object, not {_json_type(row)}"
+            elif self.text_key not in row:
+                problem, hint = f"no key {self.text_key!r}", _other_key("keys", row)
+            elif not isinstance(text := row[self.text_key], str):
+                problem = f"{self.text_key!r} must be a string, not {_json_type(text)}"
+                hint = _other_key("string keys", [k for k, v in row.items() if isinstance(v, str)])
+            else:
+                return text
+        shown = line if len(line) <= 160 and column is not None else None
+        self._problem(Diagnostic(problem, place, number, column, source_line=shown, hint=hint))
+        return None
+
+    def _parquet(self, file: SourceFile) -> Pieces:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with pq.ParquetFile(file.path) as table:
+                if not self._has_text(file, table.schema_arrow):
+                    return
+                rows, done, base = table.metadata.num_rows, 0, self.bytes_done
+                for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[self.text_key]):
+                    for text in batch.column(0).to_pylist():
+                        if text is None:
+                            yield None
+                        else:
+                            yield from self._document(text)
+                    done += len(batch)
+                    self.bytes_done = base + file.size * done // rows
+        except (pa.ArrowException, UnicodeDecodeError) as e:
+            self._problem(Diagnostic(f"bad Parquet file: {e}", file=str(file.path)))
+
+    def _has_text(self, file: SourceFile, schema: object) -> bool:
+        import pyarrow as pa
+
+        assert isinstance(schema, pa.Schema)
+        texts = [
+            f.name
+            for f in schema
+            if pa.types.is_string(f.type)
+            or pa.types.is_large_string(f.type)
+            or pa.types.is_string_view(f.type)
+        ]
+        if self.text_key in texts:
+            return True
+        if self.text_key in schema.names:
+            problem = f"column {self.text_key!r} holds {schema.field(self.text_key).type}, not strings"
+        else:
+            problem = f"no column {self.text_key!r}"
+        self._problem(Diagnostic(problem, file=str(file.path), hint=_other_key("string columns", texts)))
+        return False
+
+
+def cut(f: BinaryIO, limit: int | None = None) -> Iterator[bytes]:
+    """The bytes of `f` in blocks of about `limit`, cut after a line's end, or at least between two characters."""
+    limit = PIECE_BYTES if limit is None else limit
+    rest = b""
+    while chunk := f.read(limit):
+        data = rest + chunk
+        if len(chunk) < limit:
+            rest = data
+            break
+        end = data.rfind(b"\n") + 1 or _character_end(data)
+        rest = data[end:]
+        yield data[:end]
+    if rest:
+        yield rest
+
+
+def _character_end(data: bytes) -> int:
+    """A position near the end of `data` that is not inside a UTF-8 character."""
+    for back in range(1, min(4, len(data) - 1) + 1):
+        if data[-back] & 0xC0 != 0x80:
+            # A lead byte: its character may go on in the next block. An ASCII byte is whole.
+            return len(data) - back if data[-back] >= 0xC0 else len(data) - back + 1
+    return len(data)
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _other_key(what: str, names: object) -> str | None:
+    found = [str(n) for n in names][:8] if isinstance(names, list | dict) else []
+    return f"{what} there: {', '.join(found)}; choose one with --text-key" if found else None

@@ -1,0 +1,134 @@
+"""Text to token ids and back: bytes (built in), or any tokenizer.json."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from seatrial.base.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+# What a document ends with, by family, in order of trust: <|im_end|> and </s> can also end a chat turn.
+_END_OF_DOCUMENT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+    "<eos>",
+    "</s>",
+    "<|im_end|>",
+    "<|eot_id|>",
+)
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package asks of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """For people: `bytes`, or the folder of the tokenizer.json."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below it."""
+
+    @property
+    def end_of_document(self) -> int | None:
+        """The id written after each document; None where the tokenizer has none."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the definition: two tokenizers with the same digest give the same ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without an end of document and without other special tokens around it."""
+
+    def encode_many(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.integer]]:
+        """`encode` of many valid UTF-8 texts at once, as arrays."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special tokens are left out, what is no valid UTF-8 becomes U+FFFD."""
+
+
+class ByteTokenizer:
+    """Ids 0..255 are the bytes of UTF-8, 256 ends a document."""
+
+    name = "bytes"
+    vocab_size = 257
+    end_of_document = 256
+    digest = hashlib.sha256(b"seatrial bytes 1: ids 0..255 are bytes, 256 ends a document").hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        # A lone surrogate has no UTF-8; it is replaced here as in prepared data.
+        return list(text.encode("utf-8", errors="replace"))
+
+    def encode_many(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.integer]]:
+        import numpy as np
+
+        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # A model's vocabulary may be padded beyond 257, and an untrained model samples those ids as well:
+        # 0xFF is no UTF-8, so they show as U+FFFD.
+        return bytes(min(i, 255) for i in ids if i != 256).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer.json of the `tokenizers` library (any Hugging Face model's)."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Engine
+
+        try:
+            definition = path.read_bytes()
+        except OSError as e:
+            raise InputError(
+                f"cannot read the tokenizer {path}: {e.strerror}",
+                hint='give the path of a tokenizer.json, or "bytes" for the built-in one',
+            ) from e
+        try:
+            self._engine = Engine.from_buffer(definition)
+        except Exception as e:  # the library raises a bare Exception for every bad file
+            raise InputError(
+                f"{path} is no tokenizer.json: {e}",
+                hint="it is the file of that name beside a Hugging Face model (not tokenizer_config.json)",
+            ) from e
+        # Some files carry the padding and truncation of their training script: both would change the data.
+        self._engine.no_padding()
+        self._engine.no_truncation()
+        vocabulary = self._engine.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise InputError(f"the tokenizer {path} has an empty vocabulary")
+        self.name = path.resolve().parent.name if path.name == "tokenizer.json" else path.stem
+        # Ids may have holes: the size that matters is the one that every id is below.
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.end_of_document: int | None = next(
+            (vocabulary[t] for t in _END_OF_DOCUMENT if t in vocabulary), None
+        )
+        self.digest = hashlib.sha256(definition).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._engine.encode(text, add_special_tokens=False).ids)
+
+    def encode_many(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.integer]]:
+        import numpy as np
+
+        found = self._engine.encode_batch_fast([t.decode("utf-8") for t in texts], add_special_tokens=False)
+        return [np.array(e.ids, dtype=np.uint32) for e in found]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._engine.decode(list(ids), skip_special_tokens=True))
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """`"bytes"`, or the path of a tokenizer.json or of the folder that holds one; InputError if unusable."""
+    if spec == "bytes":
+        return ByteTokenizer()
+    path = Path(spec)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    return FileTokenizer(path)

@@ -1,0 +1,56 @@
+"""The GPUs we know the peak of. A GPU that is not here is unknown: nothing is guessed from a similar name."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU. Peaks are dense; bandwidths are decimal and in one direction."""
+
+    name: str
+    device_names: tuple[str, ...]  # as NVML and torch report it, without "NVIDIA"
+    bf16_tflops: float
+    hbm_gb: float
+    hbm_tb_s: float
+    link_gb_s: float  # NVLink or Infinity Fabric, one direction
+    source: str
+    fp8_tflops: float | None = None
+
+
+@cache
+def gpus() -> tuple[Gpu, ...]:
+    """Every GPU of gpus.toml, in its order."""
+    table = tomllib.loads(files("seatrial.hardware").joinpath("gpus.toml").read_text(encoding="utf-8"))
+    return tuple(Gpu(**(entry | {"device_names": tuple(entry["device_names"])})) for entry in table["gpu"])
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The GPU with this catalogue name ("H100 SXM") or device name ("NVIDIA H100 80GB HBM3"); None if unknown.
+
+    Only whole names match: "NVIDIA H100 NVL" and "NVIDIA H100 80GB HBM3 MIG 1g.10gb" are none of ours.
+    """
+    wanted = _normal(name)
+    for gpu in gpus():
+        if wanted in {_normal(n) for n in (gpu.name, *gpu.device_names)}:
+            return gpu
+    return None
+
+
+def peak_flops(gpu: Gpu, precision: Precision) -> float | None:
+    """Dense peak in FLOP/s for training in `precision`; None where it is not known.
+
+    fp32 is None: whether the tensor cores (TF32) take part depends on settings, and the figures differ eightfold.
+    """
+    return gpu.bf16_tflops * 1e12 if precision == "bf16" else None
+
+
+def _normal(name: str) -> str:
+    return " ".join(name.split()).casefold().removeprefix("nvidia ")

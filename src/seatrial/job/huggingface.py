@@ -1,0 +1,253 @@
+"""Hugging Face's config.json <-> Architecture. What we would compute differently is refused, never ignored."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from seatrial.base.errors import Diagnostic, InputError
+from seatrial.job.architecture import Architecture, Family, RopeScaling
+
+_FAMILIES: dict[str, Family] = {"qwen2": "qwen2", "llama": "llama", "qwen3": "qwen3"}
+_CLASSES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def read_config(path: Path) -> Architecture:
+    """The architecture of a config.json, or of the folder that holds one; InputError if it cannot be used."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            Diagnostic("no such file", str(file), hint="name a config.json, or the folder that holds one")
+        ) from None
+    except OSError as error:
+        raise InputError(
+            Diagnostic(f"cannot be read: {error.strerror}", str(file), hint="check its permissions")
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        line, column = (
+            (error.lineno, error.colno) if isinstance(error, json.JSONDecodeError) else (None, None)
+        )
+        raise InputError(
+            Diagnostic(f"not valid JSON: {error}", str(file), line, column, hint="copy the file again")
+        ) from None
+    if not isinstance(config, dict):
+        raise InputError(Diagnostic("not a model's config.json: it holds no object", str(file)))
+    return architecture_from_config(config, file=str(file))
+
+
+def architecture_from_config(config: dict[str, Any], *, file: str = "config.json") -> Architecture:
+    """The architecture that a config.json describes.
+
+    Reads transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`). Raises InputError with all
+    reasons where the model is one that the decoder does not compute.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _FAMILIES:
+        raise InputError(
+            Diagnostic(
+                f'model_type "{kind}" is not supported' if kind else "config.json has no model_type",
+                file,
+                hint=f"supported are {', '.join(_FAMILIES)}: dense decoders; no mixture of experts, no image input",
+            )
+        )
+    refusals = _malformed(config)
+    if not refusals:
+        missing = [key for key in _SIZES if config.get(key) is None]
+        if kind != "llama" and config.get("num_key_value_heads") is None:
+            missing.append("num_key_value_heads")
+        refusals = _refusals(config)
+        if missing:
+            refusals.append(f"it lacks {', '.join(missing)}")
+    if refusals:
+        hint = "this decoder would compute something else; choose another model"
+        raise InputError([Diagnostic(reason, file, hint=hint) for reason in refusals])
+    heads = config["num_attention_heads"]
+    # What a missing key means is what transformers' own configuration classes say.
+    rope = _rope(config)
+    head_dim = config.get("head_dim") or (128 if kind == "qwen3" else config["hidden_size"] // heads)
+    return Architecture(
+        family=_FAMILIES[kind],
+        **{key: config[key] for key in _SIZES},
+        num_key_value_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        rope_scaling=_rope_scaling(rope),
+        initializer_range=float(config.get("initializer_range") or 0.02),
+    )
+
+
+_INTEGERS = (*_SIZES, "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers")
+_NUMBERS = ("rope_theta", "rms_norm_eps", "initializer_range")
+_ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _malformed(config: dict[str, Any]) -> list[str]:
+    """Values that are not even of the right kind."""
+    found = [
+        f"{key} must be a positive integer, not {json.dumps(config[key])}"
+        for key in _INTEGERS
+        if config.get(key) is not None
+        and (type(config[key]) is not int or config[key] < (key != "max_window_layers"))
+    ]
+    for key in ("rope_parameters", "rope_scaling"):
+        if config.get(key) is not None and not isinstance(config[key], dict):
+            return [*found, f"{key} must be an object, not {json.dumps(config[key])}"]
+    if config.get("layer_types") is not None and not isinstance(config["layer_types"], list):
+        found.append("layer_types must be an array")
+    rope = _rope(config)
+    numbers = [(config, key) for key in _NUMBERS] + [(rope, key) for key in ("rope_theta", *_ROPE_SCALING)]
+    found += [
+        f"{key} must be a positive number, not {json.dumps(table[key])}"
+        for table, key in numbers
+        if table.get(key) is not None and not _is_positive(table[key])
+    ]
+    return found
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """RoPE as transformers 5 writes it, or as version 4 did."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
+    if _rope_type(rope) == "default":
+        return None
+    return RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+    )
+
+
+def _rope_type(rope: dict[str, Any]) -> Any:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _rope_refusals(config: dict[str, Any]) -> list[str]:
+    rope, found = _rope(config), []
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        found.append(f"partial_rotary_factor = {partial} is not supported, only 1")
+    kind = _rope_type(rope)
+    if kind not in ("default", "llama3"):
+        found.append(f'rope_type "{kind}" is not supported, only "default" and "llama3"')
+    elif kind == "llama3":
+        missing = [key for key in _ROPE_SCALING if rope.get(key) is None]
+        if missing:
+            found.append(f"its llama3 RoPE scaling lacks {', '.join(missing)}")
+    return found
+
+
+def _refusals(config: dict[str, Any]) -> list[str]:
+    """Everything in a config.json of a supported family that the decoder does not have."""
+    found = []
+    if config.get("hidden_act", "silu") != "silu":
+        found.append(f'hidden_act "{config["hidden_act"]}" is not supported, only "silu"')
+    for key, what in (
+        ("attention_bias", "a bias on its attention projections"),
+        ("mlp_bias", "a bias in its MLP"),
+    ):
+        # Qwen2's own q, k and v bias is not switched by this key.
+        if config.get(key) and config["model_type"] != "qwen2":
+            found.append(f"{key} = true: the model has {what}")
+    if config.get("attention_dropout"):
+        found.append(f"attention_dropout = {config['attention_dropout']} is not supported, only 0")
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if config.get(key):
+            found.append(f"{key} = {config[key]}: mixtures of experts are not supported")
+    if config.get("quantization_config"):
+        found.append("quantization_config: the weights are quantised; training needs the original ones")
+    if _slides(config):
+        found.append(f"sliding_window = {config['sliding_window']} is used: only full attention is supported")
+    strange = sorted(set(map(str, config.get("layer_types") or [])) - {"full_attention", "sliding_attention"})
+    if strange:
+        found.append(f"layer_types {', '.join(strange)}: only full attention is supported")
+    return found + _rope_refusals(config)
+
+
+def _slides(config: dict[str, Any]) -> bool:
+    """Whether a layer looks through a sliding window; Qwen's files carry the window even when it is off."""
+    if config.get("layer_types"):
+        return "sliding_attention" in config["layer_types"] and config.get("sliding_window") is not None
+    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+        return False
+    first = config.get("max_window_layers")
+    return bool((28 if first is None else first) < (config.get("num_hidden_layers") or 0))
+
+
+def config_from_architecture(architecture: Architecture, dtype: str = "bfloat16") -> dict[str, Any]:
+    """The config.json of an architecture, for weights saved as `dtype` ("float32", "bfloat16", "float16").
+
+    Readable by transformers 4 and 5. Token ids are the tokenizer's business: they are null here. Raises InputError
+    for a model that no published family has.
+    """
+    a = architecture
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be one of {_DTYPES}, not {dtype!r}")
+    if a.qkv_bias != (a.family == "qwen2") or a.qk_norm != (a.family == "qwen3"):
+        raise InputError(
+            f'a model of family "{a.family}" with qkv_bias = {a.qkv_bias} and qk_norm = {a.qk_norm} has no '
+            "config.json: transformers cannot compute it",
+            hint="qkv_bias belongs to qwen2, qk_norm to qwen3",
+        )
+    scaling: dict[str, Any] | None = None
+    if a.rope_scaling is not None:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": a.rope_scaling.factor,
+            "low_freq_factor": a.rope_scaling.low_freq_factor,
+            "high_freq_factor": a.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": a.rope_scaling.original_max_position_embeddings,
+        }
+    config: dict[str, Any] = {
+        "architectures": [_CLASSES[a.family]],
+        "model_type": a.family,
+        **{key: getattr(a, key) for key in _SIZES},
+        "num_key_value_heads": a.num_key_value_heads,
+        "head_dim": a.head_dim,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "rms_norm_eps": a.rms_norm_eps,
+        "initializer_range": a.initializer_range,
+        "tie_word_embeddings": a.tie_word_embeddings,
+        # transformers 5 reads rope_parameters, version 4 and most servers the other two.
+        "rope_parameters": {"rope_theta": a.rope_theta, **(scaling or {"rope_type": "default"})},
+        "rope_theta": a.rope_theta,
+        "rope_scaling": scaling,
+        "use_cache": True,
+        # Said, because LlamaConfig would otherwise fill in Llama 2's 1 and 2.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    if a.family != "qwen2":
+        config["attention_bias"] = False
+    if a.family == "llama":
+        config["mlp_bias"] = False
+    else:
+        config["use_sliding_window"] = False
+        config["sliding_window"] = None
+    return config

@@ -1,0 +1,139 @@
+"""A job that has passed every check: what the rest of Seatrial is given."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from seatrial.job.architecture import Architecture
+from seatrial.job.layout import Layout
+from seatrial.job.schema import (
+    CheckpointSection,
+    ClusterSection,
+    DataSection,
+    JobFile,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    TrainSection,
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job file, the model it names and the layout it asks for. Paths are absolute; nothing is left to default."""
+
+    file: JobFile
+    architecture: Architecture
+    layout: Layout
+    source: str  # the path as given, for messages
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    @property
+    def model(self) -> ModelSection:
+        return self.file.model
+
+    @property
+    def data(self) -> DataSection:
+        return self.file.data
+
+    @property
+    def cluster(self) -> ClusterSection:
+        return self.file.cluster
+
+    @property
+    def parallel(self) -> ParallelSection:
+        assert isinstance(self.file.parallel, ParallelSection)  # "auto" is refused by the loader
+        return self.file.parallel
+
+    @property
+    def train(self) -> TrainSection:
+        return self.file.train
+
+    @property
+    def optimizer(self) -> OptimizerSection:
+        return self.file.optimizer
+
+    @property
+    def checkpoint(self) -> CheckpointSection:
+        return self.file.checkpoint
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches a step on each data-parallel rank."""
+        return self.train.global_batch // self.layout.data_parallel // self.train.microbatch
+
+    def identity(self) -> dict[str, object]:
+        """The keys that make two jobs the same run, flat and plain; every other key may change on resume."""
+        train = self.train
+        return {
+            **_flat("model", self.architecture.as_dict()),
+            "model.init_from": self.model.init_from,
+            **_flat("data", self.data.model_dump()),
+            **_flat("optimizer", self.optimizer.model_dump()),
+            "train.sequence_length": train.sequence_length,
+            "train.global_batch": train.global_batch,
+            "train.seed": train.seed,
+        }
+
+    def to_toml(self) -> str:
+        """The job with every key written out; reading it gives this job again.
+
+        The model stands there as explicit sizes, so that the text does not depend on a preset or on a
+        config.json that may change; `shard` as the number it became.
+        """
+        out = [f"name = {_value(self.name)}", ""]
+        for name in type(self.file).model_fields:
+            section = getattr(self.file, name)
+            if not isinstance(section, BaseModel):
+                continue
+            values: dict[str, Any] = section.model_dump()
+            if name == "model":
+                origin = _origin(self.model)
+                if origin is not None:
+                    out.append(f"# from {origin}")
+                values = {"init_from": self.model.init_from, **self.architecture.as_dict()}
+            if name == "parallel":
+                values["shard"] = self.layout.shard
+                values["reshard_after_forward"] = self.parallel.reshards
+            if values:
+                out.append(f"[{name}]")
+                out += [f"{key} = {_value(value)}" for key, value in values.items() if value is not None]
+                out.append("")
+        return "\n".join(out[:-1]) + "\n"
+
+
+def _origin(model: ModelSection) -> str | None:
+    """Where the sizes came from, for a comment."""
+    for key in ("preset", "hf"):
+        value = getattr(model, key)
+        if value is not None:
+            return f"{key} = {_value(value)}"
+    return None
+
+
+def _flat(prefix: str, values: dict[str, Any]) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(f"{prefix}.{key}", value)
+        else:
+            flat[f"{prefix}.{key}"] = value
+    return flat
+
+
+def _value(value: Any) -> str:
+    """A TOML value. Strings as JSON writes them: the same escapes, with DEL added, which TOML forbids."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value)

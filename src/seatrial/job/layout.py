@@ -1,0 +1,99 @@
+"""How many ranks there are and which part of the work each one has. Arithmetic only.
+
+Ranks are numbered with tensor parallel innermost, so that a tensor-parallel group is neighbouring ranks of one
+node, then sharded data parallel, then replicated data parallel, and pipeline outermost:
+
+    rank = ((pipeline * replicate_size + replicate) * shard_size + shard) * tensor_size + tensor
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where one rank stands in the mesh."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh dimensions; their product is the world size."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    stages_per_rank: int = 1
+    schedule: str = "1f1b"
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline * self.replicate * self.shard * self.tensor
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of ranks that see different samples."""
+        return self.replicate * self.shard
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages over all ranks."""
+        return self.pipeline * self.stages_per_rank
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The place of `rank` in the mesh."""
+        rest, tensor = divmod(rank, self.tensor)
+        rest, shard = divmod(rest, self.shard)
+        pipeline, replicate = divmod(rest, self.replicate)
+        return Coordinates(pipeline, replicate, shard, tensor)
+
+    def rank(self, at: Coordinates) -> int:
+        """The inverse of `coordinates`."""
+        rest = at.pipeline * self.replicate + at.replicate
+        return (rest * self.shard + at.shard) * self.tensor + at.tensor
+
+    def stage_indices(self, pipeline_rank: int) -> list[int]:
+        """The stages that one pipeline rank holds: r, r + pp, r + 2 pp, ... (a loop, as interleaved 1F1B wants)."""
+        return [pipeline_rank + i * self.pipeline for i in range(self.stages_per_rank)]
+
+    def stage_layers(self, stage: int, layers: int) -> range:
+        """The decoder layers of `stage`: as even as possible, the larger parts in the middle of the pipeline.
+
+        The first stage also holds the embedding and the last one the output head, so where layers cannot be
+        divided evenly the spare ones go to the stages between them.
+        """
+        base, spare = divmod(layers, self.stages)
+        order = sorted(range(self.stages), key=lambda s: (s in (0, self.stages - 1), s == self.stages - 1, s))
+        larger = set(order[:spare])
+        start = sum(base + (s in larger) for s in range(stage))
+        return range(start, start + base + (stage in larger))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for plan.json."""
+        return {
+            "pipeline": self.pipeline,
+            "replicate": self.replicate,
+            "shard": self.shard,
+            "tensor": self.tensor,
+            "stages_per_rank": self.stages_per_rank,
+            "schedule": self.schedule,
+            "world_size": self.world_size,
+        }
+
+    def __str__(self) -> str:
+        parts = [f"tensor {self.tensor}", f"pipeline {self.pipeline}", f"shard {self.shard}"]
+        if self.replicate > 1:
+            parts.append(f"replicate {self.replicate}")
+        text = " x ".join(parts)
+        if self.pipeline > 1:
+            text += f", {self.schedule}"
+            if self.stages_per_rank > 1:
+                text += f" with {self.stages_per_rank} stages a rank"
+        return text

@@ -1,0 +1,75 @@
+"""Reading a job file: text, overrides, schema, model, layout, rules; every problem is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from seatrial.base.errors import Diagnostic, InputError, InternalError
+from seatrial.job.finding import Facts
+from seatrial.job.job import Job
+from seatrial.job.partial import Partial, UnreadableError
+from seatrial.job.ranks import resolve_layout
+from seatrial.job.resolve import resolve_architecture
+from seatrial.job.rules import check
+from seatrial.job.source import Source, read_text
+from seatrial.job.validate import text_fields, validate
+
+_PATHS = (("model", "hf"), ("model", "init_from"), ("data", "train"), ("data", "tokenizer"))
+
+
+def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
+    """The job of a job file, with `--set` overrides such as "train.steps=200".
+
+    Paths in the file are relative to its folder, paths in overrides to the current folder. Raises InputError
+    with every problem.
+    """
+    return job_from_text(read_text(path), name=str(path), base_folder=path.parent, overrides=overrides)
+
+
+def job_from_text(text: str, *, name: str, base_folder: Path, overrides: Sequence[str] = ()) -> Job:
+    """As `load_job`, for a text; `name` is what messages call the file."""
+    source = Source(text, name)
+    strings = text_fields()
+    problems = [p for o in overrides if (p := source.override(o, text_fields=strings)) is not None]
+    _make_absolute(source, base_folder)
+    file, found = validate(source)
+    problems += found
+    try:
+        architecture, findings = resolve_architecture(file.model)
+    except UnreadableError:
+        architecture, findings = Facts(file).architecture, []
+    layout, layout_findings = resolve_layout(file)
+    findings += layout_findings
+    findings += check(Facts(file, architecture, layout))
+    problems += [f.locate(source) for f in findings]
+    if problems:
+        raise InputError(sorted(dict.fromkeys(problems), key=_order))
+    for part in (file, architecture, layout):
+        if isinstance(part, Partial):
+            raise InternalError("a value is missing without a problem that says so")
+    return Job(file=file, architecture=architecture, layout=layout, source=name)
+
+
+def _order(problem: Diagnostic) -> tuple[bool, int, int]:
+    """By line; what has no line comes last, in the order it was found."""
+    return (problem.line is None, problem.line or 0, problem.column or 0)
+
+
+def _make_absolute(source: Source, base_folder: Path) -> None:
+    """Resolve the paths in the values, before anything looks at them."""
+    for section, key in _PATHS:
+        table: Any = source.values.get(section)
+        value = table.get(key) if isinstance(table, dict) else None
+        if not isinstance(value, str) or not value or _is_no_path(section, key, value):
+            continue
+        folder = Path.cwd() if source.overridden((section, key)) else base_folder
+        table[key] = str((folder / Path(value).expanduser()).absolute())
+
+
+def _is_no_path(section: str, key: str, value: str) -> bool:
+    """Names that only look like paths: builtin corpora, object stores, the byte tokenizer."""
+    if (section, key) == ("data", "tokenizer") and value == "bytes":
+        return True
+    return value.startswith("builtin:") or "://" in value

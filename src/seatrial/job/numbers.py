@@ -1,0 +1,42 @@
+"""Small arithmetic and lists of numbers for the hints of the rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+
+def divisors(n: int, *, most: int = 128) -> list[int]:
+    """The divisors of n up to `most`, in order; bounded so that an absurd n costs nothing."""
+    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+
+
+def common_divisors(*numbers: int, most: int = 128) -> list[int]:
+    """The numbers up to `most` that divide each of `numbers`."""
+    return divisors(math.gcd(*numbers), most=most)
+
+
+def next_multiple(n: int, of: int) -> int:
+    """The smallest multiple of `of` that is at least n."""
+    return -(-n // of) * of
+
+
+def near_multiples(n: int, of: int) -> list[int]:
+    """The multiples of `of` right below and above n; never 0."""
+    above = next_multiple(n, of)
+    return [m for m in (above - of, above) if m > 0]
+
+
+def either(values: Iterable[object]) -> str:
+    """1, 2, 4 -> '1, 2 or 4'."""
+    return _join(values, "or")
+
+
+def both(values: Iterable[object]) -> str:
+    """1, 2, 4 -> '1, 2 and 4'."""
+    return _join(values, "and")
+
+
+def _join(values: Iterable[object], last: str) -> str:
+    *most, final = map(str, values)
+    return f"{', '.join(most)} {last} {final}" if most else final

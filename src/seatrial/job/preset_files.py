@@ -1,0 +1,28 @@
+"""Job files that ship with Seatrial (presets/NAME.toml), written for people to start from."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import resources
+
+from seatrial.base.errors import InputError
+
+
+def presets() -> list[str]:
+    """The names, in order of size."""
+    return ["first-voyage", "qwen2.5-7b-h200", "llama3-8b-h100", "qwen2.5-72b-b300"]
+
+
+def preset_text(name: str) -> str:
+    """The job file of a preset; InputError for an unknown name."""
+    names = presets()
+    if name not in names:
+        close = difflib.get_close_matches(name.lower(), names, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise InputError(f'no preset "{name}"', hint=f"{hint}known: {', '.join(names)}")
+    return (resources.files("seatrial.job") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def preset_summary(name: str) -> str:
+    """One line about a preset: the first line of its file."""
+    return preset_text(name).split("\n", 1)[0].removeprefix("# ")

@@ -1,0 +1,147 @@
+"""From the [model] section to an Architecture: a preset, a config.json or explicit sizes, then what replaces them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Any, cast
+
+from seatrial.base.errors import InputError
+from seatrial.job.architecture import Architecture, RopeScaling
+from seatrial.job.finding import Finding
+from seatrial.job.huggingface import read_config
+from seatrial.job.models import family_defaults, model_presets
+from seatrial.job.numbers import next_multiple
+from seatrial.job.partial import Partial, UnreadableError
+from seatrial.job.schema import ModelSection, RopeScalingSection
+
+SIZES = tuple(field.name for field in dataclasses.fields(Architecture))
+# Without these there is no model; the others have a default.
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def resolve_architecture(model: ModelSection) -> tuple[Architecture, list[Finding]]:
+    """The architecture of a [model] section whose paths are absolute.
+
+    With findings, the architecture is a Partial: its readable sizes are there for the other rules.
+    """
+    findings: list[Finding] = []
+    explicit, unreadable = _explicit(model)
+    base = _base(model, explicit, findings)
+    if base is None:
+        return cast(Architecture, Partial(explicit)), findings
+    values = {**base, **explicit}
+    family = values.get("family")
+    if family is not None and family != base.get("family"):
+        # Another family's biases and norms would not be this family's model.
+        own = family_defaults(family)
+        values |= {key: explicit.get(key, own[key]) for key in ("qkv_bias", "qk_norm")}
+    for key in unreadable:
+        values.pop(key, None)
+    heads = values.get("num_attention_heads")
+    if heads is not None and "num_key_value_heads" not in unreadable:
+        values.setdefault("num_key_value_heads", heads)
+    if (
+        heads is not None
+        and "hidden_size" in values
+        and "head_dim" not in values
+        and "head_dim" not in unreadable
+    ):
+        if values["hidden_size"] % heads:
+            findings.append(
+                Finding(
+                    ("model.hidden_size", "model.num_attention_heads"),
+                    f"hidden_size {values['hidden_size']} is not divisible by num_attention_heads {heads}, and "
+                    "head_dim is not given",
+                    f"hidden_size = {next_multiple(values['hidden_size'], heads)} would do, or give head_dim",
+                )
+            )
+        else:
+            values["head_dim"] = values["hidden_size"] // heads
+    if set(SIZES) - set(values):
+        return cast(Architecture, Partial(values)), findings
+    return Architecture(**values), findings
+
+
+def _explicit(model: ModelSection) -> tuple[dict[str, Any], set[str]]:
+    """The sizes given in the section, and those given but unreadable."""
+    explicit: dict[str, Any] = {}
+    unreadable: set[str] = set()
+    for key in SIZES:
+        try:
+            value = getattr(model, key)
+        except UnreadableError:
+            unreadable.add(key)
+            continue
+        if isinstance(value, RopeScalingSection):
+            value = RopeScaling(**value.model_dump())
+        if value is not None:
+            explicit[key] = value
+    return explicit, unreadable
+
+
+def _base(model: ModelSection, explicit: dict[str, Any], findings: list[Finding]) -> dict[str, Any] | None:
+    """What the explicit sizes replace; None where that cannot be known."""
+    try:
+        preset, hf = model.preset, model.hf
+    except UnreadableError:
+        return None
+    if preset is not None and hf is not None:
+        findings.append(
+            Finding(("model.hf",), "[model] has both `preset` and `hf`", "keep the one that you mean")
+        )
+        return None
+    if preset is not None:
+        known = model_presets()
+        if preset not in known:
+            close = difflib.get_close_matches(preset.lower(), known, n=1)
+            hint = f'did you mean "{close[0]}"? ' if close else ""
+            findings.append(
+                Finding(
+                    ("model.preset",), f'no built-in model "{preset}"', f"{hint}known: {', '.join(known)}"
+                )
+            )
+            return None
+        return _fields(known[preset])
+    if hf is not None:
+        try:
+            return _fields(read_config(Path(hf)))
+        except InputError as error:
+            findings += [
+                Finding(("model.hf",), f"{d.file}: {d.message}", d.hint or "choose another model")
+                for d in error.diagnostics
+            ]
+            return None
+    missing = [key for key in REQUIRED if key not in explicit and _is_missing(model, key)]
+    if missing:
+        if len(missing) == len(REQUIRED):
+            message = "[model] names no model"
+            hint = 'give preset = "qwen2.5-7b", or hf = "path/to/config.json", or the sizes ' + ", ".join(
+                REQUIRED
+            )
+            if _is_given(model, "init_from"):
+                hint = f'the folder to start from can name it: hf = "{model.init_from}"'
+        else:
+            message = f"[model] lacks {', '.join(missing)}"
+            hint = "a model by explicit sizes needs all of " + ", ".join(REQUIRED)
+        findings.append(Finding(("model",), message, hint))
+    return family_defaults(explicit.get("family", "qwen2"))
+
+
+def _is_missing(model: ModelSection, key: str) -> bool:
+    try:
+        return getattr(model, key) is None
+    except UnreadableError:
+        return False
+
+
+def _is_given(model: ModelSection, key: str) -> bool:
+    try:
+        return getattr(model, key) is not None
+    except UnreadableError:
+        return False
+
+
+def _fields(architecture: Architecture) -> dict[str, Any]:
+    return {key: getattr(architecture, key) for key in SIZES}

@@ -1,0 +1,177 @@
+"""What must hold between the keys of a job file.
+
+A rule is a generator of findings; a rule that needs a value which could not be read is skipped. Rules about
+the layout of ranks stand in `rules_layout.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from seatrial.base.errors import InputError
+from seatrial.job.finding import Facts, Finding
+from seatrial.job.huggingface import read_config
+from seatrial.job.numbers import divisors, either
+from seatrial.job.partial import UnreadableError
+from seatrial.job.resolve import SIZES
+from seatrial.job.rules_layout import LAYOUT_RULES
+
+Rule = Callable[[Facts], Iterator[Finding]]
+
+
+def check(facts: Facts) -> list[Finding]:
+    """Everything that does not hold, as far as it can be judged."""
+    found: list[Finding] = []
+    for rule in (*RULES, *LAYOUT_RULES):
+        try:
+            found += rule(facts)
+        except UnreadableError:
+            continue
+    return found
+
+
+def _heads(facts: Facts) -> Iterator[Finding]:
+    heads, kv_heads = facts.architecture.num_attention_heads, facts.architecture.num_key_value_heads
+    if heads % kv_heads:
+        yield Finding(
+            ("model.num_key_value_heads", "model.num_attention_heads", "model"),
+            f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}: every key head serves "
+            "the same number of query heads",
+            f"num_key_value_heads = {either(divisors(heads))} would do",
+        )
+
+
+def _head_dim(facts: Facts) -> Iterator[Finding]:
+    d = facts.architecture.head_dim
+    if d % 2:
+        yield Finding(
+            ("model.head_dim", "model.hidden_size", "model"),
+            f"head_dim {d} is odd: rotary position embedding turns pairs of entries",
+            f"head_dim = {d - 1 or 2} or {d + 1} would do",
+        )
+
+
+def _family(facts: Facts) -> Iterator[Finding]:
+    a = facts.architecture
+    family = a.family
+    for key, value, owner in (("qkv_bias", a.qkv_bias, "qwen2"), ("qk_norm", a.qk_norm, "qwen3")):
+        if value != (family == owner):
+            said = str(value).lower()
+            yield Finding(
+                (f"model.{key}", "model.family", "model"),
+                f'{key} = {said} with family "{family}": no published model has that, so it could not be exported',
+                f'remove {key}, or set family = "{owner}"' if value else f"remove {key}: {owner} has it",
+            )
+
+
+def _sequence_positions(facts: Facts) -> Iterator[Finding]:
+    length, limit = facts.job.train.sequence_length, facts.architecture.max_position_embeddings
+    if length > limit:
+        yield Finding(
+            ("train.sequence_length",),
+            f"sequence_length {length} is more than the model's max_position_embeddings {limit}",
+            f"use sequence_length = {limit} or less, or set model.max_position_embeddings = {length}",
+        )
+
+
+def _byte_vocabulary(facts: Facts) -> Iterator[Finding]:
+    vocabulary = facts.architecture.vocab_size
+    if facts.job.data.tokenizer == "bytes" and vocabulary < 257:
+        yield Finding(
+            ("model.vocab_size", "model"),
+            f"vocab_size {vocabulary} is too small for the byte tokenizer: 256 bytes and an end of document",
+            "vocab_size = 257 is enough; 264 is divisible by 8",
+        )
+
+
+def _tokenizer(facts: Facts) -> Iterator[Finding]:
+    tokenizer = facts.job.data.tokenizer
+    if tokenizer != "bytes" and not Path(tokenizer).is_file():
+        what = "is a folder" if Path(tokenizer).is_dir() else "does not exist"
+        yield Finding(
+            ("data.tokenizer",),
+            f"the tokenizer {tokenizer} {what}",
+            'give the path of a tokenizer.json, or "bytes"',
+        )
+
+
+def _init_from(facts: Facts) -> Iterator[Finding]:
+    given = facts.job.model.init_from
+    if given is None:
+        return
+    keys, folder = ("model.init_from",), Path(given)
+    hint = "name the folder of a Hugging Face checkpoint: config.json and *.safetensors"
+    if not folder.is_dir():
+        yield Finding(keys, f"init_from: no folder {folder}", hint)
+        return
+    if not any(folder.glob("*.safetensors")):
+        yield Finding(keys, f"init_from: no *.safetensors in {folder}", hint)
+    if not (folder / "config.json").is_file():
+        yield Finding(keys, f"init_from: no config.json in {folder}", hint)
+        return
+    try:
+        theirs = read_config(folder)
+    except InputError as error:
+        for d in error.diagnostics:
+            yield Finding(keys, f"init_from: {d.file}: {d.message}", d.hint or hint)
+        return
+    differing = [
+        f"{key} {getattr(theirs, key)} there, {getattr(facts.architecture, key)} here"
+        for key in SIZES
+        # How fresh weights would be drawn does not matter to weights that are read.
+        if key != "initializer_range" and getattr(theirs, key) != getattr(facts.architecture, key)
+    ]
+    if differing:
+        yield Finding(
+            keys,
+            f"init_from: the checkpoint is another model: {'; '.join(differing)}",
+            f'take the model from the same folder: hf = "{given}"',
+        )
+
+
+def _warmup(facts: Facts) -> Iterator[Finding]:
+    warmup, steps = facts.job.optimizer.warmup_steps, facts.job.train.steps
+    if warmup > steps:
+        yield Finding(
+            ("optimizer.warmup_steps", "train.steps"),
+            f"warmup_steps {warmup} is more than train.steps {steps}: the learning rate would never be reached",
+            f"use warmup_steps = {steps} or less; {max(1, steps // 20)} is a twentieth of the run",
+        )
+
+
+def _decay(facts: Facts) -> Iterator[Finding]:
+    optimizer = facts.job.optimizer
+    decay, decay_steps = optimizer.decay, optimizer.decay_steps
+    if decay != "wsd":
+        if decay_steps is not None:
+            yield Finding(
+                ("optimizer.decay_steps",),
+                f'decay_steps is only used with decay = "wsd", not "{decay}"',
+                'remove it, or set decay = "wsd"',
+            )
+        return
+    warmup, steps = optimizer.warmup_steps, facts.job.train.steps
+    length = max(1, steps // 10) if decay_steps is None else decay_steps
+    if warmup <= steps < warmup + length:
+        said = f"decay_steps {length}" + (" (a tenth of the steps)" if decay_steps is None else "")
+        yield Finding(
+            ("optimizer.decay_steps", "optimizer.warmup_steps", "optimizer.decay"),
+            f"warmup_steps {warmup} + {said} are more than train.steps {steps}",
+            f"warmup_steps = {max(0, steps - length)} would do"
+            if length < steps
+            else f"use less than {steps} decay_steps",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    _heads,
+    _head_dim,
+    _family,
+    _sequence_positions,
+    _byte_vocabulary,
+    _tokenizer,
+    _init_from,
+    _warmup,
+    _decay,
+)

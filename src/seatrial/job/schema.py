@@ -1,0 +1,215 @@
+"""The job file as types: sections, keys, defaults and what each key means.
+
+One key's own limits stand here. What must hold between keys stands in `rules.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipe-v"]
+
+
+class Section(BaseModel):
+    """Strict: no unknown key, no silent conversion, no infinity or NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class RopeScalingSection(Section):
+    """Llama 3's RoPE scaling, as in config.json."""
+
+    factor: Annotated[float, Field(gt=0)]
+    low_freq_factor: Annotated[float, Field(gt=0)]
+    high_freq_factor: Annotated[float, Field(gt=0)]
+    original_max_position_embeddings: Positive
+
+
+class ModelSection(Section):
+    """Which model: a preset's name, or a Hugging Face config.json, or explicit sizes.
+
+    Explicit sizes beside `preset` or `hf` replace that one size.
+    """
+
+    preset: Text | None = Field(default=None, description="name of a built-in model, such as qwen2.5-72b")
+    hf: Text | None = Field(
+        default=None, description="path of a Hugging Face config.json, or of the folder that holds one"
+    )
+    init_from: Text | None = Field(
+        default=None,
+        description="folder with a Hugging Face checkpoint to start from; without it the weights are random",
+    )
+    family: Literal["qwen2", "llama", "qwen3"] | None = None
+    vocab_size: Positive | None = None
+    hidden_size: Positive | None = None
+    intermediate_size: Positive | None = None
+    num_hidden_layers: Positive | None = None
+    num_attention_heads: Positive | None = None
+    num_key_value_heads: Positive | None = None
+    head_dim: Positive | None = None
+    max_position_embeddings: Positive | None = None
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
+    tie_word_embeddings: bool | None = None
+    qkv_bias: bool | None = None
+    qk_norm: bool | None = None
+    rope_scaling: RopeScalingSection | None = None
+    initializer_range: Annotated[float, Field(gt=0)] | None = None
+
+
+class DataSection(Section):
+    """What to train on."""
+
+    train: Text = Field(
+        description='"builtin:python-library", a folder of prepared token shards, or text, JSONL or Parquet files'
+    )
+    tokenizer: Text = Field(default="bytes", description='"bytes", or the path of a tokenizer.json')
+
+
+class ClusterSection(Section):
+    """Where it runs."""
+
+    launcher: Literal["local", "slurm", "kubernetes", "ssh"] = Field(
+        default="local", description="local: a virtual cluster of processes on this machine"
+    )
+    nodes: Positive = Field(default=1, description="machines that train")
+    gpus_per_node: Positive = Field(
+        default=1, description="ranks on each node; CPU processes where there is no GPU"
+    )
+    spares: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="nodes that wait to replace a failed one; only 0 in this version"
+    )
+    gpu: Text | None = Field(
+        default=None, description='name in the hardware catalogue, such as "B300 SXM"; found if missing'
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: cuda where each rank has its own GPU"
+    )
+    port: Annotated[int, Field(ge=1024, le=65535)] | None = Field(
+        default=None,
+        description="TCP port of the process-group store on the first node; a free one if missing",
+    )
+
+
+class ParallelSection(Section):
+    """How one model becomes many ranks. Missing sizes are 1; a missing `shard` takes the ranks that are left."""
+
+    tensor: Positive = Field(
+        default=1, description="ranks that cut each matrix between them; inside one node"
+    )
+    pipeline: Positive = Field(default=1, description="ranks that hold the layers one after the other")
+    context: Positive = Field(
+        default=1, description="ranks that cut each sequence between them; only 1 in this version"
+    )
+    expert: Positive = Field(default=1, description="ranks that share out experts; only 1 in this version")
+    replicate: Positive = Field(
+        default=1, description="copies of the model; gradients are averaged over them"
+    )
+    shard: Positive | None = None
+    schedule: Schedule = Field(
+        default="1f1b", description="order of forward and backward passes in the pipeline"
+    )
+    stages_per_rank: Positive = Field(
+        default=1, description="pipeline stages on each rank: 2 or more for interleaved-1f1b and zero-bubble"
+    )
+    reshard_after_forward: bool | None = Field(
+        default=None,
+        description="free the gathered weights between forward and backward: less memory, more communication; "
+        "if missing, true without a pipeline and false with one, which would gather them for every microbatch",
+    )
+
+    @property
+    def reshards(self) -> bool:
+        """`reshard_after_forward` as it is, or as it becomes where it is missing."""
+        return self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
+
+
+class TrainSection(Section):
+    """How many steps over how many tokens, in which precision."""
+
+    steps: Positive = Field(description="optimizer steps of the whole run")
+    sequence_length: Positive = Field(description="tokens a sequence")
+    global_batch: Positive = Field(description="sequences a step, whatever the layout")
+    microbatch: Positive = Field(default=1, description="sequences a rank works on at once")
+    precision: Literal["fp32", "bf16"] = Field(
+        default="bf16",
+        description="of matrix products; weights and optimizer state stay fp32",
+    )
+    activation_checkpointing: Literal["none", "full"] = Field(
+        default="none", description="full: keep each layer's input only and recompute the rest"
+    )
+    compile: bool = Field(default=False, description="torch.compile of each decoder layer")
+    seed: Annotated[int, Field(ge=0)] = Field(
+        default=1234, description="of the weights and of the order of the data"
+    )
+    sample_prompt: str = Field(
+        default="def ", description="the trained model continues this text at the end of the run"
+    )
+    sample_tokens: Annotated[int, Field(ge=0)] = Field(
+        default=160, description="tokens it generates at the end; 0: none"
+    )
+
+
+class OptimizerSection(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: Annotated[float, Field(gt=0)] = Field(description="peak learning rate")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="last learning rate / lr"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="steps from 0 to lr")
+    decay: Literal["cosine", "wsd", "constant"] = Field(
+        default="cosine", description="after the warm-up; wsd: constant, then down over decay_steps"
+    )
+    decay_steps: Positive | None = Field(
+        default=None, description="wsd: length of the final decay; a tenth of the steps if missing"
+    )
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.1, description="decoupled, as in AdamW")
+    clip_norm: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="largest global gradient norm; 0: no clipping"
+    )
+
+
+class CheckpointSection(Section):
+    """When to save and how many to keep."""
+
+    every_steps: Positive = Field(description="save after this many steps, and at the end")
+    keep: Positive = Field(default=3, description="newest checkpoints that are kept")
+
+
+class ResilienceSection(Section):
+    """Reserved for supervision and recovery; no key yet."""
+
+
+class ScaleSection(Section):
+    """Reserved for the scaling test; no key yet."""
+
+
+class WatchSection(Section):
+    """Reserved for the dashboard; no key yet."""
+
+
+class JobFile(Section):
+    """The whole job file."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
+        description="the run folder is runs/NAME"
+    )
+    model: ModelSection
+    data: DataSection
+    cluster: ClusterSection = ClusterSection()
+    parallel: ParallelSection | Literal["auto"] = ParallelSection()
+    train: TrainSection
+    optimizer: OptimizerSection
+    checkpoint: CheckpointSection
+    resilience: ResilienceSection = ResilienceSection()
+    scale: ScaleSection = ScaleSection()
+    watch: WatchSection = WatchSection()

@@ -1,0 +1,100 @@
+"""A training run from its job to its end: the data and the folder first, then the ranks, then what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from seatrial.base.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
+from seatrial.checkpoint.manifest import complete, step_of
+from seatrial.data.prepare import check_store, data_cache, resolve_store
+from seatrial.hardware.devices import choose_device
+from seatrial.launch import launcher_for
+from seatrial.launch.base import Outcome
+from seatrial.record import events
+from seatrial.record.run import OpenedRun, open_run
+
+if TYPE_CHECKING:
+    from seatrial.data.store import TokenStore
+    from seatrial.job import Job
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass
+class Voyage:
+    """A run that is ready to start; this process holds its folder."""
+
+    job: Job
+    opened: OpenedRun
+    store: TokenStore
+    device: str
+    device_reason: str
+
+    @property
+    def resume_step(self) -> int | None:
+        """The step of the newest checkpoint, not yet verified; None for a fresh start."""
+        found = complete(self.opened.folder.checkpoints)
+        return step_of(found[0]) if found else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last step's checkpoint is there already."""
+        step = self.resume_step
+        return step is not None and step >= self.job.train.steps
+
+    def run(self, tick: Callable[[], None] | None = None) -> Outcome:
+        """Train to the end. Nothing that was started is left when it returns."""
+        folder, generation = self.opened.folder, self.opened.generation
+
+        def tell(kind: str, message: str, **more: object) -> None:
+            events.append(folder, kind, message, generation=generation, **more)  # type: ignore[arg-type]
+
+        layout = self.job.layout
+        tell("run_started", f"{layout.world_size} ranks: {layout}", data={"layout": layout.as_dict()})
+        outcome = launcher_for(self.job).launch(self.job, folder, generation, tick=tick)
+        failure = outcome.failure
+        if failure is not None:
+            tell(
+                "run_failed",
+                failure.message,
+                severity="error",
+                node=failure.node,
+                rank=failure.rank,
+                data={
+                    "node": failure.node,
+                    "rank": failure.rank,
+                    "cause": failure.cause,
+                    "time": failure.time,
+                    "log": str(failure.log),
+                    "hint": failure.hint,
+                    "tail": failure.tail,
+                },
+            )
+        elif outcome.exit_code == EXIT_DONE:
+            tell("run_finished", f"all {self.job.train.steps} steps are done")
+        elif outcome.exit_code in (EXIT_FAILED, EXIT_BAD_INPUT):
+            tell("run_failed", "it ended without a first failure", severity="error", data={})
+        else:
+            tell("run_interrupted", "stopped from outside; the same command resumes it", severity="warning")
+        return outcome
+
+
+def prepare_voyage(job: Job, root: Path, *, fresh: bool = False, progress: Progress | None = None) -> Voyage:
+    """Everything that can be refused before a rank starts; then the folder is opened.
+
+    Data that was not prepared beforehand is prepared now, once for all runs below `root`.
+    """
+    launcher_for(job).check(job)
+    device, reason = choose_device(job.cluster)
+    store = resolve_store(job.data, data_cache(root), Path.cwd(), progress)
+    check_store(
+        store,
+        vocab_size=job.architecture.vocab_size,
+        sequence_length=job.train.sequence_length,
+        global_batch=job.train.global_batch,
+        tokenizer_spec=job.data.tokenizer,
+    )
+    return Voyage(job, open_run(job, root, fresh=fresh), store, device, reason)

@@ -1,0 +1,253 @@
+"""One decoder-only transformer: Qwen2.5, Llama 3 and Qwen3 by configuration. It knows nothing of parallelism.
+
+Letters in tensor names, here and in parallel/:
+
+    B  sequences in a microbatch      V  vocabulary
+    T  positions in a sequence        F  width of the MLP
+    D  width of the model             H  width of one attention head
+    N  query heads                    K  key and value heads (N is a multiple of K)
+
+Parameters are called as in Hugging Face's files (`model.layers.3.self_attn.q_proj.weight`), also in a part of the
+model: a pipeline stage keeps the numbers of its layers in the whole.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from seatrial.job.architecture import Architecture, RopeScaling
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a weight (arXiv:1910.07467); computed in fp32 inside the kernel."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | str | None = None
+) -> Tensor:
+    """RoPE's angular frequencies, fp32 [H/2] (arXiv:2104.09864), with Llama 3.1's scaling where it is given.
+
+    The scaling divides low frequencies by `factor`, keeps high ones, and goes from one to the other linearly in
+    between, judged by the wavelength against the context length the model was first trained on.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    freq = 1.0 / (theta**exponents)
+    if scaling is None:
+        return freq
+    wavelength = 2 * math.pi / freq
+    original = scaling.original_max_position_embeddings
+    low = original / scaling.low_freq_factor
+    high = original / scaling.high_freq_factor
+    blend = (original / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    between = (1 - blend) * freq / scaling.factor + blend * freq
+    scaled = torch.where(wavelength > low, freq / scaling.factor, freq)
+    return torch.where((wavelength <= low) & (wavelength >= high), between, scaled)
+
+
+class RotaryTable:
+    """cos and sin of every position, made once for a device and dtype.
+
+    Not a buffer: the model is built on the meta device, where a buffer would lose its values.
+    """
+
+    def __init__(self, arch: Architecture) -> None:
+        self._arch = arch
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [T, H]."""
+        key = (device, dtype)
+        if key not in self._tables or self._tables[key][0].shape[0] < length:
+            a = self._arch
+            freq = inverse_frequencies(a.head_dim, a.rope_theta, a.rope_scaling, device)
+            angles = torch.outer(torch.arange(length, device=device).float(), freq)
+            angles_TH = torch.cat((angles, angles), dim=-1)
+            self._tables[key] = (angles_TH.cos().to(dtype), angles_TH.sin().to(dtype))
+        cos, sin = self._tables[key]
+        return cos[:length], sin[:length]
+
+
+def rotate(x_BTNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+    """Turn each head's pairs (i, i + H/2) by their position's angle."""
+    first, second = x_BTNH.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return x_BTNH * cos_TH[:, None] + turned * sin_TH[:, None]
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped queries (arXiv:2305.13245).
+
+    The number of heads is read off the projections' outputs, so a part of the heads works as the whole does.
+    """
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        D, H = arch.hidden_size, arch.head_dim
+        N, K = arch.num_attention_heads, arch.num_key_value_heads
+        self.head_dim = H
+        self.q_proj = nn.Linear(D, N * H, bias=arch.qkv_bias)
+        self.k_proj = nn.Linear(D, K * H, bias=arch.qkv_bias)
+        self.v_proj = nn.Linear(D, K * H, bias=arch.qkv_bias)
+        self.o_proj = nn.Linear(N * H, D, bias=False)
+        self.q_norm = RMSNorm(H, arch.rms_norm_eps) if arch.qk_norm else None
+        self.k_norm = RMSNorm(H, arch.rms_norm_eps) if arch.qk_norm else None
+
+    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+        heads = (*x_BTD.shape[:2], -1, self.head_dim)
+        q_BTNH = self.q_proj(x_BTD).view(heads)
+        k_BTKH = self.k_proj(x_BTD).view(heads)
+        v_BTKH = self.v_proj(x_BTD).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        q_BTNH, k_BTKH = rotate(q_BTNH, cos_TH, sin_TH), rotate(k_BTKH, cos_TH, sin_TH)
+        out_BNTH = F.scaled_dot_product_attention(
+            q_BTNH.transpose(1, 2),
+            k_BTKH.transpose(1, 2),
+            v_BTKH.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=q_BTNH.shape[2] != k_BTKH.shape[2],
+        )
+        return self.o_proj(out_BNTH.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        D, width = arch.hidden_size, arch.intermediate_size
+        self.gate_proj = nn.Linear(D, width, bias=False)
+        self.up_proj = nn.Linear(D, width, bias=False)
+        self.down_proj = nn.Linear(width, D, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class Block(nn.Module):
+    """One decoder layer. With `recompute`, its activations are computed again in the backward pass."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.self_attn = Attention(arch)
+        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.mlp = MLP(arch)
+        self.recompute = False
+
+    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+        # Inside the block, not around it: sharded data parallel hooks the block's own call, and must not see the
+        # second forward pass as another use of its weights.
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(
+                self._layer, x_BTD, cos_TH, sin_TH, use_reentrant=False, preserve_rng_state=False
+            )
+        return self._layer(x_BTD, cos_TH, sin_TH)
+
+    def _layer(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TH, sin_TH)
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+
+class Head(nn.Module):
+    """The output projection; a tied one owns no weight and is handed the embedding's."""
+
+    def __init__(self, arch: Architecture, *, tied_here: bool) -> None:
+        super().__init__()
+        self.weight = None if tied_here else nn.Parameter(torch.empty(arch.vocab_size, arch.hidden_size))
+
+    def forward(self, x_BTD: Tensor, tied_weight_VD: Tensor | None) -> Tensor:
+        weight = self.weight if self.weight is not None else tied_weight_VD
+        assert weight is not None
+        return F.linear(x_BTD, weight)
+
+
+class Trunk(nn.Module):
+    """What Hugging Face calls `model`: embedding, layers, final norm, or the part of them that a stage holds."""
+
+    def __init__(self, arch: Architecture, layers: range, *, first: bool, last: bool) -> None:
+        super().__init__()
+        # nn.Embedding, or what a parallel layout puts in its place: ids [B, T] -> [B, T, D], with a `weight`.
+        self.embed_tokens: nn.Module | None = (
+            nn.Embedding(arch.vocab_size, arch.hidden_size) if first else None
+        )
+        self.layers = nn.ModuleDict({str(i): Block(arch) for i in layers})
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps) if last else None
+
+
+class Decoder(nn.Module):
+    """The whole model, or the consecutive `layers` of it that one pipeline stage holds.
+
+    A first stage takes token ids [B, T], others hidden states [B, T, D]; a last stage returns logits [B, T, V],
+    others hidden states. Weights are uninitialised: `model.initialise` or a weight source fills them. Build it under
+    `torch.device("meta")` to cost no memory.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        layers: range | None = None,
+        *,
+        first: bool = True,
+        last: bool = True,
+    ) -> None:
+        super().__init__()
+        self.arch = arch
+        self.layer_range = range(arch.num_hidden_layers) if layers is None else layers
+        self.model = Trunk(arch, self.layer_range, first=first, last=last)
+        tied_here = arch.tie_word_embeddings and first
+        self.lm_head = Head(arch, tied_here=tied_here) if last else None
+        self.rotary = RotaryTable(arch)
+        # Positions of the whole sequence. Set where hidden states hold only a part of it (sequence parallel).
+        self.sequence_length: int | None = None
+
+    @property
+    def blocks(self) -> list[Block]:
+        return list(self.model.layers.values())  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids [B, T] or hidden states [B, T, D] -> hidden states or logits [B, T, V]."""
+        embedding = self.model.embed_tokens
+        length = self.sequence_length if self.sequence_length is not None else x.shape[1]
+        h_BTD = x if embedding is None else embedding(x)
+        cos_TH, sin_TH = self.rotary(length, h_BTD.device, h_BTD.dtype)
+        for block in self.model.layers.values():
+            h_BTD = block(h_BTD, cos_TH, sin_TH)
+        if self.model.norm is not None:
+            h_BTD = self.model.norm(h_BTD)
+        if self.lm_head is None:
+            return h_BTD
+        return self.lm_head(h_BTD, None if embedding is None else embedding.weight)
+
+
+def stored_name(name: str, arch: Architecture) -> str:
+    """The name under which a parameter stands in a file.
+
+    Where embedding and head are tied but stand in different pipeline stages, the last stage has a copy called
+    `lm_head.weight`; files hold it once, as the embedding.
+    """
+    if arch.tie_word_embeddings and name == "lm_head.weight":
+        return "model.embed_tokens.weight"
+    return name
+
+
+def whole_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Stored name -> shape of every parameter of the whole model, in the order of the layers."""
+    with torch.device("meta"):
+        model = Decoder(arch)
+    return {stored_name(name, arch): tuple(p.shape) for name, p in model.named_parameters()}

@@ -1,0 +1,236 @@
+"""Hugging Face folders as a weight source: safetensors in one file, or in several with an index."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from seatrial.base.box import Box
+from seatrial.base.errors import Diagnostic, InputError
+from seatrial.job.architecture import Architecture
+from seatrial.model.decoder import whole_shapes
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class HuggingFaceWeights:
+    """The weights of a Hugging Face folder, in one safetensors file or in several with an index.
+
+    Only the headers are read at first, and of a parameter only the box that is asked for. Raises InputError with every
+    file that is missing, cut off or not what the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}  # parameter -> the open file it stands in
+        problems = self._open()
+        if problems:
+            raise InputError(problems)
+
+    def _open(self) -> list[Diagnostic]:
+        index = self._index()
+        wanted: dict[str, list[str]] = {} if index is not None else {WEIGHTS: []}
+        for name, file in (index or {}).items():
+            wanted.setdefault(file, []).append(name)
+        problems = []
+        for file, names in sorted(wanted.items()):
+            path = self.folder / file
+            try:
+                opened: Any = safe_open(path, framework="pt")
+            except FileNotFoundError:
+                problems.append(
+                    Diagnostic(
+                        f"{INDEX} names {file}, which is missing", str(path), hint="copy the folder again"
+                    )
+                )
+            except (SafetensorError, OSError) as error:
+                problems.append(_damaged(path, error))
+            else:
+                present = list(opened.keys())
+                absent = sorted(set(names) - set(present))
+                if absent:
+                    problems.append(
+                        Diagnostic(
+                            f"{INDEX} promises {_some(absent)} in this file",
+                            str(path),
+                            hint="index and weights are of different models: copy the folder again",
+                        )
+                    )
+                self._files.update(dict.fromkeys(present if index is None else names, opened))
+        return problems
+
+    def _index(self) -> dict[str, str] | None:
+        """Parameter -> file, or None where all stand in one file."""
+        folder = self.folder
+        if not folder.is_dir():
+            raise InputError(
+                Diagnostic(
+                    "is a file, not a folder" if folder.exists() else "no such folder",
+                    str(folder),
+                    hint="give a local folder with config.json and *.safetensors; a name on the Hub is not looked "
+                    f"up: `hf download NAME --local-dir {folder}` fetches it",
+                )
+            )
+        if (folder / WEIGHTS).is_file():
+            return None
+        path = folder / INDEX
+        if not path.is_file():
+            hint = f"it needs {WEIGHTS}, or {INDEX} and the files that it names"
+            if any(folder.glob("*.bin")):
+                hint = (
+                    "it has pickled weights (*.bin), which are not loaded because a pickle can run any code: load "
+                    "them with transformers and save them again with `save_pretrained`"
+                )
+            raise InputError(
+                Diagnostic("there are no safetensors weights in this folder", str(folder), hint=hint)
+            )
+        try:
+            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            index = {str(name): str(file) for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                Diagnostic(
+                    f'not an index of weights ("weight_map": parameter -> file): {error!r}',
+                    str(path),
+                    hint="copy the folder again",
+                )
+            ) from error
+        outside = sorted({file for file in index.values() if Path(file).name != file})
+        if outside:
+            raise InputError(Diagnostic(f"names files outside the folder: {_some(outside)}", str(path)))
+        return index
+
+    def names(self) -> list[str]:
+        """Every parameter in the files, sorted."""
+        return sorted(self._files)
+
+    def _slice(self, name: str) -> Any:
+        # Some writers keep a tied pair under the head's name alone (safetensors.torch.save_model does).
+        if name == EMBEDDING and name not in self._files:
+            name = HEAD
+        if name not in self._files:
+            raise InputError(Diagnostic(f"has no parameter {name}", str(self.folder)))
+        return self._files[name].get_slice(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole parameter's shape."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What the file holds. Raises InputError where it is no floating-point format (quantised weights)."""
+        stored = self._slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise InputError(Diagnostic(_quantised(name, stored), str(self.folder)))
+        return _DTYPES[stored]
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """The values of `box` of parameter `name`; other parts of the file are not read."""
+        self.dtype(name)  # refuses quantised weights
+        part, shape = self._slice(name), self.shape(name)
+        if Box.whole(shape).intersect(box) != box and box.numel:
+            raise ValueError(f"{box} is not inside {name}, whose shape is {shape}")
+        if not box.numel:
+            return torch.empty(box.sizes, dtype=dtype)
+        values: Tensor = part[box.slices()]
+        return values.to(dtype).contiguous()
+
+    def check(self, arch: Architecture) -> None:
+        """Raise InputError with every way in which the files are not the weights of `arch`."""
+        problems: list[tuple[str, str]] = []  # (parameter, what is wrong)
+        present, tied = set(self._files), arch.tie_word_embeddings
+        expected = whole_shapes(arch)
+        for name, shape in expected.items():
+            if name not in present and not (tied and name == EMBEDDING and HEAD in present):
+                problems.append((name, "is missing"))
+                continue
+            stored = self._slice(name)
+            if tuple(stored.get_shape()) != shape:
+                problems.append(
+                    (name, f"has shape {list(stored.get_shape())}, the model needs {list(shape)}")
+                )
+            if stored.get_dtype() not in _DTYPES:
+                problems.append(
+                    (name, f"is stored as {stored.get_dtype()}: quantised weights cannot be trained")
+                )
+        for name in sorted(present - set(expected)):
+            if name == HEAD and tied:
+                if EMBEDDING in present and not self._same(HEAD, EMBEDDING):
+                    problems.append((name, f"differs from {EMBEDDING}, but the model ties them"))
+            elif not name.endswith("rotary_emb.inv_freq"):  # old Llama files; computed, not learned
+                problems.append((name, "is no parameter of this model"))
+        if problems:
+            hint = self._hint(arch)
+            raise InputError([Diagnostic(text, str(self.folder), hint=hint) for text in _by_layer(problems)])
+
+    def _same(self, one: str, other: str) -> bool:
+        a, b = self._slice(one), self._slice(other)
+        if a.get_shape() != b.get_shape() or a.get_dtype() != b.get_dtype():
+            return False
+        rows = 8192  # a part at a time: the two may be gigabytes
+        return all(torch.equal(a[i : i + rows], b[i : i + rows]) for i in range(0, a.get_shape()[0], rows))
+
+    def _hint(self, arch: Architecture) -> str:
+        present = set(self._files)
+        if present and not any(name.startswith("model.") for name in present):
+            return "these are the names of a base model without its head: save the whole *ForCausalLM"
+        if not arch.tie_word_embeddings and HEAD not in present and EMBEDDING in present:
+            return "weights without lm_head.weight are of a model with tie_word_embeddings = true"
+        return "the weights and the [model] of the job are not of one model: compare with the folder's config.json"
+
+
+def _damaged(path: Path, error: Exception) -> Diagnostic:
+    try:
+        with open(path, "rb") as f:
+            pointer = f.read(64).startswith(b"version https://git-lfs")
+    except OSError as unreadable:
+        return Diagnostic(
+            f"cannot be read: {unreadable.strerror}", str(path), hint="check what it is, and its permissions"
+        )
+    if pointer:
+        return Diagnostic(
+            "is a Git LFS pointer, not the weights",
+            str(path),
+            hint="`git lfs pull` in that folder fetches them",
+        )
+    return Diagnostic(
+        f"is cut off or damaged ({path.stat().st_size} bytes): {error}",
+        str(path),
+        hint="copy or download it again",
+    )
+
+
+def _quantised(name: str, stored: str) -> str:
+    return f"{name} is stored as {stored}: quantised weights cannot be trained"
+
+
+def _some(items: list[str], most: int = 3) -> str:
+    text = ", ".join(items[:most])
+    return text if len(items) <= most else f"{text} and {len(items) - most} more"
+
+
+def _by_layer(problems: list[tuple[str, str]]) -> list[str]:
+    """One line for what is wrong in the same way in many layers."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    for name, what in problems:
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        key = (name, what) if match is None else (f"model.layers.*.{match[2]}", what)
+        layers.setdefault(key, []).extend([] if match is None else [int(match[1])])
+    lines = []
+    for (name, what), numbers in layers.items():
+        if len(numbers) == 1:
+            name = name.replace("*", str(numbers[0]))
+        elif numbers:
+            run = len(numbers) == numbers[-1] - numbers[0] + 1
+            name += f" (layers {f'{numbers[0]}-{numbers[-1]}' if run else ', '.join(map(str, numbers))})"
+        lines.append(f"{name} {what}")
+    return lines

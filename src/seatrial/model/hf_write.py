@@ -1,0 +1,176 @@
+"""Writing Hugging Face folders (config.json and safetensors) that transformers' `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from seatrial.base.atomic import fsync_folder, write_json
+from seatrial.base.box import Box
+from seatrial.base.errors import Diagnostic, InputError, RunFailed
+from seatrial.base.units import memory
+from seatrial.job.architecture import Architecture
+from seatrial.job.huggingface import config_from_architecture
+from seatrial.model.decoder import whole_shapes
+from seatrial.model.hf import EMBEDDING, INDEX, WEIGHTS
+from seatrial.model.source import WeightSource
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What else makes a tokenizer, beside tokenizer.json.
+_TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What `write_huggingface` made: file names of the weights, their size, and the dtype in config.json."""
+
+    files: list[str]
+    bytes: int
+    dtype: str
+
+
+def write_huggingface(
+    source: WeightSource,
+    arch: Architecture,
+    out: Path,
+    *,
+    dtype: torch.dtype | str = "stored",
+    max_shard_bytes: int = 5_000_000_000,
+    tokenizer: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Written:
+    """Write `source` as the folder `out` that `from_pretrained` reads: complete, or not there at all.
+
+    `dtype` is a torch dtype, its name, or "stored" for what the source says by `dtype(name)`: float32 where it does not
+    say, or says float64. Holds one shard of at most `max_shard_bytes` in memory (a parameter larger than that is a shard of its own).
+    `tokenizer` is a tokenizer.json, copied with the files beside it that belong to it. `progress` is told (bytes done,
+    bytes in all). Files are written to `OUT.tmp-PID` and renamed. Raises InputError for an `out` that holds files, an
+    unwritable place, a missing tokenizer or too small a disk, RunFailed where writing fails later.
+    """
+    shapes = whole_shapes(arch)
+    dtypes = {name: _resolve(dtype, source, name) for name in shapes}
+    sizes = {n: Box.whole(shape).numel * dtypes[n].itemsize for n, shape in shapes.items()}
+    total = sum(sizes.values())
+    shards = plan_shards(sizes, max_shard_bytes)
+    files = [_shard_name(i, len(shards)) for i in range(len(shards))]
+    temporary = _prepare(out, total, tokenizer)
+    try:
+        dtype_name = str(dtypes[EMBEDDING]).removeprefix("torch.")
+        write_json(temporary / "config.json", config_from_architecture(arch, dtype_name))
+        done = 0
+        for file, names in zip(files, shards, strict=True):
+            tensors = {n: source.read(n, Box.whole(shapes[n]), dtypes[n]).contiguous() for n in names}
+            # transformers refuses files that do not say "pt".
+            save_file(tensors, temporary / file, metadata={"format": "pt"})
+            # It makes its files readable for their owner alone.
+            shutil.copymode(temporary / "config.json", temporary / file)
+            _make_durable(temporary / file)
+            done += sum(sizes[n] for n in names)
+            del tensors
+            if progress is not None:
+                progress(done, total)
+        if len(files) > 1:
+            weight_map = {n: file for file, names in zip(files, shards, strict=True) for n in names}
+            metadata = {"total_parameters": arch.parameters(), "total_size": total}
+            write_json(
+                temporary / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+            )
+        for path in _tokenizer_files(tokenizer):
+            shutil.copyfile(path, temporary / path.name)
+        fsync_folder(temporary)
+        os.rename(temporary, out)  # takes the place of an empty folder, and of nothing else
+        fsync_folder(out.parent)
+    except (OSError, SafetensorError) as error:
+        raise RunFailed(
+            f"writing {out} failed: {error}", hint="nothing is left of it; see to the disk and export again"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Written(files, total, dtype_name)
+
+
+def plan_shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """The parameters in their order, cut into shards of at most `limit` bytes or of one parameter."""
+    if limit < 1:
+        raise ValueError(f"a shard needs at least one byte, not {limit}")
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _shard_name(index: int, count: int) -> str:
+    return WEIGHTS if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _resolve(dtype: torch.dtype | str, source: WeightSource, name: str) -> torch.dtype:
+    if dtype == "stored":
+        says: Callable[[str], torch.dtype] | None = getattr(source, "dtype", None)
+        stored = torch.float32 if says is None else says(name)
+        return torch.float32 if stored == torch.float64 else stored
+    known = _DTYPES.get(str(dtype).removeprefix("torch."))
+    if known is None:
+        raise ValueError(f"{dtype} is not a dtype that weights are written in: {', '.join(_DTYPES)}")
+    return known
+
+
+def _prepare(out: Path, total: int, tokenizer: Path | None) -> Path:
+    """Refuse what cannot succeed, before an hour of writing; return the new temporary folder."""
+    problems = []
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            hint = "nothing is overwritten: name another folder, or remove this one"
+            problems.append(Diagnostic("exists already and is not empty", str(out), hint=hint))
+        if tokenizer is not None and not tokenizer.is_file():
+            problems.append(Diagnostic("there is no such tokenizer file", str(tokenizer)))
+        if problems:
+            raise InputError(problems)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(out.parent).free
+        if free < total:
+            raise InputError(
+                Diagnostic(
+                    f"the weights take {memory(total)}, the disk has {memory(free)} free",
+                    str(out),
+                    hint="name a folder on another disk, or export as bfloat16",
+                )
+            )
+        temporary = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+        temporary.mkdir()
+    except OSError as error:
+        raise InputError(
+            Diagnostic(
+                f"cannot be written: {error.strerror}", str(out), hint="name a folder you may write to"
+            )
+        ) from error
+    return temporary
+
+
+def _tokenizer_files(tokenizer: Path | None) -> Iterable[Path]:
+    if tokenizer is None:
+        return []
+    return [tokenizer, *(p for f in _TOKENIZER_FILES if (p := tokenizer.with_name(f)).is_file())]
+
+
+def _make_durable(path: Path) -> None:
+    with open(path, "rb+") as f:
+        os.fsync(f.fileno())

@@ -1,0 +1,58 @@
+"""Random weights that do not depend on the layout: each block of rows has its own seed, made from its name.
+
+A rank draws only the rows it holds, and any split of the model gives the same model to the last bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from seatrial.base.box import Box
+from seatrial.job.architecture import Architecture
+from seatrial.model.decoder import whole_shapes
+
+# Rows drawn with one seed. Changing it changes every initial weight.
+_ROWS = 1024
+
+
+def _generator(seed: int, name: str, block: int) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+    # Always the CPU's generator: a CUDA one gives other numbers, and the model would depend on the device.
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+class RandomWeights:
+    """The weight source of a model that starts from nothing.
+
+    Matrices are normal with `initializer_range`; those that write into the residual stream (o_proj, down_proj) are
+    scaled down by sqrt(2 x layers), as in GPT-2; norms are 1 and biases 0.
+    """
+
+    def __init__(self, arch: Architecture, seed: int) -> None:
+        self._arch = arch
+        self._seed = seed
+        self._shapes = whole_shapes(arch)
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """The values of `box` of parameter `name`."""
+        if name.endswith("norm.weight"):
+            return torch.ones(box.sizes, dtype=dtype)
+        if name.endswith(".bias"):
+            return torch.zeros(box.sizes, dtype=dtype)
+        std = self._arch.initializer_range
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= (2 * self._arch.num_hidden_layers) ** 0.5
+        rows, columns = self._shapes[name]
+        out = torch.empty(box.sizes, dtype=dtype)
+        first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
+        for block in range(first // _ROWS, -(-last // _ROWS)):
+            start = block * _ROWS
+            height = min(_ROWS, rows - start)
+            values = torch.randn(height, columns, generator=_generator(self._seed, name, block)) * std
+            lo, hi = max(first, start), min(last, start + height)
+            part = values[lo - start : hi - start, box.offsets[1] : box.offsets[1] + box.sizes[1]]
+            out[lo - first : hi - first] = part.to(dtype)
+        return out

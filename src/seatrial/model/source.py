@@ -1,0 +1,18 @@
+"""Where weights come from: one question, asked of a checkpoint, a Hugging Face folder or a random draw."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from seatrial.base.box import Box
+
+
+class WeightSource(Protocol):
+    """Anything that can say what stands in a part of a parameter."""
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """The values of `box` of the parameter stored as `name`: a CPU tensor of `box.sizes` and `dtype`."""
+        ...

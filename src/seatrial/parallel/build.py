@@ -1,0 +1,228 @@
+"""How one model becomes many: this rank's part of it, its parameters as boxes of the whole, and one training pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from seatrial.base.box import Box, chunk
+from seatrial.job.architecture import Architecture
+from seatrial.model.decoder import Decoder, stored_name, whole_shapes
+from seatrial.model.source import WeightSource
+from seatrial.parallel.loss import token_loss
+from seatrial.parallel.mesh import Mesh
+from seatrial.parallel.pipeline import Pipeline
+from seatrial.parallel.shard import apply_sharding, set_last_microbatch
+from seatrial.parallel.tensor import apply_tensor_parallel, split_dimension, tensor_box
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `ParallelModel` needs to know of a job."""
+
+    sequence_length: int
+    microbatch: int  # sequences
+    microbatches: int  # a step and rank
+    global_tokens: int  # a step, over all ranks: the loss is their mean
+    precision: str = "fp32"
+    activation_checkpointing: str = "none"
+    compile: bool = False
+    reshard_after_forward: bool = True
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One parameter as this rank holds it."""
+
+    name: str  # as stored: Hugging Face's name
+    parameter: nn.Parameter
+    local: Tensor  # this rank's values; shares the parameter's memory
+    box: Box  # where `local` stands in the whole parameter
+    whole: tuple[int, ...]
+    holders: int  # ranks of one model replica that hold this same box, this one included
+    owner: bool  # exactly one rank holds each box as owner: that one saves it
+    counted: bool  # its gradient counts in the norm (the second copy of a tied embedding does not)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's part of the gradient, of `local`'s shape."""
+        grad = self.parameter.grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+class ParallelModel:
+    """The stages of one rank, cut and wired as the layout says.
+
+    The order matters: tensor parallel cuts whole weights, compilation sees the communication inside a layer, sharding
+    wraps the compiled layer, and only then is memory allocated and filled from `source`.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        mesh: Mesh,
+        settings: Settings,
+        source: WeightSource,
+        *,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        self.arch = arch
+        self.mesh = mesh
+        self.settings = settings
+        layout = mesh.layout
+        # bf16 always goes through FSDP, also in a group of one: it is what keeps fp32 weights beside bf16 ones.
+        sharded = layout.data_parallel > 1 or settings.precision == "bf16"
+        data_mesh = mesh.data_mesh(timeout) if sharded else None
+        self.stages = [
+            build_stage(arch, index, mesh, settings, data_mesh)
+            for index in layout.stage_indices(mesh.at.pipeline)
+        ]
+        for stage in self.stages:
+            stage.to_empty(device=mesh.device)
+        self.shards = [shard for stage in self.stages for shard in self._shards(stage)]
+        self.load(source)
+        self._pipeline = self._build_pipeline() if layout.pipeline > 1 else None
+        # Summed over the tensor group once a step, in one message, rather than once a microbatch and layer.
+        self._partial = [
+            s for s in self.shards if mesh.tensor is not None and split_dimension(s.name) is None
+        ]
+        self._tied = [s for s in self.shards if s.name == "model.embed_tokens.weight"]
+        self._ends = mesh.ends if arch.tie_word_embeddings and self._tied else None
+
+    @torch.no_grad()
+    def load(self, source: WeightSource) -> None:
+        """Fill every parameter from `source`; only this rank's boxes are read."""
+        for shard in self.shards:
+            if shard.box.numel:
+                shard.local.copy_(source.read(shard.name, shard.box, shard.local.dtype))
+
+    def forward_backward(self, ids_BT: Tensor, target_BT: Tensor) -> Tensor:
+        """Gradients of the mean loss over the global batch into each parameter's `.grad`.
+
+        `ids_BT` and `target_BT` are this data-parallel rank's sequences of the step. Returns this rank's share of the
+        mean loss: the sum over all ranks (`mesh.sum_over_ranks`) is the loss.
+        """
+        if self._pipeline is not None:
+            loss = self._pipeline.forward_backward(ids_BT, target_BT)
+        else:
+            loss = self._accumulate(ids_BT, target_BT)
+        self._sum_partial_gradients()
+        # Every tensor-parallel rank knows the same loss; one of them counts.
+        return loss if self.mesh.at.tensor == 0 else torch.zeros_like(loss)
+
+    def _accumulate(self, ids_BT: Tensor, target_BT: Tensor) -> Tensor:
+        model, n = self.stages[0], self.settings.microbatches
+        total = torch.zeros((), device=self.mesh.device)
+        for i, (ids, target) in enumerate(zip(ids_BT.chunk(n), target_BT.chunk(n), strict=True)):
+            set_last_microbatch(model, i == n - 1)
+            loss = self._loss(model(ids), target)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def _loss(self, logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
+        summed = token_loss(logits_BTV, target_BT, self.mesh.tensor, self.mesh.at.tensor)
+        return summed / self.settings.global_tokens
+
+    @torch.no_grad()
+    def _sum_partial_gradients(self) -> None:
+        if self._partial:
+            _all_reduce_together([s.grad for s in self._partial], self.mesh.tensor)
+        if self._ends is not None:
+            # Embedding and head are one weight that stands in two stages: both copies get both gradients.
+            _all_reduce_together([s.grad for s in self._tied], self._ends)
+
+    def _build_pipeline(self) -> Pipeline:
+        s, layout = self.settings, self.mesh.layout
+        assert self.mesh.pipeline is not None
+        return Pipeline(
+            self.stages,
+            layout,
+            self.mesh.pipeline,
+            self.mesh.at.pipeline,
+            device=self.mesh.device,
+            microbatches=s.microbatches,
+            input_shape_BT=(s.microbatch, s.sequence_length),
+            hidden_shape_BTD=(s.microbatch, s.sequence_length // layout.tensor, self.arch.hidden_size),
+            compute_dtype=s.compute_dtype,
+            loss=self._loss,
+        )
+
+    def _shards(self, stage: Decoder) -> list[Shard]:
+        mesh, layout = self.mesh, self.mesh.layout
+        shapes = whole_shapes(self.arch)
+        out = []
+        for own_name, parameter in stage.named_parameters():
+            name = stored_name(own_name, self.arch)
+            copy = name != own_name
+            box = tensor_box(own_name, shapes[name], layout.tensor, mesh.at.tensor)
+            local = parameter.detach()
+            if isinstance(local, DTensor):
+                offset, size = chunk(box.sizes[0], layout.shard, mesh.at.shard)
+                box = box.narrow(0, offset, size)
+                local = local.to_local()
+            assert tuple(local.shape) == box.sizes, f"{name}: {tuple(local.shape)} is not {box}"
+            whole_on_tensor = split_dimension(own_name) is None
+            out.append(
+                Shard(
+                    name=name,
+                    parameter=parameter,
+                    local=local,
+                    box=box,
+                    whole=shapes[name],
+                    holders=layout.tensor if whole_on_tensor else 1,
+                    owner=not copy
+                    and mesh.at.replicate == 0
+                    and (not whole_on_tensor or mesh.at.tensor == 0),
+                    counted=not copy,
+                )
+            )
+        return out
+
+
+def build_stage(
+    arch: Architecture, index: int, mesh: Mesh, settings: Settings, data_mesh: DeviceMesh | None
+) -> Decoder:
+    """Pipeline stage `index` on the meta device: cut, compiled and, with a `data_mesh`, sharded; without memory."""
+    layout = mesh.layout
+    with torch.device("meta"):
+        model = Decoder(
+            arch,
+            layout.stage_layers(index, arch.num_hidden_layers),
+            first=index == 0,
+            last=index == layout.stages - 1,
+        )
+    if mesh.tensor is not None:
+        apply_tensor_parallel(model, mesh.tensor, mesh.at.tensor, settings.sequence_length)
+    for block in model.blocks:
+        block.recompute = settings.activation_checkpointing == "full"
+        if settings.compile:
+            block.compile()
+    if data_mesh is not None:
+        apply_sharding(
+            model,
+            data_mesh,
+            compute_dtype=settings.compute_dtype,
+            reshard_after_forward=settings.reshard_after_forward,
+        )
+    return model
+
+
+def _all_reduce_together(grads: list[Tensor | None], group: dist.ProcessGroup | None) -> None:
+    present = [g for g in grads if g is not None and g.numel()]
+    if not present:
+        return
+    flat = torch.cat([g.flatten() for g in present])
+    dist.all_reduce(flat, group=group)
+    for grad, part in zip(present, flat.split([g.numel() for g in present]), strict=True):
+        grad.copy_(part.view_as(grad))

@@ -1,0 +1,64 @@
+"""Collectives with gradients, over plain local tensors.
+
+Tensor parallel here computes on local tensors and says where it communicates, rather than sending every operation
+through DTensor's dispatch: the same mathematics, several times less overhead on small models, and no sharding
+propagation in the first step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# torch 2.13 renamed these two and deprecates the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_positions(x_BtD: Tensor, group: ProcessGroup) -> Tensor:
+    """Each rank's part of the positions [B, T/n, D] -> all of them [B, T, D]. No gradient."""
+    n = group.size()
+    B, t, D = x_BtD.shape
+    out_nBtD = x_BtD.new_empty(n, B, t, D)
+    _all_gather(out_nBtD.view(n * B, t, D), x_BtD.contiguous(), group=group)
+    return out_nBtD.transpose(0, 1).reshape(B, n * t, D)
+
+
+def scatter_sum_positions(x_BTD: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum [B, T, D] over the group; each rank keeps its part of the positions [B, T/n, D]. No gradient."""
+    n = group.size()
+    B, T, D = x_BTD.shape
+    parts_nBtD = x_BTD.view(B, n, T // n, D).transpose(0, 1).contiguous()
+    out_BtD = x_BTD.new_empty(B, T // n, D)
+    _reduce_scatter(out_BtD, parts_nBtD.view(n * B, T // n, D), group=group)
+    return out_BtD
+
+
+class GatherPositions(torch.autograd.Function):
+    """Forward all-gather, backward reduce-scatter: into a region where each rank holds part of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BtD: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_positions(x_BtD, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return scatter_sum_positions(grads[0].contiguous(), ctx.group), None
+
+
+class ScatterSumPositions(torch.autograd.Function):
+    """Forward reduce-scatter, backward all-gather: out of a region where each rank holds part of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return scatter_sum_positions(x_BTD.contiguous(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return gather_positions(grads[0], ctx.group), None

@@ -1,0 +1,102 @@
+"""The process groups of one rank, one for each dimension of the layout that is larger than 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from seatrial.job.layout import Coordinates, Layout
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands and whom it talks to. A group is None where its dimension has size 1."""
+
+    layout: Layout
+    rank: int
+    at: Coordinates
+    device: torch.device
+    tensor: ProcessGroup | None
+    pipeline: ProcessGroup | None
+    shard: ProcessGroup | None
+    replicate: ProcessGroup | None
+    ends: ProcessGroup | None  # first and last pipeline rank of this column, which share a tied embedding
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the global batch this rank works on."""
+        return self.at.replicate * self.layout.shard + self.at.shard
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum `values` over all ranks in place; every rank gets the same bits.
+
+        One dimension after the other: groups of two or four are far quicker on gloo than one of eight, and on a
+        cluster the first of them stays inside the node.
+        """
+        for group in (self.tensor, self.shard, self.replicate, self.pipeline):
+            if group is not None:
+                dist.all_reduce(values, group=group)
+        return values
+
+    def data_mesh(self, timeout: timedelta) -> DeviceMesh:
+        """The mesh for sharded data parallel: [shard], or [replicate, shard]."""
+        kind = self.device.type
+        shard = self.shard or _group([self.rank], timeout)
+        if self.replicate is None:
+            return DeviceMesh.from_group(shard, kind, mesh_dim_names=("shard",))
+        ranks = [
+            [self._rank(replicate=r, shard=s) for s in range(self.layout.shard)]
+            for r in range(self.layout.replicate)
+        ]
+        return DeviceMesh.from_group(
+            [self.replicate, shard],
+            kind,
+            mesh=torch.tensor(ranks, dtype=torch.int),
+            mesh_dim_names=("replicate", "shard"),
+        )
+
+    def _rank(self, *, replicate: int, shard: int) -> int:
+        at = self.at
+        return self.layout.rank(Coordinates(at.pipeline, replicate, shard, at.tensor))
+
+
+def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
+    # With local synchronisation only the members take part, so that 128 ranks do not wait for each other once for
+    # every group. The timeout must be given to each group: torch's default for a new one is 30 minutes, whatever
+    # init_process_group was told.
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
+def build_mesh(layout: Layout, device: torch.device, timeout: timedelta) -> Mesh:
+    """Make the groups of this rank. Call it once in every rank, after init_process_group."""
+    rank = dist.get_rank()
+    if dist.get_world_size() != layout.world_size:
+        raise ValueError(
+            f"the layout {layout} has {layout.world_size} ranks, the world {dist.get_world_size()}"
+        )
+    at = layout.coordinates(rank)
+
+    def along(dimension: str, size: int) -> list[int]:
+        values = {"pipeline": at.pipeline, "replicate": at.replicate, "shard": at.shard, "tensor": at.tensor}
+        return [layout.rank(Coordinates(**{**values, dimension: i})) for i in range(size)]
+
+    groups: dict[str, ProcessGroup | None] = {}
+    for dimension in ("tensor", "shard", "replicate", "pipeline"):
+        size = getattr(layout, dimension)
+        groups[dimension] = _group(along(dimension, size), timeout) if size > 1 else None
+
+    ends = None
+    if layout.pipeline == 2:
+        ends = groups["pipeline"]
+    elif layout.pipeline > 2 and at.pipeline in (0, layout.pipeline - 1):
+        column = along("pipeline", layout.pipeline)
+        ends = _group([column[0], column[-1]], timeout)
+    return Mesh(layout=layout, rank=rank, at=at, device=device, ends=ends, **groups)

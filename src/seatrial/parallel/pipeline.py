@@ -1,0 +1,92 @@
+"""Pipeline stages and their schedule, from torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from seatrial.job.layout import Layout
+from seatrial.model.decoder import Decoder
+
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class Pipeline:
+    """The stages that this rank holds, and one call that runs all microbatches forward and backward."""
+
+    def __init__(
+        self,
+        models: list[Decoder],
+        layout: Layout,
+        group: ProcessGroup,
+        pipeline_rank: int,
+        *,
+        device: torch.device,
+        microbatches: int,
+        input_shape_BT: tuple[int, int],
+        hidden_shape_BTD: tuple[int, int, int],
+        compute_dtype: torch.dtype,
+        loss: LossFunction,
+    ) -> None:
+        """`hidden_shape_BTD` is what goes from stage to stage: a microbatch, this rank's positions, the width."""
+        last = layout.stages - 1
+        stages = []
+        for model, index in zip(models, layout.stage_indices(pipeline_rank), strict=True):
+            # Shapes are given, so that torch does not find them out by running the model once before the first step.
+            hidden = torch.empty(hidden_shape_BTD, dtype=compute_dtype, device="meta", requires_grad=True)
+            ids = torch.empty(input_shape_BT, dtype=torch.int64, device="meta")
+            vocabulary = model.arch.vocab_size // layout.tensor
+            logits = torch.empty(
+                (*input_shape_BT, vocabulary), dtype=compute_dtype, device="meta", requires_grad=True
+            )
+            stages.append(
+                PipelineStage(
+                    model,
+                    index,
+                    layout.stages,
+                    device,
+                    input_args=ids if index == 0 else hidden,
+                    output_args=logits if index == last else hidden,
+                    group=group,
+                )
+            )
+        self.holds_first = stages[0].is_first
+        self.holds_last = stages[-1].is_last
+        self._device = device
+        schedule = _SCHEDULES[layout.schedule]
+        single = issubclass(schedule, PipelineScheduleSingle)
+        # scale_grads divides gradients by the number of microbatches; our loss is already a share of the global mean.
+        self._schedule = schedule(
+            stages[0] if single else stages, n_microbatches=microbatches, loss_fn=loss, scale_grads=False
+        )
+
+    def forward_backward(self, ids_BT: Tensor, target_BT: Tensor) -> Tensor:
+        """Run one step's microbatches; returns this rank's sum of the losses (0 where it has no last stage)."""
+        losses: list[Tensor] = []
+        inputs = (ids_BT,) if self.holds_first else ()
+        if self.holds_last:
+            self._schedule.step(*inputs, target=target_BT, losses=losses, return_outputs=False)
+        else:
+            self._schedule.step(*inputs, return_outputs=False)
+        if not losses:
+            return torch.zeros((), device=self._device)
+        return torch.stack([loss.detach() for loss in losses]).sum()

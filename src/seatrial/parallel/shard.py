@@ -1,0 +1,39 @@
+"""Sharded data parallel (FSDP2) over one pipeline stage."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from seatrial.model.decoder import Decoder
+
+
+def apply_sharding(
+    model: Decoder, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool
+) -> None:
+    """Shard each decoder layer and then the rest of `model` over `mesh`.
+
+    Weights, gradients and optimizer state stay fp32 shards; layers compute in `compute_dtype`, gradients are reduced
+    in fp32. Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of the global
+    batch.
+    """
+    policy = MixedPrecisionPolicy()
+    if compute_dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    # The root's own weights (embedding, last norm, head) are needed again at once by the backward pass.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Plain SUM: gloo has no PREMUL_SUM, which torch would use for a factor of its own.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def set_last_microbatch(model: Decoder, last: bool) -> None:
+    """Reduce gradients over ranks in the next backward pass, or keep them local until the last microbatch."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)

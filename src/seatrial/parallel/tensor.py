@@ -1,0 +1,97 @@
+"""Tensor parallel with sequence parallel: which dimension of each weight is cut, and where ranks communicate.
+
+Between the regions marked here, activations hold T/n positions each (sequence parallel, arXiv:2205.05198); inside
+them, all positions and 1/n of the heads, of the MLP or of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from seatrial.base.box import Box
+from seatrial.model.decoder import Decoder
+from seatrial.parallel.collectives import GatherPositions, ScatterSumPositions
+
+_COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_ROW = ("o_proj", "down_proj")
+
+
+def split_dimension(name: str) -> int | None:
+    """The dimension of parameter `name` that tensor parallel cuts; None where every rank holds all of it.
+
+    Those held whole are the norms. They see only part of the positions or heads, so their gradients are sums over
+    the group that someone must form: see `ParallelModel`.
+    """
+    module, _, kind = name.rpartition(".")
+    module = module.rpartition(".")[2]
+    if module in _COLUMN:
+        return 0  # output features: weight rows, and bias
+    if module in _ROW:
+        assert kind == "weight", f"{name}: a bias here would be added once for every rank"
+        return 1  # input features
+    return None
+
+
+def tensor_box(name: str, shape: tuple[int, ...], size: int, rank: int) -> Box:
+    """The part of the whole parameter that tensor-parallel `rank` of `size` holds."""
+    box = Box.whole(shape)
+    dim = split_dimension(name)
+    if dim is None or size == 1:
+        return box
+    if shape[dim] % size:
+        raise ValueError(
+            f"{name}: {shape[dim]} does not divide by {size} (the job's rules should have refused it)"
+        )
+    part = shape[dim] // size
+    return box.narrow(dim, rank * part, part)
+
+
+class SplitEmbedding(nn.Module):
+    """A token embedding of which each rank holds V/n rows; it returns this rank's part of the positions."""
+
+    def __init__(self, weight: Tensor, group: ProcessGroup, rank: int) -> None:
+        super().__init__()
+        self.weight = weight
+        self._group = group
+        self._first_id = rank * weight.shape[0]
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        local_BT = ids_BT - self._first_id
+        outside_BT = (local_BT < 0) | (local_BT >= self.weight.shape[0])
+        rows_BTD = F.embedding(local_BT.masked_fill(outside_BT, 0), self.weight)
+        rows_BTD = rows_BTD.masked_fill(outside_BT[:, :, None], 0)
+        return ScatterSumPositions.apply(rows_BTD, self._group)
+
+
+def apply_tensor_parallel(model: Decoder, group: ProcessGroup, rank: int, sequence_length: int) -> None:
+    """Cut the weights of `model` (on the meta device) to this rank's part and put the communication in its place."""
+    size = group.size()
+    for name, parameter in list(model.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        box = tensor_box(name, tuple(parameter.shape), size, rank)
+        local = nn.Parameter(torch.empty(box.sizes, dtype=parameter.dtype, device=parameter.device))
+        setattr(model.get_submodule(path), leaf, local)
+
+    def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (GatherPositions.apply(args[0], group), *args[1:])
+
+    def scatter(_module: nn.Module, _args: tuple[Any, ...], out: Tensor) -> Tensor:
+        return ScatterSumPositions.apply(out, group)
+
+    # One gather feeds q, k and v, and one feeds gate and up.
+    for block in model.blocks:
+        block.self_attn.register_forward_pre_hook(gather)
+        block.self_attn.o_proj.register_forward_hook(scatter)
+        block.mlp.register_forward_pre_hook(gather)
+        block.mlp.down_proj.register_forward_hook(scatter)
+    trunk = model.model
+    if trunk.embed_tokens is not None:
+        trunk.embed_tokens = SplitEmbedding(trunk.embed_tokens.get_parameter("weight"), group, rank)
+    if model.lm_head is not None:
+        model.lm_head.register_forward_pre_hook(gather)
+    model.sequence_length = sequence_length

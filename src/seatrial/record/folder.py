@@ -1,0 +1,117 @@
+"""Where everything of a run lies. The run folder is the truth; all views are made from it."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from pathlib import Path
+
+from seatrial.base.errors import InputError
+
+# Any of these makes a folder a run folder. job.toml alone does not: `seatrial init` writes such files anywhere.
+_MARKS = ("control/lock", "control/identity.json", "plan.json", "events.jsonl", "metrics.jsonl")
+
+
+class RunFolder:
+    """The paths of one run. Making one touches nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.job_toml = path / "job.toml"
+        self.plan_json = path / "plan.json"
+        self.events = path / "events.jsonl"
+        self.metrics = path / "metrics.jsonl"
+        self.ledger = path / "ledger.jsonl"
+        self.control = path / "control"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.reports = path / "reports"
+        self.ranks = path / "ranks"
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the process that runs the run, with its pid inside."""
+        return self.control / "lock"
+
+    @property
+    def identity_json(self) -> Path:
+        """The keys of the job that make two starts the same run."""
+        return self.control / "identity.json"
+
+    @property
+    def generation_file(self) -> Path:
+        """The number of the last start."""
+        return self.control / "generation"
+
+    def rank_log(self, generation: int, node: int, rank: int) -> Path:
+        """stdout and stderr of one rank in one generation."""
+        return self.logs / f"{generation:06d}" / f"node{node}" / f"rank{rank}.log"
+
+    def rank_error(self, generation: int, node: int, rank: int) -> Path:
+        """The exception that ended one rank, as JSON; absent where there was none or nobody could write it."""
+        return self.rank_log(generation, node, rank).with_suffix(".error.json")
+
+    def last_generation(self) -> int:
+        """The highest generation ever started here, 0 for none. A damaged file is outvoted by the log folders."""
+        known = [0]
+        with contextlib.suppress(OSError, ValueError):
+            known.append(int(self.generation_file.read_text(encoding="utf-8")))
+        with contextlib.suppress(OSError):
+            known += [int(p.name) for p in self.logs.iterdir() if p.name.isascii() and p.name.isdigit()]
+        return max(known)
+
+    def is_run(self) -> bool:
+        """Whether a run was ever started in this folder."""
+        return any((self.path / mark).exists() for mark in _MARKS)
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """The run folder at `path`, for readers. Raises InputError where there is none."""
+        folder = cls(path)
+        if folder.is_run():
+            return folder
+        if path.is_dir():
+            what = f"{path} is not a run folder"
+        elif path.exists():
+            what = f"{path} is a file, not a run folder"
+        else:
+            what = f"there is no run folder {path}"
+        raise InputError(what, hint=_nearby_hint(path))
+
+    @classmethod
+    def find(cls, name: str, root: Path = Path("runs")) -> RunFolder:
+        """The run folder at the path `name`, or else the run called `name` under `root`. Raises InputError."""
+        for path in (Path(name), root / name):
+            if cls(path).is_run():
+                return cls(path)
+        # Neither: tell of the one that was most likely meant.
+        return cls.open(Path(name) if Path(name).exists() or "/" in name else root / name)
+
+
+def _nearby_hint(path: Path) -> str:
+    """Names of run folders that could have been meant: inside `path`, or beside it."""
+    inside = _runs_in(path) or _runs_in(path / "runs")
+    if inside:
+        return f"run folders in it: {_listed(inside)}"
+    names = _runs_in(path.parent)
+    close = difflib.get_close_matches(path.name, [n.name for n in names], n=1)
+    if close:
+        return f"did you mean {path.parent / close[0]}?"
+    if names:
+        return f"run folders beside it: {_listed(names)}"
+    return "give the path of a run folder, such as runs/NAME; `seatrial train` makes one"
+
+
+def _runs_in(path: Path) -> list[Path]:
+    try:
+        return sorted(p for p in path.iterdir() if RunFolder(p).is_run())
+    except OSError:
+        return []
+
+
+def _listed(paths: list[Path], most: int = 8) -> str:
+    text = ", ".join(str(p) for p in paths[:most])
+    return text if len(paths) <= most else f"{text} and {len(paths) - most} more"

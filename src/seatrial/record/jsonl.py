@@ -1,0 +1,188 @@
+"""Files of one JSON object a line: appended to by processes that may die, read by processes that must not.
+
+A line is written by one `write` to a descriptor opened with O_APPEND, so lines of several writers do not mix.
+A crash can leave the last line torn; the next writer starts a new line first, and readers report the torn one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A line that could not be used; every other line of the file still is."""
+
+    file: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.message}"
+
+
+def plain(value: Any) -> Any:
+    """`value` with NaN and the infinities as the strings "NaN", "Infinity", "-Infinity", which JSON has no numbers for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: plain(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def encode(value: Mapping[str, Any]) -> bytes:
+    """One line with its newline."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:  # a non-finite float
+        text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # A lone surrogate (an undecodable file name in a message) must not cost us the event.
+    return text.encode("utf-8", errors="backslashreplace") + b"\n"
+
+
+class LineWriter:
+    """Appends to one file through one open descriptor; nothing is fsynced."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # Readable too: the last byte must be looked at.
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._torn = _ends_torn(self._fd)
+
+    def write(self, value: Mapping[str, Any]) -> None:
+        """Append one line. Raises OSError where the file system refuses (a full disk)."""
+        data = encode(value)
+        if self._torn:
+            data = b"\n" + data
+        self._torn = True  # until all of it is known to be there
+        while data:
+            data = data[os.write(self._fd, data) :]
+        self._torn = False
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> LineWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def append_line(path: Path, value: Mapping[str, Any]) -> None:
+    """Append one line to `path`, for writers that come rarely; others keep a LineWriter."""
+    with LineWriter(path) as writer:
+        writer.write(value)
+
+
+def read(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
+    """All usable objects of `path` and what is wrong with its other lines; a missing file is an empty one."""
+    numbered, problems = read_numbered(path)
+    return [value for _, value in numbered], problems
+
+
+def read_numbered(
+    path: Path, noun: str = "a record"
+) -> tuple[list[tuple[int, dict[str, Any]]], list[Problem]]:
+    """As `read`, each object with its line number (from 1); `noun` is what a line should have been."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        return [], [Problem(path.name, 0, f"cannot be read ({error.strerror})")]
+    lines = data.split(b"\n")
+    torn = lines.pop()  # what stands after the last newline
+    values, problems = _parse(path.name, lines, 1, noun)
+    if torn:
+        # A whole object without its newline is a whole object; the next writer adds the newline.
+        value, reason = _parse_line(torn)
+        if value is not None:
+            values.append((len(lines) + 1, value))
+        elif reason is not None:
+            problems.append(Problem(path.name, len(lines) + 1, f"unfinished line, not used ({reason})"))
+    return values, problems
+
+
+class Tail:
+    """Follows a file that others append to; a line counts once its newline is there."""
+
+    def __init__(self, path: Path, noun: str = "a record") -> None:
+        self.path = path
+        self.noun = noun
+        self.problems: list[Problem] = []
+        self._offset = 0
+        self._lines = 0
+        self._inode: int | None = None
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The objects whose lines were completed since the last call; unusable lines go to `problems`."""
+        return [value for _, value in self.poll_numbered()]
+
+    def poll_numbered(self) -> list[tuple[int, dict[str, Any]]]:
+        """As `poll`, each object with its line number (from 1)."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY)
+        except OSError:  # not there yet, or moved aside; `read` tells of lasting trouble
+            return []
+        with open(fd, "rb") as f:
+            status = os.fstat(fd)
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._offset, self._lines, self._inode = 0, 0, status.st_ino
+            f.seek(self._offset)
+            data = f.read()
+        end = data.rfind(b"\n") + 1
+        if not end:
+            return []
+        lines = data[: end - 1].split(b"\n")
+        values, problems = _parse(self.path.name, lines, self._lines + 1, self.noun)
+        self._offset += end
+        self._lines += len(lines)
+        self.problems += problems
+        return values
+
+
+def _ends_torn(fd: int) -> bool:
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+
+
+def _parse(
+    file: str, lines: list[bytes], first_line: int, noun: str
+) -> tuple[list[tuple[int, dict[str, Any]]], list[Problem]]:
+    values: list[tuple[int, dict[str, Any]]] = []
+    problems: list[Problem] = []
+    for number, line in enumerate(lines, first_line):
+        value, reason = _parse_line(line)
+        if value is not None:
+            values.append((number, value))
+        elif reason is not None:
+            problems.append(Problem(file, number, f"not {noun} ({reason})"))
+    return values, problems
+
+
+def _parse_line(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
+    """(object, None), or (None, what is wrong), or (None, None) for an empty line, which means nothing."""
+    if not line.strip():
+        return None, None
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return None, "not UTF-8 text"
+    except json.JSONDecodeError as error:
+        return None, f"not JSON: {error.msg} at column {error.colno}"
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+        return None, f"not JSON: {error}"
+    if not isinstance(value, dict):
+        return None, f"a JSON {type(value).__name__} where an object belongs"
+    return value, None

@@ -1,0 +1,95 @@
+"""ledger.jsonl: which samples each step trained on, the proof that none was skipped or seen twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from seatrial.record.folder import RunFolder
+from seatrial.record.jsonl import LineWriter, Problem, read_numbered
+from seatrial.record.typed import decode_all
+
+NOUN = "a ledger record"
+
+
+@dataclass(frozen=True)
+class LedgerRecord:
+    """Step `step` trained on samples first_sample, ..., end_sample - 1 of the global order. Steps count from 1."""
+
+    step: int
+    first_sample: int
+    end_sample: int
+    generation: int
+
+
+class LedgerWriter:
+    """Appends to ledger.jsonl; the caller makes sure that it is the only one."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._writer = LineWriter(folder.ledger)
+
+    def write(self, record: LedgerRecord) -> None:
+        """Append one record. Raises OSError where the file system refuses."""
+        self._writer.write(vars(record))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_ledger(folder: RunFolder) -> tuple[list[LedgerRecord], list[Problem]]:
+    """The records of each step's last generation, by step; and the lines that are none.
+
+    That is one record a step, unless one generation did a step twice; `ledger_gaps` must see that.
+    """
+    numbered, problems = read_numbered(folder.ledger, NOUN)
+    records, wrong = decode_all(LedgerRecord, numbered, file=folder.ledger.name, noun=NOUN)
+    return _last_generation(records), sorted(problems + wrong, key=lambda p: p.line)
+
+
+def ledger_gaps(records: Sequence[LedgerRecord], global_batch: int) -> list[str]:
+    """What contradicts "every step once, every sample once", in words; empty where nothing does.
+
+    Steps must be 1, 2, ..., each once in its last generation, and step n must hold the samples
+    (n - 1) x global_batch, ..., n x global_batch - 1.
+    """
+    gaps: list[str] = []
+    expected_step = 1
+    sample = 0  # where the next range has to start
+    for record in _last_generation(records):
+        if record.step < expected_step:
+            if record.step < 1:
+                gaps.append(f"step {record.step} does not exist: steps count from 1")
+            else:
+                gaps.append(f"step {record.step} was done twice in generation {record.generation}")
+            continue
+        if record.step > expected_step:
+            gaps.append(_missing(expected_step, record.step - 1))
+            sample = (record.step - 1) * global_batch
+        if record.first_sample != sample:
+            what = "skipped" if record.first_sample > sample else "seen twice"
+            low, high = sorted((record.first_sample, sample))
+            gaps.append(
+                f"step {record.step} starts at sample {record.first_sample}, not at {sample}: {_samples(low, high)} {what}"
+            )
+        if record.end_sample - record.first_sample != global_batch:
+            gaps.append(
+                f"step {record.step} has {record.end_sample - record.first_sample} samples, not {global_batch}"
+            )
+        sample = record.end_sample
+        expected_step = record.step + 1
+    return gaps
+
+
+def _missing(first: int, last: int) -> str:
+    return f"step {first} is missing" if first == last else f"steps {first} to {last} are missing"
+
+
+def _samples(first: int, end: int) -> str:
+    return f"sample {first}" if end == first + 1 else f"samples {first} to {end - 1}"
+
+
+def _last_generation(records: Sequence[LedgerRecord]) -> list[LedgerRecord]:
+    last: dict[int, int] = {}
+    for record in records:
+        last[record.step] = max(record.generation, last.get(record.step, record.generation))
+    return sorted((r for r in records if r.generation == last[r.step]), key=lambda r: r.step)

@@ -1,0 +1,85 @@
+"""One process at a time runs a run: an flock, which the kernel drops however its holder ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+# Readers take the lock in shared mode for an instant to see whether it is free; a start outwaits that.
+_PATIENCE_S = 0.2
+
+
+class LockHeld(Exception):
+    """Another process holds the lock; `pid` is what it wrote inside, None if that cannot be read."""
+
+    def __init__(self, pid: int | None) -> None:
+        super().__init__(f"held by process {pid}")
+        self.pid = pid
+
+
+def acquire(path: Path) -> int:
+    """Lock `path` (made where missing), write our pid inside, return the descriptor that holds it.
+
+    Raises LockHeld, or OSError where the file system has no locks. A child that is forked without exec
+    shares the lock.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still(path, fd):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                return fd
+            # The folder was moved aside between open and lock: this is the lock of the old one. Again.
+            os.close(fd)
+            continue
+        except BlockingIOError:
+            os.close(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        if time.monotonic() >= deadline:
+            raise LockHeld(_pid_in(path))
+        time.sleep(0.01)
+
+
+def is_held(path: Path) -> bool:
+    """Whether some process holds the lock now; False where it was never made."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no locks on this file system: a start there fails too
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+def holder(path: Path) -> int | None:
+    """The pid of the process that holds the lock; None where it is free or the pid cannot be read."""
+    return _pid_in(path) if is_held(path) else None
+
+
+def _pid_in(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _is_still(path: Path, fd: int) -> bool:
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return False
+    here = os.fstat(fd)
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)

@@ -1,0 +1,72 @@
+"""metrics.jsonl: what each step did, written by one process of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from seatrial.record.folder import RunFolder
+from seatrial.record.jsonl import LineWriter, Problem, read_numbered
+from seatrial.record.typed import decode_all
+
+NOUN = "a metrics record"
+
+
+@dataclass(frozen=True)
+class MetricsRecord:
+    """One optimizer step. Steps count from 1."""
+
+    step: int
+    tokens: int  # trained on so far, this step included
+    loss: float  # mean over the tokens of the global batch, in nats
+    grad_norm: float  # global, before clipping
+    lr: float
+    step_time_s: float
+    data_wait_s: float  # the part of step_time_s spent waiting for data
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float | None  # 0..1; None where the peak of the device is not known
+    memory_bytes: int | None  # peak of the rank that used most
+    time: float  # unix seconds at the end of the step
+    generation: int
+
+
+class MetricsWriter:
+    """Appends to metrics.jsonl; the caller makes sure that it is the only one."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._writer = LineWriter(folder.metrics)
+
+    def write(self, record: MetricsRecord) -> None:
+        """Append one record. Raises OSError where the file system refuses."""
+        self._writer.write(vars(record))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_metrics(folder: RunFolder) -> tuple[list[MetricsRecord], list[Problem]]:
+    """One record a step, of the last generation that did the step, by step; and the lines that are none."""
+    numbered, problems = read_numbered(folder.metrics, NOUN)
+    records, wrong = decode_all(MetricsRecord, numbered, file=folder.metrics.name, noun=NOUN)
+    last: dict[int, MetricsRecord] = {}
+    for record in records:
+        known = last.get(record.step)
+        if known is None or record.generation >= known.generation:
+            last[record.step] = record
+    return [last[step] for step in sorted(last)], sorted(problems + wrong, key=lambda p: p.line)
+
+
+def current_history(records: Iterable[MetricsRecord]) -> list[MetricsRecord]:
+    """The steps that led to where the run stands now, from `read_metrics`.
+
+    A generation that resumes from step 50 takes back what earlier ones did after it: until it has redone them, those
+    steps are in the file and are not part of the run.
+    """
+    kept: list[MetricsRecord] = []
+    newest = 0
+    for record in sorted(records, key=lambda r: r.step):
+        if record.generation >= newest:
+            newest = record.generation
+            kept.append(record)
+    return kept

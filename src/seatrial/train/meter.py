@@ -1,0 +1,69 @@
+"""What a step cost: time, tokens, memory, and from them the metrics record."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from seatrial.hardware.catalogue import find_gpu, peak_flops
+from seatrial.hardware.mfu import mfu
+from seatrial.job import Job
+from seatrial.record.metrics import MetricsRecord
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_bytes(device: torch.device) -> int:
+    """CUDA: the most that torch has allocated at once. CPU: this process's resident memory now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * _PAGE
+
+
+class Meter:
+    """Turns step times into records. `peak` is None, and MFU unknown, for a device not in the catalogue."""
+
+    def __init__(self, job: Job, device: torch.device, generation: int) -> None:
+        self._job = job
+        self._generation = generation
+        self._tokens_a_step = job.train.global_batch * job.train.sequence_length
+        self._flops_per_token = job.architecture.flops_per_token(job.train.sequence_length)
+        self._peak = None
+        if device.type == "cuda":
+            # What runs counts, not what the job file says it should be.
+            gpu = find_gpu(torch.cuda.get_device_name(device))
+            if gpu is None and job.cluster.gpu is not None:
+                gpu = find_gpu(job.cluster.gpu)
+            self._peak = peak_flops(gpu, job.train.precision) if gpu is not None else None
+
+    def record(
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        seconds: float,
+        data_wait: float,
+        memory: int,
+    ) -> MetricsRecord:
+        rate = self._tokens_a_step / seconds
+        rate_a_gpu = rate / self._job.layout.world_size
+        return MetricsRecord(
+            step=step,
+            tokens=step * self._tokens_a_step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            step_time_s=seconds,
+            data_wait_s=data_wait,
+            tokens_per_s=rate,
+            tokens_per_s_per_gpu=rate_a_gpu,
+            mfu=mfu(self._flops_per_token, rate_a_gpu, self._peak),
+            memory_bytes=memory,
+            time=time.time(),
+            generation=self._generation,
+        )

@@ -1,0 +1,65 @@
+"""A sample of text from the trained model, so that a person sees what it learned."""
+
+from __future__ import annotations
+
+import torch
+
+from seatrial.base import units
+from seatrial.checkpoint.read import CheckpointWeights, newest
+from seatrial.data.tokenizer import load_tokenizer
+from seatrial.job import Job
+from seatrial.model.generate import generate, load_whole
+from seatrial.record import events
+from seatrial.record.folder import RunFolder
+
+
+def write_sample(job: Job, folder: RunFolder, generation: int, device: torch.device) -> None:
+    """Let the newest checkpoint continue `train.sample_prompt`, as an event of the run.
+
+    The whole model goes onto one device; where it does not fit the event says so instead.
+    """
+    checkpoint = newest(folder.checkpoints)
+    if job.train.sample_tokens == 0 or checkpoint is None:
+        return
+    dtype = torch.bfloat16 if job.train.precision == "bf16" else torch.float32
+    need = job.architecture.parameters() * dtype.itemsize
+    free = _free_memory(device)
+    if need > 0.8 * free:
+        events.append(
+            folder,
+            "sample_skipped",
+            f"no sample text: the whole model is {units.memory(need)}, one device has {units.memory(free)} free",
+            generation=generation,
+        )
+        return
+    tokenizer = load_tokenizer(job.data.tokenizer)
+    model = load_whole(job.architecture, CheckpointWeights(checkpoint), device=device, dtype=dtype)
+    prompt = tokenizer.encode(job.train.sample_prompt)
+    if not prompt:
+        prompt = [tokenizer.end_of_document or 0]
+    # The vocabulary may be padded beyond the tokenizer's: those ids mean nothing.
+    ids = generate(
+        model,
+        prompt,
+        tokens=job.train.sample_tokens,
+        seed=job.train.seed,
+        stop_id=tokenizer.end_of_document,
+    )
+    text = tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
+    events.append(
+        folder,
+        "sample",
+        f"the model continues {job.train.sample_prompt!r}",
+        generation=generation,
+        data={"prompt": job.train.sample_prompt, "text": text},
+    )
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as f:
+        for line in f:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0

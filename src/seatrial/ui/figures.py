@@ -1,0 +1,89 @@
+"""Figures of a run as people read them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import unicodedata
+from collections.abc import Sequence
+
+from seatrial.base import units
+from seatrial.record.metrics import MetricsRecord
+
+
+def memory(n_bytes: float | None) -> str:
+    """312 MiB, 78.4 GiB; "unknown" where nobody measured it."""
+    if n_bytes is None:
+        return "unknown"
+    for power, suffix in ((3, "GiB"), (2, "MiB")):
+        if n_bytes >= 1024**power:
+            value = n_bytes / 1024**power
+            return f"{value:.0f} {suffix}" if value >= 100 else f"{value:.3g} {suffix}"
+    return units.memory(n_bytes)
+
+
+def rate(per_s: float) -> str:
+    """9,120 and 0.83."""
+    if not math.isfinite(per_s):
+        return str(per_s)
+    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2f}"
+
+
+def mfu(share: float | None) -> str:
+    """41.2 %, or "unknown" where the peak of the device is not known."""
+    return "unknown" if share is None else f"{share * 100:.1f} %"
+
+
+def eta(seconds: float | None) -> str:
+    """1 min 12 s; "unknown" before the first step."""
+    if seconds is None or not math.isfinite(seconds):
+        return "unknown"
+    return units.duration(round(seconds)) if seconds >= 10 else f"{seconds:.0f} s"
+
+
+def step_of(step: int, total: int | None) -> str:
+    """50/200, as wide for every step of the run."""
+    return str(step) if total is None else f"{step:>{len(str(total))}}/{total}"
+
+
+def speed(m: MetricsRecord) -> str:
+    """tok/s 9,120  tok/s/GPU 1,140  MFU unknown  mem 312 MiB."""
+    return (
+        f"tok/s {rate(m.tokens_per_s)}  tok/s/GPU {rate(m.tokens_per_s_per_gpu)}  "
+        f"MFU {mfu(m.mfu)}  mem {memory(m.memory_bytes)}"
+    )
+
+
+def step_line(m: MetricsRecord, total: int | None, eta_s: float | None) -> str:
+    """One step on one plain line."""
+    width = 6 if total is None else max(6, 2 * len(str(total)) + 1)
+    return (
+        f"step {step_of(m.step, total):>{width}}  loss {m.loss:.4f}  grad {m.grad_norm:.2f}  {speed(m)}  "
+        f"ETA {eta(eta_s)}"
+    )
+
+
+def spark(values: Sequence[float], width: int = 40) -> str:
+    """The course of `values` as bars, each the mean of an equal share of them; NaN and infinity show as "!"."""
+    bars = "▁▂▃▄▅▆▇█"
+    if len(values) < 2:
+        return ""
+    width = min(width, len(values))
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    means = [
+        math.fsum(part) / len(part) if all(map(math.isfinite, part)) else math.nan
+        for part in (values[a:b] for a, b in itertools.pairwise(edges))
+    ]
+    finite = [m for m in means if math.isfinite(m)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    return "".join("!" if math.isnan(m) else bars[round((m - low) * scale)] for m in means)
+
+
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey: a model, a log or a damaged file may hold escape sequences."""
+    # Cc and Cf: control and format characters (also those that reverse the direction); Cs: lone surrogates.
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else "\N{REPLACEMENT CHARACTER}"
+        for c in text.replace("\r\n", "\n")
+    )

@@ -1,0 +1,57 @@
+"""What will run, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from seatrial.base import units
+from seatrial.record.folder import RunFolder
+
+if TYPE_CHECKING:
+    from seatrial.job import Job
+
+
+def header_pairs(
+    job: Job,
+    folder: RunFolder,
+    generation: int,
+    device: str,
+    device_reason: str,
+    data_summary: str,
+    resume_step: int | None,
+) -> list[tuple[str, str]]:
+    """(label, text) of each line of the header."""
+    arch, layout, train = job.architecture, job.layout, job.train
+    tokens_a_step = train.global_batch * train.sequence_length
+    nodes, gpus = job.cluster.nodes, job.cluster.gpus_per_node
+    if resume_step is None:
+        start = f"fresh, generation {generation}"
+    else:
+        start = f"resumes after step {resume_step}, generation {generation}"
+    return [
+        (
+            "model",
+            f"{arch.family}, {units.count(arch.parameters())} parameters, "
+            f"{arch.num_hidden_layers} layers, hidden {arch.hidden_size}, vocabulary {arch.vocab_size:,}",
+        ),
+        ("layout", f"{layout}; {_many(layout.world_size, 'rank')} on {_many(nodes, 'node')} x {gpus}"),
+        (
+            "batch",
+            f"{_many(train.global_batch, 'sequence')} x {train.sequence_length:,} = {tokens_a_step:,} tokens a step, "
+            f"{_many(job.microbatches, 'microbatch', 'microbatches')} of {train.microbatch}",
+        ),
+        ("steps", f"{train.steps:,} steps, {units.count(train.steps * tokens_a_step)} tokens"),
+        ("precision", train.precision),
+        ("data", data_summary),
+        ("device", f"{device} ({device_reason})" if device_reason else device),
+        (
+            "checkpoints",
+            f"every {job.checkpoint.every_steps} steps and at the end, the newest {job.checkpoint.keep} kept",
+        ),
+        ("folder", str(folder.path)),
+        ("start", start),
+    ]
+
+
+def _many(n: int, one: str, many: str | None = None) -> str:
+    return f"{n:,} {one}" if n == 1 else f"{n:,} {many or one + 's'}"

@@ -1,0 +1,80 @@
+"""Lines to a stream: styled on a terminal, plain everywhere else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from seatrial.ui.figures import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+LABEL_WIDTH = 13
+
+
+class Out:
+    """One stream. `rich` is loaded only where it has something to do."""
+
+    def __init__(self, stream: TextIO | None = None, *, plain: bool = False) -> None:
+        self.stream = sys.stderr if stream is None else stream
+        # NO_COLOR (no-color.org) also takes the live line away: whoever sets it wants text that can be kept.
+        self.styled = (
+            not plain
+            and self.stream.isatty()
+            and not os.environ.get("NO_COLOR")
+            and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+        )
+        self._console: Console | None = None
+
+    @property
+    def console(self) -> Console:
+        """The rich console; only asked for where `styled`."""
+        if self._console is None:
+            from rich.console import Console
+
+            self._console = Console(file=self.stream, highlight=False)
+        return self._console
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """One line (or several), in `style` on a terminal."""
+        text = printable(text)
+        if self.styled:
+            from rich.text import Text
+
+            self.console.print(Text(text, style=style), soft_wrap=True)
+        else:
+            print(text, file=self.stream, flush=True)
+
+    def pair(self, label: str, text: str, style: str = "") -> None:
+        """`label` and what it is, in two columns; further lines of `text` stand under the first."""
+        text = printable(text).replace("\n", "\n" + " " * (LABEL_WIDTH + 2))
+        if self.styled:
+            from rich.text import Text
+
+            self.console.print(
+                Text.assemble((f"  {label:<{LABEL_WIDTH}}", "cyan"), (text, style)), soft_wrap=True
+            )
+        else:
+            self.line(f"  {label:<{LABEL_WIDTH}}{text}")
+
+    def boxed(self, title: str, start: str, text: str) -> None:
+        """`start` and `text` in a box, or indented behind a rule."""
+        start, text = printable(start), printable(text).rstrip()
+        if self.styled:
+            from rich import box
+            from rich.panel import Panel
+            from rich.text import Text
+
+            body = Text.assemble((start, "bold"), text)
+            self.rendered(
+                Panel(body, title=Text(title), title_align="left", box=box.ROUNDED, border_style="dim")
+            )
+        else:
+            self.line(f"  {title}")
+            self.line("\n".join(f"  | {line}".rstrip() for line in (start + text).splitlines()))
+
+    def rendered(self, what: RenderableType) -> None:
+        """A rich renderable; only where `styled`."""
+        self.console.print(what)

@@ -1,0 +1,227 @@
+"""Runs the same training in many layouts, each as forked ranks on gloo, and leaves what every rank saw in files.
+
+    python parity_ranks.py CASES.json OUT_FOLDER
+
+A case is {"name", "layout": {...}, "tied", ...}. Ranks are forked from this one process, which has imported torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+import traceback
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seatrial.base.box import Box
+from seatrial.checkpoint import write
+from seatrial.checkpoint.manifest import Manifest, Progress
+from seatrial.job.architecture import Architecture
+from seatrial.job.layout import Layout
+from seatrial.job.schema import OptimizerSection
+from seatrial.model.hf import HuggingFaceWeights
+from seatrial.model.initialise import RandomWeights
+from seatrial.parallel.build import ParallelModel, Settings
+from seatrial.parallel.mesh import Mesh, build_mesh
+from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train.step import train_step
+
+TIMEOUT = timedelta(seconds=60)
+STEPS = 20
+SEQUENCES, LENGTH, MICROBATCH = 16, 64, 2
+LR, CLIP = 3e-3, 1.0
+
+ARCH = Architecture(
+    family="qwen2",
+    vocab_size=264,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=256,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    qkv_bias=True,
+    qk_norm=False,
+    # Large enough that logits differ: with tiny weights every layout gives the same loss, right or wrong.
+    initializer_range=0.1,
+)
+
+
+class NoisyWeights(RandomWeights):
+    """Random weights with norms that are not 1 and biases that are not 0, so that a lost gradient of one shows."""
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        values = super().read(name, box, dtype)
+        if name.endswith(("norm.weight", ".bias")):
+            size = self._shapes[name][0]
+            generator = torch.Generator().manual_seed(sum(name.encode()))
+            noise = 0.1 * torch.randn(size, generator=generator)
+            values = values + noise[box.slices()[0]].to(dtype)
+        return values
+
+
+def batch(step: int) -> Tensor:
+    """[B, T + 1] arithmetic progressions, which can be learned; the same in every layout."""
+    generator = torch.Generator().manual_seed(1234 + step)
+    start = torch.randint(0, ARCH.vocab_size, (SEQUENCES, 1), generator=generator)
+    stride = torch.randint(1, 5, (SEQUENCES, 1), generator=generator)
+    return (start + stride * torch.arange(LENGTH + 1)) % ARCH.vocab_size
+
+
+def build(case: dict[str, Any], mesh: Mesh, source: Any) -> ParallelModel:
+    share = SEQUENCES // mesh.layout.data_parallel
+    settings = Settings(
+        sequence_length=LENGTH,
+        microbatch=MICROBATCH,
+        microbatches=share // MICROBATCH,
+        global_tokens=SEQUENCES * LENGTH,
+        precision=case.get("precision", "fp32"),
+        activation_checkpointing=case.get("activation_checkpointing", "none"),
+        compile=case.get("compile", False),
+        reshard_after_forward=case.get("reshard_after_forward", True),
+    )
+    model = ParallelModel(arch_of(case), mesh, settings, source, timeout=TIMEOUT)
+    sabotage(model, case.get("sabotage"))
+    return model
+
+
+def arch_of(case: dict[str, Any]) -> Architecture:
+    arch = replace(ARCH, tie_word_embeddings=case["tied"])
+    if case.get("family") == "qwen3":
+        arch = replace(arch, family="qwen3", qkv_bias=False, qk_norm=True)
+    return arch
+
+
+def sabotage(model: ParallelModel, what: str | None) -> None:
+    """Faults as torch's own combinations have had them: the loss of the first step stays right."""
+    if what == "norm gradients not summed":
+        model._partial = []
+    elif what == "tied gradients not summed":
+        model._ends = None
+    elif what is not None:
+        raise ValueError(what)
+
+
+def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """Loss and gradient norm of each step, this rank's gradients of the first one, and its weights at the end."""
+    model = build(case, mesh, NoisyWeights(arch_of(case), seed=1))
+    optimizer = ShardedAdamW(model.shards, OptimizerSection(lr=LR))
+    gradients: list[tuple[str, Box, Tensor]] = []
+    update = optimizer.update
+
+    def keep_gradients(lr: float, scale: Tensor | None) -> None:
+        for s in model.shards:
+            assert s.grad is not None, f"{s.name} has no gradient"
+            gradients.append((s.name, s.box, s.grad.clone()))
+        optimizer.update = update  # type: ignore[method-assign]
+        update(lr, scale)
+
+    optimizer.update = keep_gradients  # type: ignore[method-assign]
+    history = []
+    share = SEQUENCES // mesh.layout.data_parallel
+    for step in range(case.get("steps", STEPS)):
+        rows = batch(step)[mesh.data_rank * share : (mesh.data_rank + 1) * share]
+        result = train_step(
+            model, optimizer, rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), lr=LR, clip_norm=CLIP
+        )
+        loss, norm, _ = result.read()
+        history.append((loss, norm))
+    weights = [(s.name, s.box, s.local.clone()) for s in model.shards]
+    return {"history": history, "gradients": _plain(gradients), "weights": _plain(weights)}
+
+
+def _plain(items: list[tuple[str, Box, Tensor]]) -> list[tuple[str, tuple[int, ...], Tensor]]:
+    return [(name, box.offsets, values) for name, box, values in items]
+
+
+def convert(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """A Hugging Face folder into a checkpoint, through this layout."""
+    weights = HuggingFaceWeights(Path(case["from"]))
+    weights.check(arch_of(case))
+    model = build(case, mesh, weights)
+    pieces = [write.Piece(f"model/{s.name}", s.local, s.box, s.whole) for s in model.shards if s.owner]
+    manifest = Manifest(
+        progress=Progress(step=1, tokens=0, next_sample=0, generation=1),
+        time=0.0,
+        seed=0,
+        architecture=arch_of(case).as_dict(),
+        layout=mesh.layout.as_dict(),
+        job_sha256="",
+        code="",
+        files=[],
+        tensors={},
+    )
+
+    def agree(ok: bool) -> int:
+        return int(mesh.sum_over_ranks(torch.tensor([0.0 if ok else 1.0])).item())
+
+    folder = write.save(
+        Path(case["to"]), manifest, pieces, rank=mesh.rank, world_size=mesh.layout.world_size, agree=agree
+    )
+    return {"folder": str(folder)}
+
+
+def rank_main(case: dict[str, Any], rank: int, port: int, out: Path) -> None:
+    layout = Layout(**case["layout"])
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        WORLD_SIZE=str(layout.world_size),
+        RANK=str(rank),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    mesh = build_mesh(layout, torch.device("cpu"), TIMEOUT)
+    work = convert if "from" in case else train
+    torch.save(work(case, mesh), out / f"{case['name']}.{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_case(case: dict[str, Any], out: Path) -> bool:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    pids = []
+    for rank in range(Layout(**case["layout"]).world_size):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                rank_main(case, rank, port, out)
+                code = 0
+            except Exception:  # noqa: BLE001  a rank must say why before it ends
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return not any(codes)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    gc.freeze()
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    failed = [case["name"] for case in cases if not run_case(case, Path(sys.argv[2]))]
+    if failed:
+        print("failed:", ", ".join(failed), file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

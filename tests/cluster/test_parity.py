@@ -1,0 +1,240 @@
+"""Every layout against one process: loss, gradient norm, and every parameter's gradient.
+
+A right loss over wrong gradients is the classic fault of parallel training, so the gradients of the first step are
+put together from all ranks' boxes and compared one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.cluster
+
+HERE = Path(__file__).parent
+
+LOSS_ABSOLUTE = 1e-5
+NORM_RELATIVE = 5e-5
+GRADIENT_OF_LARGEST = 1e-5
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor": 2},
+    "pp2": {"pipeline": 2},
+    "fsdp2": {"shard": 2},
+    "tp2-fsdp2": {"tensor": 2, "shard": 2},
+    "pp2-fsdp2": {"pipeline": 2, "shard": 2},
+    "tp2-pp2": {"tensor": 2, "pipeline": 2},
+    "tp2-pp2-fsdp2": {"tensor": 2, "pipeline": 2, "shard": 2},
+    "pp2-interleaved": {"pipeline": 2, "stages_per_rank": 2, "schedule": "interleaved-1f1b"},
+    "tp2-pp2-fsdp2-interleaved": {
+        "tensor": 2,
+        "pipeline": 2,
+        "shard": 2,
+        "stages_per_rank": 2,
+        "schedule": "interleaved-1f1b",
+    },
+    "pp2-zero-bubble": {"pipeline": 2, "stages_per_rank": 2, "schedule": "zero-bubble"},
+    "pp4": {"pipeline": 4},
+    "replicate2-fsdp2": {"replicate": 2, "shard": 2},
+}
+# Nothing about these depends on whether the embedding is tied.
+UNTIED_ONLY: dict[str, dict[str, Any]] = {
+    "pp2-gpipe": {"pipeline": 2, "schedule": "gpipe"},
+    "replicate2": {"replicate": 2},
+}
+
+
+def _cases() -> list[dict[str, Any]]:
+    cases: list[dict[str, Any]] = []
+    for tied in (False, True):
+        end = "tied" if tied else "untied"
+        cases.append({"name": f"one-{end}", "layout": {}, "tied": tied})
+        cases += [{"name": f"{n}-{end}", "layout": layout, "tied": tied} for n, layout in LAYOUTS.items()]
+        cases.append(
+            {
+                "name": f"pp2-zero-bubble-fsdp2-{end}",
+                "layout": {**LAYOUTS["pp2-zero-bubble"], "shard": 2},
+                "tied": tied,
+                "reshard_after_forward": False,
+            }
+        )
+    cases += [{"name": f"{n}-untied", "layout": layout, "tied": False} for n, layout in UNTIED_ONLY.items()]
+    full = LAYOUTS["tp2-pp2-fsdp2"]
+    cases += [
+        {"name": "one-qwen3", "layout": {}, "tied": True, "family": "qwen3"},
+        {"name": "tp2-pp2-fsdp2-qwen3", "layout": full, "tied": True, "family": "qwen3"},
+        {"name": "one-recompute", "layout": {}, "tied": False, "activation_checkpointing": "full"},
+        {
+            "name": "tp2-pp2-fsdp2-recompute",
+            "layout": full,
+            "tied": False,
+            "activation_checkpointing": "full",
+        },
+        {"name": "one-bf16", "layout": {}, "tied": True, "precision": "bf16"},
+        {"name": "tp2-pp2-fsdp2-bf16", "layout": full, "tied": True, "precision": "bf16"},
+        {"name": "repeat-untied", "layout": full, "tied": False},
+        {
+            "name": "sabotage-norms",
+            "layout": {"tensor": 2},
+            "tied": False,
+            "steps": 1,
+            "sabotage": "norm gradients not summed",
+        },
+        {
+            "name": "sabotage-ends",
+            "layout": {"pipeline": 2},
+            "tied": True,
+            "steps": 1,
+            "sabotage": "tied gradients not summed",
+        },
+    ]
+    return cases
+
+
+@dataclass
+class Ran:
+    """What all ranks of one case saw."""
+
+    ranks: list[dict[str, Any]]
+
+    def histories(self) -> Iterator[list[tuple[float, float]]]:
+        for rank in self.ranks:
+            yield rank["history"]
+
+    def whole(self, what: str, reference: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(name, this layout's part, the reference's same part); asserts that the parts cover every parameter."""
+        seen = {name: torch.zeros(values.shape, dtype=torch.bool) for name, values in reference.items()}
+        for rank in self.ranks:
+            for name, offsets, values in rank[what]:
+                index = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+                seen[name][index] = True
+                yield name, values, reference[name][index]
+        missing = [name for name, covered in seen.items() if not covered.all()]
+        assert not missing, f"no rank holds all of {missing}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    """Every case, run once."""
+    out = tmp_path_factory.mktemp("parity")
+    cases = out / "cases.json"
+    cases.write_text(json.dumps(_cases()))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "parity_ranks.py"), str(cases), str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Ran] = {}
+    for case in _cases():
+        files = sorted(out.glob(f"{case['name']}.*.pt"))
+        found[case["name"]] = Ran([torch.load(f, weights_only=True) for f in files])
+    return found
+
+
+def _reference(runs: dict[str, Ran], name: str, what: str) -> dict[str, Tensor]:
+    return {n: values for n, _, values in runs[name].ranks[0][what]}
+
+
+def _worst(ran: Ran, what: str, reference: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference as a part of the parameter's own largest entry, and whose it is."""
+    worst = (0.0, "")
+    for name, ours, theirs in ran.whole(what, reference):
+        if ours.numel():
+            error = float((ours - theirs).abs().max() / reference[name].abs().max())
+            worst = max(worst, (error, name))
+    return worst
+
+
+def _differences(ran: Ran, reference: Ran) -> tuple[float, float]:
+    """(largest absolute difference in loss, largest relative one in gradient norm) over all steps and ranks."""
+    theirs = reference.ranks[0]["history"]
+    loss = max(abs(a - b) for h in ran.histories() for (a, _), (b, _) in zip(h, theirs, strict=True))
+    norm = max(abs(a - b) / b for h in ran.histories() for (_, a), (_, b) in zip(h, theirs, strict=True))
+    return loss, norm
+
+
+FP32 = [f"{n}-{end}" for n in [*LAYOUTS, "pp2-zero-bubble-fsdp2"] for end in ("untied", "tied")]
+FP32 += [f"{n}-untied" for n in UNTIED_ONLY]
+FP32 += ["tp2-pp2-fsdp2-qwen3", "one-recompute", "tp2-pp2-fsdp2-recompute"]
+
+
+def _peer(name: str) -> str:
+    if name.endswith("recompute"):
+        return "one-untied"
+    return f"one-{name.rpartition('-')[2]}"
+
+
+@pytest.mark.parametrize("name", FP32)
+def test_a_layout_trains_as_one_process(
+    name: str, runs: dict[str, Ran], record_property: pytest.RecordProperty
+) -> None:
+    peer = runs[_peer(name)]
+    loss, norm = _differences(runs[name], peer)
+    gradient, whose = _worst(runs[name], "gradients", _reference(runs, _peer(name), "gradients"))
+    for key, value in (("loss", loss), ("norm", norm), ("gradient", gradient)):
+        record_property(key, value)
+    assert loss <= LOSS_ABSOLUTE
+    assert norm <= NORM_RELATIVE
+    assert gradient <= GRADIENT_OF_LARGEST, whose
+
+
+def test_the_reference_learns(runs: dict[str, Ran]) -> None:
+    history = runs["one-untied"].ranks[0]["history"]
+    assert history[-1][0] < history[0][0] - 2, "nothing that does not train can tell layouts apart"
+    assert max(norm for _, norm in history) > 1.0, "clipping must have been at work"
+
+
+def test_every_rank_reports_the_same_bits(runs: dict[str, Ran]) -> None:
+    for name, ran in runs.items():
+        first = ran.ranks[0]["history"]
+        assert all(history == first for history in ran.histories()), name
+
+
+def test_two_runs_are_equal_to_the_last_bit(runs: dict[str, Ran]) -> None:
+    for a, b in zip(runs["repeat-untied"].ranks, runs["tp2-pp2-fsdp2-untied"].ranks, strict=True):
+        assert a["history"] == b["history"]
+        for (name, _, ours), (_, _, theirs) in zip(a["weights"], b["weights"], strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+def test_recomputing_activations_changes_no_bit(runs: dict[str, Ran]) -> None:
+    assert runs["one-recompute"].ranks[0]["history"] == runs["one-untied"].ranks[0]["history"]
+
+
+def test_bf16_is_the_same_training_in_another_layout(runs: dict[str, Ran]) -> None:
+    loss, norm = _differences(runs["tp2-pp2-fsdp2-bf16"], runs["one-bf16"])
+    assert loss < 0.02
+    assert norm < 0.03
+    loss, _ = _differences(runs["one-bf16"], runs["one-tied"])
+    assert 0 < loss < 0.05, "bf16 is close to fp32, and not the same"
+
+
+def test_a_lost_sum_of_norm_gradients_is_seen(runs: dict[str, Ran]) -> None:
+    """The comparison must be able to fail: without the sum over the tensor group the first loss is still right."""
+    ran, peer = runs["sabotage-norms"], runs["one-untied"]
+    assert abs(ran.ranks[0]["history"][0][0] - peer.ranks[0]["history"][0][0]) < LOSS_ABSOLUTE
+    gradient, whose = _worst(ran, "gradients", _reference(runs, "one-untied", "gradients"))
+    assert gradient > 0.1
+    assert "norm" in whose
+
+
+def test_a_lost_sum_of_tied_gradients_is_seen(runs: dict[str, Ran]) -> None:
+    ran, peer = runs["sabotage-ends"], runs["one-tied"]
+    assert abs(ran.ranks[0]["history"][0][0] - peer.ranks[0]["history"][0][0]) < LOSS_ABSOLUTE
+    gradient, whose = _worst(ran, "gradients", _reference(runs, "one-tied", "gradients"))
+    assert gradient > 0.1
+    assert whose == "model.embed_tokens.weight"

@@ -1,0 +1,315 @@
+"""The virtual cluster's processes: how they start, that the first failure is named, and that none survives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from virtual_cluster import VirtualCluster
+
+from seatrial.record import events
+
+pytestmark = pytest.mark.cluster
+
+AGENT = "seatrial.control.agent"
+NURSERY = "seatrial.train.nursery"
+
+Start = Callable[..., VirtualCluster]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[VirtualCluster] = []
+
+    def begin(**options: Any) -> VirtualCluster:
+        started.append(VirtualCluster(tmp_path, **options))
+        return started[-1]
+
+    yield begin
+    for cluster in started:
+        cluster.close()
+
+
+@pytest.fixture(params=["cpu", "cuda"], ids=["forked", "executed"])
+def device(request: pytest.FixtureRequest) -> str:
+    """Both ways in which ranks are started. "cuda" is pretended: the stand-ins do not compute."""
+    return str(request.param)
+
+
+def suspend(pid: int) -> None:
+    """SIGSTOP, until it has taken effect: no descriptor tells of that, so the state is read again and again."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline
+
+
+def test_ranks_get_torchruns_environment_and_end_well(start: Start, device: str) -> None:
+    cluster = start(device=device)
+    cluster.wait_ranks()
+    port = cluster.ranks[0].hello["env"]["MASTER_PORT"]
+    for rank, line in cluster.ranks.items():
+        assert line.hello["argv"] == [str(cluster.folder.path), "--generation", "3"]
+        node, local = divmod(rank, 2)
+        assert line.hello["env"] == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "SEATRIAL_DEVICE": device,
+            "OMP_NUM_THREADS": "1" if device == "cpu" else os.environ.get("OMP_NUM_THREADS"),
+            "GLOO_SOCKET_IFNAME": "lo",
+            # Virtual nodes share this machine's GPUs: each sees its own part.
+            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")
+            if device == "cpu"
+            else ["0,1", "2,3"][node],
+        }
+        line.tell("finish")
+    result = cluster.result()
+    assert cluster.driver.returncode == 0
+    assert result["outcome"] == {"exit_code": 0, "failure": None}
+    for node in (0, 1):
+        kinds = [r["kind"] for r in result["reports"] if r["node"] == node]
+        assert kinds[0] == "agent_started"
+        assert kinds[-1] == "agent_done"
+        assert kinds.count("rank_started") == kinds.count("rank_exited") == 2
+    assert cluster.folder.rank_log(3, 1, 3).read_text() == "rank 3 says hello\n"
+    told, problems = events.read_events(cluster.folder)
+    assert not problems
+    assert [e.kind for e in told] == ["agent_started", "agent_started"]
+    assert cluster.left() == []
+
+
+def test_kill_9_of_one_rank_names_it_within_5_s_and_leaves_nothing(start: Start, device: str) -> None:
+    cluster = start(device=device)
+    cluster.wait_ranks()
+    cluster.remember(cluster.ranks[3].ask("spawn"))
+    cluster.remember(cluster.ranks[0].ask("spawn"))
+    killed_at = time.time()
+    os.kill(cluster.ranks[3].pid, signal.SIGKILL)
+    result = cluster.result()
+    assert result["end"] - killed_at < 5
+    failure = result["outcome"]["failure"]
+    assert cluster.driver.returncode == result["outcome"]["exit_code"] == 1
+    assert (failure["node"], failure["rank"]) == (1, 3)
+    assert failure["message"] == "rank 3 on node 1 was killed by SIGKILL"
+    assert "out-of-memory" in failure["hint"]
+    assert failure["log"] == str(cluster.folder.rank_log(3, 1, 3))
+    assert failure["tail"] == "rank 3 says hello"
+    assert killed_at <= failure["time"] <= result["end"]
+    told, _ = events.read_events(cluster.folder)
+    first = next(e for e in told if e.severity == "error")
+    assert (first.kind, first.node, first.rank, first.generation) == ("rank_failed", 1, 3, 3)
+    assert cluster.left() == []
+
+
+def test_ranks_that_do_not_answer_are_killed(start: Start, device: str) -> None:
+    cluster = start(device=device)
+    cluster.wait_ranks()
+    assert cluster.ranks[1].ask("deaf") == "deaf"
+    suspend(cluster.ranks[2].pid)
+    killed_at = time.time()
+    cluster.ranks[0].tell({"exit": 7})
+    result = cluster.result()
+    assert result["outcome"]["failure"]["message"] == "rank 0 on node 0 ended with exit code 7"
+    assert result["end"] - killed_at < 5
+    assert cluster.left() == []
+
+
+def test_traceback_of_an_exception_that_escapes_is_in_the_failure(start: Start, device: str) -> None:
+    cluster = start(device=device)
+    cluster.wait_ranks()
+    cluster.ranks[2].tell("raise")
+    failure = cluster.result()["outcome"]["failure"]
+    assert failure["message"] == "rank 2 on node 1 ended with exit code 1"
+    assert failure["tail"].endswith("ZeroDivisionError: as the test asked")
+    assert "Traceback (most recent call last):" in failure["tail"]
+
+
+def test_the_cause_is_named_although_a_consequence_was_quicker(start: Start) -> None:
+    cluster = start()
+    cluster.wait_ranks()
+    cluster.ranks[1].tell(
+        {"fail": {"exit_code": 1, "consequence": True, "message": "connection closed by peer"}}
+    )
+    cluster.ranks[1].wait_end()
+    cluster.ranks[2].tell(
+        {"fail": {"exit_code": 1, "consequence": False, "message": "the loss is not finite"}}
+    )
+    failure = cluster.result()["outcome"]["failure"]
+    assert failure["message"] == "rank 2 on node 1: ValueError: the loss is not finite"
+    assert failure["tail"].endswith("ValueError: the loss is not finite")
+    assert failure["hint"] == "do it otherwise"
+
+
+def test_bad_input_found_by_a_rank_is_exit_2(start: Start) -> None:
+    cluster = start()
+    cluster.wait_ranks()
+    cluster.ranks[1].tell(
+        {"fail": {"exit_code": 2, "consequence": False, "message": "token id 300 is too large"}}
+    )
+    outcome = cluster.result()["outcome"]
+    assert cluster.driver.returncode == outcome["exit_code"] == 2
+    assert outcome["failure"]["cause"] == "token id 300 is too large"
+    assert outcome["failure"]["hint"] == "do it otherwise"
+
+
+def test_kill_9_of_an_agent_is_a_failure_of_its_node(start: Start, device: str) -> None:
+    cluster = start(device=device)
+    cluster.wait_ranks()
+    cluster.remember(cluster.ranks[2].ask("spawn"))
+    os.kill(cluster.find(AGENT, node=1), signal.SIGKILL)
+    failure = cluster.result()["outcome"]["failure"]
+    assert failure["message"] == "agent of node 1 was killed by SIGKILL"
+    assert (failure["node"], failure["rank"]) == (1, None)
+    assert cluster.left() == []
+
+
+def test_kill_9_of_a_nursery_is_a_failure_of_its_node(start: Start) -> None:
+    cluster = start()
+    cluster.wait_ranks()
+    cluster.remember(cluster.ranks[0].ask("spawn"))
+    os.kill(cluster.find(NURSERY, node=0), signal.SIGKILL)
+    failure = cluster.result()["outcome"]["failure"]
+    assert failure["message"] == "nursery of node 0 was killed by SIGKILL"
+    assert cluster.left() == []
+
+
+@pytest.mark.parametrize("stopped_agent", [False, True])
+def test_kill_9_of_the_driver_leaves_nothing(start: Start, device: str, stopped_agent: bool) -> None:
+    cluster = start(device=device)
+    cluster.wait_ranks()
+    cluster.remember(cluster.ranks[1].ask("spawn"))
+    if stopped_agent:
+        suspend(cluster.find(AGENT, node=0))
+    cluster.driver.kill()
+    assert cluster.left() == []
+
+
+def test_kill_9_of_driver_and_agents_at_once_leaves_nothing(start: Start) -> None:
+    cluster = start()
+    cluster.wait_ranks()
+    cluster.remember(cluster.ranks[1].ask("spawn"))
+    agents = [cluster.find(AGENT, node=0), cluster.find(AGENT, node=1)]
+    for pid in (cluster.driver.pid, *agents):
+        os.kill(pid, signal.SIGKILL)
+    assert cluster.left() == []
+
+
+def test_kill_9_of_all_but_the_ranks_at_once_leaves_no_rank(start: Start, device: str) -> None:
+    cluster = start(device=device)
+    cluster.wait_ranks()
+    nurseries = [cluster.find(NURSERY, node=n) for n in (0, 1)] if device == "cpu" else []
+    agents = [cluster.find(AGENT, node=n) for n in (0, 1)]
+    above = [*nurseries, *agents, cluster.driver.pid]  # upwards, so that none lives to clean up after another
+    for pid in above:
+        suspend(pid)
+    for pid in above:
+        os.kill(pid, signal.SIGKILL)
+    assert cluster.left() == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_driver_stops_everything_in_order(start: Start, signum: signal.Signals) -> None:
+    cluster = start()
+    cluster.wait_ranks()
+    cluster.remember(cluster.ranks[1].ask("spawn"))
+    # As the terminal does it: the signal goes to the whole foreground group, which is the driver's alone.
+    os.killpg(cluster.driver.pid, signum)
+    result = cluster.result()
+    assert cluster.driver.returncode == 130
+    assert result["outcome"] == {"exit_code": 130, "failure": None}
+    ends = [r for r in result["reports"] if r["kind"] == "rank_exited"]
+    assert [r["status"] for r in ends] == [-signal.SIGTERM] * 4
+    assert all("signalled" in r for r in ends)
+    assert cluster.left() == []
+
+
+def test_an_interrupt_while_the_nurseries_import(start: Start) -> None:
+    cluster = start(worker_module="standin_slow")
+    cluster.wait_ranks(2)
+    cluster.driver.send_signal(signal.SIGINT)
+    assert cluster.result()["outcome"] == {"exit_code": 130, "failure": None}
+    assert cluster.left() == []
+
+
+def test_kill_9_of_the_driver_while_the_nurseries_import(start: Start) -> None:
+    cluster = start(worker_module="standin_slow")
+    cluster.wait_ranks(2)
+    cluster.driver.kill()
+    assert cluster.left() == []
+
+
+def test_a_failure_on_one_node_while_the_other_imports(start: Start) -> None:
+    cluster = start(worker_module="standin_slow")
+    cluster.wait_ranks(2)
+    os.kill(min(cluster.ranks), signal.SIGKILL)
+    failure = cluster.result()["outcome"]["failure"]
+    assert failure["message"].startswith("nursery of node ")
+    assert failure["message"].endswith(" was killed by SIGKILL")
+    assert cluster.left() == []
+
+
+def test_a_second_interrupt_does_not_wait(start: Start) -> None:
+    cluster = start()
+    cluster.wait_ranks()
+    assert cluster.ranks[0].ask("deaf") == "deaf"
+    interrupted_at = time.time()
+    os.kill(cluster.driver.pid, signal.SIGINT)
+    cluster.ranks[1].wait_end()  # the first one has come through
+    os.kill(cluster.driver.pid, signal.SIGINT)
+    result = cluster.result()
+    assert cluster.driver.returncode == 130
+    assert result["end"] - interrupted_at < 1.5  # the grace is 2 s
+    assert cluster.left() == []
+
+
+def test_a_stopped_agent_does_not_hold_up_the_end(start: Start) -> None:
+    cluster = start()
+    cluster.wait_ranks()
+    suspend(cluster.find(AGENT, node=1))
+    killed_at = time.time()
+    os.kill(cluster.ranks[0].pid, signal.SIGKILL)
+    result = cluster.result()
+    assert result["outcome"]["failure"]["message"] == "rank 0 on node 0 was killed by SIGKILL"
+    assert result["end"] - killed_at < 5
+    assert cluster.left() == []
+
+
+def test_a_worker_module_that_cannot_be_imported(start: Start) -> None:
+    cluster = start(worker_module="no_such_worker")
+    failure = cluster.result()["outcome"]["failure"]
+    assert failure["rank"] is None
+    assert failure["message"].startswith("nursery of node ")
+    assert failure["tail"].endswith("ModuleNotFoundError: No module named 'no_such_worker'")
+
+
+def test_a_tick_that_raises_leaves_nothing(start: Start) -> None:
+    cluster = start(broken_tick=True)
+    cluster.wait_ranks()
+    cluster.remember(cluster.ranks[0].ask("spawn"))
+    cluster.ranks[1].tell("finish")  # the driver's tick raises when it hears of the first rank that ended
+    assert cluster.driver.wait(timeout=10) == 1
+    assert cluster.left() == []
+
+
+def test_a_port_in_use_is_bad_input(start: Start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        cluster = start(port=port)
+        result = cluster.result()
+    assert cluster.driver.returncode == 2
+    assert result["error"].startswith(f"error: port {port} is in use\n  hint: ")
+    assert not cluster.folder.logs.exists()

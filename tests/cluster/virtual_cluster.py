@@ -1,0 +1,160 @@
+"""A virtual cluster under a test's control: a driver process, its agents, and stand-in ranks on a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from seatrial.base import process
+from seatrial.record.folder import RunFolder
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 30.0  # nothing waits that long unless it is broken
+
+
+class RankLine:
+    """The connection to one stand-in rank."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        connection.settimeout(TIMEOUT_S)
+        self.lines = connection.makefile("r")
+        self.hello = self.hear()
+        self.rank = int(self.hello["env"]["RANK"])
+        self.pid = int(self.hello["pid"])
+
+    def tell(self, what: Any) -> None:
+        self.connection.sendall(json.dumps(what).encode() + b"\n")
+
+    def ask(self, what: Any) -> Any:
+        self.tell(what)
+        return self.hear()
+
+    def hear(self) -> Any:
+        return json.loads(self.lines.readline())
+
+    def wait_end(self) -> None:
+        """Until the rank has closed its end, which it does by ending."""
+        assert self.lines.readline() == ""
+
+    def close(self) -> None:
+        self.lines.close()
+        self.connection.close()
+
+
+class VirtualCluster:
+    """Starts at once; `close` kills what a failed test left."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        nodes: int = 2,
+        per_node: int = 2,
+        device: str = "cpu",
+        port: int | None = None,
+        worker_module: str = "standins",
+        generation: int = 3,
+        broken_tick: bool = False,
+    ) -> None:
+        self.folder = RunFolder(folder / "run")
+        self.folder.path.mkdir()
+        self.world = nodes * per_node
+        self.generation = generation
+        self.pidfds: dict[int, str] = {}
+        self.ranks: dict[int, RankLine] = {}
+        self.hub = socket.socket(socket.AF_UNIX)
+        self.hub.settimeout(TIMEOUT_S)
+        self.hub.bind(str(folder / "hub"))
+        self.hub.listen(64)
+        cluster = {"nodes": nodes, "gpus_per_node": per_node, "device": device, "port": port}
+        request = {
+            "cluster": cluster,
+            "run": str(self.folder.path),
+            "worker_module": worker_module,
+            "generation": generation,
+            "broken_tick": broken_tick,
+        }
+        environment = os.environ | {
+            "STANDIN_HUB": str(folder / "hub"),
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1] / "src")]),
+        }
+        self.driver = subprocess.Popen(
+            [sys.executable, str(HERE / "driver.py"), json.dumps(request)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if broken_tick else None,
+            env=environment,
+            text=True,
+            process_group=0,
+        )
+
+    def wait_ranks(self, count: int | None = None) -> None:
+        """Until every rank (or `count` processes) has said hello; from then on `left` knows all processes."""
+        while len(self.ranks) < (count or self.world):
+            line = RankLine(self.hub.accept()[0])
+            self.ranks[line.rank] = line
+        self.remember(process.descendants(self.driver.pid))
+
+    def remember(self, pids: set[int] | list[int]) -> None:
+        """Count these processes among those that must be gone at the end."""
+        for pid in pids:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            self.pidfds[os.pidfd_open(pid)] = f"{pid} {command}"
+
+    def find(self, module: str, node: int = 0) -> int:
+        """The pid of one node's agent or nursery."""
+        ranks_ancestors = set()
+        parents = process.living()
+        pid = self.ranks[node * (self.world // 2)].pid
+        while (pid := parents[pid]) != self.driver.pid:
+            ranks_ancestors.add(pid)
+        found = [
+            p
+            for p in ranks_ancestors
+            if module.encode() in Path(f"/proc/{p}/cmdline").read_bytes().split(b"\0")
+        ]
+        assert len(found) == 1
+        return found[0]
+
+    def result(self) -> dict[str, Any]:
+        """What the driver printed, once it has ended."""
+        out, _ = self.driver.communicate(timeout=TIMEOUT_S)
+        return json.loads(out)
+
+    def left(self, timeout_s: float = 5.0) -> list[str]:
+        """The processes that have not ended after `timeout_s`."""
+        remaining = dict(self.pidfds)
+        waiting = select.poll()
+        for fd in remaining:
+            waiting.register(fd, select.POLLIN)
+        while remaining:
+            ended = waiting.poll(timeout_s * 1000)
+            if not ended:
+                break
+            for fd, _ in ended:
+                waiting.unregister(fd)
+                del remaining[fd]
+        return list(remaining.values())
+
+    def close(self) -> None:
+        process.kill_all(
+            lambda: process.descendants(self.driver.pid) | {self.driver.pid} & set(process.living())
+        )
+        self.driver.wait()
+        assert self.driver.stdout is not None
+        self.driver.stdout.close()
+        for line in self.ranks.values():
+            line.close()
+        for fd in self.pidfds:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            os.close(fd)
+        self.hub.close()

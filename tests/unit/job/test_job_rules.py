@@ -1,0 +1,148 @@
+"""Each rule between keys: that it refuses, with the reason, at the right value, with numbers that work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from jobs import GOOD, load, only_problem, problems
+
+
+@pytest.mark.parametrize(
+    ("overrides", "at", "message", "cure"),
+    [
+        (("model.num_attention_heads=3", "model.num_key_value_heads=3"), "parallel.tensor", "num_attention_heads 3 is not divisible by tensor 2", None),
+        (("model.num_key_value_heads=1",), "parallel.tensor", "num_key_value_heads 1 is not divisible by tensor 2", "parallel.tensor=1"),
+        (("model.vocab_size=265",), "parallel.tensor", "vocab_size 265 is not divisible by tensor 2", "model.vocab_size=266"),
+        (("model.intermediate_size=383",), "parallel.tensor", "intermediate_size 383 is not divisible by tensor 2", "parallel.tensor=1"),
+        (("model.num_key_value_heads=3", "parallel.tensor=1"), "--set model.num_key_value_heads=3", "num_attention_heads 4 is not divisible by num_key_value_heads 3", "model.num_key_value_heads=2"),
+        (("model.head_dim=31",), "--set model.head_dim=31", "head_dim 31 is odd", "model.head_dim=32"),
+        (("train.sequence_length=255",), "--set train.sequence_length=255", "sequence_length 255 is not divisible by 2 x tensor 2 = 4: an uneven sequence-parallel shard aborts the process", "train.sequence_length=256"),
+        (("train.sequence_length=4096",), "--set train.sequence_length=4096", "sequence_length 4096 is more than the model's max_position_embeddings 2048", "train.sequence_length=2048"),
+        (("model.num_hidden_layers=1",), "parallel.pipeline", "pipeline 2 needs 2 layers, but the model has only 1", "model.num_hidden_layers=2"),
+        (("parallel.stages_per_rank=4", "parallel.schedule=interleaved-1f1b"), "parallel.pipeline", "pipeline 2 x stages_per_rank 4 = 8 stages, but the model has only 4 layers", "parallel.stages_per_rank=2"),
+        (("parallel.shard=3",), "--set parallel.shard=3", "tensor 2 x pipeline 2 x shard 3 = 12 ranks, but 2 nodes x 4 GPUs = 8 ranks", "parallel.shard=2"),
+        (("cluster.gpus_per_node=5",), "parallel.tensor", "tensor 2 does not divide gpus_per_node 5", None),
+        (("parallel.pipeline=3",), "--set parallel.pipeline=3", "tensor 2 x pipeline 3 = 6 does not divide 2 nodes x 4 GPUs = 8 ranks", "parallel.pipeline=4"),
+        (("train.global_batch=30",), "--set train.global_batch=30", "global_batch 30 is not divisible by data-parallel size 2 x microbatch 4 = 8", "train.global_batch=32"),
+        (("train.global_batch=8",), "--set train.global_batch=8", "global_batch 8 / data-parallel size 2 / microbatch 4 = 1 microbatches, fewer than the 2 pipeline ranks", "train.global_batch=16"),
+        (("train.global_batch=24", "parallel.schedule=interleaved-1f1b", "parallel.stages_per_rank=2"), "--set train.global_batch=24", "3 microbatches, but schedule \"interleaved-1f1b\" needs a multiple of pipeline 2", "train.global_batch=32"),
+        (("parallel.schedule=interleaved-1f1b",), "--set parallel.schedule=interleaved-1f1b", 'schedule "interleaved-1f1b" needs several stages on each rank, not 1', "parallel.stages_per_rank=2"),
+        (("parallel.schedule=zero-bubble", "parallel.reshard_after_forward=false"), "--set parallel.schedule=zero-bubble", 'schedule "zero-bubble" needs several stages on each rank, not 1', "parallel.stages_per_rank=2"),
+        (("parallel.stages_per_rank=2",), "--set parallel.stages_per_rank=2", 'schedule "1f1b" has one stage on each rank, not 2', "parallel.schedule=interleaved-1f1b"),
+        (("parallel.schedule=gpipe", "parallel.stages_per_rank=2"), "--set parallel.stages_per_rank=2", 'schedule "gpipe" has one stage on each rank, not 2', "parallel.stages_per_rank=1"),
+        (("parallel.pipeline=1", "parallel.schedule=gpipe"), "--set parallel.schedule=gpipe", 'schedule "gpipe" has no effect: pipeline is 1', "parallel.schedule=1f1b"),
+        (("parallel.pipeline=1", "parallel.stages_per_rank=2"), "--set parallel.stages_per_rank=2", "stages_per_rank 2 has no effect: pipeline is 1", "parallel.stages_per_rank=1"),
+        (("optimizer.warmup_steps=201",), "--set optimizer.warmup_steps=201", "warmup_steps 201 is more than train.steps 200", "optimizer.warmup_steps=200"),
+        (("optimizer.decay=wsd", "optimizer.decay_steps=150", "optimizer.warmup_steps=51"), "--set optimizer.decay_steps=150", "warmup_steps 51 + decay_steps 150 are more than train.steps 200", "optimizer.warmup_steps=50"),
+        (("optimizer.decay=wsd", "optimizer.warmup_steps=181"), "--set optimizer.warmup_steps=181", "warmup_steps 181 + decay_steps 20 (a tenth of the steps) are more than train.steps 200", "optimizer.warmup_steps=180"),
+        (("optimizer.decay_steps=5",), "--set optimizer.decay_steps=5", 'decay_steps is only used with decay = "wsd", not "cosine"', "optimizer.decay=wsd"),
+        (("parallel.expert=2",), "--set parallel.expert=2", "expert parallel is not in this version", "parallel.expert=1"),
+        (("parallel.context=2",), "--set parallel.context=2", "context parallel is not in this version", "parallel.context=1"),
+        (("cluster.spares=1",), "--set cluster.spares=1", "spare nodes are not in this version", "cluster.spares=0"),
+        (("model.vocab_size=256",), "--set model.vocab_size=256", "vocab_size 256 is too small for the byte tokenizer", "model.vocab_size=264"),
+        (("model.qkv_bias=false",), "--set model.qkv_bias=false", 'qkv_bias = false with family "qwen2"', "model.qkv_bias=true"),
+        (("model.qk_norm=true",), "--set model.qk_norm=true", 'qk_norm = true with family "qwen2"', "model.qk_norm=false"),
+        (("data.tokenizer=/nowhere/t.json",), "--set data.tokenizer=/nowhere/t.json", "the tokenizer /nowhere/t.json does not exist", "data.tokenizer=bytes"),
+    ],
+)  # fmt: skip
+def test_a_broken_rule_is_refused(
+    overrides: tuple[str, ...], at: str, message: str, cure: str | None
+) -> None:
+    found = [p for p in problems(GOOD, *overrides) if message in p.message]
+    assert len(found) == 1, [p.message for p in problems(GOOD, *overrides)]
+    problem = found[0]
+    assert problem.hint
+    if at.startswith("--set"):
+        assert problem.file == at
+    else:
+        assert (problem.file, problem.source_line) == ("job.toml", f"{at.split('.')[1]} = 2")
+    if cure is not None:
+        load(GOOD, *overrides, cure)
+
+
+def test_hints_give_numbers_that_work() -> None:
+    hint = only_problem("train.sequence_length=254").hint or ""
+    numbers = re.findall(r"\d+", hint)
+    assert numbers == ["252", "256"]
+    for number in numbers:
+        load(GOOD, f"train.sequence_length={number}")
+
+
+def test_an_odd_sequence_is_fine_without_tensor_parallel() -> None:
+    assert (
+        load(GOOD, "parallel.tensor=1", "train.sequence_length=255", "train.global_batch=64").layout.shard
+        == 4
+    )
+
+
+class TestSilentlyWrongInTorch:
+    """Combinations that train with a right-looking loss over wrong gradients."""
+
+    ZERO_BUBBLE = ("parallel.schedule=zero-bubble", "parallel.stages_per_rank=2")
+
+    def test_zero_bubble_with_resharding(self) -> None:
+        problem = only_problem(*self.ZERO_BUBBLE, "parallel.reshard_after_forward=true")
+        assert "drops gradients" in problem.message
+        assert "reshard_after_forward = false" in (problem.hint or "")
+        assert problem.file == "--set parallel.reshard_after_forward=true"
+
+    def test_zero_bubble_does_not_reshard_of_itself(self) -> None:
+        job = load(GOOD, *self.ZERO_BUBBLE)
+        assert job.layout.data_parallel > 1
+        assert not job.parallel.reshards
+
+    def test_zero_bubble_with_resharding_points_at_the_key_where_it_is_written(self) -> None:
+        text = GOOD.replace("pipeline = 2", "pipeline = 2\nreshard_after_forward = true")
+        problem = only_problem(*self.ZERO_BUBBLE, text=text)
+        assert (problem.line, problem.column, problem.length) == (16, 25, 4)
+
+    def test_zero_bubble_without_resharding_is_allowed(self) -> None:
+        load(GOOD, *self.ZERO_BUBBLE, "parallel.reshard_after_forward=false")
+
+    def test_zero_bubble_without_data_parallel_is_allowed(self) -> None:
+        load(GOOD, *self.ZERO_BUBBLE, "cluster.nodes=1")
+
+    def test_zero_bubble_with_compile(self) -> None:
+        problem = only_problem(*self.ZERO_BUBBLE, "cluster.nodes=1", "train.compile=true")
+        assert "wrong gradients" in problem.message
+        assert problem.file == "--set train.compile=true"
+
+    @pytest.mark.parametrize("schedule", ["zbv", "dualpipe-v"])
+    def test_v_schedules_are_refused_with_every_reason(self, schedule: str) -> None:
+        found = problems(
+            GOOD,
+            f"parallel.schedule={schedule}",
+            "parallel.stages_per_rank=2",
+            "parallel.reshard_after_forward=true",
+            "train.compile=true",
+        )
+        text = " ".join(p.message for p in found)
+        assert len(found) == 3
+        for reason in ("not in this version", "drops gradients", "wrong gradients"):
+            assert reason in text
+
+    @pytest.mark.parametrize("schedule", ["zbv", "dualpipe-v"])
+    def test_v_schedules_are_not_in_this_version(self, schedule: str) -> None:
+        found = problems(GOOD, f"parallel.schedule={schedule}", "cluster.nodes=1")
+        assert ["not in this version" in p.message for p in found] == [True]
+
+
+def test_rules_that_need_an_unreadable_value_are_skipped() -> None:
+    (problem,) = problems(GOOD, "model.num_attention_heads=true")
+    assert problem.message.startswith("model.num_attention_heads: expected an integer")
+    found = [p.message for p in problems(GOOD, "parallel.tensor=x", "optimizer.warmup_steps=300")]
+    assert len(found) == 2
+    assert "warmup_steps 300 is more than train.steps 200" in found[1] + found[0]
+
+
+def test_absurd_numbers_are_refused_quickly() -> None:
+    found = problems(GOOD, "model.num_attention_heads=999999999999999989", "parallel.tensor=1000000007")
+    assert len(found) >= 3
+
+
+def test_tokenizer_must_be_a_file(tmp_path: Path) -> None:
+    assert "is a folder" in only_problem(f"data.tokenizer={tmp_path}").message
+    (tmp_path / "tokenizer.json").write_text("{}")
+    load(GOOD, f"data.tokenizer={tmp_path}/tokenizer.json")

@@ -1,0 +1,160 @@
+"""Small models of each family, and the same models in transformers, which is the oracle here."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seatrial.base.box import Box
+from seatrial.job.architecture import Architecture, RopeScaling
+from seatrial.model.decoder import whole_shapes
+
+# With this context, theta and head width the wavelengths lie in all three ranges of the scaling:
+# kept (below 16 positions), blended (16 to 64) and divided (above 64).
+LLAMA3_ROPE = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+
+
+def _case(family: str, heads: int, kv_heads: int, head_dim: int, vocab: int, **changes: Any) -> Architecture:
+    values: dict[str, Any] = {
+        "family": family,
+        "vocab_size": vocab,
+        "hidden_size": heads * head_dim,
+        "intermediate_size": 88,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 128,
+        "rope_theta": 10_000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "qkv_bias": family == "qwen2",
+        "qk_norm": family == "qwen3",
+    }
+    return Architecture(**(values | changes))
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "qwen2-mha": _case("qwen2", 4, 4, 12, 263),
+    "qwen2-gqa2-tied": _case("qwen2", 4, 2, 16, 257, tie_word_embeddings=True, rope_theta=1e6),
+    "qwen2-mqa": _case("qwen2", 6, 1, 8, 259, num_hidden_layers=3, rms_norm_eps=1e-5),
+    "llama-mha-tied": _case("llama", 4, 4, 16, 263, tie_word_embeddings=True, rms_norm_eps=1e-5),
+    "llama-gqa4": _case("llama", 8, 2, 8, 257, rms_norm_eps=1e-5),
+    "llama3-gqa2": _case("llama", 4, 2, 16, 263, rope_scaling=LLAMA3_ROPE),
+    "llama3-mqa-tied": _case("llama", 4, 1, 16, 261, rope_scaling=LLAMA3_ROPE, tie_word_embeddings=True),
+    # In Qwen3 the width of a head is a choice of its own: not hidden / heads.
+    "qwen3-gqa4": _case("qwen3", 4, 1, 16, 257, hidden_size=40),
+    "qwen3-gqa2-tied": _case("qwen3", 6, 3, 12, 263, hidden_size=48, tie_word_embeddings=True),
+    "qwen3-mha": _case("qwen3", 2, 2, 32, 263, hidden_size=40, num_hidden_layers=3),
+}
+
+
+class DictWeights:
+    """A weight source over tensors in memory."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        return self.tensors[name][box.slices()].to(dtype)
+
+
+def random_tensors(arch: Architecture, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Weights that hide nothing: biases are not 0, norms are not 1, and attention is far from uniform."""
+    random = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in whole_shapes(arch).items():
+        noise = torch.randn(shape, generator=random)
+        if name.endswith("norm.weight"):
+            tensors[name] = 1 + 0.3 * noise
+        elif name.endswith(".bias"):
+            tensors[name] = 0.5 * noise
+        else:
+            tensors[name] = noise / shape[1] ** 0.5
+    return tensors
+
+
+class Oracle:
+    """The classes of transformers that the tests need, imported once (several seconds)."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():
+            # Importing somebody else's package: what it deprecates inside is not ours to fail on.
+            warnings.simplefilter("ignore")
+            import transformers
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.auto = transformers.AutoModelForCausalLM
+        self._classes = {
+            "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+            "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+            "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        }
+
+    def config(self, arch: Architecture) -> Any:
+        """transformers' configuration, written here by hand: not by the code under test."""
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": arch.rope_theta}
+        if arch.rope_scaling is not None:
+            rope |= vars(arch.rope_scaling) | {"rope_type": "llama3"}
+        config_class, _ = self._classes[arch.family]
+        return config_class(
+            vocab_size=arch.vocab_size,
+            hidden_size=arch.hidden_size,
+            intermediate_size=arch.intermediate_size,
+            num_hidden_layers=arch.num_hidden_layers,
+            num_attention_heads=arch.num_attention_heads,
+            num_key_value_heads=arch.num_key_value_heads,
+            head_dim=arch.head_dim,
+            max_position_embeddings=arch.max_position_embeddings,
+            rope_parameters=rope,
+            rms_norm_eps=arch.rms_norm_eps,
+            tie_word_embeddings=arch.tie_word_embeddings,
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
+    def model(
+        self, arch: Architecture, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+    ) -> Any:
+        """transformers' model with these weights, with the same attention kernel as ours."""
+        config = self.config(arch)
+        config._attn_implementation = "sdpa"
+        model = self._classes[arch.family][1](config)
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+        assert not unexpected
+        assert set(missing) <= {"lm_head.weight"}
+        model.tie_weights()
+        model = model.to(dtype)
+        # `to` rounds the rotary frequencies as well, which `from_pretrained(dtype=...)` leaves in fp32.
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+        return model.train()
+
+    def save(self, model: Any, folder: Path, **options: Any) -> None:
+        """`save_pretrained`."""
+        with warnings.catch_warnings():
+            # transformers 5.23 leaves the index it reads back unclosed.
+            warnings.filterwarnings("ignore", message="unclosed file .*index.json", category=ResourceWarning)
+            model.save_pretrained(folder, **options)
+
+    def load(self, folder: Path) -> Any:
+        """`from_pretrained` in the dtype of the files; every weight must be found, and none be left over."""
+        model, report = self.auto.from_pretrained(
+            folder, dtype="auto", attn_implementation="sdpa", output_loading_info=True
+        )
+        assert not any(report.values()), report
+        return model
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in dtype, shape and every bit (`torch.equal` takes -0.0 for 0.0)."""
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    )

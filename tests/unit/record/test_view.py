@@ -1,0 +1,208 @@
+"""A run is understood from its folder, whatever state it is in."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seatrial.record import events, lock
+from seatrial.record.folder import RunFolder
+from seatrial.record.ledger import LedgerRecord, LedgerWriter
+from seatrial.record.metrics import MetricsRecord, MetricsWriter
+from seatrial.record.view import Failure, eta_s, read_view
+
+JOB = "[train]\nsteps = 200\nglobal_batch = 8\nsequence_length = 16\n"
+
+
+def steps(folder: RunFolder, *numbers: int, generation: int = 1, in_ledger: bool = True) -> None:
+    metrics, ledger = MetricsWriter(folder), LedgerWriter(folder)
+    for n in numbers:
+        metrics.write(
+            MetricsRecord(
+                n, n * 128, 5.0 / n, 1.0, 1e-3, 1.0, 0.0, 128.0, 64.0, None, None, 100.0 + n, generation
+            )
+        )
+        if in_ledger:
+            ledger.write(LedgerRecord(n, (n - 1) * 8, n * 8, generation))
+    metrics.close()
+    ledger.close()
+
+
+def checkpoint(folder: RunFolder, step: int, *, complete: bool = True) -> None:
+    path = folder.checkpoints / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    if complete:
+        (path / "manifest.json").write_text("{}")
+        (folder.checkpoints / "latest").write_text(path.name + "\n")
+
+
+def happened(folder: RunFolder, kind: str, generation: int = 1, **rest: Any) -> None:
+    events.append(folder, kind, f"{kind} it was", generation=generation, **rest)
+
+
+def test_an_empty_folder_is_a_run_not_started(folder: RunFolder) -> None:
+    view = read_view(folder)
+    assert (view.state, view.generation, view.last, view.latest) == ("not started", 0, None, None)
+    assert [str(p) for p in view.problems] == ["job.toml:0: cannot be used (No such file or directory)"]
+    folder.job_toml.write_text(JOB)
+    assert read_view(folder).problems == []
+
+
+@pytest.mark.parametrize(
+    ("kinds", "state"),
+    [
+        (["run_started"], "stopped"),
+        (["run_started", "run_interrupted"], "stopped"),
+        (["run_started", "run_finished"], "finished"),
+        (["run_started", "rank_failed", "run_failed"], "failed"),
+        (["run_started", "rank_failed"], "failed"),
+        (["run_started", "sample", "run_finished", "checkpoint_removed"], "finished"),
+    ],
+)
+def test_state(folder: RunFolder, kinds: list[str], state: str) -> None:
+    folder.job_toml.write_text(JOB)
+    for kind in kinds:
+        happened(folder, kind, severity="error" if kind.endswith("failed") else "info")
+    assert read_view(folder).state == state
+    # A later start that died at once says nothing of how the earlier one ended.
+    happened(folder, "run_started", generation=2)
+    assert read_view(folder).state == "stopped"
+    folder.control.mkdir()
+    fd = lock.acquire(folder.lock)
+    view = read_view(folder)
+    assert (view.state, view.pid) == ("running", os.getpid())
+    os.close(fd)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_start_that_had_nothing_to_do_changes_nothing(folder: RunFolder, changed: bool) -> None:
+    steps(folder, 1)
+    happened(folder, "run_finished")
+    folder.control.mkdir()
+    folder.generation_file.write_text("2\n")
+    if changed:
+        happened(folder, "job_changed", generation=2)
+    view = read_view(folder)
+    assert (view.state, view.generation) == ("finished", 1)
+
+
+def test_what_the_launcher_told_of_a_killed_rank(folder: RunFolder) -> None:
+    data = {
+        "node": 0,
+        "rank": 3,
+        "cause": "was killed",
+        "tail": "line 9",
+        "log": "a/b.log",
+        "hint": "memory?",
+    }
+    happened(folder, "run_failed", severity="error", data=data)
+    assert read_view(folder).failure == Failure("was killed", 0, 3, "line 9", Path("a/b.log"), "memory?")
+
+
+def test_resumed_run(folder: RunFolder) -> None:
+    folder.job_toml.write_text(JOB)
+    steps(folder, 1, 2, 3, 4, 5)
+    steps(folder, 3, 4, generation=2)
+    view = read_view(folder)
+    assert [(m.step, m.generation) for m in view.metrics] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    assert (view.generation, view.ledger_gaps, view.job.steps) == (2, [], 200)
+    assert [m.step for m in view.of_generation()] == [3, 4]
+
+
+def test_ledger_that_lags_counts_only_when_the_run_is_over(folder: RunFolder) -> None:
+    folder.job_toml.write_text(JOB)
+    steps(folder, 1, 2)
+    steps(folder, 3, in_ledger=False)
+    assert read_view(folder).ledger_gaps == ["step 3 of metrics.jsonl is not in the ledger"]
+    folder.control.mkdir()
+    fd = lock.acquire(folder.lock)
+    assert read_view(folder).ledger_gaps == []
+    os.close(fd)
+
+
+def test_checkpoints(folder: RunFolder) -> None:
+    checkpoint(folder, 50)
+    checkpoint(folder, 100)
+    checkpoint(folder, 150, complete=False)
+    (folder.checkpoints / "step-00000200.tmp-3").mkdir()
+    (folder.checkpoints / "step-00000200.tmp-3" / "manifest.json").write_text("{}")
+    view = read_view(folder)
+    assert [c.step for c in view.checkpoints] == [50, 100]
+    assert view.latest is not None
+    assert view.latest.step == 100
+    # `latest` names the newest verified one; without it, or with nonsense in it, the newest complete one.
+    for content, step in ((b"step-00000050", 50), (b"step-00000150", 100), (b"\xff", 100), (b"", 100)):
+        (folder.checkpoints / "latest").write_bytes(content)
+        latest = read_view(folder).latest
+        assert latest is not None
+        assert latest.step == step
+
+
+def test_failure_is_completed_from_what_the_rank_wrote(folder: RunFolder) -> None:
+    happened(folder, "run_started")
+    happened(folder, "rank_failed", severity="error", node=0, rank=2)
+    happened(folder, "run_failed", severity="error", data={"node": 1, "rank": 5, "cause": "ValueError: x"})
+    assert read_view(folder).failure == Failure("ValueError: x", 1, 5)
+    error = folder.rank_error(1, 1, 5)
+    error.parent.mkdir(parents=True)
+    folder.rank_log(1, 1, 5).touch()
+    error.write_bytes(b"{torn")
+    assert read_view(folder).failure == Failure("ValueError: x", 1, 5, log=folder.rank_log(1, 1, 5))
+    error.write_text(json.dumps({"traceback": "Trace", "hint": "do", "message": 5}))
+    assert read_view(folder).failure == Failure(
+        "ValueError: x", 1, 5, "Trace", folder.rank_log(1, 1, 5), "do"
+    )
+
+
+def test_first_failed_rank_where_nobody_could_say_more(folder: RunFolder) -> None:
+    happened(folder, "rank_failed", severity="error", node=1, rank=4)
+    happened(folder, "rank_failed", severity="error", node=0, rank=0)
+    assert read_view(folder).failure == Failure("rank_failed it was", 1, 4)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff", b"[train", b"train = 3", b'[train]\nsteps = "many"', b"[train]\nsteps=true"]
+)
+def test_damaged_job_toml(folder: RunFolder, content: bytes) -> None:
+    folder.job_toml.write_bytes(content)
+    steps(folder, 1)
+    view = read_view(folder)
+    assert view.job.steps is None
+    assert [m.step for m in view.metrics] == [1]
+
+
+def test_everything_damaged_at_once(folder: RunFolder) -> None:
+    for path in (folder.events, folder.metrics, folder.ledger, folder.job_toml):
+        path.write_bytes(bytes(range(256)) * 3)
+    folder.checkpoints.write_text("a file where a folder belongs")
+    view = read_view(folder)
+    assert view.state == "not started"
+    assert {p.file for p in view.problems} == {"events.jsonl", "metrics.jsonl", "ledger.jsonl", "job.toml"}
+
+
+def test_unreadable_file_is_a_problem(folder: RunFolder) -> None:
+    folder.metrics.mkdir()
+    folder.job_toml.write_text(JOB)
+    assert [p.message for p in read_view(folder).problems] == ["cannot be read (Is a directory)"]
+
+
+def test_eta_is_the_median_of_the_last_twenty() -> None:
+    assert eta_s([], 10) is None
+    assert eta_s([100.0] * 30 + [2.0] * 19 + [500.0], 10) == 20.0
+    assert eta_s([1.0], -3) == 0.0
+
+
+def test_reading_needs_no_torch_and_no_pydantic(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; import seatrial.cli.watch, seatrial.hardware.catalogue\n"
+        "print([m for m in ('torch', 'pydantic', 'rich', 'numpy') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "[]\n"

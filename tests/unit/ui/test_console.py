@@ -1,0 +1,284 @@
+"""What a person sees: plain lines, the live lines, the summary; everything from the run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seatrial.job import job_from_text, preset_text
+from seatrial.record import events
+from seatrial.record.folder import RunFolder
+from seatrial.record.ledger import LedgerRecord, LedgerWriter
+from seatrial.record.metrics import MetricsRecord, MetricsWriter
+from seatrial.record.view import Failure, read_view
+from seatrial.ui import figures
+from seatrial.ui.console import TrainConsole
+from seatrial.ui.live import pane
+from seatrial.ui.out import Out
+from seatrial.ui.summary import print_status
+
+RECORD = MetricsRecord(
+    50, 409600, 2.43124, 0.834, 3e-3, 0.48, 0.01, 9120.4, 1140.05, None, 312 * 2**20, 1.7e9, 1
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "a-run")
+    folder.control.mkdir(parents=True)
+    folder.job_toml.write_text("[train]\nsteps = 200\nglobal_batch = 32\nsequence_length = 256\n")
+    return folder
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    return Terminal()
+
+
+def write(folder: RunFolder, first: int, last: int, **changes: Any) -> None:
+    metrics, ledger = MetricsWriter(folder), LedgerWriter(folder)
+    for n in range(first, last + 1):
+        record = dataclasses.replace(RECORD, step=n, tokens=n * 8192, loss=5.0 - n / 100, time=time.time())
+        record = dataclasses.replace(record, **changes)
+        metrics.write(record)
+        ledger.write(LedgerRecord(n, (n - 1) * 32, n * 32, record.generation))
+    metrics.close()
+    ledger.close()
+
+
+def console(folder: RunFolder, stream: io.StringIO, **options: Any) -> TrainConsole:
+    return TrainConsole(folder, **({"total_steps": 200, "generation": 1, "stream": stream} | options))
+
+
+def test_plain_line() -> None:
+    assert figures.step_line(RECORD, 200, 72.4) == (
+        "step  50/200  loss 2.4312  grad 0.83  tok/s 9,120  tok/s/GPU 1,140  MFU unknown  mem 312 MiB  "
+        "ETA 1 min 12 s"
+    )
+    better = dataclasses.replace(RECORD, loss=math.nan, mfu=0.4123, memory_bytes=None, step=5)
+    assert figures.step_line(better, None, None) == (
+        "step      5  loss nan  grad 0.83  tok/s 9,120  tok/s/GPU 1,140  MFU 41.2 %  mem unknown  ETA unknown"
+    )
+
+
+def test_steps_and_events_in_the_order_they_happened(folder: RunFolder) -> None:
+    out = io.StringIO()
+    view = console(folder, out)
+    write(folder, 1, 1)
+    events.append(folder, "loss_spike", "loss jumped", severity="warning", generation=1, node=0, rank=3)
+    events.append(folder, "agent_started", "not worth a line", generation=1)
+    write(folder, 2, 2)
+    events.append(folder, "checkpoint_saved", "checkpoint of step 2", generation=1)
+    view.poll()
+    view.poll()
+    lines = out.getvalue().splitlines()
+    assert [line[:26] for line in lines] == [
+        "step   1/200  loss 4.9900 ",
+        "warning on node 0 rank 3: ",
+        "step   2/200  loss 4.9800 ",
+        "  checkpoint of step 2",
+    ]
+    assert lines[0].endswith("ETA 1 min 36 s")
+
+
+def test_only_its_own_generation(folder: RunFolder) -> None:
+    out = io.StringIO()
+    write(folder, 1, 3)
+    events.append(folder, "rank_failed", "old trouble", severity="error", generation=1)
+    view = console(folder, out, generation=2)
+    write(folder, 3, 3, generation=2)
+    view.poll()
+    assert [line[:12] for line in out.getvalue().splitlines()] == ["step   3/200"]
+
+
+def test_damaged_lines_are_told_once(folder: RunFolder) -> None:
+    out = io.StringIO()
+    view = console(folder, out)
+    folder.metrics.write_bytes(b'\xff\n{"step": 1}\n')
+    folder.events.write_bytes(b"x\n")
+    view.poll()
+    view.poll()
+    assert [line[:44] for line in out.getvalue().splitlines()] == [
+        "warning: metrics.jsonl:1: not a metrics reco",
+        "warning: metrics.jsonl:2: not a metrics reco",
+        "warning: events.jsonl:1: not an event (not J",
+    ]
+
+
+@pytest.mark.parametrize("why", ["plain", "NO_COLOR", "dumb"])
+def test_a_terminal_that_wants_plain_lines(
+    folder: RunFolder, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "NO_COLOR":
+        monkeypatch.setenv("NO_COLOR", "1")
+    if why == "dumb":
+        monkeypatch.setenv("TERM", "dumb")
+    with console(folder, terminal, plain=why == "plain") as view:
+        write(folder, 1, 2)
+        view.poll()
+    assert "\x1b" not in terminal.getvalue()
+    assert terminal.getvalue().count("step ") == 2
+
+
+def test_live_lines_on_a_terminal(folder: RunFolder, terminal: Terminal) -> None:
+    with console(folder, terminal) as view:
+        view.poll()
+        assert "starting: no step yet" in terminal.getvalue()
+        write(folder, 1, 50)
+        events.append(folder, "checkpoint_saved", "checkpoint of step 50", generation=1)
+        view.poll()
+    text = terminal.getvalue()
+    assert "checkpoint of step 50" in text
+    assert " 50/200" in text
+    assert " 49/200" not in text  # drawn in place, not a line a step
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is given back
+
+
+@pytest.mark.parametrize("total", [None, 200, 1_000_000])
+def test_live_lines_fit_80_columns(total: int | None) -> None:
+    from rich.console import Console
+
+    out = io.StringIO()
+    record = dataclasses.replace(RECORD, tokens_per_s=319_000.0, tokens_per_s_per_gpu=2500.0, mfu=0.48)
+    Console(file=out, width=80).print(pane(record, total, 72.0, 0.0))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2
+    assert all(len(line) <= 80 for line in lines)
+    assert "mem 312 MiB" in lines[1]
+
+
+def test_header(folder: RunFolder, tmp_path: Path) -> None:
+    job = job_from_text(preset_text("first-voyage"), name="job.toml", base_folder=tmp_path)
+    out = io.StringIO()
+    view = console(folder, out, generation=3)
+    view.header(
+        job,
+        device="cpu",
+        device_reason="no CUDA device here",
+        data_summary="builtin:python-library, 9.9M tokens",
+        notes=["moved the old run aside: a is now b"],
+        resume_step=50,
+    )
+    text = out.getvalue()
+    for piece in (
+        "first-voyage\n",
+        "qwen2, ",
+        "8 ranks on 2 nodes x 4",
+        "8,192 tokens a step",
+        "9.9M tokens",
+        "cpu (no CUDA device here)",
+        f"every {job.checkpoint.every_steps} steps",
+        str(folder.path),
+        "resumes after step 50, generation 3",
+        "moved the old run aside: a is now b",
+    ):
+        assert piece in text
+    assert all(len(line) <= 80 for line in text.splitlines() if str(folder.path) not in line)
+
+
+def test_summary_of_a_finished_run(folder: RunFolder) -> None:
+    out = io.StringIO()
+    write(folder, 1, 200)
+    events.append(
+        folder, "sample", "s", generation=1, data={"prompt": "def ", "text": "f():\n    \x1b[2Jreturn\n"}
+    )
+    view = console(folder, out)
+    view.poll()
+    before = len(out.getvalue())
+    view.summary("finished")
+    text = out.getvalue()[before:]
+    assert "a-run finished: step 200 of 200" in text
+    assert "loss         4.9900 -> 3.0000" in text
+    assert "9,120 tokens/s (median), 1,140 a GPU, MFU unknown" in text
+    assert "200 steps, every sample seen once" in text
+    assert "  | def f():\n  |     \N{REPLACEMENT CHARACTER}[2Jreturn\n" in text
+    assert f"next         seatrial watch {folder.path} --once" in text
+
+
+def test_summary_of_a_failed_run(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    write(folder, 1, 3)
+    error = folder.rank_error(1, 1, 5)
+    error.parent.mkdir(parents=True)
+    trace = "Traceback\n" + "".join(f"  line {i}\n" for i in range(40)) + "ValueError: boom\n"
+    error.write_text(json.dumps({"traceback": trace, "hint": "look there"}))
+    folder.rank_log(1, 1, 5).touch()
+    view = console(folder, out, json_output=True)
+    failure = Failure("ValueError: boom", node=1, rank=5)
+    view.summary("failed", failure=failure, next_commands=["seatrial train job.toml"])
+    text = out.getvalue()
+    assert "a-run failed: step 3 of 200" in text
+    assert "where        node 1, rank 5" in text
+    assert "cause        ValueError: boom" in text
+    assert "line 39\n" in text
+    assert "line 20\n" not in text
+    assert str(folder.rank_log(1, 1, 5)) in text
+    assert "look there" in text
+    assert "next         seatrial train job.toml" in text
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema_version"], document["state"], document["step"]) == (1, "failed", 3)
+    assert document["failure"]["traceback"] == trace
+    assert document["next_commands"] == ["seatrial train job.toml"]
+
+
+def test_summary_finds_the_failure_itself(folder: RunFolder) -> None:
+    out = io.StringIO()
+    events.append(
+        folder,
+        "run_failed",
+        "m",
+        severity="error",
+        generation=1,
+        data={"node": 0, "rank": 2, "cause": "killed"},
+    )
+    console(folder, out).summary("failed")
+    assert "a-run failed: no step was done" in out.getvalue()
+    assert "node 0, rank 2" in out.getvalue()
+    assert "killed" in out.getvalue()
+
+
+def test_gaps_and_damage_are_in_the_summary(folder: RunFolder) -> None:
+    out = io.StringIO()
+    write(folder, 1, 2)
+    write(folder, 4, 4)
+    folder.ledger.write_bytes(folder.ledger.read_bytes() + b"?\n")
+    console(folder, out).summary("finished")
+    assert "ledger       step 3 is missing" in out.getvalue()
+    assert "damaged      ledger.jsonl:4: not a ledger record" in out.getvalue()
+
+
+def test_status_of_a_run_with_nan_loss(folder: RunFolder) -> None:
+    out = io.StringIO()
+    write(folder, 1, 3, loss=math.nan, grad_norm=math.inf, tokens_per_s=math.inf)
+    print_status(Out(out), read_view(folder), time.time())
+    assert "loss         nan -> nan  !!!" in out.getvalue()
+    assert "grad norm    inf" in out.getvalue()
+
+
+def test_spark() -> None:
+    assert figures.spark([1.0]) == ""
+    assert figures.spark([8.0, 1.0]) == "█▁"
+    assert figures.spark([2.0, 2.0, 2.0]) == "▁▁▁"
+    assert figures.spark([3.0, math.nan, 1.0]) == "█!▁"
+    assert len(figures.spark([float(i) for i in range(1000)])) == 40
+
+
+def test_printable_takes_control_of_the_terminal_away() -> None:
+    assert figures.printable("a\tb\r\nc\n") == "a\tb\nc\n"
+    assert figures.printable("\x1b]0;x\x07\x9b\u202e\udc80é") == "�]0;x����é"
