@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
 from seatrial.base import units
 from seatrial.base.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from seatrial.checkpoint.manifest import complete, step_of
 from seatrial.record.folder import RunFolder
 from seatrial.record.view import State
 
@@ -87,5 +89,10 @@ def _next(args: argparse.Namespace, folder: RunFolder, code: int) -> list[str]:
     path = folder.path
     if code == EXIT_DONE:
         return [f"seatrial export {path} --out {path.name}-hf", f"seatrial watch {path} --once"]
-    again = f"seatrial train {args.job}" + "".join(f" --set {s}" for s in args.set)
-    return [f"{again}   (resumes from the last checkpoint)", f"seatrial watch {path} --once"]
+    words = ["seatrial", "train", str(args.job)]
+    words += [w for s in args.set for w in ("--set", s)]
+    if args.runs != Path("runs"):
+        words += ["--runs", str(args.runs)]
+    step = max((step_of(p) or 0 for p in complete(folder.checkpoints)), default=None)
+    what = "starts over: there is no checkpoint yet" if step is None else f"resumes after step {step}"
+    return [f"{shlex.join(words)}   # {what}", f"seatrial watch {path} --once"]

@@ -136,7 +136,10 @@ class Gathering:
             kind = report.kind.removesuffix("_exited")
             what = kind if report.rank is None else f"rank {report.rank}"
             ended = process.status_text(report.status or 0)
-            self._event(f"{kind}_failed", f"{what} on node {report.node} {ended}", report, severity="error")
+            severity: events.Severity = "error"
+            if self._error_file(report).get("consequence"):
+                severity, ended = "info", f"{ended}, because a peer had gone away"
+            self._event(f"{kind}_failed", f"{what} on node {report.node} {ended}", report, severity)
             self._stop("failure")
         if self.on_report is not None:
             self.on_report(report)
@@ -182,14 +185,20 @@ class Gathering:
     def _error_files(self) -> dict[int, dict[str, Any]]:
         errors = {}
         for report in self.reports:
-            if report.kind == "rank_exited" and report.status != 0 and report.rank is not None:
-                path = self.folder.rank_error(self.generation, report.node, report.rank)
-                try:
-                    error = json.loads(path.read_text())
-                    errors[report.rank] = error | {"time": float(error["time"])}
-                except (OSError, ValueError, KeyError, TypeError):
-                    continue  # none was written, or its writer was killed meanwhile: the exit alone is told
+            if report.rank is not None and (error := self._error_file(report)):
+                errors[report.rank] = error
         return errors
+
+    def _error_file(self, report: Report) -> dict[str, Any]:
+        """What the rank wrote of its end; empty where it wrote nothing, or was killed while it did."""
+        if report.kind != "rank_exited" or report.status == 0 or report.rank is None:
+            return {}
+        path = self.folder.rank_error(self.generation, report.node, report.rank)
+        try:
+            error = json.loads(path.read_text())
+            return dict(error | {"time": float(error["time"])})
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
 
     def _failure(self, finding: Finding) -> Failure:
         spec = self.agents[finding.node].spec

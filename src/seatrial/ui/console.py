@@ -168,11 +168,13 @@ class TrainConsole:
         if event.kind in _IN_SUMMARY:
             return
         if event.severity in ("warning", "error"):
-            place = "".join(
-                f" {k} {v}" for k, v in (("node", event.node), ("rank", event.rank)) if v is not None
-            )
             style = "bold red" if event.severity == "error" else "yellow"
-            self.out.line(f"{event.severity}{':' if not place else f' on{place}:'} {event.message}", style)
+            known = (("node", event.node), ("rank", event.rank))
+            places = [f"{what} {number}" for what, number in known if number is not None]
+            # Messages that name the place themselves are not given it twice.
+            told = not places or all(place in event.message for place in places)
+            where = "" if told else f" on {' '.join(places)}"
+            self.out.line(f"{event.severity}{where}: {event.message}", style)
         elif event.kind.startswith("checkpoint_") or event.kind == "resumed":
             self.out.line(f"  {event.message}", "green" if event.kind == "checkpoint_saved" else "dim")
 

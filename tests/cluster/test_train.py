@@ -1,0 +1,393 @@
+"""`seatrial train` on a small job: to its end, killed and resumed, and with one rank killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import JOB, Run, records, write_corpus
+
+pytestmark = pytest.mark.cluster
+
+Start = Callable[..., Run]
+
+
+def run_of(folder: Path) -> Path:
+    return folder / "runs" / "small"
+
+
+def losses(folder: Path) -> dict[int, tuple[float, float]]:
+    """Step -> (loss, gradient norm), the last record of each step."""
+    return {m["step"]: (m["loss"], m["grad_norm"]) for m in records(run_of(folder) / "metrics.jsonl")}
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint's files, optimizer and random state included."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted((run_of(folder) / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")):
+        for name, values in safetensors.torch.load_file(file).items():
+            found[f"{file.name}:{name}"] = values
+    return found
+
+
+def assert_same_run(a: Path, b: Path, steps: int = 12) -> None:
+    assert losses(a) == losses(b)
+    ours, theirs = weights(a, steps), weights(b, steps)
+    assert ours.keys() == theirs.keys()
+    assert len(ours) > 50
+    for name, values in ours.items():
+        assert torch.equal(values, theirs[name]), name
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str, str]:
+    """A run that was never disturbed: (folder, exit code, stdout, stderr)."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "job.toml").write_text(JOB)
+    write_corpus(folder)
+    run = Run(folder, "--json")
+    code, out, err = run.wait()
+    assert not run.processes()
+    return folder, code, out, err
+
+
+def seatrial(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "seatrial", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+class TestToTheEnd:
+    def test_it_learns_and_says_where_everything_is(self, whole: tuple[Path, int, str, str]) -> None:
+        folder, code, out, err = whole
+        assert code == 0, err
+        found = losses(folder)
+        assert list(found) == list(range(1, 13))
+        assert found[12][0] < found[1][0] - 1
+        document = json.loads(out)
+        assert document["schema_version"] == 1
+        for wanted in ("step   1/12", "step  12/12", "MFU unknown", "runs/small", "2 nodes x 2"):
+            assert wanted in err
+
+    def test_the_run_folder_is_whole(self, whole: tuple[Path, int, str, str]) -> None:
+        folder = run_of(whole[0])
+        assert {p.name for p in folder.iterdir()} >= {
+            "job.toml",
+            "plan.json",
+            "events.jsonl",
+            "metrics.jsonl",
+            "ledger.jsonl",
+            "control",
+            "checkpoints",
+            "logs",
+        }
+        plan = json.loads((folder / "plan.json").read_text())
+        assert plan["layout"]["tensor"] == 2
+        ledger = records(folder / "ledger.jsonl")
+        assert [(r["first_sample"], r["end_sample"]) for r in ledger] == [
+            (8 * i, 8 * i + 8) for i in range(12)
+        ]
+        kept = sorted(p.name for p in (folder / "checkpoints").iterdir())
+        assert kept == ["latest", "step-00000008", "step-00000012"]
+        assert (folder / "checkpoints/latest").read_text() == "step-00000012\n"
+        for node, rank in ((0, 0), (0, 1), (1, 2), (1, 3)):
+            assert (folder / f"logs/000001/node{node}/rank{rank}.log").is_file()
+        sample = [e for e in records(folder / "events.jsonl") if e["kind"] == "sample"]
+        assert len(sample) == 1
+        assert sample[0]["data"]["text"]
+
+    def test_ranks_have_nothing_to_complain_of(self, whole: tuple[Path, int, str, str]) -> None:
+        for log in run_of(whole[0]).glob("logs/*/*/*.log"):
+            assert log.read_text() == "", log
+
+    def test_watch_shows_it_from_the_folder_alone(self, whole: tuple[Path, int, str, str]) -> None:
+        done = seatrial(whole[0], "watch", "small", "--once", "--json")
+        assert done.returncode == 0, done.stderr
+        view = json.loads(done.stdout)
+        assert view["state"] == "finished"
+        assert view["step"] == 12
+
+    def test_the_same_command_again_has_nothing_to_do(self, whole: tuple[Path, int, str, str]) -> None:
+        before = (run_of(whole[0]) / "metrics.jsonl").read_bytes()
+        done = seatrial(whole[0], "train", "job.toml")
+        assert done.returncode == 0
+        assert "all 12 steps are done already" in done.stderr
+        assert (run_of(whole[0]) / "metrics.jsonl").read_bytes() == before
+
+    def test_it_leaves_as_a_hugging_face_model(self, whole: tuple[Path, int, str, str]) -> None:
+        done = seatrial(whole[0], "export", "runs/small", "--out", "hf")
+        assert done.returncode == 0, done.stderr
+        stored = safetensors.torch.load_file(whole[0] / "hf/model.safetensors")
+        checkpoint = weights(whole[0], 12)
+        norm = next(v for k, v in checkpoint.items() if k.endswith(":model/model.norm.weight"))
+        assert torch.equal(stored["model.norm.weight"], norm)
+        assert json.loads((whole[0] / "hf/config.json").read_text())["model_type"] == "qwen2"
+
+
+class TestKilled:
+    @pytest.mark.parametrize("attempt", range(2))
+    def test_everything_at_a_random_step_then_again(
+        self, attempt: int, whole: tuple[Path, int, str, str], folder: Path, start: Start
+    ) -> None:
+        step = random.SystemRandom().randint(1, 11)
+        print("killed after step", step)  # shown where the test fails
+        run = start()
+        run.wait_line(f"step {step:>3}/12")
+        run.kill_all()
+        run.wait()
+        run.wait_gone(within_s=5)
+        code, _, err = start().wait()
+        assert code == 0, err
+        assert_same_run(folder, whole[0])
+        assert {m["generation"] for m in records(run_of(folder) / "metrics.jsonl")} <= {1, 2}
+
+    def test_one_rank(self, folder: Path, start: Start) -> None:
+        run = start("--set", "train.steps=100000")
+        run.wait_line("step      3/")
+        began = time.monotonic()
+        os.kill(run.ranks()[3], signal.SIGKILL)
+        code, _, err = run.wait()
+        took = time.monotonic() - began
+        assert code == 1
+        assert took < 5
+        assert "rank 3 on node 1" in err
+        assert "rank 0" not in err, "a peer that only lost its connection is not blamed"
+        assert "SIGKILL" in err
+        assert "logs/000001/node1/rank3.log" in err
+        run.wait_gone(within_s=5)
+        failed = [e for e in records(run_of(folder) / "events.jsonl") if e["kind"] == "run_failed"]
+        assert [(e["node"], e["rank"]) for e in failed] == [(1, 3)]
+
+    def test_a_rank_that_raises_is_named_with_its_traceback(self, folder: Path, start: Start) -> None:
+        run = start("--set", "train.steps=100000")
+        run.wait_line("step      2/")
+        # The data goes away under one run: the first rank to read it says which file.
+        for shard in (folder / "runs/.data").glob("*/shard-*.bin"):
+            os.truncate(shard, 0)
+        code, _, err = run.wait()
+        assert code == 2
+        assert "shard-00000.bin" in err
+        run.wait_gone(within_s=5)
+
+    @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+    def test_a_stop_from_outside_is_not_a_failure(
+        self, how: signal.Signals, folder: Path, start: Start
+    ) -> None:
+        run = start("--set", "train.steps=100000")
+        run.wait_line("step      2/")
+        run.process.send_signal(how)
+        code, _, _err = run.wait()
+        assert code == 130
+        run.wait_gone(within_s=5)
+        assert records(run_of(folder) / "events.jsonl")[-1]["kind"] == "run_interrupted"
+
+    def test_the_command_itself(self, start: Start) -> None:
+        run = start("--set", "train.steps=100000")
+        run.wait_line("step      2/")
+        run.process.kill()
+        run.process.wait()
+        run.wait_gone(within_s=5)
+
+    def test_an_agent(self, start: Start) -> None:
+        run = start("--set", "train.steps=100000")
+        run.wait_line("step      2/")
+        agents = [p for p in run.processes() if b"seatrial.control.agent" in _command(p)]
+        assert len(agents) == 2
+        os.kill(agents[0], signal.SIGKILL)
+        code, _, err = run.wait()
+        assert code == 1
+        assert "agent on node" in err
+        run.wait_gone(within_s=5)
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+class TestResume:
+    def test_in_another_layout_it_is_the_same_training(
+        self, whole: tuple[Path, int, str, str], folder: Path, start: Start
+    ) -> None:
+        run = start()
+        run.wait_line("  checkpoint of step 8")
+        run.kill_all()
+        run.wait()
+        run.wait_gone(within_s=5)
+        code, _, err = start(
+            *("--set", "parallel.tensor=1", "--set", "parallel.pipeline=1", "--set", "parallel.shard=4")
+        ).wait()
+        assert code == 0, err
+        assert "the job changed since the last start" in err
+        theirs = losses(whole[0])
+        ours = losses(folder)
+        assert ours.keys() == theirs.keys()
+        for step, (loss, norm) in ours.items():
+            assert loss == pytest.approx(theirs[step][0], abs=1e-4)
+            assert norm == pytest.approx(theirs[step][1], rel=1e-3)
+
+    def test_a_half_written_and_a_damaged_checkpoint(
+        self, whole: tuple[Path, int, str, str], folder: Path, start: Start
+    ) -> None:
+        """The half-written one is removed, the damaged one set aside, the one before used; the run comes out equal."""
+        run = start()
+        run.wait_line("  checkpoint of step 8")
+        run.kill_all()
+        run.wait()
+        run.wait_gone(within_s=5)
+        checkpoints = run_of(folder) / "checkpoints"
+        half = checkpoints / "step-00000012.tmp-1"
+        half.mkdir(exist_ok=True)
+        (half / "rank-00000.safetensors").write_bytes(b"half")
+        no_manifest = checkpoints / "step-00000010"
+        no_manifest.mkdir()
+        (no_manifest / "rank-00000.safetensors").write_bytes(b"half")
+        victim = checkpoints / "step-00000008/rank-00001.safetensors"
+        data = bytearray(victim.read_bytes())
+        data[-5] ^= 1  # one bit, in the last tensor's values
+        victim.write_bytes(data)
+        code, _, err = start().wait()
+        assert code == 0, err
+        assert "resuming after step 4" in err
+        assert "rank-00001.safetensors has sha256" in err
+        assert not half.exists()
+        assert not no_manifest.exists()
+        assert (checkpoints / "step-00000008.damaged").is_dir()
+        assert_same_run(folder, whole[0])
+
+    def test_a_torn_metrics_file_loses_nothing_else(
+        self, whole: tuple[Path, int, str, str], folder: Path, start: Start
+    ) -> None:
+        run = start()
+        run.wait_line("  checkpoint of step 4")
+        run.kill_all()
+        run.wait()
+        run.wait_gone(within_s=5)
+        metrics = run_of(folder) / "metrics.jsonl"
+        metrics.write_bytes(b'{"step": 1, "lo\x00\xff' + b"\n" + metrics.read_bytes() + b'{"step": 5, "tok')
+        code, _, err = start().wait()
+        assert code == 0, err
+        shown = seatrial(folder, "watch", "small", "--once", "--json")
+        assert shown.returncode == 0
+        problems = json.loads(shown.stdout)["problems"]
+        assert (problems[0]["file"], problems[0]["line"]) == ("metrics.jsonl", 1)
+        kept = {}
+        for line in metrics.read_bytes().splitlines():
+            try:
+                record: dict[str, Any] = json.loads(line)
+            except ValueError:
+                continue
+            kept[record["step"]] = (record["loss"], record["grad_norm"])
+        assert kept == losses(whole[0])
+
+    def test_fresh_keeps_the_old_run(self, folder: Path, start: Start) -> None:
+        assert start("--set", "train.steps=2").wait()[0] == 0
+        code, _, err = start("--fresh", "--set", "train.steps=2").wait()
+        assert code == 0
+        assert "small.old-1" in err
+        assert (folder / "runs/small.old-1/checkpoints/step-00000002/manifest.json").is_file()
+        assert len(records(run_of(folder) / "metrics.jsonl")) == 2
+
+
+class TestRefused:
+    """Bad input: exit 2, a place or a name, a hint; nothing started and nothing lost."""
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["parallel.tensor=3", "cluster.gpus_per_node=3", "parallel.pipeline=2"], "heads"),
+            (["parallel.pipeline=4", "parallel.tensor=1"], "stages"),
+            (["train.global_batch=7"], "batch"),
+            (["data.train=nowhere"], "nowhere"),
+            (["data.train=empty"], "empty"),
+            (["cluster.device=cuda"], "CUDA"),
+            (["cluster.launcher=slurm"], "slurm"),
+            (["parallel.schedule=zbv", "parallel.stages_per_rank=2"], "zbv"),
+            (["data.train=corpus", "model.vocab_size=200"], "vocab"),
+        ],
+    )
+    def test_before_anything_starts(self, overrides: list[str], message: str, folder: Path) -> None:
+        (folder / "empty").mkdir()
+        arguments = [a for o in overrides for a in ("--set", o)]
+        done = seatrial(folder, "train", "job.toml", *arguments)
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr
+        assert "hint:" in done.stderr
+        assert not run_of(folder).exists()
+
+    def test_a_token_beyond_the_vocabulary(self, folder: Path) -> None:
+        """A store made with a larger tokenizer than the model has rows for."""
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        words = {f"w{i}": i for i in range(400)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="w399"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "words.txt").write_text(" ".join(f"w{i % 399}" for i in range(5000)))
+        done = seatrial(
+            folder, "data", "prepare", "words.txt", "--out", "store", "--tokenizer", "tokenizer.json"
+        )
+        assert done.returncode == 0, done.stderr
+        done = seatrial(
+            folder,
+            *("train", "job.toml", "--set", "data.train=store", "--set", "data.tokenizer=tokenizer.json"),
+        )
+        assert done.returncode == 2
+        assert "beyond the vocabulary of 264" in done.stderr
+        assert not run_of(folder).exists()
+
+    def test_a_run_folder_of_another_job(self, folder: Path, start: Start) -> None:
+        assert start("--set", "train.steps=2").wait()[0] == 0
+        before = sorted(p for p in run_of(folder).rglob("*") if p.is_file())
+        done = seatrial(folder, "train", "job.toml", "--set", "optimizer.lr=0.5", "--set", "train.seed=9")
+        assert done.returncode == 2
+        assert "optimizer.lr" in done.stderr
+        assert "train.seed" in done.stderr
+        assert "--fresh" in done.stderr
+        assert sorted(p for p in run_of(folder).rglob("*") if p.is_file()) == before
+
+    def test_a_port_in_use(self, folder: Path) -> None:
+        import socket
+
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            done = seatrial(folder, "train", "job.toml", "--set", f"cluster.port={port}")
+        assert done.returncode == 2
+        assert f"port {port} is in use" in done.stderr
+        assert not run_of(folder).exists()
+
+    def test_a_run_folder_that_cannot_be_written(self, folder: Path) -> None:
+        """A file in its place and a mount that is read-only, since permissions do not bind a superuser."""
+        (folder / "file").write_text("")
+        done = seatrial(folder, "train", "job.toml", "--runs", "file")
+        assert done.returncode == 2
+        assert "file" in done.stderr
+        done = seatrial(folder, "train", "job.toml", "--runs", "/proc/runs")
+        assert done.returncode == 2
+        assert "/proc/runs" in done.stderr
+
+    def test_two_starts_of_one_run(self, folder: Path, start: Start) -> None:
+        run = start("--set", "train.steps=100000")
+        run.wait_line("step      1/")
+        done = seatrial(folder, "train", "job.toml", "--set", "train.steps=100000")
+        assert done.returncode == 1
+        assert f"process {run.process.pid}" in done.stderr
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait()[0] == 130
