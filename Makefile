@@ -17,9 +17,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	touch $@
 
-train: $(STAMP)  ## train a small Qwen2.5-shaped model over a virtual cluster of two nodes
-	$(BIN)/seatrial init --preset first-voyage --out first-voyage.toml --if-missing
+train: $(STAMP) first-voyage.toml  ## train a small Qwen2.5-shaped model over a virtual cluster of two nodes
 	$(BIN)/seatrial train first-voyage.toml
+
+first-voyage.toml: | $(STAMP)
+	$(BIN)/seatrial init --preset first-voyage --out $@
 
 test: $(STAMP)  ## all tests, after the static checks
 	$(BIN)/ruff format --check .

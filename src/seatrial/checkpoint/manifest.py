@@ -129,23 +129,24 @@ def step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def complete(checkpoints: Path) -> list[Path]:
-    """Folders that have a manifest, newest step first. Their content is not verified here."""
+def named(checkpoints: Path) -> list[Path]:
+    """Folders that bear a complete checkpoint's name, newest step first."""
     if not checkpoints.is_dir():
         return []
-    found = [p for p in checkpoints.iterdir() if step_of(p) is not None and (p / MANIFEST).is_file()]
+    found = [p for p in checkpoints.iterdir() if step_of(p) is not None]
     return sorted(found, key=lambda p: step_of(p) or 0, reverse=True)
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """Folders that have a manifest, newest step first. Their content is not verified here."""
+    return [p for p in named(checkpoints) if (p / MANIFEST).is_file()]
 
 
 def leftovers(checkpoints: Path) -> list[Path]:
     """What a save, or a removal, that died has left: never a complete checkpoint."""
     if not checkpoints.is_dir():
         return []
-    return sorted(
-        p
-        for p in checkpoints.iterdir()
-        if _TEMPORARY.fullmatch(p.name) or (step_of(p) is not None and not (p / MANIFEST).is_file())
-    )
+    return sorted(p for p in checkpoints.iterdir() if _TEMPORARY.fullmatch(p.name))
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seatrial.base.box import Box
-from seatrial.checkpoint.manifest import Damaged, complete, read_manifest, verify
+from seatrial.checkpoint.manifest import Damaged, complete, named, read_manifest, verify
 from seatrial.job.architecture import Architecture
 
 
@@ -93,7 +93,7 @@ def newest_verified(checkpoints: Path, set_aside: Callable[[Path, str], None]) -
     Damaged ones on the way are renamed to `NAME.damaged` and told to `set_aside(new path, why)`. Only one rank may
     call it.
     """
-    for folder in complete(checkpoints):
+    for folder in named(checkpoints):
         try:
             verify(folder)
         except Damaged as error:

@@ -68,8 +68,7 @@ class Loop:
         every = self.job.checkpoint.every_steps
         self._clock = time.perf_counter()
         for step in range(first_step, steps + 1):
-            self._start(step)
-            self._read_results(leave=self._ahead)
+            self.train_one(step)
             if step % every == 0 or step == steps:
                 self._read_results(leave=0)
                 self._save(step)
@@ -78,6 +77,11 @@ class Loop:
         for writer in (self._metrics, self._ledger):
             if writer is not None:
                 writer.close()
+
+    def train_one(self, step: int) -> None:
+        """Train one step and record it, or on a GPU the one before it."""
+        self._start(step)
+        self._read_results(leave=self._ahead)
 
     def _start(self, step: int) -> None:
         mesh, train = self.model.mesh, self.job.train

@@ -107,7 +107,7 @@ def _train(folder: RunFolder, generation: int, place: Place) -> None:
     loader = _loader(job, folder)
     resumed_from = _choose_checkpoint(folder, generation, mesh)
     model = ParallelModel(
-        job.architecture, mesh, _settings(job), resumed_from or _first_weights(job), timeout=_TIMEOUT
+        job.architecture, mesh, settings_of(job), resumed_from or _first_weights(job), timeout=_TIMEOUT
     )
     optimizer = ShardedAdamW(model.shards, job.optimizer)
     first_step = 1
@@ -207,7 +207,8 @@ def _first_weights(job: Job) -> WeightSource:
     return weights
 
 
-def _settings(job: Job) -> Settings:
+def settings_of(job: Job) -> Settings:
+    """What the parallel model is told of a job."""
     train = job.train
     return Settings(
         sequence_length=train.sequence_length,

@@ -1,0 +1,87 @@
+"""A Hugging Face checkpoint through four ranks and back: every tensor equal to the last byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from seatrial.checkpoint.manifest import verify
+from seatrial.checkpoint.read import CheckpointWeights, newest
+from seatrial.model.hf_write import write_huggingface
+
+pytestmark = pytest.mark.cluster
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_byte_comes_back(tied: bool, dtype: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = transformers.Qwen2Config(
+        vocab_size=264,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=tied,
+    )
+    model = transformers.Qwen2ForCausalLM(config).to(getattr(torch, dtype))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    theirs = tmp_path / "theirs"
+    # Several files and an index, as every large model has.
+    model.save_pretrained(theirs, max_shard_size="150KB")
+    assert (theirs / "model.safetensors.index.json").is_file()
+
+    case = {
+        "name": "convert",
+        "layout": {"tensor": 2, "pipeline": 2},
+        "tied": tied,
+        "from": str(theirs),
+        "to": str(tmp_path / "checkpoints"),
+    }
+    (tmp_path / "cases.json").write_text(json.dumps([case]))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "parity_ranks.py"), str(tmp_path / "cases.json"), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    checkpoint = newest(tmp_path / "checkpoints")
+    assert checkpoint is not None
+    assert len(verify(checkpoint).files) == 4
+
+    source = CheckpointWeights(checkpoint)
+    ours = tmp_path / "ours"
+    write_huggingface(source, source.arch, ours, dtype=dtype, max_shard_bytes=150_000)
+    before, after = _tensors(theirs), _tensors(ours)
+    assert after.keys() == before.keys()
+    for name, values in before.items():
+        assert after[name].dtype == values.dtype, name
+        assert torch.equal(after[name].view(torch.uint8), values.view(torch.uint8)), name
+    again = transformers.AutoModelForCausalLM.from_pretrained(ours, dtype=getattr(torch, dtype))
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= safetensors.torch.load_file(file)
+    return found

@@ -1,0 +1,210 @@
+"""Checkpoints on disk: complete or absent, verified, readable as any box."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from seatrial.base.box import Box, chunk
+from seatrial.checkpoint import read, write
+from seatrial.checkpoint.manifest import (
+    Damaged,
+    Manifest,
+    Progress,
+    complete,
+    leftovers,
+    read_manifest,
+    verify,
+)
+from seatrial.checkpoint.read import CheckpointWeights, newest_verified
+from seatrial.checkpoint.write import Piece, SaveFailed, remove_leftovers, remove_old
+
+WHOLE = torch.arange(70, dtype=torch.float32).reshape(10, 7)
+
+
+def manifest(step: int) -> Manifest:
+    return Manifest(
+        progress=Progress(step=step, tokens=step * 10, next_sample=step, generation=3),
+        time=1.0,
+        seed=1,
+        architecture={},
+        layout={},
+        job_sha256="",
+        code="",
+        files=[],
+        tensors={},
+    )
+
+
+def save(folder: Path, step: int = 5, *, ranks: int = 3) -> Path:
+    """Save WHOLE cut into rows over `ranks` threads, as ranks would."""
+    barrier = threading.Barrier(ranks)
+    oks: dict[int, bool] = {}
+    results: dict[int, Path | Exception] = {}
+
+    def one(rank: int) -> None:
+        offset, size = chunk(10, ranks, rank)
+        box = Box.whole((10, 7)).narrow(0, offset, size)
+
+        def agree(ok: bool) -> int:
+            oks[rank] = ok
+            barrier.wait(10)
+            failed = sum(not o for o in oks.values())
+            barrier.wait(10)
+            return failed
+
+        piece = Piece("model/w", WHOLE[box.slices()], box, (10, 7))
+        try:
+            results[rank] = write.save(
+                folder, manifest(step), [piece] if size else [], rank=rank, world_size=ranks, agree=agree
+            )
+        except SaveFailed as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results.values():
+        if isinstance(result, Exception):
+            assert all(isinstance(r, SaveFailed) for r in results.values()), "all ranks fail together"
+            raise result
+    done = results[0]
+    assert isinstance(done, Path)
+    return done
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4, 11])
+def test_any_box_of_any_layout(ranks: int, tmp_path: Path) -> None:
+    weights = CheckpointWeights(save(tmp_path, ranks=ranks))
+    for box in (Box.whole((10, 7)), Box((2, 3), (5, 4)), Box((9, 0), (1, 7)), Box((0, 6), (10, 1))):
+        assert torch.equal(weights.read("w", box, torch.float32), WHOLE[box.slices()])
+    assert weights.read("w", Box.whole((10, 7)), torch.bfloat16).dtype == torch.bfloat16
+    assert weights.dtype("w") == torch.float32
+    assert weights.step == 5
+
+
+def test_what_is_missing_is_never_invented(tmp_path: Path) -> None:
+    weights = CheckpointWeights(save(tmp_path))
+    with pytest.raises(Damaged, match="no tensor model/v"):
+        weights.read("v", Box((0,), (1,)), torch.float32)
+    weights.manifest.tensors["model/w"].parts.pop()
+    with pytest.raises(Damaged, match="56 of 70 values"):
+        weights.read("w", Box.whole((10, 7)), torch.float32)
+
+
+def test_a_complete_folder(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "manifest.json",
+        *(f"rank-{rank:05d}.safetensors" for rank in range(3)),
+    ]
+    assert (tmp_path / "latest").read_text() == "step-00000005\n"
+    assert verify(folder).progress.tokens == 50
+    assert read.newest(tmp_path) == folder
+
+
+def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path)
+    folder = save(tmp_path, ranks=1)
+    assert len(verify(folder).files) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000005"]
+
+
+@pytest.mark.parametrize("position", [0, 8, 60, -1])
+def test_one_flipped_bit_is_named(position: int, tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    victim = folder / "rank-00001.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[position] ^= 1
+    victim.write_bytes(data)
+    with pytest.raises(Damaged, match=r"rank-00001\.safetensors has sha256 .*, the manifest says"):
+        verify(folder)
+
+
+def test_damage_of_every_kind_is_set_aside_and_the_one_before_is_used(tmp_path: Path) -> None:
+    good = save(tmp_path, 1)
+    (save(tmp_path, 2) / "rank-00000.safetensors").unlink()
+    os.truncate(save(tmp_path, 3) / "rank-00002.safetensors", 10)
+    (save(tmp_path, 4) / "manifest.json").write_text("{}")
+    (save(tmp_path, 5) / "manifest.json").write_bytes(b"\xff\x00")
+    (save(tmp_path, 6) / "manifest.json").unlink()
+    told: list[str] = []
+    assert newest_verified(tmp_path, lambda folder, why: told.append(f"{folder.name}: {why}")) == good
+    assert [t.split(":")[0] for t in told] == [f"step-0000000{n}.damaged" for n in (6, 5, 4, 3, 2)]
+    assert "bytes, the manifest says" in told[3]
+    assert "is missing" in told[4]
+    assert len(list(tmp_path.glob("*.damaged"))) == 5
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert newest_verified(tmp_path / "none", lambda *_: None) is None
+    assert read.newest(tmp_path) is None
+    with pytest.raises(Damaged, match="not complete"):
+        read_manifest(tmp_path)
+
+
+def test_leftovers_are_recognised_and_complete_ones_kept(tmp_path: Path) -> None:
+    good = save(tmp_path)
+    for name in ("step-00000006.tmp-3", "step-00000004.tmp-removed-77"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-00000.safetensors").write_bytes(b"x")
+    (tmp_path / "step-00000003.damaged").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert [p.name for p in leftovers(tmp_path)] == [
+        "step-00000004.tmp-removed-77",
+        "step-00000006.tmp-3",
+    ]
+    remove_leftovers(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "latest",
+        "notes",
+        "step-00000003.damaged",
+        good.name,
+    ]
+
+
+def test_retention_keeps_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 100_000_000):
+        save(tmp_path, step, ranks=1)
+    assert [p.name for p in remove_old(tmp_path, 2)] == ["step-00000002", "step-00000001"]
+    assert [p.name for p in complete(tmp_path)] == ["step-100000000", "step-00000003"]
+    assert [p.name for p in remove_old(tmp_path, 0)] == ["step-00000003"], "the last one is never removed"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_full_disk_in_one_rank_leaves_what_was_there(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = save(tmp_path, 1)
+    real = write._write_rank
+
+    def full(folder: Path, pieces: list[Piece], own: int) -> None:
+        if own == rank:
+            raise OSError(28, "No space left on device")
+        real(folder, pieces, own)
+
+    monkeypatch.setattr(write, "_write_rank", full)
+    with pytest.raises(SaveFailed):
+        save(tmp_path, 2)
+    assert complete(tmp_path) == [before]
+    assert leftovers(tmp_path) == []
+    assert (tmp_path / "latest").read_text() == "step-00000001\n"
+
+
+def test_a_failure_to_commit_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = save(tmp_path, 1)
+
+    def refuse(source: object, target: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(SaveFailed):
+        save(tmp_path, 2)
+    monkeypatch.undo()
+    assert newest_verified(tmp_path, lambda *_: None) == before

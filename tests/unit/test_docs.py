@@ -1,0 +1,207 @@
+"""The documents' tables against the code: job-file keys, records, event kinds, layers, verbs."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic.fields import FieldInfo
+
+from seatrial.checkpoint.manifest import Entry, File, Manifest, Part, Progress
+from seatrial.cli.main import VERBS
+from seatrial.control.reports import Kind
+from seatrial.job.schema import JobFile, RopeScalingSection
+from seatrial.job.validate import SECTIONS
+from seatrial.record.events import Event
+from seatrial.record.ledger import LedgerRecord
+from seatrial.record.metrics import MetricsRecord
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "seatrial"
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def part(text: str, heading: str) -> str:
+    """What stands below a heading of the second level."""
+    match = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert match is not None, f"no heading {heading}"
+    return match[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of the table rows that begin with a name in backquotes."""
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def names(text: str) -> list[str]:
+    return [row[0].strip("`") for row in rows(text)]
+
+
+# -- the job file
+
+SCHEMA: dict[str, dict[str, FieldInfo]] = {
+    "top level": {k: f for k, f in JobFile.model_fields.items() if k not in SECTIONS},
+    **{f"[{name}]": section.model_fields for name, section in SECTIONS.items()},
+    "[model.rope_scaling]": RopeScalingSection.model_fields,
+}
+
+
+def default_of(field: FieldInfo) -> str:
+    """A default as the document writes it."""
+    if field.is_required():
+        return "required"
+    value: Any = field.get_default()
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value!r}`"
+
+
+@pytest.mark.parametrize("heading", SCHEMA)
+def test_every_key_is_documented_with_its_default_and_no_other_is(heading: str) -> None:
+    documented = {row[0].strip("`"): row[2] for row in rows(part(read("docs/job-file.md"), heading))}
+    assert documented == {key: default_of(field) for key, field in SCHEMA[heading].items()}
+
+
+def test_every_section_of_the_document_is_in_the_schema() -> None:
+    headings = re.findall(r"^## (\[.+\]|top level)$", read("docs/job-file.md"), re.MULTILINE)
+    assert sorted(headings) == sorted(SCHEMA)
+
+
+def test_choices_are_documented() -> None:
+    """Each value of a Literal stands in its key's row."""
+    text = read("docs/job-file.md")
+    for heading, fields in SCHEMA.items():
+        found = {row[0].strip("`"): row[1] for row in rows(part(text, heading))}
+        for key, field in fields.items():
+            for choice in _choices(field.annotation):
+                assert f"`{choice}`" in found[key], f"{heading} {key}: {choice}"
+
+
+def _choices(annotation: Any) -> list[str]:
+    if isinstance(annotation, str):
+        return [annotation]
+    return [choice for inner in get_args(annotation) for choice in _choices(inner)]
+
+
+# -- the run folder
+
+
+def field_names(record: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(record)]
+
+
+def test_every_record_field_is_documented() -> None:
+    text = read("docs/run-folder.md")
+    assert names(part(text, "metrics.jsonl")) == field_names(MetricsRecord)
+    assert names(part(text, "ledger.jsonl")) == field_names(LedgerRecord)
+    assert names(part(text, "events.jsonl").partition("| kind |")[0]) == field_names(Event)
+
+
+def test_the_manifest_is_documented() -> None:
+    text = part(read("docs/run-folder.md"), "A checkpoint")
+    assert names(text) == ["schema_version", *field_names(Manifest)]
+    for record in (Progress, File, Entry, Part):
+        for name in field_names(record):
+            assert f"`{name}`" in text, f"{record.__name__}.{name}"
+
+
+def event_kinds() -> set[str]:
+    """Every kind of event that the source appends."""
+    found: set[str] = set()
+    for path in SOURCE.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and (argument := _kind_argument(call)) is not None:
+                found |= set(_kinds(argument, path))
+    return found
+
+
+def _kind_argument(call: ast.Call) -> ast.expr | None:
+    """The kind in `events.append(folder, KIND, ...)`, `self._event(KIND, ...)` and `tell(KIND, ...)`."""
+    match call.func:
+        case ast.Attribute(value=ast.Name(id="events"), attr="append"):
+            return call.args[1]
+        case ast.Attribute(attr="_event") | ast.Name(id="tell"):
+            return call.args[0]
+    return None
+
+
+def _kinds(argument: ast.expr, path: Path) -> Iterator[str]:
+    match argument:
+        case ast.Constant(value=str(kind)):
+            yield kind
+        case ast.JoinedStr() if ast.unparse(argument) == "f'{kind}_failed'":
+            # launch/gather.py: the process whose end a report tells of.
+            yield from (
+                f"{k.removesuffix('_exited')}_failed" for k in get_args(Kind) if k.endswith("_exited")
+            )
+        case ast.Name(id="kind"):
+            return  # a helper that passes on what its caller said
+        case _:
+            pytest.fail(f"{path}:{argument.lineno}: an event's kind that this test cannot read")
+
+
+def test_every_event_kind_is_documented_and_no_other_is() -> None:
+    documented = names("| kind |" + part(read("docs/run-folder.md"), "events.jsonl").partition("| kind |")[2])
+    assert len(documented) == len(set(documented))
+    assert set(documented) == event_kinds()
+
+
+# -- the house
+
+
+def layers() -> list[str]:
+    contracts = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    return next(c["layers"] for c in contracts if c["type"] == "layers")
+
+
+@pytest.mark.parametrize(
+    ("document", "heading"), [("docs/design.md", "2. The house"), ("README.md", "The layers")]
+)
+def test_every_layer_is_in_the_picture_in_its_order(document: str, heading: str) -> None:
+    text = part(read(document), heading)
+    place = 0
+    for layer in layers():
+        for name in (n.strip() for n in layer.split("|")):
+            match = re.compile(rf"^ +(?:[a-z]+ *\| *)*{name}\b", re.MULTILINE).search(text)
+            assert match is not None, f"{document}: no layer {name}"
+            line = text.rfind("\n", 0, match.start() + 1) + 1
+            assert line >= place, f"{document}: {name} stands too high"
+        place = line
+
+
+def test_the_contract_is_written_out() -> None:
+    assert f"    {' > '.join(layers())}\n" in read("docs/design.md")
+
+
+def test_every_package_is_in_the_house() -> None:
+    house = part(read("docs/design.md"), "2. The house")
+    for package in sorted(p.parent.name for p in SOURCE.glob("*/__init__.py")):
+        assert re.search(rf"^ +{package}/ ", house, re.MULTILINE), package
+
+
+def test_every_file_that_the_design_names_is_there() -> None:
+    known = {str(p.relative_to(ROOT)) for p in (*SOURCE.rglob("*.*"), *(ROOT / "tests").rglob("*.py"))}
+    paragraphs = read("docs/design.md").split("\n\n")
+    built = "\n".join(p for p in paragraphs if not p.startswith("**Not built yet**"))
+    named = set(re.findall(r"(?<![\w/.-])(?:\w+/)*\w+\.py\b", built))
+    assert len(named) > 20
+    missing = {name for name in named if not any(k == name or k.endswith(f"/{name}") for k in known)}
+    assert not missing
+
+
+def test_every_verb_is_in_readme() -> None:
+    commands = part(read("README.md"), "Commands")
+    for verb in VERBS:
+        assert f"`seatrial {verb}" in commands, verb

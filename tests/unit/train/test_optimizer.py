@@ -1,0 +1,115 @@
+"""AdamW on shards against torch's own on whole tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from seatrial.base.box import Box
+from seatrial.job.schema import OptimizerSection
+from seatrial.parallel.build import Shard
+from seatrial.train.optimizer import ShardedAdamW
+
+SETTINGS = OptimizerSection(lr=1e-2, weight_decay=0.1)
+
+
+def shard(name: str, parameter: nn.Parameter, *, holders: int = 1, counted: bool = True) -> Shard:
+    shape = tuple(parameter.shape)
+    return Shard(
+        name, parameter, parameter.detach(), Box.whole(shape), shape, holders, owner=True, counted=counted
+    )
+
+
+def make() -> tuple[nn.Parameter, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        nn.Parameter(torch.randn(6, 5, generator=generator)),
+        nn.Parameter(torch.randn(5, generator=generator)),
+    )
+
+
+def gradients(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(6, 5, generator=generator), torch.randn(5, generator=generator)
+
+
+def test_it_is_torchs_adamw_with_decay_on_matrices_only() -> None:
+    ours, theirs = make(), make()
+    sharded = ShardedAdamW([shard("w", ours[0]), shard("norm", ours[1])], SETTINGS)
+    peer = torch.optim.AdamW(
+        [{"params": [theirs[0]]}, {"params": [theirs[1]], "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        foreach=False,
+    )
+    for step in range(5):
+        for p, q, g in zip(ours, theirs, gradients(step), strict=True):
+            p.grad, q.grad = g.clone(), g.clone()
+        norm = nn.utils.clip_grad_norm_(theirs, 1.0)
+        assert sharded.squared_norm().sqrt() == pytest.approx(float(norm), rel=1e-6)
+        scale = (1.0 / (sharded.squared_norm().sqrt() + 1e-6)).clamp(max=1.0)
+        sharded.update(1e-2, scale)
+        peer.step()
+        assert all(p.grad is None for p in ours)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_shared_and_second_copies_count_once() -> None:
+    a, b = make()
+    a.grad, b.grad = torch.ones(6, 5), torch.ones(5)
+    whole = ShardedAdamW([shard("a", a), shard("b", b)], SETTINGS).squared_norm()
+    assert float(whole) == pytest.approx(35)
+    half = ShardedAdamW([shard("a", a), shard("b", b, holders=2)], SETTINGS).squared_norm()
+    assert float(half) == pytest.approx(32.5)
+    tied = ShardedAdamW([shard("a", a), shard("b", b, counted=False)], SETTINGS).squared_norm()
+    assert float(tied) == pytest.approx(30)
+
+
+def test_a_nan_anywhere_is_in_the_norm() -> None:
+    a, b = make()
+    a.grad, b.grad = torch.ones(6, 5), torch.ones(5)
+    b.grad[3] = float("nan")
+    assert ShardedAdamW([shard("a", a), shard("b", b)], SETTINGS).squared_norm().isnan()
+
+
+def test_its_state_continues_where_it_was(tmp_path: Path) -> None:
+    """Saved after two steps and filled into a new optimizer, the third step is the same to the last bit."""
+    ours = make()
+    first = ShardedAdamW([shard("w", ours[0]), shard("norm", ours[1])], SETTINGS)
+    for step in range(2):
+        for p, g in zip(ours, gradients(step), strict=True):
+            p.grad = g
+        first.update(1e-2, None)
+    again = tuple(nn.Parameter(p.detach().clone()) for p in ours)
+    second = ShardedAdamW([shard("w", again[0]), shard("norm", again[1])], SETTINGS)
+    for (kind, s, values), (kind2, s2, copy) in zip(first.state(), second.state(), strict=True):
+        assert (kind, s.name) == (kind2, s2.name)
+        copy.copy_(values)
+    second.set_step(2)
+    for p, q, g in zip(ours, again, gradients(2), strict=True):
+        p.grad, q.grad = g.clone(), g.clone()
+    first.update(1e-2, None)
+    second.update(1e-2, None)
+    for p, q in zip(ours, again, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_rank_that_holds_no_row_of_a_parameter() -> None:
+    empty = nn.Parameter(torch.empty(0, 5))
+    full = make()[0]
+    optimizer = ShardedAdamW(
+        [
+            Shard("e", empty, empty.detach(), Box((6, 0), (0, 5)), (6, 5), 1, owner=True, counted=True),
+            shard("w", full),
+        ],
+        SETTINGS,
+    )
+    full.grad = torch.ones(6, 5)
+    empty.grad = torch.empty(0, 5)
+    assert float(optimizer.squared_norm()) == pytest.approx(30)
+    optimizer.update(1e-2, None)

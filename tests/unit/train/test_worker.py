@@ -1,0 +1,54 @@
+"""What one rank makes of its environment and of errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from seatrial.base.errors import InputError
+from seatrial.train.worker import Place, is_consequence, main
+
+GONE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5555"
+
+
+def wrapped() -> BaseException:
+    """As the pipeline wraps it."""
+    try:
+        try:
+            raise RuntimeError(GONE)
+        except RuntimeError as inner:
+            raise RuntimeError("[Stage 0] failed to run forward") from inner
+    except RuntimeError as outer:
+        return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (RuntimeError(GONE), True),
+        (wrapped(), True),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (ConnectionResetError("Connection reset by peer"), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError(GONE), False),
+        (InputError("the port is in use"), False),
+    ],
+)
+def test_an_error_that_only_says_a_peer_went_away(error: BaseException, wanted: bool) -> None:
+    assert is_consequence(error) is wanted
+
+
+def test_every_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InputError, match="no LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+        Place.from_environment()
+
+
+def test_a_worker_started_by_hand_says_how_to_start_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["nowhere"]) == 2
+    assert "seatrial train JOB" in capsys.readouterr().err
