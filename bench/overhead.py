@@ -33,8 +33,8 @@ from seatrial.parallel.mesh import build_mesh
 from seatrial.record.run import open_run
 from seatrial.train.loop import Loop
 from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train.rank import settings_of
 from seatrial.train.schedule import learning_rate
-from seatrial.train.worker import settings_of
 
 LIMIT = 1.03
 

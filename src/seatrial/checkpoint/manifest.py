@@ -2,7 +2,7 @@
 
     checkpoints/
       step-00000500/            complete: it has manifest.json, and only a rename gives a folder this name
-        rank-00000.safetensors  what rank 0 owned: `model/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `rng/cpu`
+        rank-00000.safetensors  what rank 0 owned: `model/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `rng/cpu/0`
         manifest.json           step, data position, each file's size and hash, where each box of each tensor is
       step-00001000.tmp-7/      being written by generation 7, or left by its death: removed by the next start
       step-00000450.damaged/    failed its verification and was set aside
@@ -97,14 +97,23 @@ class Manifest:
         """The inverse of `as_json`. Raises KeyError, TypeError or ValueError on anything else."""
         if value["schema_version"] != SCHEMA_VERSION:
             raise ValueError(f"schema_version {value['schema_version']}, expected {SCHEMA_VERSION}")
-        tensors = {
-            key: Entry(
-                tuple(e["shape"]),
-                e["dtype"],
-                [Part(p["file"], tuple(p["offsets"]), tuple(p["sizes"])) for p in e["parts"]],
-            )
-            for key, e in value["tensors"].items()
-        }
+        files = [File(**f) for f in value["files"]]
+        names = {f.file for f in files}
+        for name in names:
+            if not name or Path(name).name != name:
+                raise ValueError(f"{name!r} is not the name of a file in this folder")
+        tensors = {}
+        for key, e in value["tensors"].items():
+            entry = Entry(tuple(e["shape"]), e["dtype"])
+            for p in e["parts"]:
+                part = Part(p["file"], tuple(p["offsets"]), tuple(p["sizes"]))
+                # Only what is hashed is read, and only where it belongs.
+                if part.file not in names:
+                    raise ValueError(f"{key} is in {part.file!r}, which is not among the files")
+                if part.box.intersect(Box.whole(entry.shape)) != part.box:
+                    raise ValueError(f"{key} has a part outside its shape {entry.shape}")
+                entry.parts.append(part)
+            tensors[key] = entry
         return cls(
             progress=Progress(**value["progress"]),
             time=value["time"],
@@ -113,7 +122,7 @@ class Manifest:
             layout=value["layout"],
             job_sha256=value["job_sha256"],
             code=value["code"],
-            files=[File(**f) for f in value["files"]],
+            files=files,
             tensors=tensors,
         )
 
@@ -166,10 +175,13 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def verify(folder: Path) -> Manifest:
-    """Compare every file with the manifest: presence, size, hash. Damaged names the first that differs."""
+def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
+    """Compare files with the manifest: presence, size, hash. Damaged names the first that differs.
+
+    Of several callers each can take its part of the files: a checkpoint of a large model takes minutes to read.
+    """
     manifest = read_manifest(folder)
-    for file in manifest.files:
+    for file in manifest.files[part::parts]:
         path = folder / file.file
         if not path.is_file():
             raise Damaged(f"{path} is missing")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seatrial.base.box import Box
-from seatrial.checkpoint.manifest import Damaged, complete, named, read_manifest, verify
+from seatrial.checkpoint.manifest import Damaged, complete, read_manifest
 from seatrial.job.architecture import Architecture
 
 
@@ -87,23 +86,12 @@ def newest(checkpoints: Path) -> Path | None:
     return found[0] if found else None
 
 
-def newest_verified(checkpoints: Path, set_aside: Callable[[Path, str], None]) -> Path | None:
-    """The newest checkpoint whose every hash is right.
-
-    Damaged ones on the way are renamed to `NAME.damaged` and told to `set_aside(new path, why)`. Only one rank may
-    call it.
-    """
-    for folder in named(checkpoints):
-        try:
-            verify(folder)
-        except Damaged as error:
-            aside = folder.with_name(f"{folder.name}.damaged")
-            n = 1
-            while aside.exists():
-                n += 1
-                aside = folder.with_name(f"{folder.name}.damaged-{n}")
-            os.rename(folder, aside)
-            set_aside(aside, error.message)
-        else:
-            return folder
-    return None
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint to `NAME.damaged`, so that it is kept but never chosen; its new path."""
+    aside = folder.with_name(f"{folder.name}.damaged")
+    n = 1
+    while aside.exists():
+        n += 1
+        aside = folder.with_name(f"{folder.name}.damaged-{n}")
+    os.rename(folder, aside)
+    return aside

@@ -108,7 +108,7 @@ class ParallelSection(Section):
     )
     expert: Positive = Field(default=1, description="ranks that share out experts; only 1 in this version")
     replicate: Positive = Field(
-        default=1, description="copies of the model; gradients are averaged over them"
+        default=1, description="copies of the sharded model, each with its part of the batch"
     )
     shard: Positive | None = None
     schedule: Schedule = Field(

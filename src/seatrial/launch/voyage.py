@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seatrial.base.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
-from seatrial.checkpoint.manifest import complete, step_of
+from seatrial.checkpoint.manifest import Damaged, complete, step_of, verify
 from seatrial.data.prepare import check_store, data_cache, resolve_store
 from seatrial.hardware.devices import choose_device
 from seatrial.launch import launcher_for
@@ -41,9 +41,15 @@ class Voyage:
 
     @property
     def complete(self) -> bool:
-        """Whether the last step's checkpoint is there already."""
-        step = self.resume_step
-        return step is not None and step >= self.job.train.steps
+        """Whether the last step's checkpoint is there already, and whole."""
+        found = complete(self.opened.folder.checkpoints)
+        if not found or (step_of(found[0]) or 0) < self.job.train.steps:
+            return False
+        try:
+            verify(found[0])
+        except Damaged:
+            return False  # the ranks will say so, set it aside, and go on from the one before
+        return True
 
     def run(self, tick: Callable[[], None] | None = None) -> Outcome:
         """Train to the end. Nothing that was started is left when it returns."""

@@ -14,6 +14,9 @@ model: a pipeline stage keeps the numbers of its layers in the whole.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -246,8 +249,9 @@ def stored_name(name: str, arch: Architecture) -> str:
     return name
 
 
-def whole_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+@cache
+def whole_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
     """Stored name -> shape of every parameter of the whole model, in the order of the layers."""
     with torch.device("meta"):
         model = Decoder(arch)
-    return {stored_name(name, arch): tuple(p.shape) for name, p in model.named_parameters()}
+    return MappingProxyType({stored_name(n, arch): tuple(p.shape) for n, p in model.named_parameters()})

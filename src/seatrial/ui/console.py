@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from seatrial.ui.live import LivePane
 
 # The summary tells of these, with all there is to say.
-_IN_SUMMARY = ("run_finished", "run_failed", "run_interrupted", "launch_ended", "sample")
+_IN_SUMMARY = ("run_finished", "run_failed", "run_interrupted", "sample")
 
 
 class TrainConsole:

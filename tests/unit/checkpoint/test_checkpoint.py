@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from seatrial.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from seatrial.checkpoint.read import CheckpointWeights, newest_verified
+from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.checkpoint.write import Piece, SaveFailed, remove_leftovers, remove_old
 
 WHOLE = torch.arange(70, dtype=torch.float32).reshape(10, 7)
@@ -127,26 +130,50 @@ def test_one_flipped_bit_is_named(position: int, tmp_path: Path) -> None:
         verify(folder)
 
 
-def test_damage_of_every_kind_is_set_aside_and_the_one_before_is_used(tmp_path: Path) -> None:
-    good = save(tmp_path, 1)
-    (save(tmp_path, 2) / "rank-00000.safetensors").unlink()
-    os.truncate(save(tmp_path, 3) / "rank-00002.safetensors", 10)
-    (save(tmp_path, 4) / "manifest.json").write_text("{}")
-    (save(tmp_path, 5) / "manifest.json").write_bytes(b"\xff\x00")
-    (save(tmp_path, 6) / "manifest.json").unlink()
-    told: list[str] = []
-    assert newest_verified(tmp_path, lambda folder, why: told.append(f"{folder.name}: {why}")) == good
-    assert [t.split(":")[0] for t in told] == [f"step-0000000{n}.damaged" for n in (6, 5, 4, 3, 2)]
-    assert "bytes, the manifest says" in told[3]
-    assert "is missing" in told[4]
-    assert len(list(tmp_path.glob("*.damaged"))) == 5
+def test_every_part_of_the_files_has_one_verifier(tmp_path: Path) -> None:
+    folder = save(tmp_path, ranks=4)
+    (folder / "rank-00002.safetensors").unlink()
+    assert verify(folder, 1, 3).progress.step == 5
+    verify(folder, 0, 3)
+    with pytest.raises(Damaged, match=r"rank-00002\.safetensors is missing"):
+        verify(folder, 2, 3)
+
+
+def test_set_aside_keeps_what_was_set_aside_before(tmp_path: Path) -> None:
+    names = [read.set_aside(save(tmp_path, 5, ranks=1)).name for _ in range(3)]
+    assert names == [f"step-00000005.damaged{end}" for end in ("", "-2", "-3")]
+    assert complete(tmp_path) == []
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert newest_verified(tmp_path / "none", lambda *_: None) is None
     assert read.newest(tmp_path) is None
+    assert read.newest(tmp_path / "none") is None
     with pytest.raises(Damaged, match="not complete"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda m: m["files"][0].update(file="../rank-00000.safetensors"), "not the name of a file"),
+        (lambda m: m["files"][0].update(file=""), "not the name of a file"),
+        (lambda m: m["tensors"]["model/w"]["parts"][0].update(file="other"), "not among the files"),
+        (lambda m: m["tensors"]["model/w"]["parts"][0].update(offsets=[9, 0]), "outside its shape"),
+        (lambda m: m["tensors"]["model/w"]["parts"][0].update(sizes=[-1, 7]), "no negative"),
+        (lambda m: m.update(schema_version=99), "schema_version 99"),
+        (lambda m: m.pop("progress"), "progress"),
+        (lambda m: m.update(tensors=[]), "not a checkpoint manifest"),
+    ],
+)
+def test_a_manifest_that_says_impossible_things(
+    change: Callable[[dict[str, Any]], object], why: str, tmp_path: Path
+) -> None:
+    folder = save(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(Damaged, match=why):
+        read_manifest(folder)
 
 
 def test_leftovers_are_recognised_and_complete_ones_kept(tmp_path: Path) -> None:
@@ -207,4 +234,5 @@ def test_a_failure_to_commit_leaves_what_was_there(tmp_path: Path, monkeypatch: 
     with pytest.raises(SaveFailed):
         save(tmp_path, 2)
     monkeypatch.undo()
-    assert newest_verified(tmp_path, lambda *_: None) == before
+    assert read.newest(tmp_path) == before
+    verify(before)

@@ -6,7 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from seatrial.base.errors import InputError
-from seatrial.train.worker import Place, is_consequence, main
+from seatrial.train.rank import Place
+from seatrial.train.worker import is_consequence, main
 
 GONE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5555"
 

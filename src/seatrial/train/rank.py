@@ -1,0 +1,188 @@
+"""What one rank does from the process group to the last step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from seatrial.base.errors import InputError
+from seatrial.data.loader import BatchLoader
+from seatrial.data.prepare import check_store, data_cache, resolve_store
+from seatrial.job import Job, load_job
+from seatrial.model.hf import HuggingFaceWeights
+from seatrial.model.initialise import RandomWeights
+from seatrial.model.source import WeightSource
+from seatrial.parallel.build import ParallelModel, Settings
+from seatrial.parallel.mesh import Mesh, build_mesh
+from seatrial.record import events
+from seatrial.record.folder import RunFolder
+from seatrial.record.run import open_run
+from seatrial.train import state
+from seatrial.train.loop import Loop
+from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train.resume import choose_checkpoint
+from seatrial.train.sample import write_sample
+
+# How long a collective may wait for a rank before it is an error.
+_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What torchrun's environment says of this process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    node: int
+    device: str
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        """Raises InputError naming every variable that is missing."""
+        missing = [
+            k
+            for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            if k not in os.environ
+        ]
+        if missing:
+            raise InputError(
+                f"the environment has no {', '.join(missing)}",
+                hint="start ranks with `seatrial train JOB`, or with torchrun -m seatrial.train.worker RUN_FOLDER",
+            )
+        device = os.environ.get("SEATRIAL_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(
+            rank=int(os.environ["RANK"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            node=int(os.environ.get("GROUP_RANK", "0")),
+            device=device,
+        )
+
+
+def train_rank(folder: RunFolder, generation: int | None, place: Place) -> None:
+    """Train the job of `folder` as the rank that `place` says; `generation` None: started by hand, unsupervised."""
+    job = load_job(RunFolder.open(folder.path).job_toml)
+    if place.world_size != job.layout.world_size:
+        raise InputError(
+            f"the job has {job.layout.world_size} ranks, the environment says {place.world_size}",
+            hint="start as many ranks as cluster.nodes x cluster.gpus_per_node",
+        )
+    device = _join(place)
+    mesh = build_mesh(job.layout, device, _TIMEOUT)
+    torch.manual_seed(job.train.seed + mesh.rank)
+    with _unsupervised(job, folder, mesh) if generation is None else nullcontext(generation) as number:
+        _train(job, folder, number, mesh)
+
+
+def _train(job: Job, folder: RunFolder, generation: int, mesh: Mesh) -> None:
+    loader = _loader(job, folder)
+    resumed_from = choose_checkpoint(folder, generation, mesh)
+    model = ParallelModel(
+        job.architecture, mesh, settings_of(job), resumed_from or _first_weights(job), timeout=_TIMEOUT
+    )
+    optimizer = ShardedAdamW(model.shards, job.optimizer)
+    first_step = 1
+    if resumed_from is not None:
+        first_step = state.restore(model, optimizer, resumed_from).step + 1
+    Loop(job, folder, generation, model, optimizer, loader).run(first_step)
+    dist.barrier()
+    dist.destroy_process_group()
+    if mesh.rank == 0:
+        write_sample(job, folder, generation, mesh.device)
+
+
+@contextmanager
+def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh) -> Iterator[int]:
+    """A generation that rank 0 begins and all ranks share, with the run locked as by any other start."""
+    if folder.path.name != job.name:
+        raise InputError(
+            f"{folder.path} holds the job {job.name!r}: the folder was renamed",
+            hint=f"give it its old name, {folder.path.parent / job.name}",
+        )
+    opened = open_run(job, folder.path.parent) if mesh.rank == 0 else None
+    number = torch.tensor([opened.generation if opened is not None else 0], device=mesh.device)
+    generation = int(mesh.sum_over_ranks(number).item())
+
+    def tell(kind: str, message: str) -> None:
+        if opened is not None:
+            print(f"seatrial: {message}", file=sys.stderr, flush=True)
+            events.append(folder, kind, message, generation=generation)
+
+    tell("run_started", f"{mesh.layout.world_size} ranks, started by hand: nobody supervises them")
+    try:
+        yield generation
+        tell("run_finished", f"all {job.train.steps} steps are done")
+    finally:
+        if opened is not None:
+            opened.close()
+
+
+def _join(place: Place) -> torch.device:
+    """Become a member of the world; the device of this rank."""
+    if place.device == "cuda":
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    try:
+        dist.init_process_group("nccl" if place.device == "cuda" else "gloo", timeout=_TIMEOUT)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error) or "in use" in str(error):
+            raise InputError(
+                f"port {os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']} is in use",
+                hint="leave cluster.port out, and a free port is taken",
+            ) from error
+        raise
+    return device
+
+
+def _loader(job: Job, folder: RunFolder) -> BatchLoader:
+    train = job.train
+    store = resolve_store(job.data, data_cache(folder.path.parent), folder.path)
+    check_store(
+        store,
+        vocab_size=job.architecture.vocab_size,
+        sequence_length=train.sequence_length,
+        global_batch=train.global_batch,
+        tokenizer_spec=job.data.tokenizer,
+    )
+    return BatchLoader(
+        store,
+        sequence_length=train.sequence_length,
+        global_batch=train.global_batch,
+        seed=train.seed,
+        vocab_size=job.architecture.vocab_size,
+    )
+
+
+def _first_weights(job: Job) -> WeightSource:
+    if job.model.init_from is None:
+        return RandomWeights(job.architecture, job.train.seed)
+    weights = HuggingFaceWeights(Path(job.model.init_from))
+    weights.check(job.architecture)
+    return weights
+
+
+def settings_of(job: Job) -> Settings:
+    """What the parallel model is told of a job."""
+    train = job.train
+    return Settings(
+        sequence_length=train.sequence_length,
+        microbatch=train.microbatch,
+        microbatches=job.microbatches,
+        global_tokens=train.global_batch * train.sequence_length,
+        precision=train.precision,
+        activation_checkpointing=train.activation_checkpointing,
+        compile=train.compile,
+        reshard_after_forward=job.parallel.reshards,
+    )

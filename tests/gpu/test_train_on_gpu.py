@@ -1,0 +1,93 @@
+"""`seatrial train` on one CUDA device: bf16, compiled, NCCL; resumed; beside the same job on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"
+    ),
+]
+
+JOB = """
+name = "one-gpu"
+[model]
+preset = "qwen2.5-tiny"
+[data]
+train = "builtin:python-library"
+[train]
+steps = 12
+sequence_length = 128
+global_batch = 16
+microbatch = 4
+precision = "bf16"
+sample_tokens = 8
+[optimizer]
+lr = 3e-3
+warmup_steps = 2
+[checkpoint]
+every_steps = 6
+"""
+
+
+def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
+    """The metrics of one start, after it has ended well."""
+    (folder / "job.toml").write_text(JOB)
+    arguments = [a for o in overrides for a in ("--set", o)]
+    done = subprocess.run(
+        [sys.executable, "-m", "seatrial", "train", "job.toml", "--plain", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (folder / "runs/one-gpu/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_gpu_trains_as_the_cpu_does(tmp_path: Path) -> None:
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "cpu").mkdir()
+    gpu = train(tmp_path / "gpu", "cluster.device=cuda")
+    cpu = train(tmp_path / "cpu", "cluster.device=cpu", "train.precision=fp32")
+    assert len(gpu) == len(cpu) == 12
+    for ours, theirs in zip(gpu, cpu, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=0.05), ours["step"]
+    assert gpu[-1]["loss"] < gpu[0]["loss"] - 0.3
+    assert gpu[-1]["memory_bytes"] > 0
+
+
+def test_compiled_and_recomputed(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "compiled").mkdir()
+    plain = train(tmp_path / "plain", "cluster.device=cuda")
+    compiled = train(
+        tmp_path / "compiled",
+        "cluster.device=cuda",
+        "train.compile=true",
+        "train.activation_checkpointing=full",
+    )
+    for ours, theirs in zip(compiled, plain, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=0.05), ours["step"]
+
+
+def test_stopped_and_resumed_it_is_the_same_training(tmp_path: Path) -> None:
+    for name in ("whole", "resumed"):
+        (tmp_path / name).mkdir()
+    constant = ("cluster.device=cuda", "optimizer.decay=constant")
+    whole = train(tmp_path / "whole", *constant)
+    train(tmp_path / "resumed", *constant, "train.steps=6")
+    resumed = train(tmp_path / "resumed", *constant)
+    assert [m["step"] for m in resumed] == [m["step"] for m in whole]
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3), ours["step"]
