@@ -26,6 +26,7 @@ from seatrial.base.errors import SeatrialError
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-.+")
 
@@ -61,8 +62,24 @@ class Entry:
     """One whole tensor: its shape, its type, and the boxes that make it up."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # torch's name: "float32"
     parts: list[Part] = field(default_factory=list)
+
+    def check(self, key: str) -> None:
+        """Raise ValueError unless the parts lie inside the shape, do not overlap, and together are all of it."""
+        whole = Box.whole(self.shape)
+        if any(part.box.intersect(whole) != part.box for part in self.parts):
+            raise ValueError(f"{key} has a part outside its shape {self.shape}")
+        if sum(part.box.numel for part in self.parts) != whole.numel:
+            raise ValueError(f"{key}: its parts have not as many values as its shape {self.shape}")
+        # Right in number and no two in one place: nothing is missing.
+        corners = sorted(self.parts, key=lambda part: part.offsets)
+        for i, part in enumerate(corners):
+            for other in corners[i + 1 :]:
+                if other.offsets and other.offsets[0] >= part.offsets[0] + part.sizes[0]:
+                    break
+                if part.box.intersect(other.box) is not None:
+                    raise ValueError(f"{key} has two parts in one place")
 
 
 @dataclass(frozen=True)
@@ -89,42 +106,68 @@ class Manifest:
     files: list[File]
     tensors: dict[str, Entry]  # "KIND/NAME"
 
-    def as_json(self) -> dict[str, Any]:
-        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+    def to_text(self) -> str:
+        """The content of the file: one line of JSON that holds its own hash."""
+        body = {
+            "schema_version": SCHEMA_VERSION,
+            "progress": asdict(self.progress),
+            "time": self.time,
+            "seed": self.seed,
+            "architecture": self.architecture,
+            "layout": self.layout,
+            "job_sha256": self.job_sha256,
+            "code": self.code,
+            "files": [asdict(f) for f in self.files],
+            "tensors": {
+                key: {
+                    "shape": list(e.shape),
+                    "dtype": e.dtype,
+                    "parts": [[p.file, list(p.offsets), list(p.sizes)] for p in e.parts],
+                }
+                for key, e in self.tensors.items()
+            },
+        }
+        return json.dumps({"sha256": _hash(body), **body}, separators=(",", ":")) + "\n"
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Manifest:
-        """The inverse of `as_json`. Raises KeyError, TypeError or ValueError on anything else."""
-        if value["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(f"schema_version {value['schema_version']}, expected {SCHEMA_VERSION}")
-        files = [File(**f) for f in value["files"]]
+    def from_text(cls, text: str) -> Manifest:
+        """The inverse of `to_text`. Raises KeyError, TypeError or ValueError on anything else."""
+        body = json.loads(text)
+        if body["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(f"schema_version {body['schema_version']}, expected {SCHEMA_VERSION}")
+        told = body.pop("sha256")
+        if told != _hash(body):
+            raise ValueError(f"its content has sha256 {_hash(body)}, it says {told}")
+        files = [File(**f) for f in body["files"]]
         names = {f.file for f in files}
         for name in names:
-            if not name or Path(name).name != name:
+            if not _FILE.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a file in this folder")
         tensors = {}
-        for key, e in value["tensors"].items():
-            entry = Entry(tuple(e["shape"]), e["dtype"])
-            for p in e["parts"]:
-                part = Part(p["file"], tuple(p["offsets"]), tuple(p["sizes"]))
-                # Only what is hashed is read, and only where it belongs.
-                if part.file not in names:
-                    raise ValueError(f"{key} is in {part.file!r}, which is not among the files")
-                if part.box.intersect(Box.whole(entry.shape)) != part.box:
-                    raise ValueError(f"{key} has a part outside its shape {entry.shape}")
-                entry.parts.append(part)
-            tensors[key] = entry
+        for key, e in body["tensors"].items():
+            parts = [Part(file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in e["parts"]]
+            # Only what is hashed is read.
+            stray = next((part.file for part in parts if part.file not in names), None)
+            if stray is not None:
+                raise ValueError(f"{key} is in {stray!r}, which is not among the files")
+            tensors[key] = Entry(tuple(e["shape"]), e["dtype"], parts)
+            tensors[key].check(key)
         return cls(
-            progress=Progress(**value["progress"]),
-            time=value["time"],
-            seed=value["seed"],
-            architecture=value["architecture"],
-            layout=value["layout"],
-            job_sha256=value["job_sha256"],
-            code=value["code"],
+            progress=Progress(**body["progress"]),
+            time=body["time"],
+            seed=body["seed"],
+            architecture=body["architecture"],
+            layout=body["layout"],
+            job_sha256=body["job_sha256"],
+            code=body["code"],
             files=files,
             tensors=tensors,
         )
+
+
+def _hash(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def folder_name(step: int) -> str:
@@ -162,9 +205,11 @@ def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json; Damaged if it is missing or not a manifest."""
     path = folder / MANIFEST
     try:
-        return Manifest.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return Manifest.from_text(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Damaged(f"{path} is missing: this checkpoint is not complete") from None
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{path} is not a checkpoint manifest: {error!r}") from None
 
@@ -188,7 +233,10 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
         size = path.stat().st_size
         if size != file.bytes:
             raise Damaged(f"{path} has {size} bytes, the manifest says {file.bytes}")
-        digest = hash_file(path)
+        try:
+            digest = hash_file(path)
+        except OSError as error:
+            raise Damaged(f"{path} cannot be read: {error.strerror}") from None
         if digest != file.sha256:
             raise Damaged(f"{path} has sha256 {digest}, the manifest says {file.sha256}")
     return manifest

@@ -10,18 +10,25 @@ import safetensors
 import torch
 from torch import Tensor
 
+from seatrial.base import atomic
 from seatrial.base.box import Box
-from seatrial.checkpoint.manifest import Damaged, complete, read_manifest
+from seatrial.checkpoint.manifest import LATEST, Damaged, Manifest, complete, read_manifest
+from seatrial.checkpoint.stream import NAMES
 from seatrial.job.architecture import Architecture
 
 
 class CheckpointWeights:
-    """One complete checkpoint as a weight source. Files stay mapped while it lives."""
+    """One complete checkpoint as a weight source. Files stay mapped until `close`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+        """`manifest`: what `verify` returned, to spare reading it again."""
         self.folder = folder
-        self.manifest = read_manifest(folder)
+        self.manifest = manifest or read_manifest(folder)
         self._files: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Let go of the files: as long as they are mapped, a deleted checkpoint keeps its place on the disk."""
+        self._files.clear()
 
     @property
     def arch(self) -> Architecture:
@@ -36,9 +43,9 @@ class CheckpointWeights:
         entry = self.manifest.tensors.get(f"model/{name}")
         if entry is None:
             raise Damaged(f"{self.folder} has no tensor model/{name}")
-        dtype = getattr(torch, entry.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        if entry.dtype not in NAMES:
+            raise Damaged(f"{self.folder}: model/{name} has the unknown type {entry.dtype!r}")
+        return NAMES[entry.dtype]
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """The values of `box` of model parameter `name`."""
@@ -94,4 +101,10 @@ def set_aside(folder: Path) -> Path:
         n += 1
         aside = folder.with_name(f"{folder.name}.damaged-{n}")
     os.rename(folder, aside)
+    latest = folder.parent / LATEST
+    left = newest(folder.parent)
+    if left is not None:
+        atomic.write_text(latest, left.name + "\n")
+    else:
+        latest.unlink(missing_ok=True)
     return aside

@@ -6,7 +6,6 @@ renames the folder. A death at any moment leaves the temporary folder or the com
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import safetensors.torch
 from torch import Tensor
 
 from seatrial.base import atomic
@@ -31,6 +29,10 @@ from seatrial.checkpoint.manifest import (
     folder_name,
     leftovers,
 )
+from seatrial.checkpoint.stream import write_safetensors
+
+# What a rank that could write says of a save that failed.
+OTHER_RANK = "another rank could not write its part"
 
 
 class SaveFailed(SeatrialError):
@@ -79,9 +81,10 @@ def save(
 
 
 def _attempt(work: Callable[[], None]) -> str | None:
+    # The others are told, whatever it was: one that is silent would leave them waiting.
     try:
         work()
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return str(error)
     return None
 
@@ -89,20 +92,15 @@ def _attempt(work: Callable[[], None]) -> str | None:
 def _abandon(temporary: Path, problem: str | None, rank: int) -> SaveFailed:
     if rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
-    return SaveFailed(problem or "another rank could not write its part")
+    return SaveFailed(problem or OTHER_RANK)
 
 
 def _write_rank(folder: Path, pieces: list[Piece], rank: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     name = f"rank-{rank:05d}.safetensors"
-    tensors = {p.key: p.tensor.detach().cpu().contiguous() for p in pieces}
-    data = safetensors.torch.save(tensors)
-    with open(folder / name, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
+    size, digest = write_safetensors(folder / name, [(p.key, p.tensor) for p in pieces])
     index = {
-        "file": asdict(File(name, len(data), hashlib.sha256(data).hexdigest())),
+        "file": asdict(File(name, size, digest)),
         "pieces": [
             {
                 "key": p.key,
@@ -131,13 +129,14 @@ def _commit(temporary: Path, final: Path, manifest: Manifest, world_size: int) -
             entry.parts.append(Part(file.file, tuple(piece["offsets"]), tuple(piece["sizes"])))
     for path in indices:
         path.unlink()
-    atomic.write_json(temporary / MANIFEST, replace(manifest, files=files, tensors=tensors).as_json())
-    # The same step again, in a run that went back: the new one takes the old one's place.
-    doomed = _set_aside_for_removal(final) if final.exists() else None
+    for key, entry in tensors.items():
+        entry.check(key)
+    if final.exists():
+        # A start takes or sets aside the newest checkpoint, so this step cannot have been saved before.
+        raise FileExistsError(17, "exists already", str(final))
+    atomic.write_text(temporary / MANIFEST, replace(manifest, files=files, tensors=tensors).to_text())
     os.rename(temporary, final)
     atomic.fsync_folder(final.parent)
-    if doomed is not None:
-        shutil.rmtree(doomed, ignore_errors=True)
     atomic.write_text(final.parent / LATEST, final.name + "\n")
 
 

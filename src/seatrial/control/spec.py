@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,9 @@ class AgentSpec:
         environment = {"SEATRIAL_DEVICE": self.device, "PYTHONUNBUFFERED": "1"}
         if self.device == "cpu":
             environment |= _ONE_THREAD
+        elif "OMP_NUM_THREADS" not in os.environ:
+            # Each rank would start a pool over all cores of the host.
+            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // self.ranks_per_node))
         if self.interface is not None:
             environment["GLOO_SOCKET_IFNAME"] = self.interface
         return environment

@@ -65,7 +65,7 @@ def first_failure(reports: Iterable[Report], errors: Mapping[int, Mapping[str, A
         if stopped:
             continue
         consequence = bool(error and error.get("consequence"))
-        judged.append(((consequence, when, report.rank or -1), report, error))
+        judged.append(((consequence, when, -1 if report.rank is None else report.rank), report, error))
     if not judged:
         return None
     (_, when, _), report, error = min(judged, key=lambda j: j[0])

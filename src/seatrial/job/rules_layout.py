@@ -136,10 +136,11 @@ def _split_backward_sharded(facts: Facts) -> Iterator[Finding]:
     parallel = _parallel(facts)
     if parallel.schedule in SPLIT_BACKWARD and parallel.pipeline > 1 and parallel.reshards:
         layout: Layout = facts.layout
-        if layout.data_parallel > 1:
+        # bf16 goes through FSDP also in a group of one.
+        if layout.data_parallel > 1 or facts.job.train.precision == "bf16":
             yield Finding(
                 ("parallel.reshard_after_forward", "parallel.schedule"),
-                f'schedule "{parallel.schedule}" with sharded data parallel and reshard_after_forward = true drops '
+                f'schedule "{parallel.schedule}" with FSDP (data parallel, or bf16) and reshard_after_forward = true drops '
                 "gradients without an error: its weight gradients come after the weights were freed",
                 "set reshard_after_forward = false (needs more memory)",
             )

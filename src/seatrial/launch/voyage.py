@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from seatrial.base.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
 from seatrial.checkpoint.manifest import Damaged, complete, step_of, verify
 from seatrial.data.prepare import check_store, data_cache, resolve_store
+from seatrial.hardware.catalogue import find_gpu, gpus
 from seatrial.hardware.devices import choose_device
 from seatrial.launch import launcher_for
 from seatrial.launch.base import Outcome
 from seatrial.record import events
-from seatrial.record.run import OpenedRun, open_run
+from seatrial.record.run import OpenedRun, add_to_plan, open_run
 
 if TYPE_CHECKING:
     from seatrial.data.store import TokenStore
@@ -103,4 +104,15 @@ def prepare_voyage(job: Job, root: Path, *, fresh: bool = False, progress: Progr
         global_batch=job.train.global_batch,
         tokenizer_spec=job.data.tokenizer,
     )
-    return Voyage(job, open_run(job, root, fresh=fresh), store, device, reason)
+    opened = open_run(job, root, fresh=fresh)
+    gpu = job.cluster.gpu
+    if gpu is not None and find_gpu(gpu) is None:
+        known = ", ".join(g.name for g in gpus())
+        opened.notes.append(f'gpu = "{gpu}" is not in the catalogue, so its peak is unknown; known: {known}')
+    data = {
+        "store": str(store.folder.absolute()),
+        "tokens": store.n_tokens,
+        "tokenizer": store.tokenizer.name,
+    }
+    add_to_plan(opened.folder, "data", data)
+    return Voyage(job, opened, store, device, reason)

@@ -1,6 +1,6 @@
 """Random weights that do not depend on the layout: each block of rows has its own seed, made from its name.
 
-A rank draws only the rows it holds, and any split of the model gives the same model to the last bit.
+A rank draws only the blocks of rows it holds part of, and any split of the model gives the same model to the last bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from seatrial.job.architecture import Architecture
 from seatrial.model.decoder import whole_shapes
 
 # Rows drawn with one seed. Changing it changes every initial weight.
-_ROWS = 1024
+_ROWS = 256
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from seatrial.base.box import Box, chunk
+from seatrial.base.errors import InternalError
 from seatrial.job.architecture import Architecture
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.source import WeightSource
@@ -116,6 +117,13 @@ class ParallelModel:
             loss = self._pipeline.forward_backward(ids_BT, target_BT)
         else:
             loss = self._accumulate(ids_BT, target_BT)
+        missing = [s.name for s in self.shards if s.box.numel and s.grad is None]
+        if missing:
+            # torch has combinations that lose gradients without a word; training on would be wrong.
+            raise InternalError(
+                f"no gradient for {len(missing)} parameters on rank {self.mesh.rank}, {missing[0]} first",
+                hint="this combination of schedule, sharding and precision must not be used; report it",
+            )
         self._sum_partial_gradients()
         # Every tensor-parallel rank knows the same loss; one of them counts.
         return loss if self.mesh.at.tensor == 0 else torch.zeros_like(loss)
@@ -207,7 +215,7 @@ def build_stage(
     for block in model.blocks:
         block.recompute = settings.activation_checkpointing == "full"
         if settings.compile:
-            block.compile()
+            block.compile(fullgraph=True)  # a break in the graph would cost speed without a word
     if data_mesh is not None:
         apply_sharding(
             model,

@@ -36,9 +36,13 @@ class Mesh:
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum `values` over all ranks in place; every rank gets the same bits.
 
-        One dimension after the other: groups of two or four are far quicker on gloo than one of eight, and on a
-        cluster the first of them stays inside the node.
+        On gloo one dimension after the other: groups of two or four are far quicker than one of eight. NCCL may use
+        another algorithm in each group, and the last bit could differ between ranks: there it is one group.
         """
+        if self.device.type == "cuda":
+            if self.layout.world_size > 1:
+                dist.all_reduce(values)
+            return values
         for group in (self.tensor, self.shard, self.replicate, self.pipeline):
             if group is not None:
                 dist.all_reduce(values, group=group)

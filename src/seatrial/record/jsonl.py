@@ -49,7 +49,7 @@ def encode(value: Mapping[str, Any]) -> bytes:
 
 
 class LineWriter:
-    """Appends to one file through one open descriptor; nothing is fsynced."""
+    """Appends to one file through one open descriptor; nothing is durable before `sync`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,6 +66,10 @@ class LineWriter:
         while data:
             data = data[os.write(self._fd, data) :]
         self._torn = False
+
+    def sync(self) -> None:
+        """Make durable what was written."""
+        os.fsync(self._fd)
 
     def close(self) -> None:
         if self._fd >= 0:

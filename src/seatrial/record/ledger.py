@@ -32,6 +32,10 @@ class LedgerWriter:
         """Append one record. Raises OSError where the file system refuses."""
         self._writer.write(vars(record))
 
+    def sync(self) -> None:
+        """Make durable what was written."""
+        self._writer.sync()
+
     def close(self) -> None:
         self._writer.close()
 

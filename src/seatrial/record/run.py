@@ -218,3 +218,16 @@ def _unwritable(folder: RunFolder, error: OSError) -> InputError:
         f"the run folder {folder.path} cannot be written: {error.strerror or error} ({where})",
         hint="make it writable, free space there, or run where you may write; nothing was started",
     )
+
+
+def read_plan(folder: RunFolder) -> dict[str, Any]:
+    """The content of plan.json."""
+    value = json.loads(folder.plan_json.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{folder.plan_json} is not a JSON object")
+    return value
+
+
+def add_to_plan(folder: RunFolder, key: str, value: Any) -> None:
+    """Write one more choice into plan.json."""
+    write_json(folder.plan_json, {**read_plan(folder), key: value})

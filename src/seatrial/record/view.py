@@ -248,7 +248,7 @@ def _state(held: bool, events: list[Event], has_metrics: bool) -> tuple[State, s
 
 def _is_failure(event: Event) -> bool:
     """A part of the run failed: rank_failed, agent_failed, ..."""
-    return event.severity == "error" and event.kind.endswith("_failed")
+    return event.severity == "error" and event.kind in ("rank_failed", "nursery_failed", "agent_failed")
 
 
 def _whole(value: object) -> int | None:

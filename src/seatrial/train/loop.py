@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 from seatrial.base.errors import RunFailed
 from seatrial.checkpoint.manifest import Progress
-from seatrial.checkpoint.write import SaveFailed, remove_old
+from seatrial.checkpoint.write import OTHER_RANK, SaveFailed, remove_old
 from seatrial.data.loader import BatchLoader
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
@@ -100,7 +101,7 @@ class Loop:
             target_BT,
             lr=lr,
             clip_norm=self.job.optimizer.clip_norm or None,
-            memory_bytes=memory_bytes(mesh.device),
+            memory_bytes=lambda: memory_bytes(mesh.device),
         )
         self._started.append(_Started(step, lr, data_wait, result))
 
@@ -114,7 +115,8 @@ class Loop:
                 # Every rank has the same numbers and stops here; nothing of this step has been saved.
                 raise RunFailed(
                     f"the loss is {loss} and the gradient norm {norm} at step {done.step}",
-                    hint="resume from the last checkpoint with a lower optimizer.lr, more warmup_steps or clip_norm",
+                    hint="lower optimizer.lr, or raise optimizer.warmup_steps, and start over with --fresh: "
+                    "a resumed run keeps its optimizer settings",
                 )
             if self._metrics is not None and self._ledger is not None:
                 first, end = self.loader.samples(done.step)
@@ -135,9 +137,14 @@ class Loop:
         begin = time.perf_counter()
         tokens = step * self.job.train.global_batch * self.job.train.sequence_length
         progress = Progress(step, tokens, self.loader.samples(step)[1], self.generation)
+        for writer in (self._metrics, self._ledger):
+            if writer is not None:
+                writer.sync()  # a checkpoint that survives a power loss must not outlive the record of its steps
         try:
             saved = state.save(self.job, self.model, self.optimizer, self.folder.checkpoints, progress)
         except SaveFailed as error:
+            if error.message != OTHER_RANK and not self._writes:
+                self._tell_own(step, error)
             if step == self.job.train.steps:
                 raise  # the end of the run: there is no later chance
             self._event(
@@ -160,6 +167,19 @@ class Loop:
                     "checkpoint_removed",
                     f"removed {old.name}: the newest {self.job.checkpoint.keep} are kept",
                 )
+
+    def _tell_own(self, step: int, error: SaveFailed) -> None:
+        # A full disk may refuse this line too; the failure itself is told by rank 0.
+        with contextlib.suppress(OSError):
+            events.append(
+                self.folder,
+                "checkpoint_failed",
+                f"rank {self.model.mesh.rank} could not write its part of step {step}: {error.message}",
+                severity="error",
+                generation=self.generation,
+                rank=self.model.mesh.rank,
+                data={"step": step},
+            )
 
     def _event(
         self,

@@ -35,8 +35,6 @@ class Meter:
         if device.type == "cuda":
             # What runs counts, not what the job file says it should be.
             gpu = find_gpu(torch.cuda.get_device_name(device))
-            if gpu is None and job.cluster.gpu is not None:
-                gpu = find_gpu(job.cluster.gpu)
             self._peak = peak_flops(gpu, job.train.precision) if gpu is not None else None
 
     def record(

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from seatrial.base.errors import InputError
+from seatrial.base.errors import InputError, RunFailed
 from seatrial.data.loader import BatchLoader
 from seatrial.data.prepare import check_store, data_cache, resolve_store
+from seatrial.data.store import TokenStore
 from seatrial.job import Job, load_job
 from seatrial.model.hf import HuggingFaceWeights
 from seatrial.model.initialise import RandomWeights
@@ -24,7 +25,7 @@ from seatrial.parallel.build import ParallelModel, Settings
 from seatrial.parallel.mesh import Mesh, build_mesh
 from seatrial.record import events
 from seatrial.record.folder import RunFolder
-from seatrial.record.run import open_run
+from seatrial.record.run import open_run, read_plan
 from seatrial.train import state
 from seatrial.train.loop import Loop
 from seatrial.train.optimizer import ShardedAdamW
@@ -92,11 +93,20 @@ def _train(job: Job, folder: RunFolder, generation: int, mesh: Mesh) -> None:
     optimizer = ShardedAdamW(model.shards, job.optimizer)
     first_step = 1
     if resumed_from is not None:
-        first_step = state.restore(model, optimizer, resumed_from).step + 1
+        progress = state.restore(model, optimizer, resumed_from)
+        first_step = progress.step + 1
+        if progress.next_sample != loader.samples(first_step)[0]:
+            raise RunFailed(
+                f"the checkpoint goes on at sample {progress.next_sample}, this job's step {first_step} at "
+                f"{loader.samples(first_step)[0]}",
+                hint="the job's global_batch is not the one it was trained with: start over with --fresh",
+            )
+        resumed_from.close()
     Loop(job, folder, generation, model, optimizer, loader).run(first_step)
     dist.barrier()
     dist.destroy_process_group()
     if mesh.rank == 0:
+        del model, optimizer  # the sample needs the memory
         write_sample(job, folder, generation, mesh.device)
 
 
@@ -148,14 +158,19 @@ def _join(place: Place) -> torch.device:
 
 def _loader(job: Job, folder: RunFolder) -> BatchLoader:
     train = job.train
-    store = resolve_store(job.data, data_cache(folder.path.parent), folder.path)
-    check_store(
-        store,
-        vocab_size=job.architecture.vocab_size,
-        sequence_length=train.sequence_length,
-        global_batch=train.global_batch,
-        tokenizer_spec=job.data.tokenizer,
-    )
+    known = read_plan(folder).get("data")
+    if known is not None:
+        # The launcher has found, prepared and checked it.
+        store = TokenStore.open(Path(known["store"]))
+    else:
+        store = resolve_store(job.data, data_cache(folder.path.parent), folder.path)
+        check_store(
+            store,
+            vocab_size=job.architecture.vocab_size,
+            sequence_length=train.sequence_length,
+            global_batch=train.global_batch,
+            tokenizer_spec=job.data.tokenizer,
+        )
     return BatchLoader(
         store,
         sequence_length=train.sequence_length,

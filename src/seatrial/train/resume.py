@@ -37,16 +37,16 @@ def choose_checkpoint(folder: RunFolder, generation: int, mesh: Mesh) -> Checkpo
         if step == 0:
             return None
         candidate = folder.checkpoints / folder_name(step)
-        problem = None
+        problem, manifest = None, None
         try:
-            verify(candidate, mesh.rank, mesh.layout.world_size)
+            manifest = verify(candidate, mesh.rank, mesh.layout.world_size)
         except Damaged as error:
             problem = error.message
             tell("checkpoint_damaged", problem, "warning", step=step)
         if not share(0 if problem is None else 1):
             if mesh.rank == 0:
                 tell("resumed", f"resuming after step {step}", step=step, checkpoint=str(candidate))
-            return CheckpointWeights(candidate)
+            return CheckpointWeights(candidate, manifest)
         if mesh.rank == 0:
             aside = set_aside(candidate)
             tell(

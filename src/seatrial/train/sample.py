@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from seatrial.base import units
+from seatrial.base.errors import SeatrialError
 from seatrial.checkpoint.read import CheckpointWeights, newest
 from seatrial.data.tokenizer import load_tokenizer
 from seatrial.job import Job
@@ -16,11 +19,22 @@ from seatrial.record.folder import RunFolder
 def write_sample(job: Job, folder: RunFolder, generation: int, device: torch.device) -> None:
     """Let the newest checkpoint continue `train.sample_prompt`, as an event of the run.
 
-    The whole model goes onto one device; where it does not fit the event says so instead.
+    The whole model goes onto one device; where that is not possible an event says why. The run has ended well, so nothing
+    that happens here makes a failure of it.
     """
+    try:
+        _write_sample(job, folder, generation, device)
+    except (OSError, RuntimeError, ValueError, SeatrialError) as error:
+        with contextlib.suppress(OSError):
+            events.append(folder, "sample_skipped", f"no sample text: {error}", generation=generation)
+
+
+def _write_sample(job: Job, folder: RunFolder, generation: int, device: torch.device) -> None:
     checkpoint = newest(folder.checkpoints)
     if job.train.sample_tokens == 0 or checkpoint is None:
         return
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     dtype = torch.bfloat16 if job.train.precision == "bf16" else torch.float32
     need = job.architecture.parameters() * dtype.itemsize
     free = _free_memory(device)

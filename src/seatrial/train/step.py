@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ def train_step(
     *,
     lr: float,
     clip_norm: float | None,
-    memory_bytes: int = 0,
+    memory_bytes: Callable[[], int] = lambda: 0,
 ) -> StepResult:
     """Train on this rank's sequences of one global batch.
 
@@ -52,7 +54,7 @@ def train_step(
     values[0] = loss
     # Replicas along `replicate` hold the same gradients: the sum over all ranks would count them more than once.
     values[1] = optimizer.squared_norm() / mesh.layout.replicate
-    values[2 + mesh.rank] = memory_bytes
+    values[2 + mesh.rank] = memory_bytes()  # after the backward pass: near the peak
     mesh.sum_over_ranks(values)
     scale = None
     if clip_norm is not None:

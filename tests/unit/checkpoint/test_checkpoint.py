@@ -18,6 +18,7 @@ from seatrial.checkpoint.manifest import (
     Damaged,
     Manifest,
     Progress,
+    _hash,
     complete,
     leftovers,
     read_manifest,
@@ -112,10 +113,11 @@ def test_a_complete_folder(tmp_path: Path) -> None:
     assert read.newest(tmp_path) == folder
 
 
-def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
-    save(tmp_path)
-    folder = save(tmp_path, ranks=1)
-    assert len(verify(folder).files) == 1
+def test_a_step_is_never_saved_twice(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    with pytest.raises(SaveFailed, match="exists already"):
+        save(tmp_path, ranks=1)
+    assert len(verify(folder).files) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000005"]
 
 
@@ -152,17 +154,45 @@ def test_nothing_there(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
+def test_one_changed_character_of_the_manifest(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"step":5', '"step":6'))
+    with pytest.raises(Damaged, match="its content has sha256"):
+        read_manifest(folder)
+
+
+def test_latest_follows_what_is_set_aside(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    read.set_aside(save(tmp_path, 2))
+    assert (tmp_path / "latest").read_text() == "step-00000001\n"
+    read.set_aside(tmp_path / "step-00000001")
+    assert not (tmp_path / "latest").exists()
+
+
+def test_a_closed_one_lets_go_of_its_files(tmp_path: Path) -> None:
+    weights = CheckpointWeights(save(tmp_path))
+    weights.read("w", Box.whole((10, 7)), torch.float32)
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    weights.close()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         (lambda m: m["files"][0].update(file="../rank-00000.safetensors"), "not the name of a file"),
         (lambda m: m["files"][0].update(file=""), "not the name of a file"),
-        (lambda m: m["tensors"]["model/w"]["parts"][0].update(file="other"), "not among the files"),
-        (lambda m: m["tensors"]["model/w"]["parts"][0].update(offsets=[9, 0]), "outside its shape"),
-        (lambda m: m["tensors"]["model/w"]["parts"][0].update(sizes=[-1, 7]), "no negative"),
+        (lambda m: m["files"][0].update(file=".."), "not the name of a file"),
+        (lambda m: m["tensors"]["model/w"]["parts"][0].__setitem__(0, "other"), "not among the files"),
+        (lambda m: m["tensors"]["model/w"]["parts"][0].__setitem__(1, [9, 0]), "outside its shape"),
+        (lambda m: m["tensors"]["model/w"]["parts"][0].__setitem__(2, [-1, 7]), "no negative"),
+        (lambda m: m["tensors"]["model/w"]["parts"][1].__setitem__(1, [1, 0]), "two parts in one place"),
+        (lambda m: m["tensors"]["model/w"]["parts"].pop(), "not as many values"),
         (lambda m: m.update(schema_version=99), "schema_version 99"),
         (lambda m: m.pop("progress"), "progress"),
         (lambda m: m.update(tensors=[]), "not a checkpoint manifest"),
+        (lambda m: m["tensors"]["model/w"].update(dtype=3, parts=7), "not a checkpoint manifest"),
     ],
 )
 def test_a_manifest_that_says_impossible_things(
@@ -170,7 +200,9 @@ def test_a_manifest_that_says_impossible_things(
 ) -> None:
     folder = save(tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
     change(manifest)
+    manifest["sha256"] = _hash(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(Damaged, match=why):
         read_manifest(folder)

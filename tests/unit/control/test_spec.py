@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from seatrial.control.reports import Report
 from seatrial.control.spec import AgentSpec, clean_environment, parse_agent_arguments
 
@@ -40,9 +42,14 @@ def test_ranks_are_numbered_through_the_nodes() -> None:
     assert str(spec().rank_log(6)) == "/r/first voyage/logs/000002/node1/rank6.log"
 
 
-def test_only_the_cpu_is_told_to_use_one_thread() -> None:
+def test_a_cpu_rank_has_one_thread_and_gpu_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
     assert spec().node_environment()["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in spec(device="cuda").node_environment()
+    assert spec(device="cuda").node_environment()["OMP_NUM_THREADS"] == "16"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert spec().node_environment()["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in spec(device="cuda").node_environment(), "what the user says is kept"
 
 
 def test_an_outer_torchruns_store_is_forgotten() -> None:

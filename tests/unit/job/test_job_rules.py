@@ -88,6 +88,12 @@ class TestSilentlyWrongInTorch:
         assert "reshard_after_forward = false" in (problem.hint or "")
         assert problem.file == "--set parallel.reshard_after_forward=true"
 
+    def test_zero_bubble_in_bf16_without_data_parallel(self) -> None:
+        """bf16 goes through FSDP in a group of one, and lost a norm's gradient there."""
+        one = (*self.ZERO_BUBBLE, "cluster.nodes=1", "parallel.reshard_after_forward=true")
+        assert "drops gradients" in only_problem(*one, "train.precision=bf16").message
+        load(GOOD, *one, "train.precision=fp32")
+
     def test_zero_bubble_does_not_reshard_of_itself(self) -> None:
         job = load(GOOD, *self.ZERO_BUBBLE)
         assert job.layout.data_parallel > 1
