@@ -247,3 +247,21 @@ def test_a_lost_sum_of_tied_gradients_is_seen(runs: dict[str, Ran]) -> None:
     gradient, whose = _worst(ran, "gradients", _reference(runs, "one-tied", "gradients"))
     assert gradient > 0.1
     assert whose == "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_that_torch_drops_stop_the_run(precision: str, tmp_path: Path) -> None:
+    """What the job's rules refuse, past the rules: zero-bubble with FSDP that frees weights after the forward pass."""
+    layout = {**LAYOUTS["pp2-zero-bubble"], "shard": 2 if precision == "fp32" else 1}
+    case = {"name": "dropped", "layout": layout, "tied": False, "steps": 1, "precision": precision}
+    (tmp_path / "cases.json").write_text(json.dumps([case]))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "parity_ranks.py"), str(tmp_path / "cases.json"), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "no gradient for" in done.stderr

@@ -67,6 +67,8 @@ class Loop:
         """Train the steps `first_step` to the job's last one."""
         steps = self.job.train.steps
         every = self.job.checkpoint.every_steps
+        convention, numbers = self._meter.convention()
+        self._event("device", convention, data=numbers)
         self._clock = time.perf_counter()
         for step in range(first_step, steps + 1):
             self.train_one(step)

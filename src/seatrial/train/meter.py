@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import torch
 
@@ -32,10 +33,30 @@ class Meter:
         self._tokens_a_step = job.train.global_batch * job.train.sequence_length
         self._flops_per_token = job.architecture.flops_per_token(job.train.sequence_length)
         self._peak = None
+        self._device = device.type
         if device.type == "cuda":
             # What runs counts, not what the job file says it should be.
-            gpu = find_gpu(torch.cuda.get_device_name(device))
+            self._device = torch.cuda.get_device_name(device)
+            gpu = find_gpu(self._device)
             self._peak = peak_flops(gpu, job.train.precision) if gpu is not None else None
+
+    def convention(self) -> tuple[str, dict[str, Any]]:
+        """What MFU is measured against and how FLOPs are counted, in words and as numbers."""
+        length, arch = self._job.train.sequence_length, self._job.architecture
+        full = arch.flops_per_token(length, full_attention=True)
+        data = {
+            "device": self._device,
+            "peak_flops": self._peak,
+            "flops_per_token": self._flops_per_token,
+            "flops_per_token_full_attention": full,
+        }
+        if self._peak is None:
+            return f"{self._device}: its {self._job.train.precision} peak is unknown, and so is MFU", data
+        return (
+            f"{self._device}: MFU is of {self._peak / 1e12:,.0f} TFLOP/s (dense {self._job.train.precision}), "
+            f"attention counted as causal; with full attention it is {full / self._flops_per_token:.3f} times that",
+            data,
+        )
 
     def record(
         self,
