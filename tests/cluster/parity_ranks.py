@@ -168,6 +168,7 @@ def convert(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     def agree(ok: bool) -> int:
         return int(mesh.sum_over_ranks(torch.tensor([0.0 if ok else 1.0])).item())
 
+    Path(case["to"]).mkdir(exist_ok=True)
     folder = write.save(
         Path(case["to"]), manifest, pieces, rank=mesh.rank, world_size=mesh.layout.world_size, agree=agree
     )

@@ -295,6 +295,59 @@ class TestResume:
             kept[record["step"]] = (record["loss"], record["grad_norm"])
         assert kept == losses(whole[0])
 
+    def test_a_damaged_last_checkpoint_is_not_called_done(self, folder: Path, start: Start) -> None:
+        assert start().wait()[0] == 0
+        victim = run_of(folder) / "checkpoints/step-00000012/rank-00002.safetensors"
+        os.truncate(victim, 100)
+        code, _, err = start().wait()
+        assert code == 0, err
+        assert "rank-00002.safetensors has 100 bytes" in err
+        assert "resuming after step 8" in err
+
+    def test_a_run_that_lost_its_checkpoints_does_not_start_over(self, folder: Path, start: Start) -> None:
+        assert start("--set", "train.steps=4").wait()[0] == 0
+        (run_of(folder) / "checkpoints").rename(folder / "unmounted")
+        code, _, err = start().wait()
+        assert code == 1
+        assert "has saved step 4" in err
+        assert "--fresh" in err
+        assert "step   1/12" not in err
+
+    def test_other_text_behind_the_same_path_is_another_run(self, folder: Path, start: Start) -> None:
+        assert start("--set", "train.steps=4").wait()[0] == 0
+        (folder / "corpus/more.py").write_text("x = 1\n" * 200)
+        code, _, err = start().wait()
+        assert code == 2
+        assert "data.tokens_sha256" in err
+
+    def test_the_whole_project_in_another_place(self, folder: Path, start: Start) -> None:
+        assert start("--set", "train.steps=4").wait()[0] == 0
+        moved = folder / "moved"
+        moved.mkdir()
+        for name in ("job.toml", "corpus", "runs"):
+            (folder / name).rename(moved / name)
+        done = seatrial(moved, "train", "job.toml", "--set", "train.steps=6", "--plain")
+        assert done.returncode == 0, done.stderr
+        assert "resuming after step 4" in done.stderr
+
+    def test_a_run_folder_that_is_moved_away_stops_the_run(self, folder: Path, start: Start) -> None:
+        run = start("--set", "train.steps=100000")
+        run.wait_line("step      2/")
+        run_of(folder).rename(folder / "elsewhere")
+        code, _, err = run.wait()
+        assert code == 1
+        assert "moved" in err
+        assert len(records(folder / "elsewhere/metrics.jsonl")) >= 2
+
+    def test_nobody_reads_the_console(self, folder: Path, start: Start) -> None:
+        run = start()
+        run.wait_line("small")
+        assert run.process.stderr is not None
+        run.process.stderr.close()
+        run.process.stderr = None
+        assert run.process.wait(timeout=60) == 0
+        assert len(losses(folder)) == 12
+
     def test_fresh_keeps_the_old_run(self, folder: Path, start: Start) -> None:
         assert start("--set", "train.steps=2").wait()[0] == 0
         code, _, err = start("--fresh", "--set", "train.steps=2").wait()

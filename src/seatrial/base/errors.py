@@ -17,6 +17,8 @@ EXIT_INTERNAL = 3
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 
+_LONGEST_LINE = 200  # characters of the user's file that an error shows
+
 
 @dataclass(frozen=True)
 class Diagnostic:
@@ -48,9 +50,16 @@ class Diagnostic:
         if self.source_line is not None and self.line is not None and self.column is not None:
             gutter = f"{self.line} | "
             # Tabs keep their width, so that the caret stands under the right character.
-            before = "".join("\t" if c == "\t" else " " for c in self.source_line[: self.column - 1])
-            out.append(f"  {gutter}{self.source_line}")
-            out.append(f"  {' ' * (len(gutter) - 2)}| {before}{'^' * max(1, self.length)}")
+            # Of a very long line, what stands around the place.
+            start = (
+                max(0, self.column - 1 - _LONGEST_LINE // 2) if len(self.source_line) > _LONGEST_LINE else 0
+            )
+            shown = self.source_line[start : start + _LONGEST_LINE]
+            before = "".join("\t" if c == "\t" else " " for c in shown[: self.column - 1 - start])
+            out.append(f"  {gutter}{shown}")
+            out.append(
+                f"  {' ' * (len(gutter) - 2)}| {before}{'^' * max(1, min(self.length, len(shown) - len(before)))}"
+            )
         if self.hint is not None:
             out.append(f"  hint: {self.hint}")
         return "\n".join(out)

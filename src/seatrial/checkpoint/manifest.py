@@ -27,8 +27,8 @@ SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_COMPLETE = re.compile(r"step-(\d{8,})")
-_TEMPORARY = re.compile(r"step-\d{8,}\.tmp-.+")
+_COMPLETE = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
+_TEMPORARY = re.compile(r"step-[0-9]{8,}\.tmp-.+")
 
 
 class Damaged(SeatrialError):
@@ -141,7 +141,7 @@ class Manifest:
         files = [File(**f) for f in body["files"]]
         names = {f.file for f in files}
         for name in names:
-            if not _FILE.fullmatch(name):
+            if not isinstance(name, str) or not _FILE.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a file in this folder")
         tensors = {}
         for key, e in body["tensors"].items():
@@ -152,8 +152,13 @@ class Manifest:
                 raise ValueError(f"{key} is in {stray!r}, which is not among the files")
             tensors[key] = Entry(tuple(e["shape"]), e["dtype"], parts)
             tensors[key].check(key)
+        progress = Progress(**body["progress"])
+        if any(type(value) is not int or value < 0 for value in asdict(progress).values()):
+            raise ValueError(f"the progress {progress} is not made of counts")
+        if progress.step == 0:
+            raise ValueError("step 0 is no step")
         return cls(
-            progress=Progress(**body["progress"]),
+            progress=progress,
             time=body["time"],
             seed=body["seed"],
             architecture=body["architecture"],
@@ -205,13 +210,16 @@ def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json; Damaged if it is missing or not a manifest."""
     path = folder / MANIFEST
     try:
-        return Manifest.from_text(path.read_text(encoding="utf-8"))
+        manifest = Manifest.from_text(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Damaged(f"{path} is missing: this checkpoint is not complete") from None
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path} is not a checkpoint manifest: {error!r}") from None
+    if step_of(folder) not in (None, manifest.progress.step):
+        raise Damaged(f"{path} is of step {manifest.progress.step}, not of the step in its folder's name")
+    return manifest
 
 
 def hash_file(path: Path) -> str:

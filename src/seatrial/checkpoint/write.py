@@ -6,6 +6,7 @@ renames the folder. A death at any moment leaves the temporary folder or the com
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -96,7 +97,7 @@ def _abandon(temporary: Path, problem: str | None, rank: int) -> SaveFailed:
 
 
 def _write_rank(folder: Path, pieces: list[Piece], rank: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone must not come back half
     name = f"rank-{rank:05d}.safetensors"
     size, digest = write_safetensors(folder / name, [(p.key, p.tensor) for p in pieces])
     index = {
@@ -137,7 +138,9 @@ def _commit(temporary: Path, final: Path, manifest: Manifest, world_size: int) -
     atomic.write_text(temporary / MANIFEST, replace(manifest, files=files, tensors=tensors).to_text())
     os.rename(temporary, final)
     atomic.fsync_folder(final.parent)
-    atomic.write_text(final.parent / LATEST, final.name + "\n")
+    # The folder's name made it complete; `latest` is for people, and must not make a failure of it.
+    with contextlib.suppress(OSError):
+        atomic.write_text(final.parent / LATEST, final.name + "\n")
 
 
 def _set_aside_for_removal(folder: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import importlib
 import json
 import os
@@ -35,6 +36,9 @@ VERBS = {
     "export": ("seatrial.cli.export", "write a checkpoint as a Hugging Face folder"),
 }
 
+# Where stdout leads takes no more: not our bug.
+_OUTPUT_LOST = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
+
 _USAGE = "usage: seatrial VERB [options]"
 
 
@@ -48,10 +52,12 @@ def main(argv: list[str]) -> int:
     as_json = "--json" in argv
     try:
         code = _dispatch(argv)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # a supervisor may start us with it closed
+            sys.stdout.flush()
         return code
     except SeatrialError as error:
-        _tell(error, as_json)
+        with contextlib.suppress(OSError):  # nobody reads stderr: the exit code still tells
+            _tell(error, as_json)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -59,6 +65,14 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:
         # The reader of our stdout has gone (`seatrial ... | head`); the interpreter's own flush must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except OSError as error:
+        if error.errno not in _OUTPUT_LOST:
+            _tell_internal(error, as_json)
+            return EXIT_INTERNAL
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(OSError):
+            print(f"error: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - the last resort: whatever it is, it is our bug and is told as one
         _tell_internal(error, as_json)

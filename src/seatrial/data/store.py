@@ -48,6 +48,11 @@ class TokenStore:
         # The function does not refer to the store: files close as soon as the store is let go.
         self._file = lru_cache(maxsize=_OPEN_FILES)(lambda n: _OpenFile(folder / manifest.shards[n].file))
 
+    def identity(self) -> dict[str, object]:
+        """What the samples of a run depend on: the content of the shards, and the tokenizer that made them."""
+        digest = hashlib.sha256("".join(s.sha256 for s in self.manifest.shards).encode()).hexdigest()
+        return {"data.tokens_sha256": digest, "data.tokenizer_digest": self.tokenizer.digest}
+
     @classmethod
     def open(cls, folder: Path | str, *, check_sizes: bool = True) -> TokenStore:
         """The store in `folder`, its files' sizes compared with the manifest; InputError names what is wrong."""

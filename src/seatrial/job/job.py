@@ -70,12 +70,13 @@ class Job:
         return self.train.global_batch // self.layout.data_parallel // self.train.microbatch
 
     def identity(self) -> dict[str, object]:
-        """The keys that make two jobs the same run, flat and plain; every other key may change on resume."""
+        """The keys that make two jobs the same run, flat and plain; every other key may change on resume.
+
+        What the data is, is not told by its path: `open_run` adds the content of the token store.
+        """
         train = self.train
         return {
             **_flat("model", self.architecture.as_dict()),
-            "model.init_from": self.model.init_from,
-            **_flat("data", self.data.model_dump()),
             **_flat("optimizer", self.optimizer.model_dump()),
             "train.sequence_length": train.sequence_length,
             "train.global_batch": train.global_batch,

@@ -144,7 +144,7 @@ class TrainSection(Section):
         default="none", description="full: keep each layer's input only and recompute the rest"
     )
     compile: bool = Field(default=False, description="torch.compile of each decoder layer")
-    seed: Annotated[int, Field(ge=0)] = Field(
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         default=1234, description="of the weights and of the order of the data"
     )
     sample_prompt: str = Field(

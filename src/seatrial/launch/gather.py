@@ -27,6 +27,7 @@ from seatrial.record.folder import RunFolder
 
 _TICK_S = 0.05
 _AGENT_GRACE_S = 1.5  # beyond the agent's own deadlines, before an agent that does not stop is killed
+_LITTLE_SPACE = 1 << 20  # bytes
 _TAIL_LINES = 20
 _TAIL_BYTES = 16384
 
@@ -210,13 +211,23 @@ class Gathering:
             node=finding.node,
             rank=finding.rank,
             message=finding.message,
-            cause=finding.cause,
+            cause=finding.cause if finding.rank is not None else f"the {finding.process} {finding.cause}",
             time=finding.time,
             exit_code=finding.exit_code,
             log=log,
             tail=_last_lines(finding.traceback or "", 2 * _TAIL_LINES) or _tail_of(log),
-            hint=finding.hint or f"the whole log is {log}",
+            hint=finding.hint or self._disk_hint() or f"the whole log is {log}",
         )
+
+    def _disk_hint(self) -> str | None:
+        """A rank that could write nothing of its end may have had no room to."""
+        try:
+            disk = os.statvfs(self.folder.path)
+        except OSError:
+            return f"{self.folder.path} cannot be reached: was it moved, or unmounted?"
+        if disk.f_bavail * disk.f_frsize < _LITTLE_SPACE:
+            return f"the disk of {self.folder.path} is full: make room, then run the same command again"
+        return None
 
 
 def end_agents(agents: list[AgentHandle]) -> None:

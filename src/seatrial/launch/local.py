@@ -22,7 +22,7 @@ from seatrial.control.spec import WORKER_MODULE, AgentSpec, clean_environment
 from seatrial.hardware.devices import choose_device, visible_devices
 from seatrial.launch.base import Outcome
 from seatrial.launch.gather import AgentHandle, Gathering, end_agents
-from seatrial.launch.ports import check_port, free_port
+from seatrial.launch.ports import check_loopback, check_port, free_port
 from seatrial.record.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class LocalLauncher:
                 hint="run it in a Linux container or virtual machine",
             )
         choose_device(job.cluster)
+        check_loopback()
         if job.cluster.port is not None:
             check_port(job.cluster.port)
 

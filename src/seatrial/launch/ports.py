@@ -58,3 +58,17 @@ def free_port() -> int:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def check_loopback() -> None:
+    """Raise InputError where processes of this machine cannot reach each other over 127.0.0.1."""
+    try:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            server.listen(1)
+            socket.create_connection(server.getsockname(), timeout=2).close()
+    except OSError as error:
+        raise InputError(
+            f"127.0.0.1 cannot be reached ({error.strerror or error}), and ranks on this machine talk over it",
+            hint="is the loopback interface up? `ip link set lo up`",
+        ) from error

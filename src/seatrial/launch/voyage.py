@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,13 @@ class Voyage:
         folder, generation = self.opened.folder, self.opened.generation
 
         def tell(kind: str, message: str, **more: object) -> None:
-            events.append(folder, kind, message, generation=generation, **more)  # type: ignore[arg-type]
+            try:
+                events.append(folder, kind, message, generation=generation, **more)  # type: ignore[arg-type]
+            except OSError as error:
+                # How the run ended must reach the user even where the disk takes no more.
+                print(
+                    f"warning: could not record {kind} in {folder.events}: {error.strerror}", file=sys.stderr
+                )
 
         layout = self.job.layout
         tell("run_started", f"{layout.world_size} ranks: {layout}", data={"layout": layout.as_dict()})
@@ -104,7 +111,7 @@ def prepare_voyage(job: Job, root: Path, *, fresh: bool = False, progress: Progr
         global_batch=job.train.global_batch,
         tokenizer_spec=job.data.tokenizer,
     )
-    opened = open_run(job, root, fresh=fresh)
+    opened = open_run(job, root, fresh=fresh, data=store.identity())
     gpu = job.cluster.gpu
     if gpu is not None and find_gpu(gpu) is None:
         known = ", ".join(g.name for g in gpus())

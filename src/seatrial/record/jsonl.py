@@ -6,6 +6,7 @@ A crash can leave the last line torn; the next writer starts a new line first, a
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -58,7 +59,9 @@ class LineWriter:
         self._torn = _ends_torn(self._fd)
 
     def write(self, value: Mapping[str, Any]) -> None:
-        """Append one line. Raises OSError where the file system refuses (a full disk)."""
+        """Append one line. Raises OSError where the file system refuses (a full disk), or the file is gone."""
+        if not self._in_place():
+            raise FileNotFoundError(errno.ENOENT, "was moved or deleted while it was written", str(self.path))
         data = encode(value)
         if self._torn:
             data = b"\n" + data
@@ -66,6 +69,13 @@ class LineWriter:
         while data:
             data = data[os.write(self._fd, data) :]
         self._torn = False
+
+    def _in_place(self) -> bool:
+        """Whether the path still leads to the open file: a run folder that was moved takes its files with it."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
 
     def sync(self) -> None:
         """Make durable what was written."""

@@ -43,20 +43,23 @@ class OpenedRun:
         self.close()
 
 
-def open_run(job: Job, root: Path = Path("runs"), *, fresh: bool = False) -> OpenedRun:
+def open_run(
+    job: Job, root: Path = Path("runs"), *, fresh: bool = False, data: Mapping[str, object] | None = None
+) -> OpenedRun:
     """Make or find the run folder `root`/NAME of `job`, lock it and begin its next generation.
 
+    `data` says what the tokens are (`TokenStore.identity`); with the job's own keys it makes two starts the same run.
     With `fresh` an existing run is moved aside first, never deleted. Raises InputError where the folder belongs to
     another job, is something else, or cannot be written; RunFailed where another process holds the run.
     """
     folder = RunFolder(root / job.name)
     try:
-        return _open(job, folder, fresh)
+        return _open(job, folder, fresh, {**job.identity(), **(data or {})})
     except OSError as error:
         raise _unwritable(folder, error) from error
 
 
-def _open(job: Job, folder: RunFolder, fresh: bool) -> OpenedRun:
+def _open(job: Job, folder: RunFolder, fresh: bool, identity: Mapping[str, object]) -> OpenedRun:
     notes: list[str] = []
     _refuse_foreign(folder)
     lock_fd = _lock(folder)
@@ -66,13 +69,13 @@ def _open(job: Job, folder: RunFolder, fresh: bool) -> OpenedRun:
             os.close(lock_fd)
             lock_fd = -1
             lock_fd = _lock(folder)
-        _check_identity(job, folder)
+        _check_identity(identity, folder)
         generation = folder.last_generation() + 1
         changes = _job_changes(job, folder)
         write_text(folder.generation_file, f"{generation}\n")
         for path in (folder.checkpoints, folder.logs, folder.reports, folder.ranks):
             path.mkdir(exist_ok=True)
-        write_json(folder.identity_json, _comparable(job.identity()))
+        write_json(folder.identity_json, _comparable(identity))
         write_text(folder.job_toml, job.to_toml())
         write_json(folder.plan_json, _plan(job))
         if changes:
@@ -132,7 +135,7 @@ def _move_aside(folder: RunFolder) -> Path:
         number += 1
 
 
-def _check_identity(job: Job, folder: RunFolder) -> None:
+def _check_identity(identity: Mapping[str, object], folder: RunFolder) -> None:
     """The stored identity is this job's, or there is none yet."""
     fresh_hint = (
         "start over with --fresh (the old run is moved aside, not deleted), or give the job another `name`"
@@ -149,12 +152,12 @@ def _check_identity(job: Job, folder: RunFolder) -> None:
                 hint=f"put the file back, or {fresh_hint}",
             ) from None
         return
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(
             f"{folder.identity_json} is damaged ({error}), so it cannot be told whether this is the same run",
             hint=f"put the file back, or {fresh_hint}",
         ) from None
-    differing = _differences(stored, _comparable(job.identity()))
+    differing = _differences(stored, _comparable(identity))
     if differing:
         n = len(differing)
         lines = [f"{folder.path} holds another job; {n} {'key differs' if n == 1 else 'keys differ'}:"]

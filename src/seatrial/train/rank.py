@@ -80,13 +80,16 @@ def train_rank(folder: RunFolder, generation: int | None, place: Place) -> None:
     device = _join(place)
     mesh = build_mesh(job.layout, device, _TIMEOUT)
     torch.manual_seed(job.train.seed + mesh.rank)
-    with _unsupervised(job, folder, mesh) if generation is None else nullcontext(generation) as number:
-        _train(job, folder, number, mesh)
-
-
-def _train(job: Job, folder: RunFolder, generation: int, mesh: Mesh) -> None:
     loader = _loader(job, folder)
-    resumed_from = choose_checkpoint(folder, generation, mesh)
+    begun = (
+        nullcontext(generation) if generation is not None else _unsupervised(job, folder, mesh, loader.store)
+    )
+    with begun as number:
+        _train(job, folder, number, mesh, loader)
+
+
+def _train(job: Job, folder: RunFolder, generation: int, mesh: Mesh, loader: BatchLoader) -> None:
+    resumed_from = choose_checkpoint(job.architecture, folder, generation, mesh)
     model = ParallelModel(
         job.architecture, mesh, settings_of(job), resumed_from or _first_weights(job), timeout=_TIMEOUT
     )
@@ -111,14 +114,14 @@ def _train(job: Job, folder: RunFolder, generation: int, mesh: Mesh) -> None:
 
 
 @contextmanager
-def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh) -> Iterator[int]:
+def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, store: TokenStore) -> Iterator[int]:
     """A generation that rank 0 begins and all ranks share, with the run locked as by any other start."""
     if folder.path.name != job.name:
         raise InputError(
             f"{folder.path} holds the job {job.name!r}: the folder was renamed",
             hint=f"give it its old name, {folder.path.parent / job.name}",
         )
-    opened = open_run(job, folder.path.parent) if mesh.rank == 0 else None
+    opened = open_run(job, folder.path.parent, data=store.identity()) if mesh.rank == 0 else None
     number = torch.tensor([opened.generation if opened is not None else 0], device=mesh.device)
     generation = int(mesh.sum_over_ranks(number).item())
 

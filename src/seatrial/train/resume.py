@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from seatrial.checkpoint.manifest import Damaged, folder_name, named, step_of, verify
+from seatrial.base.errors import RunFailed
+from seatrial.checkpoint.manifest import Damaged, Manifest, folder_name, named, step_of, verify
 from seatrial.checkpoint.read import CheckpointWeights, set_aside
 from seatrial.checkpoint.write import remove_leftovers
+from seatrial.job.architecture import Architecture
+from seatrial.model.decoder import whole_shapes
 from seatrial.parallel.mesh import Mesh
 from seatrial.record import events
+from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
+from seatrial.train.optimizer import STATE
 
 
-def choose_checkpoint(folder: RunFolder, generation: int, mesh: Mesh) -> CheckpointWeights | None:
-    """The newest undamaged checkpoint, None if there is none; all ranks call it and get the same.
+def choose_checkpoint(
+    arch: Architecture, folder: RunFolder, generation: int, mesh: Mesh
+) -> CheckpointWeights | None:
+    """The newest undamaged checkpoint, None in a run that never saved one; all ranks call it and get the same.
 
     Rank 0 proposes, every rank verifies its share of the files, and one that finds damage says which. A damaged
-    checkpoint is set aside and the one before it is tried.
+    checkpoint is set aside and the one before it is tried. RunFailed if the run has saved some and none can be used:
+    to start over is the user's decision.
     """
 
     def tell(kind: str, message: str, severity: events.Severity = "info", **data: object) -> None:
@@ -35,11 +45,18 @@ def choose_checkpoint(folder: RunFolder, generation: int, mesh: Mesh) -> Checkpo
         found = named(folder.checkpoints) if mesh.rank == 0 else []
         step = share((step_of(found[0]) or 0) if found else 0)
         if step == 0:
+            saved = share(_last_saved(folder) if mesh.rank == 0 else 0)
+            if saved:
+                raise RunFailed(
+                    f"this run has saved step {saved}, but {folder.checkpoints} holds no checkpoint that can be used",
+                    hint="put one back (is the disk mounted?), or start over with --fresh",
+                )
             return None
         candidate = folder.checkpoints / folder_name(step)
         problem, manifest = None, None
         try:
             manifest = verify(candidate, mesh.rank, mesh.layout.world_size)
+            _check_content(arch, candidate, manifest)
         except Damaged as error:
             problem = error.message
             tell("checkpoint_damaged", problem, "warning", step=step)
@@ -54,3 +71,22 @@ def choose_checkpoint(folder: RunFolder, generation: int, mesh: Mesh) -> Checkpo
                 f"{candidate.name} is damaged and set aside as {aside.name}",
                 "warning",
             )
+
+
+def _last_saved(folder: RunFolder) -> int:
+    """The last step that the run's events call saved; 0 if none."""
+    steps = [(e.data or {}).get("step") for e in read_events(folder)[0] if e.kind == "checkpoint_saved"]
+    return max((s for s in steps if isinstance(s, int)), default=0)
+
+
+def _check_content(arch: Architecture, folder: Path, manifest: Manifest) -> None:
+    """Damaged unless the checkpoint holds this model, whole, with its optimizer's state."""
+    if manifest.architecture != arch.as_dict():
+        raise Damaged(f"{folder} is of another model than this job's")
+    for kind in ("model", *STATE):
+        for name, shape in whole_shapes(arch).items():
+            entry = manifest.tensors.get(f"{kind}/{name}")
+            if entry is None:
+                raise Damaged(f"{folder} has no tensor {kind}/{name}")
+            if entry.shape != shape:
+                raise Damaged(f"{folder}: {kind}/{name} has the shape {entry.shape}, this model's is {shape}")

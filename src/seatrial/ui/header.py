@@ -27,7 +27,7 @@ def header_pairs(
     if resume_step is None:
         start = f"fresh, generation {generation}"
     else:
-        start = f"resumes after step {resume_step}, generation {generation}"
+        start = f"resumes, newest checkpoint step {resume_step}, generation {generation}"
     return [
         (
             "model",

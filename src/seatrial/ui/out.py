@@ -27,6 +27,7 @@ class Out:
             and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
         )
         self._console: Console | None = None
+        self._unread = False
 
     @property
     def console(self) -> Console:
@@ -38,14 +39,18 @@ class Out:
         return self._console
 
     def line(self, text: str = "", style: str = "") -> None:
-        """One line (or several), in `style` on a terminal."""
+        """One line (or several), in `style` on a terminal. Nothing more is shown once the reader is gone."""
         text = printable(text)
         if self.styled:
             from rich.text import Text
 
             self.console.print(Text(text, style=style), soft_wrap=True)
-        else:
-            print(text, file=self.stream, flush=True)
+        elif not self._unread:
+            try:
+                print(text, file=self.stream, flush=True)
+            except OSError:
+                # `| head`, or a `tee` that died: a run must not end because nobody looks at it.
+                self._unread = True
 
     def pair(self, label: str, text: str, style: str = "") -> None:
         """`label` and what it is, in two columns; further lines of `text` stand under the first."""

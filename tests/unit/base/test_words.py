@@ -35,6 +35,15 @@ def test_the_caret_stands_under_its_column_behind_tabs() -> None:
     assert lines[1].split("| ")[1].index("k") == lines[2].split("| ")[1].index("^")
 
 
+def test_of_a_very_long_line_the_place_is_shown() -> None:
+    line = "x = 1 # " + "a" * 1_000_000
+    lines = Diagnostic("x", "f", 1, 500_000, length=9000, source_line=line).render().splitlines()
+    assert all(len(text) < 300 for text in lines)
+    assert "^" in lines[2]
+    start = Diagnostic("x", "f", 1, 1, source_line=line).render().splitlines()
+    assert start[1].startswith("  1 | x = 1 # aaa")
+
+
 def test_all_problems_are_told_at_once() -> None:
     error = InputError([Diagnostic("one", "f"), Diagnostic("two")])
     assert error.exit_code == 2

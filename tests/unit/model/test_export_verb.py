@@ -34,6 +34,7 @@ def _add_checkpoint(run: Path, step: int) -> Path:
     )
     tensors = random_tensors(ARCH, seed=step)
     pieces = [Piece(f"model/{name}", t, Box.whole(t.shape), tuple(t.shape)) for name, t in tensors.items()]
+    (run / "checkpoints").mkdir(exist_ok=True)
     return save(run / "checkpoints", manifest, pieces, rank=0, world_size=1, agree=lambda ok: not ok)
 
 

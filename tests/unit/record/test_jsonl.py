@@ -201,3 +201,17 @@ def test_a_crash_anywhere_costs_one_line_at_most(
     assert values[-1] == {"after": True}
     assert len(values) + len(problems) in (whole + 1, whole + 2)
     assert len(problems) <= 1
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted"])
+def test_a_file_that_is_taken_away_is_not_written_in_silence(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "a.jsonl"
+    path.parent.mkdir()
+    with jsonl.LineWriter(path) as writer:
+        writer.write({"n": 1})
+        if how == "moved":
+            path.parent.rename(tmp_path / "elsewhere")
+        else:
+            path.unlink()
+        with pytest.raises(FileNotFoundError, match="was moved or deleted while it was written"):
+            writer.write({"n": 2})

@@ -284,3 +284,12 @@ def test_readers_are_helped_to_the_run_they_meant(
         with pytest.raises(InputError) as caught:
             RunFolder.find(name)
         assert hint in caught.value.render()
+
+
+def test_other_tokens_are_another_run_wherever_they_lie(tmp_path: Path, make_job: MakeJob) -> None:
+    root = tmp_path / "runs"
+    open_run(make_job(), root, data={"data.tokens_sha256": "a" * 64}).close()
+    # The same tokens at another path: the project was moved.
+    open_run(make_job("data.train=elsewhere"), root, data={"data.tokens_sha256": "a" * 64}).close()
+    with pytest.raises(InputError, match=r"data\.tokens_sha256"):
+        open_run(make_job(), root, data={"data.tokens_sha256": "b" * 64})

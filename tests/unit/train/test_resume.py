@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from seatrial.base.box import Box
+from seatrial.base.errors import RunFailed
 from seatrial.checkpoint import write
 from seatrial.checkpoint.manifest import Manifest, Progress
+from seatrial.checkpoint.read import CheckpointWeights
+from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
+from seatrial.model.decoder import whole_shapes
 from seatrial.parallel.mesh import Mesh
+from seatrial.record import events
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
+from seatrial.train.optimizer import STATE
 from seatrial.train.resume import choose_checkpoint
 
 
@@ -24,21 +31,86 @@ def one_rank() -> Mesh:
     return Mesh(layout, 0, layout.coordinates(0), torch.device("cpu"), **groups)
 
 
+ARCH = Architecture(
+    family="qwen2",
+    vocab_size=8,
+    hidden_size=4,
+    intermediate_size=4,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=4,
+    max_position_embeddings=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    qkv_bias=True,
+    qk_norm=False,
+)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
+    (tmp_path / "checkpoints").mkdir()
     return RunFolder(tmp_path)
 
 
-def save(folder: RunFolder, step: int) -> Path:
-    manifest = Manifest(Progress(step, 0, 0, 1), 0.0, 0, {}, {}, "", "", [], {})
-    piece = write.Piece("model/w", torch.ones(3), Box.whole((3,)), (3,))
+def save(folder: RunFolder, step: int, *, arch: Architecture = ARCH, lacking: str = "") -> Path:
+    manifest = Manifest(Progress(step, 0, 0, 1), 0.0, 0, arch.as_dict(), {}, "", "", [], {})
+    pieces = [
+        write.Piece(f"{kind}/{name}", torch.ones(shape), Box.whole(shape), shape)
+        for kind in ("model", *STATE)
+        for name, shape in whole_shapes(arch).items()
+        if f"{kind}/{name}" != lacking
+    ]
     return write.save(
-        folder.checkpoints, manifest, [piece], rank=0, world_size=1, agree=lambda ok: 0 if ok else 1
+        folder.checkpoints, manifest, pieces, rank=0, world_size=1, agree=lambda ok: 0 if ok else 1
     )
 
 
+def choose(folder: RunFolder) -> CheckpointWeights | None:
+    return choose_checkpoint(ARCH, folder, 2, one_rank())
+
+
 def test_no_checkpoint(folder: RunFolder) -> None:
-    assert choose_checkpoint(folder, 1, one_rank()) is None
+    assert choose(folder) is None
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(folder: RunFolder) -> None:
+    events.append(folder, "checkpoint_saved", "", generation=1, data={"step": 40})
+    with pytest.raises(
+        RunFailed, match=r"has saved step 40, but .* holds no checkpoint that can be used"
+    ) as caught:
+        choose(folder)
+    assert "--fresh" in (caught.value.hint or "")
+
+
+def test_a_checkpoint_that_lacks_something(folder: RunFolder) -> None:
+    good = save(folder, 1)
+    save(folder, 2, lacking="exp_avg/model.norm.weight")
+    save(folder, 3, arch=replace(ARCH, rope_theta=2e4))
+    save(folder, 4, lacking="model/model.embed_tokens.weight")
+    chosen = choose(folder)
+    assert chosen is not None
+    assert chosen.folder == good
+    damage = [e.message for e in read_events(folder)[0] if e.kind == "checkpoint_damaged"]
+    assert "no tensor model/model.embed_tokens.weight" in damage[0]
+    assert "another model" in damage[1]
+    assert "no tensor exp_avg/model.norm.weight" in damage[2]
+
+
+def test_what_bears_a_checkpoints_name_and_is_none(folder: RunFolder) -> None:
+    good = save(folder, 1)
+    (folder.checkpoints / "step-00000002").write_text("a file")
+    manifest = save(folder, 3) / "manifest.json"
+    manifest.unlink()
+    manifest.mkdir()
+    (save(folder, 4) / "manifest.json").write_text("[" * 200_000)
+    save(folder, 5).rename(folder.checkpoints / "step-00000006")
+    chosen = choose(folder)
+    assert chosen is not None
+    assert chosen.folder == good
+    assert len(list(folder.checkpoints.glob("*.damaged"))) == 4
 
 
 def test_the_newest_undamaged_one(folder: RunFolder) -> None:
@@ -50,7 +122,7 @@ def test_the_newest_undamaged_one(folder: RunFolder) -> None:
     (save(folder, 6) / "manifest.json").unlink()
     half = folder.checkpoints / "step-00000007.tmp-1"
     half.mkdir()
-    chosen = choose_checkpoint(folder, 2, one_rank())
+    chosen = choose(folder)
     assert chosen is not None
     assert chosen.folder == good
     assert sorted(p.name for p in folder.checkpoints.iterdir()) == [
@@ -76,5 +148,5 @@ def test_the_newest_undamaged_one(folder: RunFolder) -> None:
 def test_all_are_damaged(folder: RunFolder) -> None:
     for step in (1, 2):
         (save(folder, step) / "rank-00000.safetensors").write_bytes(b"")
-    assert choose_checkpoint(folder, 1, one_rank()) is None
+    assert choose(folder) is None
     assert len(list(folder.checkpoints.glob("*.damaged"))) == 2

@@ -185,7 +185,7 @@ def test_header(folder: RunFolder, tmp_path: Path) -> None:
         "cpu (no CUDA device here)",
         f"every {job.checkpoint.every_steps} steps",
         str(folder.path),
-        "resumes after step 50, generation 3",
+        "resumes, newest checkpoint step 50, generation 3",
         "moved the old run aside: a is now b",
     ):
         assert piece in text
