@@ -54,6 +54,7 @@ def test_ranks_get_torchruns_environment_and_end_well(start: Start, device: str)
     cluster = start(device=device)
     cluster.wait_ranks()
     port = cluster.ranks[0].hello["env"]["MASTER_PORT"]
+    shared_threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
     for rank, line in cluster.ranks.items():
         assert line.hello["argv"] == [str(cluster.folder.path), "--generation", "3"]
         node, local = divmod(rank, 2)
@@ -67,7 +68,7 @@ def test_ranks_get_torchruns_environment_and_end_well(start: Start, device: str)
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "SEATRIAL_DEVICE": device,
-            "OMP_NUM_THREADS": "1" if device == "cpu" else os.environ.get("OMP_NUM_THREADS"),
+            "OMP_NUM_THREADS": "1" if device == "cpu" else shared_threads,
             "GLOO_SOCKET_IFNAME": "lo",
             # Virtual nodes share this machine's GPUs: each sees its own part.
             "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")
