@@ -87,7 +87,9 @@ def test_ranks_get_torchruns_environment_and_end_well(start: Start, device: str)
     assert cluster.folder.rank_log(3, 1, 3).read_text() == "rank 3 says hello\n"
     told, problems = events.read_events(cluster.folder)
     assert not problems
-    assert [e.kind for e in told] == ["agent_started", "agent_started"]
+    assert sorted(e.kind for e in told) == ["agent_started"] * 2 + ["rank_started"] * 4
+    pids = {e.rank: (e.data or {})["pid"] for e in told if e.kind == "rank_started"}
+    assert pids == {rank: line.pid for rank, line in cluster.ranks.items()}
     assert cluster.left() == []
 
 
