@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from seatrial.data.prepare import data_cache, resolve_store
+from seatrial.data.store import TokenStore
 from seatrial.job import Job, load_job, preset_text
 from seatrial.record.run import open_run
 
@@ -47,11 +48,11 @@ def seatrial(folder: Path, turn: int) -> float:
     return first_step(runs / "first-voyage", began)
 
 
-def torchrun(folder: Path, turn: int, job: Job) -> float:
+def torchrun(folder: Path, turn: int, job: Job, store: TokenStore) -> float:
     runs = folder / f"torchrun-{turn}"
     runs.mkdir()
     (runs / ".data").symlink_to(data_cache(folder))
-    with open_run(job, runs):
+    with open_run(job, runs, data=store.identity()):
         pass  # torchrun starts ranks; the folder is ours to make
     began = time.time()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
@@ -78,10 +79,10 @@ def main() -> int:
         folder = Path(name)
         (folder / "job.toml").write_text(preset_text("first-voyage"))
         job = load_job(folder / "job.toml", OVERRIDES)
-        resolve_store(job.data, data_cache(folder), folder)
+        store = resolve_store(job.data, data_cache(folder), folder)
         contenders: dict[str, Callable[[int], float]] = {"seatrial": lambda turn: seatrial(folder, turn)}
         if not arguments.no_torchrun:
-            contenders["torchrun"] = lambda turn: torchrun(folder, turn, job)
+            contenders["torchrun"] = lambda turn: torchrun(folder, turn, job, store)
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(arguments.rounds):
             for name, contender in contenders.items():

@@ -68,7 +68,7 @@ class NoisyWeights(RandomWeights):
         if name.endswith(("norm.weight", ".bias")):
             size = self._shapes[name][0]
             generator = torch.Generator().manual_seed(sum(name.encode()))
-            noise = 0.1 * torch.randn(size, generator=generator)
+            noise = 0.05 * torch.randn(size, generator=generator)
             values = values + noise[box.slices()[0]].to(dtype)
         return values
 

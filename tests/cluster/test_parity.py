@@ -188,14 +188,13 @@ def _peer(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", FP32)
-def test_a_layout_trains_as_one_process(
-    name: str, runs: dict[str, Ran], record_property: pytest.RecordProperty
-) -> None:
+def test_a_layout_trains_as_one_process(name: str, runs: dict[str, Ran]) -> None:
     peer = runs[_peer(name)]
     loss, norm = _differences(runs[name], peer)
     gradient, whose = _worst(runs[name], "gradients", _reference(runs, _peer(name), "gradients"))
-    for key, value in (("loss", loss), ("norm", norm), ("gradient", gradient)):
-        record_property(key, value)
+    print(
+        f"{name}: loss {loss:.1e}, norm {norm:.1e}, gradient {gradient:.1e} ({whose})"
+    )  # pytest -rP shows it
     assert loss <= LOSS_ABSOLUTE
     assert norm <= NORM_RELATIVE
     assert gradient <= GRADIENT_OF_LARGEST, whose
