@@ -141,6 +141,19 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
 
 
+def run_cases(cases: list[dict[str, Any]], out: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """parity_ranks.py over `cases`; what the ranks saw lies in `out` afterwards."""
+    (out / "cases.json").write_text(json.dumps(cases))
+    return subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "parity_ranks.py"), str(out / "cases.json"), str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
 def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -6,10 +6,6 @@ put together from all ranks' boxes and compared one by one.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import run_cases
 from torch import Tensor
 
 pytestmark = pytest.mark.cluster
-
-HERE = Path(__file__).parent
 
 LOSS_ABSOLUTE = 1e-5
 NORM_RELATIVE = 5e-5
@@ -135,16 +130,7 @@ class Ran:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     """Every case, run once."""
     out = tmp_path_factory.mktemp("parity")
-    cases = out / "cases.json"
-    cases.write_text(json.dumps(_cases()))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "parity_ranks.py"), str(cases), str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = run_cases(_cases(), out, timeout_s=600)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Ran] = {}
     for case in _cases():
@@ -253,14 +239,6 @@ def test_gradients_that_torch_drops_stop_the_run(precision: str, tmp_path: Path)
     """What the job's rules refuse, past the rules: zero-bubble with FSDP that frees weights after the forward pass."""
     layout = {**LAYOUTS["pp2-zero-bubble"], "shard": 2 if precision == "fp32" else 1}
     case = {"name": "dropped", "layout": layout, "tied": False, "steps": 1, "precision": precision}
-    (tmp_path / "cases.json").write_text(json.dumps([case]))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "parity_ranks.py"), str(tmp_path / "cases.json"), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_cases([case], tmp_path, timeout_s=120)
     assert done.returncode == 1
     assert "no gradient for" in done.stderr

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from conftest import run_cases
 
 from seatrial.checkpoint.manifest import verify
 from seatrial.checkpoint.read import CheckpointWeights, newest
 from seatrial.model.hf_write import write_huggingface
 
 pytestmark = pytest.mark.cluster
-
-HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -54,15 +49,7 @@ def test_every_byte_comes_back(tied: bool, dtype: str, tmp_path: Path) -> None:
         "from": str(theirs),
         "to": str(tmp_path / "checkpoints"),
     }
-    (tmp_path / "cases.json").write_text(json.dumps([case]))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "parity_ranks.py"), str(tmp_path / "cases.json"), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_cases([case], tmp_path, timeout_s=120)
     assert done.returncode == 0, done.stderr[-4000:]
     checkpoint = newest(tmp_path / "checkpoints")
     assert checkpoint is not None

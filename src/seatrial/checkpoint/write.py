@@ -32,12 +32,13 @@ from seatrial.checkpoint.manifest import (
 )
 from seatrial.checkpoint.stream import write_safetensors
 
-# What a rank that could write says of a save that failed.
-OTHER_RANK = "another rank could not write its part"
-
 
 class SaveFailed(SeatrialError):
     """A checkpoint could not be written (disk full, no permission, ...). What was there before is untouched."""
+
+
+class PeerSaveFailed(SaveFailed):
+    """The same, in a rank that could write its own part: another one knows the reason."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,9 @@ def _attempt(work: Callable[[], None]) -> str | None:
 def _abandon(temporary: Path, problem: str | None, rank: int) -> SaveFailed:
     if rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
-    return SaveFailed(problem or OTHER_RANK)
+    if problem is None:
+        return PeerSaveFailed("another rank could not write its part")
+    return SaveFailed(f"{temporary}: {problem}")
 
 
 def _write_rank(folder: Path, pieces: list[Piece], rank: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from seatrial.base.errors import RunFailed
 from seatrial.checkpoint.manifest import Progress
-from seatrial.checkpoint.write import OTHER_RANK, SaveFailed, remove_old
+from seatrial.checkpoint.write import PeerSaveFailed, SaveFailed, remove_old
 from seatrial.data.loader import BatchLoader
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
@@ -145,7 +145,7 @@ class Loop:
         try:
             saved = state.save(self.job, self.model, self.optimizer, self.folder.checkpoints, progress)
         except SaveFailed as error:
-            if error.message != OTHER_RANK and not self._writes:
+            if not self._writes and not isinstance(error, PeerSaveFailed):
                 self._tell_own(step, error)
             if step == self.job.train.steps:
                 raise  # the end of the run: there is no later chance

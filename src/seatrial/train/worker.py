@@ -18,6 +18,7 @@ from pathlib import Path
 
 from seatrial.base import atomic
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, SeatrialError
+from seatrial.checkpoint.write import PeerSaveFailed
 from seatrial.record.folder import RunFolder
 from seatrial.train.rank import Place, train_rank
 
@@ -48,10 +49,12 @@ _PEER_GONE = re.compile(
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether `error` only says that some other process went away.
+    """Whether `error` only says that some other process went away, or failed.
 
     The pipeline wraps what happened in its stages in errors of its own, so the whole chain is looked at.
     """
+    if isinstance(error, PeerSaveFailed):
+        return True
     seen: set[int] = set()
     chain: BaseException | None = error
     while chain is not None and id(chain) not in seen:

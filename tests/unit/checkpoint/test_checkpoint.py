@@ -25,7 +25,7 @@ from seatrial.checkpoint.manifest import (
     verify,
 )
 from seatrial.checkpoint.read import CheckpointWeights
-from seatrial.checkpoint.write import Piece, SaveFailed, remove_leftovers, remove_old
+from seatrial.checkpoint.write import PeerSaveFailed, Piece, SaveFailed, remove_leftovers, remove_old
 
 WHOLE = torch.arange(70, dtype=torch.float32).reshape(10, 7)
 
@@ -77,7 +77,10 @@ def save(folder: Path, step: int = 5, *, ranks: int = 3) -> Path:
     for result in results.values():
         if isinstance(result, Exception):
             assert all(isinstance(r, SaveFailed) for r in results.values()), "all ranks fail together"
-            raise result
+            own = [r for r in results.values() if not isinstance(r, PeerSaveFailed)]
+            assert len(own) == 1, "one rank knows why, and only that one is to blame"
+            assert isinstance(own[0], SaveFailed)
+            raise own[0]
     done = results[0]
     assert isinstance(done, Path)
     return done
@@ -249,7 +252,7 @@ def test_a_full_disk_in_one_rank_leaves_what_was_there(
         real(folder, pieces, own)
 
     monkeypatch.setattr(write, "_write_rank", full)
-    with pytest.raises(SaveFailed):
+    with pytest.raises(SaveFailed, match=r"step-00000002\.tmp-3: .*No space left on device"):
         save(tmp_path, 2)
     assert complete(tmp_path) == [before]
     assert leftovers(tmp_path) == []

@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from seatrial.base.errors import InputError
+from seatrial.checkpoint.write import PeerSaveFailed, SaveFailed
 from seatrial.train.rank import Place
 from seatrial.train.worker import is_consequence, main
 
@@ -30,6 +31,8 @@ def wrapped() -> BaseException:
         (wrapped(), True),
         (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
         (ConnectionResetError("Connection reset by peer"), True),
+        (PeerSaveFailed("another rank could not write its part"), True),
+        (SaveFailed("No space left on device"), False),
         (RuntimeError("CUDA out of memory"), False),
         (ValueError(GONE), False),
         (InputError("the port is in use"), False),
