@@ -18,6 +18,7 @@ from seatrial.job.schema import (
     ModelSection,
     OptimizerSection,
     ParallelSection,
+    ResilienceSection,
     TrainSection,
 )
 
@@ -63,6 +64,10 @@ class Job:
     @property
     def checkpoint(self) -> CheckpointSection:
         return self.file.checkpoint
+
+    @property
+    def resilience(self) -> ResilienceSection:
+        return self.file.resilience
 
     @property
     def microbatches(self) -> int:

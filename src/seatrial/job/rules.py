@@ -17,6 +17,8 @@ from seatrial.job.partial import UnreadableError
 from seatrial.job.resolve import SIZES
 from seatrial.job.rules_layout import LAYOUT_RULES
 
+BEATS_BEFORE_LOST = 4  # signs of life that a node may miss
+
 Rule = Callable[[Facts], Iterator[Finding]]
 
 
@@ -164,6 +166,49 @@ def _decay(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _silence(facts: Facts) -> Iterator[Finding]:
+    resilience = facts.job.resilience
+    beat, silence = resilience.heartbeat_s, resilience.silence_s
+    if silence < BEATS_BEFORE_LOST * beat:
+        yield Finding(
+            ("resilience.silence_s", "resilience.heartbeat_s"),
+            f"silence_s {silence:g} is less than {BEATS_BEFORE_LOST} x heartbeat_s {beat:g}: one late sign of life "
+            "would be taken for a lost node",
+            f"silence_s = {BEATS_BEFORE_LOST * beat:g} would do, or heartbeat_s = "
+            f"{max(0.05, silence / BEATS_BEFORE_LOST):g}",
+        )
+
+
+def _first_step(facts: Facts) -> Iterator[Finding]:
+    resilience = facts.job.resilience
+    first, least = resilience.first_step_s, resilience.hang_min_s
+    if first < least:
+        yield Finding(
+            ("resilience.first_step_s", "resilience.hang_min_s"),
+            f"first_step_s {first:g} is less than hang_min_s {least:g}: the first step after a start takes longer than "
+            "the others",
+            f"first_step_s = {least:g} or more would do",
+        )
+
+
+def _never_recovers(facts: Facts) -> Iterator[Finding]:
+    resilience = facts.job.resilience
+    if resilience.max_restarts > 0:
+        return
+    used = {
+        "cluster.spares": facts.job.cluster.spares > 0,
+        "resilience.allow_gpu_reset": resilience.allow_gpu_reset,
+        "resilience.allow_node_drain": resilience.allow_node_drain,
+    }
+    for key, is_set in used.items():
+        if is_set:
+            yield Finding(
+                (key,),
+                f"{key.partition('.')[2]} has no effect: max_restarts is 0, so the first failure ends the run",
+                "remove it, or set resilience.max_restarts = 1 or more",
+            )
+
+
 RULES: tuple[Rule, ...] = (
     _heads,
     _head_dim,
@@ -174,4 +219,7 @@ RULES: tuple[Rule, ...] = (
     _init_from,
     _warmup,
     _decay,
+    _silence,
+    _first_step,
+    _never_recovers,
 )

@@ -199,15 +199,6 @@ def _not_yet(facts: Facts) -> Iterator[Finding]:
             yield Finding((f"parallel.{key}",), f"{what} is not in this version", f"remove `{key}`")
 
 
-def _spares(facts: Facts) -> Iterator[Finding]:
-    if facts.job.cluster.spares > 0:
-        yield Finding(
-            ("cluster.spares",),
-            "spare nodes are not in this version",
-            "remove `spares`; a node that fails stops the run, and the same command resumes it",
-        )
-
-
 LAYOUT_RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _tensor_model,
     _tensor_vocabulary,
@@ -219,5 +210,4 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _split_backward_compiled,
     _batch,
     _not_yet,
-    _spares,
 )

@@ -82,7 +82,7 @@ class ClusterSection(Section):
         default=1, description="ranks on each node; CPU processes where there is no GPU"
     )
     spares: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="nodes that wait to replace a failed one; only 0 in this version"
+        default=0, description="nodes that wait, ready to train, to take the place of a lost one"
     )
     gpu: Text | None = Field(
         default=None, description='name in the hardware catalogue, such as "B300 SXM"; found if missing'
@@ -186,7 +186,76 @@ class CheckpointSection(Section):
 
 
 class ResilienceSection(Section):
-    """Reserved for supervision and recovery; no key yet."""
+    """What a run does about failures. Every limit here is the run's own; a budget that is spent ends it."""
+
+    max_restarts: Annotated[int, Field(ge=0)] = Field(
+        default=100, description="recoveries in one start; 0: the first failure ends the run"
+    )
+    max_same_failure: Positive = Field(
+        default=3, description="the same failure at the same step, without progress, this often: stop"
+    )
+    in_place: bool = Field(
+        default=True,
+        description="surviving ranks rebuild their process groups and keep their state; false: every rank restarts",
+    )
+    shrink: bool = Field(
+        default=True,
+        description="without a node to replace a lost one, go on with fewer data-parallel replicas; "
+        "the global batch stays",
+    )
+    grow: bool = Field(default=True, description="take the lost replicas back when nodes return")
+    snapshot_every_steps: Annotated[int, Field(ge=0)] = Field(
+        default=10,
+        description="steps between copies of each rank's state in memory, here and on another node; 0: none",
+    )
+    verify_every_steps: Annotated[int, Field(ge=0)] = Field(
+        default=10, description="steps between comparisons of the weights across replicas; 0: never"
+    )
+    max_skipped_steps: Annotated[int, Field(ge=0)] = Field(
+        default=3,
+        description="steps of the whole run whose update may be left out (not finite, or a spike); one more ends it",
+    )
+    on_spike: Literal["warn", "skip"] = Field(
+        default="warn", description="what follows a spike of loss or gradient norm"
+    )
+    spike_factor: Annotated[float, Field(gt=1)] = Field(
+        default=3.0, description="a spike is this many times what recent steps had"
+    )
+    heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = Field(
+        default=0.25, description="seconds between an agent's signs of life"
+    )
+    silence_s: Annotated[float, Field(ge=0.5, le=3600)] = Field(
+        default=3.0, description="seconds without a sign of life after which a node counts as lost"
+    )
+    hang_min_s: Annotated[float, Field(ge=1)] = Field(
+        default=30.0, description="a step is overdue after at least this many seconds"
+    )
+    hang_factor: Annotated[float, Field(gt=1)] = Field(
+        default=5.0, description="and after this many times the median step, if that is longer"
+    )
+    first_step_s: Annotated[float, Field(ge=1)] = Field(
+        default=1800.0,
+        description="seconds for the first step after a start: loading, compilation, connections",
+    )
+    straggler_factor: Annotated[float, Field(gt=1)] = Field(
+        default=2.0, description="a rank that computes this many times longer than its peers is a straggler"
+    )
+    node_wait_s: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="seconds to wait for a node to come back before the run shrinks"
+    )
+    preempt_grace_s: Annotated[float, Field(ge=1)] = Field(
+        default=60.0,
+        description="seconds from SIGTERM to the end: the step is finished and the state is saved",
+    )
+    evict_after: Positive = Field(
+        default=2, description="failures blamed on one node after which it is not used again in this start"
+    )
+    allow_gpu_reset: bool = Field(
+        default=False, description="may run `nvidia-smi --gpu-reset` on a node that runs nothing"
+    )
+    allow_node_drain: bool = Field(
+        default=False, description="may tell the scheduler to drain a node that was evicted"
+    )
 
 
 class ScaleSection(Section):

@@ -40,7 +40,11 @@ from jobs import GOOD, load, only_problem, problems
         (("optimizer.decay_steps=5",), "--set optimizer.decay_steps=5", 'decay_steps is only used with decay = "wsd", not "cosine"', "optimizer.decay=wsd"),
         (("parallel.expert=2",), "--set parallel.expert=2", "expert parallel is not in this version", "parallel.expert=1"),
         (("parallel.context=2",), "--set parallel.context=2", "context parallel is not in this version", "parallel.context=1"),
-        (("cluster.spares=1",), "--set cluster.spares=1", "spare nodes are not in this version", "cluster.spares=0"),
+        (("cluster.spares=1", "resilience.max_restarts=0"), "--set cluster.spares=1", "spares has no effect: max_restarts is 0", "resilience.max_restarts=1"),
+        (("resilience.allow_gpu_reset=true", "resilience.max_restarts=0"), "--set resilience.allow_gpu_reset=true", "allow_gpu_reset has no effect", "resilience.allow_gpu_reset=false"),
+        (("resilience.silence_s=1.0", "resilience.heartbeat_s=0.5"), "--set resilience.silence_s=1.0", "silence_s 1 is less than 4 x heartbeat_s 0.5", "resilience.silence_s=2.0"),
+        (("resilience.heartbeat_s=2.0",), "--set resilience.heartbeat_s=2.0", "silence_s 3 is less than 4 x heartbeat_s 2", "resilience.heartbeat_s=0.75"),
+        (("resilience.first_step_s=20.0",), "--set resilience.first_step_s=20.0", "first_step_s 20 is less than hang_min_s 30", "resilience.first_step_s=30.0"),
         (("model.vocab_size=256",), "--set model.vocab_size=256", "vocab_size 256 is too small for the byte tokenizer", "model.vocab_size=264"),
         (("model.qkv_bias=false",), "--set model.qkv_bias=false", 'qkv_bias = false with family "qwen2"', "model.qkv_bias=true"),
         (("model.qk_norm=true",), "--set model.qk_norm=true", 'qk_norm = true with family "qwen2"', "model.qk_norm=false"),
@@ -60,6 +64,16 @@ def test_a_broken_rule_is_refused(
         assert (problem.file, problem.source_line) == ("job.toml", f"{at.split('.')[1]} = 2")
     if cure is not None:
         load(GOOD, *overrides, cure)
+
+
+def test_spares_and_the_defaults_of_resilience() -> None:
+    job = load(GOOD, "cluster.spares=2")
+    assert (job.cluster.spares, job.layout.world_size) == (2, 8)
+    assert (job.resilience.max_restarts, job.resilience.snapshot_every_steps) == (100, 10)
+    assert not job.resilience.allow_gpu_reset
+    assert not job.resilience.allow_node_drain
+    again = load(job.to_toml())
+    assert again.resilience == job.resilience
 
 
 def test_hints_give_numbers_that_work() -> None:

@@ -71,6 +71,7 @@ def test_the_first_voyage_is_the_contract() -> None:
         },
         "optimizer": {"lr": 3e-3, "warmup_steps": 20, "decay": "cosine", "weight_decay": 0.1, "clip_norm": 1.0},
         "checkpoint": {"every_steps": 50, "keep": 3},
+        "resilience": {"snapshot_every_steps": 10},
     }  # fmt: skip
 
 
@@ -89,7 +90,17 @@ def test_every_key_is_written() -> None:
     assert values["model"]["hidden_size"] == 128
     assert "preset" not in values["model"]
     assert values["train"]["precision"] == "bf16"
-    assert set(values) == {"name", "model", "data", "cluster", "parallel", "train", "optimizer", "checkpoint"}
+    assert set(values) == {
+        "name",
+        "model",
+        "data",
+        "cluster",
+        "parallel",
+        "train",
+        "optimizer",
+        "checkpoint",
+        "resilience",
+    }
 
 
 def test_rope_scaling_is_written() -> None:
