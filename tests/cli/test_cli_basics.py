@@ -49,6 +49,7 @@ verbs:
   schema  print the JSON schema of the job file, for editors
   data    prepare text for training
   train   run a job; the same command again resumes it
+  drill   prove on a copy of the job that it survives faults
   watch   show a run from its folder
   export  write a checkpoint as a Hugging Face folder
 
@@ -101,7 +102,10 @@ def test_help_takes_at_most_a_fifth_of_a_second(run: Run) -> None:
     ("arguments", "stderr"),
     [
         (("trian",), "error: unknown verb `trian`\n  hint: did you mean `seatrial train`?\n"),
-        (("fly",), "error: unknown verb `fly`\n  hint: verbs: init, schema, data, train, watch, export\n"),
+        (
+            ("fly",),
+            "error: unknown verb `fly`\n  hint: verbs: init, schema, data, train, drill, watch, export\n",
+        ),
         (
             ("--fast",),
             "error: unknown option --fast\n  hint: usage: seatrial VERB [options]; see seatrial --help\n",

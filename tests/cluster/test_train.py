@@ -140,6 +140,10 @@ class TestToTheEnd:
         assert json.loads((whole[0] / "hf/config.json").read_text())["model_type"] == "qwen2"
 
 
+# The first failure ends the run, and is told of.
+UNSUPERVISED = ("--set", "resilience.max_restarts=0")
+
+
 class TestKilled:
     @pytest.mark.parametrize("attempt", range(2))
     def test_everything_at_a_random_step_then_again(
@@ -158,7 +162,7 @@ class TestKilled:
         assert {m["generation"] for m in records(run_of(folder) / "metrics.jsonl")} <= {1, 2}
 
     def test_one_rank(self, folder: Path, start: Start) -> None:
-        run = start("--set", "train.steps=100000")
+        run = start("--set", "train.steps=100000", *UNSUPERVISED)
         run.wait_line("step      3/")
         began = time.monotonic()
         os.kill(run.ranks()[3], signal.SIGKILL)
@@ -175,7 +179,7 @@ class TestKilled:
         assert [(e["node"], e["rank"]) for e in failed] == [(1, 3)]
 
     def test_a_rank_that_raises_is_named_with_its_traceback(self, folder: Path, start: Start) -> None:
-        run = start("--set", "train.steps=100000")
+        run = start("--set", "train.steps=100000", *UNSUPERVISED)
         run.wait_line("step      2/")
         # The data goes away under one run: the first rank to read it says which file.
         for shard in (folder / "runs/.data").glob("*/shard-*.bin"):
@@ -185,17 +189,35 @@ class TestKilled:
         assert "shard-00000.bin" in err
         run.wait_gone(within_s=5)
 
-    @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-    def test_a_stop_from_outside_is_not_a_failure(
-        self, how: signal.Signals, folder: Path, start: Start
-    ) -> None:
+    def test_an_interrupt_is_not_a_failure(self, folder: Path, start: Start) -> None:
         run = start("--set", "train.steps=100000")
         run.wait_line("step      2/")
-        run.process.send_signal(how)
+        run.process.send_signal(signal.SIGINT)
         code, _, _err = run.wait()
         assert code == 130
         run.wait_gone(within_s=5)
         assert records(run_of(folder) / "events.jsonl")[-1]["kind"] == "run_interrupted"
+
+    def test_a_preempted_run_has_saved_its_last_step(
+        self, whole: tuple[Path, int, str, str], folder: Path, start: Start
+    ) -> None:
+        """SIGTERM is what a scheduler sends before it kills; the same command then goes on without a step lost."""
+        run = start()
+        run.wait_line("step   6/12")
+        run.process.send_signal(signal.SIGTERM)
+        code, _, err = run.wait()
+        assert code == 75, err
+        assert "small preempted: step" in err
+        run.wait_gone(within_s=5)
+        steps = records(run_of(folder) / "metrics.jsonl")
+        (last,) = records(run_of(folder) / "events.jsonl")[-1:]
+        assert (last["kind"], last["data"]) == ("run_interrupted", {"preempted": True})
+        code, _, err = start().wait()
+        assert code == 0, err
+        assert_same_run(folder, whole[0])
+        again = records(run_of(folder) / "metrics.jsonl")
+        assert [m["step"] for m in again] == list(range(1, 13)), "no step is done twice"
+        assert again[: len(steps)] == steps
 
     def test_the_command_itself(self, start: Start) -> None:
         run = start("--set", "train.steps=100000")
@@ -205,14 +227,14 @@ class TestKilled:
         run.wait_gone(within_s=5)
 
     def test_an_agent(self, start: Start) -> None:
-        run = start("--set", "train.steps=100000")
+        run = start("--set", "train.steps=100000", *UNSUPERVISED)
         run.wait_line("step      2/")
         agents = [p for p in run.processes() if b"seatrial.control.agent" in _command(p)]
         assert len(agents) == 2
         os.kill(agents[0], signal.SIGKILL)
         code, _, err = run.wait()
         assert code == 1
-        assert "agent on node" in err
+        assert "the agent was killed by SIGKILL" in err
         run.wait_gone(within_s=5)
 
 

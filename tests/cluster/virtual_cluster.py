@@ -59,15 +59,21 @@ class VirtualCluster:
         *,
         nodes: int = 2,
         per_node: int = 2,
+        spares: int = 0,
         device: str = "cpu",
         port: int | None = None,
         worker_module: str = "standins",
         generation: int = 3,
-        broken_tick: bool = False,
+        max_restarts: int = 0,
+        resilience: tuple[str, ...] = (),
+        returns: dict[int, float] | None = None,
+        quiet: bool = False,
     ) -> None:
+        """`resilience`: more keys of that section, as KEY=VALUE. `quiet`: what the driver says is expected."""
         self.folder = RunFolder(folder / "run")
         self.folder.path.mkdir()
         self.world = nodes * per_node
+        self.per_node = per_node
         self.generation = generation
         self.pidfds: dict[int, str] = {}
         self.ranks: dict[int, RankLine] = {}
@@ -75,13 +81,22 @@ class VirtualCluster:
         self.hub.settimeout(TIMEOUT_S)
         self.hub.bind(str(folder / "hub"))
         self.hub.listen(64)
-        cluster = {"nodes": nodes, "gpus_per_node": per_node, "device": device, "port": port}
+        overrides = [
+            f"cluster.nodes={nodes}",
+            f"cluster.gpus_per_node={per_node}",
+            f"cluster.spares={spares}",
+            f"cluster.device={device}",
+            f"resilience.max_restarts={max_restarts}",
+            *(f"resilience.{entry}" for entry in resilience),
+        ]
+        if port is not None:
+            overrides.append(f"cluster.port={port}")
         request = {
-            "cluster": cluster,
+            "overrides": overrides,
             "run": str(self.folder.path),
             "worker_module": worker_module,
             "generation": generation,
-            "broken_tick": broken_tick,
+            "returns": returns or {},
         }
         environment = os.environ | {
             "STANDIN_HUB": str(folder / "hub"),
@@ -90,7 +105,7 @@ class VirtualCluster:
         self.driver = subprocess.Popen(
             [sys.executable, str(HERE / "driver.py"), json.dumps(request)],
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if broken_tick else None,
+            stderr=subprocess.DEVNULL if quiet else None,
             env=environment,
             text=True,
             process_group=0,
@@ -99,9 +114,19 @@ class VirtualCluster:
     def wait_ranks(self, count: int | None = None) -> None:
         """Until every rank (or `count` processes) has said hello; from then on `left` knows all processes."""
         while len(self.ranks) < (count or self.world):
-            line = RankLine(self.hub.accept()[0])
+            line = self.next_rank()
             self.ranks[line.rank] = line
         self.remember(process.descendants(self.driver.pid))
+
+    def next_rank(self) -> RankLine:
+        """The next process that says hello; fails at once where the driver has ended before."""
+        pidfd = os.pidfd_open(self.driver.pid)
+        try:
+            ready, _, _ = select.select([self.hub, pidfd], [], [], TIMEOUT_S)
+        finally:
+            os.close(pidfd)
+        assert self.hub in ready, f"no rank, but: {self.driver.communicate() if ready else 'silence'}"
+        return RankLine(self.hub.accept()[0])
 
     def remember(self, pids: set[int] | list[int]) -> None:
         """Count these processes among those that must be gone at the end."""
@@ -113,7 +138,7 @@ class VirtualCluster:
         """The pid of one node's agent or nursery."""
         ranks_ancestors = set()
         parents = process.living()
-        pid = self.ranks[node * (self.world // 2)].pid
+        pid = self.ranks[node * self.per_node].pid
         while (pid := parents[pid]) != self.driver.pid:
             ranks_ancestors.add(pid)
         found = [

@@ -2,7 +2,8 @@
 
     checkpoints/
       step-00000500/            complete: it has manifest.json, and only a rename gives a folder this name
-        rank-00000.safetensors  what rank 0 owned: `model/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `rng/cpu/0`
+        rank-00000.safetensors  what rank 0 owned: `model/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `rng/cpu/0`;
+                                once in a checkpoint `optimizer/updates`, how many updates were made
         manifest.json           step, data position, each file's size and hash, where each box of each tensor is
       step-00001000.tmp-7/      being written by generation 7, or left by its death: removed by the next start
       step-00000450.damaged/    failed its verification and was set aside

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seatrial.base import atomic
 from seatrial.base.box import Box
+from seatrial.checkpoint.commit import part_name
 from seatrial.checkpoint.manifest import LATEST, Damaged, Manifest, complete, read_manifest
 from seatrial.checkpoint.stream import NAMES
 from seatrial.job.architecture import Architecture
@@ -72,7 +73,7 @@ class CheckpointWeights:
 
     def tensor(self, file_rank: int, key: str) -> Tensor | None:
         """A tensor that belongs to one rank (its random state), or None where that rank saved none."""
-        name = f"rank-{file_rank:05d}.safetensors"
+        name = part_name(file_rank)
         if not (self.folder / name).is_file():
             return None
         opened = self._open(name)

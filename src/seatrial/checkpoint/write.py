@@ -6,30 +6,19 @@ renames the folder. A death at any moment leaves the temporary folder or the com
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from seatrial.base import atomic
 from seatrial.base.box import Box
 from seatrial.base.errors import SeatrialError
-from seatrial.checkpoint.manifest import (
-    LATEST,
-    MANIFEST,
-    Entry,
-    File,
-    Manifest,
-    Part,
-    complete,
-    folder_name,
-    leftovers,
-)
+from seatrial.checkpoint.commit import Fence, commit, make_index, part_name, write_index
+from seatrial.checkpoint.manifest import File, Manifest, complete, folder_name, leftovers
 from seatrial.checkpoint.stream import write_safetensors
 
 
@@ -49,6 +38,22 @@ class Piece:
     tensor: Tensor
     box: Box
     whole: tuple[int, ...]
+    owner: bool = True  # exactly one rank holds each box as owner
+
+    def to_index(self) -> dict[str, Any]:
+        """Its entry in the index of the file that holds it."""
+        return {
+            "key": self.key,
+            "shape": self.whole,
+            "dtype": str(self.tensor.dtype).removeprefix("torch."),
+            "offsets": self.box.offsets,
+            "sizes": self.box.sizes,
+            "owner": self.owner,
+        }
+
+
+def _unfenced() -> None:
+    """For a folder that only one process ever writes to."""
 
 
 # Returns how many ranks call with False; all ranks call it, and none goes on before all have.
@@ -63,11 +68,12 @@ def save(
     rank: int,
     world_size: int,
     agree: Agree,
+    fence: Fence = _unfenced,
 ) -> Path:
     """Write one checkpoint; every rank calls it with the same `manifest` (without files and tensors).
 
-    Returns the complete folder. Raises SaveFailed in every rank if any rank could not write; the temporary folder is
-    then removed.
+    `fence` raises Superseded where this generation may not publish any more. Returns the complete folder. Raises
+    SaveFailed in every rank if any rank could not write; the temporary folder is then removed.
     """
     progress = manifest.progress
     final = checkpoints / folder_name(progress.step)
@@ -76,7 +82,7 @@ def save(
     if agree(problem is None):
         raise _abandon(temporary, problem, rank)
     if rank == 0:
-        problem = _attempt(lambda: _commit(temporary, final, manifest, world_size))
+        problem = _attempt(lambda: commit(temporary, final, manifest, world_size, fence))
     if agree(problem is None):
         raise _abandon(temporary, problem, rank)
     return final
@@ -86,7 +92,7 @@ def _attempt(work: Callable[[], None]) -> str | None:
     # The others are told, whatever it was: one that is silent would leave them waiting.
     try:
         work()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SeatrialError) as error:
         return str(error)
     return None
 
@@ -101,49 +107,9 @@ def _abandon(temporary: Path, problem: str | None, rank: int) -> SaveFailed:
 
 def _write_rank(folder: Path, pieces: list[Piece], rank: int) -> None:
     folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone must not come back half
-    name = f"rank-{rank:05d}.safetensors"
+    name = part_name(rank)
     size, digest = write_safetensors(folder / name, [(p.key, p.tensor) for p in pieces])
-    index = {
-        "file": asdict(File(name, size, digest)),
-        "pieces": [
-            {
-                "key": p.key,
-                "shape": p.whole,
-                "dtype": str(p.tensor.dtype).removeprefix("torch."),
-                "offsets": p.box.offsets,
-                "sizes": p.box.sizes,
-            }
-            for p in pieces
-        ],
-    }
-    # The other ranks' parts reach the manifest through the folder they all write to: no pickled object travels.
-    atomic.write_json(folder / f"index-{rank:05d}.json", index)
-
-
-def _commit(temporary: Path, final: Path, manifest: Manifest, world_size: int) -> None:
-    files: list[File] = []
-    tensors: dict[str, Entry] = {}
-    indices = [temporary / f"index-{rank:05d}.json" for rank in range(world_size)]
-    for path in indices:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        file = File(**index["file"])
-        files.append(file)
-        for piece in index["pieces"]:
-            entry = tensors.setdefault(piece["key"], Entry(tuple(piece["shape"]), piece["dtype"]))
-            entry.parts.append(Part(file.file, tuple(piece["offsets"]), tuple(piece["sizes"])))
-    for path in indices:
-        path.unlink()
-    for key, entry in tensors.items():
-        entry.check(key)
-    if final.exists():
-        # A start takes or sets aside the newest checkpoint, so this step cannot have been saved before.
-        raise FileExistsError(17, "exists already", str(final))
-    atomic.write_text(temporary / MANIFEST, replace(manifest, files=files, tensors=tensors).to_text())
-    os.rename(temporary, final)
-    atomic.fsync_folder(final.parent)
-    # The folder's name made it complete; `latest` is for people, and must not make a failure of it.
-    with contextlib.suppress(OSError):
-        atomic.write_text(final.parent / LATEST, final.name + "\n")
+    write_index(folder, rank, make_index(File(name, size, digest), [p.to_index() for p in pieces]))
 
 
 def _set_aside_for_removal(folder: Path) -> Path:

@@ -32,6 +32,7 @@ VERBS = {
     "schema": ("seatrial.cli.schema", "print the JSON schema of the job file, for editors"),
     "data": ("seatrial.cli.data", "prepare text for training"),
     "train": ("seatrial.cli.train", "run a job; the same command again resumes it"),
+    "drill": ("seatrial.cli.drill", "prove on a copy of the job that it survives faults"),
     "watch": ("seatrial.cli.watch", "show a run from its folder"),
     "export": ("seatrial.cli.export", "write a checkpoint as a Hugging Face folder"),
 }

@@ -8,7 +8,13 @@ import sys
 from pathlib import Path
 
 from seatrial.base import units
-from seatrial.base.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from seatrial.base.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+)
 from seatrial.checkpoint.manifest import complete, step_of
 from seatrial.record.folder import RunFolder
 from seatrial.record.view import State
@@ -17,6 +23,7 @@ _STATES: dict[int, State] = {
     EXIT_DONE: "finished",
     EXIT_FAILED: "failed",
     EXIT_BAD_INPUT: "failed",
+    EXIT_PREEMPTED: "preempted",
     EXIT_INTERRUPTED: "stopped",
 }
 
@@ -45,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+    """Exit code: 0 done, 1 the run failed, 2 bad input, 75 preempted (state saved), 130 interrupted."""
     from seatrial.job import load_job
     from seatrial.launch import launcher_for
     from seatrial.launch.voyage import prepare_voyage

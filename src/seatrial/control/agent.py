@@ -1,286 +1,406 @@
-"""The agent of one node: starts the node's ranks, watches them, stops all when one fails, and reports.
+"""The agent of one node: carries out what the coordinator orders, watches the node, and coordinates if it is its turn.
 
-It never loads torch, has one thread, and waits on four things: its launcher, its nursery, signals, and deadlines.
-When its launcher is gone, for whatever reason, it kills everything it started and ends.
+It never loads torch, has one thread, and waits on sockets, signals and deadlines. It kills what it started when its
+launcher is gone, and when it may no longer run anything because no coordinator answers.
 """
 
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 from seatrial.base import process
 from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
-from seatrial.control.oom import OomWatch
-from seatrial.control.reports import Kind, Report
-from seatrial.control.spec import AgentSpec, LocalOptions, clean_environment, parse_agent_arguments
-
-Why = Literal["failure", "interrupt", "now"]
-
-# Seconds from the order to stop until SIGTERM and until SIGKILL. After a failure the peers first have time to fail
-# by themselves, so that the one that was first can tell of it even if it is slow to end; then there is nothing left
-# to save, and they are stopped. An interrupted run is asked at once and given time to end in order.
-STOP_TIMES: dict[Why, tuple[float, float]] = {
-    "failure": (0.7, 1.0),
-    "interrupt": (0.0, 2.0),
-    "now": (0.0, 0.0),
-}
-
-
-@dataclass
-class Rank:
-    """One rank as its agent knows it."""
-
-    number: int
-    pid: int | None = None
-    ended: bool = False
-    signalled: float | None = None
+from seatrial.control.coordinator import Coordinator
+from seatrial.control.errors import error_of, tail_of
+from seatrial.control.inspect import Inspection
+from seatrial.control.lease import Lease
+from seatrial.control.member import Member
+from seatrial.control.ports import free_port
+from seatrial.control.reception import Reception
+from seatrial.control.spec import AgentSpec, LocalOptions, parse_agent_arguments
+from seatrial.control.vault import Vault
+from seatrial.control.warden import Warden
+from seatrial.control.watching import Watching, allow_files
+from seatrial.control.wire import Incoming, Link, Listener
+from seatrial.control.worker import Worker
+from seatrial.control.workers import Workers
+from seatrial.job import Job, load_job
 
 
 class Agent:
-    """Runs until each of its ranks has ended."""
+    """Runs until the run has an outcome, or its launcher is gone."""
 
     def __init__(self, spec: AgentSpec, options: LocalOptions) -> None:
         self.spec = spec
-        self.parent = options.parent
-        self.ranks = {n: Rank(n) for n in spec.ranks}
-        self.nursery: int | None = None  # pid
-        self.nursery_signalled: float | None = None
-        self.nursery_channel: Channel | None = None
-        self.terminate_at: float | None = None  # on the monotonic clock
-        self.kill_at: float | None = None
-        self.abandoned = False
-        self.oom = OomWatch()
-        self.selector = selectors.DefaultSelector()
+        self.over: str | None = None  # why it ends
+        self.outcome: dict[str, Any] | None = None
+        self.generation = 0  # that its workers work on
+        self.stopping: int | None = None  # generation that is to stop
+        self.left: dict[str, Any] | None = None  # how all its workers left this generation, once they have
+        self.wanted: str | None = None  # how its launcher wants the run to end
+        self._journal: list[dict[str, Any]] = []  # what every coordinator must know of this generation
+        self.sources = Watching()
+        self.watch, self.unwatch = self.sources.watch, self.sources.unwatch
         self.signals = SignalQueue((signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
-        self.channel = None if options.channel is None else Channel.from_fd(options.channel)
-        self._watch(self.signals, self._on_signals)
-        if self.channel is not None:
-            self._watch(self.channel, self._on_launcher)
-        if self.parent is not None:
+        self.launcher = None if options.channel is None else Channel.from_fd(options.channel)
+        self.watch(self.signals, self._on_signals)
+        if self.launcher is not None:
+            self.watch(self.launcher, self._on_launcher)
+        if options.parent is not None:
             # SIGTERM, not SIGKILL: what the ranks started themselves has no such bond, and is ours to kill.
-            process.die_with_parent(self.parent, signal.SIGTERM)
+            process.die_with_parent(options.parent, signal.SIGTERM)
         process.become_subreaper()
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        os.environ.update(spec.node_environment())
+        self.workers = Workers(spec, self._on_worker, self.watch, self.unwatch)
+        self.vault = Vault(spec, self._tell)
+        self.workers.snapshot_fds = self.vault.fds()
+        self.workers.start_nursery()  # first: it needs two seconds, during which we find each other
+        self.job: Job = load_job(spec.job)
+        self.secret = bytes.fromhex(spec.folder.secret.read_text().strip())
+        self.vault.unlock(self.secret)
+        self.listener = Listener(spec.address, self.secret)
+        self.reception = Reception(self.listener, self.watch, self.unwatch, self._on_visitor)
+        self.coordinator: Coordinator | None = None
+        resilience = self.job.resilience
+        self.member = Member(
+            node=spec.node,
+            address=spec.address,
+            port=self.listener.port,
+            secret=self.secret,
+            folder=spec.folder.leases,
+            heartbeat_s=resilience.heartbeat_s,
+            silence_s=resilience.silence_s,
+            hello=self._hello,
+            became=self._became_coordinator,
+            joined=self._tell_again,
+            release=self._release_member,
+        )
+        self._member_source: Link | Any | None = None
+        self.inspection: Inspection | None = None
+        self.warden = Warden(spec, resilience, self._tell_of_hardware, self.watch, self.unwatch)
+
+    # -- the loop
 
     def run(self) -> int:
-        """Start the ranks, watch them to their end, leave nothing behind; the exit code."""
-        self._report("agent_started", pid=os.getpid())
-        self.spec.log.parent.mkdir(parents=True, exist_ok=True)
-        os.environ.update(self.spec.node_environment())
+        """Until it is over; nothing that it started is left then."""
+        self._to_launcher({"agent_started": {"node": self.spec.node, "pid": os.getpid()}})
         try:
-            if self.spec.device == "cpu":
-                self._start_nursery()
-            else:
-                self._start_ranks()
-            while not self.abandoned and not all(r.ended for r in self.ranks.values()):
-                for key, _ in self.selector.select(self._time_to_next_deadline()):
-                    key.data()
-                self._meet_deadlines()
+            while self.over is None:
+                self._sync_member()
+                self.sources.wait(self._patience())
+                self._on_time()
         finally:
             self._clean_up()
-        if self.abandoned:
-            return 1
-        self._report("agent_done")
-        return 0
+        self._to_launcher({"bye": True})
+        return 0 if self.outcome is not None else 1
 
-    # -- starting
-
-    def _start_ranks(self) -> None:
-        command = self.spec.worker_command()
-        for rank in self.ranks.values():
-            environment = clean_environment(os.environ) | self.spec.rank_environment(rank.number)
-            pid = process.fork(partial(_execute, command, environment), log=self.spec.rank_log(rank.number))
-            self._started(rank.number, pid)
-
-    def _start_nursery(self) -> None:
-        ours, theirs = Channel.pair()
-        options = [
-            "--channel",
-            str(theirs.fileno()),
-            "--parent",
-            str(os.getpid()),
-            "--mark",
-            os.environ[process.MARK],
+    def _patience(self) -> float:
+        now = time.monotonic()
+        deadlines = [
+            self.member.deadline,
+            self.workers.deadline,
+            self.warden.deadline,
+            self.reception.deadline,
         ]
-        command = self.spec.nursery_command() + options
+        if self.coordinator is not None:
+            deadlines.append(self.coordinator.deadline)
+        if self.inspection is not None:
+            deadlines.append(self.inspection.deadline)
+        return max(0.0, min(d for d in deadlines if d is not None) - now)
 
-        def body() -> int:
-            os.set_inheritable(theirs.fileno(), True)
-            return _execute(command, clean_environment(os.environ))
+    def _on_time(self) -> None:
+        self.workers.meet_deadlines()
+        if not self.member.tick(self._beat):
+            # Whoever coordinates counts us as lost from now on: our ranks must not go on beside their successors.
+            self.vault.call_off()
+            self.workers.kill_ranks()
+            # It may have been slow only, and count us as well: we connect anew and say that nothing runs here.
+            self.member.leave()
+            self.member.valid_until = time.monotonic() + 1e9
+        self._inspect()
+        self.warden.tick()
+        self.reception.tick()
+        if self.coordinator is not None:
+            self.coordinator.tick()
+            if self.coordinator.deposed:
+                if self.coordinator.resigned:
+                    self.member.resign()
+                self.coordinator.close()
+                self.coordinator = None
 
-        self.nursery = process.fork(body, log=self.spec.nursery_log)
-        theirs.close()
-        self.nursery_channel = ours
-        self._watch(ours, self._on_nursery)
-        # The requests lie in the socket until the nursery has imported torch: no round trip is lost.
-        for rank in self.ranks.values():
-            log = str(self.spec.rank_log(rank.number))
-            environment = self.spec.rank_environment(rank.number)
-            ours.send(
-                {
-                    "fork": {
-                        "rank": rank.number,
-                        "log": log,
-                        "env": environment,
-                        "argv": self.spec.worker_arguments(),
-                    }
-                }
-            )
+    def _sync_member(self) -> None:
+        """The member's socket comes, changes and goes: watch the one that it has now, for what it waits for now."""
+        source = self.member.source
+        if self._member_source is not source:
+            self._release_member()
+            self._member_source = source
+            if source is not None:
+                self.watch(source, self._on_member, source.events)
+        elif source is not None:
+            self.sources.wait_for(source, source.events)
 
-    # -- what happens
+    def _release_member(self) -> None:
+        if self._member_source is not None:
+            self.unwatch(self._member_source)
+            self._member_source = None
 
-    def _on_nursery(self) -> None:
-        assert self.nursery_channel is not None
-        for message in self.nursery_channel.receive():
-            match message:
-                case {"ready": pid}:
-                    self._report("nursery_ready", pid=pid)
-                case {"forked": {"rank": rank, "pid": pid}}:
-                    self._started(rank, pid)
-                case {"exited": {"rank": rank, "status": status, "time": when}}:
-                    self._ended(rank, status, when)
-        if self.nursery_channel.closed:
-            self.selector.unregister(self.nursery_channel)
-            self.nursery_channel.close()
-            self.nursery_channel = None
+    # -- the others
+
+    def _on_visitor(self, incoming: Incoming) -> None:
+        role = incoming.hello.get("role")
+        if role == "agent" and self.coordinator is not None:
+            self.coordinator.join(incoming.hello, incoming.link())
+        elif role in ("snapshot", "fetch"):
+            self.vault.serve(incoming)
+        else:
+            incoming.close()
+
+    def _became_coordinator(self, lease: Lease, dead: int | None) -> None:
+        if self.coordinator is not None:
+            self.coordinator.close()
+        self.coordinator = Coordinator(
+            self.spec, self.job, lease, self.secret, self.watch, self.unwatch, dead=dead
+        )
+
+    def _on_member(self) -> None:
+        for message in self.member.receive():
+            for kind, values in message.items():
+                getattr(self, f"_order_{kind}")(values)
+
+    def _hello(self) -> dict[str, Any]:
+        return {
+            "node": self.spec.node,
+            "address": self.spec.address,
+            "port": self.listener.port,
+            "pid": os.getpid(),
+            "ready": self.workers.nursery_ready,
+            "running": self.generation if self._has_workers() else None,
+            "left": self.left,
+            "offer_port": free_port(),
+            "held": self.vault.held(),
+        }
+
+    def _beat(self) -> dict[str, Any]:
+        steps = [w.step for w in self.workers.workers.values() if w.runs]
+        step = min(steps, default=0)
+        return {"generation": self.generation, "step": step, "round_trip_s": self.member.round_trip_s}
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self.member.send(message)
+
+    def _tell_surely(self, message: dict[str, Any]) -> None:
+        """Tell what must not get lost with a coordinator: the next one hears it too."""
+        self._journal.append(message)
+        self._tell(message)
+
+    def _tell_of_hardware(self, message: dict[str, Any]) -> None:
+        """A fault is told once: where nobody listens now, the next coordinator hears it."""
+        if not self.member.send(message):
+            self._journal.append(message)
+
+    def _tell_again(self) -> None:
+        if self.wanted is not None:
+            self._tell({"asked": self.wanted})
+        for message in self._journal:
+            self._tell(message)
+
+    def _has_workers(self) -> bool:
+        """Whether anything of this generation lives here, be it parked, or failed: of that the journal tells.
+
+        What left in order has nothing to lose, and what we have killed is as good as dead.
+        """
+        workers = self.workers.workers.values()
+        return any(w.signalled is None and w.state != "finished" and w.status != 0 for w in workers)
+
+    # -- orders
+
+    def _order_start(self, order: dict[str, Any]) -> None:
+        self.generation, self.stopping, self.left = order["generation"], None, None
+        self._journal.clear()
+        self.vault.guard(order, lambda: self._start(order))
+
+    def _start(self, order: dict[str, Any]) -> None:
+        legs = {}
+        common = (
+            "generation",
+            "again",
+            "slot",
+            "slots",
+            "world_size",
+            "layout",
+            "master_addr",
+            "master_port",
+        )
+        for local, rank in enumerate(order["ranks"]):
+            legs[local] = {key: order[key] for key in common} | {
+                "rank": rank,
+                "local_rank": local,
+                "node": self.spec.node,
+                "snapshots": self.vault.entries_for(local, rank, order["layout"]),
+                "log": str(self.spec.rank_log(order["generation"], rank)),
+            }
+        self.workers.start(order["generation"], legs, in_place=order["in_place"])
+
+    def _order_idle(self, order: dict[str, Any]) -> None:
+        """A generation begins without us: what still waits here for another leg has none."""
+        self._journal.clear()
+        self.workers.start(order["generation"], {}, in_place=False)
+
+    def _order_distrust(self, order: dict[str, Any]) -> None:
+        self.vault.began(order["generation"] + 1, order["step"])
+
+    def _order_stop(self, order: dict[str, Any]) -> None:
+        generation = order["generation"]
+        self.stopping = generation
+        self.vault.call_off()  # of a start that still waits for snapshots
+        for rank in order.get("kill", ()):
+            self.workers.signal(rank, signal.SIGKILL)
+        self.workers.stop(generation, order["grace_s"], park=order["park"])
+        self._tell_stopped()
+
+    def _order_yield(self, order: dict[str, Any]) -> None:
+        self.workers.send_all({"yield": order})
+
+    def _order_inspect(self, order: dict[str, Any]) -> None:
+        self.inspection = Inspection(order["id"], order["seconds"], self.workers.workers.values())
+
+    def _inspect(self) -> None:
+        if self.inspection is not None and self.inspection.over():
+            self._tell({"inspected": self.inspection.result()})
+            self.inspection = None
+
+    def _order_external(self, order: dict[str, Any]) -> None:
+        if order["what"] == "reset_gpu":
+            self.workers.kill_ranks()  # parked ones would keep the GPU open
+        self.warden.order(order)
+
+    def _order_flush(self, order: dict[str, Any]) -> None:
+        self.vault.flush(order)
+
+    def _order_outcome(self, outcome: dict[str, Any]) -> None:
+        self.outcome = outcome
+        self._to_launcher({"outcome": outcome})
+        self.over = "outcome"
+
+    # -- workers
+
+    def _on_worker(self, kind: str, worker: Worker, values: dict[str, Any]) -> None:
+        """What `Workers` tells."""
+        about = {"rank": worker.rank, "generation": worker.generation, "local": worker.local}
+        match kind:
+            case "nursery_ready":
+                self._tell({"ready": {}})
+            case "started":
+                self._tell({"worker": {"kind": "started", **about, **values, "pid": worker.pid}})
+            case "parked" | "finding":
+                self._tell_surely({"worker": {"kind": kind, **about, **values}})
+            case "beat":
+                if values["first"]:
+                    self.vault.began(worker.generation, values["step"] - 1)
+            case "snapshot":
+                self.vault.took(worker.local, values)
+            case "dump":
+                if self.inspection is not None:
+                    self.inspection.take(worker.rank, values)
+                    self._inspect()
+            case "exited":
+                failed = values["status"] != 0 and not values["never_began"]
+                if failed:
+                    values |= error_of(self.spec.folder, worker)
+                self._tell_surely({"worker": {"kind": "exited", **about, **values, "pid": worker.pid}})
+            case "nursery_exited":
+                values["tail"], values["log"] = tail_of(self.spec.nursery_log), str(self.spec.nursery_log)
+                nobody = {"kind": kind, "rank": None, "generation": self.generation}
+                self._tell_surely({"worker": {**nobody, **values}})
+        if kind in ("parked", "finished", "exited", "nursery_exited"):
+            self._tell_stopped()
+            self._tell_left()
+
+    def _tell_stopped(self) -> None:
+        """Once nothing of the generation that was to stop runs any more."""
+        workers = self.workers.workers.values()
+        if self.stopping is not None and not any(w.runs for w in workers):
+            parked = sum(w.waits for w in workers)
+            stopped = {"generation": self.stopping, "parked": parked, "offer_port": free_port()}
+            self._tell_surely({"stopped": stopped})
+            self.stopping = None
+
+    def _tell_left(self) -> None:
+        """Once every worker of this generation has left in order."""
+        workers = list(self.workers.workers.values())
+        if not workers or self.left is not None or self.stopping is not None:
+            return
+        ways = set()
+        for worker in workers:
+            if worker.generation != self.generation:
+                continue
+            ended = worker.state == "exited" and worker.status == 0
+            waits = worker.state == "finished" and worker.how != "done"
+            if not (ended or waits):
+                return
+            ways.add(worker.how)
+        if len(ways) == 1:
+            self.left = {"generation": self.generation, "how": ways.pop(), "offer_port": free_port()}
+            self._tell_surely({"left": self.left})
+
+    # -- launcher, signals, end
 
     def _on_launcher(self) -> None:
-        assert self.channel is not None
-        for message in self.channel.receive():
+        assert self.launcher is not None
+        for message in self.launcher.receive():
             match message:
-                case {"stop": "failure" | "interrupt" | "now" as why}:
-                    self._stop(why)
-        if self.channel.closed:
-            self.abandoned = True
+                case {"stop": "now"}:
+                    self.over = "now"
+                case {"stop": "preempt" | "interrupt" as why}:
+                    self._asked(why)
+        if self.launcher.closed:
+            self.unwatch(self.launcher)
+            self.over = self.over or "the launcher is gone"
+
+    def _asked(self, why: str) -> None:
+        self.wanted = why  # whoever coordinates next must hear it too
+        if not self.member.send({"asked": why}) and why != "preempt":
+            self.over = why  # nobody coordinates, and nothing is to be saved: stop at once
 
     def _on_signals(self) -> None:
         arrived = self.signals.read()
         if any(s in arrived for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
-            self.abandoned = True
+            self.over = "signal"
         if signal.SIGCHLD in arrived:
             process.reap(self._reaped)
 
     def _reaped(self, pid: int, status: int) -> None:
-        now = time.time()
-        if pid == self.nursery:
-            self._nursery_ended(status, now)
-            return
-        for rank in self.ranks.values():
-            if rank.pid == pid and not rank.ended:
-                if self.spec.device == "cpu" and rank.signalled is None:
-                    rank.signalled = now  # it became our child by its nursery's death, which took it along
-                self._ended(rank.number, status, now)
+        ours = self.workers.reaped(pid, status) or self.vault.reaped(pid, status)
+        if not ours and self.coordinator is not None:
+            self.coordinator.reaped(pid, status)
 
-    def _nursery_ended(self, status: int, now: float) -> None:
-        pid, self.nursery = self.nursery, None
-        if self.nursery_channel is not None:
-            self._on_nursery()  # what it said before it died
-        self._report(
-            "nursery_exited",
-            when=now,
-            pid=pid,
-            status=status,
-            signalled=self.nursery_signalled,
-            oom_killed=self._oom_killed(status),
-        )
-        for rank in self.ranks.values():
-            rank.signalled = rank.signalled or now
-            if rank.pid is None:
-                rank.ended = True  # never began
-        self._stop("now")
-
-    def _started(self, number: int, pid: int) -> None:
-        self.ranks[number].pid = pid
-        self._report("rank_started", rank=number, pid=pid)
-
-    def _ended(self, number: int, status: int, when: float) -> None:
-        rank = self.ranks[number]
-        rank.ended = True
-        report = self._report(
-            "rank_exited",
-            when=when,
-            rank=number,
-            pid=rank.pid,
-            status=status,
-            signalled=rank.signalled,
-            oom_killed=self._oom_killed(status),
-        )
-        if report.failed:
-            self._stop("failure")
-
-    # -- stopping
-
-    def _stop(self, why: Why) -> None:
-        now = time.monotonic()
-        terminate, kill = (now + seconds for seconds in STOP_TIMES[why])
-        self.terminate_at = terminate if self.terminate_at is None else min(self.terminate_at, terminate)
-        self.kill_at = kill if self.kill_at is None else min(self.kill_at, kill)
-
-    def _time_to_next_deadline(self) -> float | None:
-        deadlines = [d for d in (self.terminate_at, self.kill_at) if d is not None]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-
-    def _meet_deadlines(self) -> None:
-        now = time.monotonic()
-        if self.kill_at is not None and now >= self.kill_at:
-            self.terminate_at = self.kill_at = None
-            self._signal_all(signal.SIGKILL)
-        elif self.terminate_at is not None and now >= self.terminate_at:
-            self.terminate_at = None
-            self._signal_all(signal.SIGTERM)
-
-    def _signal_all(self, signum: signal.Signals) -> None:
-        now = time.time()
-        for rank in self.ranks.values():
-            if rank.pid is not None and not rank.ended:
-                rank.signalled = rank.signalled or now
-                process.signal_group(rank.pid, signum)
-        if any(r.pid is None for r in self.ranks.values()) and self.nursery is not None:
-            # Some rank is still to be forked. Nothing of it can be lost, and importing torch takes seconds.
-            self.nursery_signalled = now
-            process.signal_group(self.nursery, signal.SIGKILL)
+    def _to_launcher(self, message: dict[str, Any]) -> None:
+        if self.launcher is not None and not self.launcher.closed:
+            self.launcher.send(message)
 
     def _clean_up(self) -> None:
-        """Kill whatever still lives of this node: the nursery, and what the ranks started and left behind."""
-        if self.abandoned:
-            self._signal_all(signal.SIGKILL)
+        """Kill whatever still lives of this node, and what the ranks started and left behind."""
+        if self.coordinator is not None:
+            self.coordinator.flush()
+        self.warden.close()
+        self.workers.kill_all()
         mark = os.environ[process.MARK]
         process.kill_all(lambda: process.descendants(os.getpid()) | process.marked(mark))
         process.reap(lambda pid, status: None)
-
-    # -- telling
-
-    def _report(self, kind: Kind, *, when: float | None = None, **values: Any) -> Report:
-        report = Report(kind, self.spec.node, time.time() if when is None else when, **values)
-        if self.channel is not None:
-            self.channel.send(
-                report.to_message()
-            )  # if nobody listens any more, the closed channel will say so
-        return report
-
-    def _oom_killed(self, status: int) -> bool | None:
-        return self.oom.struck() if status == -signal.SIGKILL else False
-
-    def _watch(self, source: Any, handle: Callable[[], None]) -> None:
-        self.selector.register(source, selectors.EVENT_READ, handle)
-
-
-def _execute(command: list[str], environment: dict[str, str]) -> int:
-    os.execve(command[0], command, environment)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m seatrial.control.agent`."""
     spec, options = parse_agent_arguments(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault(process.MARK, f"{os.getpid()}/node{spec.node}")
+    allow_files()
     return Agent(spec, options).run()
 
 

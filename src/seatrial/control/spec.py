@@ -1,4 +1,4 @@
-"""What one agent is told: which ranks it runs, where, and with which environment."""
+"""What one agent is told when it is started, and the commands and environments of what it starts."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ AGENT_MODULE = "seatrial.control.agent"
 # forks must have no second thread, and sums in another order would not be bit-equal from run to run.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
+# Collectives that are remembered, so that a hang can be told from what each rank entered last.
+_FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000"}
+
 
 @dataclass(frozen=True)
 class AgentSpec:
-    """The orders of one node's agent. They travel as its command line, so `ps` and `render` show them."""
+    """The orders of one node's agent. They travel as its command line, so `ps` and `render` show them.
+
+    Which ranks it runs is not among them: the coordinator says so, generation by generation.
+    """
 
     run: Path
-    generation: int
-    node: int
-    nodes: int
+    job: Path  # job.toml of the run
+    generation: int  # the first of this launch
+    node: int  # counts spares too: 0 .. nodes + spares - 1
+    nodes: int  # places in the layout; who takes which is decided at each start
     ranks_per_node: int
-    master_addr: str
-    master_port: int
     device: str  # "cpu" or "cuda"
+    spares: int = 0
+    address: str = "127.0.0.1"  # where this agent and its ranks can be reached by the others
     interface: str | None = None  # network interface for gloo; None lets it choose
     worker_module: str = WORKER_MODULE
-
-    @property
-    def ranks(self) -> range:
-        """Global ranks of this node."""
-        return range(self.node * self.ranks_per_node, (self.node + 1) * self.ranks_per_node)
 
     @property
     def folder(self) -> RunFolder:
@@ -54,19 +56,22 @@ class AgentSpec:
         """stdout and stderr of the nursery: the traceback when the worker module cannot be imported."""
         return self.log.with_name("nursery.log")
 
-    def rank_log(self, rank: int) -> Path:
-        return self.folder.rank_log(self.generation, self.node, rank)
+    def rank_log(self, generation: int, rank: int) -> Path:
+        """stdout and stderr of a rank that this node started for `generation`."""
+        return self.folder.rank_log(generation, self.node, rank)
 
     def agent_command(self) -> list[str]:
         """The agent's command line, without the options that only a launcher on this machine adds."""
         command = [
             *_python(AGENT_MODULE),
             *("--run", str(self.run)),
+            *("--job", str(self.job)),
             *("--generation", str(self.generation)),
             *("--node", str(self.node)),
             *("--nodes", str(self.nodes)),
+            *("--spares", str(self.spares)),
             *("--ranks-per-node", str(self.ranks_per_node)),
-            *("--master", f"{self.master_addr}:{self.master_port}"),
+            *("--address", self.address),
             *("--device", self.device),
         ]
         if self.interface is not None:
@@ -78,16 +83,17 @@ class AgentSpec:
     def nursery_command(self) -> list[str]:
         return [*_python(NURSERY_MODULE), "--worker-module", self.worker_module]
 
-    def worker_arguments(self) -> list[str]:
-        return [str(self.run), "--generation", str(self.generation)]
+    def worker_arguments(self, generation: int) -> list[str]:
+        """What a rank that begins in `generation` is given, forked or not."""
+        return [str(self.run), "--generation", str(generation)]
 
-    def worker_command(self) -> list[str]:
-        """The command of one rank that is not forked."""
-        return [*_python(self.worker_module), *self.worker_arguments()]
+    def worker_command_prefix(self) -> list[str]:
+        """The command of one rank that is not forked, before its arguments."""
+        return _python(self.worker_module)
 
     def node_environment(self) -> dict[str, str]:
         """What the environment of every process of this node has beyond the agent's own."""
-        environment = {"SEATRIAL_DEVICE": self.device, "PYTHONUNBUFFERED": "1"}
+        environment = {"SEATRIAL_DEVICE": self.device, "PYTHONUNBUFFERED": "1", **_FLIGHT_RECORDER}
         if self.device == "cpu":
             environment |= _ONE_THREAD
         elif "OMP_NUM_THREADS" not in os.environ:
@@ -97,17 +103,27 @@ class AgentSpec:
             environment["GLOO_SOCKET_IFNAME"] = self.interface
         return environment
 
-    def rank_environment(self, rank: int) -> dict[str, str]:
-        """torchrun's variables for `rank`, beyond `node_environment`."""
+    def worker_environment(
+        self,
+        *,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        slot: int,
+        slots: int,
+        master_addr: str,
+        master_port: int,
+    ) -> dict[str, str]:
+        """torchrun's variables for a rank in `slot` of `slots` places, beyond `node_environment`."""
         return {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank - self.ranks[0]),
-            "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
-            "GROUP_RANK": str(self.node),
-            "GROUP_WORLD_SIZE": str(self.nodes),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
+            "GROUP_RANK": str(slot),
+            "GROUP_WORLD_SIZE": str(slots),
+            "MASTER_ADDR": master_addr,
+            "MASTER_PORT": str(master_port),
         }
 
 
@@ -123,7 +139,7 @@ def _python(module: str) -> list[str]:
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """What a launcher on the same machine adds: the channel to report on, and whose death to watch for."""
+    """What a launcher on the same machine adds: the channel between them, and whose death to watch for."""
 
     channel: int | None
     parent: int | None
@@ -134,10 +150,11 @@ def parse_agent_arguments(argv: Sequence[str]) -> tuple[AgentSpec, LocalOptions]
     parser = argparse.ArgumentParser(
         prog=AGENT_MODULE, description="Starts and watches the ranks of one node."
     )
-    parser.add_argument("--run", type=Path, required=True)
-    for name in ("--generation", "--node", "--nodes", "--ranks-per-node"):
+    for name in ("--run", "--job"):
+        parser.add_argument(name, type=Path, required=True)
+    for name in ("--generation", "--node", "--nodes", "--spares", "--ranks-per-node"):
         parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--master", required=True, metavar="ADDRESS:PORT")
+    parser.add_argument("--address", required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--interface")
     parser.add_argument("--worker-module", default=WORKER_MODULE)
@@ -145,5 +162,4 @@ def parse_agent_arguments(argv: Sequence[str]) -> tuple[AgentSpec, LocalOptions]
     parser.add_argument("--parent", type=int, metavar="PID")
     values = vars(parser.parse_args(argv))
     options = LocalOptions(values.pop("channel"), values.pop("parent"))
-    address, _, port = values.pop("master").rpartition(":")
-    return AgentSpec(master_addr=address, master_port=int(port), **values), options
+    return AgentSpec(**values), options

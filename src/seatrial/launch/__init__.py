@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from seatrial.base.errors import InputError
-from seatrial.control.reports import Report
 from seatrial.launch.base import Failure, Launcher, Outcome
 from seatrial.launch.local import LocalLauncher
 
 if TYPE_CHECKING:
     from seatrial.job import Job
 
-__all__ = ["Failure", "Launcher", "LocalLauncher", "Outcome", "Report", "launcher_for"]
+__all__ = ["Failure", "Launcher", "LocalLauncher", "Outcome", "launcher_for"]
 
 
 def launcher_for(job: Job) -> Launcher:

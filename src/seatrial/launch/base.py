@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from seatrial.base.errors import EXIT_DONE
-from seatrial.control.reports import Report
 from seatrial.control.spec import WORKER_MODULE
 
 if TYPE_CHECKING:
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of a launch, with its evidence."""
+    """The failure that ended a launch, with its evidence."""
 
-    node: int
-    rank: int | None  # None: the node's agent or nursery
+    node: int | None  # None: of no one node
+    rank: int | None  # None: the node's agent or nursery, or of no one rank
     message: str  # one line, who and what: "rank 3 on node 0 was killed by SIGKILL"
     cause: str  # what alone: "was killed by SIGKILL", "ValueError: ..."
     time: float  # unix seconds
@@ -33,7 +32,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch ended: 0, 1 (failed), 2 (bad input) or 130 (interrupted); `failure` with 1 and 2."""
+    """How a launch ended: 0, 1 (failed), 2 (bad input), 75 (preempted) or 130 (interrupted).
+
+    `failure` is there with 1 and 2.
+    """
 
     exit_code: int = EXIT_DONE
     failure: Failure | None = None
@@ -56,7 +58,6 @@ class Launcher(Protocol):
         folder: RunFolder,
         generation: int,
         *,
-        on_report: Callable[[Report], None] | None = None,
         tick: Callable[[], None] | None = None,
         worker_module: str = WORKER_MODULE,
     ) -> Outcome:

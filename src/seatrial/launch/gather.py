@@ -1,256 +1,206 @@
-"""Following the agents of one launch to the end, whatever ends them, and saying how it ended."""
+"""Following the agents of one launch to the end, whatever ends them, and saying how it ended.
+
+What happens in the run is the coordinator's to decide and to record. Here it is known who lives: an agent cannot
+report its own death, and this process is the parent of all of them.
+"""
 
 from __future__ import annotations
 
-import json
-import os
+import contextlib
+import dataclasses
 import selectors
 import signal
-import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
-from seatrial.base import process
 from seatrial.base.errors import EXIT_INTERRUPTED
-from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
-from seatrial.control.agent import STOP_TIMES, Why
-from seatrial.control.reports import Report
-from seatrial.control.spec import AgentSpec
-from seatrial.control.verdict import Finding, first_failure
+from seatrial.control import lease
+from seatrial.launch.agents import AgentHandle, end_agents
 from seatrial.launch.base import Failure, Outcome
+from seatrial.launch.evidence import agent_failure, completed, read_failure
 from seatrial.record import events
 from seatrial.record.folder import RunFolder
 
+Why = Literal["preempt", "interrupt", "now"]
+
 _TICK_S = 0.05
-_AGENT_GRACE_S = 1.5  # beyond the agent's own deadlines, before an agent that does not stop is killed
-_LITTLE_SPACE = 1 << 20  # bytes
-_TAIL_LINES = 20
-_TAIL_BYTES = 16384
-
-
-@dataclass
-class AgentHandle:
-    """One running agent, as its launcher holds it."""
-
-    spec: AgentSpec
-    mark: str
-    popen: subprocess.Popen[bytes]
-    channel: Channel
-    pidfd: int
-    done: bool = False  # said that all its ranks have ended and nothing is left
-    signalled: float | None = None
-    ended: bool = False
+_NOTICED_S = 1.0  # we may hear of an agent's death so much later than the coordinator does
+_OUTCOME_GRACE_S = 2.0  # from the outcome until agents that have not ended are killed
+# From the order to stop until the same. Ranks have 2 s to end in order after an interrupt.
+_STOP_GRACE_S: dict[Why, float] = {"preempt": 5.0, "interrupt": 4.0, "now": 1.5}
 
 
 class Gathering:
-    """Merges the agents' reports, passes on the order to stop, and outlives them all."""
+    """Takes in what the agents say, passes on the order to stop, and outlives them all."""
 
     def __init__(
         self,
         folder: RunFolder,
         generation: int,
-        agents: list[AgentHandle],
-        on_report: Callable[[Report], None] | None,
-        tick: Callable[[], None] | None,
+        start: Callable[[int], AgentHandle],
+        *,
+        preempt_grace_s: float,
+        returns: Mapping[int, float] | None = None,
+        tick: Callable[[], None] | None = None,
     ) -> None:
+        """`start(node)` starts a node's agent. `returns`: node -> seconds after which a dead agent is started again."""
         self.folder = folder
         self.generation = generation
-        self.agents = agents
-        self.on_report = on_report
-        self.tick = tick
-        self.reports: list[Report] = []
-        self.stopping: Why | None = None
-        self.kill_agents_at: float | None = None  # on the monotonic clock
-        self.interrupted_at: float | None = None  # unix seconds
-        self.selector = selectors.DefaultSelector()
+        self.agents: list[AgentHandle] = []
+        self._start_agent = start
+        self._returns = dict(returns or {})
+        self._start_at: dict[int, float] = {}  # node -> on the monotonic clock
+        self._tick = tick
+        self._stop_grace_s = _STOP_GRACE_S | {"preempt": preempt_grace_s + _STOP_GRACE_S["preempt"]}
+        self._stopping: Why | None = None
+        self._kill_at: float | None = None  # on the monotonic clock
+        self._outcome: dict[str, Any] | None = None
+        self._selector = selectors.DefaultSelector()
+
+    def start(self, node: int) -> None:
+        """Start the agent of `node`. Raises OSError."""
+        agent = self._start_agent(node)
+        self.agents.append(agent)
+        self._selector.register(agent.channel, selectors.EVENT_READ, lambda: self._on_channel(agent))
+        self._selector.register(agent.pidfd, selectors.EVENT_READ, lambda: self._on_end(agent))
 
     def follow(self, signals: SignalQueue | None) -> Outcome:
-        """Until every agent has ended; nothing that they started is left afterwards, also if this raises."""
-        try:
-            if signals is not None:
-                self.selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals))
-            for agent in self.agents:
-                self.selector.register(
-                    agent.channel, selectors.EVENT_READ, lambda a=agent: self._on_channel(a)
-                )
-                self.selector.register(agent.pidfd, selectors.EVENT_READ, lambda a=agent: self._on_end(a))
-            while not all(a.ended for a in self.agents):
-                for key, _ in self.selector.select(_TICK_S):
-                    key.data()
-                if self.kill_agents_at is not None and time.monotonic() >= self.kill_agents_at:
-                    self._kill_agents()
-                if self.tick is not None:
-                    self.tick()
-            return self._outcome()
-        finally:
-            end_agents(self.agents)
-            self.selector.close()
+        """Until every agent has ended or has said that nothing of it is left."""
+        if signals is not None:
+            self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals))
+        while self._start_at or not all(a.gone for a in self.agents):
+            for key, _ in self._selector.select(_TICK_S):
+                key.data()
+            self._meet_deadlines()
+            if self._tick is not None:
+                self._tick()
+        return self._result()
+
+    def close(self) -> None:
+        """Kill whatever is left. Nothing that was started survives this."""
+        end_agents(self.agents)
+        self._selector.close()
+
+    # -- what happens
 
     def _on_signals(self, signals: SignalQueue) -> None:
         for signum in signals.read():
             if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 # Whoever asks twice has waited long enough.
-                self._stop("interrupt" if self.interrupted_at is None else "now")
-                self.interrupted_at = self.interrupted_at or time.time()
+                first: Why = "interrupt" if signum == signal.SIGINT else "preempt"
+                self._stop(first if self._stopping is None else "now")
+
+    def _stop(self, why: Why) -> None:
+        self._stopping = why
+        self._start_at.clear()
+        self._returns.clear()
+        for agent in self.agents:
+            if not agent.gone:
+                agent.channel.send({"stop": why})
+        self._kill_after(self._stop_grace_s[why])
 
     def _on_channel(self, agent: AgentHandle) -> None:
         for message in agent.channel.receive():
-            self._take(agent, Report.from_message(message))
+            match message:
+                case {"outcome": outcome}:
+                    self._take_outcome(outcome)
+                case {"bye": _}:
+                    agent.bye = True
         if agent.channel.closed:
-            self.selector.unregister(agent.channel)
+            self._selector.unregister(agent.channel)
+
+    def _take_outcome(self, outcome: dict[str, Any]) -> None:
+        # Whoever was cut off and lost the lease may still believe that the run is its own to end.
+        if int(outcome["term"]) < lease.last_term(self.folder.leases):
+            return
+        self._outcome = outcome
+        self._start_at.clear()
+        self._returns.clear()
+        self._kill_after(_OUTCOME_GRACE_S)
 
     def _on_end(self, agent: AgentHandle) -> None:
-        status = agent.popen.wait()
-        now = time.time()
-        self.selector.unregister(agent.pidfd)
+        agent.take_end()
+        self._selector.unregister(agent.pidfd)
         if not agent.channel.closed:
             self._on_channel(agent)  # its last words
-        agent.ended = True
-        if not agent.done:
-            # Its ranks die with it. What they had started themselves is found by its mark.
-            process.kill_all(lambda: process.marked(agent.mark))
-            self._take(
-                agent,
-                Report(
-                    "agent_exited",
-                    agent.spec.node,
-                    now,
-                    pid=agent.popen.pid,
-                    status=status or 1,  # ending without a word is a failure, whatever the code
-                    signalled=agent.signalled,
-                ),
+        if not agent.bye:
+            agent.kill_rest()
+        if agent.died:
+            self._tell_death(agent)
+        node = agent.spec.node
+        if node in self._returns:
+            self._start_at[node] = time.monotonic() + self._returns[node]
+
+    def _tell_death(self, agent: AgentHandle) -> None:
+        node = agent.spec.node
+        # Where the disk takes no more, the run must still be followed to its end; that it is full will be told then.
+        with contextlib.suppress(OSError):
+            events.append(
+                self.folder,
+                "agent_failed",
+                f"agent of node {node} {agent.cause}",
+                severity="warning",  # whether the run survives it is not decided here
+                generation=max(self.generation, self.folder.last_generation()),
+                node=node,
+                data={"pid": agent.popen.pid, "status": agent.status, "time": agent.ended_at},
             )
 
-    def _take(self, agent: AgentHandle, report: Report) -> None:
-        self.reports.append(report)
-        if report.kind == "agent_done":
-            agent.done = True
-        if report.kind == "agent_started":
-            self._event("agent_started", f"agent of node {report.node} started", report)
-        if report.kind == "rank_started":
-            self._event("rank_started", f"rank {report.rank} on node {report.node} started", report)
-        if report.failed:
-            kind = report.kind.removesuffix("_exited")
-            what = kind if report.rank is None else f"rank {report.rank}"
-            ended = process.status_text(report.status or 0)
-            severity: events.Severity = "error"
-            if self._error_file(report).get("consequence"):
-                severity, ended = "info", f"{ended}, because a peer had gone away"
-            self._event(f"{kind}_failed", f"{what} on node {report.node} {ended}", report, severity)
-            self._stop("failure")
-        if self.on_report is not None:
-            self.on_report(report)
+    def _kill_after(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
-    def _event(self, kind: str, message: str, report: Report, severity: events.Severity = "info") -> None:
-        data = {k: v for k, v in report.to_message().items() if k not in ("kind", "node", "rank")}
-        events.append(
-            self.folder,
-            kind,
-            message,
-            severity=severity,
-            generation=self.generation,
-            node=report.node,
-            rank=report.rank,
-            data=data,
-        )
+    def _meet_deadlines(self) -> None:
+        now = time.monotonic()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            for agent in self.agents:
+                agent.kill()
+        for node in [node for node, when in self._start_at.items() if now >= when]:
+            del self._start_at[node]
+            self.start(node)
 
-    def _stop(self, why: Why) -> None:
-        if why == self.stopping:
-            return
-        self.stopping = why
-        for agent in self.agents:
-            if not agent.ended:
-                agent.channel.send({"stop": why})
-        deadline = time.monotonic() + STOP_TIMES[why][1] + _AGENT_GRACE_S
-        self.kill_agents_at = deadline if self.kill_agents_at is None else min(self.kill_agents_at, deadline)
+    # -- how it ended
 
-    def _kill_agents(self) -> None:
-        self.kill_agents_at = None
-        for agent in self.agents:
-            if not agent.ended:
-                agent.signalled = time.time()
-                agent.popen.kill()
+    def _result(self) -> Outcome:
+        died = sorted((a for a in self.agents if a.died), key=lambda a: a.ended_at)
+        if self._outcome is None:
+            return self._without_outcome(died)
+        code, told = int(self._outcome["exit_code"]), self._outcome.get("failure")
+        if not told:
+            return Outcome(code)
+        failure = read_failure(told, self.folder)
+        if failure.rank is None:
+            # The coordinator has only missed an agent; how it ended is known to its parent.
+            known = (
+                a for a in died if a.spec.node == failure.node and a.ended_at < failure.time + _NOTICED_S
+            )
+            agent = next(known, None)
+            if agent is not None:
+                failure = dataclasses.replace(agent_failure(agent), hint=failure.hint)
+        return Outcome(code, completed(failure, self.folder))
 
-    def _outcome(self) -> Outcome:
-        finding = first_failure(self.reports, self._error_files())
-        if self.interrupted_at is not None and (finding is None or finding.time >= self.interrupted_at):
+    def _without_outcome(self, died: list[AgentHandle]) -> Outcome:
+        if self._stopping is not None:
             return Outcome(EXIT_INTERRUPTED)
-        if finding is None:
-            return Outcome()
-        return Outcome(finding.exit_code, self._failure(finding))
+        return Outcome(1, self._failure_of(died))
 
-    def _error_files(self) -> dict[int, dict[str, Any]]:
-        errors = {}
-        for report in self.reports:
-            if report.rank is not None and (error := self._error_file(report)):
-                errors[report.rank] = error
-        return errors
-
-    def _error_file(self, report: Report) -> dict[str, Any]:
-        """What the rank wrote of its end; empty where it wrote nothing, or was killed while it did."""
-        if report.kind != "rank_exited" or report.status == 0 or report.rank is None:
-            return {}
-        path = self.folder.rank_error(self.generation, report.node, report.rank)
-        try:
-            error = json.loads(path.read_text())
-            return dict(error | {"time": float(error["time"])})
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
-
-    def _failure(self, finding: Finding) -> Failure:
-        spec = self.agents[finding.node].spec
-        if finding.rank is not None:
-            log = spec.rank_log(finding.rank)
-        else:
-            log = spec.nursery_log if finding.process == "nursery" else spec.log
-        return Failure(
-            node=finding.node,
-            rank=finding.rank,
-            message=finding.message,
-            cause=finding.cause if finding.rank is not None else f"the {finding.process} {finding.cause}",
-            time=finding.time,
-            exit_code=finding.exit_code,
-            log=log,
-            tail=_last_lines(finding.traceback or "", 2 * _TAIL_LINES) or _tail_of(log),
-            hint=finding.hint or self._disk_hint() or f"the whole log is {log}",
+    def _failure_of(self, died: list[AgentHandle]) -> Failure:
+        if died:
+            return completed(agent_failure(died[0]), self.folder)
+        first = self.agents[0]
+        return completed(
+            Failure(
+                node=None,
+                rank=None,
+                message="every agent ended, and none said how the run ended",
+                cause="no outcome",
+                time=time.time(),
+                exit_code=1,
+                log=first.spec.log,
+                tail="",
+                hint="",
+            ),
+            self.folder,
         )
-
-    def _disk_hint(self) -> str | None:
-        """A rank that could write nothing of its end may have had no room to."""
-        try:
-            disk = os.statvfs(self.folder.path)
-        except OSError:
-            return f"{self.folder.path} cannot be reached: was it moved, or unmounted?"
-        if disk.f_bavail * disk.f_frsize < _LITTLE_SPACE:
-            return f"the disk of {self.folder.path} is full: make room, then run the same command again"
-        return None
-
-
-def end_agents(agents: list[AgentHandle]) -> None:
-    """Kill what still lives of `agents` and of everything they started, and free what they held here."""
-    for agent in agents:
-        if agent.popen.poll() is None:
-            agent.popen.kill()
-            agent.popen.wait()
-    if agents:
-        process.kill_all(lambda: process.marked(*(a.mark for a in agents)))
-    for agent in agents:
-        agent.channel.close()
-        os.close(agent.pidfd)
-
-
-def _tail_of(log: Path) -> str:
-    try:
-        with open(log, "rb") as f:
-            f.seek(max(0, f.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return _last_lines(f.read().decode(errors="replace"), _TAIL_LINES)
-    except OSError:
-        return ""
-
-
-def _last_lines(text: str, count: int) -> str:
-    return "\n".join(text.rstrip().splitlines()[-count:])

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from seatrial.base.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
+from seatrial.base.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from seatrial.checkpoint.manifest import Damaged, complete, step_of, verify
 from seatrial.data.prepare import check_store, data_cache, resolve_store
 from seatrial.hardware.catalogue import find_gpu, gpus
 from seatrial.hardware.devices import choose_device
 from seatrial.launch import launcher_for
-from seatrial.launch.base import Outcome
+from seatrial.launch.base import Launcher, Outcome
 from seatrial.record import events
 from seatrial.record.run import OpenedRun, add_to_plan, open_run
 
@@ -53,13 +53,14 @@ class Voyage:
             return False  # the ranks will say so, set it aside, and go on from the one before
         return True
 
-    def run(self, tick: Callable[[], None] | None = None) -> Outcome:
-        """Train to the end. Nothing that was started is left when it returns."""
+    def run(self, tick: Callable[[], None] | None = None, *, launcher: Launcher | None = None) -> Outcome:
+        """Train to the end, with `launcher` or else the job's own. Nothing that was started is left when it returns."""
         folder, generation = self.opened.folder, self.opened.generation
 
         def tell(kind: str, message: str, **more: object) -> None:
+            now = max(generation, folder.last_generation())  # each recovery is one more
             try:
-                events.append(folder, kind, message, generation=generation, **more)  # type: ignore[arg-type]
+                events.append(folder, kind, message, generation=now, **more)  # type: ignore[arg-type]
             except OSError as error:
                 # How the run ended must reach the user even where the disk takes no more.
                 print(
@@ -68,7 +69,7 @@ class Voyage:
 
         layout = self.job.layout
         tell("run_started", f"{layout.world_size} ranks: {layout}", data={"layout": layout.as_dict()})
-        outcome = launcher_for(self.job).launch(self.job, folder, generation, tick=tick)
+        outcome = (launcher or launcher_for(self.job)).launch(self.job, folder, generation, tick=tick)
         failure = outcome.failure
         if failure is not None:
             tell(
@@ -91,8 +92,20 @@ class Voyage:
             tell("run_finished", f"all {self.job.train.steps} steps are done")
         elif outcome.exit_code in (EXIT_FAILED, EXIT_BAD_INPUT):
             tell("run_failed", "it ended without a first failure", severity="error", data={})
+        elif outcome.exit_code == EXIT_PREEMPTED:
+            tell(
+                "run_interrupted",
+                "preempted: the same command goes on from the last saved state",
+                severity="warning",
+                data={"preempted": True},
+            )
         else:
-            tell("run_interrupted", "stopped from outside; the same command resumes it", severity="warning")
+            tell(
+                "run_interrupted",
+                "stopped from outside; the same command resumes it",
+                severity="warning",
+                data={"preempted": False},
+            )
         return outcome
 
 

@@ -46,6 +46,26 @@ class RunFolder:
         """The number of the last start."""
         return self.control / "generation"
 
+    @property
+    def secret(self) -> Path:
+        """What the processes of the last start prove themselves with; see `record.secret`."""
+        return self.control / "secret"
+
+    @property
+    def leases(self) -> Path:
+        """Who coordinates: one file for each term."""
+        return self.control / "leases"
+
+    @property
+    def control_state(self) -> Path:
+        """What a new coordinator goes on from."""
+        return self.control / "state.json"
+
+    @property
+    def coordinator_log(self) -> Path:
+        """What the coordinators decided, and why, in lines."""
+        return self.control / "coordinator.log"
+
     def rank_log(self, generation: int, node: int, rank: int) -> Path:
         """stdout and stderr of one rank in one generation."""
         return self.logs / f"{generation:06d}" / f"node{node}" / f"rank{rank}.log"

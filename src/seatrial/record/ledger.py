@@ -1,4 +1,4 @@
-"""ledger.jsonl: which samples each step trained on, the proof that none was skipped or seen twice."""
+"""ledger.jsonl: which samples each step trained on, the proof that none was lost or seen twice."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ NOUN = "a ledger record"
 
 @dataclass(frozen=True)
 class LedgerRecord:
-    """Step `step` trained on samples first_sample, ..., end_sample - 1 of the global order. Steps count from 1."""
+    """Step `step` trained on samples first_sample, ..., end_sample - 1 of the global order. Steps count from 1.
+
+    With `skipped` they were left out on purpose: the step made no update.
+    """
 
     step: int
     first_sample: int
     end_sample: int
     generation: int
+    skipped: bool = False
 
 
 class LedgerWriter:
@@ -54,7 +58,7 @@ def ledger_gaps(records: Sequence[LedgerRecord], global_batch: int) -> list[str]
     """What contradicts "every step once, every sample once", in words; empty where nothing does.
 
     Steps must be 1, 2, ..., each once in its last generation, and step n must hold the samples
-    (n - 1) x global_batch, ..., n x global_batch - 1.
+    (n - 1) x global_batch, ..., n x global_batch - 1. Steps that were left out on purpose are in the ledger.
     """
     gaps: list[str] = []
     expected_step = 1
@@ -94,6 +98,15 @@ def _samples(first: int, end: int) -> str:
 
 def _last_generation(records: Sequence[LedgerRecord]) -> list[LedgerRecord]:
     last: dict[int, int] = {}
+    left_out: set[tuple[int, int]] = set()
     for record in records:
         last[record.step] = max(record.generation, last.get(record.step, record.generation))
-    return sorted((r for r in records if r.generation == last[r.step]), key=lambda r: r.step)
+        if record.skipped:
+            left_out.add((record.step, record.generation))
+    # Trained, taken back and then left out, all in one generation: the last of that counts.
+    own = [
+        r
+        for r in records
+        if r.generation == last[r.step] and (r.skipped or (r.step, r.generation) not in left_out)
+    ]
+    return sorted(own, key=lambda r: r.step)

@@ -14,6 +14,7 @@ from seatrial.base.atomic import fsync_folder, write_json, write_text
 from seatrial.base.errors import InputError, RunFailed
 from seatrial.record import events, lock
 from seatrial.record.folder import RunFolder
+from seatrial.record.secret import make_secret
 
 if TYPE_CHECKING:
     from seatrial.job import Job
@@ -75,6 +76,7 @@ def _open(job: Job, folder: RunFolder, fresh: bool, identity: Mapping[str, objec
         write_text(folder.generation_file, f"{generation}\n")
         for path in (folder.checkpoints, folder.logs, folder.reports, folder.ranks):
             path.mkdir(exist_ok=True)
+        make_secret(folder)
         write_json(folder.identity_json, _comparable(identity))
         write_text(folder.job_toml, job.to_toml())
         write_json(folder.plan_json, _plan(job))

@@ -17,7 +17,7 @@ from seatrial.record.jsonl import Problem
 from seatrial.record.ledger import ledger_gaps, read_ledger
 from seatrial.record.metrics import MetricsRecord, current_history, read_metrics
 
-State = Literal["not started", "running", "finished", "failed", "stopped"]
+State = Literal["not started", "running", "finished", "failed", "preempted", "stopped"]
 
 ETA_WINDOW = 20  # steps whose median time makes the ETA
 
@@ -48,8 +48,9 @@ class Failure:
         """With traceback, log and hint of the rank, where they are missing here and are in the folder."""
         if self.node is None or self.rank is None:
             return self
-        written = _read_json(folder.rank_error(generation, self.node, self.rank))
-        log = folder.rank_log(generation, self.node, self.rank)
+        # A rank keeps the log of the generation that started it, which may be an earlier one.
+        log = self.log or folder.rank_log(generation, self.node, self.rank)
+        written = _read_json(log.with_suffix(".error.json"))
         return Failure(
             self.cause,
             self.node,
@@ -78,6 +79,7 @@ class RunView:
     state_reason: str
     pid: int | None  # of the process that runs it
     generation: int  # 0: never started
+    first_generation: int  # of the last start; each recovery is a further one
     job: JobFacts
     metrics: list[MetricsRecord]  # the steps that led to where it stands, by step
     events: list[Event]
@@ -86,6 +88,7 @@ class RunView:
     failure: Failure | None
     ledger_steps: int
     ledger_gaps: list[str]
+    skipped_steps: list[int] = field(default_factory=list)  # left out on purpose: no update was made
     problems: list[Problem] = field(default_factory=list)
 
     @property
@@ -96,9 +99,9 @@ class RunView:
     def first(self) -> MetricsRecord | None:
         return self.metrics[0] if self.metrics else None
 
-    def of_generation(self) -> list[MetricsRecord]:
+    def of_start(self) -> list[MetricsRecord]:
         """The steps of the last start."""
-        return [m for m in self.metrics if m.generation == self.generation]
+        return [m for m in self.metrics if m.generation >= self.first_generation]
 
     @property
     def sample(self) -> dict[str, Any] | None:
@@ -110,8 +113,8 @@ class RunView:
 
     def wall_time_s(self, now: float) -> float | None:
         """Seconds from the last start to its last sign of life, or to `now` while it runs."""
-        times = [e.time for e in self.events if e.generation == self.generation]
-        times += [m.time for m in self.of_generation()]
+        times = [e.time for e in self.events if e.generation >= self.first_generation]
+        times += [m.time for m in self.of_start()]
         if not times:
             return None
         return (now if self.state == "running" else max(times)) - min(times)
@@ -130,7 +133,9 @@ def read_view(folder: RunFolder) -> RunView:
     known = [e.generation for e in events if e.kind != "job_changed"] + [m.generation for m in metrics]
     opened = folder.last_generation()
     generation = max([opened, *known]) if held or not known else max(known)
-    state, reason = _state(held, [e for e in events if e.generation == generation], bool(metrics))
+    first = _first_generation(events, generation)
+    own = [e for e in events if e.generation >= first]
+    state, reason = _state(held, own, generation, bool(metrics))
     checkpoints, latest = read_checkpoints(folder)
     history = current_history(metrics)
     gaps = ledger_gaps(ledger, facts.global_batch) if facts.global_batch else []
@@ -143,14 +148,16 @@ def read_view(folder: RunFolder) -> RunView:
         state_reason=reason,
         pid=lock.holder(folder.lock) if held else None,
         generation=generation,
+        first_generation=first,
         job=facts,
         metrics=history,
         events=events,
         checkpoints=checkpoints,
         latest=latest,
-        failure=find_failure(folder, events, generation) if state == "failed" else None,
+        failure=find_failure(folder, own, generation) if state == "failed" else None,
         ledger_steps=len(ledger),
         ledger_gaps=gaps,
+        skipped_steps=[r.step for r in ledger if r.skipped],
         problems=problems,
     )
 
@@ -196,11 +203,14 @@ def read_checkpoints(folder: RunFolder) -> tuple[list[CheckpointInfo], Checkpoin
 
 
 def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Failure | None:
-    """The failure that the events of `generation` tell of, completed by what the rank itself wrote down."""
-    own = [e for e in events if e.generation == generation]
-    told = next((e for e in reversed(own) if e.kind == "run_failed"), None)
+    """The failure that ended a start, from its events, completed by what the rank itself wrote down.
+
+    Where nobody said what ended it, it is the first failure of `generation`, the last one: the run has recovered from
+    those before.
+    """
+    told = next((e for e in reversed(events) if e.kind == "run_failed"), None)
     if told is None:
-        told = next((e for e in own if _is_failure(e)), None)
+        told = next((e for e in events if e.generation == generation and _is_failure(e)), None)
     if told is None:
         return None
     data = told.data or {}
@@ -227,8 +237,21 @@ def eta_s(step_times: list[float], steps_left: int) -> float | None:
     return median(step_times[-ETA_WINDOW:]) * max(0, steps_left)
 
 
-def _state(held: bool, events: list[Event], has_metrics: bool) -> tuple[State, str]:
-    """State and the reason in words, from the events of the last generation."""
+def _first_generation(events: list[Event], generation: int) -> int:
+    """The generation with which the start began that `generation` belongs to.
+
+    A recovery is a generation that the coordinator started within a start. Any other one is a start of its own, also
+    where it has said nothing yet.
+    """
+    started = {e.generation for e in events if e.kind == "run_started"}
+    coordinated = {e.generation for e in events if e.kind == "generation_started"}
+    while generation in coordinated - started and generation > 1:
+        generation -= 1
+    return generation
+
+
+def _state(held: bool, events: list[Event], generation: int, has_metrics: bool) -> tuple[State, str]:
+    """State and the reason in words, from the events of the last start; `generation` is its last one."""
     if held:
         return "running", "a process holds the run"
     kinds = [e.kind for e in events]
@@ -236,13 +259,15 @@ def _state(held: bool, events: list[Event], has_metrics: bool) -> tuple[State, s
         (e for e in reversed(events) if e.kind in ("run_finished", "run_failed", "run_interrupted")), None
     )
     if last is None:
-        failed = next((e for e in events if _is_failure(e)), None)
+        failed = next((e for e in events if e.generation == generation and _is_failure(e)), None)
         if failed is not None:
             return "failed", failed.message
         if "run_started" in kinds or has_metrics:
             return "stopped", "it ended without saying why: killed, or the machine went down"
         return "not started", "no step was ever begun"
     states: dict[str, State] = {"run_finished": "finished", "run_failed": "failed"}
+    if (last.data or {}).get("preempted") is True:
+        return "preempted", last.message
     return states.get(last.kind, "stopped"), last.message
 
 

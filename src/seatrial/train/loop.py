@@ -1,42 +1,57 @@
-"""The training loop of one rank: batches, steps, records, checkpoints."""
+"""The training loop of one rank: batches, steps, records, checkpoints, and what becomes of a step that went wrong."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from seatrial.base.errors import RunFailed
-from seatrial.checkpoint.manifest import Progress
-from seatrial.checkpoint.write import PeerSaveFailed, SaveFailed, remove_old
 from seatrial.data.loader import BatchLoader
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
 from seatrial.record import events
 from seatrial.record.folder import RunFolder
-from seatrial.record.ledger import LedgerRecord, LedgerWriter
-from seatrial.record.metrics import MetricsWriter
-from seatrial.train import state
-from seatrial.train.meter import Meter, memory_bytes
+from seatrial.train.companion import Companion, Ending, Leaving, Rollback, Snapshots
+from seatrial.train.guard import HINT, Guard, Verdict
+from seatrial.train.meter import Meter, OwnTime, memory_bytes
 from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train.recorder import Known, Recorder, make_guard
+from seatrial.train.replicas import CorruptState, Integrity
+from seatrial.train.saver import Saver
 from seatrial.train.schedule import learning_rate
-from seatrial.train.step import StepResult, train_step
+from seatrial.train.step import Own, StepResult, StepValues, local_vector, update, vector_length
+from seatrial.train.straggler import StragglerWatch
+
+_WARM_UP = 2  # steps of a leg whose times say nothing: compilation, memory, connections
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Started:
     """A step that the device may still be working on."""
 
     step: int
-    lr: float
     data_wait: float
     result: StepResult
 
 
 class Loop:
-    """Trains from one step to the last. Rank 0 writes metrics, ledger and events; all ranks write checkpoints."""
+    """Trains from one step to the last. Rank 0 writes metrics, ledger and events; all ranks write checkpoints.
+
+    With a companion it is supervised: it tells of each step, leaves when asked to, and does not end at the first step
+    that is not finite. Without one it trains as long as all goes well.
+
+    After an exception it still tells what this rank holds (on a CPU; on a GPU the host does not know):
+    `applied`, the step whose update is in weights and optimizer state, all of it, or None;
+    `ready`, the step after it if its gradients are final and `apply_ready` can make its update;
+    `known`, the last step whose summed vector this rank has.
+    """
 
     def __init__(
         self,
@@ -46,6 +61,10 @@ class Loop:
         model: ParallelModel,
         optimizer: ShardedAdamW,
         loader: BatchLoader,
+        *,
+        companion: Companion | None = None,
+        snapshots: Snapshots | None = None,
+        rollback: Rollback | None = None,
     ) -> None:
         self.job = job
         self.folder = folder
@@ -53,135 +72,313 @@ class Loop:
         self.model = model
         self.optimizer = optimizer
         self.loader = loader
+        self.applied: int | None = None
+        self.ready: int | None = None
+        self.known: Known | None = None
         mesh = model.mesh
+        self._cuda = mesh.device.type == "cuda"
         self._writes = mesh.rank == 0
+        self._companion, self._snapshots, self._rollback = companion, snapshots, rollback
         self._meter = Meter(job, mesh.device, generation)
-        self._metrics = MetricsWriter(folder) if self._writes else None
-        self._ledger = LedgerWriter(folder) if self._writes else None
+        self._recorder = Recorder(job, folder, loader, self._meter, writes=self._writes)
+        self._saver = Saver(job, folder, generation, model, optimizer, loader, self._event)
+        self._clip_norm = job.optimizer.clip_norm or None
+        self._guard: Guard | None = None
+        self._integrity: Integrity | None = None
+        self._own_time: OwnTime | None = None
+        self._stragglers: StragglerWatch | None = None
+        if companion is not None:
+            self._own_time = OwnTime(mesh.device)
+            self._stragglers = StragglerWatch(job.layout, job.resilience.straggler_factor)
+            if job.resilience.verify_every_steps:
+                self._integrity = Integrity(model, optimizer)
         # On a GPU the host runs one step ahead: reading a step's loss at once would stop the device after each.
-        self._ahead = 1 if mesh.device.type == "cuda" else 0
+        # A refused update refuses those after it too, so what was started too early has changed nothing.
+        self._ahead = 1 if self._cuda else 0
         self._started: list[_Started] = []
         self._clock = 0.0
+        self._first = self._next = 1
+        self._leaving: Leaving | None = None
+        self._told_first = False
 
-    def run(self, first_step: int) -> None:
-        """Train the steps `first_step` to the job's last one."""
+    # -- the loop
+
+    def run(self, first_step: int) -> Ending:
+        """Train the steps `first_step` to the job's last one, or leave before with everything saved."""
+        try:
+            return self._run(first_step)
+        except CorruptState as error:
+            self.applied = self.ready = None
+            data = {"last_good_step": error.last_good_step}
+            self._finding("corruption", error.step, error.message, data, error.blamed)
+            self._saver.distrust(error.last_good_step, error.message)
+            raise
+        finally:
+            if self._own_time is not None:
+                self._own_time.unwatch()
+            self._recorder.close()
+
+    def _run(self, first_step: int) -> Ending:
         steps = self.job.train.steps
-        every = self.job.checkpoint.every_steps
         convention, numbers = self._meter.convention()
         self._event("device", convention, data=numbers)
+        self._begin(first_step)
+        while self._next <= steps:
+            step = self._next
+            self._next += 1
+            reason = self._guard.leaves_out(step) if self._guard is not None else None
+            if reason is None:
+                self._start(step)
+            ends = self._is_boundary(step)
+            self._read_results(leave=0 if ends or reason is not None else self._ahead)
+            if self._leaving:
+                self._read_results(leave=0)  # asked for by the step before: all ranks leave after this one
+            if self._next != step + 1:
+                continue  # a step is to be done again
+            if reason is not None:
+                self._leave_out(step, reason)
+            if ends or self._leaving:
+                self._end_step(step)
+            if self._leaving and step < steps:
+                return self._leaving
+        return "done"
+
+    def _begin(self, first_step: int) -> None:
+        self._first = self._next = first_step
+        self.applied = None if self._cuda else first_step - 1
+        if self._companion is not None:
+            self._guard = make_guard(self.job, self.folder, self.model.mesh, first_step)
+        if self._own_time is not None:
+            self._own_time.watch(self.model)
+        if self._integrity is not None:
+            self._integrity.begin(first_step - 1)
         self._clock = time.perf_counter()
-        for step in range(first_step, steps + 1):
-            self.train_one(step)
-            if step % every == 0 or step == steps:
-                self._read_results(leave=0)
-                self._save(step)
-                self._clock = time.perf_counter()  # the save is no part of the next step's time
-        self._read_results(leave=0)
-        for writer in (self._metrics, self._ledger):
-            if writer is not None:
-                writer.close()
 
     def train_one(self, step: int) -> None:
         """Train one step and record it, or on a GPU the one before it."""
         self._start(step)
         self._read_results(leave=self._ahead)
 
+    # -- one step
+
     def _start(self, step: int) -> None:
-        mesh, train = self.model.mesh, self.job.train
+        mesh, clock = self.model.mesh, self._own_time
+        own = Own(
+            wants=self._companion.wants() if self._companion is not None else None,
+            busy=self._snapshots is not None and self._snapshots.busy,
+            clock=clock,
+            memory_bytes=lambda: memory_bytes(mesh.device),
+            changed=self._changed,
+        )
         begin = time.perf_counter()
-        share = train.global_batch // mesh.layout.data_parallel
+        with clock.running() if clock is not None else contextlib.nullcontext():
+            ids_BT, target_BT = self._batch(step)
+        data_wait = time.perf_counter() - begin
+        values = local_vector(self.model, self.optimizer, ids_BT, target_BT, own)
+        # If a peer goes away during the exchange, this rank can still finish the step: others may have it.
+        self.ready = step if self.applied == step - 1 else None
+        mesh.sum_over_ranks(values)
+        if self._cuda:
+            self._update(step, values[0], values[1])
+            self._started.append(_Started(step, data_wait, StepResult(values)))
+            return
+        started = _Started(step, data_wait, StepResult(values))
+        summed = started.result.values()
+        self.known = self._known(started, summed, time.perf_counter() - self._clock)
+        if self._integrity is not None:
+            self._integrity.judge(step, summed.changed)
+        self._update(step, values[0], values[1], made=summed.finite)
+        self._started.append(started)
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        mesh = self.model.mesh
+        share = self.job.train.global_batch // mesh.layout.data_parallel
         ids_BT, target_BT = self.loader.batch(step, mesh.data_rank * share, share)
-        if mesh.device.type == "cuda":
+        if self._cuda:
             ids_BT = ids_BT.pin_memory().to(mesh.device, non_blocking=True)
             target_BT = target_BT.pin_memory().to(mesh.device, non_blocking=True)
-        data_wait = time.perf_counter() - begin
-        lr = learning_rate(step, train.steps, self.job.optimizer)
-        result = train_step(
-            self.model,
-            self.optimizer,
-            ids_BT,
-            target_BT,
-            lr=lr,
-            clip_norm=self.job.optimizer.clip_norm or None,
-            memory_bytes=lambda: memory_bytes(mesh.device),
-        )
-        self._started.append(_Started(step, lr, data_wait, result))
+        return ids_BT, target_BT
+
+    def _changed(self) -> Tensor | None:
+        """Whether this rank's state was altered since the last update: then it is no state to go on from."""
+        code = self._integrity.at_rest.changed() if self._integrity is not None else None
+        if code is not None and not self._cuda and int(code):
+            self.applied = None
+        return code
+
+    def _update(self, step: int, loss: Tensor, norm_squared: Tensor, *, made: bool = True) -> None:
+        """Change weights and optimizer state, or with `made` false leave them. No rank is waited for."""
+        before, self.ready, self.applied = self.applied, None, None
+        lr = learning_rate(step, self.job.train.steps, self.job.optimizer)
+        clock = self._own_time
+        with clock.running() if clock is not None else contextlib.nullcontext():
+            update(self.optimizer, loss, norm_squared, lr=lr, clip_norm=self._clip_norm)
+            if self._integrity is not None:
+                self._integrity.at_rest.keep()
+        if not self._cuda:
+            self.applied = step if made else before
+
+    def apply_ready(self, norm_squared: float) -> None:
+        """Make the update of `ready`, whose gradient norm another rank has heard; the same bits as in that rank."""
+        assert self.ready is not None
+        total = torch.tensor(norm_squared, dtype=torch.float64)
+        assert torch.isfinite(total)
+        self._update(self.ready, torch.zeros((), dtype=torch.float64), total)
 
     def _read_results(self, *, leave: int) -> None:
         while len(self._started) > leave:
             done = self._started.pop(0)
-            loss, norm, memory = done.result.read()
+            values = done.result.values()
             now = time.perf_counter()
             seconds, self._clock = now - self._clock, now
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                # Every rank has the same numbers and stops here; nothing of this step has been saved.
-                raise RunFailed(
-                    f"the loss is {loss} and the gradient norm {norm} at step {done.step}",
-                    hint="lower optimizer.lr, or raise optimizer.warmup_steps, and start over with --fresh: "
-                    "a resumed run keeps its optimizer settings",
-                )
-            if self._metrics is not None and self._ledger is not None:
-                first, end = self.loader.samples(done.step)
-                self._ledger.write(LedgerRecord(done.step, first, end, self.generation))
-                self._metrics.write(
-                    self._meter.record(
-                        done.step,
-                        loss=loss,
-                        grad_norm=norm,
-                        lr=done.lr,
-                        seconds=seconds,
-                        data_wait=done.data_wait,
-                        memory=memory,
-                    )
-                )
+            if self._integrity is not None:
+                self._integrity.judge(done.step, values.changed)
+            if values.leaving is not None:
+                self._leaving = values.leaving
+            verdict = self._judge(done.step, values)
+            if verdict.action == "accept":
+                self._accept(self._known(done, values, seconds))
+                continue
+            # What was started after it computed with the wrong weights; its update was refused, or is rolled back.
+            self._started.clear()
+            self.optimizer.allow()
+            if verdict.action == "back":
+                continue  # _judge went back
+            self._next = done.step
+            if verdict.action == "skip":
+                self._leave_out(done.step, verdict.reason)
+                self._next += 1
 
-    def _save(self, step: int) -> None:
-        begin = time.perf_counter()
-        tokens = step * self.job.train.global_batch * self.job.train.sequence_length
-        progress = Progress(step, tokens, self.loader.samples(step)[1], self.generation)
-        for writer in (self._metrics, self._ledger):
-            if writer is not None:
-                writer.sync()  # a checkpoint that survives a power loss must not outlive the record of its steps
-        try:
-            saved = state.save(self.job, self.model, self.optimizer, self.folder.checkpoints, progress)
-        except SaveFailed as error:
-            if not self._writes and not isinstance(error, PeerSaveFailed):
-                self._tell_own(step, error)
-            if step == self.job.train.steps:
-                raise  # the end of the run: there is no later chance
-            self._event(
-                "checkpoint_failed",
-                f"the checkpoint of step {step} could not be written: {error.message}; training goes on",
-                severity="error",
-                data={"step": step},
-            )
-            return
-        if self._writes:
-            size = sum(p.stat().st_size for p in saved.iterdir())
-            seconds = time.perf_counter() - begin
-            self._event(
-                "checkpoint_saved",
-                f"checkpoint of step {step} saved in {seconds:.2f} s",
-                data={"step": step, "folder": str(saved), "bytes": size, "seconds": seconds},
-            )
-            for old in remove_old(self.folder.checkpoints, self.job.checkpoint.keep):
-                self._event(
-                    "checkpoint_removed",
-                    f"removed {old.name}: the newest {self.job.checkpoint.keep} are kept",
-                )
+    def _known(self, done: _Started, values: StepValues, seconds: float) -> Known:
+        return Known(self.generation, done.step, values, seconds, done.data_wait)
 
-    def _tell_own(self, step: int, error: SaveFailed) -> None:
-        # A full disk may refuse this line too; the failure itself is told by rank 0.
-        with contextlib.suppress(OSError):
-            events.append(
-                self.folder,
-                "checkpoint_failed",
-                f"rank {self.model.mesh.rank} could not write its part of step {step}: {error.message}",
-                severity="error",
-                generation=self.generation,
-                rank=self.model.mesh.rank,
-                data={"step": step},
+    def _accept(self, known: Known) -> None:
+        self.known = known
+        self._recorder.step(known)
+        self._beat(known)
+        if self._writes and self._stragglers is not None and known.step >= self._first + _WARM_UP:
+            for slow in self._stragglers.add(known.values.local_seconds, known.seconds):
+                self._finding("straggler", known.step, slow.message, slow.data, [slow.rank])
+
+    # -- a step that went wrong
+
+    def _judge(self, step: int, values: StepValues) -> Verdict:
+        """What follows a step; a rollback has been made when this returns."""
+        loss, norm = values.loss, values.grad_norm
+        if self._guard is None:
+            if math.isfinite(loss) and math.isfinite(norm):
+                return Verdict("accept")
+            # Every rank has the same numbers and stops here; nothing of this step has been saved.
+            raise RunFailed(f"the loss is {loss} and the gradient norm {norm} at step {step}", hint=HINT)
+        verdict = self._guard.judge(step, loss, norm)
+        if verdict.action == "back" and not self._go_back():
+            verdict = self._guard.cannot_go_back(step, loss, norm, verdict)
+        if verdict.signal is not None:
+            own = values.not_finite
+            blamed = own if len(own) < self.model.mesh.layout.world_size else []
+            self._finding(verdict.signal, step, verdict.reason, verdict.data, blamed)
+        if verdict.action == "fail":
+            raise RunFailed(verdict.reason, hint=HINT)
+        return verdict
+
+    def _go_back(self) -> bool:
+        """Restore the newest snapshot that every rank has."""
+        if self._rollback is None:
+            return False
+        before, self.applied, self.ready = self.applied, None, None  # while it is being written over
+        back = self._rollback()
+        if back is None:
+            self.applied = before
+            return False
+        self._saver.distrust(back, f"the run went back to step {back}")
+        self.optimizer.clear_gradients()
+        if self._integrity is not None:
+            self._integrity.at_rest.keep()
+        self.applied = None if self._cuda else back
+        self._next = back + 1
+        return True
+
+    def _leave_out(self, step: int, reason: str) -> None:
+        """Go on as if `step` had been done, without its samples."""
+        assert self._guard is not None
+        again = step in self._guard.skipped
+        self._guard.left_out(step, reason)
+        self.optimizer.set_step(step)  # bias correction and learning rate go by the step
+        if not self._cuda:
+            self.applied = step
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        nothing = StepValues((0.0,) * vector_length(self.model.mesh.layout.world_size))
+        values = self.known.values if self.known is not None else nothing
+        self.known = Known(self.generation, step, values, seconds, 0.0, skipped=True)
+        self._recorder.step(self.known)
+        if not again:
+            self._event(
+                "step_skipped",
+                f"step {step} was left out, its samples are not trained on: {reason}",
+                severity="warning",
+                data={"step": step, "reason": reason},
             )
+        self._beat(self.known)
+
+    # -- between steps
+
+    def _is_boundary(self, step: int) -> bool:
+        """Whether more than training happens after `step`: nothing may be under way then."""
+        resilience, every = self.job.resilience, self.job.checkpoint.every_steps
+        if step % every == 0 or step == self.job.train.steps:
+            return True
+        if self._integrity is not None and step % resilience.verify_every_steps == 0:
+            return True
+        return self._snapshots is not None and self._snapshots.due(step)
+
+    def _end_step(self, step: int) -> None:
+        """Verify the state, and only then copy and save it."""
+        if self._integrity is not None:
+            self._integrity.verify(step)
+        last = step == self.job.train.steps
+        busy = self.known is not None and self.known.values.busy
+        if self._snapshots is not None and not (last or busy):
+            wanted = self._leaving is not None or self._snapshots.due(step)
+            if wanted and self._snapshots.take(step):
+                self._state_was_copied()
+        if last or self._leaving or step % self.job.checkpoint.every_steps == 0:
+            self._recorder.sync()  # a checkpoint that survives a power loss must not outlive the record of its steps
+            self._saver.save(step, must=last or self._leaving == "preempted")
+            self._state_was_copied()
+            self._clock = time.perf_counter()  # the save is no part of the next step's time
+
+    def _state_was_copied(self) -> None:
+        if self._integrity is not None:
+            self._integrity.at_rest.copied()
+
+    # -- what is told
+
+    @property
+    def known_width(self) -> int:
+        """Numbers in the row of a known step."""
+        return Known.width(self.model.mesh.layout.world_size)
+
+    def record_known(self, row: Sequence[float], step: int) -> None:
+        """Write the records of `step`, which an earlier leg finished, where they are missing.
+
+        `row` is `known.as_row()` of a rank that has it; one that knows of another step is of no use, and no harm.
+        """
+        known = Known.from_row(row)
+        if step > 0 and known.step == step and (known.skipped or known.values.finite):
+            self._recorder.once(known)
+
+    def _beat(self, known: Known) -> None:
+        if self._companion is not None:
+            self._companion.beat(known.step, known.seconds, not self._told_first)
+            self._told_first = True
+
+    def _finding(
+        self, signal: str, step: int, message: str, data: dict[str, Any], blamed: Sequence[int]
+    ) -> None:
+        # All ranks know the same; one tells.
+        if self._writes and self._companion is not None:
+            self._companion.finding(signal, step, message, data, blamed)
 
     def _event(
         self,

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from seatrial.hardware.catalogue import find_gpu, peak_flops
 from seatrial.hardware.mfu import mfu
 from seatrial.job import Job
+from seatrial.parallel.build import ParallelModel
 from seatrial.record.metrics import MetricsRecord
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -22,6 +28,77 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * _PAGE
+
+
+class OwnTime:
+    """Adds up the time of work in which this rank waits for no other: what tells a slow rank from its peers.
+
+    On a GPU it is the device's time, between events; a span counts once the device has passed it, so `take` speaks of
+    a step or two before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._begun: float | torch.cuda.Event | None = None
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._handles: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        self._begun = self._mark() if self._cuda else time.perf_counter()
+
+    def stop(self) -> None:
+        """The end of what `start` began; nothing if it began nothing."""
+        begun, self._begun = self._begun, None
+        if isinstance(begun, float):
+            self._seconds += time.perf_counter() - begun
+        elif begun is not None:
+            self._pending.append((begun, self._mark()))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        while self._pending and self._pending[0][1].query():
+            begun, ended = self._pending.popleft()
+            self._seconds += begun.elapsed_time(ended) / 1000
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def watch(self, model: ParallelModel) -> None:
+        """Count the forward passes of attention, MLP and output head: between them ranks talk, inside they do not.
+
+        One block of each stage stands for all. A compiled one lets nobody look inside: there only the head counts.
+        """
+        for stage in model.stages:
+            for block in [] if model.settings.compile else stage.blocks[:1]:
+                self._span(block.self_attn, block.self_attn.o_proj)
+                self._span(block.mlp, block.mlp.down_proj)
+            if stage.lm_head is not None:
+                self._span(stage.lm_head, stage.lm_head)
+
+    def unwatch(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _span(self, first: nn.Module, last: nn.Module) -> None:
+        # Registered after tensor parallel's hooks: what it gathers before `first` has arrived, and what it
+        # scatters after `last` comes later.
+        self._handles.append(first.register_forward_pre_hook(lambda *_: self.start()))
+        self._handles.append(last.register_forward_hook(lambda *_: self.stop(), prepend=True))
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 class Meter:
@@ -68,7 +145,9 @@ class Meter:
         seconds: float,
         data_wait: float,
         memory: int,
+        generation: int | None = None,
     ) -> MetricsRecord:
+        """`generation`: that did the step, if it was not the meter's own."""
         rate = self._tokens_a_step / seconds
         rate_a_gpu = rate / self._job.layout.world_size
         return MetricsRecord(
@@ -84,5 +163,5 @@ class Meter:
             mfu=mfu(self._flops_per_token, rate_a_gpu, self._peak),
             memory_bytes=memory,
             time=time.time(),
-            generation=self._generation,
+            generation=self._generation if generation is None else generation,
         )

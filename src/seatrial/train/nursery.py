@@ -69,7 +69,7 @@ class Nursery:
             process.signal_group(pid, signal.SIGKILL)
         process.kill_all(lambda: process.descendants(os.getpid()) | process.marked(self.mark))
 
-    def _fork(self, *, rank: int, log: str, env: dict[str, str], argv: list[str]) -> None:
+    def _fork(self, *, rank: int, log: str, env: dict[str, str], argv: list[str], token: str) -> None:
         def body() -> int:
             self.channel.close()
             self.signals.close_in_child()
@@ -80,10 +80,11 @@ class Nursery:
 
         pid = process.fork(body, log=Path(log))
         self.ranks[pid] = rank
-        self.channel.send({"forked": {"rank": rank, "pid": pid}})
+        self.channel.send({"forked": {"rank": rank, "pid": pid, "token": token}})
 
     def _reaped(self, pid: int, status: int) -> None:
-        self.channel.send({"exited": {"rank": self.ranks.pop(pid), "status": status, "time": time.time()}})
+        rank = self.ranks.pop(pid)
+        self.channel.send({"exited": {"rank": rank, "pid": pid, "status": status, "time": time.time()}})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

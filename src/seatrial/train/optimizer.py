@@ -42,6 +42,10 @@ class ShardedAdamW:
         )
         self._shards = shards
         self._make_state()
+        # torch's fused AdamW leaves weights, moments and step counters alone where this is 1, without asking the
+        # host. Sticky: on a GPU the next step is under way before anybody has seen that this one was not finite.
+        self._refused = torch.zeros((), dtype=torch.float32, device=shards[0].local.device)
+        self._adamw.found_inf = self._refused  # type: ignore[attr-defined]  # what torch.amp.GradScaler sets
 
     def _make_state(self) -> None:
         # At once and not in the first step, so that a checkpoint can be read straight into it.
@@ -81,9 +85,27 @@ class ShardedAdamW:
             total += norm.float() ** 2 / holders
         return total
 
+    def refuse_if(self, bad: Tensor) -> None:
+        """Where the scalar `bad` is not zero, this update and all later ones change nothing, until `allow`."""
+        self._refused.copy_(torch.maximum(self._refused, (bad != 0).to(self._refused)))
+
+    def allow(self) -> None:
+        """Make updates again."""
+        self._refused.zero_()
+
+    def clear_gradients(self) -> None:
+        """Forget gradients, also those of a step that broke off."""
+        for slot in self._slots:
+            slot.parameter.grad = None
+        for shard in self._shards:
+            shard.parameter.grad = None
+
     @torch.no_grad()
     def update(self, lr: float, scale: Tensor | None) -> None:
-        """One AdamW update with the gradients times `scale`; clears them."""
+        """One AdamW update with the gradients times `scale`, unless it is refused; clears the gradients.
+
+        It waits for no other rank, so that a rank either has a step's update or does not have it.
+        """
         for group in self._adamw.param_groups:
             group["lr"] = lr
         for slot in self._slots:
@@ -92,7 +114,4 @@ class ShardedAdamW:
         if scale is not None and grads:
             torch._foreach_mul_(grads, scale)
         self._adamw.step()
-        for slot in self._slots:
-            slot.parameter.grad = None
-        for shard in self._shards:
-            shard.parameter.grad = None
+        self.clear_gradients()

@@ -33,7 +33,7 @@ from seatrial.train.resume import choose_checkpoint
 from seatrial.train.sample import write_sample
 
 # How long a collective may wait for a rank before it is an error.
-_TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def train_rank(folder: RunFolder, generation: int | None, place: Place) -> None:
             f"the job has {job.layout.world_size} ranks, the environment says {place.world_size}",
             hint="start as many ranks as cluster.nodes x cluster.gpus_per_node",
         )
-    device = _join(place)
-    mesh = build_mesh(job.layout, device, _TIMEOUT)
+    device = join(place)
+    mesh = build_mesh(job.layout, device, TIMEOUT)
     torch.manual_seed(job.train.seed + mesh.rank)
-    loader = _loader(job, folder)
+    loader = make_loader(job, folder)
     begun = (
         nullcontext(generation) if generation is not None else _unsupervised(job, folder, mesh, loader.store)
     )
@@ -91,7 +91,7 @@ def train_rank(folder: RunFolder, generation: int | None, place: Place) -> None:
 def _train(job: Job, folder: RunFolder, generation: int, mesh: Mesh, loader: BatchLoader) -> None:
     resumed_from = choose_checkpoint(job.architecture, folder, generation, mesh)
     model = ParallelModel(
-        job.architecture, mesh, settings_of(job), resumed_from or _first_weights(job), timeout=_TIMEOUT
+        job.architecture, mesh, settings_of(job), resumed_from or first_weights(job), timeout=TIMEOUT
     )
     optimizer = ShardedAdamW(model.shards, job.optimizer)
     first_step = 1
@@ -139,7 +139,7 @@ def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, store: TokenStore) ->
             opened.close()
 
 
-def _join(place: Place) -> torch.device:
+def join(place: Place) -> torch.device:
     """Become a member of the world; the device of this rank."""
     if place.device == "cuda":
         device = torch.device("cuda", place.local_rank)
@@ -148,7 +148,7 @@ def _join(place: Place) -> torch.device:
         device = torch.device("cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        dist.init_process_group("nccl" if place.device == "cuda" else "gloo", timeout=_TIMEOUT)
+        dist.init_process_group("nccl" if place.device == "cuda" else "gloo", timeout=TIMEOUT)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise InputError(
@@ -159,7 +159,8 @@ def _join(place: Place) -> torch.device:
     return device
 
 
-def _loader(job: Job, folder: RunFolder) -> BatchLoader:
+def make_loader(job: Job, folder: RunFolder) -> BatchLoader:
+    """The batches of the run, from the store that the launcher found or else prepared here."""
     train = job.train
     known = read_plan(folder).get("data")
     if known is not None:
@@ -183,7 +184,8 @@ def _loader(job: Job, folder: RunFolder) -> BatchLoader:
     )
 
 
-def _first_weights(job: Job) -> WeightSource:
+def first_weights(job: Job) -> WeightSource:
+    """Where a run without a checkpoint takes its weights from."""
     if job.model.init_from is None:
         return RandomWeights(job.architecture, job.train.seed)
     weights = HuggingFaceWeights(Path(job.model.init_from))

@@ -2,55 +2,70 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-import seatrial
 from seatrial.base.box import Box
 from seatrial.checkpoint import write
-from seatrial.checkpoint.manifest import Manifest, Progress
+from seatrial.checkpoint.commit import fence, new_manifest
+from seatrial.checkpoint.manifest import Progress
 from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.checkpoint.write import Piece
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
+from seatrial.record.folder import RunFolder
 from seatrial.train.optimizer import ShardedAdamW
 
-
-@cache
-def code_version() -> str:
-    """Version and hash of Seatrial's own source, so that a checkpoint says which code made it."""
-    root = Path(seatrial.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
-    return f"{seatrial.__version__}+{digest.hexdigest()[:12]}"
+UPDATES = (
+    "optimizer/updates"  # how many updates the optimizer has made: fewer than steps where some were skipped
+)
 
 
-def _pieces(model: ParallelModel, optimizer: ShardedAdamW) -> Iterator[Piece]:
-    """What this rank saves: the boxes that it owns."""
-    for s in model.shards:
-        if s.owner and s.box.numel:
-            yield Piece(f"model/{s.name}", s.local, s.box, s.whole)
-    for kind, s, values in optimizer.state():
-        if s.owner:
-            yield Piece(f"{kind}/{s.name}", values, s.box, s.whole)
-    rank = model.mesh.rank
-    for key, values in _random_state(model.mesh.device).items():
-        # One tensor a rank: its name must tell the rank, since a key stands for one whole tensor.
-        yield Piece(f"{key}/{rank}", values, Box.whole(values.shape), tuple(values.shape))
+def lasting_pieces(model: ParallelModel, optimizer: ShardedAdamW) -> list[Piece]:
+    """Every tensor of this rank that training changes in place, as it stands in memory: nothing is copied.
+
+    Boxes that other ranks hold too are among them, with `owner` false. Keys are unique: a second tensor of one name (a
+    tied embedding that stands in two stages of one rank) gets a key of its own.
+    """
+    seen: dict[str, int] = {}
+
+    def key(kind: str, name: str) -> str:
+        n = seen[f"{kind}/{name}"] = seen.get(f"{kind}/{name}", 0) + 1
+        return f"{kind}/{name}" if n == 1 else f"{kind}/{name}#{n}"
+
+    # The first copy first, also where another rank owns it: a replica must give its tensors the same keys.
+    weights = sorted((s for s in model.shards if s.box.numel), key=lambda s: not s.counted)
+    moments = sorted(optimizer.state(), key=lambda entry: not entry[1].counted)
+    pieces = [Piece(key("model", s.name), s.local, s.box, s.whole, s.owner) for s in weights]
+    pieces += [Piece(key(kind, s.name), values, s.box, s.whole, s.owner) for kind, s, values in moments]
+    pieces.append(Piece(UPDATES, updates(optimizer), Box.whole((1,)), (1,), model.mesh.rank == 0))
+    return pieces
 
 
-def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
+def random_pieces(rank: int, device: torch.device) -> list[Piece]:
+    """The random state of `rank`, this process, as copies."""
     state = {"rng/cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["rng/cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    # One tensor a rank: its name must tell the rank, since a key stands for one whole tensor.
+    return [Piece(f"{k}/{rank}", v, Box.whole(v.shape), tuple(v.shape)) for k, v in state.items()]
+
+
+def set_random_state(values: dict[str, Tensor], rank: int, device: torch.device) -> None:
+    """Put back what `random_pieces` gave; a key that is missing leaves that generator as it is."""
+    if (cpu := values.get(f"rng/cpu/{rank}")) is not None:
+        torch.set_rng_state(cpu)
+    if (cuda := values.get(f"rng/cuda/{rank}")) is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(cuda, device)
+
+
+def updates(optimizer: ShardedAdamW) -> Tensor:
+    """The optimizer's own count of its updates, fp32 [1], sharing its memory."""
+    adamw, slots = optimizer._adamw, optimizer._slots
+    count: Tensor = adamw.state[slots[0].parameter]["step"]
+    return count.view(1)
 
 
 def save(
@@ -58,17 +73,6 @@ def save(
 ) -> Path:
     """Write a checkpoint; all ranks call it. Raises SaveFailed in every rank if one could not write."""
     mesh = model.mesh
-    manifest = Manifest(
-        progress=progress,
-        time=time.time(),
-        seed=job.train.seed,
-        architecture=job.architecture.as_dict(),
-        layout=mesh.layout.as_dict(),
-        job_sha256=hashlib.sha256(job.to_toml().encode()).hexdigest(),
-        code=code_version(),
-        files=[],
-        tensors={},
-    )
 
     def agree(ok: bool) -> int:
         failed = torch.tensor([0.0 if ok else 1.0], device=mesh.device)
@@ -76,11 +80,12 @@ def save(
 
     return write.save(
         checkpoints,
-        manifest,
-        _pieces(model, optimizer),
+        new_manifest(job, mesh.layout, progress),
+        [p for p in lasting_pieces(model, optimizer) + random_pieces(mesh.rank, mesh.device) if p.owner],
         rank=mesh.rank,
         world_size=mesh.layout.world_size,
         agree=agree,
+        fence=fence(RunFolder(checkpoints.parent), progress.generation),
     )
 
 
@@ -90,12 +95,13 @@ def restore(model: ParallelModel, optimizer: ShardedAdamW, checkpoint: Checkpoin
     for kind, s, values in optimizer.state():
         values.copy_(checkpoint.read_kind(kind, s.name, s.box, values.dtype))
     progress = checkpoint.manifest.progress
-    optimizer.set_step(progress.step)
-    rank = model.mesh.rank
-    cpu = checkpoint.tensor(rank, f"rng/cpu/{rank}")
-    if cpu is not None:
-        torch.set_rng_state(cpu)
-    cuda = checkpoint.tensor(rank, f"rng/cuda/{rank}")
-    if cuda is not None and model.mesh.device.type == "cuda":
-        torch.cuda.set_rng_state(cuda, model.mesh.device)
+    made = progress.step
+    if UPDATES in checkpoint.manifest.tensors:
+        kind, _, name = UPDATES.partition("/")
+        made = int(checkpoint.read_kind(kind, name, Box.whole((1,)), torch.float32))
+    optimizer.set_step(made)
+    rank, device = model.mesh.rank, model.mesh.device
+    keys = (f"rng/cpu/{rank}", f"rng/cuda/{rank}")
+    found = {key: checkpoint.tensor(rank, key) for key in keys}
+    set_random_state({key: values for key, values in found.items() if values is not None}, rank, device)
     return progress

@@ -1,21 +1,102 @@
-"""One training step: forward and backward, the sum over ranks, clipping, the update."""
+"""One training step: forward and backward, the one vector that is summed over ranks, clipping, the update."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from seatrial.parallel.build import ParallelModel
+from seatrial.train.companion import Leaving
+from seatrial.train.meter import OwnTime
 from seatrial.train.optimizer import ShardedAdamW
+
+# The vector: loss, squared gradient norm; how many ranks want to yield, must leave, and are still writing their last
+# snapshot; then for each of the blocks below a number of each rank, to which every other rank adds 0. So the sum is
+# exact there, and NaN survives it (gloo's MAX loses NaN).
+_LOSS, _NORM, _YIELD, _PREEMPT, _BUSY = range(5)
+_HEAD = 5
+_MEMORY, _SECONDS, _NOT_FINITE, _CHANGED = range(4)
+_BLOCKS = 4
+
+INTACT, CHANGED_COPIED, CHANGED = 0, 1, 2  # codes of a rank's state at rest, see replicas.AtRest
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """The vector of one step after the sum: the same in every rank."""
+
+    vector: tuple[float, ...]
+
+    @property
+    def _world(self) -> int:
+        return (len(self.vector) - _HEAD) // _BLOCKS
+
+    def _block(self, index: int) -> tuple[float, ...]:
+        start = _HEAD + index * self._world
+        return self.vector[start : start + self._world]
+
+    @property
+    def loss(self) -> float:
+        """Nats a token, mean over the global batch."""
+        return self.vector[_LOSS]
+
+    @property
+    def norm_squared(self) -> float:
+        """Of the gradient of the whole model, before clipping."""
+        return self.vector[_NORM]
+
+    @property
+    def grad_norm(self) -> float:
+        return float(self.norm_squared**0.5)
+
+    @property
+    def finite(self) -> bool:
+        """Whether the update was made: with a loss or a norm that is not finite it changes nothing."""
+        return math.isfinite(self.loss + self.norm_squared)
+
+    @property
+    def leaving(self) -> Leaving | None:
+        """What at least one rank was asked to do after this step."""
+        if self.vector[_PREEMPT] > 0:
+            return "preempted"
+        return "yielded" if self.vector[_YIELD] > 0 else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether some rank could not take a snapshot now: then none does, and all have those of the same steps."""
+        return self.vector[_BUSY] > 0
+
+    @property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Of each rank."""
+        return tuple(int(v) for v in self._block(_MEMORY))
+
+    @property
+    def local_seconds(self) -> tuple[float, ...]:
+        """Of each rank: time in work that waits for no other rank."""
+        return self._block(_SECONDS)
+
+    @property
+    def not_finite(self) -> list[int]:
+        """The ranks whose own share of loss or norm was not finite."""
+        return [r for r, v in enumerate(self._block(_NOT_FINITE)) if v != 0]
+
+    @property
+    def changed(self) -> dict[int, int]:
+        """rank -> code, of the ranks whose state was altered between two updates."""
+        return {r: int(v) for r, v in enumerate(self._block(_CHANGED)) if v != 0}
 
 
 class StepResult:
-    """What a step measured, on its way from the device: nothing waits for it until `read`."""
+    """What a step measured, on its way from the device: nothing waits for it until it is read."""
 
     def __init__(self, values: Tensor) -> None:
-        """`values`: fp64 [2 + world]: loss, squared gradient norm, memory in bytes of each rank."""
+        """`values`: the summed vector, fp64."""
         self._copied: torch.cuda.Event | None = None
         self._values = values
         if values.device.type == "cuda":
@@ -25,12 +106,77 @@ class StepResult:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def read(self) -> tuple[float, float, int]:
-        """(loss, gradient norm before clipping, bytes of the rank that uses most memory)."""
+    def values(self) -> StepValues:
+        """All of it; waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
-        values = self._values
-        return float(values[0]), float(values[1]) ** 0.5, int(values[2:].max())
+        return StepValues(tuple(self._values.tolist()))
+
+    def read(self) -> tuple[float, float, int]:
+        """(loss, gradient norm before clipping, bytes of the rank that uses most memory); waits for the device."""
+        values = self.values()
+        return values.loss, values.grad_norm, max(values.memory_bytes)
+
+
+@dataclass(frozen=True)
+class Own:
+    """What this rank puts into the vector beside loss and norm."""
+
+    wants: Leaving | None = None
+    busy: bool = False
+    clock: OwnTime | None = None
+    memory_bytes: Callable[[], int] = lambda: 0  # asked after the backward pass: near the peak
+    changed: Callable[[], Tensor | None] = lambda: None  # asked before the update: a code, on the device
+
+
+def vector_length(world_size: int) -> int:
+    return _HEAD + _BLOCKS * world_size
+
+
+def local_vector(
+    model: ParallelModel, optimizer: ShardedAdamW, ids_BT: Tensor, target_BT: Tensor, own: Own
+) -> Tensor:
+    """Forward and backward over this rank's sequences; its share of the vector. Gradients are final afterwards."""
+    mesh = model.mesh
+    world = mesh.layout.world_size
+    loss = model.forward_backward(ids_BT, target_BT)
+    with own.clock.running() if own.clock is not None else nullcontext():
+        # Replicas along `replicate` hold the same gradients: the sum over all ranks would count them more than once.
+        norm_squared = optimizer.squared_norm() / mesh.layout.replicate
+        changed = own.changed()
+
+    def place(block: int) -> int:
+        return _HEAD + block * world + mesh.rank
+
+    told = torch.zeros(vector_length(world), dtype=torch.float64)
+    told[_YIELD], told[_PREEMPT] = own.wants == "yielded", own.wants == "preempted"
+    told[_BUSY] = own.busy
+    told[place(_MEMORY)] = own.memory_bytes()
+    if own.clock is not None:
+        told[place(_SECONDS)] = own.clock.take()
+    values = told.to(mesh.device, non_blocking=True)
+    values[_LOSS] = loss
+    values[_NORM] = norm_squared
+    values[place(_NOT_FINITE)] = ~torch.isfinite(values[_LOSS] + values[_NORM])
+    if changed is not None:
+        values[place(_CHANGED)] = changed
+    return values
+
+
+def update(
+    optimizer: ShardedAdamW, loss: Tensor, norm_squared: Tensor, *, lr: float, clip_norm: float | None
+) -> None:
+    """The update of a step whose loss and squared gradient norm (fp64, summed over ranks) are these.
+
+    If one of them is not finite, weights and optimizer state stay as they are, bit for bit, and so they do in later
+    steps until `optimizer.allow`.
+    """
+    optimizer.refuse_if(~torch.isfinite(loss + norm_squared))
+    scale = None
+    if clip_norm is not None:
+        norm = norm_squared.sqrt()
+        scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
+    optimizer.update(lr, scale)
 
 
 def train_step(
@@ -41,24 +187,13 @@ def train_step(
     *,
     lr: float,
     clip_norm: float | None,
-    memory_bytes: Callable[[], int] = lambda: 0,
 ) -> StepResult:
-    """Train on this rank's sequences of one global batch.
+    """Train on this rank's sequences of one global batch, with nobody watching.
 
     The gradient norm is that of the whole model over the whole global batch, before clipping. One exchange carries
-    loss, norm and memory of every rank.
+    everything that ranks must know of each other.
     """
-    mesh = model.mesh
-    loss = model.forward_backward(ids_BT, target_BT)
-    values = torch.zeros(2 + mesh.layout.world_size, dtype=torch.float64, device=mesh.device)
-    values[0] = loss
-    # Replicas along `replicate` hold the same gradients: the sum over all ranks would count them more than once.
-    values[1] = optimizer.squared_norm() / mesh.layout.replicate
-    values[2 + mesh.rank] = memory_bytes()  # after the backward pass: near the peak
-    mesh.sum_over_ranks(values)
-    scale = None
-    if clip_norm is not None:
-        norm = values[1].sqrt()
-        scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
-    optimizer.update(lr, scale)
+    values = local_vector(model, optimizer, ids_BT, target_BT, Own())
+    model.mesh.sum_over_ranks(values)
+    update(optimizer, values[_LOSS], values[_NORM], lr=lr, clip_norm=clip_norm)
     return StepResult(values)

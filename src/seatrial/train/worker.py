@@ -1,7 +1,8 @@
 """One rank: `python -m seatrial.train.worker RUN_FOLDER --generation N`, with torchrun's environment.
 
-Every way of starting ranks ends here: forked by the nursery, started by an agent, or by torchrun itself. Without
-`--generation` nobody supervises the ranks: they begin a generation of their own.
+Every way of starting ranks ends here: forked by the nursery, started by an agent, or by torchrun itself. With an
+agent (SEATRIAL_ATTENDANT in the environment) it is told which rank of which generation it is, perhaps several times.
+Without one nobody supervises it: the ranks begin a generation of their own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from seatrial.base import atomic
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, SeatrialError
 from seatrial.checkpoint.write import PeerSaveFailed
 from seatrial.record.folder import RunFolder
+from seatrial.train.attendant import Attendant
+from seatrial.train.leg import Leg, Worker
 from seatrial.train.rank import Place, train_rank
 
 
@@ -30,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--generation", type=int, default=None)
     arguments = parser.parse_args(argv)
     folder = RunFolder(arguments.run)
+    attendant = Attendant.from_environment()
+    if attendant is not None:
+        return _serve(folder, attendant)
     place = None
     try:
         place = Place.from_environment()
@@ -39,10 +45,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_DONE
 
 
+def _serve(folder: RunFolder, attendant: Attendant) -> int:
+    """One leg after the other, as the agent orders; the exit code."""
+    worker: Worker | None = None
+    log: Path | None = None
+    while (order := attendant.next_order()) is not None:
+        if "exit" in order:
+            return int(order["exit"])
+        leg = Leg.from_message(order["leg"])
+        if log is not None and log != leg.log:
+            try:
+                _reopen_log(leg.log)
+            except OSError as error:  # a full disk: the old one takes what it can
+                print(f"could not open {leg.log}: {error}", file=sys.stderr, flush=True)
+        log = leg.log
+        try:
+            if worker is None:
+                worker = Worker(folder, attendant)
+            how = worker.run(leg)
+        except Exception as error:  # noqa: BLE001  whatever it was, it ends this leg and must be told
+            left = attendant.abandoned or is_consequence(error)
+            if worker is None or not worker.can_park or not left:
+                return _report(error, folder, leg.generation, leg.place)
+            print(f"generation {leg.generation} is over: {error}", file=sys.stderr, flush=True)
+            message = str(error)
+            traceback.clear_frames(error.__traceback__)  # they hold the model, and with it the groups
+            del error
+            attendant.parked(worker.keep(), message)
+            continue
+        attendant.finished(how, worker.step)
+        if how == "done":
+            return EXIT_DONE
+    return EXIT_FAILED
+
+
+def _reopen_log(path: Path) -> None:
+    """From now on stdout and stderr of this process go to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
 # What torch says when another process of the group went away, in gloo's and in NCCL's words.
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused|was aborted)|broken pipe|closed by peer|connectFullMesh|socket error"
-    r"|remote process exited|NCCL .*(unhandled system error|remote error)|store.*(wait|get).*timeout|recv(),? "
+    r"|remote process exited|NCCL .*(unhandled system error|remote error)|store.*(wait|get).*timeout"
+    r"|the store's port was taken|recv(),? "
     r"failed|Failed to recv",
     re.IGNORECASE,
 )

@@ -18,6 +18,7 @@ from seatrial.record.view import ETA_WINDOW, Failure, State, eta_s, find_failure
 from seatrial.ui import figures
 from seatrial.ui.header import header_pairs
 from seatrial.ui.out import Out
+from seatrial.ui.recovery import Recoveries
 from seatrial.ui.summary import print_summary, summary_json
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class TrainConsole:
         self._events = Tail(folder.events, events.NOUN)
         self._step_times: deque[float] = deque(maxlen=ETA_WINDOW)
         self._last: MetricsRecord | None = None
+        self._recoveries = Recoveries()
         self._began = time.monotonic()
         self._live: LivePane | None = None
 
@@ -78,9 +80,11 @@ class TrainConsole:
 
     def skip_existing(self) -> None:
         """Take in what is in the files without printing it: for a viewer that comes later."""
-        records, _ = self._take()
+        records, happened = self._take()
         for record in records:
             self._count(record)
+        for event in happened:
+            self._recoveries.take(event)
 
     def poll(self) -> None:
         """Show what was written since the last call."""
@@ -102,12 +106,15 @@ class TrainConsole:
                 if self._live is None:
                     self.out.line(figures.step_line(item, self._total, self._eta()))
         if self._live is not None:
-            self._live.update(self._last, self._total, self._eta(), time.monotonic() - self._began)
+            underway = self._recoveries.underway(time.time())
+            self._live.update(
+                self._last, self._total, self._eta(), time.monotonic() - self._began, underway=underway
+            )
 
     def summary(
         self, state: State, *, failure: Failure | None = None, next_commands: Sequence[str] = ()
     ) -> None:
-        """Say how it ended: `state` is "finished", "failed" or "stopped".
+        """Say how it ended: `state` is "finished", "failed", "preempted" or "stopped".
 
         What `failure` leaves open, and all of it where it is None, comes from the run folder. `next_commands` are
         printed as they are; without any, there is the one to look at the run again.
@@ -166,6 +173,10 @@ class TrainConsole:
 
     def _show_event(self, event: Event) -> None:
         if event.kind in _IN_SUMMARY:
+            return
+        line = self._recoveries.take(event)
+        if line is not None:
+            self.out.line(line.text, line.style)
             return
         if event.severity in ("warning", "error"):
             style = "bold red" if event.severity == "error" else "yellow"

@@ -23,7 +23,8 @@ def header_pairs(
     """(label, text) of each line of the header."""
     arch, layout, train = job.architecture, job.layout, job.train
     tokens_a_step = train.global_batch * train.sequence_length
-    nodes, gpus = job.cluster.nodes, job.cluster.gpus_per_node
+    nodes, gpus, spares = job.cluster.nodes, job.cluster.gpus_per_node, job.cluster.spares
+    spare_nodes = f", {_many(spares, 'spare')}" if spares else ""
     if resume_step is None:
         start = f"fresh, generation {generation}"
     else:
@@ -34,7 +35,10 @@ def header_pairs(
             f"{arch.family}, {units.count(arch.parameters())} parameters, "
             f"{arch.num_hidden_layers} layers, hidden {arch.hidden_size}, vocabulary {arch.vocab_size:,}",
         ),
-        ("layout", f"{layout}; {_many(layout.world_size, 'rank')} on {_many(nodes, 'node')} x {gpus}"),
+        (
+            "layout",
+            f"{layout}; {_many(layout.world_size, 'rank')} on {_many(nodes, 'node')} x {gpus}{spare_nodes}",
+        ),
         (
             "batch",
             f"{_many(train.global_batch, 'sequence')} x {train.sequence_length:,} = {tokens_a_step:,} tokens a step, "
@@ -48,9 +52,19 @@ def header_pairs(
             "checkpoints",
             f"every {job.checkpoint.every_steps} steps and at the end, the newest {job.checkpoint.keep} kept",
         ),
+        ("failures", _failures(job)),
         ("folder", str(folder.path)),
         ("start", start),
     ]
+
+
+def _failures(job: Job) -> str:
+    resilience = job.resilience
+    if resilience.max_restarts == 0:
+        return "the first one ends the run (max_restarts = 0)"
+    every = resilience.snapshot_every_steps
+    kept = f"copies in memory every {_many(every, 'step')}" if every else "no copies in memory"
+    return f"at most {_many(resilience.max_restarts, 'recovery', 'recoveries')}, {kept}"
 
 
 def _many(n: int, one: str, many: str | None = None) -> str:

@@ -27,23 +27,39 @@ class LivePane:
         self._live.start()
 
     def update(
-        self, last: MetricsRecord | None, total: int | None, eta_s: float | None, waited_s: float
+        self,
+        last: MetricsRecord | None,
+        total: int | None,
+        eta_s: float | None,
+        waited_s: float,
+        *,
+        underway: str | None = None,
     ) -> None:
-        """Draw. `last` is None before the first step, for which `waited_s` seconds have been waited."""
-        self._live.update(pane(last, total, eta_s, waited_s), refresh=True)
+        """Draw. `last` is None before the first step, for which `waited_s` seconds have been waited.
+
+        `underway` is the recovery that the run is in.
+        """
+        self._live.update(pane(last, total, eta_s, waited_s, underway), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
 
 
 def pane(
-    last: MetricsRecord | None, total: int | None, eta_s: float | None, waited_s: float
+    last: MetricsRecord | None,
+    total: int | None,
+    eta_s: float | None,
+    waited_s: float,
+    underway: str | None = None,
 ) -> RenderableType:
     """Two lines that fit 80 columns: how far, and how well."""
     if last is None:
-        return Text(
-            f"starting: no step yet after {waited_s:.0f} s", style="dim", no_wrap=True, overflow="ellipsis"
+        said = (
+            f"starting: no step yet after {waited_s:.0f} s"
+            if underway is None
+            else figures.printable(underway)
         )
+        return Text(said, style="yellow" if underway else "dim", no_wrap=True, overflow="ellipsis")
     bar = Table.grid(padding=(0, 2), expand=True)
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)
@@ -53,6 +69,10 @@ def pane(
         ProgressBar(total=total or 1, completed=last.step if total else 0),
         Text(f"ETA {figures.eta(eta_s)}" if total is None or last.step < total else "finishing"),
     )
+    if underway is not None:
+        return Group(
+            bar, Text(figures.printable(underway), style="yellow", no_wrap=True, overflow="ellipsis")
+        )
     how = Text.assemble(
         ("loss ", "dim"),
         (f"{last.loss:.4f}", "bold"),

@@ -13,6 +13,7 @@ from seatrial.record.jsonl import plain
 from seatrial.record.view import Failure, RunView, eta_s
 from seatrial.ui import figures
 from seatrial.ui.out import Out
+from seatrial.ui.recovery import Recoveries
 
 SCHEMA_VERSION = 1
 TRACEBACK_LINES = 15
@@ -34,8 +35,11 @@ def print_summary(out: Out, view: RunView, next_commands: Sequence[str]) -> None
     out.line(
         f"{view.folder.path.name} {view.state}: {steps}{took}", STATE_STYLES.get(view.state, "bold yellow")
     )
+    if view.state == "preempted":
+        out.pair("why", view.state_reason)
     for label, text in _progress_pairs(view):
         out.pair(label, text)
+    _print_recoveries(out, view)
     if view.failure is not None:
         _print_failure(out, view.failure)
     _print_places(out, view)
@@ -53,7 +57,7 @@ def print_status(out: Out, view: RunView, now: float) -> None:
     out.line(
         f"{view.folder.path.name}: {view.state}{who}{generation}", STATE_STYLES.get(view.state, "bold yellow")
     )
-    if view.state in ("stopped", "not started"):
+    if view.state in ("stopped", "preempted", "not started"):
         out.pair("why", view.state_reason)
     last, total = view.last, view.job.steps
     if last is None:
@@ -70,6 +74,7 @@ def print_status(out: Out, view: RunView, now: float) -> None:
         out.pair("step", ", ".join(parts))
     for label, text in _progress_pairs(view):
         out.pair(label, text)
+    _print_recoveries(out, view, now)
     if view.failure is not None:
         _print_failure(out, view.failure)
     if view.latest is None:
@@ -104,7 +109,7 @@ def ledger_verdict(view: RunView) -> str:
 def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -> str:
     """One JSON document with a final newline. Non-finite figures are the strings "NaN", "Infinity", "-Infinity"."""
     first, last, failure, latest = view.first, view.last, view.failure, view.latest
-    own = view.of_generation()
+    own, recoveries = view.of_start(), _recoveries(view)
     document: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "name": view.folder.path.name,
@@ -137,6 +142,12 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
             "verdict": _ledger_word(view),
             "gaps": view.ledger_gaps,
         },
+        "recoveries": {
+            "count": len(recoveries.seconds),
+            "seconds": recoveries.seconds,
+            "steps_done_again": recoveries.redone,
+            "underway": recoveries.underway(now) if view.state == "running" else None,
+        },
         "failure": failure
         and {
             "cause": failure.cause,
@@ -158,7 +169,7 @@ def _progress_pairs(view: RunView) -> list[tuple[str, str]]:
     first, last = view.first, view.last
     if first is None or last is None:
         return []
-    own = view.of_generation() or view.metrics
+    own = view.of_start() or view.metrics
     bars = figures.spark([m.loss for m in view.metrics])
     return [
         ("loss", f"{first.loss:.4f} -> {last.loss:.4f}" + (f"  {bars}" if bars else "")),
@@ -171,6 +182,20 @@ def _progress_pairs(view: RunView) -> list[tuple[str, str]]:
         ),
         ("memory", figures.memory(last.memory_bytes)),
     ]
+
+
+def _recoveries(view: RunView) -> Recoveries:
+    """Those of the last start."""
+    return Recoveries(e for e in view.events if e.generation >= view.first_generation)
+
+
+def _print_recoveries(out: Out, view: RunView, now: float | None = None) -> None:
+    recoveries = _recoveries(view)
+    if recoveries.total is not None:
+        out.pair("recoveries", recoveries.total)
+    underway = recoveries.underway(now) if now is not None and view.state == "running" else None
+    if underway is not None:
+        out.pair("now", underway, "yellow")
 
 
 def _print_failure(out: Out, failure: Failure) -> None:
@@ -214,7 +239,7 @@ def _ledger_word(view: RunView) -> str:
 def _eta(view: RunView) -> float | None:
     if view.last is None or view.job.steps is None:
         return None
-    return eta_s([m.step_time_s for m in view.of_generation()], view.job.steps - view.last.step)
+    return eta_s([m.step_time_s for m in view.of_start()], view.job.steps - view.last.step)
 
 
 def _ago(seconds: float) -> str:

@@ -11,14 +11,27 @@ from typing import Any
 import pytest
 
 from seatrial.base.errors import InputError
+from seatrial.control.ports import check_port, free_port, is_free
 from seatrial.control.spec import parse_agent_arguments
-from seatrial.launch import LocalLauncher, launcher_for, local
-from seatrial.launch.ports import check_port, free_port, is_free
+from seatrial.job import job_from_text, preset_text
+from seatrial.launch import LocalLauncher, Outcome, launcher_for, local
+from seatrial.launch.netns import Hosts
+from seatrial.launch.voyage import Voyage
+from seatrial.record.events import append, read_events
 from seatrial.record.folder import RunFolder
+from seatrial.record.run import open_run
+from seatrial.record.view import read_view
 
 
 def job(**changes: object) -> Any:
-    cluster = {"launcher": "local", "nodes": 2, "gpus_per_node": 4, "device": "cpu", "port": 20500}
+    cluster = {
+        "launcher": "local",
+        "nodes": 2,
+        "gpus_per_node": 4,
+        "spares": 1,
+        "device": "cpu",
+        "port": 20500,
+    }
     return SimpleNamespace(cluster=SimpleNamespace(**(cluster | changes)))
 
 
@@ -47,20 +60,79 @@ def test_a_free_port_can_be_listened_on() -> None:
         server.listen(1)
 
 
+def agent_lines(text: str) -> list[list[str]]:
+    return [shlex.split(line) for line in text.splitlines() if line and not line.startswith("#")]
+
+
 def test_render_shows_the_commands_that_launch_runs(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a run")
     text = LocalLauncher().render(job(), folder, 5)
-    commands = [line for line in text.splitlines() if line and not line.startswith("#")]
-    specs = [parse_agent_arguments(shlex.split(c)[4:])[0] for c in commands]
-    assert specs == LocalLauncher().specs(job(), folder, 5, port=20500)
+    specs = [parse_agent_arguments(words[4:])[0] for words in agent_lines(text)]
+    assert specs == LocalLauncher().specs(job(), folder, 5)
+    assert [(s.node, s.nodes, s.spares) for s in specs] == [(0, 2, 1), (1, 2, 1), (2, 2, 1)]
     assert "seatrial.train.worker" in text
     assert "MASTER_PORT=20500" in text
+    assert text.count("# rank 0 at first") == text.count("# rank 4 at first") == text.count("# a spare") == 1
     assert not folder.path.exists()
+
+
+def test_render_in_hosts_of_their_own(tmp_path: Path) -> None:
+    hosts = Hosts(3)  # not entered: nothing is made
+    lines = agent_lines(LocalLauncher(hosts).render(job(), RunFolder(tmp_path)))
+    assert [words[1:4] for words in lines] == [["netns", "exec", hosts.name(i)] for i in range(3)]
+    specs = [parse_agent_arguments(words[8:])[0] for words in lines]
+    assert [(s.address, s.interface) for s in specs] == [(f"10.77.0.{i}", "eth0") for i in (1, 2, 3)]
 
 
 def test_virtual_nodes_share_the_machines_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "choose_device", lambda _: ("cuda", "pretended"))
-    monkeypatch.setattr(local, "visible_devices", lambda: list("abcdefgh"))
+    monkeypatch.setattr(local, "visible_devices", lambda: list("abcdefghijkl"))
     text = LocalLauncher().render(job(), RunFolder(tmp_path))
-    assert "CUDA_VISIBLE_DEVICES=a,b,c,d " in text
-    assert "CUDA_VISIBLE_DEVICES=e,f,g,h " in text
+    for devices in ("a,b,c,d", "e,f,g,h", "i,j,k,l"):
+        assert f"CUDA_VISIBLE_DEVICES={devices} " in text
+
+
+def test_spares_need_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "choose_device", lambda _: ("cuda", "pretended"))
+    monkeypatch.setattr(local, "visible_devices", lambda: list("abcdefgh"))
+    with pytest.raises(InputError, match=r"spares = 1: 2 \+ 1 nodes x 4 GPUs = 12, but there are 8"):
+        LocalLauncher().check(job(port=None))
+    LocalLauncher().check(job(port=None, spares=0))
+    monkeypatch.setattr(local, "choose_device", lambda _: ("cpu", "asked for"))
+    LocalLauncher().check(job(port=None))
+
+
+class Ended:
+    """A launcher whose launch is over at once; meanwhile the coordinator has started two more generations."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+
+    def launch(self, job: Any, folder: RunFolder, generation: int, **options: Any) -> Outcome:
+        folder.generation_file.write_text(f"{generation + 2}\n")
+        return self.outcome
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "data", "state"),
+    [
+        (0, "run_finished", None, "finished"),
+        (75, "run_interrupted", {"preempted": True}, "preempted"),
+        (130, "run_interrupted", {"preempted": False}, "stopped"),
+        (1, "run_failed", {}, "failed"),
+    ],
+)
+def test_the_end_of_a_voyage_is_told_in_its_last_generation(
+    tmp_path: Path, code: int, kind: str, data: object, state: str
+) -> None:
+    full = job_from_text(preset_text("first-voyage"), name="job.toml", base_folder=tmp_path)
+    with open_run(full, tmp_path) as opened:
+        voyage = Voyage(full, opened, store=None, device="cpu", device_reason="")  # type: ignore[arg-type]
+        assert voyage.run(launcher=Ended(Outcome(code))) == Outcome(code)  # type: ignore[arg-type]
+    told = read_events(opened.folder)[0]
+    assert [(e.kind, e.generation) for e in told] == [("run_started", 1), (kind, 3)]
+    assert told[-1].data == data
+    for generation in (2, 3):
+        append(opened.folder, "generation_started", "g", generation=generation)
+    view = read_view(opened.folder)
+    assert (view.state, view.first_generation, view.generation) == (state, 1, 3)

@@ -22,6 +22,7 @@ from seatrial.record import lock
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 from seatrial.record.run import open_run
+from seatrial.record.secret import read_secret
 
 MakeJob = Callable[..., Job]
 
@@ -68,6 +69,36 @@ def test_first_start(tmp_path: Path, make_job: MakeJob) -> None:
         assert lock.holder(folder.lock) == os.getpid()
     assert lock.holder(folder.lock) is None
     assert RunFolder.open(folder.path).path == folder.path
+
+
+def test_each_start_has_a_secret_of_its_own(tmp_path: Path, make_job: MakeJob) -> None:
+    seen = set()
+    for _ in (1, 2):
+        with open_run(make_job(), tmp_path) as run:
+            assert run.folder.secret.stat().st_mode & 0o777 == 0o600
+            seen.add(read_secret(run.folder))
+    assert {len(s) for s in seen} == {32}
+    assert len(seen) == 2
+    assert sorted(p.name for p in run.folder.control.iterdir()) == [
+        "generation",
+        "identity.json",
+        "lock",
+        "secret",
+    ]
+    everything = b"".join(
+        p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p != run.folder.secret
+    )
+    assert not any(s.hex().encode() in everything for s in seen)
+
+
+@pytest.mark.parametrize("damage", [None, "", "ab\n", "zz" * 32])
+def test_a_secret_that_cannot_be_used(tmp_path: Path, damage: str | None) -> None:
+    folder = RunFolder(tmp_path)
+    folder.control.mkdir()
+    if damage is not None:
+        folder.secret.write_text(damage)
+    with pytest.raises(InputError, match="control/secret"):
+        read_secret(folder)
 
 
 def test_generation_grows(tmp_path: Path, make_job: MakeJob) -> None:

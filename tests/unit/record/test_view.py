@@ -110,7 +110,7 @@ def test_resumed_run(folder: RunFolder) -> None:
     view = read_view(folder)
     assert [(m.step, m.generation) for m in view.metrics] == [(1, 1), (2, 1), (3, 2), (4, 2)]
     assert (view.generation, view.ledger_gaps, view.job.steps) == (2, [], 200)
-    assert [m.step for m in view.of_generation()] == [3, 4]
+    assert [m.step for m in view.of_start()] == [3, 4]
 
 
 def test_ledger_that_lags_counts_only_when_the_run_is_over(folder: RunFolder) -> None:
@@ -206,3 +206,29 @@ def test_reading_needs_no_torch_and_no_pydantic(tmp_path: Path) -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout == "[]\n"
+
+
+def test_recoveries_belong_to_their_start(folder: RunFolder) -> None:
+    """A recovery is a generation that a coordinator started; any other one is a start of its own."""
+
+    def start(generation: int) -> None:
+        events.append(folder, "run_started", "s", generation=generation)
+        events.append(folder, "generation_started", "g", generation=generation)
+
+    start(1)
+    events.append(folder, "run_finished", "the first start's", generation=1)
+    start(2)
+    events.append(folder, "rank_failed", "recovered from", severity="error", generation=2)
+    for generation in (3, 4):
+        events.append(folder, "generation_started", "g", generation=generation)
+    view = read_view(folder)
+    assert (view.first_generation, view.generation) == (2, 4)
+    assert (view.state, view.failure) == ("stopped", None)
+    events.append(folder, "rank_failed", "the last one", severity="error", generation=4)
+    view = read_view(folder)
+    assert view.state == "failed"
+    assert view.failure is not None
+    assert view.failure.cause == "the last one"
+    # Nobody coordinates ranks that were started by torchrun.
+    events.append(folder, "resumed", "r", generation=5)
+    assert (read_view(folder).first_generation, read_view(folder).state) == (5, "not started")

@@ -113,3 +113,37 @@ def test_a_rank_that_holds_no_row_of_a_parameter() -> None:
     empty.grad = torch.empty(0, 5)
     assert float(optimizer.squared_norm()) == pytest.approx(30)
     optimizer.update(1e-2, None)
+
+
+@pytest.mark.parametrize("scale", [None, float("nan"), 0.0])
+def test_a_refused_update_changes_no_bit_until_it_is_allowed(scale: float | None) -> None:
+    ours = make()
+    optimizer = ShardedAdamW([shard("w", ours[0]), shard("norm", ours[1])], SETTINGS)
+
+    def step(number: int, factor: float | None) -> None:
+        for p, g in zip(ours, gradients(number), strict=True):
+            p.grad = g
+        optimizer.update(1e-2, None if factor is None else torch.tensor(factor))
+
+    def everything() -> list[torch.Tensor]:
+        own = [p.detach() for p in ours] + [values for _, _, values in optimizer.state()]
+        return [t.clone() for t in own + [s["step"] for s in optimizer._adamw.state.values()]]
+
+    step(0, 0.5)
+    before = everything()
+    optimizer.refuse_if(torch.tensor(True))
+    step(1, scale)
+    optimizer.refuse_if(torch.tensor(False))  # the step after, which nothing is wrong with
+    step(2, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+    assert all(p.grad is None for p in ours)
+    optimizer.allow()
+    step(1, 0.5)
+    after = everything()
+    other = make()
+    again = ShardedAdamW([shard("w", other[0]), shard("norm", other[1])], SETTINGS)
+    for number in range(2):
+        for p, g in zip(other, gradients(number), strict=True):
+            p.grad = g
+        again.update(1e-2, torch.tensor(0.5))
+    assert all(torch.equal(a.detach(), b) for a, b in zip(other, after[:2], strict=True))

@@ -1,0 +1,215 @@
+"""A rank's whole state in memory: a checkpoint file's bytes in an anonymous file (memfd), and what is known of them.
+
+    bytes 0-7   length of the header; 0 while the content is being replaced
+    header      JSON; `__metadata__` stands first in it: of which rank, step, generation and layout the content is
+    data        every tensor that the rank holds: also what other ranks hold too, so that it needs nobody to go on
+
+Several processes have the same files open (agent, nursery, rank) and share their position: all access is by offset.
+Without torch, for the agents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from seatrial.checkpoint.commit import make_index, part_name, write_index
+from seatrial.checkpoint.manifest import Damaged, File
+
+_READ_BYTES = 1 << 20  # read at a time: what fits into a core's cache
+# Written at a time. A thread that writes beside a training thread waits for the interpreter's lock after each part, up to
+# 5 ms: small parts would make it slow.
+_WRITE_BYTES = 1 << 24
+_LENGTH = 8
+_KEYS = ("pipeline", "replicate", "shard", "tensor", "stages_per_rank", "schedule")
+
+
+def layout_key(layout: Mapping[str, Any]) -> str:
+    """A layout's plain values as one text: what a rank holds depends on its rank and on this."""
+    return ",".join(f"{key}={layout[key]}" for key in _KEYS)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one memory file holds."""
+
+    rank: int
+    step: int  # finished
+    generation: int  # that trained it
+    layout: str  # `layout_key`
+    bytes: int
+    sha256: str
+    index: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # see `commit.make_index`
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Larger is newer. A later generation's is newer even of an earlier step: it has left the other's course."""
+        return self.generation, self.step
+
+    def to_message(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    def summary(self) -> dict[str, Any]:
+        """The same without the index, which is long."""
+        return {key: value for key, value in asdict(self).items() if key != "index"}
+
+    @classmethod
+    def from_message(cls, values: Mapping[str, Any]) -> Snapshot:
+        """The inverse of `to_message` and `summary`; other keys do not count. ValueError on anything else."""
+        try:
+            numbers = [values[key] for key in ("rank", "step", "generation", "bytes")]
+            texts = [values[key] for key in ("layout", "sha256")]
+            index = values.get("index") or {}
+        except KeyError as error:
+            raise ValueError(f"a snapshot without {error}") from None
+        if any(type(n) is not int or n < 0 for n in numbers) or not all(isinstance(t, str) for t in texts):
+            raise ValueError(f"not a snapshot: {numbers} {texts}")
+        if not isinstance(index, dict):
+            raise ValueError("a snapshot whose index is no object")
+        return cls(numbers[0], numbers[1], numbers[2], texts[0], numbers[3], texts[1], index)
+
+
+def metadata(*, rank: int, step: int, generation: int, layout: str) -> dict[str, str]:
+    """What the header says of the content."""
+    return {"rank": str(rank), "step": str(step), "generation": str(generation), "layout": layout}
+
+
+class Filling:
+    """Replaces the content of a memory file. Until `finish` it holds nothing that could be taken for a snapshot."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        """`size`: bytes that it will have. Raises OSError, also where there is no memory left for it."""
+        self._fd = fd
+        self._size = size
+        self._at = 0
+        self._first = b""
+        self._digest = hashlib.sha256()
+        if os.fstat(fd).st_size >= _LENGTH:
+            _write(fd, bytes(_LENGTH), 0)
+        if os.fstat(fd).st_size != size:
+            os.ftruncate(fd, size)
+
+    def add(self, data: bytes | memoryview) -> None:
+        """The next bytes."""
+        view = memoryview(data)
+        for begin in range(0, len(view), _WRITE_BYTES):
+            part = view[begin : begin + _WRITE_BYTES]
+            self._digest.update(part)
+            held_back = max(0, min(_LENGTH - self._at, len(part)))
+            self._first += bytes(part[:held_back])
+            _write(self._fd, part[held_back:], self._at + held_back)
+            self._at += len(part)
+
+    def finish(self, sha256: str | None = None) -> str:
+        """Make the content valid; its SHA-256. Damaged, and the file stays invalid, where that is not `sha256`."""
+        digest = self._digest.hexdigest()
+        if self._at != self._size:
+            raise Damaged(f"{self._at} of {self._size} bytes came")
+        if sha256 is not None and digest != sha256:
+            raise Damaged(f"what came has sha256 {digest}, not {sha256}")
+        _write(self._fd, self._first, 0)
+        return digest
+
+
+def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        n = os.pwrite(fd, view, offset)
+        view, offset = view[n:], offset + n
+
+
+def holds(fd: int, snapshot: Snapshot) -> bool:
+    """Whether the file seems to hold `snapshot`: its size and the header's first words. Changed data it does not see.
+
+    Cheap, for what is asked often; it finds a content whose replacement was begun, or ended and not told of.
+    """
+    if os.fstat(fd).st_size != snapshot.bytes or snapshot.bytes <= _LENGTH:
+        return False
+    own = metadata(
+        rank=snapshot.rank, step=snapshot.step, generation=snapshot.generation, layout=snapshot.layout
+    )
+    wanted = f'{{"__metadata__":{json.dumps(own, separators=(",", ":"))}'.encode()
+    start = os.pread(fd, _LENGTH + len(wanted), 0)
+    return any(start[:_LENGTH]) and start[_LENGTH:] == wanted
+
+
+def chunks(fd: int, size: int) -> Iterator[memoryview]:
+    """The first `size` bytes, piece by piece; each is overwritten by the next. Damaged where the file is shorter."""
+    buffer = memoryview(bytearray(min(_READ_BYTES, max(1, size))))
+    at = 0
+    while at < size:
+        n = os.preadv(fd, [buffer[: size - at]], at)
+        if n == 0:
+            raise Damaged(f"the memory file has {at} bytes, not {size}")
+        yield buffer[:n]
+        at += n
+
+
+def verify(fd: int, entry: Mapping[str, Any]) -> None:
+    """Compare a memory file with "bytes" and "sha256" of `entry`; Damaged says what differs."""
+    size = os.fstat(fd).st_size
+    if size != entry["bytes"]:
+        raise Damaged(f"the snapshot of step {entry['step']} has {size} bytes, not {entry['bytes']}")
+    digest = hashlib.sha256()
+    for part in chunks(fd, size):
+        digest.update(part)
+    if digest.hexdigest() != entry["sha256"]:
+        raise Damaged(
+            f"the snapshot of step {entry['step']} has sha256 {digest.hexdigest()}, not {entry['sha256']}"
+        )
+
+
+def verified(fds: Sequence[int], entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of a leg's "snapshots" that the files of `fds` really hold, newest first. Reads all of them."""
+    good = []
+    for entry in entries:
+        try:
+            verify(fds[entry["slot"]], entry)
+        except Damaged:
+            continue
+        good.append(entry)
+    return sorted(good, key=lambda e: (e["generation"], e["step"]), reverse=True)
+
+
+def read_header(fd: int) -> tuple[dict[str, str], dict[str, Any], int]:
+    """(metadata, tensors by name, where the data begin). Damaged where it is not a header."""
+    size = os.fstat(fd).st_size
+    length = int.from_bytes(os.pread(fd, _LENGTH, 0), "little")
+    if not 0 < length <= size - _LENGTH:
+        raise Damaged("the memory file has no header")
+    try:
+        tensors = json.loads(os.pread(fd, length, _LENGTH))
+        own = tensors.pop("__metadata__")
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise Damaged(f"the memory file's header cannot be read: {error!r}") from None
+    return own, tensors, _LENGTH + length
+
+
+def write_part(folder: Path, fd: int, snapshot: Snapshot) -> None:
+    """Write a snapshot as its rank's part of the checkpoint that is made in `folder`, durably, with its index.
+
+    Raises OSError; Damaged, before the index is there, where the memory is not what it was.
+    """
+    folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone must not come back half
+    path = folder / part_name(snapshot.rank)
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        for part in chunks(fd, snapshot.bytes):
+            digest.update(part)
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    if digest.hexdigest() != snapshot.sha256:
+        path.unlink()
+        raise Damaged(
+            f"rank {snapshot.rank}'s snapshot of step {snapshot.step} has sha256 {digest.hexdigest()}, "
+            f"not {snapshot.sha256}"
+        )
+    file_ = File(path.name, snapshot.bytes, snapshot.sha256)
+    write_index(folder, snapshot.rank, make_index(file_, snapshot.index["pieces"]))

@@ -1,0 +1,225 @@
+"""`seatrial drill JOB`: prove on a copy of the job that the run survives what happens to runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from seatrial.base import units
+from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from seatrial.ui.out import Out
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from seatrial.drill.conduct import Drill, Progress, Result
+
+_EVERY_S = 15.0  # between two lines about one run, where there is no terminal
+
+_STYLES = {"PASS": "green", "FAIL": "bold red", "UNJUDGED": "yellow"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    parser.add_argument("job", type=Path, nargs="?", metavar="JOB", help="job file; its run is not touched")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace one key of the job"
+    )
+    parser.add_argument("--only", metavar="A,B", help="these scenarios (default: all; see --list)")
+    parser.add_argument("--list", action="store_true", help="print the scenarios and end")
+    parser.add_argument(
+        "--steps", type=int, default=None, metavar="N", help="steps of each copy (default: 16)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the storm: the same seed, the same choices"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, metavar="S", help="how long the storm blows (default: 30)"
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
+    )
+    parser.add_argument("--plain", action="store_true", help="lines only, also on a terminal")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code: 0 nothing failed, 1 a scenario failed, 2 bad input, 130 interrupted."""
+    from seatrial.base.errors import InputError
+    from seatrial.drill.conduct import Drill
+    from seatrial.drill.copies import DEFAULT_STEPS, Rhythm
+    from seatrial.drill.scenarios import chosen
+    from seatrial.job import load_job
+
+    scenarios = chosen(args.only)
+    if args.list:
+        _list(scenarios, as_json=args.json)
+        return EXIT_DONE
+    if args.job is None:
+        raise InputError("JOB is missing", hint="seatrial drill JOB, or seatrial drill --list")
+    if not 0 <= args.seconds < 86400:
+        raise InputError(f"--seconds {args.seconds:g} is not between 0 and a day", hint="--seconds 60")
+    drill = Drill(
+        load_job(args.job, args.set),
+        args.runs,
+        scenarios,
+        Rhythm(DEFAULT_STEPS if args.steps is None else args.steps),
+        seed=args.seed,
+        seconds=args.seconds,
+    )
+    out = Out(plain=args.plain)
+    drill.prepare()
+    began = time.monotonic()
+    out.line(f"drill of {drill.job.name}: {len(scenarios)} scenarios on copies, seed {drill.seed}", "bold")
+    out.pair("folder", str(drill.root))
+    out.line()
+    interrupted = False
+    with _ended_by_signals(), _Console(out, drill) as console:
+        drill.watch = console.show
+        drill.finished = console.finished
+        try:
+            drill.run_all()
+        except KeyboardInterrupt:
+            interrupted = True
+    return _tell(args, out, drill, time.monotonic() - began, interrupted)
+
+
+def _tell(args: argparse.Namespace, out: Out, drill: Drill, seconds: float, interrupted: bool) -> int:
+    from seatrial.drill import report
+
+    page, document, copy = report.write(drill, seconds)
+    document["interrupted"] = interrupted
+    out.line()
+    _table(out, drill.results)
+    out.line()
+    for result in drill.results:
+        if result.judgement.verdict != "PASS":
+            out.pair(result.judgement.verdict, f"{result.scenario.name}: {result.judgement.why()}")
+            if result.folder is not None:
+                out.pair("", f"seatrial watch {result.folder} --once")
+    if interrupted:
+        out.pair("interrupted", f"{len(drill.results)} of {len(drill.scenarios)} scenarios were run")
+    out.pair("result", f"{report.summary(drill.results)} in {units.duration(seconds)}")
+    out.pair("report", str(page))
+    if copy is not None:
+        out.pair("copy", str(copy))
+    if args.json:
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+    if interrupted:
+        return EXIT_INTERRUPTED
+    failed = any(r.judgement.verdict == "FAIL" for r in drill.results)
+    return EXIT_FAILED if failed else EXIT_DONE
+
+
+def _list(scenarios: list[Any], *, as_json: bool) -> None:
+    if as_json:
+        listed = [
+            {"name": s.name, "about": s.about, "expected": s.expect.in_words(), "spares": s.spares}
+            for s in scenarios
+        ]
+        print(json.dumps({"schema_version": 1, "scenarios": listed}, indent=2))
+        return
+    width = max(len(s.name) for s in scenarios)
+    for scenario in scenarios:
+        print(f"{scenario.name:<{width}}  {scenario.about}; {scenario.expect.in_words()}")
+
+
+def _table(out: Out, results: list[Result]) -> None:
+    from seatrial.drill.report import COLUMNS, row
+
+    rows = [row(result) for result in results]
+    if out.styled:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*COLUMNS, box=box.SIMPLE_HEAD)
+        for cells in rows:
+            table.add_row(*cells[:-1], Text(cells[-1], style=_STYLES[cells[-1]]))
+        out.rendered(table)
+        return
+    widths = [max(len(cells[i]) for cells in (COLUMNS, *rows)) for i in range(len(COLUMNS))]
+    for cells in (COLUMNS, *rows):
+        out.line("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+
+
+class _Console:
+    """What is seen while a drill runs: a line a scenario, and on a terminal one that moves."""
+
+    def __init__(self, out: Out, drill: Drill) -> None:
+        self._out = out
+        self._drill = drill
+        self._began = self._told = time.monotonic()
+        self._name = ""
+        self._live: Any = None
+
+    def __enter__(self) -> _Console:
+        if self._out.styled:
+            from rich.live import Live
+
+            # Drawn by `show` alone: no thread beside the ones that are drilled.
+            self._live = Live(
+                console=self._out.console, auto_refresh=False, transient=True, redirect_stdout=False
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, progress: Progress) -> None:
+        """What is run now; called many times a second."""
+        now = time.monotonic()
+        if progress.name != self._name:
+            self._name, self._began, self._told = progress.name, now, now
+        elif (self._live is None and now - self._told < _EVERY_S) or (
+            self._live is not None and now - self._told < 0.2
+        ):
+            return
+        self._told = now
+        left = "" if progress.eta_s is None else f", about {units.duration(round(progress.eta_s))} left"
+        where = (
+            f"[{progress.number}/{progress.of}] {progress.name}: step {progress.step}/{progress.steps}, "
+            f"{now - self._began:.0f} s{left}"
+        )
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.update(Text(where, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
+        else:
+            self._out.line(where)
+
+    def finished(self, result: Result) -> None:
+        """A scenario has been judged."""
+        from seatrial.drill.report import row
+
+        _, detected, recovered, redone, *_ = row(result)
+        verdict = result.judgement.verdict
+        text = f"{verdict:<8}  {result.scenario.name:<24}  "
+        if verdict == "PASS":
+            text += f"detected in {detected}, recovered in {recovered}, {redone} steps redone"
+        else:
+            text += result.judgement.why()
+        self._out.line(text, _STYLES[verdict])
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a drill as Ctrl-C does: in order, with nothing left running."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    old = {s: signal.signal(s, interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, handler)

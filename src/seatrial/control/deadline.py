@@ -1,0 +1,107 @@
+"""How long a step may take before the run counts as hung: learned from the run's own steps. Pure; knows no clock.
+
+    limit = max(min_s, factor x median of the last steps)
+
+Two things take longer and are no hang: the first step after a start (reading, compiling, meeting), which has a limit
+of its own, and saving a checkpoint, for which the longest saves seen so far are added, times the same factor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+_STEPS = (
+    32  # enough that one slow step does not move the median, few enough to follow a change within minutes
+)
+_SAVES = 4
+
+
+class StepDeadline:
+    """When the step that is under way is overdue. Times are seconds on one clock, of the caller's choice."""
+
+    def __init__(self, *, min_s: float, factor: float, first_step_s: float, save_every: int = 0) -> None:
+        """`save_every`: a checkpoint is saved after each step that it divides; 0: never."""
+        self._min_s, self._factor, self._first_step_s = min_s, factor, first_step_s
+        self._save_every = save_every
+        self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds each
+        self._saves: deque[float] = deque(maxlen=_SAVES)
+        self._extra_before = 0.0  # what the gap before the save under way had beyond its steps
+        self._since: float | None = None  # None: no step is expected
+        self._step: int | None = None  # the last one done in this generation
+        self._first_took: float | None = None  # the best guess until there is another step
+
+    def begin(self, now: float) -> None:
+        """A generation starts: its first step has a limit of its own. What was learned stays."""
+        self._since, self._step, self._extra_before = now, None, 0.0
+
+    def end(self) -> None:
+        """No step is expected until the next generation begins."""
+        self._since = self._step = None
+
+    def progress(self, now: float, step: int, seconds: float | None = None) -> bool:
+        """All steps up to `step` are done; whether that is news.
+
+        `seconds` is what the last of them took by the rank's own clock. Without it the time since the last news is
+        shared out, which is as good as news comes often.
+        """
+        if self._since is None or (self._step is not None and step <= self._step):
+            return False
+        gap = now - self._since
+        if self._step is None:
+            self._first_took = gap if seconds is None else seconds
+        else:
+            self._learn(gap, range(self._step, step), seconds)
+        self._since, self._step = now, step
+        return True
+
+    def _learn(self, gap: float, before: range, seconds: float | None) -> None:
+        """`before`: the steps that were followed by another one within `gap`."""
+        usual = self._usual()
+        saved, to_be_saved = (any(self._saves_after(s + i) for s in before) for i in (0, 1))
+        if usual is not None and (saved or to_be_saved):
+            # News of a step may come before its save or after it, so the longer of the two gaps around it holds it.
+            extra = max(0.0, gap - len(before) * usual)
+            if saved:
+                self._saves.append(max(extra, self._extra_before))
+                self._extra_before = 0.0
+            else:
+                self._extra_before = extra
+        if seconds is not None:
+            self._steps.append(seconds)
+        elif not saved and not to_be_saved:
+            self._steps.append(gap / len(before))
+
+    def _saves_after(self, step: int) -> bool:
+        return self._save_every > 0 and step > 0 and step % self._save_every == 0
+
+    def _usual(self) -> float | None:
+        return median(self._steps) if self._steps else self._first_took
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that may pass between the last news and the next."""
+        usual = self._usual()
+        if self._step is None or usual is None:
+            return self._first_step_s
+        limit = max(self._min_s, self._factor * usual)
+        if self._saves_after(self._step) or self._saves_after(self._step + 1):
+            # How long a save takes is unknown until one was seen.
+            limit += self._factor * max(self._saves) if self._saves else self._first_step_s
+        return limit
+
+    @property
+    def waited_for(self) -> int | None:
+        """The step that is under way; None before the first one of a generation is known."""
+        return None if self._step is None else self._step + 1
+
+    def at(self) -> float | None:
+        """When the step under way becomes overdue; None while no step is expected."""
+        return None if self._since is None else self._since + self.limit_s
+
+    def overdue(self, now: float) -> float | None:
+        """Seconds since the last news once they are too many; None as long as they are not."""
+        at = self.at()
+        if at is None or self._since is None or now < at:
+            return None
+        return now - self._since

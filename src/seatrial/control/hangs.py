@@ -1,0 +1,176 @@
+"""Noticing that no step ends any more, and finding out who holds it up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from seatrial.control.blame import Blame, Kind, Sighting, find_blame
+from seatrial.control.deadline import StepDeadline
+from seatrial.control.evidence import Evidence
+from seatrial.control.links import SlowLink
+from seatrial.control.recorder import Recorder
+from seatrial.control.world import World
+from seatrial.job.schema import CheckpointSection, ResilienceSection
+
+_ASK_S = 1.5  # for the ranks to answer
+_ANSWER_S = 3.0  # for all agents to pass it on
+
+# The policy's word for each kind.
+_SIGNALS: dict[Kind, str] = {
+    "stopped": "stopped",
+    "gil_held": "gil_held",
+    "not_arrived": "hang",
+    "uninterruptible": "hang",
+    "dead": "hang",
+    "unknown": "hang",
+}
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The rank that holds up the others; rank None: nobody can be blamed, and the node is a mere guess."""
+
+    node: int
+    rank: int | None
+    signal: str
+    cause: str
+
+
+class HangWatch:
+    """One step after the other, each with its deadline."""
+
+    def __init__(
+        self,
+        resilience: ResilienceSection,
+        checkpoint: CheckpointSection,
+        send: Callable[[int, dict[str, Any]], bool],
+        recorder: Recorder,
+        *,
+        last_step: int,
+    ) -> None:
+        """`last_step`: after it no step is expected, but a last save, and rank 0's sample."""
+        self._deadline = StepDeadline(
+            min_s=resilience.hang_min_s,
+            factor=resilience.hang_factor,
+            first_step_s=resilience.first_step_s,
+            save_every=checkpoint.every_steps,
+        )
+        self._send, self._recorder = send, recorder
+        self.step = 0  # the last that all ranks have done in this run
+        self._last_step = last_step
+        self._done = 0  # the last that all ranks have done in this generation: less after it went back
+        self._number = 0  # of the inspection under way
+        self._until: float | None = None
+        self._missing: set[int] = set()  # nodes that have not answered
+        self._dumps: dict[int, dict[str, Any]] = {}
+        self._evidence: dict[int, Evidence] = {}
+
+    @property
+    def deadline(self) -> float | None:
+        return self._until if self._until is not None else self._deadline.at()
+
+    @property
+    def watching(self) -> bool:
+        """Whether a step is expected."""
+        return self.deadline is not None
+
+    def began(self, now: float) -> None:
+        """A generation starts."""
+        self._until, self._done = None, 0
+        self._deadline.begin(now)
+
+    def ended(self) -> None:
+        """No step is expected any more."""
+        self._until = None
+        self._deadline.end()
+
+    def progress(self, step: int, now: float) -> bool:
+        """All ranks have done `step`; whether that is news."""
+        if step <= 0 or step == self._done or self._deadline.at() is None:
+            return False
+        if step < self._done:
+            self._deadline.begin(now)  # back to an earlier state: what is done again is progress too
+        self._deadline.progress(now, step)
+        self.step, self._done, self._until = step, step, None
+        if step >= self._last_step:
+            self._deadline.begin(now)  # what follows may take as long as what comes before the first step
+        return True
+
+    def inspected(self, node: int, values: dict[str, Any]) -> None:
+        """What the ranks of `node` answered."""
+        if self._until is None or values["id"] != self._number:
+            return
+        self._missing.discard(node)
+        self._dumps |= {int(rank): dump for rank, dump in values["dumps"].items()}
+        self._evidence |= {int(rank): Evidence.from_dict(found) for rank, found in values["evidence"].items()}
+
+    def tick(self, now: float, world: World | None, slow: SlowLink | None) -> list[Culprit]:
+        """Ask when a step is overdue; judge when all have answered or their time is over.
+
+        `slow`: the one node with a slow network, if there is one.
+        """
+        if world is None:
+            return []
+        if self._until is None:
+            waited = self._deadline.overdue(now)
+            if waited is not None:
+                self._ask(now, waited, world)
+            return []
+        if self._missing and now < self._until:
+            return []
+        return self._judge(world, slow)
+
+    def _ask(self, now: float, waited: float, world: World) -> None:
+        limit = self._deadline.limit_s
+        self._recorder.event(
+            "step_overdue",
+            f"no step has ended for {waited:.1f} s after step {self.step}: asking every rank what it waits for",
+            severity="warning",
+            data={"step": self.step, "waited_s": waited, "deadline_s": limit},
+        )
+        self._number += 1
+        self._until = now + _ANSWER_S
+        self._missing = set(world.nodes)
+        self._dumps, self._evidence = {}, {}
+        for node in world.nodes:
+            if not self._send(node, {"inspect": {"id": self._number, "seconds": _ASK_S}}):
+                self._missing.discard(node)
+
+    def _judge(self, world: World, slow: SlowLink | None) -> list[Culprit]:
+        self._until = None
+        self._deadline.end()  # what comes of it starts a generation anew, or ends the run
+        ranks = range(world.shape.layout.world_size)
+        seen = [Sighting(r, self._dumps.get(r), self._evidence.get(r)) for r in ranks]
+        blame = find_blame(seen, world.shape.layout)
+        first = blame.ranks[0] if blame.ranks else None
+        node = world.node_of(first) if first is not None else None
+        self._recorder.event(
+            "hang_blamed",
+            str(blame) or "nobody can be blamed",
+            severity="error",
+            node=node,
+            rank=first,
+            data=_evidence(blame),
+        )
+        if first is None and slow is not None and slow.node in world.nodes:
+            return [Culprit(slow.node, None, "network_error", f"{slow}; {blame}")]
+        if first is None:
+            # All have arrived, or wait in a circle: data does not move. No node may be left out for that.
+            return [Culprit(world.nodes[0], None, "collective_timeout", str(blame))]
+        culprits = []
+        for rank in blame.ranks:
+            at = world.node_of(rank)
+            if at is not None:
+                culprits.append(Culprit(at, rank, _SIGNALS[blame.kind], str(blame)))
+        return culprits
+
+
+def _evidence(blame: Blame) -> dict[str, Any]:
+    return {
+        "ranks": list(blame.ranks),
+        "kind": blame.kind,
+        "evidence": list(blame.evidence),
+        "operation": None if blame.operation is None else str(blame.operation),
+    }

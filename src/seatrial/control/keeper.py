@@ -1,0 +1,214 @@
+"""The memory files of one node: what its own ranks put there, and copies for ranks of another node.
+
+Every file belongs to the agent, so a rank's state outlives the rank; the copy outlives the node. Each rank has two files
+here: while one is replaced the other is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from seatrial.checkpoint import memory
+from seatrial.checkpoint.memory import Snapshot, layout_key
+
+
+@dataclass(frozen=True)
+class Held:
+    """A snapshot and the file that it is in."""
+
+    snapshot: Snapshot
+    fd: int
+    own: bool  # of a rank of this node; otherwise a copy for another one
+
+
+@dataclass
+class _Pair:
+    """Two memory files, and what they hold as far as we were told."""
+
+    own: bool
+    fds: tuple[int, int]
+    content: list[Snapshot | None] = field(default_factory=lambda: [None, None])
+    filling: int | None = None  # the file that a copy is being written to
+
+    @classmethod
+    def make(cls, name: str, *, own: bool) -> _Pair:
+        first = os.memfd_create(f"seatrial-{name}-0")
+        return cls(own, (first, os.memfd_create(f"seatrial-{name}-1")))
+
+    def whole(self) -> list[Held]:
+        """What is there, newest first."""
+        found = [
+            Held(snapshot, self.fds[slot], self.own)
+            for slot, snapshot in enumerate(self.content)
+            if snapshot is not None and memory.holds(self.fds[slot], snapshot)
+        ]
+        return sorted(found, key=lambda held: held.snapshot.age, reverse=True)
+
+    def older(self) -> int:
+        """The file whose content is to be replaced next."""
+        whole = {held.fd: held.snapshot.age for held in self.whole()}
+        return min((0, 1), key=lambda slot: whole.get(self.fds[slot], (-1, -1)))
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+class Keeper:
+    """What one agent holds. A child process fills a file (`control.transfer`); here it is known what that gave."""
+
+    def __init__(self, local_slots: int) -> None:
+        """Two empty memory files for each local slot. Raises OSError where there are none to be had."""
+        self._own = [_Pair.make(f"local{local}", own=True) for local in range(local_slots)]
+        self._copies: dict[tuple[str, int], _Pair] = {}  # layout, rank
+
+    def fds(self, local: int) -> tuple[int, int]:
+        """The files of a local slot, for its ranks to inherit. They stay the same."""
+        return self._own[local].fds
+
+    def took(self, local: int, message: Mapping[str, Any]) -> Snapshot:
+        """A rank of local slot `local` says that one of its files is complete. ValueError if it says it wrongly."""
+        snapshot = Snapshot.from_message(message)
+        slot = message.get("slot")
+        if slot not in (0, 1):
+            raise ValueError(f"a snapshot in file {slot!r}")
+        self._own[local].content[slot] = snapshot
+        return snapshot
+
+    def entries_for(self, local: int, rank: int, layout: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What the files of a local slot hold of `rank` in `layout`, newest first: a leg's "snapshots"."""
+        pair, key = self._own[local], layout_key(layout)
+        return [
+            {
+                "slot": pair.fds.index(held.fd),
+                "step": held.snapshot.step,
+                "generation": held.snapshot.generation,
+                "bytes": held.snapshot.bytes,
+                "sha256": held.snapshot.sha256,
+            }
+            for held in pair.whole()
+            if (held.snapshot.rank, held.snapshot.layout) == (rank, key)
+        ]
+
+    def whole(self) -> list[Held]:
+        """Everything that is here."""
+        return [held for pair in (*self._own, *self._copies.values()) for held in pair.whole()]
+
+    def held(self) -> list[dict[str, Any]]:
+        """The same for the coordinator, as JSON: what each is of, its size and hash, and whether it is our own rank's."""
+        return [{**held.snapshot.summary(), "own": held.own} for held in self.whole()]
+
+    def find(self, rank: int, step: int, generation: int, layout: str) -> Held | None:
+        """The file with that state, our own rank's first; None if it is not here."""
+        wanted = (rank, step, generation, layout)
+        for held in self.whole():
+            s = held.snapshot
+            if (s.rank, s.step, s.generation, s.layout) == wanted:
+                return held
+        return None
+
+    # -- copies that come
+
+    def room(self, snapshot: Snapshot, local: int | None = None) -> int | None:
+        """The file that a copy of `snapshot` is to be written to; `filled` must follow.
+
+        In the files of local slot `local`, whose rank must not run; or, without one, in those for ranks of other nodes.
+        None where the last copy is still on its way, or the state is here already; for another node's rank also where
+        what is here is newer.
+        """
+        if local is not None:
+            pair = self._own[local]
+        else:
+            key = (snapshot.layout, snapshot.rank)
+            if key not in self._copies:
+                self._copies[key] = _Pair.make(f"copy{snapshot.rank}", own=False)
+            pair = self._copies[key]
+        if pair.filling is not None:
+            return None
+        for there in (held.snapshot for held in pair.whole()):
+            same = (there.rank, there.layout) == (snapshot.rank, snapshot.layout)
+            # A start may need an older state than the one that is here: the newest that the whole world has.
+            if same and (there.age == snapshot.age or (local is None and there.age > snapshot.age)):
+                return None
+        slot = pair.older()
+        pair.content[slot], pair.filling = None, slot
+        return pair.fds[slot]
+
+    def filled(self, fd: int, snapshot: Snapshot | None) -> None:
+        """Nobody writes to `fd` any more; it holds `snapshot`, or nothing if that failed."""
+        for pair in (*self._own, *self._copies.values()):
+            if pair.filling is not None and pair.fds[pair.filling] == fd:
+                pair.content[pair.filling], pair.filling = snapshot, None
+                return
+
+    # -- what is not wanted any more
+
+    def guard(self, ranks: Collection[int], layout: Mapping[str, Any]) -> None:
+        """Hold copies for these ranks of `layout` only, and free the memory of all others."""
+        wanted = {(layout_key(layout), rank) for rank in ranks}
+        for key in [key for key in self._copies if key not in wanted]:
+            if self._copies[key].filling is None:
+                self._copies.pop(key).close()
+
+    def began(self, generation: int, step: int) -> None:
+        """Generation `generation` has gone on after `step`: what earlier ones had beyond it is of an abandoned course."""
+        for pair in (*self._own, *self._copies.values()):
+            for slot, snapshot in enumerate(pair.content):
+                if snapshot is not None and snapshot.generation < generation and snapshot.step > step:
+                    pair.content[slot] = None
+
+    def close(self) -> None:
+        """Give all memory back that no other process has open."""
+        for pair in (*self._own, *self._copies.values()):
+            pair.close()
+        self._own.clear()
+        self._copies.clear()
+
+
+@dataclass(frozen=True)
+class Common:
+    """A state of the whole world that is in memory."""
+
+    step: int
+    generation: int
+    holders: dict[int, list[int]]  # rank -> nodes that have its part; the one whose own rank it is first
+
+
+def common(
+    held: Mapping[int, Sequence[Mapping[str, Any]]],
+    layout: Mapping[str, Any],
+    world_size: int,
+    *,
+    at_most: int | None = None,
+) -> list[Common]:
+    """The states for which somebody has every rank's part, newest first.
+
+    `held`: node -> its `Keeper.held()`, of the nodes that live. Parts of different generations are never put together:
+    they may be of the same step and not of the same course. `at_most`: no step after this one.
+    """
+    key = layout_key(layout)
+    found: dict[tuple[int, int], dict[int, list[tuple[bool, int]]]] = {}
+    for node, entries in held.items():
+        for entry in entries:
+            if entry["layout"] == key and (at_most is None or entry["step"] <= at_most):
+                parts = found.setdefault((entry["generation"], entry["step"]), {})
+                parts.setdefault(entry["rank"], []).append((not entry["own"], node))
+    return [
+        Common(step, generation, {rank: [n for _, n in sorted(parts[rank])] for rank in range(world_size)})
+        for (generation, step), parts in sorted(found.items(), reverse=True)
+        if all(rank in parts for rank in range(world_size))
+    ]
+
+
+def newest_common(
+    held: Mapping[int, Sequence[Mapping[str, Any]]],
+    layout: Mapping[str, Any],
+    world_size: int,
+    *,
+    at_most: int | None = None,
+) -> Common | None:
+    """The newest of `common`, or None."""
+    return next(iter(common(held, layout, world_size, at_most=at_most)), None)

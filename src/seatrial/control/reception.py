@@ -1,0 +1,57 @@
+"""An agent's door: whoever connects proves that they know the run's secret, and soon, before they are heard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from seatrial.control.wire import Incoming, Listener
+
+
+class Reception:
+    """Takes connections from `listener` and gives those that proved it to `proven`, which closes them."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        watch: Callable[[Any, Callable[[], None]], None],
+        unwatch: Callable[[Any], None],
+        proven: Callable[[Incoming], None],
+    ) -> None:
+        self._listener, self._proven = listener, proven
+        self._watch, self._unwatch = watch, unwatch
+        self._waiting: list[Incoming] = []
+        watch(listener, self._on_listener)
+
+    @property
+    def deadline(self) -> float | None:
+        return min((incoming.deadline for incoming in self._waiting), default=None)
+
+    def tick(self) -> None:
+        """Show out whoever has proven nothing in time: a connection that says nothing would be held for ever."""
+        now = time.monotonic()
+        for incoming in [i for i in self._waiting if now >= i.deadline]:
+            self._let_go(incoming)
+            incoming.close()
+
+    def _on_listener(self) -> None:
+        for incoming in self._listener.accept():
+            self._waiting.append(incoming)
+            self._watch(incoming, partial(self._on_incoming, incoming))
+            self._on_incoming(incoming)
+
+    def _on_incoming(self, incoming: Incoming) -> None:
+        progress = incoming.advance()
+        if progress == "wait":
+            return
+        self._let_go(incoming)
+        if progress == "ready":
+            self._proven(incoming)
+        else:
+            incoming.close()
+
+    def _let_go(self, incoming: Incoming) -> None:
+        self._waiting.remove(incoming)
+        self._unwatch(incoming)

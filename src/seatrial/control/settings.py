@@ -1,0 +1,35 @@
+"""What the job and the place of a run make of the machine's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from seatrial.control.machine_types import Settings
+from seatrial.control.spec import AgentSpec
+from seatrial.job import Job
+from seatrial.job.shapes import Shape
+
+STOP_GRACE_S = 1.0  # for ranks to let go of each other, before those that have not are killed
+_FENCE_S = 0.5  # an agent stops its ranks before we count it as lost (see Member); this is for killing them
+
+
+def machine_settings(spec: AgentSpec, job: Job, shapes: Sequence[Shape]) -> Settings:
+    """For the machine of any term of this launch."""
+    r = job.resilience
+    return Settings(
+        slots=spec.nodes,
+        spares=spec.spares,
+        shapes=tuple(s.slots for s in shapes),
+        first_generation=spec.generation,
+        max_restarts=r.max_restarts,
+        max_same_failure=r.max_same_failure,
+        in_place=r.in_place and spec.device == "cpu",
+        shrink=r.shrink,
+        grow=r.grow,
+        evict_after=r.evict_after,
+        node_wait_s=r.node_wait_s,
+        silence_s=r.silence_s,
+        fence_s=_FENCE_S,
+        stop_grace_s=STOP_GRACE_S,
+        preempt_grace_s=r.preempt_grace_s,
+    )

@@ -1,0 +1,231 @@
+"""Snapshots on their way: between nodes, and to disk. Each in a forked process with blocking sockets and files.
+
+The agent's loop never waits: it forks, goes on, and asks `Moving.result` when it has reaped the child. Between nodes,
+after the wire's handshake (`hello["role"]` is "snapshot" or "fetch"):
+
+    giver   {"snapshot": {...} or null}, then that many raw bytes          taker   {"ok": true}
+
+The bytes are believed by their SHA-256, which came in a signed message. Until all of them have come and match, the file
+that takes them is marked as holding nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from seatrial.base import process
+from seatrial.base.errors import SeatrialError
+from seatrial.checkpoint import memory
+from seatrial.checkpoint.commit import commit, fence, new_manifest, progress_after
+from seatrial.checkpoint.manifest import Damaged, folder_name, read_manifest
+from seatrial.checkpoint.memory import Snapshot
+from seatrial.control import wire
+from seatrial.control.keeper import Held
+from seatrial.job import load_job
+from seatrial.job.layout import Layout
+from seatrial.record.folder import RunFolder
+
+TIMEOUT_S = 20.0  # without a byte: then the other side counts as gone
+_BACKGROUND = 10  # niceness of what only secures a state: training has the first right to the cores
+_BUFFER_BYTES = 1 << 20
+
+Answer = dict[str, Any]
+
+
+@dataclass
+class Moving:
+    """A transfer under way in a child process."""
+
+    pid: int
+    what: str  # "push", "receive", "fetch", "serve", "copy", "part", "publish"
+    fd: int | None  # the memory file that is being filled
+    _answer: int
+
+    def result(self) -> Answer:
+        """What it came to, once the child has been reaped; ask once.
+
+        {"ok": bool, "message": str, "seconds": float}; where `fd` was filled also "snapshot" (`Snapshot.to_message`).
+        """
+        size = os.fstat(self._answer).st_size
+        text = os.pread(self._answer, size, 0)
+        os.close(self._answer)
+        try:
+            answer: Answer = json.loads(text)
+        except ValueError:  # it was killed before it could say anything, or all of it
+            return {"ok": False, "message": f"the process for this {self.what} was killed", "seconds": 0.0}
+        return answer
+
+
+def push(
+    held: Held, address: str, port: int, secret: bytes, hello: Mapping[str, Any] | None = None
+) -> Moving:
+    """Give a copy of `held` to the agent that listens at `address`:`port`; `hello`: more to say in the greeting."""
+    greeting = {**(hello or {}), **held.snapshot.summary(), "role": "snapshot"}
+
+    def body() -> Answer:
+        session = wire.dial(address, port, secret, greeting, TIMEOUT_S)
+        _give(session, held)
+        return {}
+
+    return _start("push", body, keep=[held.fd], niceness=_BACKGROUND)
+
+
+def receive(incoming: wire.Incoming, fd: int) -> Moving:
+    """Take what a `push` brings, into the memory file `fd`. `incoming` said "ready"; here it is closed."""
+    expected = Snapshot.from_message(incoming.hello)
+
+    def body() -> Answer:
+        return {"snapshot": _take(incoming.session(TIMEOUT_S), fd, expected).to_message()}
+
+    moving = _start("receive", body, keep=[fd, incoming.fileno()], fd=fd, niceness=_BACKGROUND)
+    incoming.close()
+    return moving
+
+
+def fetch(wanted: Snapshot, fd: int, address: str, port: int, secret: bytes) -> Moving:
+    """Ask the agent at `address`:`port` for `wanted` (its `summary` suffices), into the memory file `fd`."""
+
+    def body() -> Answer:
+        session = wire.dial(address, port, secret, {**wanted.summary(), "role": "fetch"}, TIMEOUT_S)
+        return {"snapshot": _take(session, fd, wanted).to_message()}
+
+    return _start("fetch", body, keep=[fd], fd=fd)
+
+
+def serve(incoming: wire.Incoming, held: Held | None) -> Moving:
+    """Answer a `fetch` with `held`, which `Keeper.find` found for its hello. `incoming` is closed here."""
+
+    def body() -> Answer:
+        _give(incoming.session(TIMEOUT_S), held)
+        return {}
+
+    keep = [incoming.fileno(), *([] if held is None else [held.fd])]
+    moving = _start("serve", body, keep=keep)
+    incoming.close()
+    return moving
+
+
+def copy(held: Held, fd: int) -> Moving:
+    """Copy `held` into another memory file of this node."""
+
+    def body() -> Answer:
+        filling = memory.Filling(fd, held.snapshot.bytes)
+        for part in memory.chunks(held.fd, held.snapshot.bytes):
+            filling.add(part)
+        filling.finish(held.snapshot.sha256)
+        return {"snapshot": held.snapshot.to_message()}
+
+    return _start("copy", body, keep=[held.fd, fd], fd=fd)
+
+
+def flush_folder(folder: RunFolder, step: int, generation: int) -> Path:
+    """Where generation `generation` puts the parts of a checkpoint that it makes of snapshots."""
+    # Not where its ranks would write the same step: what they left half must not get in.
+    return folder.checkpoints / f"{folder_name(step)}.tmp-{generation}-memory"
+
+
+def flush(held: Held, folder: Path) -> Moving:
+    """Write `held` as its rank's part of the checkpoint that is made in `folder`."""
+
+    def body() -> Answer:
+        memory.write_part(folder, held.fd, held.snapshot)
+        return {}
+
+    return _start("part", body, keep=[held.fd])
+
+
+def publish(folder: RunFolder, layout: Layout, step: int, *, generation: int, trained_by: int) -> Moving:
+    """Make what `flush` wrote for all ranks of `layout` a complete checkpoint of `step`.
+
+    `generation` publishes it, and must be the last that was begun; `trained_by` is the snapshots' own. An undamaged
+    manifest of the same step that is there already is as good.
+    """
+
+    def body() -> Answer:
+        final = folder.checkpoints / folder_name(step)
+        if final.exists():
+            read_manifest(final)
+            return {"message": f"{final.name} was there already"}
+        job = load_job(folder.job_toml)
+        manifest = new_manifest(job, layout, progress_after(job, step, trained_by))
+        temporary = flush_folder(folder, step, generation)
+        commit(temporary, final, manifest, layout.world_size, fence(folder, generation))
+        return {}
+
+    return _start("publish", body, keep=[])
+
+
+def _give(session: wire.Session, held: Held | None) -> None:
+    """Send a snapshot and wait until the other side has verified it."""
+    if held is None:
+        session.send({"snapshot": None})
+        return
+    session.send({"snapshot": held.snapshot.to_message()})
+    size = held.snapshot.bytes
+    with os.fdopen(held.fd, "rb", buffering=0, closefd=False) as file:
+        sent = session.sock.sendfile(file, 0, size)
+    if sent != size:
+        raise Damaged(f"the memory file has {sent} bytes, not {size}")
+    if not session.receive().get("ok"):
+        raise Damaged("the other side did not take it")
+
+
+def _take(session: wire.Session, fd: int, expected: Snapshot) -> Snapshot:
+    """The opposite of `_give`: fill `fd`; the snapshot with its index."""
+    told = session.receive()["snapshot"]
+    if told is None:
+        raise Damaged(f"the other side does not have step {expected.step} of rank {expected.rank}")
+    snapshot = Snapshot.from_message(told)
+    if snapshot != expected:  # the index does not count
+        raise Damaged(f"the other side gives {snapshot}, wanted was {expected}")
+    filling = memory.Filling(fd, snapshot.bytes)
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    left = snapshot.bytes
+    while left:
+        n = session.sock.recv_into(buffer[: min(left, len(buffer))])
+        if n == 0:
+            raise Damaged(f"the stream ended {left} bytes early")
+        filling.add(buffer[:n])
+        left -= n
+    filling.finish(snapshot.sha256)
+    session.send({"ok": True})
+    return snapshot
+
+
+def _start(
+    what: str, body: Callable[[], Answer], *, keep: Collection[int], fd: int | None = None, niceness: int = 0
+) -> Moving:
+    answer = os.memfd_create(f"seatrial-{what}")
+
+    def child() -> int:
+        _close_all_but({0, 1, 2, answer, *keep})
+        if niceness:
+            os.nice(niceness)
+        begin = time.monotonic()
+        try:
+            told: Answer = {"ok": True, "message": "", **body()}
+        except (OSError, ValueError, KeyError, TypeError, SeatrialError) as error:
+            told = {"ok": False, "message": str(error)}
+        told["seconds"] = time.monotonic() - begin
+        data = json.dumps(told).encode()
+        while data:
+            data = data[os.write(answer, data) :]
+        return 0 if told["ok"] else 1
+
+    return Moving(process.fork(child), what, fd, answer)
+
+
+def _close_all_but(keep: set[int]) -> None:
+    """Close every other file: a connection that the agent ends must not live on in a child."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in keep:
+            try:
+                os.close(int(name))
+            except OSError:  # the listing's own
+                continue

@@ -1,0 +1,274 @@
+"""A whole drill: its folder, the data, the references, one scenario after the other, each judged when it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from seatrial.base.errors import InputError, SeatrialError
+from seatrial.checkpoint.manifest import Damaged
+from seatrial.data.prepare import check_store, data_cache, resolve_store
+from seatrial.drill import weights
+from seatrial.drill.copies import LEAST_STEPS, Change, Copy, Plan, Rhythm, copy_of
+from seatrial.drill.evidence import Terms, read_evidence
+from seatrial.drill.injection import Injection, Planted
+from seatrial.drill.judge import Judgement, judge, unjudged
+from seatrial.drill.reference import Reference, longer, run_reference
+from seatrial.drill.scenarios import Scenario, returns_of
+from seatrial.drill.scene import Scene
+from seatrial.drill.stage import Overdue, RunEnded, Stage
+from seatrial.launch import launcher_for
+from seatrial.launch.netns import Hosts, Unavailable
+
+if TYPE_CHECKING:
+    from seatrial.data.store import TokenStore
+    from seatrial.job import Job
+
+_SPARE_TIME_S = 90.0  # what detection and recovery may add to a run, before it is given up
+_FIRST_STEPS = 4  # a first step that takes so many times as long as the reference's is a hang
+_LEAST_FIRST_STEP_S = 20.0
+_RECOVERY_S = 5.0  # what they usually add, for the estimate
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one scenario."""
+
+    scenario: Scenario
+    judgement: Judgement
+    seconds: float = 0.0  # of the run
+    folder: Path | None = None
+    changes: Sequence[Change] = ()
+    injections: Sequence[Injection] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a drill stands, for whoever watches."""
+
+    name: str  # of the scenario, or "reference"
+    number: int  # of `of`
+    of: int
+    step: int
+    steps: int
+    eta_s: float | None  # until all is done
+
+
+Watcher = Callable[[Progress], None]
+
+
+@dataclass
+class Drill:
+    """Runs scenarios on copies of one job. Nothing of it is written outside `root` and the data cache of `runs`."""
+
+    job: Job
+    runs: Path
+    scenarios: Sequence[Scenario]
+    rhythm: Rhythm
+    seed: int = 0
+    seconds: float = 0.0  # of scenarios that last
+    watch: Watcher | None = None
+    finished: Callable[[Result], None] | None = None
+    root: Path = field(init=False)
+    results: list[Result] = field(default_factory=list)
+    references: dict[bool, Reference] = field(
+        default_factory=dict
+    )  # by whether it has replicas for comparison
+
+    def __post_init__(self) -> None:
+        if self.rhythm.steps < LEAST_STEPS:
+            raise InputError(
+                f"--steps {self.rhythm.steps} is too few: the copy has to cross several snapshots and checkpoints",
+                hint=f"at least {LEAST_STEPS}",
+            )
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        self.root = self.runs / ".drill" / f"{self.job.name}-{stamp}"
+
+    def prepare(self) -> None:
+        """Check what can be checked and make the folder. Raises InputError."""
+        launcher_for(self.job).check(self.job)
+        train = self.job.train
+        self._store: TokenStore = resolve_store(self.job.data, data_cache(self.runs), Path.cwd())
+        check_store(
+            self._store,
+            vocab_size=self.job.architecture.vocab_size,
+            sequence_length=train.sequence_length,
+            global_batch=train.global_batch,
+            tokenizer_spec=self.job.data.tokenizer,
+        )
+        try:
+            self.root.mkdir(parents=True)
+        except OSError as error:
+            raise InputError(
+                f"cannot make the drill's folder {self.root}: {error.strerror}",
+                hint="run it where you may write, or give --runs",
+            ) from error
+
+    def run_all(self) -> None:
+        """The reference, then each scenario; `results` grows by one at a time."""
+        self._reference(replicas=False, steps=self.rhythm.steps)
+        for scenario in self.scenarios:
+            result = self._play(scenario)
+            self.results.append(result)
+            if self.finished is not None:
+                self.finished(result)
+
+    # -- one scenario
+
+    def _play(self, scenario: Scenario) -> Result:
+        reason = scenario.missing(self.job)
+        if reason is not None:
+            return Result(scenario, unjudged(reason))
+        plan = self._plan(scenario)
+        try:
+            copy = self._copy(scenario.name, plan, spares=scenario.spares, replicas=scenario.replicas)
+            launcher_for(copy.job).check(copy.job)
+        except InputError as error:
+            return Result(scenario, unjudged(error.message))
+        with contextlib.ExitStack() as stack:
+            hosts = None
+            if scenario.network:
+                try:
+                    hosts = stack.enter_context(Hosts(copy.job.cluster.nodes + copy.job.cluster.spares))
+                except Unavailable as error:
+                    return Result(scenario, unjudged(error.message))
+            reference = self._reference(replicas=scenario.replicas, steps=plan.steps)
+            return self._judge(scenario, plan, copy, reference, hosts)
+
+    def _judge(
+        self, scenario: Scenario, plan: Plan, copy: Copy, reference: Reference, hosts: Hosts | None
+    ) -> Result:
+        limit = 3 * reference.step_s * plan.steps + 2 * plan.seconds + _SPARE_TIME_S
+        stage = Stage(
+            self.root,
+            copy.job,
+            limit_s=limit,
+            hosts=hosts,
+            on_poll=lambda scene: self._tell(scenario.name, scene),
+        )
+        overdue = False
+        try:
+            stage.start(self._planted(scenario, copy.job, plan), returns_of(scenario, copy.job))
+            try:
+                with contextlib.suppress(RunEnded):  # the judge sees how
+                    scenario.script(stage, plan)
+                stage.wait_end()
+                stage.wait_gone()
+            except Overdue:
+                overdue = True
+        finally:
+            stage.close()
+        difference, problem = self._compare(stage, reference, plan.steps)
+        evidence = read_evidence(
+            stage.folder,
+            stage.injections,
+            exits=stage.exits,
+            left=stage.left,
+            overdue=overdue,
+            weights=difference,
+            weights_problem=problem,
+        )
+        terms = Terms(
+            steps=plan.steps,
+            global_batch=copy.job.train.global_batch,
+            snapshot_every=copy.job.resilience.snapshot_every_steps,
+            checkpoint_every=copy.job.checkpoint.every_steps,
+            reference=reference.losses,
+        )
+        judgement = judge(scenario.expect, evidence, terms)
+        return Result(
+            scenario, judgement, stage.seconds, stage.folder.path, copy.changes, tuple(stage.injections)
+        )
+
+    def _compare(
+        self, stage: Stage, reference: Reference, steps: int
+    ) -> tuple[weights.Difference | None, str]:
+        ours = stage.folder.checkpoints / f"step-{steps:08d}"
+        if not ours.is_dir():
+            return None, f"there is no {ours.name}"
+        try:
+            return weights.compare(ours, reference.checkpoint(steps)), ""
+        except (Damaged, OSError) as error:
+            return None, error.message if isinstance(error, SeatrialError) else str(error)
+
+    def _planted(self, scenario: Scenario, job: Job, plan: Plan) -> list[Planted]:
+        return [
+            replace(fault, marker=str(self.root / f"{job.name}.fired-{number}.json"))
+            for number, fault in enumerate(scenario.plants(job, plan))
+        ]
+
+    # -- the copies and the references
+
+    def _plan(self, scenario: Scenario) -> Plan:
+        known = self.references[False]
+        step_s = max(known.step_s, 1e-3)
+        steps = max(self.rhythm.steps, scenario.least_steps)
+        if scenario.least_seconds:
+            steps = max(steps, self.rhythm.fault + math.ceil(scenario.least_seconds / step_s))
+        if scenario.lasting:
+            # Faults come until the time is over; what is left then is trained undisturbed.
+            steps = max(steps, math.ceil(self.seconds / step_s))
+        return Plan(
+            self.rhythm,
+            self._saved(steps),
+            self.seed,
+            self.seconds if scenario.lasting else 0.0,
+            max(_LEAST_FIRST_STEP_S, _FIRST_STEPS * known.first_step_s),
+        )
+
+    def _saved(self, steps: int) -> int:
+        """`steps`, or the next one at which a run that goes on has a checkpoint."""
+        every = self.rhythm.checkpoint
+        return -(-steps // every) * every
+
+    def _copy(self, name: str, plan: Plan, *, spares: int, replicas: bool, keep: int = 0) -> Copy:
+        return copy_of(
+            self.job,
+            name=name,
+            store=self._store.folder.absolute(),
+            plan=plan,
+            spares=spares,
+            replicas=replicas,
+            keep=keep,
+        )
+
+    def _reference(self, *, replicas: bool, steps: int) -> Reference:
+        """The run that nothing happens to, made or continued so that it has `steps`."""
+        known = self.references.get(replicas)
+        if known is not None and known.steps >= steps:
+            return known
+        name = "reference-replicas" if replicas else "reference"
+        if self.references:
+            # At once as far as any scenario will need it: each continuation is a start of its own.
+            steps = max(steps, *(self._plan(s).steps for s in self.scenarios if s.replicas == replicas))
+        copy = self._copy(
+            name, Plan(self.rhythm, self._saved(steps)), spares=0, replicas=replicas, keep=10_000
+        )
+        if known is not None:
+            copy = longer(known, copy)
+        reference = run_reference(self.root, copy, on_poll=lambda scene: self._tell(name, scene))
+        self.references[replicas] = reference
+        return reference
+
+    # -- telling
+
+    def _tell(self, name: str, scene: Scene) -> None:
+        if self.watch is None:
+            return
+        number = len(self.results) + 1
+        steps = scene.steps
+        self.watch(Progress(name, number, len(self.scenarios), scene.furthest, steps, self.eta_s()))
+
+    def eta_s(self) -> float | None:
+        """Seconds until all is done, from the runs so far; None before the first reference."""
+        known = self.references.get(False)
+        if known is None:
+            return None
+        done = [r.seconds for r in self.results if r.seconds]
+        usual = sum(done) / len(done) if done else known.seconds + _RECOVERY_S
+        return usual * (len(self.scenarios) - len(self.results))

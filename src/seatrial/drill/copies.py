@@ -1,0 +1,206 @@
+"""The copy of a job that a drill runs: shorter, saved and snapshotted more often, otherwise the job itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from seatrial.base.errors import InputError
+from seatrial.job import Job
+from seatrial.job.loading import job_from_text
+from seatrial.job.schema import JobFile
+
+DEFAULT_STEPS = 16
+LEAST_STEPS = 12  # two checkpoints and three snapshots before the fault, steps to recover in after it
+
+_LONGEST_HANG_S = 4.0  # a hang must be noticed within the drill, not after the job's half minute
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that the copy has otherwise than the job."""
+
+    key: str
+    job: Any  # the job's value
+    copy: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A job that only a drill runs, and how it differs from the one that was given."""
+
+    job: Job
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """After how many steps what happens in a copy; every fault comes after two checkpoints and some snapshots."""
+
+    steps: int
+
+    @property
+    def snapshot(self) -> int:
+        return max(2, self.steps // 5)
+
+    @property
+    def checkpoint(self) -> int:
+        return max(3, self.steps // 4)
+
+    @property
+    def verify(self) -> int:
+        return 2
+
+    @property
+    def fault(self) -> int:
+        """The step after whose end a fault is injected: just before a snapshot, so that most is lost, and between two saves."""
+        step = self.steps // 2 + 1
+        while (step + 1) % self.snapshot or not step % self.checkpoint:
+            step += 1
+        return step
+
+    @property
+    def unverified_snapshot(self) -> int:
+        """A step, not after `fault`, whose snapshot is taken before its weights are compared, if there is one."""
+        later = (s for s in range(self.fault, 0, -1) if not s % self.snapshot and s % self.verify)
+        return next(later, self.fault)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one scenario is run."""
+
+    rhythm: Rhythm
+    steps: int  # of its run
+    seed: int = 0  # what is random in it follows from this
+    seconds: float = 0.0  # how long one that lasts goes on
+    first_step_s: float = 0.0  # by when its first step must have ended; 0: what the job says
+
+    @property
+    def fault(self) -> int:
+        return self.rhythm.fault
+
+
+def copy_of(
+    job: Job,
+    *,
+    name: str,
+    store: Path,
+    plan: Plan,
+    spares: int = 0,
+    replicas: bool = False,
+    keep: int = 0,
+) -> Copy:
+    """`job` as run `name`, trained as `plan` says on the prepared `store`, with at least `keep` checkpoints kept.
+
+    `replicas`: with at least two replicas of the weights, whatever the job has. Raises InputError where there is no
+    such layout of its ranks.
+    """
+    layouts: list[dict[str, Any]] = [{}]
+    if replicas and job.layout.replicate < 2:
+        layouts = list(_replicated(job))
+    refused: InputError | None = None
+    for layout in layouts:
+        wanted = _wanted(job, name, store, plan, spares, max(3, keep, job.checkpoint.keep), layout)
+        try:
+            return _changed(job, wanted)
+        except InputError as error:
+            refused = error
+    raise refused or InputError(f"the {job.layout.world_size} ranks of {job.name} cannot hold two replicas")
+
+
+def _wanted(
+    job: Job,
+    name: str,
+    store: Path,
+    plan: Plan,
+    spares: int,
+    keep: int,
+    layout: Mapping[str, Any],
+) -> dict[str, tuple[Any, str]]:
+    """key -> (value, why)."""
+    own, rhythm = job.resilience, plan.rhythm
+    wanted: dict[str, tuple[Any, str]] = {
+        "name": (name, "the live run is not touched"),
+        "data.train": (str(store), "prepared once for all runs of the drill"),
+        "cluster.port": (None, "the live run's port stays free"),
+        "cluster.spares": (spares, "what this scenario needs" if spares else "this scenario has none"),
+        "train.steps": (plan.steps, "short"),
+        "train.sample_tokens": (0, "no sample text at the end"),
+        "optimizer.warmup_steps": (min(job.optimizer.warmup_steps, rhythm.steps), "not longer than the copy"),
+        "optimizer.decay": ("constant", "the rate of a step then does not depend on how many there are"),
+        "optimizer.decay_steps": (None, "it belongs to another decay"),
+        "checkpoint.every_steps": (rhythm.checkpoint, "several within the copy"),
+        "checkpoint.keep": (keep, "enough to fall back on, and to compare with"),
+        "resilience.max_restarts": (max(own.max_restarts, 100), "recovery is what is drilled"),
+        "resilience.snapshot_every_steps": (rhythm.snapshot, "several within the copy"),
+        "resilience.verify_every_steps": (rhythm.verify, "several within the copy"),
+        "resilience.hang_min_s": (
+            min(own.hang_min_s, _LONGEST_HANG_S),
+            "a short copy: hangs are noticed sooner",
+        ),
+        "resilience.first_step_s": (
+            min(own.first_step_s, plan.first_step_s or own.first_step_s),
+            "several times what the reference took to its first step",
+        ),
+        "resilience.node_wait_s": (min(own.node_wait_s, 2.0), "a short copy"),
+        "resilience.evict_after": (
+            1000 if plan.seconds else max(own.evict_after, 2),
+            "the faults are the drill's, not the node's",
+        ),
+        "resilience.allow_gpu_reset": (False, "a drill resets no GPU"),
+        "resilience.allow_node_drain": (False, "a drill drains no node"),
+    }
+    if not own.snapshot_every_steps:
+        wanted["resilience.snapshot_every_steps"] = (0, "off in the job")
+    if not own.verify_every_steps:
+        wanted["resilience.verify_every_steps"] = (0, "off in the job")
+    for key, value in layout.items():
+        wanted[f"parallel.{key}"] = (value, "two replicas of the weights, so that they can be compared")
+    return wanted
+
+
+def _replicated(job: Job) -> Iterator[dict[str, Any]]:
+    """Layouts of as many ranks with two replicas, the most similar first."""
+    at = job.layout
+    if at.shard % 2 == 0:
+        yield {"replicate": 2 * at.replicate, "shard": at.shard // 2}
+    if at.tensor % 2 == 0:
+        yield {"replicate": 2 * at.replicate, "shard": at.shard, "tensor": at.tensor // 2}
+    if at.pipeline % 2 == 0 and at.pipeline > 2:
+        yield {"replicate": 2 * at.replicate, "shard": at.shard, "pipeline": at.pipeline // 2}
+    if at.pipeline == 2:
+        yield {
+            "replicate": 2 * at.replicate,
+            "shard": at.shard,
+            "pipeline": 1,
+            "schedule": "1f1b",
+            "stages_per_rank": 1,
+        }
+
+
+def _changed(job: Job, wanted: Mapping[str, tuple[Any, str]]) -> Copy:
+    sections: dict[str, dict[str, Any]] = {}
+    top: dict[str, Any] = {}
+    changes = []
+    for key, (value, why) in wanted.items():
+        section, _, name = key.rpartition(".")
+        old = getattr(getattr(job.file, section) if section else job.file, name)
+        if section == "parallel" and name == "shard":
+            old = job.layout.shard  # the file may leave it open
+        if old == value:
+            continue
+        changes.append(Change(key, old, value, why))
+        if section:
+            sections.setdefault(section, {})[name] = value
+        else:
+            top[name] = value
+    update = {s: getattr(job.file, s).model_copy(update=values) for s, values in sections.items()}
+    file: JobFile = job.file.model_copy(update={**top, **update})
+    layout = replace(job.layout, **sections.get("parallel", {}))
+    text = Job(file, job.architecture, layout, job.source).to_toml()
+    # Read again like any job file: what would be refused there is refused here.
+    return Copy(job_from_text(text, name=f"the copy of {job.source}", base_folder=Path.cwd()), tuple(changes))

@@ -1,0 +1,99 @@
+"""What is left of a drilled run: its records, as they are in its folder, and what the drill itself saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from seatrial.drill.injection import Injection
+from seatrial.drill.weights import Difference
+from seatrial.record.events import Event, read_events
+from seatrial.record.folder import RunFolder
+from seatrial.record.jsonl import read_numbered
+from seatrial.record.ledger import LedgerRecord, read_ledger
+from seatrial.record.metrics import NOUN, MetricsRecord
+from seatrial.record.typed import decode_all
+
+Losses = Mapping[int, tuple[float, float]]  # step -> (loss, gradient norm)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that a run is judged by."""
+
+    events: Sequence[Event]
+    metrics: Sequence[MetricsRecord]  # all of them, in the order of the file
+    ledger: Sequence[LedgerRecord]
+    problems: Sequence[str]  # lines of the records that are none
+    injections: Sequence[Injection]
+    exits: Sequence[int]  # exit codes of the run's processes, or minus the signal's number
+    left: Sequence[str]  # processes that were still there afterwards
+    overdue: bool = False  # the drill had to stop it
+    weights: Difference | None = None  # of the last checkpoint from the reference's; None where one has none
+    weights_problem: str = ""
+
+    def final(self) -> dict[int, MetricsRecord]:
+        """The record that counts of each step: the last of its last generation."""
+        last: dict[int, MetricsRecord] = {}
+        for record in self.metrics:
+            known = last.get(record.step)
+            if known is None or record.generation >= known.generation:
+                last[record.step] = record
+        return last
+
+    def superseded(self) -> list[MetricsRecord]:
+        """Steps that were done again: the records that no longer count."""
+        final = self.final()
+        return [r for r in self.metrics if r is not final[r.step]]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a run is judged against."""
+
+    steps: int
+    global_batch: int
+    snapshot_every: int
+    checkpoint_every: int
+    reference: Losses = field(default_factory=dict)
+
+
+def read_metrics_of(folder: RunFolder) -> tuple[list[MetricsRecord], list[str]]:
+    """Every metrics record in the order of the file, also those that were superseded; and what is wrong with others."""
+    numbered, problems = read_numbered(folder.metrics, NOUN)
+    records, wrong = decode_all(MetricsRecord, numbered, file=folder.metrics.name, noun=NOUN)
+    return records, [str(p) for p in (*problems, *wrong)]
+
+
+def losses_of(records: Sequence[MetricsRecord]) -> dict[int, tuple[float, float]]:
+    """Step -> (loss, gradient norm), of the last record of each step."""
+    return {r.step: (r.loss, r.grad_norm) for r in records}
+
+
+def read_evidence(
+    folder: RunFolder,
+    injections: Sequence[Injection],
+    *,
+    exits: Sequence[int],
+    left: Sequence[str],
+    overdue: bool = False,
+    weights: Difference | None = None,
+    weights_problem: str = "",
+) -> Evidence:
+    """The records of `folder`, with what only the drill knows."""
+    events, wrong_events = read_events(folder)
+    metrics, wrong = read_metrics_of(folder)
+    ledger, wrong_ledger = read_ledger(folder)
+    wrong += [str(p) for p in (*wrong_events, *wrong_ledger)]
+    return Evidence(
+        events=events,
+        metrics=metrics,
+        ledger=ledger,
+        problems=wrong,
+        injections=injections,
+        exits=exits,
+        left=left,
+        overdue=overdue,
+        weights=weights,
+        weights_problem=weights_problem,
+    )

@@ -1,0 +1,349 @@
+"""The verdict on a drilled run, from its records alone. Pure: the same records give the same verdict anywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from seatrial.base import units
+from seatrial.drill.evidence import Evidence, Terms
+from seatrial.drill.expectation import OTHER_WORLD_TOLERANCE, Expectation
+from seatrial.drill.injection import Injection
+from seatrial.record.events import Event
+from seatrial.record.ledger import ledger_gaps
+from seatrial.record.metrics import MetricsRecord
+
+Verdict = Literal["PASS", "FAIL", "UNJUDGED"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold; `ok` None: could not be judged, which is never a pass."""
+
+    name: str
+    ok: bool | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on one scenario, with every reason."""
+
+    verdict: Verdict
+    checks: tuple[Check, ...]
+    detected_in_s: float | None = None  # the slowest, where there were several faults
+    recovered_in_s: float | None = None
+    steps_redone: int | None = None
+    work_lost_s: float | None = None  # step time of the steps that were done again
+    largest_difference: float | None = None  # of a loss or gradient norm, relative
+
+    def why(self) -> str:
+        """The first thing that does not hold; empty for a pass."""
+        for wanted in (False, None):
+            for check in self.checks:
+                if check.ok is wanted:
+                    return f"{check.name}: {check.text}"
+        return ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "verdict": self.verdict,
+            "why": self.why(),
+            "detected_in_s": self.detected_in_s,
+            "recovered_in_s": self.recovered_in_s,
+            "steps_redone": self.steps_redone,
+            "work_lost_s": self.work_lost_s,
+            "largest_difference": self.largest_difference,
+            "checks": [vars(c) for c in self.checks],
+        }
+
+
+def unjudged(reason: str) -> Judgement:
+    """The verdict on a scenario that could not be run here."""
+    return Judgement("UNJUDGED", (Check("needs", None, reason),))
+
+
+def judge(expected: Expectation, evidence: Evidence, terms: Terms) -> Judgement:
+    """Hold the evidence against what must follow. PASS only if every check does."""
+    detections = [_detection(expected, evidence, i) for i in evidence.injections]
+    recoveries = [
+        _recovery(evidence, i, d) if d is not None else None
+        for i, d in zip(evidence.injections, detections, strict=True)
+    ]
+    different = _differences(evidence, terms)
+    checks = [
+        _injected(evidence),
+        _ended(expected, evidence, terms),
+        _calm_before(evidence),
+        _detected(expected, evidence.injections, detections),
+        _named(expected, evidence),
+        _replaced(expected, evidence, detections),
+        *_followed(expected, evidence),
+        _recovered(expected, recoveries),
+        _redone(expected, evidence, terms),
+        _ledger(evidence, terms),
+        _losses(expected, evidence, terms, different),
+        _weights(expected, evidence),
+        _left(evidence),
+    ]
+    kept = tuple(c for c in checks if c is not None)
+    seconds = [
+        (d.time - i.time, None if r is None else r.time - i.time)
+        for i, d, r in zip(evidence.injections, detections, recoveries, strict=True)
+        if d is not None
+    ]
+    recovered = [r for _, r in seconds if r is not None]
+    return Judgement(
+        verdict=_verdict(kept),
+        checks=kept,
+        detected_in_s=max((d for d, _ in seconds), default=None),
+        recovered_in_s=max(recovered, default=None) if expected.recovers else None,
+        steps_redone=len(evidence.superseded()),
+        work_lost_s=math.fsum(r.step_time_s for r in evidence.superseded()),
+        largest_difference=max((abs(d) for d in different.values()), default=0.0),
+    )
+
+
+def _verdict(checks: Sequence[Check]) -> Verdict:
+    if any(c.ok is False for c in checks):
+        return "FAIL"
+    return "UNJUDGED" if any(c.ok is None for c in checks) else "PASS"
+
+
+# -- what happened
+
+
+def _detection(expected: Expectation, evidence: Evidence, injection: Injection) -> Event | None:
+    """The first event after the fault that says that something is wrong."""
+    return next(
+        (e for e in _after(evidence.events, injection.time) if e.kind in expected.detected),
+        None,
+    )
+
+
+def _recovery(evidence: Evidence, injection: Injection, detection: Event) -> MetricsRecord | None:
+    """The first step after the detection: of a later generation where there is one, else the one done again."""
+    before = max(
+        (m.generation for m in evidence.metrics if m.time <= injection.time), default=detection.generation
+    )
+    later = [m for m in evidence.metrics if m.time > detection.time]
+    return next((m for m in later if m.generation > before), next(iter(later), None))
+
+
+def _after(events: Sequence[Event], time: float) -> Iterator[Event]:
+    return (e for e in sorted(events, key=lambda e: e.time) if e.time >= time)
+
+
+def _differences(evidence: Evidence, terms: Terms) -> dict[tuple[int, str], float]:
+    """(step, "loss" or "gradient norm") -> relative difference, where the bits are not the reference's."""
+    found: dict[tuple[int, str], float] = {}
+    for step, record in evidence.final().items():
+        if step not in terms.reference:
+            continue
+        for what, ours, theirs in zip(
+            ("loss", "gradient norm"), (record.loss, record.grad_norm), terms.reference[step], strict=True
+        ):
+            if ours != theirs:
+                apart = abs(ours - theirs) / abs(theirs) if theirs else abs(ours - theirs)
+                found[step, what] = apart if math.isfinite(apart) else math.inf
+    return found
+
+
+def _shrunk_at(evidence: Evidence) -> float:
+    """When the run first went on with fewer replicas; infinity if it never did."""
+    return min((e.time for e in evidence.events if e.kind == "shrunk"), default=math.inf)
+
+
+# -- the checks
+
+
+def _injected(evidence: Evidence) -> Check:
+    if not evidence.injections:
+        return Check("injected", False, "the fault was never injected: the run ended before it could be")
+    return Check("injected", True, "; ".join(i.message for i in evidence.injections))
+
+
+def _ended(expected: Expectation, evidence: Evidence, terms: Terms) -> Check:
+    if evidence.overdue:
+        return Check("ended", False, "it did not come to an end and was stopped by the drill")
+    if tuple(evidence.exits) != expected.exits:
+        wanted, got = (" then ".join(map(str, codes)) for codes in (expected.exits, evidence.exits))
+        return Check("ended", False, f"exit {got or 'unknown'}, not {wanted}; {_last_words(evidence)}")
+    last = max((m.step for m in evidence.metrics), default=0)
+    if last != terms.steps:
+        return Check("ended", False, f"its last step is {last}, not {terms.steps}")
+    return Check("ended", True, f"exit {' then '.join(map(str, evidence.exits))} after step {last}")
+
+
+def _last_words(evidence: Evidence) -> str:
+    bad = [e for e in evidence.events if e.kind in ("gave_up", "run_failed")]
+    return bad[-1].message if bad else "it did not say why"
+
+
+def _calm_before(evidence: Evidence) -> Check | None:
+    """No alarm without a fault."""
+    first = min((i.time for i in evidence.injections), default=math.inf)
+    false = [e for e in evidence.events if e.kind == "recovering" and e.time < first]
+    if false:
+        return Check("no false alarm", False, f"before the fault: {false[0].message}")
+    return Check("no false alarm", True, "nothing was recovered from before the fault")
+
+
+def _detected(
+    expected: Expectation, injections: Sequence[Injection], detections: Sequence[Event | None]
+) -> Check | None:
+    if not injections:
+        return None
+    missed = [i for i, d in zip(injections, detections, strict=True) if d is None]
+    if missed:
+        kinds = " or ".join(expected.detected)
+        return Check("detected", False, f"no {kinds} event after: {missed[0].message}")
+    found = [(d.time - i.time, d) for i, d in zip(injections, detections, strict=True) if d is not None]
+    slowest, event = max(found, key=lambda f: f[0])
+    return Check("detected", True, f"after {units.duration(slowest)}: {event.kind}: {event.message}")
+
+
+def _named(expected: Expectation, evidence: Evidence) -> Check | None:
+    if expected.names == "nothing" or not evidence.injections:
+        return None
+    kinds = expected.named_by or expected.detected
+    missing = []
+    for injection in evidence.injections:
+        named = [e for e in _after(evidence.events, injection.time) if e.kind in kinds]
+        wanted = f"node {injection.node}"
+        if expected.names == "rank":
+            wanted = f"rank {injection.rank}"
+        # With several faults at once their events may come in any order; with one the first has to be right.
+        first = expected.first_names and len(evidence.injections) == 1
+        pool = named[:1] if first else named
+        if not any(_names(e, injection, expected.names) for e in pool):
+            said = (
+                f"{pool[0].kind} says {_who(pool[0])}" if pool else f"there is no {' or '.join(kinds)} event"
+            )
+            missing.append(f"{wanted} is to blame, but {said}")
+    if missing:
+        return Check("named", False, "; ".join(missing))
+    who = [f"rank {i.rank}" if expected.names == "rank" else f"node {i.node}" for i in evidence.injections]
+    return Check("named", True, ", ".join(who))
+
+
+def _names(event: Event, injection: Injection, what: str) -> bool:
+    if what == "rank":
+        return event.rank == injection.rank and event.node in (None, injection.node)
+    return event.node == injection.node
+
+
+def _who(event: Event) -> str:
+    parts = [f"{w} {v}" for w, v in (("node", event.node), ("rank", event.rank)) if v is not None]
+    return " ".join(parts) if parts else "nobody"
+
+
+def _replaced(expected: Expectation, evidence: Evidence, detections: Sequence[Event | None]) -> Check | None:
+    if expected.replaced is None:
+        return None
+    for injection, detection in zip(evidence.injections, detections, strict=True):
+        if detection is None:
+            continue
+        start = next(
+            (
+                e
+                for e in _after(evidence.events, detection.time)
+                if e.kind == "generation_started" and e.data and isinstance(e.data.get("slots"), dict)
+            ),
+            None,
+        )
+        if start is None or start.data is None:
+            return Check("placed", False, "no generation was started after the detection")
+        inside = injection.node in [int(n) for n in start.data["slots"].values()]
+        if inside is expected.replaced:
+            what = "is still used" if inside else "was dropped"
+            return Check("placed", False, f"node {injection.node} {what} in generation {start.generation}")
+    return Check("placed", True, "without the node" if expected.replaced else "with the same node")
+
+
+def _followed(expected: Expectation, evidence: Evidence) -> Iterator[Check]:
+    first = min((i.time for i in evidence.injections), default=math.inf)
+    for kind in expected.follows:
+        event = next((e for e in _after(evidence.events, first) if e.kind == kind), None)
+        yield Check(kind, event is not None, event.message if event else f"no {kind} event after the fault")
+
+
+def _recovered(expected: Expectation, recoveries: Sequence[MetricsRecord | None]) -> Check | None:
+    if not expected.recovers or not recoveries:
+        return None
+    if any(r is None for r in recoveries):
+        return Check("recovered", False, "no step was trained after the detection")
+    return Check("recovered", True, "training went on")
+
+
+def _redone(expected: Expectation, evidence: Evidence, terms: Terms) -> Check:
+    each = expected.redone_limit(snapshot=terms.snapshot_every, checkpoint=terms.checkpoint_every)
+    limit = each * max(1, len(evidence.injections))
+    redone = len(evidence.superseded())
+    return Check("steps redone", redone <= limit, f"{redone}, at most {limit}")
+
+
+def _ledger(evidence: Evidence, terms: Terms) -> Check:
+    gaps = list(evidence.problems) + ledger_gaps(evidence.ledger, terms.global_batch)
+    last = max((r.step for r in evidence.ledger), default=0)
+    if last != terms.steps:
+        gaps.append(f"it ends with step {last}, not {terms.steps}")
+    if gaps:
+        return Check("ledger", False, "; ".join(gaps[:3]))
+    return Check("ledger", True, f"{terms.steps * terms.global_batch} samples, each once and in order")
+
+
+def _losses(
+    expected: Expectation,
+    evidence: Evidence,
+    terms: Terms,
+    different: dict[tuple[int, str], float],
+) -> Check:
+    final = evidence.final()
+    absent = [s for s in range(1, terms.steps + 1) if s not in final or s not in terms.reference]
+    if absent:
+        return Check("losses", False, f"step {absent[0]} has no record in this run or in the reference")
+    if not different:
+        return Check("losses", True, f"{terms.steps} losses and gradient norms bit-equal to the reference")
+    shrunk = _shrunk_at(evidence)
+    exact = expected.world == "same"
+    wrong = [
+        (key, apart)
+        for key, apart in different.items()
+        if exact or final[key[0]].time < shrunk or not apart <= OTHER_WORLD_TOLERANCE
+    ]
+    if wrong:
+        (step, what), apart = min(wrong)
+        return Check("losses", False, f"{what} of step {step} is off by {apart:.1e} relative")
+    largest = max(different.values())
+    return Check(
+        "losses", True, f"within {largest:.1e} relative of the reference (at most {OTHER_WORLD_TOLERANCE:g})"
+    )
+
+
+def _weights(expected: Expectation, evidence: Evidence) -> Check:
+    difference = evidence.weights
+    if difference is None:
+        return Check("weights", False, evidence.weights_problem or "there is no last checkpoint to compare")
+    if difference.missing:
+        return Check("weights", False, f"{difference.missing[0]} is in one of the two checkpoints only")
+    if difference.equal:
+        return Check("weights", True, f"{difference.tensors} tensors bit-equal to the reference")
+    text = (
+        f"{len(difference.differing)} of {difference.tensors} tensors differ, by {difference.largest:.1e} "
+        f"at most ({difference.where})"
+    )
+    if expected.world == "same" or math.isinf(_shrunk_at(evidence)):
+        return Check("weights", False, text)
+    # AdamW divides a gradient by its own size: where it is tiny, its rounding is a whole update. Only the loss is held
+    # to a tolerance; a tensor that is another one altogether is still wrong.
+    return Check("weights", difference.largest < 1.0, text)
+
+
+def _left(evidence: Evidence) -> Check:
+    if evidence.left:
+        return Check("nothing left", False, f"still running: {'; '.join(evidence.left[:3])}")
+    return Check("nothing left", True, "no process of it was left")

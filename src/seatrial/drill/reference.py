@@ -1,0 +1,83 @@
+"""The run that nothing happens to: what every drilled run is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from seatrial.base.errors import RunFailed
+from seatrial.drill.copies import Copy
+from seatrial.drill.evidence import Losses, losses_of, read_metrics_of
+from seatrial.drill.scene import Scene
+from seatrial.drill.stage import Overdue, Stage
+from seatrial.record.events import read_events
+from seatrial.record.folder import RunFolder
+
+_LIMIT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run that never failed, as far as it has come."""
+
+    copy: Copy
+    folder: RunFolder
+    losses: Losses
+    steps: int
+    step_s: float  # median
+    first_step_s: float  # from its first start to the end of its first step
+    seconds: float  # from the start of its process to its end, the last time
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of its checkpoint of `step`."""
+        return self.folder.checkpoints / f"step-{step:08d}"
+
+
+def run_reference(
+    root: Path, copy: Copy, *, on_poll: Callable[[Scene], None] | None = None, limit_s: float = _LIMIT_S
+) -> Reference:
+    """Train `copy` to its end. Raises RunFailed if anything at all went wrong: nothing could be compared with it."""
+    stage = Stage(root, copy.job, limit_s=limit_s, on_poll=on_poll)
+    try:
+        stage.start()
+        try:
+            code = stage.wait_end()
+        except Overdue:
+            raise RunFailed(
+                f"the undisturbed copy did not end within {limit_s:.0f} s",
+                hint=f"see {stage.log}; give fewer --steps",
+            ) from None
+        stage.wait_gone()
+    finally:
+        stage.close()
+    folder = stage.folder
+    events, _ = read_events(folder)
+    alarm = next((e for e in events if e.kind in ("recovering", "run_failed", "gave_up")), None)
+    records, problems = read_metrics_of(folder)
+    if code != 0 or alarm is not None or problems or stage.left:
+        what = f": {alarm.message}" if alarm is not None else ""
+        raise RunFailed(
+            f"the undisturbed copy of the job ended with exit code {code}{what}",
+            hint=f"a drill needs a job that runs: see {stage.log} and `seatrial watch {folder.path} --once`",
+        )
+    losses = losses_of(records)
+    if sorted(losses) != list(range(1, copy.job.train.steps + 1)):
+        raise RunFailed(f"the undisturbed copy has not recorded every step: {folder.metrics}")
+    return Reference(
+        copy=copy,
+        folder=folder,
+        losses=losses,
+        steps=copy.job.train.steps,
+        step_s=median(r.step_time_s for r in records),
+        first_step_s=min(r.time for r in records) - min(e.time for e in events),
+        seconds=stage.seconds,
+    )
+
+
+def longer(reference: Reference, copy: Copy) -> Copy:
+    """The copy that goes on where `reference` has ended, to the steps of `copy`."""
+    job = reference.copy.job
+    train = job.file.train.model_copy(update={"steps": copy.job.train.steps})
+    return Copy(replace(job, file=job.file.model_copy(update={"train": train})), reference.copy.changes)

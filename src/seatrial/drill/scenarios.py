@@ -1,0 +1,283 @@
+"""What can go wrong, one scenario each: what is done to the run, what that needs, and what must come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from seatrial.base.errors import InputError
+from seatrial.drill import scripts, storm
+from seatrial.drill.copies import Plan
+from seatrial.drill.expectation import Expectation
+from seatrial.drill.injection import Planted
+from seatrial.drill.stage import Stage
+from seatrial.job import Job
+from seatrial.job.shapes import shapes
+from seatrial.train import straggler
+
+_AWAY_S = 4.0  # after which a node returns
+_BACK_S = 14.0  # by when it trains again, with its start
+
+RECOVERING = "recovering"
+
+
+def _none(job: Job, plan: Plan) -> tuple[Planted, ...]:
+    return ()
+
+
+def _no_reason(job: Job) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One fault, or several, and what must come of it."""
+
+    name: str
+    about: str
+    expect: Expectation
+    script: Callable[
+        [Stage, Plan], None
+    ]  # does it to a run that has been started; returns while that still runs
+    plants: Callable[[Job, Plan], tuple[Planted, ...]] = _none
+    spares: int = 0
+    replicas: bool = False  # needs two replicas of the weights
+    network: bool = False  # each node needs a network of its own
+    returns: bool = False  # a node whose agent died comes back after a while
+    lasting: bool = False  # goes on for --seconds
+    least_steps: int = 0  # that it needs, however short the copy is
+    least_seconds: float = 0.0  # of training that must follow the fault
+    missing: Callable[[Job], str | None] = _no_reason  # why this job cannot have it
+
+
+# -- what a job needs
+
+
+def _two_nodes(job: Job) -> str | None:
+    return None if job.cluster.nodes > 1 else "the job has one node: there is nobody to lose it to"
+
+
+def _can_shrink(job: Job) -> str | None:
+    if job.cluster.nodes < 2:
+        return "the job has one node: nothing would be left"
+    if not (job.resilience.shrink and job.resilience.grow):
+        return "the job forbids it (resilience.shrink or resilience.grow is false)"
+    if len(shapes(job)) < 2:
+        return f"{job.layout} has no replica to spare: no smaller layout fits fewer nodes"
+    return None
+
+
+def _compares(job: Job) -> str | None:
+    if not job.resilience.verify_every_steps:
+        return "the job compares no weights (resilience.verify_every_steps = 0)"
+    return None
+
+
+_NODE_LOST = ("node_lost", "agent_failed", RECOVERING)
+_HUNG = ("step_overdue", "hang_blamed", RECOVERING)
+
+SCENARIOS: tuple[Scenario, ...] = (
+    Scenario(
+        "kill_rank",
+        "SIGKILL to the rank that writes the records",
+        Expectation("same", ("rank_failed", RECOVERING), "rank", named_by=(RECOVERING,), replaced=False),
+        scripts.kill_rank,
+    ),
+    Scenario(
+        "kill_agent",
+        "SIGKILL to a node's agent; a spare takes its place",
+        Expectation("same", _NODE_LOST, "node", named_by=(RECOVERING,), replaced=True),
+        scripts.kill_agent,
+        spares=1,
+    ),
+    Scenario(
+        "kill_agent_without_spare",
+        "SIGKILL to a node's agent; the run shrinks, and grows when the node is back",
+        Expectation(
+            "other", _NODE_LOST, "node", named_by=(RECOVERING,), follows=("shrunk", "grown"), replaced=True
+        ),
+        scripts.kill_agent,
+        returns=True,
+        least_seconds=_BACK_S,
+        missing=_can_shrink,
+    ),
+    Scenario(
+        "kill_coordinator_node",
+        "everything of the coordinator's node killed at once; a spare takes its place",
+        Expectation(
+            "same",
+            ("coordinator_elected", *_NODE_LOST),
+            "node",
+            named_by=("node_lost",),
+            follows=("coordinator_elected",),
+            replaced=True,
+        ),
+        scripts.kill_coordinator,
+        spares=2,  # should one of them coordinate, it is lost too
+    ),
+    Scenario(
+        "kill_two_nodes",
+        "everything of two nodes killed at once; two spares take their places",
+        Expectation("same", _NODE_LOST, "node", redone="checkpoint", named_by=("node_lost",), replaced=True),
+        scripts.kill_two,
+        spares=2,
+        missing=_two_nodes,
+    ),
+    Scenario(
+        "freeze_rank",
+        "SIGSTOP to a rank",
+        Expectation("same", _HUNG, "rank", named_by=("hang_blamed",)),
+        scripts.freeze,
+    ),
+    Scenario(
+        "hang_in_collective",
+        "a rank never enters a collective that its peers wait in",
+        Expectation("same", _HUNG, "rank", named_by=("hang_blamed",)),
+        scripts.wait,
+        scripts.hang,
+    ),
+    Scenario(
+        "hold_gil",
+        "a rank computes for ever in native code and holds Python's lock",
+        Expectation("same", _HUNG, "rank", named_by=("hang_blamed",)),
+        scripts.wait,
+        scripts.gil,
+    ),
+    Scenario(
+        "slow_rank",
+        "a rank gets a quarter of its time",
+        Expectation("same", ("straggler",), "rank", recovers=False, redone="none"),
+        scripts.slow,
+        least_steps=straggler.STEPS * straggler.WINDOWS + 4,
+    ),
+    Scenario(
+        "cut_network",
+        "a node's network is cut; a spare takes its place, and the node stops by itself",
+        Expectation("same", ("node_lost", RECOVERING), "node", named_by=(RECOVERING,), replaced=True),
+        scripts.cut,
+        spares=1,
+        network=True,
+        missing=_two_nodes,
+    ),
+    Scenario(
+        "slow_network",
+        f"a node's network carries {scripts.SLOW_MBIT:g} Mbit/s",
+        Expectation("same", ("straggler", "signal", RECOVERING), "node", recovers=False, redone="snapshot"),
+        scripts.slow_network,
+        network=True,
+        missing=_two_nodes,
+    ),
+    Scenario(
+        "xid_79",
+        "kernel log: a GPU has fallen off the bus; the node is dropped",
+        Expectation("same", ("signal", RECOVERING), "node", replaced=True),
+        scripts.xid(79, "pid='<unknown>', name=<unknown>, GPU has fallen off the bus."),
+        spares=1,
+    ),
+    Scenario(
+        "xid_74",
+        "kernel log: an NVLink error; the node leaves for a reset",
+        Expectation("same", ("signal", RECOVERING), "node", replaced=True),
+        scripts.xid(74, "pid='<unknown>', name=<unknown>, NVLink: fatal error detected on link 1"),
+        spares=1,
+    ),
+    Scenario(
+        "xid_94",
+        "kernel log: a contained memory error; the ranks restart on the same node",
+        Expectation("same", ("signal", RECOVERING), "node", replaced=False),
+        scripts.xid(94, "pid='<unknown>', name=<unknown>, Contained: SM (0x1). RST: No, D-RST: No"),
+    ),
+    Scenario(
+        "disk_full",
+        "no space left when one rank saves",
+        Expectation("same", ("checkpoint_failed",), "rank", recovers=False, redone="none", first_names=False),
+        scripts.wait,
+        scripts.enospc,
+    ),
+    Scenario(
+        "damaged_checkpoint",
+        "bytes of the newest checkpoint inverted, everything killed, started again",
+        Expectation(
+            "same",
+            ("checkpoint_damaged",),
+            "nothing",
+            redone="two checkpoints",
+            exits=(-9, 0),
+            follows=("checkpoint_set_aside", "resumed"),
+        ),
+        scripts.damage,
+    ),
+    Scenario(
+        "nan_gradient",
+        "a gradient of one rank is NaN in one step",
+        Expectation("same", ("nonfinite", RECOVERING), "rank", redone="one"),
+        scripts.wait,
+        scripts.nan,
+    ),
+    Scenario(
+        "flipped_bit",
+        "a bit of a weight in the memory of one replica is flipped",
+        Expectation("same", ("corruption", RECOVERING), "rank", redone="two snapshots"),
+        scripts.wait,
+        scripts.flip,
+        replicas=True,
+        missing=_compares,
+    ),
+    Scenario(
+        "wrong_update",
+        "one replica computes a weight wrongly",
+        Expectation("same", ("corruption", RECOVERING), "nothing", redone="two snapshots"),
+        scripts.wait,
+        scripts.miscount,
+        replicas=True,
+        missing=_compares,
+    ),
+    Scenario(
+        "preemption",
+        "SIGTERM: the state is saved, exit 75, and the same command goes on",
+        Expectation(
+            "same",
+            ("preempted", "run_interrupted"),
+            "nothing",
+            redone="none",
+            exits=(75, 0),
+            follows=("resumed",),
+        ),
+        scripts.preempt,
+    ),
+    Scenario(
+        "storm",
+        "random faults, one after the other, for --seconds",
+        Expectation(
+            "any",
+            (RECOVERING, "rank_failed", "node_lost", "nonfinite", "signal"),
+            "nothing",
+            redone="checkpoint",
+        ),
+        storm.blow,
+        storm.plants,
+        spares=1,
+        returns=True,
+        lasting=True,
+    ),
+)
+
+
+def returns_of(scenario: Scenario, job: Job) -> dict[int, float]:
+    """node -> seconds after which its agent, once dead, is started again."""
+    nodes = job.cluster.nodes + job.cluster.spares
+    return dict.fromkeys(range(nodes), _AWAY_S) if scenario.returns else {}
+
+
+def chosen(names: str | None) -> list[Scenario]:
+    """The scenarios of "a,b"; all of them for None. Raises InputError for a name that is none."""
+    known = {s.name: s for s in SCENARIOS}
+    if names is None:
+        return list(SCENARIOS)
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    wrong = [name for name in wanted if name not in known]
+    if wrong or not wanted:
+        raise InputError(
+            f"there is no scenario {', '.join(wrong) or repr(names)}", hint=f"scenarios: {', '.join(known)}"
+        )
+    return [known[name] for name in dict.fromkeys(wanted)]

@@ -1,0 +1,155 @@
+"""What is done to a run in each scenario: from outside, or by a rank to itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from seatrial.drill.copies import Plan
+from seatrial.drill.injection import Planted
+from seatrial.drill.stage import Stage
+from seatrial.job import Job
+
+SLOW_MBIT = 20.0  # what a slowed network carries
+
+
+# -- from outside
+
+
+def wait(stage: Stage, plan: Plan) -> None:
+    """For faults that ranks do to themselves."""
+
+
+def _bystander(stage: Stage) -> int:
+    """A node that trains and does not coordinate; any that trains if there is no other."""
+    nodes = stage.scene.training_nodes()
+    return next((n for n in reversed(nodes) if n != stage.scene.coordinator), nodes[-1])
+
+
+def kill_rank(stage: Stage, plan: Plan) -> None:
+    stage.wait_step(plan.fault)
+    stage.kill_rank(0)  # the one that writes the records: nothing may be lost or doubled
+
+
+def kill_agent(stage: Stage, plan: Plan) -> None:
+    stage.wait_step(plan.fault)
+    stage.kill_agent(_bystander(stage))
+
+
+def kill_coordinator(stage: Stage, plan: Plan) -> None:
+    """The coordinator's node, and if that was a spare, its successor's too: one of them trains."""
+    scene = stage.scene
+    stage.wait_until(lambda scene: scene.furthest >= plan.fault and scene.coordinator is not None)
+    assert scene.coordinator is not None
+    first, training = scene.coordinator, scene.training_nodes()
+    stage.kill_nodes([first])
+    if first in training:
+        return
+    stage.wait_until(lambda scene: scene.coordinator != first and scene.present.issuperset(training))
+    stage.kill_nodes([scene.coordinator])
+
+
+def kill_two(stage: Stage, plan: Plan) -> None:
+    stage.wait_step(plan.fault)
+    stage.kill_nodes(stage.scene.training_nodes()[:2])
+
+
+def freeze(stage: Stage, plan: Plan) -> None:
+    stage.wait_step(plan.fault)
+    stage.freeze_rank(max(stage.scene.ranks))
+
+
+def slow(stage: Stage, plan: Plan) -> None:
+    stage.wait_step(1)
+    rank = max(stage.scene.ranks)
+    with stage.slowed_rank(rank, stopped_s=0.006, going_s=0.002) as turn:
+        begin = stage.injections[-1].time
+
+        def noticed() -> bool:
+            turn()
+            return stage.scene.since(begin, ("straggler", "recovering")) is not None
+
+        stage.wait_until(lambda scene: noticed() or scene.furthest >= stage.job.train.steps - 1)
+
+
+def cut(stage: Stage, plan: Plan) -> None:
+    stage.wait_step(plan.fault)
+    node = _bystander(stage)
+    pids = [place.pid for place in stage.scene.ranks.values() if place.node == node]
+    stage.cut_network(node)
+    before, cut_at = stage.scene.generation, stage.injections[-1].time
+    stage.wait_until(lambda scene: any(m.time > cut_at and m.generation > before for m in scene.metrics))
+    # Nobody could tell them: they have to stop by themselves, before their successors begin.
+    stage.expect_gone(pids, f"rank of node {node}, which was cut off, beside its successor")
+
+
+def slow_network(stage: Stage, plan: Plan) -> None:
+    stage.wait_step(plan.rhythm.snapshot)
+    node = _bystander(stage)
+    stage.slow_network(node, SLOW_MBIT)
+    begin = stage.injections[-1].time
+    stage.wait_until(
+        lambda scene: (
+            scene.since(begin, ("straggler", "signal", "recovering")) is not None
+            or scene.furthest >= stage.job.train.steps - 1
+        )
+    )
+    stage.restore_network(node)
+
+
+def xid(code: int, text: str) -> Callable[[Stage, Plan], None]:
+    def script(stage: Stage, plan: Plan) -> None:
+        stage.wait_step(plan.fault)
+        stage.write_kernel_log(_bystander(stage), code, text)
+
+    return script
+
+
+def damage(stage: Stage, plan: Plan) -> None:
+    stage.wait_step(plan.fault)
+    stage.kill_everything()
+    stage.wait_end()
+    stage.wait_gone()
+    stage.damage_newest_checkpoint()  # it can be noticed from now on
+    stage.again()
+
+
+def preempt(stage: Stage, plan: Plan) -> None:
+    stage.wait_step(plan.fault)
+    stage.ask_to_leave()
+    stage.wait_end()
+    stage.wait_gone()
+    stage.again()
+
+
+# -- what ranks do to themselves
+
+
+def hang(job: Job, plan: Plan) -> tuple[Planted, ...]:
+    rank = job.layout.world_size // 2
+    return (Planted("hang", rank, plan.fault, f"rank {rank} does not enter a collective"),)
+
+
+def gil(job: Job, plan: Plan) -> tuple[Planted, ...]:
+    rank = min(1, job.layout.world_size - 1)
+    return (Planted("gil", rank, plan.fault, f"rank {rank} holds the GIL and computes for ever"),)
+
+
+def nan(job: Job, plan: Plan) -> tuple[Planted, ...]:
+    rank = job.layout.world_size - 1
+    return (Planted("nan", rank, plan.fault, f"a gradient of rank {rank} is NaN"),)
+
+
+def flip(job: Job, plan: Plan) -> tuple[Planted, ...]:
+    rank = job.layout.world_size - 1  # in the last replica
+    return (Planted("flip", rank, plan.fault, f"a bit of a weight in the memory of rank {rank} is flipped"),)
+
+
+def miscount(job: Job, plan: Plan) -> tuple[Planted, ...]:
+    rank = job.layout.world_size - 1
+    step = plan.rhythm.unverified_snapshot  # so that the newest copies in memory are damaged too
+    return (Planted("miscount", rank, step, f"rank {rank} computes one weight wrongly"),)
+
+
+def enospc(job: Job, plan: Plan) -> tuple[Planted, ...]:
+    rank = job.layout.world_size - 1
+    return (Planted("enospc", rank, plan.fault, f"no space is left when rank {rank} saves"),)

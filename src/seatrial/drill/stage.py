@@ -1,0 +1,335 @@
+"""Where a scenario takes place: one run of the copy, its processes, and everything that can be done to them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seatrial.base import process
+from seatrial.checkpoint.manifest import complete, read_manifest, step_of
+from seatrial.control.spec import WORKER_MODULE
+from seatrial.drill import run as runs
+from seatrial.drill.injection import Injection, Planted, record_injection
+from seatrial.drill.scene import Scene, kernel_log
+from seatrial.launch.netns import Hosts
+from seatrial.record.folder import RunFolder
+
+if TYPE_CHECKING:
+    from seatrial.job import Job
+
+_RUN = "SEATRIAL_DRILL_RUN"  # environment variable that every process of a run inherits
+_POLL_S = 0.05
+_TURNS = 32  # of a slowed rank between two looks at the run
+_ENDING_S = 5.0  # for processes whose parents are gone
+
+
+class RunEnded(Exception):
+    """The run is over before the scenario was."""
+
+
+class Overdue(Exception):
+    """The run neither ends nor gets where the scenario wants it."""
+
+
+class Stage:
+    """One run of a drill. `close` leaves nothing of it running."""
+
+    def __init__(
+        self,
+        root: Path,
+        job: Job,
+        *,
+        limit_s: float,
+        hosts: Hosts | None = None,
+        on_poll: Callable[[Scene], None] | None = None,
+    ) -> None:
+        """`root`: the drill's folder; the run folder is `root`/NAME of the job. `limit_s`: for all of it.
+
+        `hosts`: a network for each node.
+        """
+        self.root = root
+        self.job = job
+        self.folder = RunFolder(root / job.name)
+        self.scene = Scene(self.folder, job.train.steps)
+        self.exits: list[int] = []
+        self.injections: list[Injection] = []
+        self.planted: list[Planted] = []
+        self.left: list[str] = []
+        self.log = root / f"{job.name}.log"
+        self.seconds = 0.0  # from the first start to the last end
+        self._began = time.monotonic()
+        self._injections = root / f"{job.name}.injections.jsonl"
+        self._kernel = root / f"{job.name}.kernel"
+        self._job_file = root / f"{job.name}.toml"
+        self._token = uuid.uuid4().hex
+        self._deadline = time.monotonic() + limit_s
+        self._on_poll = on_poll
+        self._returns: dict[int, float] = {}
+        self._hosts = hosts
+        self._process: subprocess.Popen[bytes] | None = None
+
+    # -- the run
+
+    def start(self, planted: Sequence[Planted] = (), returns: dict[int, float] | None = None) -> None:
+        """Begin the run. `returns`: node -> seconds after which its agent, once dead, is started again."""
+        self.planted = list(planted)
+        self._returns = returns or {}
+        self._job_file.write_text(self.job.to_toml(), encoding="utf-8")
+        self._kernel.mkdir(exist_ok=True)
+        for node in range(self.job.cluster.nodes + self.job.cluster.spares):
+            kernel_log(self._kernel, node).touch()
+        self.again()
+
+    def again(self) -> None:
+        """The same command, as a person would give it after an end."""
+        environment = {
+            **os.environ,
+            _RUN: self._token,
+            "SEATRIAL_KERNEL_LOG": str(kernel_log(self._kernel, "{node}")),
+        }
+        module = WORKER_MODULE
+        if self.planted:
+            plan = self.root / f"{self.job.name}.faults.json"
+            plan.write_text(json.dumps({"faults": [vars(p) for p in self.planted]}), encoding="utf-8")
+            environment["SEATRIAL_DRILL"] = str(plan)
+            module = "seatrial.drill.worker"
+        words = runs.command(
+            self._job_file,
+            self.root,
+            parent=os.getpid(),
+            worker_module=module,
+            returns=self._returns,
+            hosts=self._hosts,
+        )
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, process_group=0
+            )
+
+    def running(self) -> bool:
+        """Whether the run's own process lives; notes its exit code once."""
+        if self._process is None:
+            return False
+        code = self._process.poll()
+        if code is None:
+            return True
+        self.exits.append(code)
+        self.seconds = time.monotonic() - self._began
+        self._process = None
+        return False
+
+    def wait_end(self) -> int:
+        """Until the run's process has ended; its exit code. Raises Overdue."""
+        while self.running():
+            self._pause()
+        self.poll()
+        return self.exits[-1]
+
+    def poll(self) -> None:
+        """Look at the run, and for faults that ranks did to themselves."""
+        self.scene.poll()
+        for fault in list(self.planted):
+            fired = fault.fired()
+            known = {(i.kind, i.time) for i in self.injections}
+            if fired is not None and (fired.kind, fired.time) not in known:
+                self._note(replace(fired, node=self.scene.node_of(fault.rank, fired.time)))
+        if self._on_poll is not None:
+            self._on_poll(self.scene)
+
+    def _pause(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise Overdue
+        time.sleep(_POLL_S)
+        self.poll()
+
+    def wait_until(self, happened: Callable[[Scene], bool]) -> None:
+        """Until something can be seen in the run's records. Raises RunEnded or Overdue."""
+        self.poll()
+        while not happened(self.scene):
+            if not self.running():
+                self.poll()
+                if happened(self.scene):
+                    return
+                raise RunEnded
+            self._pause()
+
+    def wait_step(self, step: int) -> None:
+        """Until `step` has been recorded."""
+        self.wait_until(lambda scene: scene.furthest >= step)
+
+    def wait_gone(self, within_s: float = _ENDING_S) -> None:
+        """Until nothing of the run is left; what is left after that is remembered, and killed."""
+        end = time.monotonic() + within_s
+        while processes_of(self._token) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        found = processes_of(self._token)
+        self.left += [describe(pid) for pid in sorted(found)]
+        if found:
+            process.kill_all(lambda: processes_of(self._token))
+
+    def close(self) -> None:
+        """Kill whatever is left."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        process.kill_all(lambda: processes_of(self._token))
+
+    # -- what can be done to it
+
+    def note(
+        self, kind: str, message: str, *, node: int | None = None, rank: int | None = None, **data: Any
+    ) -> None:
+        """Put into the log that a fault is injected now."""
+        self._note(Injection(time.time(), kind, message, self.scene.step, node, rank, data or None))
+
+    def _note(self, injection: Injection) -> None:
+        self.injections.append(injection)
+        record_injection(self._injections, injection)
+
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILL to one rank."""
+        place = self.scene.ranks[rank]
+        self.note("kill_rank", f"SIGKILL to rank {rank}", node=place.node, rank=rank, pid=place.pid)
+        self._signal(place.pid, signal.SIGKILL)
+
+    def freeze_rank(self, rank: int) -> None:
+        """SIGSTOP to one rank."""
+        place = self.scene.ranks[rank]
+        self.note("freeze_rank", f"SIGSTOP to rank {rank}", node=place.node, rank=rank, pid=place.pid)
+        self._signal(place.pid, signal.SIGSTOP)
+
+    def kill_agent(self, node: int) -> None:
+        """SIGKILL to a node's agent alone: its ranks are left to what the agent has provided for."""
+        pid = self.scene.agents[node]
+        self.note("kill_agent", f"SIGKILL to the agent of node {node}", node=node, pid=pid)
+        self._signal(pid, signal.SIGKILL)
+
+    def kill_nodes(self, nodes: Sequence[int]) -> None:
+        """SIGKILL to everything of some nodes at once: what a power failure is."""
+        agents = {node: self.scene.agents[node] for node in nodes}
+        victims = {node: {pid, *process.descendants(pid)} for node, pid in agents.items()}
+        for node in nodes:
+            self.note("kill_node", f"SIGKILL to everything of node {node}", node=node, pid=agents[node])
+        for pids in victims.values():
+            for pid in pids:
+                self._signal(pid, signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def slowed_rank(self, rank: int, *, stopped_s: float, going_s: float) -> Iterator[Callable[[], None]]:
+        """One rank stopped for a part of all time, which it does not notice. Call the yielded function again and again."""
+        place = self.scene.ranks[rank]
+        share = stopped_s / (stopped_s + going_s)
+        message = f"rank {rank} gets {1 - share:.0%} of its time (SIGSTOP and SIGCONT in turns)"
+        self.note("slow_rank", message, node=place.node, rank=rank, pid=place.pid)
+
+        def turn() -> None:
+            """Leaves the rank stopped: whatever follows is a part of its stop."""
+            for _ in range(_TURNS):
+                self._signal(place.pid, signal.SIGCONT)
+                time.sleep(going_s)
+                self._signal(place.pid, signal.SIGSTOP)
+                time.sleep(stopped_s)
+
+        try:
+            yield turn
+        finally:
+            self._signal(place.pid, signal.SIGCONT)
+
+    def write_kernel_log(self, node: int, code: int, text: str) -> None:
+        """A driver message in the file that the node reads in place of its kernel's log."""
+        path = kernel_log(self._kernel, node)
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self.note(f"xid_{code}", f"Xid {code} in the kernel log of node {node}", node=node, xid=code)
+        # As /dev/kmsg gives a record: priority and facility, number, microseconds since boot, flags; then the text.
+        with open(path, "a", encoding="ascii") as file:
+            file.write(f"4,{int(now * 10)},{int(now * 1e6)},-;NVRM: Xid (PCI:0000:3b:00): {code}, {text}\n")
+
+    def damage_newest_checkpoint(self) -> None:
+        """Invert some bytes in the middle of one of the newest checkpoint's files."""
+        folder = complete(self.folder.checkpoints)[0]
+        name = max(read_manifest(folder).files, key=lambda f: f.bytes).file
+        with open(folder / name, "r+b") as file:
+            at = file.seek(0, os.SEEK_END) // 2
+            file.seek(at)
+            old = file.read(16)
+            file.seek(at)
+            file.write(bytes(b ^ 0xFF for b in old))
+        step = step_of(folder)
+        self.note("damaged_checkpoint", f"16 bytes of {folder.name}/{name} inverted", checkpoint_step=step)
+
+    def cut_network(self, node: int) -> None:
+        """Nothing reaches a node any more, and it reaches nothing."""
+        assert self._hosts is not None
+        self.note("cut_network", f"the network of node {node} is cut", node=node)
+        self._hosts.down(node)
+
+    def slow_network(self, node: int, rate_mbit: float) -> None:
+        """A node's network carries little."""
+        assert self._hosts is not None
+        self.note("slow_network", f"the network of node {node} carries {rate_mbit:g} Mbit/s", node=node)
+        self._hosts.slow(node, rate_mbit)
+
+    def restore_network(self, node: int) -> None:
+        """The end of `cut_network` and `slow_network`."""
+        assert self._hosts is not None
+        self._hosts.up(node)
+        self._hosts.fast(node)
+
+    def expect_gone(self, pids: Sequence[int], what: str) -> None:
+        """Remember which of `pids` still live, as something that must not be."""
+        alive = processes_of(self._token) & set(pids)
+        self.left += [f"{pid} {what}" for pid in sorted(alive)]
+
+    def alive(self, rank: int) -> bool:
+        """Whether the process that was last known as `rank` lives."""
+        place = self.scene.ranks.get(rank)
+        return place is not None and place.pid in processes_of(self._token)
+
+    def _signal(self, pid: int, signum: int) -> None:
+        """To a process of this run; to no other, should it have ended and its number been given away."""
+        if _has_token(pid, self._token):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def kill_everything(self) -> None:
+        """SIGKILL to the run's own process: everything else has to end by itself."""
+        assert self._process is not None
+        self._process.kill()
+
+    def ask_to_leave(self) -> None:
+        """SIGTERM to the run, as a scheduler sends before it takes the nodes away."""
+        assert self._process is not None
+        self.note("preemption", "SIGTERM to the run", pid=self._process.pid)
+        self._process.terminate()
+
+
+def processes_of(token: str) -> set[int]:
+    """Living processes that were started, directly or not, by a run with this token."""
+    return {pid for pid in process.living() if _has_token(pid, token)}
+
+
+def _has_token(pid: int, token: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as f:
+            return f"{_RUN}={token}".encode() in f.read().split(b"\0")
+    except OSError:  # ended meanwhile, or another user's
+        return False
+
+
+def describe(pid: int) -> str:
+    """A process as the report names it."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        command = "ended meanwhile"
+    return f"{pid} {command.strip()[:120]}"

@@ -1,0 +1,76 @@
+"""The storm: random faults, one after the other or on top of each other. The same seed gives the same choices."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+from seatrial.drill.copies import Plan
+from seatrial.drill.injection import Planted
+from seatrial.drill.stage import Stage
+from seatrial.job import Job
+
+_LAST_STEPS = 3  # nothing is done to the run in these: there must be something left to recover in
+_AT_ONCE = 0.25  # share of the faults that do not wait for the recovery from the one before
+_PLANTED = 5  # faults that ranks do to themselves, at most
+_LEAST_APART = 6  # steps between two of these
+
+
+def plants(job: Job, plan: Plan) -> tuple[Planted, ...]:
+    """The faults that ranks do to themselves, chosen beforehand: kind, rank and step."""
+    choose = random.Random(f"{plan.seed} planted")
+    first, end = plan.fault, plan.steps - _LAST_STEPS
+    apart = max(_LEAST_APART, -(-(end - first) // _PLANTED))
+    found = []
+    for begin in range(first, end, apart):
+        kind, what = choose.choice(
+            (("nan", "a gradient of rank {} is NaN"), ("hang", "rank {} does not enter a collective"))
+        )
+        rank = choose.randrange(job.layout.world_size)
+        step = choose.randrange(begin, min(begin + apart, end))
+        found.append(Planted(kind, rank, step, what.format(rank)))
+    return tuple(found)
+
+
+def blow(stage: Stage, plan: Plan) -> None:
+    """Do one random thing after another until the time is over or the run is nearly done."""
+    choose = random.Random(f"{plan.seed} blown")
+    last = plan.steps - _LAST_STEPS
+    stage.wait_step(plan.rhythm.checkpoint + 1)  # until the first save nobody knows how long one may take
+    end = time.time() + plan.seconds
+    while time.time() < end and stage.scene.furthest < last:
+        _strike(stage, choose)
+        struck = time.time()
+        if choose.random() < _AT_ONCE:
+            pause = choose.uniform(0.1, 2.0)
+            stage.wait_until(lambda scene, until=struck + pause: time.time() >= until)  # type: ignore[misc]
+            continue
+        before, more = stage.scene.generation, choose.randint(1, 4)
+        stage.wait_until(
+            lambda scene, g=before, n=more: (  # type: ignore[misc]
+                sum(m.generation > g for m in scene.metrics) >= n or scene.furthest >= last
+            )
+        )
+
+
+def _strike(stage: Stage, choose: random.Random) -> None:
+    """One fault from outside, of those that are possible now."""
+    scene = stage.scene
+    ranks = [rank for rank in sorted(scene.ranks) if stage.alive(rank)]
+    nodes = scene.training_nodes()
+    possible: list[Callable[[], None]] = []
+    if ranks:
+        rank = choose.choice(ranks)
+        possible += [lambda: stage.kill_rank(rank), lambda: stage.freeze_rank(rank)]
+    cluster = stage.job.cluster
+    if nodes:
+        node = choose.choice(nodes)
+        possible.append(
+            lambda: stage.write_kernel_log(node, 94, "pid='<unknown>', name=<unknown>, Contained: SM (0x1)")
+        )
+        # One node at a time: those that are killed need a while to come back.
+        if len(scene.present) == cluster.nodes + cluster.spares:
+            possible += [lambda: stage.kill_agent(node), lambda: stage.kill_nodes([node])]
+    if possible:
+        choose.choice(possible)()

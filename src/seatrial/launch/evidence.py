@@ -1,0 +1,68 @@
+"""What is known of the failure that ended a launch: what the coordinator said of it, and what lies in the logs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from seatrial.base.errors import EXIT_FAILED
+from seatrial.control.errors import last_lines, tail_of
+from seatrial.launch.agents import AgentHandle
+from seatrial.launch.base import Failure
+from seatrial.record.folder import RunFolder
+
+_LITTLE_SPACE = 1 << 20  # bytes
+_MOST_LINES = 40
+
+
+def read_failure(told: dict[str, Any], folder: RunFolder) -> Failure:
+    """A failure as the coordinator tells it."""
+    return Failure(
+        node=told["node"],
+        rank=told["rank"],
+        message=str(told["message"]),
+        cause=str(told["cause"]),
+        time=float(told["time"]),
+        exit_code=int(told["exit_code"]),
+        log=Path(told["log"]) if told.get("log") else folder.coordinator_log,
+        tail=last_lines(str(told.get("tail") or ""), _MOST_LINES),
+        hint=str(told.get("hint") or ""),
+    )
+
+
+def agent_failure(agent: AgentHandle) -> Failure:
+    """The death of an agent as a failure."""
+    node, cause = agent.spec.node, agent.cause
+    return Failure(
+        node=node,
+        rank=None,
+        message=f"agent of node {node} {cause}",
+        cause=f"the agent {cause}",
+        time=agent.ended_at,
+        exit_code=EXIT_FAILED,
+        log=agent.spec.log,
+        tail="",
+        hint="",
+    )
+
+
+def completed(failure: Failure, folder: RunFolder) -> Failure:
+    """`failure` with the end of its log and a hint, where it has none."""
+    return dataclasses.replace(
+        failure,
+        tail=failure.tail or tail_of(failure.log),
+        hint=failure.hint or _disk_hint(folder) or f"the whole log is {failure.log}",
+    )
+
+
+def _disk_hint(folder: RunFolder) -> str | None:
+    """A process that could write nothing of its end may have had no room to."""
+    try:
+        disk = os.statvfs(folder.path)
+    except OSError:
+        return f"{folder.path} cannot be reached: was it moved, or unmounted?"
+    if disk.f_bavail * disk.f_frsize < _LITTLE_SPACE:
+        return f"the disk of {folder.path} is full: make room, then run the same command again"
+    return None

@@ -1,0 +1,73 @@
+"""The end of a run's records without reading all of them: a recovery must not take longer the longer a run is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from seatrial.record.folder import RunFolder
+from seatrial.record.jsonl import encode
+from seatrial.record.ledger import LedgerRecord
+from seatrial.record.metrics import MetricsRecord, current_history
+from seatrial.record.typed import decode
+
+Record = TypeVar("Record")
+
+_BYTES_A_RECORD = 600  # more than one takes
+_SKIPPED = encode({"skipped": True})[1:-2]  # as it stands in a line
+
+
+def recent_metrics(folder: RunFolder, count: int) -> list[MetricsRecord]:
+    """Of the newest `count` steps or so, the records that led to where the run stands, by step."""
+    last: dict[int, MetricsRecord] = {}
+    for record in _usable(MetricsRecord, _last_lines(folder.metrics, 4 * count)):
+        known = last.get(record.step)
+        if known is None or record.generation >= known.generation:
+            last[record.step] = record
+    return current_history(last.values())[-count:]
+
+
+def recent_ledger(folder: RunFolder, count: int) -> list[LedgerRecord]:
+    """The last `count` records or so, in the order of the file."""
+    return list(_usable(LedgerRecord, _last_lines(folder.ledger, count)))
+
+
+def skipped_steps(folder: RunFolder) -> list[int]:
+    """The steps that were left out on purpose, each once. Searches the whole ledger, but reads those lines only."""
+    try:
+        data = folder.ledger.read_bytes()
+    except OSError:
+        return []
+    lines = []
+    at = data.find(_SKIPPED)
+    while at >= 0:
+        end = data.find(b"\n", at)
+        end = len(data) if end < 0 else end
+        lines.append(data[data.rfind(b"\n", 0, at) + 1 : end])
+        at = data.find(_SKIPPED, end)
+    return sorted({r.step for r in _usable(LedgerRecord, lines) if r.skipped})
+
+
+def _last_lines(path: Path, count: int) -> list[bytes]:
+    """At most the last `count` lines; none of a file that is not there."""
+    try:
+        with path.open("rb") as f:
+            start = max(0, f.seek(0, os.SEEK_END) - count * _BYTES_A_RECORD)
+            f.seek(start)
+            lines = f.read().split(b"\n")
+    except OSError:
+        return []
+    return lines[1 if start else 0 :][-count - 1 :]
+
+
+def _usable(cls: type[Record], lines: list[bytes]) -> Iterator[Record]:
+    """The records among `lines`. What else stands there is told by whoever reads the whole file."""
+    for line in lines:
+        try:
+            values: Any = json.loads(line)
+            yield decode(cls, values)
+        except (ValueError, TypeError, RecursionError):
+            continue

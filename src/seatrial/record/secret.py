@@ -1,0 +1,50 @@
+"""What the processes of one start know and nobody else does: connections between them are proven with it.
+
+It is in the run folder, readable by its owner alone, and nowhere else: no command line, environment, event or log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+
+from seatrial.base.atomic import fsync_folder
+from seatrial.base.errors import InputError
+from seatrial.record.folder import RunFolder
+
+_BYTES = 32
+
+
+def make_secret(folder: RunFolder) -> None:
+    """Write a new secret; what is left of an earlier start cannot take part any more. Raises OSError."""
+    path = folder.secret
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(FileNotFoundError):
+        draft.unlink()
+    # Its owner's alone from the first moment on, not only once it is complete.
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(fd, "w", encoding="ascii") as f:
+            f.write(secrets.token_hex(_BYTES) + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def read_secret(folder: RunFolder) -> bytes:
+    """The secret of this start. Raises InputError where there is none, or none that can be used."""
+    try:
+        secret = bytes.fromhex(folder.secret.read_text(encoding="ascii"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder.secret} cannot be used: {error}", hint=_HINT) from error
+    if len(secret) != _BYTES:
+        raise InputError(f"{folder.secret} has {len(secret)} bytes, not {_BYTES}", hint=_HINT)
+    return secret
+
+
+_HINT = "start the run again: each start writes a new one"

@@ -1,0 +1,138 @@
+"""What rank 0 writes of each step, once: the ledger line before anything can depend on the step, then the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from seatrial.data.loader import BatchLoader
+from seatrial.job import Job
+from seatrial.parallel.mesh import Mesh
+from seatrial.record.folder import RunFolder
+from seatrial.record.ledger import LedgerRecord, LedgerWriter
+from seatrial.record.metrics import MetricsWriter
+from seatrial.record.recent import recent_ledger, recent_metrics, skipped_steps
+from seatrial.train.guard import WINDOW, Guard
+from seatrial.train.meter import Meter
+from seatrial.train.schedule import learning_rate
+from seatrial.train.step import StepValues, vector_length
+
+_LOOK_BACK = 64  # ledger lines among which a step of a moment ago must stand
+
+
+@dataclass(frozen=True)
+class Known:
+    """The last step that a rank knows everything of: enough to write its records, whoever wrote none."""
+
+    generation: int
+    step: int
+    values: StepValues
+    seconds: float
+    data_wait: float
+    skipped: bool = False
+
+    @property
+    def norm_squared(self) -> float:
+        return self.values.norm_squared
+
+    def as_row(self) -> list[float]:
+        """As numbers, for another rank."""
+        own = [float(self.generation), float(self.step), self.seconds, self.data_wait, float(self.skipped)]
+        return own + list(self.values.vector)
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> Known:
+        generation, step, seconds, data_wait, skipped = row[:5]
+        return cls(int(generation), int(step), StepValues(tuple(row[5:])), seconds, data_wait, bool(skipped))
+
+    @staticmethod
+    def width(world_size: int) -> int:
+        """Numbers in a row."""
+        return 5 + vector_length(world_size)
+
+
+class Recorder:
+    """Metrics and ledger of one leg; only rank 0 writes, for the others nothing happens."""
+
+    def __init__(
+        self, job: Job, folder: RunFolder, loader: BatchLoader, meter: Meter, *, writes: bool
+    ) -> None:
+        self._job = job
+        self._folder = folder
+        self._loader = loader
+        self._meter = meter
+        self._metrics = MetricsWriter(folder) if writes else None
+        self._ledger = LedgerWriter(folder) if writes else None
+        self._highest = 0  # step in the ledger, of this leg
+
+    def step(self, known: Known) -> None:
+        """Record a step. One that is replayed after a rollback has its ledger line, and its metrics anew."""
+        # A step that was trained, and after a rollback is left out, gets a second line: readers take the last.
+        if known.step > self._highest or known.skipped:
+            self._write_ledger(known)
+            self._highest = max(self._highest, known.step)
+        self._write_metrics(known)
+
+    def once(self, known: Known) -> None:
+        """Record a step of an earlier leg, where the rank that writes died before it had."""
+        if self._ledger is None:
+            return
+        ledger = recent_ledger(self._folder, _LOOK_BACK)
+        if not any(r.step == known.step and r.generation == known.generation for r in ledger):
+            self._write_ledger(known)
+        metrics = recent_metrics(self._folder, _LOOK_BACK)
+        if not any(r.step == known.step and r.generation == known.generation for r in metrics):
+            self._write_metrics(known)
+
+    def sync(self) -> None:
+        """Make durable what was written: a checkpoint must not outlive the record of its steps."""
+        for writer in (self._metrics, self._ledger):
+            if writer is not None:
+                writer.sync()
+
+    def close(self) -> None:
+        for writer in (self._metrics, self._ledger):
+            if writer is not None:
+                writer.close()
+
+    def _write_ledger(self, known: Known) -> None:
+        if self._ledger is not None:
+            first, end = self._loader.samples(known.step)
+            self._ledger.write(LedgerRecord(known.step, first, end, known.generation, known.skipped))
+
+    def _write_metrics(self, known: Known) -> None:
+        if self._metrics is None or known.skipped:
+            return  # a step that was left out has no values
+        values = known.values
+        self._metrics.write(
+            self._meter.record(
+                known.step,
+                generation=known.generation,
+                loss=values.loss,
+                grad_norm=values.grad_norm,
+                lr=learning_rate(known.step, self._job.train.steps, self._job.optimizer),
+                seconds=known.seconds,
+                data_wait=known.data_wait,
+                memory=max(values.memory_bytes),
+            )
+        )
+
+
+def make_guard(job: Job, folder: RunFolder, mesh: Mesh, before: int) -> Guard:
+    """A guard that knows the steps before `before` as rank 0 reads them: all ranks must judge alike. All call it."""
+    window, width = WINDOW, max(WINDOW, job.resilience.max_skipped_steps)
+    table = torch.zeros(width, 4, dtype=torch.float64)
+    if mesh.rank == 0:
+        for row, record in enumerate(recent_metrics(folder, window)):
+            if record.step < before:
+                table[row, :3] = torch.tensor(
+                    [record.step, record.loss, record.grad_norm], dtype=torch.float64
+                )
+        skipped = skipped_steps(folder)[-width:]
+        table[: len(skipped), 3] = torch.tensor(skipped, dtype=torch.float64)
+    rows = mesh.sum_over_ranks(table.to(mesh.device)).tolist()
+    recent = {int(step): (loss, norm) for step, loss, norm, _ in rows if step}
+    skipped_before = {int(row[3]): "it was left out before" for row in rows if row[3]}
+    return Guard(job.resilience, skipped=skipped_before, recent=recent)

@@ -1,0 +1,130 @@
+"""From where a generation goes on: the ranks compare what each of them still holds, and all decide alike.
+
+Best is the state that living processes hold, which is the state of the last finished step. A rank that lost its own
+takes it from a living replica. Then come the snapshots in memory, then the checkpoints on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from seatrial.base.box import Box
+from seatrial.job.layout import Coordinates, Layout
+from seatrial.parallel.mesh import Mesh
+
+Kind = Literal["carried", "replica", "memory", "disk", "fresh"]
+NOTHING = -1
+
+
+# Generation and step of a snapshot. A later generation's is newer even of an earlier step: it has left the other's
+# course.
+Moment = tuple[int, int]
+NEVER: Moment = (NOTHING, NOTHING)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one rank could go on from; steps, -1 for nothing."""
+
+    applied: int = NOTHING  # this process holds the state after that step
+    ready: int = NOTHING  # ... and the final gradients of that step
+    memory: tuple[Moment, Moment] = (NEVER, NEVER)  # what its two memory files hold
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the state comes from."""
+
+    kind: Kind
+    step: int  # the state after that step
+    generation: int = NOTHING  # of the snapshot
+
+    def root(self, offers: Sequence[Offer], layout: Layout, rank: int) -> int | None:
+        """The rank that hands its state to `rank`; None where it has its own."""
+        if self.kind != "replica" or _alive_at(offers[rank], self.step):
+            return None
+        return _living_replica(offers, layout, layout.coordinates(rank), self.step)
+
+
+def decide(offers: Sequence[Offer], layout: Layout, disk_step: int) -> Source:
+    """The newest state that every rank can have; in equal steps the nearest one. `disk_step` 0: no checkpoint."""
+    found = [_from_processes(offers, layout), from_memory(offers)]
+    if disk_step > 0:
+        found.append(Source("disk", disk_step))
+    known = [s for s in found if s is not None]
+    # max() keeps the first of equals.
+    return max(known, key=lambda s: s.step) if known else Source("fresh", 0)
+
+
+def _from_processes(offers: Sequence[Offer], layout: Layout) -> Source | None:
+    newest = max(o.applied for o in offers)
+    if newest < 0:
+        return None
+    if all(_alive_at(o, newest) for o in offers):
+        return Source("carried", newest)
+    for rank in range(layout.world_size):
+        if _living_replica(offers, layout, layout.coordinates(rank), newest) is None:
+            return None
+    return Source("replica", newest)
+
+
+def _alive_at(offer: Offer, step: int) -> bool:
+    """Whether this process has the state after `step`, or can finish that step by itself.
+
+    If one rank has made an update, every rank's gradients of that step were final: the sum that came before it needed
+    all of them. Who did not hear the sum can still make the same update once it is told.
+    """
+    return offer.applied == step or (offer.applied == step - 1 and offer.ready == step)
+
+
+def _living_replica(offers: Sequence[Offer], layout: Layout, at: Coordinates, step: int) -> int | None:
+    for replicate in range(layout.replicate):
+        rank = layout.rank(Coordinates(at.pipeline, replicate, at.shard, at.tensor))
+        if _alive_at(offers[rank], step):
+            return rank
+    return None
+
+
+def from_memory(offers: Sequence[Offer]) -> Source | None:
+    """The newest snapshot that every rank has."""
+    common = set(offers[0].memory)
+    for offer in offers[1:]:
+        common &= set(offer.memory)
+    generation, step = max(common, default=NEVER)
+    return Source("memory", step, generation) if step >= 0 else None
+
+
+def exchange(mesh: Mesh, offer: Offer) -> list[Offer]:
+    """Every rank's offer, in the order of ranks; all ranks call it."""
+    table = torch.zeros(mesh.layout.world_size, 6, dtype=torch.float64, device=mesh.device)
+    own = [offer.applied, offer.ready, *offer.memory[0], *offer.memory[1]]
+    table[mesh.rank] = torch.tensor(own, dtype=torch.float64)
+    mesh.sum_over_ranks(table)
+    return [Offer(a, r, ((g0, s0), (g1, s1))) for a, r, g0, s0, g1, s1 in table.long().tolist()]
+
+
+def share_from(mesh: Mesh, rank: int, values: Sequence[float]) -> list[float]:
+    """The `values` of `rank`, in every rank; all call it with as many."""
+    row = torch.zeros(len(values), dtype=torch.float64, device=mesh.device)
+    if mesh.rank == rank:
+        row.copy_(torch.tensor(values, dtype=torch.float64))
+    mesh.sum_over_ranks(row)
+    return [float(v) for v in row]
+
+
+def count(mesh: Mesh, value: int) -> int:
+    """The sum of `value` over all ranks."""
+    return int(mesh.sum_over_ranks(torch.tensor([value], device=mesh.device)).item())
+
+
+class Unfilled:
+    """A source of weights for a model that gets its state at once afterwards."""
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """Zeros of the box's shape."""
+        return torch.zeros(box.sizes, dtype=dtype)

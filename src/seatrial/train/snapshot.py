@@ -1,0 +1,295 @@
+"""This rank's state in memory every few steps, where it survives the rank; and back from there, bit for bit.
+
+The training thread pays for one copy. A thread of its own writes the copy into the older of two memory files, hashed,
+and only then tells the agent: whatever ends the rank at whatever moment, the newer file is untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seatrial.checkpoint import memory
+from seatrial.checkpoint.commit import make_index, part_name
+from seatrial.checkpoint.manifest import Damaged, File
+from seatrial.checkpoint.stream import DTYPES, FilePlan, raw_bytes
+from seatrial.checkpoint.write import Piece
+from seatrial.parallel.build import ParallelModel
+from seatrial.record import events
+from seatrial.record.folder import RunFolder
+from seatrial.train import state
+from seatrial.train.optimizer import ShardedAdamW
+
+Tell = Callable[[dict[str, Any]], object]
+
+
+@dataclass
+class _Taken:
+    """A copy that waits to be written."""
+
+    step: int
+    generation: int
+    slot: int
+    copied: torch.cuda.Event | None
+
+
+class Snapshots:
+    """Takes this rank's snapshots. `take` never waits; `close` waits until the last is written."""
+
+    def __init__(
+        self,
+        fds: tuple[int, int],
+        model: ParallelModel,
+        optimizer: ShardedAdamW,
+        *,
+        folder: RunFolder,
+        generation: int,
+        every: int,
+        tell: Tell,
+        held: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """`fds`: two memory files; `held`: the leg's "snapshots", what they hold now; `every`: steps, 0 for never.
+
+        `tell` is called on another thread, with {"snapshot": {...}} once a file is complete.
+        """
+        self.taken = 0
+        self.skipped = 0  # because the one before was still being written
+        self.failed = 0
+        self._fds = fds
+        # Of the model nothing is kept but its tensors: it must be able to go, with its process groups.
+        self._rank, self._device = model.mesh.rank, model.mesh.device
+        self._layout = memory.layout_key(model.mesh.layout.as_dict())
+        self._folder, self._generation, self._every, self._tell = folder, generation, every, tell
+        self._held: list[tuple[int, int] | None] = [None, None]  # (generation, step) of each file
+        self._entries: list[Mapping[str, Any] | None] = [
+            None,
+            None,
+        ]  # what describes each file, for reading it
+        for entry in held:
+            self._held[entry["slot"]] = (entry["generation"], entry["step"])
+            self._entries[entry["slot"]] = entry
+        self._failure: tuple[int, str] | None = None  # of the writing thread, not yet told
+        # Larger elements first: each stands at a multiple of its size, and the copy can be seen as tensors.
+        lasting = state.lasting_pieces(model, optimizer)
+        pieces = lasting + state.random_pieces(self._rank, self._device)
+        pieces.sort(key=lambda piece: -piece.tensor.element_size())
+        self._plan = FilePlan([(piece.key, piece.tensor) for piece in pieces])
+        self._indexed = [piece.to_index() for piece in pieces]
+        self._keys = [piece.key for piece in pieces]
+        self._shapes = {piece.key: piece.tensor.shape for piece in lasting}
+        self._lasting = {piece.key: piece.tensor for piece in lasting}
+        cuda = self._device.type == "cuda"
+        # Pinned, so that the device copies by itself while the next step is being computed.
+        self._copy = torch.empty(self._plan.data_bytes, dtype=torch.uint8, pin_memory=cuda)
+        self._views = [
+            self._copy[offset : offset + p.tensor.nbytes].view(p.tensor.dtype).view(p.tensor.shape)
+            for p, offset in zip(pieces, self._plan.offsets, strict=True)
+        ]
+        self._free = threading.Event()  # the copy belongs to the training thread
+        self._orders: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_all, name="snapshots", daemon=True)
+        self._thread.start()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one snapshot without its header."""
+        return self._plan.data_bytes
+
+    @property
+    def busy(self) -> bool:
+        """Whether `take` would skip. Ranks that skip together keep snapshots of the same steps."""
+        return not self._free.is_set()
+
+    def go_on(self, model: ParallelModel, optimizer: ShardedAdamW, generation: int) -> None:
+        """Take snapshots of a new model of the same rank and layout, in a new generation.
+
+        What is still being written is written to its end, and nobody waits for it. ValueError for another rank or layout.
+        """
+        lasting = {piece.key: piece.tensor for piece in state.lasting_pieces(model, optimizer)}
+        new = (model.mesh.rank, model.mesh.device, memory.layout_key(model.mesh.layout.as_dict()))
+        if new != (self._rank, self._device, self._layout) or self._shapes != {
+            key: values.shape for key, values in lasting.items()
+        }:
+            raise ValueError("snapshots of another rank or layout")
+        self._lasting, self._generation = lasting, generation
+
+    def let_go(self) -> None:
+        """Keep none of the model's tensors alive any more; `go_on` gives those of the next one."""
+        self._lasting = {}
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` is to be kept."""
+        return self._every > 0 and step % self._every == 0
+
+    @torch.no_grad()
+    def take(self, step: int) -> bool:
+        """Copy the state as it is after `step`; False, and nothing is copied, while the last is being written."""
+        self._report_failure()
+        if not self._free.is_set():
+            self.skipped += 1
+            self._report_skip(step)
+            return False
+        self._free.clear()
+        random = {piece.key: piece.tensor for piece in state.random_pieces(self._rank, self._device)}
+        sources = [self._lasting[key] if key in self._lasting else random[key] for key in self._keys]
+        for view, source in zip(self._views, sources, strict=True):
+            view.copy_(source, non_blocking=True)
+        copied = None
+        if self._device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
+        slot = min((0, 1), key=lambda i: self._held[i] or (-1, -1))
+        self._held[slot] = self._entries[slot] = None
+        self.taken += 1
+        self._orders.put(_Taken(step, self._generation, slot, copied))
+        return True
+
+    def settle(self) -> list[Mapping[str, Any]]:
+        """Wait until nothing is being written; what the files hold, as `restore_from_memory` wants it."""
+        self._free.wait()
+        return [entry for entry in self._entries if entry is not None]
+
+    def close(self) -> None:
+        """Wait until what was taken is written and told."""
+        self._orders.put(None)
+        self._thread.join()
+        self._report_failure()
+
+    # -- the writing thread
+
+    def _write_all(self) -> None:
+        # Memory is given out page by page at the first touch, which is slower than copying: not in the first `take`.
+        if not self._copy.is_pinned():
+            self._copy.zero_()
+        self._free.set()
+        while (taken := self._orders.get()) is not None:
+            try:
+                message = self._write(taken)
+            except (OSError, Damaged, RuntimeError) as error:
+                # No memory left, most likely. Training does not need this snapshot; the other file is as it was.
+                self.failed += 1
+                self._failure = (taken.step, str(error))
+            else:
+                self._held[taken.slot] = (taken.generation, taken.step)
+                self._entries[taken.slot] = message
+                self._tell({"snapshot": message})
+            self._free.set()
+
+    def _write(self, taken: _Taken) -> dict[str, Any]:
+        begin = time.perf_counter()
+        if taken.copied is not None:
+            taken.copied.synchronize()
+        of = {"rank": self._rank, "step": taken.step, "generation": taken.generation}
+        head = self._plan.head(memory.metadata(**of, layout=self._layout))
+        size = len(head) + self._plan.data_bytes
+        filling = memory.Filling(self._fds[taken.slot], size)
+        filling.add(head)
+        filling.add(raw_bytes(self._copy))
+        digest = filling.finish()
+        index = make_index(File(part_name(self._rank), size, digest), self._indexed)
+        told = {
+            "slot": taken.slot,
+            **of,
+            "layout": self._layout,
+            "bytes": size,
+            "sha256": digest,
+            "index": index,
+        }
+        return {**told, "seconds": time.perf_counter() - begin}
+
+    # -- events
+
+    def _report_skip(self, step: int) -> None:
+        # The 1st, 2nd, 4th, ...: a slow machine would fill the file.
+        if self.skipped & (self.skipped - 1) == 0:
+            self._event(
+                "snapshot_skipped",
+                f"no snapshot of step {step}: the one before is still being written ({self.skipped} skipped)",
+                {"step": step, "skipped": self.skipped},
+            )
+
+    def _report_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            step, why = failure
+            data = {"step": step, "failed": self.failed}
+            self._event("snapshot_failed", f"the snapshot of step {step} could not be written: {why}", data)
+
+    def _event(self, kind: str, message: str, data: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # a full disk is no reason to stop here
+            events.append(
+                self._folder,
+                kind,
+                message,
+                severity="warning",
+                generation=self._generation,
+                rank=self._rank,
+                data=data,
+            )
+
+
+def restore_from_memory(
+    fd: int, entry: Mapping[str, Any], model: ParallelModel, optimizer: ShardedAdamW, *, checked: bool = False
+) -> int:
+    """Fill this rank from its own snapshot in `fd`, which `entry` of the leg's "snapshots" describes; its step.
+
+    Weights, optimizer state, count of updates and random state come back bit for bit, also boxes that others own.
+    `checked`: `memory.verify` was called just before. Raises Damaged, and then nothing has been changed, where the
+    content is not what `entry` says, or not of this rank and layout. Only reads, and only this file.
+    """
+    if not checked:
+        memory.verify(fd, entry)
+    told, tensors, start = memory.read_header(fd)
+    mesh = model.mesh
+    wanted = memory.metadata(
+        rank=mesh.rank,
+        step=entry["step"],
+        generation=entry["generation"],
+        layout=memory.layout_key(mesh.layout.as_dict()),
+    )
+    if told != wanted:
+        raise Damaged(f"the memory file holds {told}, not {wanted}")
+    lasting = state.lasting_pieces(model, optimizer)
+    random = state.random_pieces(mesh.rank, mesh.device)
+    places = [_place(piece, tensors) for piece in lasting + random]
+    for piece, place in zip(lasting + random, places, strict=True):
+        _read(fd, piece.tensor, start + place)
+    optimizer.set_step(int(next(p.tensor for p in lasting if p.key == state.UPDATES)))
+    state.set_random_state({piece.key: piece.tensor for piece in random}, mesh.rank, mesh.device)
+    return int(entry["step"])
+
+
+def _place(piece: Piece, tensors: Mapping[str, Any]) -> int:
+    """Where the data of `piece` begin. Damaged where the file has no such tensor."""
+    found = tensors.get(piece.key) or {}
+    if found.get("dtype") != DTYPES[piece.tensor.dtype] or found.get("shape") != list(piece.tensor.shape):
+        raise Damaged(f"the memory file has {found} for {piece.key}, a tensor of {tuple(piece.tensor.shape)}")
+    begin, end = found["data_offsets"]
+    if end - begin != piece.tensor.nbytes:
+        raise Damaged(f"the memory file has {end - begin} bytes for {piece.key}")
+    return int(begin)
+
+
+@torch.no_grad()
+def _read(fd: int, tensor: Tensor, offset: int) -> None:
+    if not tensor.numel():
+        return
+    straight = tensor.device.type == "cpu" and tensor.is_contiguous()
+    target = tensor if straight else torch.empty(tensor.shape, dtype=tensor.dtype)
+    view = raw_bytes(target)
+    while view:
+        n = os.preadv(fd, [view], offset)
+        if n == 0:
+            raise Damaged("the memory file has become shorter")
+        view, offset = view[n:], offset + n
+    if not straight:
+        tensor.copy_(target)

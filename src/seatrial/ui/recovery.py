@@ -1,0 +1,119 @@
+"""Failures and recoveries of a run as people read them, from its events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from seatrial.base import units
+from seatrial.record.events import Event
+
+# Their message says it all.
+_STYLES = {
+    "node_lost": "bold red",
+    "node_evicted": "bold red",
+    "gave_up": "bold red",
+    "shrunk": "yellow",
+    "preempted": "yellow",
+    "grown": "green",
+    "node_requalified": "dim",
+    "snapshot_flushed": "dim",
+}
+
+
+class Line(NamedTuple):
+    """One line for a person, and its style on a terminal."""
+
+    text: str
+    style: str
+
+
+class Recoveries:
+    """Takes a start's events in their order, and knows what they come to."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.seconds: list[float] = []  # of each recovery: from the decision to the end of the first step
+        self.redone = 0  # steps
+        self.cause: str | None = None  # of the recovery that is under way
+        self.since: float | None = None  # unix seconds, when that began
+        self._slots: dict[str, Any] = {}  # slot -> node, as the last generation began
+        self._nodes = 0  # that began the run; nodes with a higher number are spares
+        for event in events:
+            self.take(event)
+
+    def take(self, event: Event) -> Line | None:
+        """What to say of `event`; None where it is no part of a recovery, or not worth a line."""
+        match event.kind:
+            case "recovering":
+                return self._began(event)
+            case "recovered":
+                return self._ended(event)
+            case "generation_started":
+                return self._started(event)
+            case "coordinator_elected":
+                # The first one is elected at every start.
+                return Line(event.message, "yellow") if _number(event, "term") > 1 else None
+            case "node_joined":
+                return Line(event.message, "dim") if self._slots else None
+            case kind if kind in _STYLES:
+                return Line(event.message, _STYLES[kind])
+        return None
+
+    def underway(self, now: float) -> str | None:
+        """What is being recovered from, and for how long; None while the run trains."""
+        if self.since is None:
+            return None
+        return f"recovering for {max(0.0, now - self.since):.0f} s: {self.cause}"
+
+    @property
+    def total(self) -> str | None:
+        """All recoveries on one line; None without any."""
+        if not self.seconds:
+            return None
+        n = len(self.seconds)
+        took = (
+            f"in {units.duration(self.seconds[0])}"
+            if n == 1
+            else f"the longest {units.duration(max(self.seconds))}"
+        )
+        steps = "no step" if not self.redone else f"{self.redone:,} {'step' if self.redone == 1 else 'steps'}"
+        return f"{n}, {took}, {steps} done again"
+
+    def _began(self, event: Event) -> Line:
+        # Another failure before the first one is recovered from is part of it.
+        if self.since is None:
+            self.since, self.cause = event.time, event.message
+        text = event.message if event.message.startswith("recovering") else f"recovering: {event.message}"
+        return Line(text, "yellow")
+
+    def _ended(self, event: Event) -> Line:
+        self.redone += _number(event, "redone")
+        if self.since is None:  # the viewer came later than the failure
+            return Line(f"recovered: {event.message}", "green")
+        took = max(0.0, event.time - self.since)
+        self.seconds.append(took)
+        self.since = self.cause = None
+        return Line(f"recovered after {units.duration(took)}: {event.message}", "green")
+
+    def _started(self, event: Event) -> Line | None:
+        slots = (event.data or {}).get("slots")
+        if not isinstance(slots, dict):
+            return None
+        before, self._slots = self._slots, slots
+        if not before:
+            self._nodes = len(slots)
+            return None
+        changes = [
+            f"node {node}{' (a spare)' if self._is_spare(node) else ''} takes the place of node {before[slot]}"
+            for slot, node in slots.items()
+            if slot in before and before[slot] != node
+        ]
+        return Line("; ".join(changes), "yellow") if changes else None
+
+    def _is_spare(self, node: object) -> bool:
+        return isinstance(node, int) and node >= self._nodes
+
+
+def _number(event: Event, key: str) -> int:
+    value = (event.data or {}).get(key)
+    return value if type(value) is int else 0

@@ -1,0 +1,154 @@
+"""Ranks with real attendants, for tests that are their agent. Forks one for each line of stdin.
+
+    python hang_ranks.py      {"rank", "log", "env", "plan"} a line
+
+A rank trains the small model of parity_ranks.py, leg after leg. Its plan: {"layout", "steps", "fault": {"step",
+"kind"}}; before the forward pass of its first block in that step it says {"fault": kind} and does what `kind` says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import parity_ranks as small
+import torch
+import torch.distributed as dist
+
+from seatrial.base import process
+from seatrial.job.layout import Layout
+from seatrial.job.schema import OptimizerSection
+from seatrial.parallel.mesh import build_mesh
+from seatrial.train.attendant import Attendant
+from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train.peers import teardown, wait_for_store
+from seatrial.train.step import train_step
+
+COMPARED = 3  # steps whose losses are told: the third depends on two updates
+
+
+def hang(kind: str) -> None:
+    """Never return, in one of the ways in which a rank can hang."""
+    if kind == "sleep":
+        while True:
+            time.sleep(3600)
+    elif kind == "spin":
+        while True:
+            pass
+    elif kind == "gil-waiting":
+        # PyDLL keeps Python's global lock during the call; the second lock of a mutex never returns.
+        libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)
+    elif kind == "gil-busy":
+        sum(range(1 << 62))
+    raise ValueError(kind)
+
+
+class Rank:
+    def __init__(self, number: int, plan: dict[str, Any]) -> None:
+        self.number = number
+        self.plan = plan
+        self.step = 0
+        attendant = Attendant.from_environment()
+        assert attendant is not None
+        self.attendant = attendant
+
+    def serve(self) -> int:
+        while (order := self.attendant.next_order()) is not None:
+            if "exit" in order:
+                return int(order["exit"])
+            message = ""
+            try:
+                self.train(order["leg"])
+            except RuntimeError as error:
+                message = f"{type(error).__name__}: {error}"
+            begin = time.perf_counter()
+            teardown()
+            torn_down_s = time.perf_counter() - begin
+            if not message:
+                self.attendant.finished("done", self.step)
+                continue
+            self.attendant.tell(
+                {
+                    "left": {
+                        "teardown_s": torn_down_s,
+                        "threads": len(os.listdir("/proc/self/task")),
+                        "fds": len(os.listdir("/proc/self/fd")),
+                        "groups": sum(isinstance(o, dist.ProcessGroup) for o in gc.get_objects()),
+                    }
+                }
+            )
+            self.attendant.parked(self.step, message)
+        return 0
+
+    def train(self, leg: dict[str, Any]) -> None:
+        begin = time.perf_counter()
+        layout = Layout(**self.plan["layout"])
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(leg["master_port"]),
+            WORLD_SIZE=str(layout.world_size),
+            RANK=str(self.number),
+            GLOO_SOCKET_IFNAME="lo",
+        )
+        if self.number:
+            wait_for_store("127.0.0.1", leg["master_port"], timeout_s=30.0)
+        dist.init_process_group("gloo", timeout=small.TIMEOUT)
+        mesh = build_mesh(layout, torch.device("cpu"), small.TIMEOUT)
+        case = {"tied": True}
+        model = small.build(case, mesh, small.NoisyWeights(small.arch_of(case), seed=1))
+        optimizer = ShardedAdamW(model.shards, OptimizerSection(lr=small.LR))
+        self.plant(model)
+        share = small.SEQUENCES // layout.data_parallel
+        losses = []
+        for step in range(1, self.plan["steps"] + 1):
+            self.step = step
+            rows = small.batch(self.step)[mesh.data_rank * share : (mesh.data_rank + 1) * share]
+            ids, target = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+            result = train_step(model, optimizer, ids, target, lr=small.LR, clip_norm=small.CLIP)
+            losses.append(result.read()[0])
+            if self.step == 1:
+                self.attendant.tell({"first": {"seconds": time.perf_counter() - begin}})
+            if self.step == COMPARED:
+                self.attendant.tell({"losses": losses})
+            self.attendant.beat(self.step, 0.0, self.step == 1)
+
+    def plant(self, model: Any) -> None:
+        fault = self.plan.get("fault")
+        if fault is None:
+            return
+
+        def before_forward(*_: Any) -> None:
+            if self.step == fault["step"]:
+                self.attendant.tell({"fault": fault["kind"]})
+                hang(fault["kind"])
+
+        model.stages[0].blocks[0].register_forward_pre_hook(before_forward)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    process.become_subreaper()
+    for line in sys.stdin:
+        order = json.loads(line)
+
+        def body(order: dict[str, Any] = order) -> int:
+            os.environ.update(order["env"])
+            return Rank(order["rank"], order["plan"]).serve()
+
+        process.fork(body, log=Path(order["log"]))
+        process.reap(lambda pid, status: None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

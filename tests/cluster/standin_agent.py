@@ -1,0 +1,52 @@
+"""An agent that does what a test wrote down for it: a JSON list of actions, its first argument."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from seatrial.base.lines import Channel
+
+
+def wait_for(channel: Channel, key: str) -> Any:
+    """The value of the next message that has `key`; ends with the launcher."""
+    while not channel.closed:
+        select.select([channel], [], [])
+        for message in channel.receive():
+            if key in message:
+                return message[key]
+    sys.exit(9)
+
+
+def main() -> int:
+    actions = json.loads(sys.argv[1])
+    channel = Channel.from_fd(int(sys.argv[sys.argv.index("--channel") + 1]))
+    print("an agent says hello", flush=True)
+    for action in actions:
+        match action:
+            case {"say": message}:
+                channel.send(message)
+            case {"wait": key}:
+                channel.send(
+                    {"agent_started": {"node": -1, "pid": os.getpid(), "heard": wait_for(channel, key)}}
+                )
+            case {"spawn": path}:
+                daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+                with open(path, "w") as f:
+                    f.write(str(daemon.pid))
+            case {"exit": code}:
+                os._exit(code)
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                signal.pause()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

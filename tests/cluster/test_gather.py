@@ -1,0 +1,259 @@
+"""How a launcher follows its agents: what they say, how they end, what is left, whatever the order of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seatrial.base import process
+from seatrial.control.lease import Lease, claim
+from seatrial.control.spec import AgentSpec
+from seatrial.launch import gather
+from seatrial.launch.agents import AgentHandle, start_agent
+from seatrial.launch.base import Outcome
+from seatrial.launch.gather import Gathering
+from seatrial.record.events import read_events
+from seatrial.record.folder import RunFolder
+
+pytestmark = pytest.mark.cluster
+
+STANDIN = Path(__file__).with_name("standin_agent.py")
+BYE = {"say": {"bye": True}}
+Script = list[Any]
+
+
+def outcome(code: int = 0, term: int = 1, **failure: Any) -> dict[str, Any]:
+    """An agent's action: say how the run ended."""
+    told = {"node": None, "rank": None, "message": "m", "cause": "c", "time": 1e12, "exit_code": code}
+    return {
+        "say": {"outcome": {"exit_code": code, "term": term, "failure": told | failure if failure else None}}
+    }
+
+
+class Signals:
+    """A queue of signals that the test fills."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = socket.socketpair()
+        self.reader.setblocking(False)
+
+    def fileno(self) -> int:
+        return self.reader.fileno()
+
+    def read(self) -> list[int]:
+        try:
+            return list(self.reader.recv(64))
+        except BlockingIOError:
+            return []
+
+    def send(self, signum: int) -> None:
+        self.writer.send(bytes([signum]))
+
+
+class Launch:
+    """Agents that follow scripts: node -> one script for each time that its agent is started."""
+
+    def __init__(self, folder: RunFolder, scripts: dict[int, list[Script]], **options: Any) -> None:
+        self.folder = folder
+        self.scripts = scripts
+        self.started: list[int] = []
+        self.signals = Signals()
+        self.when: list[tuple[Callable[[], bool], Callable[[], object]]] = []
+        self.gathering = Gathering(
+            folder, 4, self._start, **({"preempt_grace_s": 30.0, "tick": self._tick} | options)
+        )
+
+    def _start(self, node: int) -> AgentHandle:
+        script = self.scripts[node][self.started.count(node)]
+        self.started.append(node)
+        spec = AgentSpec(
+            run=self.folder.path,
+            job=self.folder.job_toml,
+            generation=4,
+            node=node,
+            nodes=len(self.scripts),
+            ranks_per_node=1,
+            device="cpu",
+        )
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        prefix = [sys.executable, str(STANDIN), json.dumps(script)]
+        return start_agent(spec, f"test-{id(self)}-{len(self.started)}", prefix=prefix)
+
+    def _tick(self) -> None:
+        for pair in list(self.when):
+            if pair[0]():
+                self.when.remove(pair)
+                pair[1]()
+
+    def once_ended(self, node: int, then: Callable[[], object]) -> None:
+        """Call `then` when the first agent of `node` has ended."""
+        self.when.append((lambda: any(a.ended for a in self.gathering.agents if a.spec.node == node), then))
+
+    def say(self, node: int, message: dict[str, Any]) -> None:
+        self.gathering.agents[node].channel.send(message)
+
+    def follow(self) -> Outcome:
+        try:
+            for node in self.scripts:
+                self.gathering.start(node)
+            return self.gathering.follow(self.signals)  # type: ignore[arg-type]
+        finally:
+            self.gathering.close()
+            self.signals.reader.close()
+            self.signals.writer.close()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., Launch]:
+    def begin(*scripts: Script, again: dict[int, list[Script]] | None = None, **options: Any) -> Launch:
+        all_scripts = {node: [script, *(again or {}).get(node, [])] for node, script in enumerate(scripts)}
+        return Launch(RunFolder(tmp_path), all_scripts, **options)
+
+    return begin
+
+
+Begin = Callable[..., Launch]
+
+
+def test_the_outcome_is_what_the_coordinator_said(launch: Begin) -> None:
+    for code in (0, 75, 130):
+        assert launch([outcome(code), BYE], [outcome(code), BYE]).follow() == Outcome(code)
+
+
+def test_an_agent_that_dies_is_noted_and_the_others_go_on(launch: Begin, tmp_path: Path) -> None:
+    run = launch([{"wait": "go"}, outcome(), BYE], [{"spawn": str(tmp_path / "pid")}, "die"])
+    left: list[bool] = []
+
+    def go_on() -> None:
+        left.append(int((tmp_path / "pid").read_text()) in process.living())
+        run.say(0, {"go": 1})
+
+    run.once_ended(1, go_on)
+    assert run.follow() == Outcome(0)
+    assert left == [False], "what it had started is gone at once, not only at the end"
+    (told,) = read_events(run.folder)[0]
+    assert (told.kind, told.severity, told.node) == ("agent_failed", "warning", 1)
+    assert told.message == "agent of node 1 was killed by SIGKILL"
+
+
+def test_without_an_outcome_the_first_agent_that_died_is_named(launch: Begin) -> None:
+    run = launch([{"wait": "go"}, "die"], [{"exit": 7}])
+    run.once_ended(1, lambda: run.say(0, {"go": 1}))
+    result = run.follow()
+    failure = result.failure
+    assert failure is not None
+    assert (result.exit_code, failure.exit_code, failure.node, failure.rank) == (1, 1, 1, None)
+    assert failure.message == "agent of node 1 ended with exit code 7"
+    assert failure.tail == "an agent says hello"
+    assert failure.hint == f"the whole log is {failure.log}"
+
+
+def test_agents_that_leave_in_order_without_an_outcome(launch: Begin) -> None:
+    result = launch([BYE], [BYE]).follow()
+    assert result.failure is not None
+    assert result.failure.message == "every agent ended, and none said how the run ended"
+    assert read_events(RunFolder(result.failure.log.parents[3]))[0] == []
+
+
+def test_the_failure_of_a_lost_node_says_how_its_agent_ended(launch: Begin) -> None:
+    """The coordinator has only missed it; the launcher is its parent."""
+    lost = outcome(1, node=1, message="node 1 is lost", cause="its agent ended", hint="max_restarts is 0")
+    run = launch([{"wait": "go"}, lost, BYE], ["die"])
+    run.once_ended(1, lambda: run.say(0, {"go": 1}))
+    failure = run.follow().failure
+    assert failure is not None
+    assert failure.message == "agent of node 1 was killed by SIGKILL"
+    assert (failure.hint, failure.tail) == ("max_restarts is 0", "an agent says hello")
+
+
+def test_a_ranks_failure_is_told_as_the_coordinator_tells_it(launch: Begin, tmp_path: Path) -> None:
+    log = tmp_path / "rank3.log"
+    log.write_text("first\nlast\n")
+    told = outcome(
+        2, node=1, rank=3, message="rank 3", cause="bad", log=str(log), tail="", hint="do otherwise"
+    )
+    result = launch([told, BYE], ["die"]).follow()
+    failure = result.failure
+    assert failure is not None
+    assert (result.exit_code, failure.message, failure.cause) == (2, "rank 3", "bad")
+    assert (failure.tail, failure.hint, failure.log) == ("first\nlast", "do otherwise", log)
+
+
+def test_an_outcome_of_a_term_that_is_over_is_not_believed(launch: Begin) -> None:
+    run = launch([outcome(1, term=1, node=0), BYE], [{"wait": "go"}, outcome(0, term=2), BYE])
+    claim(run.folder.leases, Lease(2, 1, "127.0.0.1", 1, 0.0))
+    run.when.append((lambda: run.gathering.agents[0].gone, lambda: run.say(1, {"go": 1})))
+    assert run.follow() == Outcome(0)
+
+
+def test_an_agent_that_does_not_end_is_killed(launch: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "_OUTCOME_GRACE_S", 0.1)
+    run = launch([outcome(0), BYE], ["hang"])
+    assert run.follow() == Outcome(0)
+    assert run.gathering.agents[1].killed
+    assert read_events(run.folder)[0] == [], "we killed it: it did not fail"
+
+
+@pytest.mark.parametrize(
+    ("signum", "why"), [(signal.SIGTERM, "preempt"), (signal.SIGHUP, "preempt"), (signal.SIGINT, "interrupt")]
+)
+def test_what_a_signal_asks_for(launch: Begin, signum: int, why: str) -> None:
+    """The second one, whichever it is, does not wait."""
+    run = launch([{"wait": "stop"}, {"say": {"heard": 1}}, {"wait": "stop"}, outcome(75), BYE])
+    heard: list[str] = []
+    take = run.gathering.agents
+
+    def listen() -> None:
+        channel = take[0].channel
+        receive = channel.receive
+
+        def spy() -> list[dict[str, Any]]:
+            messages = receive()
+            for m in messages:
+                if "agent_started" in m:
+                    heard.append(m["agent_started"]["heard"])
+                if "heard" in m:
+                    run.signals.send(signal.SIGTERM)
+            return messages
+
+        channel.receive = spy  # type: ignore[method-assign]
+        run.signals.send(signum)
+
+    run.when.append((lambda: True, listen))
+    assert run.follow() == Outcome(75)
+    assert heard == [why, "now"]
+
+
+def test_agents_that_end_after_a_signal_without_a_word_were_interrupted(launch: Begin) -> None:
+    run = launch([{"wait": "stop"}, BYE], [{"wait": "stop"}, {"exit": 1}])
+    run.when.append((lambda: True, lambda: run.signals.send(signal.SIGINT)))
+    assert run.follow() == Outcome(130)
+
+
+def test_a_node_that_comes_back(launch: Begin) -> None:
+    run = launch(
+        [{"wait": "go"}, outcome(), BYE], ["die"], again={1: [[{"exit": 3}], [BYE]]}, returns={1: 0.0}
+    )
+    run.when.append((lambda: run.started.count(1) == 3, lambda: run.say(0, {"go": 1})))
+    assert run.follow() == Outcome(0)
+    assert run.started == [0, 1, 1, 1]
+
+
+def test_the_last_node_comes_back(launch: Begin) -> None:
+    """With every agent dead the run is not over while one is still to return."""
+    run = launch(["die"], again={0: [[outcome(), BYE]]}, returns={0: 0.2})
+    assert run.follow() == Outcome(0)
+
+
+def test_nobody_comes_back_once_there_is_an_outcome(launch: Begin) -> None:
+    run = launch([{"wait": "go"}, outcome(), BYE], ["die"], returns={1: 60.0})
+    run.once_ended(1, lambda: run.say(0, {"go": 1}))
+    assert run.follow() == Outcome(0)
+    assert run.started == [0, 1]

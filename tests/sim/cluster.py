@@ -1,0 +1,366 @@
+"""A simulated cluster that drives the control machine: nodes, agents, ranks, the network, and a coordinator that moves.
+
+Time is simulated. Messages are delayed at random: in order between one node and the coordinator, in any order between
+nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from history import HANG_S, KILL_S, RULES, History
+from watcher import Watcher
+
+from seatrial.control import machine as m
+
+
+@dataclass(slots=True)
+class Host:
+    """A node as it really is."""
+
+    number: int
+    alive: bool = True
+    cut: bool = False  # from the coordinator's side of the network
+    ready: bool = False
+    link: int = 0  # the connection to the coordinator; 0: none
+    workers: int | None = None  # the generation whose ranks, running or parked, live here
+    barred: int = 0  # generations up to here were told to stop
+    silent: float | None = None  # since when nobody is known to have heard it
+    slow: bool = False  # that its ranks have stopped is told far too late next time, or never
+    down_at: float = 0.0  # when the last message on its way here arrives
+    up_at: float = 0.0
+    left: tuple[int, str] | None = None  # the generation that its ranks left in order, and how
+
+
+@dataclass(slots=True)
+class Leg:
+    """A generation as it really goes."""
+
+    generation: int
+    slots: dict[int, int]
+    step: int
+    begun: set[int] = field(default_factory=set)
+    broken: bool = False
+    leave: str | None = None
+    over: bool = False
+
+
+class Cluster:
+    """Nodes as they really are, and one of them coordinates."""
+
+    def __init__(self, history: History, machine_type: type[m.Machine] = m.Machine) -> None:
+        self.history, self.random = history, history.random
+        s = self.settings = history.settings
+        self.machine_type = machine_type
+        self.now = 0.0
+        self.events = 0
+        self.hosts = [Host(number) for number in range(s.slots + s.spares)]
+        self.watcher = Watcher(self)
+        self.leg: Leg | None = None
+        self.saved = self.reached = 0  # steps on disk; the furthest of any generation
+        self.machine: m.Machine | None = None
+        self.seat = 0  # the node whose agent coordinates
+        self.term = 0
+        self.memory: dict[str, Any] | None = None
+        self.heard: dict[int, int] = {}  # node -> the connection over which the coordinator knows it
+        self.moved = 0.0  # when the coordinator last saw progress
+        self.halfway = False  # the coordinator will die while it carries out its next actions
+        self.bad_times = history.bad_times
+        self.wake: float | None = None  # when the machine wants a Tick
+        self._links = 0
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._number = 0
+
+    # -- time
+
+    def at(self, time: float, what: Callable[..., None], *args: Any) -> None:
+        self._number += 1
+        heapq.heappush(self._queue, (max(time, self.now), self._number, what, args))
+
+    def delay(self) -> float:
+        return self.random.random() * self.history.delay_s
+
+    # -- the coordinator
+
+    def elect(self) -> None:
+        """An agent takes the lease and goes on from the memory."""
+        able = [h for h in self.hosts if h.alive and not h.cut]
+        if not able:
+            self.at(self.now + 1.0, self.elect)
+            return
+        self.seat = self.random.choice(able).number
+        self.term += 1
+        memory = None if self.memory is None else json.loads(json.dumps(self.memory))
+        self.machine = self.machine_type(self.settings, memory, RULES.__getitem__)
+        self.heard, self.moved, self.halfway = {}, self.now, False
+        self.watcher.elected()
+        self.at(self.now + HANG_S, self.watch, self.term)
+        for host in able:
+            self.at(self.now + self.random.random() * self.history.rejoin_s, self.connect, host)
+
+    def depose(self) -> None:
+        """The coordinator is gone, with all its connections; what it has sent and nobody has read is gone too."""
+        if self.machine is None:
+            return
+        self.machine = self.wake = None
+        for host in self.hosts:
+            if host.link:
+                self.hang_up(host)
+        self.at(self.now + self.random.uniform(0.3, 1.5 * self.settings.silence_s), self.elect)
+
+    def watch(self, term: int) -> None:
+        """The coordinator's own eye for generations that do not move."""
+        if term != self.term or self.machine is None:
+            return
+        if (
+            self.now - self.moved >= HANG_S - 1e-6
+            and self.machine.phase == "running"
+            and self.leg is not None
+        ):
+            self.moved = self.now
+            node = self.random.choice(list(self.leg.slots.values()))
+            step = max(self.machine.counts.best, 0)
+            self.tell(m.Failed(self.now, self.machine.generation, node, node * 8, "hang", "overdue", step))
+        self.at(max(self.moved, self.now - HANG_S + 1.0) + HANG_S, self.watch, term)
+
+    def tell(self, event: m.Event) -> None:
+        """The machine gets an event, and what it wants is done."""
+        machine = self.machine
+        if machine is None:
+            return
+        self.events += 1
+        self.watcher.before(event)
+        actions = machine.handle(event)
+        self.wake = machine.deadline()
+        self.watcher.waits(self.wake)
+        if not actions:
+            return
+        self.memory = machine.memory()
+        dies = self.halfway and any(isinstance(a, m.Start | m.Stop | m.Yield | m.Finish) for a in actions)
+        done = self.random.randint(0, len(actions)) if dies else len(actions)
+        self.watcher.after(actions, done)
+        for action in actions[:done]:
+            self.carry_out(action, dies)
+        if dies:
+            self.depose()
+
+    def carry_out(self, action: m.Action, dies: bool) -> None:
+        match action:
+            case m.Start():
+                self.moved = self.now
+                leg = Leg(action.generation, action.slots, self.where_to_resume())
+                self.leg = leg
+                for node in action.slots.values():
+                    self.order(node, dies, self.start, leg)
+            case m.Stop():
+                for node in action.nodes:
+                    self.order(node, dies, self.stop, action.generation, action.grace_s)
+            case m.Yield():
+                for node in self.leg.slots.values() if self.leg is not None else ():
+                    self.order(node, dies, self.ask_to_leave, action.generation, action.how)
+            case m.Flush():
+                works, fails = self.history.flush
+                luck = self.random.random()
+                if luck < works + fails:
+                    self.at(self.now + luck * 3, self.flushed, self.term, luck < works)
+            case m.ResetGpu() | m.Requalify():
+                self.order(action.node, dies, self.test)
+            case _:
+                pass
+
+    def order(self, node: int, dies: bool, what: Callable[..., None], *args: Any) -> None:
+        """A message to a node; lost if the connection over which it goes is not the one that the node has."""
+        if dies and self.random.random() < 0.5:
+            return
+        host = self.hosts[node]
+        link = self.heard.get(node)
+        if link is not None and link == host.link:
+            host.down_at = max(host.down_at, self.now + self.delay())
+            self.at(host.down_at, self.deliver, host, link, what, args)
+
+    def deliver(self, host: Host, link: int, what: Callable[..., None], args: Sequence[Any]) -> None:
+        if host.link == link:
+            what(host, *args)
+
+    # -- agents
+
+    def report(self, host: Host, event: Callable[..., m.Event], *args: Any) -> None:
+        """A message to the coordinator."""
+        if host.link:
+            host.up_at = max(host.up_at, self.now + self.delay())
+            self.at(host.up_at, self.arrive, host, host.link, event, args)
+
+    def arrive(self, host: Host, link: int, event: Callable[..., m.Event], args: Sequence[Any]) -> None:
+        if self.machine is None or (host.link != link and self.random.random() < 0.5):
+            return
+        if event is m.Joined:
+            if host.link != link:
+                return
+            self.heard[host.number] = link
+            self.at(self.now + self.delay(), self.acknowledge, host, link)
+        elif self.heard.get(host.number) != link:
+            return
+        for _ in range(2 if self.random.random() < 0.02 else 1):
+            self.tell(event(self.now, *args))
+
+    def connect(self, host: Host) -> None:
+        if not host.alive or host.cut or host.link or self.machine is None:
+            return
+        self._links += 1
+        host.link = self._links
+        host.down_at = host.up_at = self.now
+        self.report(host, m.Joined, host.number, host.ready, host.workers)
+        if host.left is not None:
+            generation, how = host.left  # perhaps nobody has heard it
+            self.report(host, m.Finished, generation, host.number, how)
+        if not host.ready:
+            self.at(self.now + self.random.uniform(0.5, 4.0), self.becomes_ready, host, host.link)
+
+    def becomes_ready(self, host: Host, link: int) -> None:
+        if host.link == link and not host.ready:
+            host.ready = True
+            self.report(host, m.Ready, host.number)
+
+    def acknowledge(self, host: Host, link: int) -> None:
+        if host.link == link:
+            host.silent = None
+
+    def hang_up(self, host: Host) -> None:
+        """The connection ends; from here on nobody is known to hear this agent."""
+        host.link = 0
+        host.silent = self.now - self.random.random() * 0.3 if host.silent is None else host.silent
+        if host.workers is not None:
+            self.at(host.silent + self.settings.silence_s, self.fence, host, host.silent)
+
+    def fence(self, host: Host, since: float) -> None:
+        if host.silent == since and host.alive and host.workers is not None:
+            self.at(self.now + self.random.random() * KILL_S, self.kill, host, host.workers)
+
+    def kill(self, host: Host, generation: int) -> None:
+        """Its ranks die without an order; whoever is connected then connects anew to say so."""
+        if host.alive and host.workers == generation:
+            self.end_workers(host)
+            if host.link:
+                host.link = 0
+                self.connect(host)
+
+    def lose(self, host: Host, link: int, certain: bool, cause: str) -> None:
+        """The coordinator takes note that a connection is gone for good."""
+        if self.machine is not None and self.heard.get(host.number) == link:
+            del self.heard[host.number]
+            self.tell(m.Lost(self.now, host.number, certain, cause))
+
+    def silence(self, host: Host, cause: str, certain: bool = False) -> None:
+        """Have the coordinator notice that the node is out of touch."""
+        link = self.heard.get(host.number)
+        if link is not None:
+            latest = self.now + self.settings.silence_s + self.delay()
+            soon = certain or self.history.early
+            time = self.random.uniform(self.now, latest) if soon else latest
+            self.at(time, self.lose, host, link, certain, cause)
+        self.hang_up(host)
+
+    # -- ranks
+
+    def where_to_resume(self) -> int:
+        """Carried state, memory or disk: the newest that is left."""
+        if self.leg is None:
+            return self.saved
+        return self.random.randint(max(self.saved, self.leg.step - 3), max(self.saved, self.leg.step))
+
+    def end_workers(self, host: Host) -> None:
+        if self.leg is not None and host.workers == self.leg.generation:
+            self.leg.broken = True
+        host.workers = None
+
+    def start(self, host: Host, leg: Leg) -> None:
+        if leg.generation <= host.barred:
+            return
+        self.watcher.worker_born(host, leg.generation)
+        host.workers, host.left = leg.generation, None
+        leg.begun.add(host.number)
+        if len(leg.begun) == len(leg.slots):
+            self.at(self.now + self.random.uniform(0.2, 3.0), self.step, leg)
+
+    def step(self, leg: Leg) -> None:
+        if leg is not self.leg or leg.over or leg.broken:
+            return
+        bad, poison = self.history.bad_node, self.history.poison
+        if poison is not None and poison[0] == leg.step + 1:
+            self.fail(leg, leg.slots[poison[1]], poison[2])
+            return
+        if bad is not None and self.bad_times and bad in leg.slots.values() and self.random.random() < 0.4:
+            self.bad_times -= 1
+            self.fail(leg, bad, "worker_exit")
+            return
+        if leg.step < self.history.steps:
+            leg.step += 1
+            self.reached = max(self.reached, leg.step)
+        self.report(self.hosts[leg.slots[0]], m.Progress, leg.generation, leg.step)
+        how = "done" if leg.step >= self.history.steps else leg.leave
+        if how is not None or leg.step % 5 == 0:
+            self.saved = max(self.saved, leg.step)
+        if how is None:
+            self.at(self.now + 1.0, self.step, leg)
+            return
+        leg.over = True
+        for node in leg.slots.values():
+            self.at(self.now + self.random.random(), self.leave, self.hosts[node], leg, how)
+
+    def leave(self, host: Host, leg: Leg, how: str) -> None:
+        if host.workers == leg.generation:
+            host.workers, host.left = None, (leg.generation, how)
+            self.report(host, m.Finished, leg.generation, host.number, how)
+
+    def fail(self, leg: Leg, node: int, signal: str) -> None:
+        """A rank ends; its peers park. A hang nobody reports but the watch."""
+        leg.broken = True
+        if signal != "hang":
+            self.report(
+                self.hosts[node], m.Failed, leg.generation, node, node * 8, signal, "broken", leg.step
+            )
+
+    def ask_to_leave(self, host: Host, generation: int, how: str) -> None:
+        leg = self.leg
+        if leg is not None and leg.generation == generation and host.workers == generation:
+            leg.leave = how if leg.leave != "preempted" else leg.leave
+
+    def stop(self, host: Host, generation: int, grace_s: float) -> None:
+        host.barred = max(host.barred, generation)
+        if host.workers is None or host.workers > generation:
+            self.report(host, m.Stopped, generation, host.number)
+            return
+        if self.leg is not None and host.workers == self.leg.generation:
+            self.leg.broken = True
+        ends = self.now + self.random.random() * grace_s
+        slow, host.slow = host.slow, False
+        self.at(ends, self.stopped, host, host.workers)
+        if not slow or self.random.random() < 0.7:
+            told = ends + (self.random.uniform(5.0, 15.0) if slow else 0.0)
+            self.at(told, self.tell_stopped, host, host.link, generation)
+
+    def stopped(self, host: Host, generation: int) -> None:
+        if host.alive and host.workers == generation:
+            self.end_workers(host)
+
+    def tell_stopped(self, host: Host, link: int, generation: int) -> None:
+        if host.link == link:
+            self.report(host, m.Stopped, generation, host.number)
+
+    def test(self, host: Host) -> None:
+        ok = self.random.random() < self.history.test_passes
+        self.at(self.now + self.random.uniform(0.5, 6.0), self.tested, host, host.link, ok)
+
+    def tested(self, host: Host, link: int, ok: bool) -> None:
+        if host.link == link:
+            self.report(host, m.Requalified, host.number, ok)
+
+    def flushed(self, term: int, ok: bool) -> None:
+        if term == self.term and self.machine is not None:
+            if ok and self.leg is not None:
+                self.saved = max(self.saved, self.leg.step - self.random.randint(0, 2))
+            self.tell(m.Flushed(self.now, self.saved, ok))

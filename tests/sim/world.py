@@ -1,0 +1,165 @@
+"""One history, played: the faults that strike the cluster, from the first start to the end of the run."""
+
+from __future__ import annotations
+
+import heapq
+
+from history import Fault
+
+from cluster import Cluster, Host
+from seatrial.control import machine as m
+
+MOST_EVENTS = 400_000
+
+
+class World(Cluster):
+    """A cluster and what happens to it."""
+
+    def run(self) -> None:
+        """Until the run is over and nothing more can come of it."""
+        for host in self.hosts:
+            if self.random.random() < 0.05:
+                host.alive = False
+                self.at(self.random.random() * 40, self.revive, host)
+        for fault in self.history.faults:
+            self.at(fault.time, self.strike, fault)
+        self.at(self.history.quiet, self.calm)
+        self.elect()
+        bound = self.history.bound
+        while self.watcher.ended is None and self.now <= bound and self.events < MOST_EVENTS:
+            if self.wake is not None and (not self._queue or self.wake <= self._queue[0][0]):
+                self.now = max(self.now, self.wake)
+                self.tell(m.Tick(self.now))
+                continue
+            if not self._queue:
+                break
+            self.now, _, what, args = heapq.heappop(self._queue)
+            what(*args)
+        self.watcher.at_the_end()
+
+    # -- faults
+
+    def strike(self, fault: Fault) -> None:
+        getattr(self, f"strike_{fault.kind.replace(' ', '_')}")()
+
+    def any_host(self, *, working: bool = False) -> Host:
+        if working and self.leg is not None and self.random.random() < 0.8:
+            return self.hosts[self.random.choice(list(self.leg.slots.values()))]
+        return self.random.choice(self.hosts)
+
+    def signal(self, host: Host, signal: str) -> None:
+        """Whatever runs there now, the node's agent reports this."""
+        leg = self.leg
+        generation = 0 if leg is None else leg.generation
+        self.report(host, m.Failed, generation, host.number, None, signal, signal, leg.step if leg else 0)
+
+    def strike_die(self, host: Host | None = None) -> None:
+        host = host or self.any_host(working=True)
+        if not host.alive:
+            return
+        self.silence(host, "died", certain=self.random.random() < 0.5)
+        host.alive = host.ready = False
+        self.end_workers(host)
+        host.left = None
+        if host.number == self.seat:
+            self.depose()
+
+    def strike_several(self) -> None:
+        for _ in range(self.random.randint(2, 4)):
+            self.random.choice((self.strike_die, self.strike_cut, self.strike_rank))()
+
+    def revive(self, host: Host) -> None:
+        if not host.alive:
+            host.alive = True
+            host.barred, host.silent, host.slow = 0, None, False
+            self.connect(host)
+
+    def strike_return(self) -> None:
+        down = [h for h in self.hosts if not h.alive]
+        if down:
+            self.revive(self.random.choice(down))
+
+    def strike_cut(self) -> None:
+        host = self.any_host(working=True)
+        if not host.cut and host.alive:
+            host.cut = True
+            self.silence(host, "silent")
+            if host.number == self.seat:
+                self.depose()
+            if self.random.random() < 0.5:
+                self.at(self.now + self.random.uniform(0.1, 2 * self.settings.silence_s), self.mend, host)
+
+    def mend(self, host: Host) -> None:
+        if host.cut:
+            host.cut = False
+            self.connect(host)
+
+    def strike_heal(self) -> None:
+        cut = [h for h in self.hosts if h.cut]
+        if cut:
+            self.mend(self.random.choice(cut))
+
+    def strike_rank(self) -> None:
+        host = self.any_host(working=True)
+        leg = self.leg
+        if leg is not None and host.workers == leg.generation:
+            self.fail(leg, host.number, self.random.choice(("worker_exit", "oom")))
+
+    def strike_hang(self) -> None:
+        if self.leg is not None:
+            self.leg.broken = True
+
+    def strike_stale(self) -> None:
+        """A report of an older generation, or of a rank that is well."""
+        if self.leg is not None:
+            host, leg = self.any_host(), self.leg
+            generation = self.random.randint(max(0, leg.generation - 2), leg.generation)
+            self.report(host, m.Failed, generation, host.number, 0, "worker_exit", "false alarm", leg.step)
+
+    def strike_evicting(self) -> None:
+        self.signal(self.any_host(), "xid:79")
+
+    def strike_resetting(self) -> None:
+        self.signal(self.any_host(), "xid:74")
+
+    def strike_tolerated(self) -> None:
+        self.signal(self.any_host(), "retransmissions")
+
+    def strike_recorded(self) -> None:
+        self.signal(self.any_host(), "congestion")
+
+    def strike_application(self) -> None:
+        if self.leg is not None and not self.leg.broken:
+            self.fail(self.leg, self.any_host(working=True).number, "app_error")
+
+    def strike_coordinator(self) -> None:
+        self.depose()
+
+    def strike_halfway(self) -> None:
+        self.halfway = True
+
+    def strike_slow_stop(self) -> None:
+        self.any_host(working=True).slow = True
+
+    def strike_preempt(self) -> None:
+        if self.machine is None:
+            self.at(self.now + 1.0, self.strike_preempt)
+            return
+        self.tell(m.StopAsked(self.now, "preempt"))
+
+    def strike_interrupt(self) -> None:
+        if self.machine is None:
+            self.at(self.now + 1.0, self.strike_interrupt)
+            return
+        self.tell(m.StopAsked(self.now, "interrupt"))
+
+    def calm(self) -> None:
+        """No more faults; mostly everything comes back."""
+        self.halfway = False
+        for host in self.hosts:
+            host.slow = False
+            if not (host.cut or not host.alive):
+                continue
+            if self.history.heals or self.random.random() < 0.3:
+                self.at(self.now + self.random.uniform(0.0, 3.0), self.mend, host)
+                self.at(self.now + self.random.uniform(0.0, 3.0), self.revive, host)

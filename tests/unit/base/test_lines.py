@@ -1,0 +1,107 @@
+"""Channels: several threads that send, a reader that does not read, a stranger that talks nonsense."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import threading
+
+import pytest
+
+from seatrial.base.lines import Channel
+
+
+def read(channel: Channel, n: int) -> list[dict[str, object]]:
+    messages: list[dict[str, object]] = []
+    while len(messages) < n:
+        assert select.select([channel], [], [], 20)[0]
+        messages += channel.receive()
+    return messages
+
+
+def test_a_process_is_reached_by_an_abstract_name() -> None:
+    name = f"seatrial-test-{os.getpid()}-{secrets.token_hex(4)}"
+    with pytest.raises(ConnectionRefusedError):
+        Channel.connect(name)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind("\0" + name)
+        server.listen(1)
+        channel = Channel.connect(name)
+        other = Channel(server.accept()[0])
+    channel.send({"a": 1})
+    assert read(other, 1) == [{"a": 1}]
+    channel.close()
+    other.close()
+
+
+def test_messages_of_several_threads_are_not_mixed() -> None:
+    a, b = Channel.pair()
+    text = "x" * 50_000  # more than one write
+
+    def say(i: int) -> None:
+        for n in range(20):
+            a.send({"from": i, "n": n, "text": text})
+
+    threads = [threading.Thread(target=say, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    messages = read(b, 80)
+    for thread in threads:
+        thread.join()
+    for i in range(4):
+        assert [m["n"] for m in messages if m["from"] == i] == list(range(20))
+    a.close()
+    b.close()
+
+
+def test_a_posted_message_never_waits_and_arrives_once_there_is_room() -> None:
+    a, b = Channel.pair()
+    sent = [{"n": n, "text": "x" * 10_000} for n in range(200)]  # far more than a buffer holds
+    for message in sent:
+        assert a.post(message)
+    got = b.receive()
+    assert 0 < len(got) < len(sent)
+    while len(got) < len(sent):
+        assert a.flush()
+        got += b.receive()
+    assert got == sent
+    b.close()
+    assert not a.post({"to": "nobody"})
+    a.close()
+
+
+def test_what_was_posted_goes_before_what_is_sent_later() -> None:
+    a, b = Channel.pair()
+    posted = [{"n": n, "text": "x" * 10_000} for n in range(100)]
+    for message in posted:
+        a.post(message)
+    late = threading.Thread(target=a.send, args=({"n": 100},))
+    late.start()
+    assert [m["n"] for m in read(b, 101)] == list(range(101))
+    late.join()
+    a.close()
+    b.close()
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\n", b"[1, 2]\n", b"7\n"])
+def test_what_is_no_message_is_refused(line: bytes) -> None:
+    raw, other = socket.socketpair()
+    channel = Channel(other)
+    raw.sendall(line)
+    with pytest.raises(ValueError, match=r"."):
+        channel.receive()
+    raw.close()
+    channel.close()
+
+
+def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seatrial.base.lines.LONGEST_BYTES", 10_000)
+    raw, other = socket.socketpair()
+    channel = Channel(other)
+    raw.sendall(b"x" * 20_000)
+    with pytest.raises(ValueError, match="10000 bytes"):
+        channel.receive()
+    raw.close()
+    channel.close()

@@ -1,0 +1,137 @@
+"""When a step counts as overdue."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seatrial.control.deadline import StepDeadline
+
+FIRST_S = 600.0
+
+
+def deadline(**changes: float) -> StepDeadline:
+    values = {"min_s": 10.0, "factor": 5.0, "first_step_s": FIRST_S, **changes}
+    return StepDeadline(**values)  # type: ignore[arg-type]
+
+
+def after(steps: int, seconds: float, **changes: float) -> tuple[StepDeadline, float]:
+    """A deadline that has seen a first step of 100 s and then `steps` steps; and the time."""
+    d, now = deadline(**changes), 1000.0
+    d.begin(now)
+    for step in range(1, steps + 2):
+        now += 100.0 if step == 1 else seconds
+        assert d.progress(now, step)
+    return d, now
+
+
+def test_nothing_is_overdue_before_something_is_expected() -> None:
+    d = deadline()
+    assert d.overdue(1e9) is None
+    assert d.at() is None
+    d.begin(5.0)
+    d.end()
+    assert d.overdue(1e9) is None
+
+
+def test_the_first_step_has_a_limit_of_its_own_and_teaches_nothing_once_there_are_others() -> None:
+    d = deadline()
+    d.begin(0.0)
+    assert d.waited_for is None
+    assert d.at() == FIRST_S
+    assert d.overdue(FIRST_S - 1) is None
+    assert d.overdue(FIRST_S + 1) == FIRST_S + 1
+    assert d.progress(100.0, 1)
+    assert d.waited_for == 2
+    assert d.limit_s == 500.0  # all that is known
+    d.progress(104.0, 2)
+    assert d.limit_s == 20.0
+
+
+def test_the_limit_follows_the_runs_own_steps() -> None:
+    d, now = after(10, 4.0)
+    assert d.limit_s == 20.0
+    assert d.overdue(now + 19.9) is None
+    assert d.overdue(now + 20.1) == pytest.approx(20.1)
+    for step in range(12, 60):
+        now += 8.0
+        d.progress(now, step)
+    assert d.limit_s == 40.0
+
+
+def test_quick_steps_have_the_least_limit() -> None:
+    d, _ = after(10, 0.1)
+    assert d.limit_s == 10.0
+
+
+def test_one_slow_step_changes_nothing() -> None:
+    d, now = after(10, 4.0)
+    d.progress(now + 19.0, 12)
+    assert d.limit_s == 20.0
+
+
+def test_news_of_several_steps_at_once_is_shared_out() -> None:
+    d, now = after(0, 0.0)
+    for i in range(1, 6):
+        d.progress(now + i * 12.0, 1 + 3 * i)
+    assert d.limit_s == 20.0
+
+
+def test_old_news_is_none() -> None:
+    d, now = after(3, 4.0)
+    assert not d.progress(now + 1, 4)
+    assert not d.progress(now + 1, 2)
+    assert d.overdue(now + 20.5) == pytest.approx(20.5)
+
+
+def test_a_new_generation_goes_back_to_the_first_limit_and_keeps_what_was_learned() -> None:
+    d, now = after(10, 4.0)
+    d.begin(now)
+    assert d.limit_s == FIRST_S
+    assert d.progress(now + 300.0, 5)  # earlier steps again
+    assert d.limit_s == 20.0
+
+
+def test_a_save_may_take_long_until_one_has_been_seen_and_then_as_long_as_those() -> None:
+    d, now = after(8, 4.0, save_every=10)  # step 9 is done
+    assert d.limit_s == 20.0 + FIRST_S  # the save after step 10 may come before we hear of it
+    d.progress(now + 4.0, 10)
+    assert d.limit_s == 20.0 + FIRST_S
+    now += 4.0 + 4.0 + 30.0  # a save of 30 s
+    d.progress(now, 11)
+    assert d.limit_s == 20.0
+    for step in range(12, 20):
+        now += 4.0
+        d.progress(now, step)
+    assert d.limit_s == pytest.approx(20.0 + 150.0)
+
+
+@pytest.mark.parametrize("told_before", [True, False])
+def test_where_the_save_falls_among_the_news_does_not_matter(told_before: bool) -> None:
+    d, now = after(1, 4.0, save_every=5)
+    for step in range(3, 40):
+        saved = (step - 1 if told_before else step) % 5 == 0
+        took = 4.0 + 40.0 * saved
+        assert d.overdue(now + took) is None
+        now += took
+        d.progress(now, step)
+    assert d.limit_s <= 20.0 + 5 * 45.0
+
+
+@given(
+    st.lists(st.floats(0.5, 2.0), min_size=1, max_size=80),
+    st.integers(0, 4),
+    st.booleans(),
+)
+def test_a_run_whose_steps_differ_less_than_the_factor_is_never_overdue(
+    steps: list[float], save_every: int, told: bool
+) -> None:
+    d, now = deadline(min_s=1.0, save_every=save_every), 0.0
+    d.begin(now)
+    for step, seconds in enumerate(steps, start=1):
+        took = seconds + 3.0 * (save_every > 0 and step > 1 and (step - 1) % save_every == 0)
+        assert d.overdue(now + took) is None
+        now += took
+        d.progress(now, step, seconds if told else None)
+    assert d.overdue(now + 10 * FIRST_S) is not None

@@ -1,0 +1,21 @@
+"""The job that the drill's tests copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from seatrial.drill.copies import Copy, Plan, Rhythm, copy_of
+from seatrial.job import Job, job_from_text, preset_text
+
+STORE = Path("/nowhere/store")
+
+
+def job(*overrides: str) -> Job:
+    return job_from_text(
+        preset_text("first-voyage"), name="job.toml", base_folder=Path("/nowhere"), overrides=overrides
+    )
+
+
+def copy(of: Job, *, steps: int = 16, seconds: float = 0.0, replicas: bool = False, spares: int = 0) -> Copy:
+    plan = Plan(Rhythm(steps), steps, seconds=seconds)
+    return copy_of(of, name="a_scenario", store=STORE, plan=plan, replicas=replicas, spares=spares)

@@ -1,0 +1,144 @@
+"""What a rank can do to itself: each fault fires once, in its step and rank, and nothing else is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from seatrial.drill import worker
+from seatrial.drill.injection import Injection, Planted, read_injections, record_injection
+
+
+@pytest.fixture
+def fault(tmp_path: Path) -> Planted:
+    return Planted("nan", 1, 3, "as the test wants", str(tmp_path / "marker.json"))
+
+
+def now(step: int, rank: int = 1) -> Any:
+    return worker._Now(rank, step)
+
+
+def shard(values: torch.Tensor, grad: torch.Tensor | None = None) -> Any:
+    return SimpleNamespace(local=values, grad=grad, counted=True)
+
+
+def test_it_fires_once_and_tells_when(fault: Planted) -> None:
+    assert fault.fired() is None
+    assert not worker._fires(fault, now(2))
+    assert not worker._fires(fault, now(3, rank=0))
+    assert worker._fires(fault, now(3))
+    told = fault.fired()
+    assert told is not None
+    assert (told.kind, told.step, told.rank, told.message) == ("nan", 3, 1, "as the test wants")
+    assert not worker._fires(fault, now(3)), "a second time, as after a restart"
+
+
+def test_later_is_good_enough_for_a_save(fault: Planted) -> None:
+    assert not worker._fires(fault, now(4))
+    assert worker._fires(fault, now(4), or_later=True)
+
+
+def test_a_marker_that_is_half_written_has_not_fired(fault: Planted) -> None:
+    Path(fault.marker).write_text('{"time": 1.0, "ki')
+    assert fault.fired() is None
+
+
+def test_one_gradient_becomes_nan(fault: Planted) -> None:
+    grads = [torch.ones(2, 3), torch.ones(4)]
+    model = SimpleNamespace(shards=[shard(torch.ones(1), g) for g in grads])
+    call = worker._spoils_a_gradient(lambda self, ids, target: torch.tensor(1.5), fault=fault, now=now(3))
+    assert call(model, None, None) == 1.5
+    assert [int(g.isnan().sum()) for g in grads] == [1, 0]
+    grads[0].fill_(1)
+    call(model, None, None)
+    assert not grads[0].isnan().any()
+
+
+def test_a_flipped_bit_is_one_bit() -> None:
+    values = torch.tensor([0.5, -3.0, 1.0])
+    before = values.clone()
+    worker.flip_bit(values)
+    changed = values.view(torch.int32) ^ before.view(torch.int32)
+    assert [bin(int(c)).count("1") for c in changed] == [0, 1, 0]
+    assert torch.isfinite(values).all()
+
+
+def test_a_weight_changes_at_rest_or_in_its_update(fault: Planted) -> None:
+    for wrap, arguments in ((worker._flips_at_rest, (None, None)), (worker._flips_in_update, (0.1, None))):
+        values = torch.ones(4)
+        owner = SimpleNamespace(shards=[shard(values)], _shards=[shard(values)])
+        seen: list[float] = []
+        call = wrap(
+            lambda self, *_, v=values, s=seen: s.append(float(v.sum())),
+            fault=replace(fault, marker=fault.marker + wrap.__name__),
+            now=now(3),
+        )
+        call(owner, *arguments)
+        assert float(values.sum()) != 4
+        assert (seen[0] != 4) == (wrap is worker._flips_at_rest)
+
+
+def test_no_space_is_left_once(fault: Planted, tmp_path: Path) -> None:
+    call = worker._has_no_space(lambda path, *_: "written", fault=fault, now=now(5))
+    with pytest.raises(OSError, match="No space left"):
+        call(tmp_path / "rank-00000.safetensors", [])
+    assert call(tmp_path / "rank-00000.safetensors", []) == "written"
+
+
+def test_every_seam_is_there() -> None:
+    for owner, name, _ in worker._SEAMS.values():
+        assert callable(getattr(owner, name))
+    with pytest.raises(AttributeError):
+        worker._around(SimpleNamespace(), "gone", lambda call: call)
+
+
+def test_the_gil_is_held_whatever_signal_comes(tmp_path: Path) -> None:
+    """In a process of its own: it never comes back."""
+    program = (
+        "import signal\n"
+        "from seatrial.drill import worker\n"
+        "from seatrial.drill.injection import Planted\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('awake', flush=True))\n"
+        f"fault = Planted('gil', 0, 1, '', {str(tmp_path / 'marker.json')!r})\n"
+        "call = worker._holds_the_gil(lambda *_: None, fault=fault, now=worker._Now(0, 1))\n"
+        "print('ready', flush=True)\n"
+        "call(None, None)\n"
+    )
+    held = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert held.stdout is not None
+        assert held.stdout.readline() == "ready\n"
+        marker = tmp_path / "marker.json"
+        stat = Path(f"/proc/{held.pid}/stat")
+        # Once it has told that it fires, the lock is the first thing that it waits for.
+        while not marker.exists() or stat.read_text().rpartition(")")[2].split()[0] != "S":
+            assert held.poll() is None
+        os.kill(held.pid, 10)  # SIGUSR1: its handler would need the lock
+        with pytest.raises(subprocess.TimeoutExpired):
+            held.communicate(timeout=0.3)
+    finally:
+        held.kill()
+        out, _ = held.communicate()
+    assert "awake" not in out
+
+
+def test_the_log_of_injections_is_read_back_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    late = Injection(2.0, "kill_rank", "SIGKILL to rank 3", 7, 1, 3, {"pid": 5})
+    record_injection(path, late)
+    record_injection(path, replace(late, time=1.0, node=None))
+    found = read_injections(path)
+    assert [i.time for i in found] == [1.0, 2.0]
+    assert found[1] == late
+    path.write_text(path.read_text() + json.dumps({"time": "soon"}) + "\n")
+    with pytest.raises(ValueError, match="not an injection"):
+        read_injections(path)

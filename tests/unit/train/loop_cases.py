@@ -1,0 +1,186 @@
+"""A small run under a companion, in one process, with faults that a test plants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_cases import ARCH, SETTINGS, mesh
+from torch import Tensor
+
+from seatrial.job import Job, job_from_text, preset_text
+from seatrial.model.initialise import RandomWeights
+from seatrial.parallel.build import ParallelModel
+from seatrial.parallel.mesh import Mesh
+from seatrial.record.folder import RunFolder
+from seatrial.train.companion import Leaving
+from seatrial.train.loop import Loop
+from seatrial.train.optimizer import ShardedAdamW
+
+BATCH, LENGTH = 4, 16
+
+
+def make_job(folder: Path, *overrides: str) -> Job:
+    return job_from_text(
+        preset_text("first-voyage"),
+        name="run",
+        base_folder=folder,
+        overrides=(
+            *("cluster.nodes=1", "cluster.gpus_per_node=1"),
+            *("parallel.tensor=1", "parallel.pipeline=1", "parallel.shard=1"),
+            *("train.steps=8", f"train.global_batch={BATCH}", "train.microbatch=2"),
+            *(f"train.sequence_length={LENGTH}", "optimizer.warmup_steps=3", "checkpoint.every_steps=100"),
+            *("resilience.verify_every_steps=2", "resilience.snapshot_every_steps=3"),
+            *overrides,
+        ),
+    )
+
+
+class Batches:
+    """Data that the step's number determines; each row counts up from a start of its own."""
+
+    def samples(self, step: int) -> tuple[int, int]:
+        return (step - 1) * BATCH, step * BATCH
+
+    def batch(self, step: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        start = torch.randint(0, ARCH.vocab_size, (BATCH, 1), generator=generator)
+        rows = ((start + torch.arange(LENGTH + 1)) % ARCH.vocab_size)[first : first + count]
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+@dataclass
+class Watcher:
+    """A companion that remembers, and wants what it is told to want."""
+
+    leave: dict[int, Leaving] = field(default_factory=dict)  # number of the question -> answer
+    beats: list[tuple[int, bool]] = field(default_factory=list)
+    findings: list[tuple[str, int, dict[str, Any], list[int]]] = field(default_factory=list)
+    asked: int = 0
+
+    def wants(self) -> Leaving | None:
+        self.asked += 1
+        return self.leave.get(self.asked)
+
+    def beat(self, step: int, seconds: float, first: bool) -> None:
+        self.beats.append((step, first))
+
+    def finding(
+        self, signal: str, step: int, message: str, data: dict[str, Any], blamed: Sequence[int]
+    ) -> None:
+        self.findings.append((signal, step, data, list(blamed)))
+
+
+@torch.no_grad()
+def tensors(model: ParallelModel, optimizer: ShardedAdamW) -> list[Tensor]:
+    """Everything that must be equal to the last bit."""
+    own = [s.local for s in model.shards] + [values for _, _, values in optimizer.state()]
+    return own + [values["step"] for values in optimizer._adamw.state.values()]
+
+
+class Copies:
+    """Snapshots that hold on to clones, and the way back to the newest."""
+
+    def __init__(self, model: ParallelModel, optimizer: ShardedAdamW, every: int = 3) -> None:
+        self.model, self.optimizer, self.every = model, optimizer, every
+        self.busy = False
+        self.taken: dict[int, list[Tensor]] = {}
+        self.after_take: Callable[[int], None] = lambda step: None
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def take(self, step: int) -> bool:
+        self.taken[step] = [t.clone() for t in tensors(self.model, self.optimizer)]
+        self.after_take(step)
+        return True
+
+    def back(self) -> int | None:
+        if not self.taken:
+            return None
+        step = max(self.taken)
+        with torch.no_grad():
+            for own, kept in zip(tensors(self.model, self.optimizer), self.taken[step], strict=True):
+                own.copy_(kept)
+        return step
+
+
+class Run:
+    """One rank's loop, and what came of it."""
+
+    def __init__(
+        self,
+        root: Path,
+        *overrides: str,
+        watched: bool = True,
+        copies: bool = False,
+        late: bool = False,
+        generation: int = 1,
+        place: Mesh | None = None,
+        leave: dict[int, Leaving] | None = None,
+    ) -> None:
+        """`late`: results are read a step late, as on a GPU."""
+        self.folder = RunFolder(root)
+        self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        place = place or mesh()
+        job = make_job(root, *overrides)
+        settings = replace(SETTINGS, microbatches=job.microbatches)
+        self.model = ParallelModel(ARCH, place, settings, RandomWeights(ARCH, 0))
+        self.optimizer = ShardedAdamW(self.model.shards, job.optimizer)
+        self.watcher = Watcher(leave or {})
+        self.copies = Copies(self.model, self.optimizer)
+        batches = Batches()
+        self.loop = Loop(
+            job,
+            self.folder,
+            generation,
+            self.model,
+            self.optimizer,
+            batches,  # type: ignore[arg-type]
+            companion=self.watcher if watched else None,
+            snapshots=self.copies if copies else None,
+            rollback=self.copies.back if copies else None,
+        )
+        self.passes: list[int] = []  # the steps that were begun, in order
+        start = self.loop._start
+
+        def noting(step: int) -> None:
+            self.passes.append(step)
+            start(step)
+
+        self.loop._start = noting  # type: ignore[method-assign]
+        if late:
+            self.loop._cuda, self.loop._ahead = True, 1
+            self.loop._batch = lambda step: batches.batch(step, 0, BATCH)  # type: ignore[method-assign]
+
+    def spoil(self, step: int, times: int = 1, *, factor: float = float("nan")) -> None:
+        """Multiply one gradient by `factor` after the backward pass of `step`, so many times."""
+        forward_backward = self.model.forward_backward
+        left = [times]
+
+        def spoiled(ids_BT: Tensor, target_BT: Tensor) -> Tensor:
+            loss = forward_backward(ids_BT, target_BT)
+            if self.passes[-1] == step and left[0]:
+                left[0] -= 1
+                grad = self.model.shards[0].grad
+                assert grad is not None
+                with torch.no_grad():
+                    grad.mul_(factor)
+            return loss
+
+        self.model.forward_backward = spoiled  # type: ignore[method-assign]
+
+    def state(self) -> list[Tensor]:
+        return [t.clone() for t in tensors(self.model, self.optimizer)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@torch.no_grad()
+def flip_bit(values: Tensor, bit: int = 3) -> None:
+    values.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << bit)

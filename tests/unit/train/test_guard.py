@@ -1,0 +1,151 @@
+"""What is decided about a step, from its numbers and the memory of those before."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seatrial.job.schema import ResilienceSection
+from seatrial.train.guard import LEAST, WINDOW, Guard, Verdict
+
+NAN, INF = math.nan, math.inf
+
+
+def guard(**keys: object) -> Guard:
+    return Guard(ResilienceSection(**keys))  # type: ignore[arg-type]
+
+
+def usual(watch: Guard, steps: int, first: int = 1, seed: int = 0, spread: float = 0.02) -> list[Verdict]:
+    noise = random.Random(seed)
+    return [
+        watch.judge(s, 2.5 + noise.gauss(0, spread), math.exp(noise.gauss(0, 0.3)))
+        for s in range(first, first + steps)
+    ]
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (INF, 1.0), (1.0, NAN), (1.0, INF), (-INF, NAN)])
+def test_the_ladder(loss: float, norm: float) -> None:
+    watch = guard()
+    assert watch.judge(5, 1.0, 1.0).action == "accept"
+    verdicts = [watch.judge(6, loss, norm) for _ in range(3)]
+    assert [v.action for v in verdicts] == ["redo", "back", "skip"]
+    assert {v.signal for v in verdicts} == {"nonfinite"}
+    watch.left_out(6, verdicts[-1].reason)
+    assert watch.leaves_out(6)
+    assert watch.leaves_out(7) is None
+
+
+def test_a_step_that_came_right_starts_lower_next_time() -> None:
+    watch = guard()
+    assert watch.judge(6, NAN, 1.0).action == "redo"
+    assert watch.judge(6, 1.0, 1.0).action == "accept"
+    assert watch.judge(6, NAN, 1.0).action == "back"
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3])
+def test_the_budget_is_the_whole_runs(budget: int) -> None:
+    watch = Guard(ResilienceSection(max_skipped_steps=budget))
+    for step in range(budget):
+        actions = [watch.judge(step, NAN, 1.0).action for _ in range(3)]
+        assert actions == ["redo", "back", "skip"]
+        watch.left_out(step, "")
+        watch.left_out(step, "replayed: it counts once")
+    assert [watch.judge(99, NAN, 1.0).action for _ in range(3)] == ["redo", "back", "fail"]
+    later = Guard(ResilienceSection(max_skipped_steps=budget), skipped=watch.skipped)
+    assert [later.judge(99, NAN, 1.0).action for _ in range(3)][-1] == "fail"
+
+
+def test_nothing_to_go_back_to() -> None:
+    watch = guard()
+    watch.judge(6, NAN, 1.0)
+    back = watch.judge(6, NAN, 1.0)
+    assert watch.cannot_go_back(6, NAN, 1.0, back).action == "skip"
+
+
+def test_a_spike_is_told_once_an_episode() -> None:
+    watch = guard()
+    usual(watch, 40)
+    verdicts = [watch.judge(s, 3.5, 1.0) for s in (41, 42, 43)]
+    assert [(v.action, v.signal) for v in verdicts] == [
+        ("accept", "loss_spike"),
+        ("accept", None),
+        ("accept", None),
+    ]
+    assert verdicts[0].data["what"] == "loss"
+    assert watch.judge(44, 2.5, 1.0).signal is None
+    again = watch.judge(45, 2.5, 40.0)
+    assert again.signal == "loss_spike"
+    assert again.data["what"] == "gradient norm"
+
+
+def test_what_lasts_becomes_usual() -> None:
+    watch = guard()
+    usual(watch, 70)
+    assert sum(watch.judge(s, 4.0, 1.0).signal is not None for s in range(71, 71 + WINDOW)) == 1
+    assert watch.judge(71 + WINDOW, 4.0, 1.0).signal is None
+    assert not watch._in_episode
+
+
+def test_early_steps_and_falling_losses_are_no_spikes() -> None:
+    watch = guard()
+    assert watch.judge(1, 9.0, 50.0).signal is None
+    for step in range(2, 200):
+        assert watch.judge(step, 1 + 8 * math.exp(-step / 30), 50 / step + 0.5).signal is None
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_noise_is_no_spike(seed: int) -> None:
+    assert [v.signal for v in usual(guard(), 400, seed=seed) if v.signal] == []
+
+
+def test_on_spike_skip() -> None:
+    watch = guard(on_spike="skip")
+    usual(watch, 40)
+    first = watch.judge(41, 9.0, 1.0)
+    assert (first.action, first.signal) == ("back", "loss_spike")
+    usual(watch, 6, first=35)
+    assert watch.leaves_out(41) is None, "the first time it may have been a fault that passes"
+    assert watch.judge(41, 9.0, 1.0).action == "back"
+    assert watch.leaves_out(41)
+    watch.left_out(41, "a spike")
+    assert watch.judge(42, 2.5, 1.0).action == "accept"
+
+
+def test_on_spike_skip_has_the_same_budget() -> None:
+    watch = guard(on_spike="skip", max_skipped_steps=0)
+    usual(watch, 40)
+    assert [watch.judge(41, 9.0, 1.0).action for _ in range(2)] == ["back", "fail"]
+
+
+def test_a_spike_with_nothing_to_go_back_to_is_told() -> None:
+    watch = guard(on_spike="skip")
+    usual(watch, 40)
+    for _ in range(2):
+        verdict = watch.cannot_go_back(41, 9.0, 1.0, watch.judge(41, 9.0, 1.0))
+        assert (verdict.action, verdict.signal, verdict.data["action"]) == ("accept", "loss_spike", "warn")
+        assert watch.leaves_out(41) is None
+
+
+def test_the_factor() -> None:
+    for factor, wanted in ((2.0, "loss_spike"), (20.0, None)):
+        watch = guard(spike_factor=factor)
+        usual(watch, 40)
+        assert watch.judge(41, 2.8, 1.0).signal == wanted
+
+
+def test_all_ranks_decide_alike_whatever_they_were_before() -> None:
+    """A new process that is told the recent values judges as one that saw them."""
+    old = guard(on_spike="skip")
+    noise = random.Random(1)
+    history = {s: (2.5 + noise.gauss(0, 0.05), math.exp(noise.gauss(0, 0.5))) for s in range(1, 100)}
+    for step, (loss, norm) in history.items():
+        old.judge(step, loss, norm)
+    new = Guard(ResilienceSection(on_spike="skip"), recent={s: history[s] for s in range(100 - WINDOW, 100)})
+    for loss in (2.5, 2.7, 2.9, 3.1, 4.0):
+        assert old.judge(100, loss, 1.0).action == new.judge(100, loss, 1.0).action
+    assert LEAST < WINDOW
