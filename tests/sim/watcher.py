@@ -177,7 +177,8 @@ class Watcher:
         elif finish.how == "interrupted":
             self.must("interrupt" in self.asked, "interrupted only if somebody asked for it")
         else:
-            spent = self.recoveries > s.max_restarts or any(
+            # Where no restart is allowed nothing is called a recovery, and the first failure is the end.
+            spent = s.max_restarts in (0, self.recoveries - 1) or any(
                 times >= self.often(key) for key, times in self.failures.items()
             )
             here = [n for n in world.heard if n not in self.evicted | self.resetting | self.declared]

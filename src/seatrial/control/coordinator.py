@@ -339,7 +339,9 @@ class Coordinator:
         ok = bool(values["ok"])
         self.recorder.event(
             "node_requalified",
-            f"node {peer.node} {'passed' if ok else 'failed'} its test",
+            f"node {peer.node} passed its test"
+            if ok
+            else f"node {peer.node} did not qualify: {values['message']}",
             severity="info" if ok else "error",
             node=peer.node,
             data=values,

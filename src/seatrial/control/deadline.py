@@ -3,7 +3,7 @@
     limit = max(min_s, factor x median of the last steps)
 
 Two things take longer and are no hang: the first step after a start (reading, compiling, meeting), which has a limit
-of its own, and saving a checkpoint, for which the longest saves seen so far are added, times the same factor.
+of its own, `factor` times the longest that was seen once one was; and saving a checkpoint, for which the longest saves seen so far are added, times the same factor.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class StepDeadline:
         self._since: float | None = None  # None: no step is expected
         self._step: int | None = None  # the last one done in this generation
         self._first_took: float | None = None  # the best guess until there is another step
+        self._longest_first = 0.0  # from a generation's begin to its first step's end; 0: none was seen
 
     def begin(self, now: float) -> None:
         """A generation starts: its first step has a limit of its own. What was learned stays."""
@@ -50,6 +51,7 @@ class StepDeadline:
         gap = now - self._since
         if self._step is None:
             self._first_took = gap if seconds is None else seconds
+            self._longest_first = max(self._longest_first, gap)
         else:
             self._learn(gap, range(self._step, step), seconds)
         self._since, self._step = now, step
@@ -83,12 +85,19 @@ class StepDeadline:
         """Seconds that may pass between the last news and the next."""
         usual = self._usual()
         if self._step is None or usual is None:
-            return self._first_step_s
+            return self._first_limit_s
         limit = max(self._min_s, self._factor * usual)
         if self._saves_after(self._step) or self._saves_after(self._step + 1):
             # How long a save takes is unknown until one was seen.
             limit += self._factor * max(self._saves) if self._saves else self._first_step_s
         return limit
+
+    @property
+    def _first_limit_s(self) -> float:
+        """Once the run has begun its first step somewhere, the next beginning need not have all of `first_step_s`."""
+        if not self._longest_first:
+            return self._first_step_s
+        return min(self._first_step_s, max(self._min_s, self._factor * self._longest_first))
 
     @property
     def waited_for(self) -> int | None:

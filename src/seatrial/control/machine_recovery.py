@@ -111,7 +111,8 @@ class Recovery(State):
             "rank": rank,
             "restarts": counts.restarts,
         }
-        self._actions.append(Note("recovering", f"{where}: {cause}", "warning", node, rank, data))
+        if s.max_restarts > 0 and not self._preempting:
+            self._actions.append(Note("recovering", f"{where}: {cause}", "warning", node, rank, data))
         if self._preempting:
             self._finish("preempted", f"{where} failed on the way out: {cause}")
         elif s.max_restarts == 0:

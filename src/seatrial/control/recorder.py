@@ -61,13 +61,14 @@ class Recorder:
         if rule.hint is not None:
             data["hint"] = rule.hint
         evidence = values.get("evidence") or values.get("data")
+        more = {key: values[key] for key in ("step", "gpu", "port") if values.get(key) is not None}
         self.event(
             kind,
             str(values["message"]),
             severity="info" if rule.action == "ignore" else "warning",
             node=node,
             rank=rank,
-            data={**data, "evidence": evidence, **({"step": values["step"]} if "step" in values else {})},
+            data={**data, "evidence": evidence, **more},
         )
 
     def log(self, event: object, actions: Sequence[object]) -> None:

@@ -1,19 +1,11 @@
-"""What an agent tells its launcher."""
+"""The end of a process, as its agent tells of it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Kind = Literal[
-    "agent_started",
-    "nursery_ready",
-    "nursery_exited",
-    "rank_started",
-    "rank_exited",
-    "agent_done",
-    "agent_exited",
-]
+Kind = Literal["rank_exited", "nursery_exited", "agent_exited"]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ class Vault:
         self._moving: dict[int, tuple[Moving, Callable[[dict[str, Any]], None]]] = {}  # by the child's pid
         self._buddy: dict[str, Any] | None = None
         self._pushing: dict[int, Held | None] = {}  # local -> what came meanwhile and is to be copied next
+        # Layout and rank of each copy that comes -> the next one, which its giver has sent before we knew of the end of
+        # this one.
+        self._receiving: dict[tuple[str, int], Incoming | None] = {}
         # The start that waits: what is still to be asked for, and what to call when all that was asked for is there.
         self._next: tuple[list[dict[str, Any]], Callable[[], None]] | None = None
         self._fetching: set[int] = set()  # pids that fill the files of our own ranks
@@ -96,6 +99,15 @@ class Vault:
             held = self._keeper.find(snapshot.rank, snapshot.step, snapshot.generation, snapshot.layout)
             self._begin(lambda: transfer.serve(incoming, held), lambda answer: incoming.close())
             return
+        self._receive(incoming, snapshot)
+
+    def _receive(self, incoming: Incoming, snapshot: Snapshot) -> None:
+        key = (snapshot.layout, snapshot.rank)
+        if key in self._receiving:
+            older, self._receiving[key] = self._receiving[key], incoming
+            if older is not None:
+                older.close()
+            return
         fd = self._keeper.room(snapshot)
         if fd is None:
             incoming.close()
@@ -104,7 +116,11 @@ class Vault:
         def received(answer: dict[str, Any]) -> None:
             incoming.close()  # it is closed already, unless the child could not be started
             self._filled(fd, answer)
+            following = self._receiving.pop(key)
+            if following is not None:
+                self.serve(following)
 
+        self._receiving[key] = None
         self._begin(lambda: transfer.receive(incoming, fd), received)
 
     def _filled(self, fd: int, answer: dict[str, Any]) -> None:

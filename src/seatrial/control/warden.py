@@ -143,7 +143,8 @@ class Warden:
             return
 
         def drained(result: ExternalResult) -> None:
-            self._told("node_drained", f"`{shown}`: {result.output or 'no output'}", order, done=result.done)
+            message = f"`{shown}`: {result.output or 'no output'}"
+            self._told("node_drained", message, order, done=result.done, output=result.output)
 
         self._start(list(command.argv), command.timeout_s, drained)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# What a loss may be off by, relative, once another number of replicas has summed the gradients in another order.
-OTHER_WORLD_TOLERANCE = 1e-4
+# What may be off, relative, once another number of replicas has summed the gradients in another order. Measured on
+# first-voyage over 19 steps after a shrink, at a learning rate of 3e-3: 6e-7, 4e-5 and 7e-5, growing with the steps.
+OTHER_WORLD = {"loss": 1e-4, "gradient norm": 1e-3, "weights": 1e-2}
 
 World = Literal["same", "other", "any"]
 Names = Literal["rank", "node", "nothing"]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from seatrial.base import units
 from seatrial.drill.evidence import Evidence, Terms
-from seatrial.drill.expectation import OTHER_WORLD_TOLERANCE, Expectation
+from seatrial.drill.expectation import OTHER_WORLD, Expectation
 from seatrial.drill.injection import Injection
 from seatrial.record.events import Event
 from seatrial.record.ledger import ledger_gaps
@@ -313,15 +313,16 @@ def _losses(
     wrong = [
         (key, apart)
         for key, apart in different.items()
-        if exact or final[key[0]].time < shrunk or not apart <= OTHER_WORLD_TOLERANCE
+        if exact or final[key[0]].time < shrunk or not apart <= OTHER_WORLD[key[1]]
     ]
     if wrong:
         (step, what), apart = min(wrong)
         return Check("losses", False, f"{what} of step {step} is off by {apart:.1e} relative")
-    largest = max(different.values())
-    return Check(
-        "losses", True, f"within {largest:.1e} relative of the reference (at most {OTHER_WORLD_TOLERANCE:g})"
+    limits = ", ".join(
+        f"{what} {max((v for k, v in different.items() if k[1] == what), default=0.0):.1e} (at most {OTHER_WORLD[what]:g})"
+        for what in ("loss", "gradient norm")
     )
+    return Check("losses", True, f"relative to the reference: {limits}")
 
 
 def _weights(expected: Expectation, evidence: Evidence) -> Check:
@@ -338,9 +339,8 @@ def _weights(expected: Expectation, evidence: Evidence) -> Check:
     )
     if expected.world == "same" or math.isinf(_shrunk_at(evidence)):
         return Check("weights", False, text)
-    # AdamW divides a gradient by its own size: where it is tiny, its rounding is a whole update. Only the loss is held
-    # to a tolerance; a tensor that is another one altogether is still wrong.
-    return Check("weights", difference.largest < 1.0, text)
+    text += f", allowed {OTHER_WORLD['weights']:g} of a tensor's 2-norm"
+    return Check("weights", difference.largest <= OTHER_WORLD["weights"], text)
 
 
 def _left(evidence: Evidence) -> Check:

@@ -15,7 +15,7 @@ from seatrial import __version__
 from seatrial.base import units
 from seatrial.base.atomic import write_json, write_text
 from seatrial.drill.conduct import Drill, Result
-from seatrial.drill.expectation import OTHER_WORLD_TOLERANCE
+from seatrial.drill.expectation import OTHER_WORLD
 from seatrial.drill.judge import Judgement
 from seatrial.record import lock
 from seatrial.record.folder import RunFolder
@@ -45,7 +45,7 @@ def document(drill: Drill, seconds: float) -> dict[str, Any]:
         "seed": drill.seed,
         "steps": drill.rhythm.steps,
         "layout": drill.job.layout.as_dict(),
-        "tolerance_other_world": OTHER_WORLD_TOLERANCE,
+        "tolerance_other_world": OTHER_WORLD,
         "verdicts": {v: verdicts.get(v, 0) for v in ("PASS", "FAIL", "UNJUDGED")},
         "references": [
             {

@@ -196,7 +196,7 @@ class ResilienceSection(Section):
     )
     in_place: bool = Field(
         default=True,
-        description="surviving ranks rebuild their process groups and keep their state; false: every rank restarts",
+        description="surviving CPU ranks rebuild their process groups and keep their state; false: every rank restarts",
     )
     shrink: bool = Field(
         default=True,
@@ -209,7 +209,8 @@ class ResilienceSection(Section):
         description="steps between copies of each rank's state in memory, here and on another node; 0: none",
     )
     verify_every_steps: Annotated[int, Field(ge=0)] = Field(
-        default=10, description="steps between comparisons of the weights across replicas; 0: never"
+        default=10,
+        description="steps between comparisons of weights that several ranks hold; 0: no check of the state at all",
     )
     max_skipped_steps: Annotated[int, Field(ge=0)] = Field(
         default=3,
@@ -247,7 +248,7 @@ class ResilienceSection(Section):
         default=60.0,
         description="seconds from SIGTERM to the end: the step is finished and the state is saved",
     )
-    evict_after: Positive = Field(
+    evict_after: Annotated[int, Field(ge=2)] = Field(
         default=2, description="failures blamed on one node after which it is not used again in this start"
     )
     allow_gpu_reset: bool = Field(

@@ -28,7 +28,7 @@ Why = Literal["preempt", "interrupt", "now"]
 _TICK_S = 0.05
 _NOTICED_S = 1.0  # we may hear of an agent's death so much later than the coordinator does
 _OUTCOME_GRACE_S = 2.0  # from the outcome until agents that have not ended are killed
-# From the order to stop until the same. Ranks have 2 s to end in order after an interrupt.
+# From the order to stop until the same.
 _STOP_GRACE_S: dict[Why, float] = {"preempt": 5.0, "interrupt": 4.0, "now": 1.5}
 
 

@@ -48,7 +48,6 @@ class Failure:
         """With traceback, log and hint of the rank, where they are missing here and are in the folder."""
         if self.node is None or self.rank is None:
             return self
-        # A rank keeps the log of the generation that started it, which may be an earlier one.
         log = self.log or folder.rank_log(generation, self.node, self.rank)
         written = _read_json(log.with_suffix(".error.json"))
         return Failure(

@@ -142,7 +142,7 @@ class Worker:
         self._loop, self._kept = loop, None
         self._announce(mesh, leg, source)
         how = loop.run(source.step + 1)
-        self.step = loop.applied or 0
+        self.step = loop.known.step if loop.known is not None else source.step
         self._loop = None
         if self._snapshots is not None:
             self._snapshots.close()

@@ -24,6 +24,7 @@ from seatrial.record.folder import RunFolder
 from seatrial.train.attendant import Attendant
 from seatrial.train.leg import Leg, Worker
 from seatrial.train.rank import Place, train_rank
+from seatrial.train.replicas import CorruptState
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +65,7 @@ def _serve(folder: RunFolder, attendant: Attendant) -> int:
                 worker = Worker(folder, attendant)
             how = worker.run(leg)
         except Exception as error:  # noqa: BLE001  whatever it was, it ends this leg and must be told
-            left = attendant.abandoned or is_consequence(error)
+            left = attendant.abandoned or is_consequence(error, leg.place.rank)
             if worker is None or not worker.can_park or not left:
                 return _report(error, folder, leg.generation, leg.place)
             print(f"generation {leg.generation} is over: {error}", file=sys.stderr, flush=True)
@@ -100,13 +101,15 @@ _PEER_GONE = re.compile(
 )
 
 
-def is_consequence(error: BaseException) -> bool:
-    """Whether `error` only says that some other process went away, or failed.
+def is_consequence(error: BaseException, rank: int | None = None) -> bool:
+    """Whether `error` only says that some other process went away, or failed; `rank` is our own.
 
     The pipeline wraps what happened in its stages in errors of its own, so the whole chain is looked at.
     """
     if isinstance(error, PeerSaveFailed):
         return True
+    if isinstance(error, CorruptState):
+        return rank not in error.blamed  # all ranks stop alike for it
     seen: set[int] = set()
     chain: BaseException | None = error
     while chain is not None and id(chain) not in seen:
@@ -132,7 +135,7 @@ def _report(error: Exception, folder: RunFolder, generation: int, place: Place |
             "type": type(error).__name__,
             "message": str(error),
             "traceback": None if ours else text,
-            "consequence": is_consequence(error),
+            "consequence": is_consequence(error, place.rank),
             "exit_code": code,
             "hint": error.hint if isinstance(error, SeatrialError) else None,
         }

@@ -32,7 +32,9 @@ class Recoveries:
     """Takes a start's events in their order, and knows what they come to."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
-        self.seconds: list[float] = []  # of each recovery: from the decision to the end of the first step
+        self.seconds: list[
+            float
+        ] = []  # of each recovery: from the decision until every rank has its state again
         self.redone = 0  # steps
         self.cause: str | None = None  # of the recovery that is under way
         self.since: float | None = None  # unix seconds, when that began

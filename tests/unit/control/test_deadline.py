@@ -85,12 +85,14 @@ def test_old_news_is_none() -> None:
     assert d.overdue(now + 20.5) == pytest.approx(20.5)
 
 
-def test_a_new_generation_goes_back_to_the_first_limit_and_keeps_what_was_learned() -> None:
+def test_a_new_generation_has_a_limit_of_the_first_steps_seen_and_keeps_what_was_learned() -> None:
     d, now = after(10, 4.0)
     d.begin(now)
-    assert d.limit_s == FIRST_S
+    assert d.limit_s == 500.0  # five times the first step of the first one
     assert d.progress(now + 300.0, 5)  # earlier steps again
     assert d.limit_s == 20.0
+    d.begin(now + 400.0)
+    assert d.limit_s == FIRST_S  # five times 300 s would be more
 
 
 def test_a_save_may_take_long_until_one_has_been_seen_and_then_as_long_as_those() -> None:

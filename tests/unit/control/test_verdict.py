@@ -23,7 +23,7 @@ def error(time: float, **more: Any) -> dict[str, Any]:
 
 
 def test_nothing_failed() -> None:
-    assert first_failure([ended(0, 1.0, 0), Report("agent_done", 0, 2.0)], {}) is None
+    assert first_failure([ended(0, 1.0, 0), Report("agent_exited", 0, 2.0, status=0)], {}) is None
     assert first_failure([], {}) is None
 
 

@@ -52,6 +52,14 @@ class Pump:
         for _ in range(rounds):
             self.round()
 
+    def close(self) -> None:
+        """Close everything that is still watched."""
+        selector = self.sources._selector
+        for key in list(selector.get_map().values()):
+            selector.unregister(key.fileobj)
+            key.fileobj.close()  # type: ignore[union-attr]
+        selector.close()
+
 
 class Hub:
     """Somebody whom agents connect to: keeps what they say, and returns their beats while `answers`."""

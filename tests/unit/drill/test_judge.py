@@ -302,6 +302,22 @@ def test_beyond_the_tolerance_another_world_fails(story: Story) -> None:
     assert story.judged(SHRUNK).verdict == "FAIL"
 
 
+def test_each_quantity_has_a_tolerance_of_its_own(story: Story) -> None:
+    shrink(story)
+    change_record(story, -1, grad_norm=2.0 / STEPS * (1 + 5e-4))
+    result = story.judged(SHRUNK)
+    assert result.verdict == "PASS", result.why()
+    assert "gradient norm 5.0e-04 (at most 0.001)" in next(
+        c.text for c in result.checks if c.name == "losses"
+    )
+
+
+def test_beyond_its_tolerance_a_tensor_fails(story: Story) -> None:
+    shrink(story)
+    story.more["weights"] = Difference(40, ["model/a"], [], float("nan"), "model/a")
+    assert story.judged(SHRUNK).verdict == "FAIL"
+
+
 def test_before_it_shrank_the_bits_must_be_the_same(story: Story) -> None:
     shrink(story)
     change_record(story, 2, loss=loss(3) * (1 + 1e-9))

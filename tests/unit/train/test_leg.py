@@ -1,0 +1,213 @@
+"""What a worker does between two generations: finish the step that others have finished, and find the newest state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from seatrial.job.layout import Layout
+from seatrial.record.events import read_events
+from seatrial.record.folder import RunFolder
+from seatrial.train import leg as leg_module
+from seatrial.train.leg import Leg, Worker
+from seatrial.train.rank import Place
+from seatrial.train.recorder import Known
+from seatrial.train.recover import NEVER, NOTHING, Offer, Source
+from seatrial.train.step import StepValues, vector_length
+from seatrial.train.worker import is_consequence
+
+PAIR = Layout(shard=2)
+
+
+def known(step: int, norm_squared: float = 4.0, *, skipped: bool = False) -> Known:
+    """What a rank has heard of a step."""
+    vector = (1.0, norm_squared, *[0.0] * (vector_length(2) - 2))
+    return Known(1, step, StepValues(vector), 0.5, 0.0, skipped)
+
+
+class Loop:
+    """The loop of a leg that has ended, as `keep` holds it."""
+
+    known_width = Known.width(2)
+
+    def __init__(self, applied: int, ready: int | None, heard: Known | None) -> None:
+        self.applied, self.ready, self.known = applied, ready, heard
+        self.updates: list[float] = []
+        self.optimizer = SimpleNamespace(set_step=lambda step: self.set_to.append(step))
+        self.set_to: list[int] = []
+
+    def apply_ready(self, norm_squared: float) -> None:
+        assert self.ready is not None
+        self.updates.append(norm_squared)
+        self.applied, self.ready = self.ready, None
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    monkeypatch.setattr(leg_module, "load_job", lambda path: None)
+    monkeypatch.delenv("SEATRIAL_SNAPSHOT_FDS", raising=False)
+    return Worker(RunFolder(tmp_path), SimpleNamespace(tell=None))  # type: ignore[arg-type]
+
+
+def mesh(rank: int) -> Any:
+    return SimpleNamespace(rank=rank, layout=PAIR)
+
+
+def kept(loop: Loop) -> Any:
+    return SimpleNamespace(loop=loop)
+
+
+def shared(monkeypatch: pytest.MonkeyPatch, row: list[float] | None = None) -> list[tuple[int, list[float]]]:
+    """What a rank puts into the exchange; all hear `row`, or else that."""
+    told: list[tuple[int, list[float]]] = []
+
+    def share_from(mesh: Any, rank: int, values: list[float]) -> list[float]:
+        told.append((rank, list(values)))
+        return list(values) if row is None else row
+
+    monkeypatch.setattr(leg_module, "share_from", share_from)
+    return told
+
+
+# -- a step that not everybody has heard of
+
+
+def test_who_did_not_hear_the_sum_makes_the_same_update(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = known(18, 9.0)
+    shared(monkeypatch, heard.as_row())
+    loop = Loop(17, 18, known(17, 1.0))
+    worker._finish_step(mesh(1), loop, kept(loop), [Offer(18), Offer(17, 18)], 18)  # type: ignore[arg-type]
+    assert loop.updates == [9.0]
+    assert (loop.applied, loop.ready) == (18, None)
+
+
+def test_afterwards_it_knows_of_the_step_it_made(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the one that knew dies now, this one tells the next that is behind: not of the step before."""
+    shared(monkeypatch, known(18, 9.0).as_row())
+    loop = Loop(17, 18, known(17, 1.0))
+    worker._finish_step(mesh(1), loop, kept(loop), [Offer(18), Offer(17, 18)], 18)  # type: ignore[arg-type]
+    told = shared(monkeypatch, known(18, 9.0).as_row())
+    worker._finish_step(mesh(0), loop, kept(loop), [Offer(18), Offer(17, 18)], 18)  # type: ignore[arg-type]
+    ((rank, row),) = told
+    assert rank == 0
+    assert (Known.from_row(row).step, Known.from_row(row).norm_squared) == (18, 9.0)
+    assert loop.updates == [9.0], "it is not made twice"
+
+
+def test_a_step_that_the_others_left_out_is_left_out(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared(monkeypatch, known(18, skipped=True).as_row())
+    loop = Loop(17, 18, known(17))
+    worker._finish_step(mesh(1), loop, kept(loop), [Offer(18), Offer(17, 18)], 18)  # type: ignore[arg-type]
+    assert loop.updates == []
+    assert loop.set_to == [18]
+    assert (loop.applied, loop.ready) == (18, None)
+
+
+def test_where_nobody_is_behind_nothing_is_exchanged(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = shared(monkeypatch)
+    loop = Loop(18, None, known(18))
+    worker._finish_step(mesh(0), loop, kept(loop), [Offer(18), Offer(NOTHING)], 18)  # type: ignore[arg-type]
+    assert told == []
+
+
+def test_the_sum_of_another_step_is_never_used(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared(monkeypatch, [0.0] * Known.width(2))
+    loop = Loop(17, 18, known(17))
+    with pytest.raises(AssertionError, match="no sum of step 18"):
+        worker._finish_step(mesh(1), loop, kept(loop), [Offer(18), Offer(17, 18)], 18)  # type: ignore[arg-type]
+    assert loop.updates == []
+
+
+# -- where to go on
+
+
+def make_leg(*, again: bool = True, snapshots: list[dict[str, Any]] | None = None) -> Leg:
+    place = Place(rank=0, local_rank=0, world_size=2, node=0, device="cpu")
+    return Leg(2, place, PAIR, snapshots or [], Path("log"), again)
+
+
+class Checkpoint:
+    """The checkpoint that was chosen."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.closed = step, False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def sources(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, Source]]:
+    """Decide with what the ranks offer, the newest checkpoint's name, and the one that turned out to be whole."""
+
+    def prepare(offers: list[Offer], disk: int, chosen: Checkpoint | None) -> tuple[str, Source]:
+        used: list[tuple[str, Source]] = []
+        monkeypatch.setattr(leg_module, "exchange", lambda mesh, own: offers)
+        monkeypatch.setattr(leg_module, "count", lambda mesh, value: disk)
+        monkeypatch.setattr(leg_module, "choose_checkpoint", lambda *_: chosen)
+        monkeypatch.setattr(worker, "_from_disk", lambda *a: used.append(("disk", a[-1])))
+        monkeypatch.setattr(worker, "_from_processes_or_memory", lambda *a: used.append(("here", a[-1])))
+        _, source = worker._prepare(SimpleNamespace(architecture=None), make_leg(), mesh(0), None)  # type: ignore[arg-type]
+        ((how, told),) = used
+        assert told == source
+        return how, source
+
+    return prepare
+
+
+IN_MEMORY = [Offer(memory=((1, 15), NEVER))] * 2
+
+
+def test_a_whole_checkpoint_that_is_newest_is_used(sources: Any) -> None:
+    assert sources(IN_MEMORY, 20, Checkpoint(20)) == ("disk", Source("disk", 20))
+
+
+def test_where_the_newest_checkpoint_is_damaged_memory_may_be_newer(sources: Any) -> None:
+    older = Checkpoint(10)
+    assert sources(IN_MEMORY, 20, older) == ("here", Source("memory", 15, 1))
+    assert older.closed
+
+
+def test_an_older_checkpoint_is_used_where_memory_has_nothing(sources: Any) -> None:
+    assert sources([Offer()] * 2, 20, Checkpoint(10)) == ("disk", Source("disk", 10))
+
+
+def test_without_anything_it_begins(sources: Any) -> None:
+    assert sources([Offer()] * 2, 0, None) == ("disk", Source("fresh", 0))
+
+
+def test_what_living_processes_hold_needs_no_checkpoint(sources: Any) -> None:
+    assert sources([Offer(20)] * 2, 20, None) == ("here", Source("carried", 20))
+
+
+def test_a_rollback_never_goes_to_what_lies_ahead(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may still hold a later step of a course that was left."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(leg_module, "Snapshots", lambda *_, **more: made.update(more))
+    monkeypatch.setattr(leg_module, "Loop", lambda *_, **__: None)
+    worker._fds = (1, 2)
+    entries = [{"slot": 0, "step": 10, "generation": 1}, {"slot": 1, "step": 20, "generation": 1}]
+    job: Any = SimpleNamespace(resilience=SimpleNamespace(snapshot_every_steps=10))
+    worker._make_loop(job, make_leg(snapshots=entries), None, None, None, Source("disk", 15))  # type: ignore[arg-type]
+    assert made["held"] == entries[:1]
+
+
+@pytest.mark.parametrize(("again", "count"), [(True, 1), (False, 0)])
+def test_a_resumed_run_has_recovered_from_nothing(worker: Worker, again: bool, count: int) -> None:
+    worker._announce(mesh(0), make_leg(again=again), Source("disk", 15))
+    told = [e for e in read_events(worker.folder)[0] if e.kind == "recovered"]
+    assert len(told) == count
+    worker._announce(mesh(1), make_leg(), Source("disk", 15))
+    assert len(read_events(worker.folder)[0]) == count, "rank 0 tells"
+
+
+def test_a_store_whose_port_was_taken_is_nobodys_failure() -> None:
+    """It was free when it was chosen; the rank keeps what it has and tries the next one."""
+    assert is_consequence(ConnectionError("the store's port was taken by another process: port 1 is in use"))
+    assert not is_consequence(ValueError("the store's port was taken"))

@@ -1,0 +1,205 @@
+"""From where a generation goes on: the newest state that every rank can have, and the nearest among equals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seatrial.job.layout import Coordinates, Layout
+from seatrial.train.recover import NEVER, NOTHING, Moment, Offer, Source, decide, from_memory
+
+ONE = Layout()
+PAIR = Layout(shard=2)
+REPLICAS = Layout(replicate=2, tensor=2)  # ranks 0, 1 and their replicas 2, 3
+
+
+def alive(offer: Offer, step: int) -> bool:
+    """It holds the state after `step`, or that before it and the gradients of `step`."""
+    return step in (offer.applied, offer.ready)
+
+
+@st.composite
+def offers(draw: st.DrawFn) -> tuple[Layout, list[Offer], int]:
+    """What can happen: all ranks of one course, the last step applied by some and ready in others, some ranks new."""
+    layout = Layout(
+        pipeline=draw(st.integers(1, 2)),
+        replicate=draw(st.integers(1, 3)),
+        shard=draw(st.integers(1, 2)),
+        tensor=draw(st.integers(1, 2)),
+    )
+    newest = draw(st.integers(0, 9))
+    moments = st.sampled_from([NEVER, (1, 3), (1, 6), (2, 5), (2, 7)])
+    shared = draw(st.lists(moments, min_size=2, max_size=2, unique=True))
+    lost = draw(st.sampled_from([0, 0, 0, 1, 4]))  # of ten files
+
+    def memory() -> tuple[Moment, Moment]:
+        first, second = (NEVER if draw(st.integers(0, 9)) < lost else moment for moment in shared)
+        return first, second
+
+    made = []
+    for _ in range(layout.world_size):
+        kind = draw(st.sampled_from(["applied", "applied", "ready", "behind", "new"]))
+        if kind == "applied":
+            made.append(Offer(newest, NOTHING, memory()))
+        elif kind == "ready" and newest > 0:
+            made.append(Offer(newest - 1, newest, memory()))
+        elif (
+            kind == "behind" and newest > 0
+        ):  # its state was altered, or it stopped in the midst of an update
+            made.append(Offer(newest - 1, NOTHING, memory()))
+        else:
+            made.append(Offer(NOTHING, NOTHING, memory()))
+    return layout, made, draw(st.sampled_from([0, 0, 2, 5, 7, 9]))
+
+
+def possible(layout: Layout, made: Sequence[Offer], disk: int) -> list[tuple[int, int, str]]:
+    """(step, nearness, kind) of every source that every rank has, by the rules in words."""
+    found = []
+    applied = max(o.applied for o in made)
+    if applied >= 0:
+        places: dict[tuple[int, int, int], list[bool]] = {}
+        for rank, offer in enumerate(made):
+            at = layout.coordinates(rank)
+            places.setdefault((at.pipeline, at.shard, at.tensor), []).append(alive(offer, applied))
+        if all(all(there) for there in places.values()):
+            found.append((applied, 3, "carried"))
+        elif all(any(there) for there in places.values()):
+            found.append((applied, 2, "replica"))
+    common = [m for m in made[0].memory if m != NEVER and all(m in o.memory for o in made)]
+    if common:
+        found.append((max(common)[1], 1, "memory"))
+    if disk:
+        found.append((disk, 0, "disk"))
+    return found
+
+
+@given(offers())
+def test_the_newest_that_all_can_have_and_the_nearest_among_equals(
+    case: tuple[Layout, list[Offer], int],
+) -> None:
+    layout, made, disk = case
+    source = decide(made, layout, disk)
+    sources = possible(layout, made, disk)
+    if not sources:
+        assert source == Source("fresh", 0)
+    else:
+        step, _, kind = max(sources)
+        assert (source.step, source.kind) == (step, kind)
+
+
+@given(offers())
+def test_who_gives_its_state_to_whom(case: tuple[Layout, list[Offer], int]) -> None:
+    layout, made, disk = case
+    source = decide(made, layout, disk)
+    for rank, offer in enumerate(made):
+        root = source.root(made, layout, rank)
+        if source.kind != "replica" or alive(offer, source.step):
+            assert root is None
+            continue
+        assert root is not None
+        assert alive(made[root], source.step)
+        own, its = layout.coordinates(rank), layout.coordinates(root)
+        assert (own.pipeline, own.shard, own.tensor) == (its.pipeline, its.shard, its.tensor)
+        others = [
+            layout.rank(Coordinates(own.pipeline, r, own.shard, own.tensor)) for r in range(layout.replicate)
+        ]
+        roots = {source.root(made, layout, other) for other in others} - {None}
+        assert roots == {root}, "all of a place take it from the same one, in one broadcast"
+
+
+@given(offers())
+def test_a_snapshot_is_one_that_every_rank_has(case: tuple[Layout, list[Offer], int]) -> None:
+    _, made, _ = case
+    source = from_memory(made)
+    if source is not None:
+        assert all((source.generation, source.step) in o.memory for o in made)
+
+
+@given(offers())
+def test_what_is_decided_does_not_depend_on_the_files_order(case: tuple[Layout, list[Offer], int]) -> None:
+    layout, made, disk = case
+    swapped = [Offer(o.applied, o.ready, (o.memory[1], o.memory[0])) for o in made]
+    assert decide(swapped, layout, disk) == decide(made, layout, disk)
+
+
+# -- every rule by an example
+
+
+def test_nobody_has_anything() -> None:
+    assert decide([Offer()] * 2, PAIR, 0) == Source("fresh", 0)
+
+
+def test_all_are_alive() -> None:
+    assert decide([Offer(7), Offer(7)], PAIR, 7) == Source("carried", 7)
+
+
+def test_before_the_first_step_all_are_alive_too() -> None:
+    assert decide([Offer(0), Offer(0)], PAIR, 0) == Source("carried", 0)
+
+
+def test_who_did_not_hear_the_sum_can_still_finish_the_step() -> None:
+    assert decide([Offer(7), Offer(6, 7)], PAIR, 0) == Source("carried", 7)
+
+
+def test_gradients_that_nobody_has_applied_are_nothing() -> None:
+    """Nobody knows their norm."""
+    assert decide([Offer(6, 7), Offer(6, 7)], PAIR, 0) == Source("carried", 6)
+
+
+def test_one_that_is_new_needs_a_replica() -> None:
+    made = [Offer(7), Offer(7), Offer(), Offer(7)]
+    source = decide(made, REPLICAS, 7)
+    assert source == Source("replica", 7)
+    assert [source.root(made, REPLICAS, r) for r in range(4)] == [None, None, 0, None]
+    assert decide([Offer(7), Offer()], PAIR, 5) == Source("disk", 5), "a shard is nobody's replica"
+
+
+def test_a_replica_that_has_still_to_finish_the_step_will_do() -> None:
+    made = [Offer(6, 7), Offer(7), Offer(), Offer()]
+    source = decide(made, REPLICAS, 0)
+    assert source == Source("replica", 7)
+    assert [source.root(made, REPLICAS, r) for r in range(4)] == [None, None, 0, 1]
+
+
+def test_a_rank_one_step_behind_takes_it_from_its_replica() -> None:
+    made = [Offer(7), Offer(7), Offer(6), Offer(7)]
+    assert decide(made, REPLICAS, 0).root(made, REPLICAS, 2) == 0
+
+
+def test_where_both_of_a_place_are_gone_memory_is_next() -> None:
+    held = ((1, 5), NEVER)
+    made = [
+        Offer(NOTHING, NOTHING, held),
+        Offer(7, NOTHING, held),
+        Offer(NOTHING, NOTHING, held),
+        Offer(7, NOTHING, held),
+    ]
+    assert decide(made, REPLICAS, 3) == Source("memory", 5, 1)
+    assert decide(made, REPLICAS, 5) == Source("memory", 5, 1), "nearer than the disk"
+    assert decide(made, REPLICAS, 6) == Source("disk", 6)
+
+
+def test_memory_must_be_of_one_generation() -> None:
+    """The same step of another course is another state."""
+    made = [Offer(memory=((1, 5), (2, 5))), Offer(memory=((1, 5), NEVER))]
+    assert from_memory(made) == Source("memory", 5, 1)
+    assert from_memory([Offer(memory=((2, 5), NEVER)), Offer(memory=((1, 5), NEVER))]) is None
+
+
+def test_a_later_generation_has_left_the_course_of_the_earlier() -> None:
+    both: tuple[Moment, Moment] = ((1, 9), (2, 6))
+    assert from_memory([Offer(memory=both), Offer(memory=both)]) == Source("memory", 6, 2)
+
+
+@pytest.mark.parametrize("disk", [1, 8])
+def test_a_checkpoint_newer_than_all_else_wins(disk: int) -> None:
+    made = [Offer(7, NOTHING, ((1, 5), NEVER)), Offer(NOTHING, NOTHING, ((1, 5), NEVER))]
+    assert decide(made, PAIR, disk) == (Source("disk", 8) if disk == 8 else Source("memory", 5, 1))
+
+
+def test_one_rank_alone() -> None:
+    assert decide([Offer(3)], ONE, 2) == Source("carried", 3)
+    assert decide([Offer()], ONE, 2) == Source("disk", 2)
