@@ -18,6 +18,8 @@ from seatrial.plan.ettr import DAY_S, Branch, Case, simulate
 from seatrial.plan.formulas import first_order, mean_and_error, renewal, young
 from seatrial.plan.reliability import RATES, SCENARIOS, Costs, Measured, make_case
 
+pytestmark = pytest.mark.cluster  # nothing is started, but it takes its time
+
 SIZES = (16, 128, 1024, 2048)
 LLAMA_3 = 3.79e-3 / DAY_S
 SCRIPT = Path(__file__).parents[2] / "bench" / "ettr.py"

@@ -17,19 +17,24 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text`: the old content or the new one, never a mixture, also after a power loss."""
+def write_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replace `path` by `text`: the old content or the new one, never a mixture, also after a power loss.
+
+    Not `durable`: after a power loss anything may be there. It does not wait for the disk, which can take seconds.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as f:
             f.write(text)
             f.flush()
-            os.fsync(f.fileno())
+            if durable:
+                os.fsync(f.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_folder(path.parent)
+    if durable:
+        fsync_folder(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -400,7 +400,7 @@ class Coordinator:
             if any(not isinstance(action, m.Note) for action in actions):
                 self.executor.remember(self.machine.memory())  # before any of it is done
             if self.machine.phase == "running" and not self.executor.halted and not self.hangs.watching:
-                self.hangs.began(time.monotonic())  # what an earlier coordinator started runs on
+                self.hangs.began(time.monotonic(), whole=True)  # what an earlier coordinator started runs on
             for action in actions:
                 if not self.deposed:
                     self._do(action)
@@ -413,7 +413,7 @@ class Coordinator:
             case m.Start():
                 self._peers_gone = None
                 self.executor.start(action, self.machine.memory())
-                self.hangs.began(time.monotonic())
+                self.hangs.began(time.monotonic(), whole=not action.in_place)
                 self.verdicts.began(action.generation)
             case m.Stop():
                 self._peers_gone = None

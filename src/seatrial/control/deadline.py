@@ -30,11 +30,15 @@ class StepDeadline:
         self._since: float | None = None  # None: no step is expected
         self._step: int | None = None  # the last one done in this generation
         self._first_took: float | None = None  # the best guess until there is another step
+        self._whole = False
         self._longest_first = 0.0  # from a generation's begin to its first step's end; 0: none was seen
 
-    def begin(self, now: float) -> None:
-        """A generation starts: its first step has a limit of its own. What was learned stays."""
-        self._since, self._step, self._extra_before = now, None, 0.0
+    def begin(self, now: float, *, whole: bool = False) -> None:
+        """A generation starts: its first step has a limit of its own. What was learned stays.
+
+        `whole`: it gets all of `first_step_s`, whatever earlier ones took.
+        """
+        self._since, self._step, self._extra_before, self._whole = now, None, 0.0, whole
 
     def end(self) -> None:
         """No step is expected until the next generation begins."""
@@ -95,7 +99,7 @@ class StepDeadline:
     @property
     def _first_limit_s(self) -> float:
         """Once the run has begun its first step somewhere, the next beginning need not have all of `first_step_s`."""
-        if not self._longest_first:
+        if self._whole or not self._longest_first:
             return self._first_step_s
         return min(self._first_step_s, max(self._min_s, self._factor * self._longest_first))
 

@@ -151,7 +151,8 @@ class Executor:
 
     def _write(self, path: Path, text: str) -> None:
         try:
-            atomic.write_text(path, text)
+            # Another process of this run must see it, no more: the next launch believes its own.
+            atomic.write_text(path, text, durable=False)
         except OSError as error:
             # A full disk must not stop the supervision that it needs. Only a second fault, the loss of this
             # coordinator, would meet old memory; the agents' own word corrects that.

@@ -66,6 +66,7 @@ class HangWatch:
         self._missing: set[int] = set()  # nodes that have not answered
         self._dumps: dict[int, dict[str, Any]] = {}
         self._evidence: dict[int, Evidence] = {}
+        self._left: set[int] = set()  # ranks that have left in order, and hold up nobody
 
     @property
     def deadline(self) -> float | None:
@@ -76,10 +77,10 @@ class HangWatch:
         """Whether a step is expected."""
         return self.deadline is not None
 
-    def began(self, now: float) -> None:
-        """A generation starts."""
+    def began(self, now: float, *, whole: bool = False) -> None:
+        """A generation starts. `whole`: new processes, or an unknown state, which get all of `first_step_s`."""
         self._until, self._done = None, 0
-        self._deadline.begin(now)
+        self._deadline.begin(now, whole=whole)
 
     def ended(self) -> None:
         """No step is expected any more."""
@@ -95,7 +96,9 @@ class HangWatch:
         self._deadline.progress(now, step)
         self.step, self._done, self._until = step, step, None
         if step >= self._last_step:
-            self._deadline.begin(now)  # what follows may take as long as what comes before the first step
+            self._deadline.begin(
+                now, whole=True
+            )  # what follows may take as long as what comes before the first step
         return True
 
     def inspected(self, node: int, values: dict[str, Any]) -> None:
@@ -103,6 +106,7 @@ class HangWatch:
         if self._until is None or values["id"] != self._number:
             return
         self._missing.discard(node)
+        self._left |= set(values["left"])
         self._dumps |= {int(rank): dump for rank, dump in values["dumps"].items()}
         self._evidence |= {int(rank): Evidence.from_dict(found) for rank, found in values["evidence"].items()}
 
@@ -133,7 +137,7 @@ class HangWatch:
         self._number += 1
         self._until = now + _ANSWER_S
         self._missing = set(world.nodes)
-        self._dumps, self._evidence = {}, {}
+        self._dumps, self._evidence, self._left = {}, {}, set()
         for node in world.nodes:
             if not self._send(node, {"inspect": {"id": self._number, "seconds": _ASK_S}}):
                 self._missing.discard(node)
@@ -142,7 +146,7 @@ class HangWatch:
         self._until = None
         self._deadline.end()  # what comes of it starts a generation anew, or ends the run
         ranks = range(world.shape.layout.world_size)
-        seen = [Sighting(r, self._dumps.get(r), self._evidence.get(r)) for r in ranks]
+        seen = [Sighting(r, self._dumps.get(r), self._evidence.get(r)) for r in ranks if r not in self._left]
         blame = find_blame(seen, world.shape.layout)
         first = blame.ranks[0] if blame.ranks else None
         node = world.node_of(first) if first is not None else None

@@ -22,6 +22,8 @@ class Inspection:
         self._look_at: float | None = time.monotonic() + _PATIENCE_S
         self._dumps: dict[int, dict[str, Any]] = {}
         self._looks: dict[int, Look] = {}
+        workers = list(workers)
+        self._left = [w.rank for w in workers if w.state == "finished" or w.status == 0]
         self._asked = {w.rank: w for w in workers if w.runs and w.pid is not None}
         for worker in self._asked.values():
             if worker.channel is not None:
@@ -50,9 +52,10 @@ class Inspection:
         return False
 
     def result(self) -> dict[str, Any]:
-        """For the coordinator: by rank, what it answered, and what the kernel says of those that did not."""
+        """For the coordinator: by rank, what it answered, what the kernel says of those that did not, and who has left in order."""
         return {
             "id": self.number,
+            "left": self._left,
             "dumps": {str(rank): dump for rank, dump in self._dumps.items()},
             "evidence": {str(rank): look.end().as_dict() for rank, look in self._looks.items()},
         }

@@ -64,6 +64,7 @@ class Keeper:
         """Two empty memory files for each local slot. Raises OSError where there are none to be had."""
         self._own = [_Pair.make(f"local{local}", own=True) for local in range(local_slots)]
         self._copies: dict[tuple[str, int], _Pair] = {}  # layout, rank
+        self._abandoned: list[tuple[int, int]] = []  # generations, and the steps after which they began
 
     def fds(self, local: int) -> tuple[int, int]:
         """The files of a local slot, for its ranks to inherit. They stay the same."""
@@ -75,7 +76,7 @@ class Keeper:
         slot = message.get("slot")
         if slot not in (0, 1):
             raise ValueError(f"a snapshot in file {slot!r}")
-        self._own[local].content[slot] = snapshot
+        self._own[local].content[slot] = snapshot if self._counts(snapshot) else None
         return snapshot
 
     def entries_for(self, local: int, rank: int, layout: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -141,7 +142,8 @@ class Keeper:
         """Nobody writes to `fd` any more; it holds `snapshot`, or nothing if that failed."""
         for pair in (*self._own, *self._copies.values()):
             if pair.filling is not None and pair.fds[pair.filling] == fd:
-                pair.content[pair.filling], pair.filling = snapshot, None
+                counts = snapshot is not None and self._counts(snapshot)
+                pair.content[pair.filling], pair.filling = snapshot if counts else None, None
                 return
 
     # -- what is not wanted any more
@@ -154,11 +156,20 @@ class Keeper:
                 self._copies.pop(key).close()
 
     def began(self, generation: int, step: int) -> None:
-        """Generation `generation` has gone on after `step`: what earlier ones had beyond it is of an abandoned course."""
+        """Generation `generation` has gone on after `step`: what earlier ones had beyond it is of an abandoned course.
+
+        That goes also for what is still being written or is on its way.
+        """
+        self._abandoned.append((generation, step))
         for pair in (*self._own, *self._copies.values()):
             for slot, snapshot in enumerate(pair.content):
-                if snapshot is not None and snapshot.generation < generation and snapshot.step > step:
+                if snapshot is not None and not self._counts(snapshot):
                     pair.content[slot] = None
+
+    def _counts(self, snapshot: Snapshot) -> bool:
+        return not any(
+            snapshot.generation < generation and snapshot.step > step for generation, step in self._abandoned
+        )
 
     def close(self) -> None:
         """Give all memory back that no other process has open."""

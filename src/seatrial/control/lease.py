@@ -44,14 +44,17 @@ def claim(folder: Path, lease: Lease) -> bool:
 
 
 def newest(folder: Path) -> Lease | None:
-    """The lease of the highest term; None where there was none. A file that cannot be read counts as its number."""
+    """The lease of the highest term; None where there was none. A damaged file counts as its number.
+
+    Raises OSError where the file system does not give it: that says nothing about its holder.
+    """
     term = last_term(folder)
     if term == 0:
         return None
     try:
         values = json.loads(_path(folder, term).read_text(encoding="utf-8"))
         return Lease(**values)
-    except (OSError, ValueError, TypeError):
+    except (ValueError, TypeError):
         return Lease(term, -1, "", 0, time.time())
 
 

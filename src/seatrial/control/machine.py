@@ -236,7 +236,7 @@ class Machine(Recovery):
             elif "preempted" in how or self._preempting:
                 self._finish("preempted", "the state is saved")
             else:
-                self._saved, self._reason = True, "enough nodes to grow"
+                self._reason = "enough nodes to grow"  # a Flush will tell whether the save succeeded
                 self._halt()
         elif self._now >= self._leave_by:
             left = sorted(self._members - self.finished.keys())

@@ -58,6 +58,7 @@ class Member:
         self._beats: dict[int, float] = {}
         self._number = 0
         self._round_trip_s = 0.0
+        self._answered = False  # the coordinator that we are connected to has said something
         self._claim_after = 0.0
         self._next_beat = 0.0
         self._next_look = 0.0
@@ -93,14 +94,26 @@ class Member:
             return []
         orders = []
         for message in self.link.receive():
+            self._answered = True
             if "beat" in message:
                 self._beat_back(message["beat"])
             else:
                 orders.append(message)
         self.link.flush()
         if self.link.closed:
+            mute = not self._answered
             self.leave()
+            if mute:
+                self._has_resigned()
         return orders
+
+    def _has_resigned(self) -> None:
+        """Whoever listens there knows the secret and does not coordinate: its lease counts while it is renewed."""
+        now = time.monotonic()
+        self._next_look = now + _SEEK_S
+        self._note_renewal(self.term, now)
+        if now - self._renewed_at > self._silence_s:
+            self._dead_term, self._dead_node = self.term, None
 
     def send(self, message: Message) -> bool:
         """Tell the coordinator; False if there is none now."""
@@ -159,7 +172,10 @@ class Member:
 
     def _look(self, now: float) -> None:
         self._next_look = now + _SEEK_S
-        found = leases.newest(self._folder)
+        try:
+            found = leases.newest(self._folder)
+        except OSError:
+            return  # the file system is away; perhaps for a moment
         if found is not None and found.term >= self.term and found.term != self._dead_term and found.port:
             self._note_renewal(found.term, now)
             if found.node == self.node and found.port != self.port:
@@ -187,7 +203,10 @@ class Member:
             case "ready":
                 self._release()
                 self.link, self.dialing = self.dialing.link(), None
-                self._next_beat = 0.0
+                self._next_beat, self._answered = 0.0, False
+                # From when we greeted it: it may give us work before it has answered a beat.
+                greeted = self._dial_until - _DIAL_S
+                self.valid_until = min(self.valid_until, greeted + self._silence_s)
                 self._joined()
             case "refused":
                 refused = self.dialing.why == _REFUSED

@@ -20,6 +20,7 @@ from seatrial.control.wire import Link, Message, Outgoing
 _PROBE_S = 1.0
 _PROBE_AGAIN_S = 0.05
 _FLUSH_S = 1.0
+_STALL_S = 0.5  # the coordinator looks at the time more often than this
 _REFUSED = os.strerror(errno.ECONNREFUSED)
 
 
@@ -60,6 +61,7 @@ class Peers:
         self._watch, self._unwatch = watch, unwatch
         self._told, self._lost = told, lost
         self._peers: dict[int, Peer] = {}
+        self._ticked = time.monotonic()
 
     def __getitem__(self, node: int) -> Peer:
         return self._peers[node]
@@ -105,6 +107,13 @@ class Peers:
 
     def tick(self, now: float) -> None:
         """What time demands."""
+        stalled = now - self._ticked
+        self._ticked = now
+        if stalled > _STALL_S:
+            # Our own process did not get to run, or waited for a file system: it could not hear anybody. Whom it
+            # counts as lost later than it might has stopped its ranks all the same.
+            for peer in self._peers.values():
+                peer.link.heard = min(now, peer.link.heard + stalled)
         for peer in list(self._peers.values()):
             if peer.probe is not None and now >= peer.probe_until:
                 self._probed(peer)

@@ -23,7 +23,8 @@ def machine_settings(spec: AgentSpec, job: Job, shapes: Sequence[Shape]) -> Sett
         first_generation=spec.generation,
         max_restarts=r.max_restarts,
         max_same_failure=r.max_same_failure,
-        in_place=r.in_place and spec.device == "cpu",
+        # With a port of its own choice the job's store would be the old one again: torch shares it within a process.
+        in_place=r.in_place and spec.device == "cpu" and job.cluster.port is None,
         shrink=r.shrink,
         grow=r.grow,
         evict_after=r.evict_after,

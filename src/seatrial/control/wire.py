@@ -24,7 +24,7 @@ Progress = Literal["wait", "ready", "refused"]
 
 _NONCE_BYTES = 16
 _MAC_HEX = 64
-_HANDSHAKE_BYTES = 1 << 16  # longest line of somebody who has not yet proven anything
+_HANDSHAKE_BYTES = 1 << 20  # longest line of somebody who has not yet proven anything
 _LINE_BYTES = 1 << 26
 HANDSHAKE_S = 5.0
 
@@ -171,13 +171,28 @@ class _Handshake:
         self._secret = secret
         self._nonce = os.urandom(_NONCE_BYTES).hex()
         self._in = b""
+        self._unsent = b""
         self._keys: _Keys | None = None
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
+    @property
+    def events(self) -> int:
+        """What to wait for in a selector."""
+        return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
+
     def close(self) -> None:
         self.sock.close()
+
+    def _put(self, message: Message) -> None:
+        """Send a line, as far as the socket takes it. BlockingIOError: `advance` goes on with the rest."""
+        self._unsent += _plain(message)
+        self._push()
+
+    def _push(self) -> None:
+        while self._unsent:
+            self._unsent = self._unsent[self.sock.send(self._unsent) :]
 
     def link(self) -> Link:
         """The connection for an event loop, once `advance` has said "ready"."""
@@ -219,14 +234,13 @@ class Incoming(_Handshake):
         self.hello: Message = {}
         self._greeted = False
 
-    events = selectors.EVENT_READ
-
     def advance(self) -> Progress:
         """Go on as far as possible without waiting."""
         try:
             if not self._greeted:
                 self._greeted = True
-                self.sock.send(_plain({"nonce": self._nonce}))
+                self._put({"nonce": self._nonce})
+            self._push()
             message = self._line()
             assert message is not None
             theirs, hello = str(message["nonce"]), message["hello"]
@@ -235,7 +249,7 @@ class Incoming(_Handshake):
                 return self._refuse("it does not know this run's secret")
             self.hello = dict(hello)
             self._keys = _Keys(self._secret, self._nonce, theirs, server=True)
-            self.sock.send(_plain({"mac": _mac(self._secret, f"server|{theirs}|{self._nonce}")}))
+            self._put({"mac": _mac(self._secret, f"server|{theirs}|{self._nonce}")})
         except BlockingIOError:
             return "wait"
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -263,7 +277,7 @@ class Outgoing(_Handshake):
     @property
     def events(self) -> int:
         """What to wait for in a selector."""
-        return selectors.EVENT_READ if self._connected else selectors.EVENT_WRITE
+        return super().events if self._connected else selectors.EVENT_WRITE
 
     def advance(self) -> Progress:
         """Go on as far as possible without waiting."""
@@ -281,7 +295,8 @@ class Outgoing(_Handshake):
                 assert greeting is not None
                 self._theirs = str(greeting["nonce"])
                 proof = _mac(self._secret, f"client|{self._theirs}|{self._nonce}|{json.dumps(self._hello)}")
-                self.sock.send(_plain({"nonce": self._nonce, "hello": self._hello, "mac": proof}))
+                self._put({"nonce": self._nonce, "hello": self._hello, "mac": proof})
+            self._push()
             answer = self._line()
             assert answer is not None
             expected = _mac(self._secret, f"server|{self._nonce}|{self._theirs}")

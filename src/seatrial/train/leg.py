@@ -373,7 +373,7 @@ class Worker:
 
     def _announce(self, mesh: Mesh, leg: Leg, source: Source) -> None:
         """For the user: from where it goes on after a failure, or with another layout."""
-        if mesh.rank != 0 or source.kind == "fresh" or not leg.again:
+        if mesh.rank != 0 or not leg.again:
             return
         done = max((r.step for r in recent_ledger(self.folder, _LOOK_BACK)), default=0)
         events.append(
@@ -392,4 +392,5 @@ _WORDS = {
     "replica": "from a living replica",
     "memory": "from the snapshots in memory",
     "disk": "from a checkpoint",
+    "fresh": "from the beginning: nothing was left of it",
 }

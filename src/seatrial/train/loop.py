@@ -110,8 +110,10 @@ class Loop:
         except CorruptState as error:
             self.applied = self.ready = None
             data = {"last_good_step": error.last_good_step}
+            self._saver.distrust(
+                error.last_good_step, error.message
+            )  # before anybody can end this rank for it
             self._finding("corruption", error.step, error.message, data, error.blamed)
-            self._saver.distrust(error.last_good_step, error.message)
             raise
         finally:
             if self._own_time is not None:
@@ -335,7 +337,10 @@ class Loop:
     def _end_step(self, step: int) -> None:
         """Verify the state, and only then copy and save it."""
         if self._integrity is not None:
+            # If a peer goes away in the midst of it, nobody goes on from what was not agreed upon.
+            held, self.applied = self.applied, None
             self._integrity.verify(step)
+            self.applied = held
         last = step == self.job.train.steps
         busy = self.known is not None and self.known.values.busy
         if self._snapshots is not None and not (last or busy):

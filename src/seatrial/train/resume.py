@@ -74,9 +74,15 @@ def choose_checkpoint(
 
 
 def _last_saved(folder: RunFolder) -> int:
-    """The last step that the run's events call saved; 0 if none."""
-    steps = [(e.data or {}).get("step") for e in read_events(folder)[0] if e.kind == "checkpoint_saved"]
-    return max((s for s in steps if isinstance(s, int)), default=0)
+    """The last step that the run's events call saved, and that the run did not take back itself; 0 if none."""
+    steps: set[int] = set()
+    for event in read_events(folder)[0]:
+        step = (event.data or {}).get("step")
+        if isinstance(step, int) and event.kind == "checkpoint_saved":
+            steps.add(step)
+        elif isinstance(step, int) and event.kind == "checkpoint_set_aside":
+            steps.discard(step)
+    return max(steps, default=0)
 
 
 def _check_content(arch: Architecture, folder: Path, manifest: Manifest) -> None:

@@ -97,7 +97,10 @@ class Saver:
                 self._event("checkpoint_failed", message, severity="error", data={"step": step_of(path)})
                 continue
             self._event(
-                "checkpoint_set_aside", f"{path.name} is set aside as {aside.name}: {why}", severity="warning"
+                "checkpoint_set_aside",
+                f"{path.name} is set aside as {aside.name}: {why}",
+                severity="warning",
+                data={"step": step_of(path)},
             )
 
     def _tell_own(self, step: int, error: SaveFailed) -> None:

@@ -95,7 +95,7 @@ def _reopen_log(path: Path) -> None:
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused|was aborted)|broken pipe|closed by peer|connectFullMesh|socket error"
     r"|remote process exited|NCCL .*(unhandled system error|remote error)|store.*(wait|get).*timeout"
-    r"|the store's port was taken|recv(),? "
+    r"|the store's port was taken|recv\(\),? "
     r"failed|Failed to recv",
     re.IGNORECASE,
 )

@@ -56,7 +56,7 @@ class Watch:
         found = {str(rank): plain | evidence} if evidence else {}
         dump = {"id": number, "step": 3, "time": 0.0, "flight": []}
         dumps = {} if evidence else {str(rank): dump}
-        self.hangs.inspected(node, {"id": number, "dumps": dumps, "evidence": found})
+        self.hangs.inspected(node, {"id": number, "left": [], "dumps": dumps, "evidence": found})
 
     def kinds(self) -> list[str]:
         return [e.kind for e in read_events(self.folder)[0]]
@@ -107,8 +107,8 @@ def test_progress_while_the_ranks_are_asked_ends_it(watch: Watch) -> None:
 def test_answers_to_an_earlier_question_do_not_count(watch: Watch) -> None:
     now = watch.steps(1, 5, 0.0)
     watch.tick(now + 10.0)
-    watch.hangs.inspected(4, {"id": 77, "dumps": {}, "evidence": {}})
-    watch.hangs.inspected(6, {"id": 77, "dumps": {}, "evidence": {}})
+    watch.hangs.inspected(4, {"id": 77, "left": [], "dumps": {}, "evidence": {}})
+    watch.hangs.inspected(6, {"id": 77, "left": [], "dumps": {}, "evidence": {}})
     assert watch.tick(now + 10.1) == []
 
 

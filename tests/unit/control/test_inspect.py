@@ -65,7 +65,7 @@ def test_it_is_over_as_soon_as_all_have_answered(clock: Clock, ranks: list[Rank]
     assert not inspection.over()
     dump = answer(inspection, 11)
     assert inspection.over()
-    assert inspection.result() == {"id": 4, "dumps": {"10": dump, "11": dump}, "evidence": {}}
+    assert inspection.result() == {"id": 4, "left": [], "dumps": {"10": dump, "11": dump}, "evidence": {}}
 
 
 def test_an_answer_to_an_earlier_question_does_not_count(clock: Clock, ranks: list[Rank]) -> None:
@@ -110,4 +110,4 @@ def test_only_ranks_that_work_are_asked(clock: Clock, ranks: list[Rank]) -> None
     first.worker.state = second.worker.state = "parked"
     empty = Inspection(5, 2.0, [first.worker, second.worker])
     assert empty.over(), "nothing to wait for"
-    assert empty.result() == {"id": 5, "dumps": {}, "evidence": {}}
+    assert empty.result() == {"id": 5, "left": [], "dumps": {}, "evidence": {}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from machine_run import Run, none, notes, only, shrinking, small, started
+from machine_run import Run, notes, only, shrinking, small, started
 
 from seatrial.control import machine as m
 
@@ -63,14 +63,14 @@ class TestShrinking:
 
 
 class TestGrowing:
-    def test_it_saves_leaves_and_starts_larger_without_a_flush(self) -> None:
+    def test_it_saves_leaves_and_starts_larger_once_the_state_is_known_to_be_on_disk(self) -> None:
         run = small()
         assert run.join(1) == []
         assert run.progress(1) == [m.Yield(2, "yielded")], "only after a step: else it might never make one"
-        actions = run.left("yielded", 0)
+        assert only(run.left("yielded", 0), m.Flush) == m.Flush(2), "its own save may have failed"
+        actions = run.tell(m.Flushed, 1, True)
         assert notes(actions) == ["grown"]
         assert only(actions, m.Start) == m.Start(3, {0: 0, 1: 1}, 0, False, "enough nodes to grow")
-        assert none(actions, m.Flush)
 
     def test_a_node_that_is_not_ready_would_only_be_waited_for(self) -> None:
         run = small()

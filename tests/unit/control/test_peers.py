@@ -148,7 +148,7 @@ def test_one_that_does_not_come_back_is_lost_after_its_silence(
     agent.link.close()
     pump.until(lambda: agent.hub.hellos)
     heard = coordinator.peers[1].link.heard
-    coordinator.peers.tick(heard + SILENCE_S - 0.01)
+    tick_until(coordinator, heard, heard + SILENCE_S - 0.01)
     assert not coordinator.lost
     coordinator.peers.tick(heard + SILENCE_S + 0.01)
     ((node, certain, cause),) = coordinator.lost
@@ -156,13 +156,33 @@ def test_one_that_does_not_come_back_is_lost_after_its_silence(
     assert cause == "has not been heard from for 3.0 s"
 
 
+def tick_until(coordinator: Coordinator, begin: float, end: float) -> None:
+    """As often as the coordinator looks at the time."""
+    now = begin
+    while now < end:
+        coordinator.peers.tick(now)
+        now += 0.25
+    coordinator.peers.tick(end)
+
+
+def test_a_coordinator_that_was_stalled_itself_takes_nobody_for_silent(
+    pump: Pump, coordinator: Coordinator, agent: Agent
+) -> None:
+    heard = coordinator.peers[1].link.heard
+    coordinator.peers.tick(heard)
+    coordinator.peers.tick(heard + 2 * SILENCE_S)
+    assert not coordinator.lost
+    tick_until(coordinator, heard + 2 * SILENCE_S, heard + 3 * SILENCE_S + 0.01)
+    assert [(node, certain) for node, certain, _ in coordinator.lost] == [(1, False)]
+
+
 def test_silence_alone_is_a_loss_that_is_not_certain(
     pump: Pump, coordinator: Coordinator, agent: Agent
 ) -> None:
     heard = coordinator.peers[1].link.heard
     assert coordinator.peers.deadline == pytest.approx(heard + SILENCE_S)
-    coordinator.peers.tick(heard + SILENCE_S + 0.01)
-    coordinator.peers.tick(heard + SILENCE_S + 1.0)
+    tick_until(coordinator, heard, heard + SILENCE_S + 0.01)
+    tick_until(coordinator, heard + SILENCE_S, heard + SILENCE_S + 1.0)
     assert [(node, certain) for node, certain, _ in coordinator.lost] == [(1, False)], "told once"
     assert agent.link.receive() == []
     assert agent.link.closed, "it learns of it, and may join anew"

@@ -122,7 +122,7 @@ def test_a_first_line_without_end_is_refused(listener: Listener) -> None:
     came = []
     thread = serve(listener, lambda incoming, progress: came.append(incoming.why))
     with socket.create_connection(("127.0.0.1", listener.port)) as sock:
-        sock.sendall(b"x" * 100_000)
+        sock.sendall(b"x" * 2_000_000)
         thread.join()
     assert came == ["a first line without an end"]
 

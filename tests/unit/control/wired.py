@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 from seatrial.control.reception import Reception
 from seatrial.control.watching import Watching
-from seatrial.control.wire import Incoming, Link, Listener
+from seatrial.control.wire import Incoming, Link, Listener, _Keys
 
 SECRET = b"s" * 32
 PATIENCE_S = 10.0  # nothing takes that long unless it is broken
@@ -104,3 +105,10 @@ class Hub:
         if self.listener.fileno() >= 0:
             self.pump.unwatch(self.listener)
             self.listener.close()
+
+
+def link_pair() -> tuple[Link, Link]:
+    """Both ends of a proven connection; the first is the server's."""
+    ours, theirs = socket.socketpair()
+    server, client = (_Keys(SECRET, "server", "client", server=side) for side in (True, False))
+    return Link(ours, server), Link(theirs, client)

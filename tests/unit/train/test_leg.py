@@ -207,6 +207,12 @@ def test_a_resumed_run_has_recovered_from_nothing(worker: Worker, again: bool, c
     assert len(read_events(worker.folder)[0]) == count, "rank 0 tells"
 
 
+def test_that_nothing_was_left_is_told_too(worker: Worker) -> None:
+    worker._announce(mesh(0), make_leg(), Source("fresh", 0))
+    (event,) = read_events(worker.folder)[0]
+    assert (event.kind, event.data) == ("recovered", {"step": 0, "source": "fresh", "redone": 0})
+
+
 def test_a_store_whose_port_was_taken_is_nobodys_failure() -> None:
     """It was free when it was chosen; the rank keeps what it has and tries the next one."""
     assert is_consequence(ConnectionError("the store's port was taken by another process: port 1 is in use"))
