@@ -188,6 +188,7 @@ def test_a_ranks_failure_is_told_as_the_coordinator_tells_it(launch: Begin, tmp_
 
 def test_an_outcome_of_a_term_that_is_over_is_not_believed(launch: Begin) -> None:
     run = launch([outcome(1, term=1, node=0), BYE], [{"wait": "go"}, outcome(0, term=2), BYE])
+    run.folder.control.mkdir(exist_ok=True)
     claim(run.folder.leases, Lease(2, 1, "127.0.0.1", 1, 0.0))
     run.when.append((lambda: run.gathering.agents[0].gone, lambda: run.say(1, {"go": 1})))
     assert run.follow() == Outcome(0)

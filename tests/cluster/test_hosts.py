@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import JOB, records, write_corpus
 
+from conftest import JOB, records, write_corpus
 from seatrial.launch.netns import Hosts, Unavailable
 
 pytestmark = pytest.mark.cluster
@@ -132,7 +132,7 @@ def test_the_coordinators_host_is_cut_off(start: Callable[..., HostsRun]) -> Non
 
 
 def test_a_link_too_slow_for_signs_of_life_is_named_and_survived(start: Callable[..., HostsRun]) -> None:
-    run = start("silence_s = 5.0", "hang_min_s = 3.0", "first_step_s = 60.0", "evict_after = 1")
+    run = start("silence_s = 5.0", "hang_min_s = 3.0", "first_step_s = 60.0", "evict_after = 2")
     run.wait_line("step   6/")
     run.do("slow 1 0.05")
     run.wait_line("recovered after ")

@@ -357,10 +357,9 @@ class Coordinator:
         self._handle(m.StopAsked(time.monotonic(), why))
 
     def _flushed(self, step: int, ok: bool, message: str) -> None:
-        if ok and step:
-            self.recorder.event("snapshot_flushed", message, data={"step": step})
-        elif message:
-            self.recorder.event("snapshot_flushed", message, severity="warning", data={"step": None})
+        if message:  # without one there was nothing to write
+            severity, data = ("info", {"step": step}) if ok else ("warning", {"step": None})
+            self.recorder.event("snapshot_flushed", message, severity=severity, data=data)
         self._handle(m.Flushed(time.monotonic(), step, ok))
 
     # -- decisions

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from seatrial.base import atomic
+from seatrial.base.complain import complain
 from seatrial.control import machine_types as m
 from seatrial.control.peers import Peers
 from seatrial.control.recorder import Recorder
@@ -156,7 +156,7 @@ class Executor:
         except OSError as error:
             # A full disk must not stop the supervision that it needs. Only a second fault, the loss of this
             # coordinator, would meet old memory; the agents' own word corrects that.
-            print(f"could not write {path}: {error}", file=sys.stderr, flush=True)
+            complain(f"could not write {path}: {error}")
 
 
 def recall(spec: AgentSpec) -> dict[str, Any] | None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from seatrial.base.complain import complain
 from seatrial.control import lease as leases
 from seatrial.control.lease import Lease
 from seatrial.control.wire import Link, Message, Outgoing
@@ -244,7 +244,7 @@ class Member:
         """A full disk, most likely. Somebody may make room; but a run that nobody can coordinate must end."""
         if self._refused_since is None:
             self._refused_since = now
-            print(f"could not take the lease: {error}", file=sys.stderr, flush=True)
+            complain(f"could not take the lease: {error}")
         if now - self._refused_since > _CLAIM_S:
             raise error
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from seatrial.base.complain import complain
 from seatrial.control.lease import Lease
 from seatrial.control.policy import Rule
 from seatrial.record import events
@@ -46,7 +46,7 @@ class Recorder:
                 data=data,
             )
         except OSError as error:
-            print(f"could not record {kind} ({message}): {error}", file=sys.stderr, flush=True)
+            complain(f"could not record {kind} ({message}): {error}")
 
     def finding(
         self, values: dict[str, Any], node: int | None, rule: Rule, *, rank: int | None = None
@@ -83,7 +83,7 @@ class Recorder:
             with open(self.folder.coordinator_log, "a", encoding="utf-8") as f:
                 f.write(json.dumps(line, default=str) + "\n")
         except OSError as error:
-            print(f"could not write the coordinator's log: {error}", file=sys.stderr, flush=True)
+            complain(f"could not write the coordinator's log: {error}")
 
 
 _OWN_KINDS = frozenset({"nonfinite", "loss_spike", "corruption", "straggler"})

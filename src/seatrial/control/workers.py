@@ -11,7 +11,6 @@ import secrets
 import signal
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base import process
+from seatrial.base.complain import complain
 from seatrial.base.lines import Channel
 from seatrial.control.oom import OomWatch
 from seatrial.control.spec import AgentSpec, clean_environment
@@ -67,7 +67,7 @@ class Workers:
         try:
             self.nursery = process.fork(partial(_execute, command, kept), log=self.spec.nursery_log)
         except OSError as error:  # no memory, or no process left for this user: the next start tries again
-            print(f"could not start the nursery: {error}", file=sys.stderr, flush=True)
+            complain(f"could not start the nursery: {error}")
             ours.close()
             return
         finally:
@@ -112,7 +112,7 @@ class Workers:
         except (
             OSError
         ) as error:  # a full disk, most likely: the worker itself will fail at it, and be reported
-            print(f"could not make {worker.log.parent}: {error}", file=sys.stderr, flush=True)
+            complain(f"could not make {worker.log.parent}: {error}")
         self.workers[local] = worker
         environment = self.spec.worker_environment(
             rank=leg["rank"],
@@ -142,7 +142,7 @@ class Workers:
             try:
                 worker.pid = process.fork(body, log=worker.log)
             except OSError as error:
-                print(f"could not start rank {worker.rank}: {error}", file=sys.stderr, flush=True)
+                complain(f"could not start rank {worker.rank}: {error}")
                 self._exited(worker, 1, time.time())
                 return
             self.tell("started", worker, {"in_place": False})
@@ -255,7 +255,7 @@ class Workers:
             self._take(worker, receive())
         except ValueError as error:
             # Whatever happened to it, it must not go on; and its end counts as its own failure.
-            print(f"rank {worker.rank} talks nonsense: {error}", file=sys.stderr, flush=True)
+            complain(f"rank {worker.rank} talks nonsense: {error}")
             self._hang_up(worker)
             if worker.alive and worker.pid is not None:
                 process.signal_group(worker.pid, signal.SIGKILL)
@@ -360,9 +360,8 @@ class Workers:
             if worker.alive and worker.pid is None:
                 self._exited(worker, 1, now, never_began=True)
         self.tell("nursery_exited", _NOBODY, values)
-        if (
-            was_ready
-        ):  # at once, for whoever is started next; one that could not even begin is left to the next start
+        if was_ready:
+            # At once, for whoever is started next. One that could not even begin is left to the next start.
             self.start_nursery()
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from seatrial.base import atomic
+from seatrial.base.complain import complain
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, SeatrialError
 from seatrial.checkpoint.write import PeerSaveFailed
 from seatrial.record.folder import RunFolder
@@ -58,7 +59,7 @@ def _serve(folder: RunFolder, attendant: Attendant) -> int:
             try:
                 _reopen_log(leg.log)
             except OSError as error:  # a full disk: the old one takes what it can
-                print(f"could not open {leg.log}: {error}", file=sys.stderr, flush=True)
+                complain(f"could not open {leg.log}: {error}")
         log = leg.log
         try:
             if worker is None:
@@ -68,7 +69,7 @@ def _serve(folder: RunFolder, attendant: Attendant) -> int:
             left = attendant.abandoned or is_consequence(error, leg.place.rank)
             if worker is None or not worker.can_park or not left:
                 return _report(error, folder, leg.generation, leg.place)
-            print(f"generation {leg.generation} is over: {error}", file=sys.stderr, flush=True)
+            complain(f"generation {leg.generation} is over: {error}")
             message = str(error)
             traceback.clear_frames(error.__traceback__)  # they hold the model, and with it the groups
             del error
@@ -125,7 +126,7 @@ def _report(error: Exception, folder: RunFolder, generation: int, place: Place |
     text = "".join(traceback.format_exception(error))
     ours = isinstance(error, SeatrialError)
     code = error.exit_code if isinstance(error, SeatrialError) else EXIT_FAILED
-    print(error.render() if isinstance(error, SeatrialError) else text, file=sys.stderr, flush=True)
+    complain(error.render() if isinstance(error, SeatrialError) else text)
     if place is not None:
         path = folder.rank_error(generation, place.node, place.rank)
         record = {
@@ -143,7 +144,7 @@ def _report(error: Exception, folder: RunFolder, generation: int, place: Place |
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic.write_text(path, json.dumps(record))
         except OSError as second:
-            print(f"could not write {path}: {second}", file=sys.stderr, flush=True)
+            complain(f"could not write {path}: {second}")
         if place.device == "cuda":
             # The ordinary end would wait for collectives that peers will never join, and nobody would hear of this.
             sys.stdout.flush()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import selectors
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import pytest
 from wired import SECRET, Pump, link_pair
 
 from seatrial.control import lease as leases
+from seatrial.control import peers as peers_module
 from seatrial.control.coordinator import Coordinator
 from seatrial.control.hangs import Culprit
 from seatrial.control.lease import Lease
@@ -194,31 +199,55 @@ def test_a_failure_stops_all_and_starts_anew_when_all_have_stopped(begin: Begin)
     assert (event.node, event.rank, event.message) == (1, 3, "rank 3: was killed by SIGKILL")
 
 
-def test_a_loss_that_shows_while_orders_are_given_is_handled_after_them(begin: Begin) -> None:
-    """Node 1 has died unnoticed: the order to stop finds out, and the start that follows must be what counts."""
-    term = begin()
-    dead = Listener("127.0.0.1", SECRET)
-    port = dead.port
-    dead.close()
-    term.join(0, 2)
-    term.join(1, port=port)
-    for node in (0, 1):
-        term.agents[node].beat(GENERATION, 4)
-    term.orders("start")
+class Refused:
+    """A connection that the kernel refuses at once, as it may on one host."""
+
+    events = selectors.EVENT_WRITE
+    why = os.strerror(errno.ECONNREFUSED)
+
+    def __init__(self, *_: Any) -> None:
+        self.sock = socket.socket()
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def advance(self) -> str:
+        return "refused"
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def test_a_loss_that_shows_while_orders_are_given_is_handled_after_them(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 1 has died unnoticed. The order to stop finds out, and what follows from that must be what counts."""
+    monkeypatch.setattr(peers_module, "Outgoing", Refused)
+    term = running(begin)
+    term.agents[0].link.close()
     term.agents[1].link.close()
-    # Not yet read: the coordinator hears of it when it sends.
+    # Not yet read: the coordinator hears of both when it sends. Then nobody is left that has to stop.
     term.coordinator._fail(0, None, "worker_killed", "the test says so")
-    term.agents[0].stops(GENERATION)
-    term.pump.until(lambda: term.memory()["machine"]["generation"] == GENERATION + 1)
-    term.pump.settle()
-    orders = term.orders("start")
-    assert set(orders) == {0, 2}
+    assert [e.node for e in read_events(term.folder)[0] if e.kind == "node_lost"] == [0, 1]
+    assert set(term.orders("start")) == {2}, "a smaller layout, at once"
     assert term.coordinator.world is not None
     assert term.coordinator.world.generation == GENERATION + 1
     memory = term.memory()
     assert (memory["world"]["generation"], memory["machine"]["phase"]) == (GENERATION + 1, "running")
     assert not term.coordinator.executor.halted
     assert term.coordinator.hangs.watching, "its steps are watched"
+
+
+def test_a_smaller_start_follows_where_there_is_nothing_to_flush(begin: Begin) -> None:
+    term = running(begin, "cluster.spares=0")
+    term.agents[2].link.close()
+    term.agents[1].exits(3, GENERATION)
+    term.agents[0].stops(GENERATION)
+    term.coordinator._lost(2, True, "its agent ended")
+    term.coordinator._lost(1, True, "its agent ended")
+    ((order,),) = term.orders("start").values()
+    assert (order["world_size"], order["layout"]["replicate"], order["slots"]) == (2, 1, 1)
+    assert "shrunk" in kinds(term)
 
 
 def test_several_ranks_that_hang_are_killed_in_one_stop_and_no_later_one(begin: Begin) -> None:
@@ -278,7 +307,14 @@ def test_whoever_has_lost_the_lease_starts_and_ends_nothing(begin: Begin) -> Non
     term.agents[1].stops(GENERATION)
     assert term.orders("start") == {}
     assert term.coordinator.deposed
+
+
+def test_whoever_has_lost_the_lease_does_not_end_the_run(begin: Begin) -> None:
+    term = running(begin)
+    term.coordinator._renew_at = float("inf")
+    assert leases.claim(term.folder.leases, Lease(2, 0, "127.0.0.1", 2, 0.0))
     term.agents[0].tell(asked="now")
+    assert term.coordinator.deposed
     assert term.orders("outcome") == {}
 
 

@@ -294,6 +294,19 @@ def test_an_agent_started_again_does_not_call_its_predecessor(
     assert (lease.term, dead) == (7, None)
 
 
+def test_a_death_of_before_says_nothing_of_the_next_holder(
+    agents: Any, pump: Pump, clock: Clock, tmp_path: Path
+) -> None:
+    claim(tmp_path / "leases", 4, node=9, port=free_port())
+    agent = agents(1)
+    pump.until(lambda: agent.member._dead_node == 9)  # it waits for its turn
+    claim(tmp_path / "leases", 5, node=1, port=free_port())  # of an agent of our own node that is gone
+    clock.now += 1.0
+    pump.settle()
+    ((lease, dead),) = agent.became
+    assert (lease.term, dead) == (6, None)
+
+
 def test_of_two_that_claim_the_other_joins(
     agents: Any, hub: Hub, pump: Pump, clock: Clock, tmp_path: Path
 ) -> None:
@@ -325,7 +338,7 @@ def test_of_two_that_claim_the_other_joins(
 
 
 def test_a_full_disk_does_not_end_the_agent_at_once(
-    agents: Any, pump: Pump, clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    agents: Any, pump: Pump, clock: Clock, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     full = [True]
     original = leases.claim
@@ -343,7 +356,7 @@ def test_a_full_disk_does_not_end_the_agent_at_once(
     full[0] = False
     pump.round()
     assert len(agent.became) == 1
-    assert capsys.readouterr().err.count("could not take the lease") == 1
+    assert capfd.readouterr().err.count("could not take the lease") == 1
 
 
 def test_a_run_that_nobody_can_coordinate_ends(

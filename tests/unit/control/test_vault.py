@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from seatrial.base import process
 from seatrial.checkpoint import memory
 from seatrial.checkpoint.memory import Snapshot
 from seatrial.control import transfer
+from seatrial.control.keeper import Held
 from seatrial.control.reception import Reception
 from seatrial.control.spec import AgentSpec
 from seatrial.control.vault import Vault
@@ -125,6 +128,35 @@ def test_while_one_is_copied_only_the_newest_waits(nodes: tuple[Node, Node], pum
     pump.until(lambda: any(step == 19 for _, step, _ in there.held()))
     pump.until(lambda: quiet(here) and quiet(there))
     assert {step for _, step, _ in there.held()} <= {10, 19}
+
+
+def test_a_newer_copy_that_comes_too_early_waits(nodes: tuple[Node, Node], pump: Pump) -> None:
+    """Its giver knows of the end of the last one before the taker does."""
+    here, there = nodes
+    here.order(1, buddy=there)
+    here.takes(0, 0, rank=2, step=10, size=30_000_000)
+    pump.until(lambda: there.vault._receiving)
+    (taker,) = there.vault._moving
+    os.kill(taker, signal.SIGSTOP)
+
+    def waiting(step: int) -> bool:
+        incoming = there.vault._receiving[KEY, 2]
+        return incoming is not None and incoming.hello["step"] == step
+
+    for step in (11, 12):
+        snapshot = put(here.vault.fds()[1][step % 2], rank=2, step=step)
+        give = partial(
+            transfer.push,
+            Held(snapshot, here.vault.fds()[1][step % 2], True),
+            "127.0.0.1",
+            there.listener.port,
+        )
+        here.vault._begin(partial(give, SECRET), lambda answer: None)
+        pump.until(partial(waiting, step))
+    os.kill(taker, signal.SIGCONT)
+    pump.until(lambda: (2, 12, False) in there.held())
+    pump.until(lambda: quiet(here) and quiet(there))
+    assert (2, 11, False) not in there.held(), "only the newest is worth waiting for"
 
 
 def test_a_buddy_that_is_gone_is_no_harm_and_the_next_copy_is_tried_again(

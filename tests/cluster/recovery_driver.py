@@ -1,0 +1,79 @@
+"""`seatrial train` with what a launcher on real machines has and its command line has not: a plan for the nodes.
+
+    python recovery_driver.py '{"set": [...], "returns": {"1": 0.5}, "coordinator": 2}'
+
+`returns`: node -> seconds after which an agent that ended is started again. `coordinator`: all other agents are held
+until this one has taken the lease.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from seatrial.control import lease
+from seatrial.job import load_job
+from seatrial.launch import LocalLauncher, gather
+from seatrial.launch.agents import AgentHandle
+from seatrial.launch.voyage import prepare_voyage
+from seatrial.record.folder import RunFolder
+from seatrial.ui.console import TrainConsole
+
+
+class Held:
+    """Agents that are stopped until another one coordinates."""
+
+    def __init__(self, folder: RunFolder, first: int | None) -> None:
+        self.folder, self.first = folder, first
+        self.agents: list[AgentHandle] = []
+
+    def tick(self) -> None:
+        found = lease.newest(self.folder.leases)
+        if self.agents and found is not None and found.node == self.first:
+            for agent in self.agents:
+                os.kill(agent.popen.pid, signal.SIGCONT)
+            self.agents.clear()
+
+    def start(self, start: Any) -> Any:
+        def held(node: int) -> AgentHandle:
+            agent: AgentHandle = start(node)
+            if self.first not in (None, node) and lease.last_term(self.folder.leases) == 0:
+                os.kill(agent.popen.pid, signal.SIGSTOP)  # long before its interpreter has come to our code
+                self.agents.append(agent)
+            return agent
+
+        return held
+
+
+def main() -> int:
+    plan: dict[str, Any] = json.loads(sys.argv[1])
+    job = load_job(Path("job.toml"), plan.get("set", []))
+    voyage = prepare_voyage(job, Path("runs"))
+    held = Held(voyage.opened.folder, plan.get("coordinator"))
+
+    class Gathering(gather.Gathering):
+        def __init__(self, folder: RunFolder, generation: int, start: Any, **more: Any) -> None:
+            super().__init__(folder, generation, held.start(start), **more)
+
+    sys.modules["seatrial.launch.local"].Gathering = Gathering  # type: ignore[attr-defined]
+    launcher = LocalLauncher(returns={int(n): s for n, s in plan.get("returns", {}).items()})
+    with (
+        voyage.opened as opened,
+        TrainConsole(
+            voyage.opened.folder, total_steps=job.train.steps, generation=opened.generation, plain=True
+        ) as console,
+    ):
+
+        def tick() -> None:
+            held.tick()
+            console.poll()
+
+        return voyage.run(tick, launcher=launcher).exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""A run that is hit goes on by itself, and ends as if nothing had happened; or it ends, and says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recovery_runs import REPLICAS, STEPS, Trial, assert_same, make_folder
+
+from seatrial.base import process
+
+pytestmark = pytest.mark.cluster
+
+Begin = Callable[..., Trial]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Start the small job; at the end of the test nothing of any start may be alive."""
+    folder = make_folder(tmp_path / "job")
+    trials: list[Trial] = []
+
+    def start(*settings: str, **plan: Any) -> Trial:
+        trials.append(Trial(folder, *settings, **plan))
+        return trials[-1]
+
+    yield start
+    left = {trial.mark: trial.processes() for trial in trials}
+    for trial in trials:
+        trial.kill_all()
+        trial.process.wait()
+        for stream in (trial.process.stdout, trial.process.stderr):
+            assert stream is not None
+            stream.close()
+    assert not any(left.values()), f"left behind: {left}"
+
+
+def undisturbed(folder: Path, *settings: str) -> Trial:
+    trial = Trial(make_folder(folder), *settings)
+    code, err = trial.end()
+    assert code == 0, err
+    assert trial.events("recovering", "recovered") == []
+    return trial
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    """A run of the small job that never failed."""
+    return undisturbed(tmp_path_factory.mktemp("reference") / "job")
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    """The same with replicas instead of a pipeline."""
+    return undisturbed(tmp_path_factory.mktemp("replicas") / "job", *REPLICAS)
+
+
+def recovered(trial: Trial) -> tuple[str, int]:
+    """(source, steps done again) of the only recovery."""
+    (event,) = trial.events("recovered")
+    return event["data"]["source"], event["data"]["redone"]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_killed_rank_is_replaced(begin: Begin, reference: Trial, in_place: bool) -> None:
+    trial = begin(f"resilience.in_place={str(in_place).lower()}")
+    trial.until_step(7)
+    before = trial.pids()
+    trial.kill_rank(3)
+    code, err = trial.end()
+    assert code == 0, err
+    (event,) = trial.events("recovering")
+    assert (event["node"], event["rank"], event["data"]["signal"]) == (1, 3, "worker_killed")
+    source, redone = recovered(trial)
+    assert source == "memory", "two stages and two halves of each tensor: nobody has what rank 3 had"
+    assert redone <= 5
+    after = trial.pids()
+    assert after[3] != before[3]
+    assert all((after[rank] == before[rank]) == in_place for rank in (0, 1, 2))
+    assert_same(trial, reference)
+
+
+def test_a_replica_gives_its_state_and_no_step_is_lost(begin: Begin, replicas: Trial) -> None:
+    trial = begin(*REPLICAS)
+    trial.until_step(7)
+    trial.kill_rank(2)
+    code, err = trial.end()
+    assert code == 0, err
+    assert recovered(trial) == ("replica", 0)
+    assert_same(trial, replicas)
+
+
+def test_a_spare_takes_the_place_of_a_lost_node(begin: Begin, reference: Trial) -> None:
+    trial = begin("cluster.spares=1")
+    trial.until_step(7)
+    trial.kill_agent(1)
+    code, err = trial.end()
+    assert code == 0, err
+    (lost,) = trial.events("node_lost")
+    assert (lost["node"], lost["data"]["certain"]) == (1, True)
+    assert trial.events("generation_started")[-1]["data"]["slots"] == {"0": 0, "1": 2}
+    assert recovered(trial)[0] == "memory", "the buddy had a copy"
+    assert_same(trial, reference)
+
+
+def test_the_node_that_coordinates_is_lost_like_any_other(begin: Begin, reference: Trial) -> None:
+    trial = begin("cluster.spares=1", coordinator=0)
+    trial.until_step(7)
+    assert trial.coordinator() == 0
+    trial.kill_agent(0)
+    code, err = trial.end()
+    assert code == 0, err
+    assert trial.coordinator() != 0
+    assert trial.events("generation_started")[-1]["data"]["slots"] == {"0": 2, "1": 1}
+    assert len(trial.events("recovering")) == 1
+    assert_same(trial, reference)
+
+
+def test_the_loss_of_a_coordinator_without_ranks_stops_nobody(begin: Begin, reference: Trial) -> None:
+    """The next one takes over a run that goes on, and must notice what happens to it."""
+    trial = begin("cluster.spares=1", coordinator=2)
+    trial.until_step(4)
+    assert trial.coordinator() == 2
+    before = trial.pids()
+    trial.kill_agent(2)
+    trial.until_event("coordinator_elected", count=2)
+    trial.until_step(8)
+    assert trial.pids() == before
+    assert trial.events("recovering") == []
+    trial.kill_rank(1)
+    code, err = trial.end()
+    assert code == 0, err
+    (event,) = trial.events("recovering")
+    assert (event["rank"], event["data"]["signal"], event["generation"]) == (1, "worker_killed", 1)
+    assert_same(trial, reference)
+
+
+def test_a_coordinator_that_stalls_finds_out_that_its_nodes_have_stopped(
+    begin: Begin, reference: Trial
+) -> None:
+    """Agents stop their ranks when nobody answers. If the answer comes a moment later, nobody is lost: only the ranks."""
+    trial = begin("resilience.silence_s=1", coordinator=0)
+    trial.until_step(7)
+    agent, far = trial.agents()[0], trial.pids()[2]
+    os.kill(agent, signal.SIGSTOP)
+    trial.until(lambda: far not in process.living())
+    os.kill(agent, signal.SIGCONT)
+    code, err = trial.end()
+    assert code == 0, err
+    assert trial.events("hang_blamed") == []
+    assert_same(trial, reference)
+
+
+def test_without_a_spare_it_shrinks_and_grows_when_the_node_returns(begin: Begin, replicas: Trial) -> None:
+    trial = begin(*REPLICAS, "train.steps=2000", returns={1: 0.5})
+    trial.until_step(7)
+    trial.kill_agent(1)
+    trial.until_event("shrunk")
+    trial.until_event("recovered")
+    assert trial.events("generation_started")[-1]["data"]["layout"]["replicate"] == 1
+    trial.until_event("grown")
+    trial.until_event("recovered", count=2)
+    assert trial.events("generation_started")[-1]["data"]["slots"] == {"0": 0, "1": 1}
+    trial.process.send_signal(signal.SIGTERM)
+    code, err = trial.end()
+    assert code == 75, err
+    samples = trial.samples()
+    assert samples == [(8 * i, 8 * i + 8) for i in range(len(samples))], "each once, in order"
+    assert trial.events("recovered")[1]["data"]["redone"] == 0, "who yields saves before"
+    ours, theirs = trial.steps(), replicas.steps()
+    for step in range(1, STEPS + 1):
+        assert ours[step] == pytest.approx(theirs[step], rel=1e-4)
+
+
+def test_a_preempted_run_is_saved_and_goes_on_bit_for_bit(begin: Begin, reference: Trial) -> None:
+    first = begin()
+    first.until_step(5)
+    first.process.send_signal(signal.SIGTERM)
+    code, err = first.end()
+    assert code == 75, err
+    saved = first.events("checkpoint_saved")[-1]["data"]["step"]
+    assert saved >= 5
+    assert first.events("run_interrupted")[-1]["data"] == {"preempted": True}
+    second = begin()
+    code, err = second.end()
+    assert code == 0, err
+    assert second.events("resumed")[-1]["data"]["step"] == saved
+    assert second.events("recovered") == [], "nothing failed"
+    assert_same(second, reference)
+
+
+def test_a_rank_that_hangs_is_named_and_replaced(begin: Begin, reference: Trial) -> None:
+    trial = begin("resilience.hang_min_s=2")
+    trial.until_step(7)
+    trial.kill_rank(2, signal.SIGSTOP)
+    code, err = trial.end()
+    assert code == 0, err
+    (blamed,) = trial.events("hang_blamed")
+    assert (blamed["node"], blamed["rank"]) == (1, 2)
+    (event,) = trial.events("recovering")
+    assert (event["rank"], event["data"]["signal"]) == (2, "stopped")
+    assert_same(trial, reference)
+
+
+def test_without_restarts_the_first_failure_ends_the_run(begin: Begin) -> None:
+    trial = begin("resilience.max_restarts=0")
+    trial.until_step(4)
+    began = time.monotonic()
+    trial.kill_rank(3)
+    code, err = trial.end()
+    assert time.monotonic() - began < 4.0
+    assert code == 1
+    assert "rank 3 on node 1 was killed by SIGKILL" in err
+    (failed,) = trial.events("run_failed")
+    assert (failed["node"], failed["rank"]) == (1, 3)
+    assert trial.events("generation_started")[-1]["generation"] == 1
+
+
+def test_blow_after_blow_in_the_midst_of_recoveries(begin: Begin, reference: Trial) -> None:
+    trial = begin("cluster.spares=2", "resilience.max_same_failure=9")
+    trial.until_step(7)
+    trial.kill_agent(1)
+    trial.until_event("recovering")
+    trial.kill_rank(0)
+    trial.until_event("generation_started", count=2)
+    trial.kill_agent(0)
+    trial.until(lambda: set(trial.events("generation_started")[-1]["data"]["slots"].values()) == {2, 3})
+    trial.until(lambda: {e["node"] for e in trial.events("rank_started")} == {0, 1, 2, 3})
+    trial.until(lambda: [e for e in trial.events("rank_started") if e["node"] > 1 and e["rank"] == 1])
+    trial.kill_rank(1)
+    code, err = trial.end()
+    assert code == 0, err
+    generations = [e["generation"] for e in trial.events("generation_started")]
+    assert generations == sorted(set(generations)), "none begins twice"
+    assert_same(trial, reference)
