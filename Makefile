@@ -25,7 +25,7 @@ first-voyage.toml: | $(STAMP)
 
 test: $(STAMP)  ## all tests, after the static checks
 	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest
@@ -35,7 +35,7 @@ test-fast: $(STAMP)  ## the tests that start no cluster (under a minute)
 
 check: $(STAMP)  ## static checks only
 	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_cases
 from torch import Tensor
+
+from conftest import run_cases
 
 pytestmark = pytest.mark.cluster
 

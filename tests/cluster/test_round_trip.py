@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from conftest import run_cases
 
+from conftest import run_cases
 from seatrial.checkpoint.manifest import verify
 from seatrial.checkpoint.read import CheckpointWeights, newest
 from seatrial.model.hf_write import write_huggingface

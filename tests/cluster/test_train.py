@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+
 from conftest import JOB, Run, records, write_corpus
 
 pytestmark = pytest.mark.cluster
