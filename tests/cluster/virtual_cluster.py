@@ -10,10 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from seatrial.base import process
+from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 
 HERE = Path(__file__).parent
@@ -117,6 +119,14 @@ class VirtualCluster:
             line = self.next_rank()
             self.ranks[line.rank] = line
         self.remember(process.descendants(self.driver.pid))
+
+    def wait_event(self, kind: str) -> None:
+        """Until the run has recorded an event of `kind`."""
+        until = time.monotonic() + TIMEOUT_S
+        while not any(event.kind == kind for event in read_events(self.folder)[0]):
+            assert self.driver.poll() is None, f"the driver ended before any {kind}"
+            assert time.monotonic() < until, f"no {kind} within {TIMEOUT_S} s"
+            time.sleep(0.005)  # a file tells nobody that it grew
 
     def next_rank(self) -> RankLine:
         """The next process that says hello; fails at once where the driver has ended before."""
