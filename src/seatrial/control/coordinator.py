@@ -69,7 +69,7 @@ class Coordinator:
         )
         self.deposed = False
         self.resigned = False
-        self.round_trips = RoundTrips()
+        self.round_trips = RoundTrips(self.lease.node)
         self._silent: set[int] = set()  # lost, perhaps only to us
         self._kill: dict[int, list[int]] = {}  # node -> ranks that will not stop by themselves
         self._events: deque[m.Event] = deque()  # the first is being handled
