@@ -21,8 +21,14 @@ class SlowLink:
     node: int
     seconds: float
     others: float
+    own: bool = False  # the coordinator's: it is the others' beats that take long, all of them
 
     def __str__(self) -> str:
+        if self.own:
+            return (
+                f"the beats of all other nodes take {self.seconds:.2f} s there and back to node {self.node}, "
+                f"its own {self.others * 1e3:.0f} ms: its network is slow"
+            )
         return (
             f"the beats of node {self.node} take {self.seconds:.2f} s there and back, "
             f"those of the other nodes {self.others * 1e3:.0f} ms: its network is slow"
@@ -32,7 +38,9 @@ class SlowLink:
 class RoundTrips:
     """The newest round trip of each node."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: int) -> None:
+        """`own`: the node that the beats go to."""
+        self._own = own
         self._seconds: dict[int, float] = {}
         self._slow: dict[int, int] = {}  # node -> beats in a row
 
@@ -54,8 +62,17 @@ class RoundTrips:
         return found[0] if len(found) == 1 else None
 
     def _judge(self, node: int) -> SlowLink | None:
+        far = [s for n, s in self._seconds.items() if n != self._own]
+        # With one other node nobody can say at which end of the link between them the fault is.
+        here = len(far) > 1 and _slower(min(far), self._seconds.get(self._own, 0.0))
+        seconds = self._seconds[node]
+        if node == self._own:
+            return SlowLink(node, median(far), seconds, own=True) if here else None
         others = [s for n, s in self._seconds.items() if n != node]
-        if not others:
+        if here or not others or not _slower(seconds, median(others)):
             return None
-        usual, own = median(others), self._seconds[node]
-        return SlowLink(node, own, usual) if own > max(_SLOW_S, _TIMES * usual) else None
+        return SlowLink(node, seconds, median(others))
+
+
+def _slower(seconds: float, usual: float) -> bool:
+    return seconds > max(_SLOW_S, _TIMES * usual)
