@@ -51,8 +51,8 @@ def test_every_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_worker_started_by_hand_says_how_to_start_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert main(["nowhere"]) == 2
-    assert "seatrial train JOB" in capsys.readouterr().err
+    assert "seatrial train JOB" in capfd.readouterr().err
