@@ -108,13 +108,15 @@ def exactly_once(run: HostsRun) -> bool:
 def test_a_host_that_is_cut_off_is_replaced(start: Callable[..., HostsRun]) -> None:
     run = start("silence_s = 2.0")
     run.wait_line("step   6/")
-    run.do("down 1")
-    assert run.wait_line("node 1 is lost").startswith("node 1 is lost: has not been heard from for ")
-    run.wait_line("node 2 (a spare) takes the place of node 1")
+    node = 0 if run.coordinator() == 1 else 1  # the loss of the coordinator's host is the test below
+    run.do(f"down {node}")
+    lost = f"node {node} is lost"
+    assert run.wait_line(lost).startswith(f"{lost}: has not been heard from for ")
+    run.wait_line(f"node 2 (a spare) takes the place of node {node}")
     run.wait_line("recovered after ")
     assert run.wait() == 0
-    lost = [e for e in run.events() if e["kind"] == "node_lost"]
-    assert [(e["node"], e["data"]["certain"]) for e in lost] == [(1, False)]
+    told = [e for e in run.events() if e["kind"] == "node_lost"]
+    assert [(e["node"], e["data"]["certain"]) for e in told] == [(node, False)]
     assert exactly_once(run)
 
 
@@ -128,6 +130,23 @@ def test_the_coordinators_host_is_cut_off(start: Callable[..., HostsRun]) -> Non
     run.wait_line("recovered after ")
     assert run.wait() == 0
     assert run.coordinator() != node
+    assert exactly_once(run)
+
+
+def test_a_link_that_becomes_slow_is_named_and_survived(start: Callable[..., HostsRun]) -> None:
+    run = start()
+    run.wait_line("step   6/")
+    run.do("slow 1 2")
+    end = time.monotonic() + TIMEOUT_S
+    while not (found := [e for e in run.events() if (e["data"] or {}).get("signal") == "congestion"]):
+        assert time.monotonic() < end, "the slow link was not named"
+        assert run.process.poll() is None
+        time.sleep(0.05)  # the file tells nobody that it grew
+    run.do("fast 1")
+    assert run.wait() == 0
+    assert [e["node"] for e in found] == [1]
+    assert "its network is slow" in found[0]["message"]
+    assert not [e for e in run.events() if e["kind"] in ("node_lost", "recovering")]
     assert exactly_once(run)
 
 
