@@ -20,9 +20,10 @@ from typing import Any
 
 from seatrial.base.errors import InputError
 from seatrial.base.units import duration
+from seatrial.hardware.failures import RATES, Rate
 from seatrial.plan.ettr import simulate
 from seatrial.plan.formulas import first_order, mean_and_error, renewal
-from seatrial.plan.reliability import CAUSES, RATES, SCENARIOS, Costs, Measured, Rate, Scenario, make_case
+from seatrial.plan.reliability import CAUSES, SCENARIOS, Costs, Measured, Scenario, make_case
 
 GOAL = 0.97  # ByteRobust, 9,600 GPUs for three months (arXiv:2509.16293)
 GOAL_NODES = 9600 // 8

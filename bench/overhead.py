@@ -59,7 +59,7 @@ class HandWritten:
         )
 
     def step(self, step: int) -> float:
-        ids, target = self.loader.batch(step, 0, self.job.train.global_batch)
+        ids, target, _ = self.loader.batch(step, 0, self.job.train.global_batch)
         ids, target = ids.to(self.device), target.to(self.device)
         n = self.job.microbatches
         total = torch.zeros((), device=self.device)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from seatrial.base.errors import SeatrialError
-from seatrial.cli import data
+from seatrial.cli import data, progress
 
 
 class Result(NamedTuple):
@@ -51,14 +51,14 @@ def test_prepare_show_verify(cli: Callable[..., Result], text: Path, tmp_path: P
         "documents   1\n"
         "tokenizer   bytes, 257 ids, digest 267cc3ef5772\n"
         "ended by    id 256\n"
-        "shards      1 of uint16, 22 B\n"
+        "shards      1 of uint16, 38 B\n"
         f"source      {text} (1 files)\n"
     )
     assert made.err.startswith(f"prepared {out} in ")
     shown = cli("show", out)
     assert shown == (0, made.out + "first text  'hello\\n'\n", "")
     verified = cli("verify", out)
-    assert verified == (0, f"{out}: 2 files, 7 tokens, all as written\n", "")
+    assert verified == (0, f"{out}: 3 files, 7 tokens, all as written\n", "")
 
 
 def test_json(cli: Callable[..., Result], text: Path, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_verify_fails_on_damage(cli: Callable[..., Result], text: Path, tmp_path
     damaged = cli("verify", tmp_path / "s")
     assert damaged.code == 1
     assert damaged.out.startswith(f"{shard}: damaged: SHA-256")
-    assert "error: 1 of 2 files are damaged" in damaged.err
+    assert "error: 1 of 3 files are damaged" in damaged.err
     shard.unlink()
     report = cli("verify", tmp_path / "s", "--json")
     assert report.code == 1
@@ -117,7 +117,13 @@ def test_verify_fails_on_damage(cli: Callable[..., Result], text: Path, tmp_path
     [
         (["prepare", "nowhere", "--out", "OUT"], "no such file or folder: nowhere"),
         (["prepare", "s3://b/k", "--out", "OUT"], "s3:// addresses are not supported"),
-        (["prepare", "builtin:python-library", "--out", "s3://b/k"], "s3:// addresses are not supported"),
+        (["prepare", "builtin:python-library", "--out", "s3://b/k"], "'b' is not a bucket's name"),
+        (["prepare", "builtin:python-library", "--out", "gs://bucket/k"], "not an address of a store"),
+        (["prepare", "x", "--out", "OUT", "--workers", "0"], "must be at least 1"),
+        (["import", "nowhere", "--out", "OUT", "--tokenizer", "bytes"], "cannot read nowhere.bin"),
+        (["import", "nowhere", "--out", "OUT"], "required: --tokenizer"),
+        (["export", "nowhere", "--out", "OUT"], "no such data folder"),
+        (["export", "nowhere", "--out", "OUT", "--format", "parquet"], "invalid choice"),
         (
             ["prepare", "builtin:python-library", "--out", "OUT", "--tokenizer", "no.json"],
             "cannot read the tokenizer",
@@ -126,7 +132,7 @@ def test_verify_fails_on_damage(cli: Callable[..., Result], text: Path, tmp_path
         (["prepare", "x"], "required: --out"),
         (["show", "OUT"], "no such data folder"),
         (["verify", "OUT"], "no such data folder"),
-        (["show", "s3://b/k"], "s3:// addresses are not supported"),
+        (["show", "s3://b/k"], "'b' is not a bucket's name"),
         ([], "required: ACTION"),
     ],
 )
@@ -158,12 +164,50 @@ def test_plain_progress_is_sparse(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(data.time, "monotonic", lambda: now[0])
-    progress = data._PlainProgress("preparing")
-    for second in range(26):
-        now[0] = float(second)
-        progress(second << 20, 100 << 20, "a.txt")
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.Progress("preparing") as told:
+        for second in range(26):
+            now[0] = float(second)
+            told(second << 20, 100 << 20, "a.txt")
+        # The next thing: what was done of it before does not count for how fast it goes.
+        for second in range(26, 40):
+            now[0] = float(second)
+            told((50 << 20) + ((second - 26) << 20), 200 << 20, "b.txt")
     assert capsys.readouterr().err.splitlines() == [
         "preparing: 10.00 MiB of 100.00 MiB (10 %), 1 min 30 s left, at a.txt",
         "preparing: 20.00 MiB of 100.00 MiB (20 %), 1 min 20 s left, at a.txt",
+        "preparing: 60.00 MiB of 200.00 MiB (30 %), 2 min 20 s left, at b.txt",
     ]
+
+
+def test_workers_make_the_same_store(cli: Callable[..., Result], text: Path, tmp_path: Path) -> None:
+    for workers in ("1", "2"):
+        assert cli("prepare", text, "--out", tmp_path / workers, "--workers", workers).code == 0
+    for path in (tmp_path / "1").iterdir():
+        assert path.read_bytes() == (tmp_path / "2" / path.name).read_bytes()
+
+
+def test_to_megatron_and_back(cli: Callable[..., Result], text: Path, tmp_path: Path) -> None:
+    cli("prepare", text, "--out", tmp_path / "store")
+    pair = tmp_path / "pair"
+    exported = cli("export", tmp_path / "store", "--out", pair)
+    assert exported == (
+        0,
+        f"files       {pair}.bin, {pair}.idx\ntokens      7 of uint16 (7)\ndocuments   1\n",
+        "",
+    )
+    refused = cli("export", tmp_path / "store", "--out", pair)
+    assert refused.code == 2
+    assert f"{pair}.bin exists\n  hint: --force" in refused.err
+    again = json.loads(cli("export", tmp_path / "store", "--out", pair, "--force", "--json").out)
+    assert (again["n_documents"], again["dtype"]) == (1, "uint16")
+    imported = cli("import", f"{pair}.bin", "--tokenizer", "bytes", "--out", tmp_path / "again")
+    assert imported.code == 0
+    assert f"source      {pair}.bin (2 files)\n" in imported.out
+    assert imported.err == f"{tmp_path}/again links to {pair}.bin: keep that as it is\n"
+    assert cli("show", tmp_path / "again").out.endswith("first text  'hello\\n'\n")
+    copied = cli(
+        "import", pair, "--tokenizer", "bytes", "--out", tmp_path / "again", "--force", "--copy", "--json"
+    )
+    assert copied.err == ""
+    assert json.loads(copied.out)["source"]["linked"] is False

@@ -71,7 +71,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def is_cheap(arguments: list[str]) -> bool:
     """Whether it starts no ranks and loads no torch."""
     verb = arguments[0]
-    return verb in ("init", "schema", "data", "watch") or (verb == "train" and "--render" in arguments)
+    return verb in ("init", "schema", "data", "watch", "verify", "checkpoints") or (
+        verb == "train" and "--render" in arguments
+    )
 
 
 def makefile_targets() -> set[str]:
@@ -95,7 +97,7 @@ def test_the_cheap_commands_run(
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("a text of the corpus\n")
     (tmp_path / "corpus" / "b.jsonl").write_text('{"text": "another one"}\n')
-    # What `watch` looks at: the folder of a run that was opened and has not begun.
+    # What `watch`, `verify` and `checkpoints` look at: the folder of a run that was opened and has not begun.
     open_run(job_from_text(preset_text("first-voyage"), name="preset", base_folder=tmp_path)).close()
     ran = []
     for arguments, _ in COMMANDS:
@@ -104,7 +106,7 @@ def test_the_cheap_commands_run(
             out, err = capsys.readouterr()
             assert code == 0, f"seatrial {' '.join(arguments)}: exit {code}\n{out}{err}"
             ran.append(arguments[0])
-    assert set(ran) == {"init", "schema", "data", "train", "watch"}
+    assert set(ran) == {"init", "schema", "data", "train", "watch", "verify", "checkpoints"}
     assert (tmp_path / "data" / "tokens" / "manifest.json").is_file()
 
 

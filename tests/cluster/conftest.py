@@ -141,11 +141,13 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
 
 
-def run_cases(cases: list[dict[str, Any]], out: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """parity_ranks.py over `cases`; what the ranks saw lies in `out` afterwards."""
+def run_cases(
+    cases: list[dict[str, Any]], out: Path, timeout_s: float, script: str = "parity_ranks.py"
+) -> subprocess.CompletedProcess[str]:
+    """`script` over `cases`; what the ranks saw lies in `out` afterwards."""
     (out / "cases.json").write_text(json.dumps(cases))
     return subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "parity_ranks.py"), str(out / "cases.json"), str(out)],
+        [sys.executable, str(Path(__file__).parent / script), str(out / "cases.json"), str(out)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

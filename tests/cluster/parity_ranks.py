@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -81,6 +82,13 @@ def batch(step: int) -> Tensor:
     return (start + stride * torch.arange(LENGTH + 1)) % ARCH.vocab_size
 
 
+def documents(step: int) -> Tensor:
+    """[B, T] numbers of documents of one to many tokens, in every sequence others; the same in every layout."""
+    generator = torch.Generator().manual_seed(4321 + step)
+    begins = torch.rand(SEQUENCES, LENGTH, generator=generator) < 0.08
+    return begins.cumsum(dim=1, dtype=torch.int32)
+
+
 def build(case: dict[str, Any], mesh: Mesh, source: Any) -> ParallelModel:
     share = SEQUENCES // mesh.layout.data_parallel
     settings = Settings(
@@ -111,6 +119,16 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
         model._partial = []
     elif what == "tied gradients not summed":
         model._ends = None
+    elif what == "documents of another microbatch":
+        if model.mesh.at.pipeline == 1:
+            pipeline = model._pipeline
+            assert pipeline is not None
+            whole = pipeline.forward_backward
+
+            def shifted(ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor) -> Tensor:
+                return whole(ids_BT, target_BT, document_BT.roll(MICROBATCH, 0))
+
+            pipeline.forward_backward = shifted  # type: ignore[method-assign, assignment]
     elif what is not None:
         raise ValueError(what)
 
@@ -133,9 +151,16 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     history = []
     share = SEQUENCES // mesh.layout.data_parallel
     for step in range(case.get("steps", STEPS)):
-        rows = batch(step)[mesh.data_rank * share : (mesh.data_rank + 1) * share]
+        mine = slice(mesh.data_rank * share, (mesh.data_rank + 1) * share)
+        rows = batch(step)[mine]
         result = train_step(
-            model, optimizer, rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), lr=LR, clip_norm=CLIP
+            model,
+            optimizer,
+            rows[:, :-1].contiguous(),
+            rows[:, 1:].contiguous(),
+            documents(step)[mine] if case.get("documents") else None,
+            lr=LR,
+            clip_norm=CLIP,
         )
         loss, norm, _ = result.read()
         history.append((loss, norm))
@@ -161,6 +186,7 @@ def convert(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         layout=mesh.layout.as_dict(),
         job_sha256="",
         code="",
+        read_back=False,
         files=[],
         tensors={},
     )
@@ -175,7 +201,10 @@ def convert(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     return {"folder": str(folder)}
 
 
-def rank_main(case: dict[str, Any], rank: int, port: int, out: Path) -> None:
+Work = Callable[[dict[str, Any], Mesh], dict[str, Any]]
+
+
+def rank_main(case: dict[str, Any], rank: int, port: int, out: Path, work: Work) -> None:
     layout = Layout(**case["layout"])
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
@@ -186,13 +215,12 @@ def rank_main(case: dict[str, Any], rank: int, port: int, out: Path) -> None:
     )
     dist.init_process_group("gloo", timeout=TIMEOUT)
     mesh = build_mesh(layout, torch.device("cpu"), TIMEOUT)
-    work = convert if "from" in case else train
     torch.save(work(case, mesh), out / f"{case['name']}.{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_case(case: dict[str, Any], out: Path) -> bool:
+def run_case(case: dict[str, Any], out: Path, work: Work) -> bool:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -202,7 +230,7 @@ def run_case(case: dict[str, Any], out: Path) -> bool:
         if pid == 0:
             code = 1
             try:
-                rank_main(case, rank, port, out)
+                rank_main(case, rank, port, out, work)
                 code = 0
             except Exception:  # noqa: BLE001  a rank must say why before it ends
                 traceback.print_exc()
@@ -214,11 +242,16 @@ def run_case(case: dict[str, Any], out: Path) -> bool:
     return not any(codes)
 
 
-def main() -> int:
+def main(work: Work | None = None) -> int:
+    """All cases, each rank doing `work`."""
     torch.set_num_threads(1)
     gc.freeze()
     cases = json.loads(Path(sys.argv[1]).read_text())
-    failed = [case["name"] for case in cases if not run_case(case, Path(sys.argv[2]))]
+    failed = [
+        case["name"]
+        for case in cases
+        if not run_case(case, Path(sys.argv[2]), work or (convert if "from" in case else train))
+    ]
     if failed:
         print("failed:", ", ".join(failed), file=sys.stderr)
     return 1 if failed else 0

@@ -48,6 +48,12 @@ UNTIED_ONLY: dict[str, dict[str, Any]] = {
     "pp2-gpipe": {"pipeline": 2, "schedule": "gpipe"},
     "replicate2": {"replicate": 2},
 }
+# Attention that ends at the begin of a document: whatever carries the bounds to the stages must be right in each.
+WITH_DOCUMENTS: dict[str, dict[str, Any]] = {
+    **{n: LAYOUTS[n] for n in ("tp2", "pp2", "fsdp2", "tp2-pp2-fsdp2", "pp2-interleaved", "pp2-zero-bubble")},
+    "pp2-gpipe": {"pipeline": 2, "schedule": "gpipe"},
+    "pp4": {"pipeline": 4},
+}
 
 
 def _cases() -> list[dict[str, Any]]:
@@ -87,6 +93,7 @@ def _cases() -> list[dict[str, Any]]:
             "steps": 2,
         },
         {"name": "repeat-untied", "layout": full, "tied": False},
+        *_document_cases(),
         {
             "name": "sabotage-norms",
             "layout": {"tensor": 2},
@@ -103,6 +110,46 @@ def _cases() -> list[dict[str, Any]]:
         },
     ]
     return cases
+
+
+def _document_cases() -> list[dict[str, Any]]:
+    with_documents = {"tied": False, "documents": True, "steps": 8}
+    full = LAYOUTS["tp2-pp2-fsdp2"]
+    return [
+        {"name": "one-documents", "layout": {}, **with_documents},
+        *(
+            {"name": f"{n}-documents", "layout": layout, **with_documents}
+            for n, layout in WITH_DOCUMENTS.items()
+        ),
+        {
+            "name": "pp2-zero-bubble-fsdp2-documents",
+            "layout": {**LAYOUTS["pp2-zero-bubble"], "shard": 2},
+            "reshard_after_forward": False,
+            **with_documents,
+        },
+        {
+            "name": "recompute-documents",
+            "layout": full,
+            "activation_checkpointing": "full",
+            **with_documents,
+        },
+        {"name": "one-bf16-documents", "layout": {}, "precision": "bf16", **with_documents},
+        {"name": "bf16-documents", "layout": full, "precision": "bf16", **with_documents},
+        {
+            "name": "compiled-documents",
+            "layout": LAYOUTS["tp2-fsdp2"],
+            "compile": True,
+            **with_documents,
+            "steps": 2,
+        },
+        {
+            "name": "sabotage-documents",
+            "layout": {"pipeline": 2},
+            "sabotage": "documents of another microbatch",
+            **with_documents,
+            "steps": 1,
+        },
+    ]
 
 
 @dataclass
@@ -166,6 +213,7 @@ def _differences(ran: Ran, reference: Ran) -> tuple[float, float]:
 FP32 = [f"{n}-{end}" for n in [*LAYOUTS, "pp2-zero-bubble-fsdp2"] for end in ("untied", "tied")]
 FP32 += [f"{n}-untied" for n in UNTIED_ONLY]
 FP32 += ["tp2-pp2-fsdp2-qwen3", "one-recompute", "tp2-pp2-fsdp2-recompute", "tp2-fsdp2-compiled"]
+FP32 += [f"{n}-documents" for n in [*WITH_DOCUMENTS, "pp2-zero-bubble-fsdp2", "recompute", "compiled"]]
 
 
 def _peer(name: str) -> str:
@@ -233,6 +281,25 @@ def test_a_lost_sum_of_tied_gradients_is_seen(runs: dict[str, Ran]) -> None:
     gradient, whose = _worst(ran, "gradients", _reference(runs, "one-tied", "gradients"))
     assert gradient > 0.1
     assert whose == "model.embed_tokens.weight"
+
+
+def test_attention_that_ends_with_a_document_is_another_training(runs: dict[str, Ran]) -> None:
+    loss, _ = _differences(runs["one-documents"], runs["one-untied"])
+    assert loss > 0.01
+    loss, norm = _differences(runs["bf16-documents"], runs["one-bf16-documents"])
+    assert loss < 0.02
+    assert norm < 0.03
+    loss, _ = _differences(runs["one-bf16-documents"], runs["one-documents"])
+    assert 0 < loss < 0.05
+
+
+def test_a_stage_with_the_documents_of_another_microbatch_is_seen(runs: dict[str, Ran]) -> None:
+    loss, _ = _differences(runs["sabotage-documents"], runs["one-documents"])
+    gradient, _ = _worst(
+        runs["sabotage-documents"], "gradients", _reference(runs, "one-documents", "gradients")
+    )
+    assert loss > 100 * LOSS_ABSOLUTE
+    assert gradient > 100 * GRADIENT_OF_LARGEST
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -157,7 +157,7 @@ def test_a_coordinator_that_stalls_finds_out_that_its_nodes_have_stopped(
 
 
 def test_without_a_spare_it_shrinks_and_grows_when_the_node_returns(begin: Begin, replicas: Trial) -> None:
-    trial = begin(*REPLICAS, "train.steps=2000", returns={1: 0.5})
+    trial = begin(*REPLICAS, "train.steps=2000", returns={1: 3.0})
     trial.until_step(7)
     trial.kill_agent(1)
     trial.until_event("shrunk")

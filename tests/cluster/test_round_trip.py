@@ -9,8 +9,9 @@ import safetensors.torch
 import torch
 
 from conftest import run_cases
-from seatrial.checkpoint.manifest import verify
-from seatrial.checkpoint.read import CheckpointWeights, newest
+from seatrial.checkpoint.manifest import complete
+from seatrial.checkpoint.read import CheckpointWeights
+from seatrial.checkpoint.verified import verify
 from seatrial.model.hf_write import write_huggingface
 
 pytestmark = pytest.mark.cluster
@@ -51,8 +52,7 @@ def test_every_byte_comes_back(tied: bool, dtype: str, tmp_path: Path) -> None:
     }
     done = run_cases([case], tmp_path, timeout_s=120)
     assert done.returncode == 0, done.stderr[-4000:]
-    checkpoint = newest(tmp_path / "checkpoints")
-    assert checkpoint is not None
+    (checkpoint,) = complete(tmp_path / "checkpoints")
     assert len(verify(checkpoint).files) == 4
 
     source = CheckpointWeights(checkpoint)

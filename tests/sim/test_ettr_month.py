@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from seatrial.hardware.failures import RATES
 from seatrial.plan.ettr import DAY_S, Branch, Case, simulate
 from seatrial.plan.formulas import first_order, mean_and_error, renewal, young
-from seatrial.plan.reliability import RATES, SCENARIOS, Costs, Measured, make_case
+from seatrial.plan.reliability import SCENARIOS, Costs, Measured, make_case
 
 pytestmark = pytest.mark.cluster  # nothing is started, but it takes its time
 

@@ -1,25 +1,21 @@
-"""Making a folder of parts a complete checkpoint. Without torch: an agent can do it for ranks that are gone.
+"""What makes parts of many ranks one complete checkpoint. Without torch: an agent can do it for ranks that are gone.
 
 Every part is a file `rank-RRRRR.safetensors` and an `index-RRRRR.json` beside it that says which boxes are in it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import seatrial
-from seatrial.base import atomic
 from seatrial.base.errors import SeatrialError
-from seatrial.checkpoint.manifest import LATEST, MANIFEST, Entry, File, Manifest, Part, Progress
+from seatrial.checkpoint.manifest import Entry, File, Manifest, Part, Progress
 from seatrial.record.folder import RunFolder
 
 if TYPE_CHECKING:  # an agent starts without what reading job files needs
@@ -44,6 +40,10 @@ def fence(folder: RunFolder, generation: int) -> Fence:
     return check
 
 
+def unfenced() -> None:
+    """The fence of a place that only one process ever writes to."""
+
+
 def part_name(rank: int) -> str:
     """The file of `rank` in a checkpoint."""
     return f"rank-{rank:05d}.safetensors"
@@ -54,53 +54,36 @@ def index_name(rank: int) -> str:
     return f"index-{rank:05d}.json"
 
 
-def make_index(file: File, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+def make_index(file: File, pieces: list[dict[str, Any]], *, read_back: bool) -> dict[str, Any]:
     """The content of an index.
 
     A piece is {"key", "shape", "dtype", "offsets", "sizes"}. One with "owner": false is a copy of what another rank
-    saves: it is in the file, and not in the manifest.
+    saves: it is in the file, and not in the manifest. `read_back`: the file was read again and compared.
     """
-    return {"file": asdict(file), "pieces": pieces}
+    return {"file": asdict(file), "read_back": read_back, "pieces": pieces}
 
 
-def write_index(folder: Path, rank: int, index: dict[str, Any]) -> None:
-    """Put `rank`'s index into the folder, durably. Raises OSError."""
-    # The ranks' parts reach the manifest through the folder they all write to: no pickled object travels.
-    atomic.write_json(folder / index_name(rank), index)
+def assemble(manifest: Manifest, indices: Iterable[dict[str, Any]], below: str = "") -> Manifest:
+    """`manifest` with the files and tensors of `indices`; the files lie in the folder `below` of the checkpoint.
 
-
-def commit(temporary: Path, final: Path, manifest: Manifest, world_size: int, fence: Fence) -> None:
-    """Make `temporary`, which has the parts of all ranks, the complete checkpoint `final`.
-
-    `manifest` comes without files and tensors: those are in the indices. Raises OSError; ValueError where the parts are
-    not all of every tensor; Superseded, also at the last moment before the folder gets its name.
+    Raises ValueError, KeyError or TypeError where the parts are not all of every tensor.
     """
-    fence()
     files: list[File] = []
     tensors: dict[str, Entry] = {}
-    indices = [temporary / index_name(rank) for rank in range(world_size)]
-    for path in indices:
-        index = json.loads(path.read_text(encoding="utf-8"))
+    read_back = True
+    for index in indices:
         file = File(**index["file"])
+        file = replace(file, file=below + file.file)
+        file.check()
         files.append(file)
+        read_back = read_back and index["read_back"] is True
         for piece in index["pieces"]:
             if piece.get("owner", True):
                 entry = tensors.setdefault(piece["key"], Entry(tuple(piece["shape"]), piece["dtype"]))
                 entry.parts.append(Part(file.file, tuple(piece["offsets"]), tuple(piece["sizes"])))
-    for path in indices:
-        path.unlink()
     for key, entry in tensors.items():
         entry.check(key)
-    if final.exists():
-        # A start takes or sets aside the newest checkpoint, so this step cannot have been saved before.
-        raise FileExistsError(17, "exists already", str(final))
-    atomic.write_text(temporary / MANIFEST, replace(manifest, files=files, tensors=tensors).to_text())
-    fence()  # writing may have taken as long as it takes others to give this generation up
-    os.rename(temporary, final)
-    atomic.fsync_folder(final.parent)
-    # The folder's name made it complete; `latest` is for people, and must not make a failure of it.
-    with contextlib.suppress(OSError):
-        atomic.write_text(final.parent / LATEST, final.name + "\n")
+    return replace(manifest, files=files, tensors=tensors, read_back=read_back)
 
 
 @cache
@@ -121,7 +104,7 @@ def progress_after(job: Job, step: int, generation: int) -> Progress:
 
 
 def new_manifest(job: Job, layout: Layout, progress: Progress) -> Manifest:
-    """The manifest of a checkpoint of `job` written by ranks in `layout`; its files and tensors come with `commit`."""
+    """The manifest of a checkpoint of `job` written by ranks in `layout`; the rest of it comes with `assemble`."""
     return Manifest(
         progress=progress,
         time=time.time(),
@@ -130,6 +113,7 @@ def new_manifest(job: Job, layout: Layout, progress: Progress) -> Manifest:
         layout=layout.as_dict(),
         job_sha256=hashlib.sha256(job.to_toml().encode()).hexdigest(),
         code=code_version(),
+        read_back=False,
         files=[],
         tensors={},
     )

@@ -4,12 +4,14 @@
       step-00000500/            complete: it has manifest.json, and only a rename gives a folder this name
         rank-00000.safetensors  what rank 0 owned: `model/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `rng/cpu/0`;
                                 once in a checkpoint `optimizer/updates`, how many updates were made
-        manifest.json           step, data position, each file's size and hash, where each box of each tensor is
+        manifest.json           step, data position, each file's size and hashes, where each box of each tensor is
+        verified                somebody has read all of it since, and found it to be what the manifest says
       step-00001000.tmp-7/      being written by generation 7, or left by its death: removed by the next start
       step-00000450.damaged/    failed its verification and was set aside
       latest                    the name of the newest complete folder
 
-Files are safetensors and JSON: nothing in a checkpoint can run code when it is read.
+Files are safetensors and JSON: nothing in a checkpoint can run code when it is read. In an object store the same names
+are keys, see `objects.py`.
 """
 
 from __future__ import annotations
@@ -22,18 +24,27 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base.box import Box
-from seatrial.base.errors import SeatrialError
+from seatrial.base.errors import RunFailed, SeatrialError
+from seatrial.checkpoint.hashing import HEX_DIGITS
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+VERIFIED = "verified"
+# At most one folder deep: in an object store each generation writes below a key of its own.
+_FILE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*")
+_HASH = re.compile(rf"[0-9a-f]{{{HEX_DIGITS}}}")
 _COMPLETE = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
-_TEMPORARY = re.compile(r"step-[0-9]{8,}\.tmp-.+")
+# What is being written, and `latest` before it gets its name.
+_TEMPORARY = re.compile(r"step-[0-9]{8,}\.tmp-.+|\.latest\.[0-9]+\.tmp")
 
 
 class Damaged(SeatrialError):
     """A checkpoint is not what its manifest says; the message names the file and both hashes or sizes."""
+
+
+class OtherVersion(RunFailed):
+    """A checkpoint is whole and of a version that this one does not read. It is not damaged: nobody sets it aside."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,23 @@ class File:
 
     file: str
     bytes: int
-    sha256: str
+    chunk_bytes: int
+    hashes: list[str]  # XXH3-128 of each chunk of `chunk_bytes`; the last may be shorter
+
+    def check(self) -> None:
+        """Raise ValueError unless it can be the description of a file."""
+        if not isinstance(self.file, str) or not _FILE.fullmatch(self.file):
+            raise ValueError(f"{self.file!r} is not the name of a file in this folder")
+        if type(self.bytes) is not int or type(self.chunk_bytes) is not int:
+            raise ValueError(f"{self.file}: its sizes are no integers")
+        if self.bytes < 0 or self.chunk_bytes < 1:
+            raise ValueError(f"{self.file}: {self.bytes} bytes in chunks of {self.chunk_bytes}")
+        if len(self.hashes) != -(-self.bytes // self.chunk_bytes):
+            raise ValueError(
+                f"{self.file}: {len(self.hashes)} hashes for {self.bytes} bytes in chunks of {self.chunk_bytes}"
+            )
+        if any(not isinstance(text, str) or not _HASH.fullmatch(text) for text in self.hashes):
+            raise ValueError(f"{self.file}: what should be a hash is none")
 
 
 @dataclass(frozen=True)
@@ -104,6 +131,7 @@ class Manifest:
     layout: dict[str, Any]
     job_sha256: str
     code: str
+    read_back: bool  # every file was read from the storage again, and compared, before this was written
     files: list[File]
     tensors: dict[str, Entry]  # "KIND/NAME"
 
@@ -118,6 +146,7 @@ class Manifest:
             "layout": self.layout,
             "job_sha256": self.job_sha256,
             "code": self.code,
+            "read_back": self.read_back,
             "files": [asdict(f) for f in self.files],
             "tensors": {
                 key: {
@@ -132,18 +161,29 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str) -> Manifest:
-        """The inverse of `to_text`. Raises KeyError, TypeError or ValueError on anything else."""
+        """The inverse of `to_text`. Raises KeyError, TypeError or ValueError on anything else.
+
+        OtherVersion where it is the whole manifest of another version.
+        """
         body = json.loads(text)
-        if body["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(f"schema_version {body['schema_version']}, expected {SCHEMA_VERSION}")
         told = body.pop("sha256")
         if told != _hash(body):
             raise ValueError(f"its content has sha256 {_hash(body)}, it says {told}")
+        version = body["schema_version"]
+        if version != SCHEMA_VERSION:
+            raise OtherVersion(
+                f"it has schema_version {version}, this Seatrial reads {SCHEMA_VERSION}",
+                hint=f"read it with the version that wrote it ({body.get('code', 'unknown')}): its `seatrial export` "
+                "makes a Hugging Face folder of it, for model.init_from",
+            )
         files = [File(**f) for f in body["files"]]
+        for file in files:
+            file.check()
         names = {f.file for f in files}
-        for name in names:
-            if not isinstance(name, str) or not _FILE.fullmatch(name):
-                raise ValueError(f"{name!r} is not the name of a file in this folder")
+        if len(names) != len(files):
+            raise ValueError("a file stands there twice")
+        if type(body["read_back"]) is not bool:
+            raise ValueError("read_back is neither true nor false")
         tensors = {}
         for key, e in body["tensors"].items():
             parts = [Part(file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in e["parts"]]
@@ -166,6 +206,7 @@ class Manifest:
             layout=body["layout"],
             job_sha256=body["job_sha256"],
             code=body["code"],
+            read_back=body["read_back"],
             files=files,
             tensors=tensors,
         )
@@ -208,44 +249,30 @@ def leftovers(checkpoints: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read manifest.json; Damaged if it is missing or not a manifest."""
+    """Read manifest.json; Damaged if it is missing or not a manifest, OtherVersion if it is another version's."""
     path = folder / MANIFEST
     try:
-        manifest = Manifest.from_text(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise Damaged(f"{path} is missing: this checkpoint is not complete") from None
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{path} is not a checkpoint manifest: {error!r}") from None
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{path} is not a checkpoint manifest: {error!r}") from None
-    if step_of(folder) not in (None, manifest.progress.step):
-        raise Damaged(f"{path} is of step {manifest.progress.step}, not of the step in its folder's name")
-    return manifest
+    return parse_manifest(text, str(path), step_of(folder))
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+def parse_manifest(text: str, where: str, step: int | None) -> Manifest:
+    """The manifest that stands at `where`, a path or an address; `step` is what its folder's name says.
 
-
-def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
-    """Compare files with the manifest: presence, size, hash. Damaged names the first that differs.
-
-    Of several callers each can take its part of the files: a checkpoint of a large model takes minutes to read.
+    Raises Damaged and OtherVersion, which name `where`.
     """
-    manifest = read_manifest(folder)
-    for file in manifest.files[part::parts]:
-        path = folder / file.file
-        if not path.is_file():
-            raise Damaged(f"{path} is missing")
-        size = path.stat().st_size
-        if size != file.bytes:
-            raise Damaged(f"{path} has {size} bytes, the manifest says {file.bytes}")
-        try:
-            digest = hash_file(path)
-        except OSError as error:
-            raise Damaged(f"{path} cannot be read: {error.strerror}") from None
-        if digest != file.sha256:
-            raise Damaged(f"{path} has sha256 {digest}, the manifest says {file.sha256}")
+    try:
+        manifest = Manifest.from_text(text)
+    except OtherVersion as error:
+        raise OtherVersion(f"{where}: {error.message}", hint=error.hint) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{where} is not a checkpoint manifest: {error!r}") from None
+    if step not in (None, manifest.progress.step):
+        raise Damaged(f"{where} is of step {manifest.progress.step}, not of the step in its folder's name")
     return manifest

@@ -10,16 +10,14 @@ Without torch, for the agents.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from seatrial.checkpoint.commit import make_index, part_name, write_index
-from seatrial.checkpoint.manifest import Damaged, File
+from seatrial.checkpoint.hashing import NAME, new_hash
+from seatrial.checkpoint.manifest import Damaged
 
 _READ_BYTES = 1 << 20  # read at a time: what fits into a core's cache
 # Written at a time. A thread that writes beside a training thread waits for the interpreter's lock after each part, up to
@@ -43,8 +41,8 @@ class Snapshot:
     generation: int  # that trained it
     layout: str  # `layout_key`
     bytes: int
-    sha256: str
-    index: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # see `commit.make_index`
+    hash: str  # XXH3-128 of all of it
+    index: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # {"pieces": [...]}
 
     @property
     def age(self) -> tuple[int, int]:
@@ -64,7 +62,7 @@ class Snapshot:
         """The inverse of `to_message` and `summary`; other keys do not count. ValueError on anything else."""
         try:
             numbers = [values[key] for key in ("rank", "step", "generation", "bytes")]
-            texts = [values[key] for key in ("layout", "sha256")]
+            texts = [values[key] for key in ("layout", "hash")]
             index = values.get("index") or {}
         except KeyError as error:
             raise ValueError(f"a snapshot without {error}") from None
@@ -89,7 +87,7 @@ class Filling:
         self._size = size
         self._at = 0
         self._first = b""
-        self._digest = hashlib.sha256()
+        self._digest = new_hash()
         if os.fstat(fd).st_size >= _LENGTH:
             _write(fd, bytes(_LENGTH), 0)
         if os.fstat(fd).st_size != size:
@@ -106,13 +104,13 @@ class Filling:
             _write(self._fd, part[held_back:], self._at + held_back)
             self._at += len(part)
 
-    def finish(self, sha256: str | None = None) -> str:
-        """Make the content valid; its SHA-256. Damaged, and the file stays invalid, where that is not `sha256`."""
-        digest = self._digest.hexdigest()
+    def finish(self, expected: str | None = None) -> str:
+        """Make the content valid; its hash. Damaged, and the file stays invalid, where that is not `expected`."""
+        digest = str(self._digest.hexdigest())
         if self._at != self._size:
             raise Damaged(f"{self._at} of {self._size} bytes came")
-        if sha256 is not None and digest != sha256:
-            raise Damaged(f"what came has sha256 {digest}, not {sha256}")
+        if expected is not None and digest != expected:
+            raise Damaged(f"what came has {NAME} {digest}, not {expected}")
         _write(self._fd, self._first, 0)
         return digest
 
@@ -152,16 +150,16 @@ def chunks(fd: int, size: int) -> Iterator[memoryview]:
 
 
 def verify(fd: int, entry: Mapping[str, Any]) -> None:
-    """Compare a memory file with "bytes" and "sha256" of `entry`; Damaged says what differs."""
+    """Compare a memory file with "bytes" and "hash" of `entry`; Damaged says what differs."""
     size = os.fstat(fd).st_size
     if size != entry["bytes"]:
         raise Damaged(f"the snapshot of step {entry['step']} has {size} bytes, not {entry['bytes']}")
-    digest = hashlib.sha256()
+    digest = new_hash()
     for part in chunks(fd, size):
         digest.update(part)
-    if digest.hexdigest() != entry["sha256"]:
+    if digest.hexdigest() != entry["hash"]:
         raise Damaged(
-            f"the snapshot of step {entry['step']} has sha256 {digest.hexdigest()}, not {entry['sha256']}"
+            f"the snapshot of step {entry['step']} has {NAME} {digest.hexdigest()}, not {entry['hash']}"
         )
 
 
@@ -189,27 +187,3 @@ def read_header(fd: int) -> tuple[dict[str, str], dict[str, Any], int]:
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(f"the memory file's header cannot be read: {error!r}") from None
     return own, tensors, _LENGTH + length
-
-
-def write_part(folder: Path, fd: int, snapshot: Snapshot) -> None:
-    """Write a snapshot as its rank's part of the checkpoint that is made in `folder`, durably, with its index.
-
-    Raises OSError; Damaged, before the index is there, where the memory is not what it was.
-    """
-    folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone must not come back half
-    path = folder / part_name(snapshot.rank)
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
-        for part in chunks(fd, snapshot.bytes):
-            digest.update(part)
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    if digest.hexdigest() != snapshot.sha256:
-        path.unlink()
-        raise Damaged(
-            f"rank {snapshot.rank}'s snapshot of step {snapshot.step} has sha256 {digest.hexdigest()}, "
-            f"not {snapshot.sha256}"
-        )
-    file_ = File(path.name, snapshot.bytes, snapshot.sha256)
-    write_index(folder, snapshot.rank, make_index(file_, snapshot.index["pieces"]))

@@ -1,35 +1,48 @@
-"""Reading a checkpoint: any box of any tensor, whatever layout wrote it."""
+"""Reading a checkpoint: any box of any tensor, whatever layout wrote it, and no byte that was not verified."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
-from seatrial.base import atomic
 from seatrial.base.box import Box
-from seatrial.checkpoint.commit import part_name
-from seatrial.checkpoint.manifest import LATEST, Damaged, Manifest, complete, read_manifest
-from seatrial.checkpoint.stream import NAMES
+from seatrial.checkpoint.manifest import Damaged, Entry, Manifest, Part, read_manifest
+from seatrial.checkpoint.source import FolderSource, Source
+from seatrial.checkpoint.stream import DTYPES, NAMES, raw_bytes
+from seatrial.checkpoint.verified import CACHE_BYTES, VerifiedFiles
 from seatrial.job.architecture import Architecture
+
+_BLOCK_BYTES = 1 << 25  # read at once of what cannot go straight to where it is wanted
+_FORMAT_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class CheckpointWeights:
-    """One complete checkpoint as a weight source. Files stay mapped until `close`."""
+    """One complete checkpoint as a weight source. Nothing has to be verified before: reading does it.
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
-        """`manifest`: what `verify` returned, to spare reading it again."""
-        self.folder = folder
-        self.manifest = manifest or read_manifest(folder)
-        self._files: dict[str, Any] = {}
+    Every read raises Damaged where what it needs is not what the manifest says, and StorageError where the storage does
+    not answer. Its memory is bounded by `cache_bytes` and a block, whatever the checkpoint's size. One thread uses it.
+    """
+
+    def __init__(
+        self, source: Path | Source, manifest: Manifest | None = None, *, cache_bytes: int = CACHE_BYTES
+    ) -> None:
+        """`source`: a checkpoint's folder, or what `Place.open` reads from; `manifest` spares reading it again."""
+        if isinstance(source, Path):
+            manifest = manifest or read_manifest(source)
+            source = FolderSource(source)
+        assert manifest is not None, "only a folder can be asked for its manifest"
+        self.manifest = manifest
+        self.where = source.where  # path or address
+        self._files = VerifiedFiles(source, manifest.files, cache_bytes=cache_bytes)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Let go of the files: as long as they are mapped, a deleted checkpoint keeps its place on the disk."""
-        self._files.clear()
+        """Let go of files and memory: as long as a file is open, a deleted checkpoint keeps its place on the disk."""
+        self._files.close()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     @property
     def arch(self) -> Architecture:
@@ -41,12 +54,7 @@ class CheckpointWeights:
 
     def dtype(self, name: str) -> torch.dtype:
         """The type that model parameter `name` is stored in."""
-        entry = self.manifest.tensors.get(f"model/{name}")
-        if entry is None:
-            raise Damaged(f"{self.folder} has no tensor model/{name}")
-        if entry.dtype not in NAMES:
-            raise Damaged(f"{self.folder}: model/{name} has the unknown type {entry.dtype!r}")
-        return NAMES[entry.dtype]
+        return self._dtype(f"model/{name}", self._entry(f"model/{name}"))
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """The values of `box` of model parameter `name`."""
@@ -54,58 +62,95 @@ class CheckpointWeights:
 
     def read_kind(self, kind: str, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """The values of `box` of `KIND/NAME` (kind: model, exp_avg, exp_avg_sq)."""
-        key = f"{kind}/{name}"
-        entry = self.manifest.tensors.get(key)
-        if entry is None:
-            raise Damaged(f"{self.folder} has no tensor {key}")
         out = torch.empty(box.sizes, dtype=dtype)
+        self.read_into(f"{kind}/{name}", box, out)
+        return out
+
+    @torch.no_grad()
+    def read_into(self, key: str, box: Box, out: Tensor) -> None:
+        """Fill `out`, on the CPU, of `box.sizes` and any type, with the values of `box` of the tensor `key`.
+
+        After an error part of it may have been written.
+        """
+        assert out.shape == box.sizes
+        assert out.device.type == "cpu"
+        entry = self._entry(key)
+        dtype = self._dtype(key, entry)
         filled = 0
         for part in entry.parts:
             common = part.box.intersect(box)
             if common is None:
                 continue
-            values = self._open(part.file).get_slice(key)[common.relative_to(part.box).slices()]
-            out[common.relative_to(box).slices()] = values.to(dtype)
+            self._read_part(key, part, dtype, common, out[common.relative_to(box).slices()])
             filled += common.numel
         if filled != box.numel:
-            raise Damaged(f"{self.folder}: {key} has {filled} of {box.numel} values in {box}")
-        return out
+            raise Damaged(f"{self.where}: {key} has {filled} of {box.numel} values in {box}")
 
     def tensor(self, file_rank: int, key: str) -> Tensor | None:
         """A tensor that belongs to one rank (its random state), or None where that rank saved none."""
-        name = part_name(file_rank)
-        if not (self.folder / name).is_file():
+        file = self._files.file_of(file_rank)
+        if file is None:
             return None
-        opened = self._open(name)
-        return opened.get_tensor(key) if key in opened.keys() else None  # noqa: SIM118 (not a dict)
+        found = self._files.header(file)[0].get(key)
+        if found is None:
+            return None
+        dtype = _FORMAT_DTYPES.get(found.get("dtype"))
+        if dtype is None:
+            raise Damaged(f"{self.where}/{file}: {key} has the unknown type {found.get('dtype')!r}")
+        out = torch.empty(found["shape"], dtype=dtype)
+        self._fill(file, self._place(file, key, tuple(out.shape), dtype), out)
+        return out
 
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            try:
-                self._files[file] = safetensors.safe_open(self.folder / file, framework="pt")
-            except (OSError, safetensors.SafetensorError) as error:
-                raise Damaged(f"{self.folder / file} cannot be read: {error}") from None
-        return self._files[file]
+    # -- how
+
+    def _entry(self, key: str) -> Entry:
+        entry = self.manifest.tensors.get(key)
+        if entry is None:
+            raise Damaged(f"{self.where} has no tensor {key}")
+        return entry
+
+    def _dtype(self, key: str, entry: Entry) -> torch.dtype:
+        if entry.dtype not in NAMES:
+            raise Damaged(f"{self.where}: {key} has the unknown type {entry.dtype!r}")
+        return NAMES[entry.dtype]
+
+    def _place(self, file: str, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        size = Box.whole(shape).numel * dtype.itemsize
+        return self._files.find(file, key, dtype=DTYPES[dtype], shape=shape, size=size)
+
+    def _read_part(self, key: str, part: Part, dtype: torch.dtype, common: Box, target: Tensor) -> None:
+        """Fill `target` with `common`, which lies in `part`."""
+        wanted = common.relative_to(part.box)
+        begin = self._place(part.file, key, part.sizes, dtype)
+        self._files.check_box(part.file, key, part.offsets, self._entry(key).shape)
+        # Where the box has all of every row it is one piece of the file.
+        if wanted.sizes[1:] == part.sizes[1:] and target.is_contiguous() and target.dtype == dtype:
+            row = Box.whole(part.sizes[1:]).numel * dtype.itemsize
+            self._fill(part.file, begin + (wanted.offsets[0] * row if wanted.offsets else 0), target)
+            return
+        for offset, rows, block in _blocks(wanted, part.sizes, dtype.itemsize):
+            if self._scratch.numel() < block.numel * dtype.itemsize:
+                self._scratch = torch.empty(block.numel * dtype.itemsize, dtype=torch.uint8)
+            values = self._scratch[: block.numel * dtype.itemsize].view(dtype).view(block.sizes)
+            self._fill(part.file, begin + offset * dtype.itemsize, values)
+            across = (slice(None), *wanted.slices()[1:]) if wanted.sizes else ()
+            (target[rows] if wanted.sizes else target).copy_(values[across] if wanted.sizes else values)
+
+    def _fill(self, file: str, begin: int, target: Tensor) -> None:
+        if target.numel():
+            self._files.read_into(file, raw_bytes(target), begin)
 
 
-def newest(checkpoints: Path) -> Path | None:
-    """The newest complete checkpoint, not verified; None if there is none."""
-    found = complete(checkpoints)
-    return found[0] if found else None
+def _blocks(wanted: Box, sizes: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, slice, Box]]:
+    """Whole rows of a part with `sizes` that hold the box `wanted` of it, some at a time.
 
-
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint to `NAME.damaged`, so that it is kept but never chosen; its new path."""
-    aside = folder.with_name(f"{folder.name}.damaged")
-    n = 1
-    while aside.exists():
-        n += 1
-        aside = folder.with_name(f"{folder.name}.damaged-{n}")
-    os.rename(folder, aside)
-    latest = folder.parent / LATEST
-    left = newest(folder.parent)
-    if left is not None:
-        atomic.write_text(latest, left.name + "\n")
-    else:
-        latest.unlink(missing_ok=True)
-    return aside
+    For each: values before it in the part, the rows of the target that it fills, and its shape.
+    """
+    if not sizes:
+        yield 0, slice(0, 0), Box.whole(())
+        return
+    row = Box.whole(sizes[1:]).numel
+    at_once = max(1, _BLOCK_BYTES // max(1, row * itemsize))
+    for first in range(0, wanted.sizes[0], at_once):
+        n = min(at_once, wanted.sizes[0] - first)
+        yield (wanted.offsets[0] + first) * row, slice(first, first + n), Box.whole((n, *sizes[1:]))

@@ -1,16 +1,13 @@
-"""Writing a safetensors file tensor by tensor: one of them in host memory at a time, hashed on the way.
+"""The layout of a safetensors file, known before its bytes are: tensors can be copied straight to where they belong.
 
-`safetensors.torch.save_file` needs all tensors on the CPU at once, and its result read again to be hashed. The format is
-an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes (huggingface/safetensors, README).
+The format is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes
+(huggingface/safetensors, README).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -56,26 +53,6 @@ class FilePlan:
         data = text.encode()
         data += b" " * (-len(data) % 8)  # so that the tensors begin at a multiple of 8
         return len(data).to_bytes(8, "little") + data
-
-
-def write_safetensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[int, str]:
-    """Write `tensors` to `path` and make it durable; (bytes, SHA-256 of the bytes as they were in memory)."""
-    head = FilePlan(tensors).head()
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
-
-        def put(data: bytes | memoryview) -> None:
-            digest.update(data)
-            file.write(data)
-
-        put(head)
-        for _, tensor in tensors:
-            if tensor.numel():
-                put(raw_bytes(tensor.detach().cpu().contiguous()))
-        size = file.tell()
-        file.flush()
-        os.fsync(file.fileno())
-    return size, digest.hexdigest()
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

@@ -1,13 +1,12 @@
-"""Writing a checkpoint: complete or absent, never half.
+"""What a rank saves, and saving it at once: every rank waits until the checkpoint is complete.
 
-Every rank writes its own file into a temporary folder and makes it durable; then one rank writes the manifest and
-renames the folder. A death at any moment leaves the temporary folder or the complete one.
+Training saves with `staging.AsyncWriter` and goes on meanwhile.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,12 @@ from torch import Tensor
 
 from seatrial.base.box import Box
 from seatrial.base.errors import SeatrialError
-from seatrial.checkpoint.commit import Fence, commit, make_index, part_name, write_index
-from seatrial.checkpoint.manifest import File, Manifest, complete, folder_name, leftovers
-from seatrial.checkpoint.stream import write_safetensors
+from seatrial.checkpoint.commit import Fence, unfenced
+from seatrial.checkpoint.manifest import Manifest, folder_name
+from seatrial.checkpoint.memory import Filling
+from seatrial.checkpoint.place import Place, open_place
+from seatrial.checkpoint.stream import FilePlan, raw_bytes
+from seatrial.checkpoint.verified import BOXES
 
 
 class SaveFailed(SeatrialError):
@@ -52,8 +54,10 @@ class Piece:
         }
 
 
-def _unfenced() -> None:
-    """For a folder that only one process ever writes to."""
+def boxes_of(pieces: Iterable[Piece]) -> dict[str, str]:
+    """The metadata of the file that holds `pieces`: where each belongs, should the manifest be wrong about it."""
+    boxes = {piece.key: [piece.box.offsets, piece.whole] for piece in pieces}
+    return {BOXES: json.dumps(boxes, separators=(",", ":"))}
 
 
 # Returns how many ranks call with False; all ranks call it, and none goes on before all have.
@@ -68,27 +72,26 @@ def save(
     rank: int,
     world_size: int,
     agree: Agree,
-    fence: Fence = _unfenced,
+    fence: Fence = unfenced,
 ) -> Path:
     """Write one checkpoint; every rank calls it with the same `manifest` (without files and tensors).
 
     `fence` raises Superseded where this generation may not publish any more. Returns the complete folder. Raises
-    SaveFailed in every rank if any rank could not write; the temporary folder is then removed.
+    SaveFailed in every rank if any rank could not write; what was written is then removed.
     """
-    progress = manifest.progress
-    final = checkpoints / folder_name(progress.step)
-    temporary = checkpoints / f"{final.name}.tmp-{progress.generation}"
-    problem = _attempt(lambda: _write_rank(temporary, list(pieces), rank))
+    place = open_place(str(checkpoints))
+    step, generation = manifest.progress.step, manifest.progress.generation
+    problem = _attempt(lambda: _write_part(place, step, generation, rank, list(pieces)))
     if agree(problem is None):
-        raise _abandon(temporary, problem, rank)
+        raise _abandon(place, step, generation, problem, rank)
     if rank == 0:
-        problem = _attempt(lambda: commit(temporary, final, manifest, world_size, fence))
+        problem = _attempt(lambda: place.commit(step, generation, manifest, world_size, fence))
     if agree(problem is None):
-        raise _abandon(temporary, problem, rank)
-    return final
+        raise _abandon(place, step, generation, problem, rank)
+    return checkpoints / folder_name(step)
 
 
-def _attempt(work: Callable[[], None]) -> str | None:
+def _attempt(work: Callable[[], object]) -> str | None:
     # The others are told, whatever it was: one that is silent would leave them waiting.
     try:
         work()
@@ -97,39 +100,27 @@ def _attempt(work: Callable[[], None]) -> str | None:
     return None
 
 
-def _abandon(temporary: Path, problem: str | None, rank: int) -> SaveFailed:
+def _abandon(place: Place, step: int, generation: int, problem: str | None, rank: int) -> SaveFailed:
     if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+        place.abandon(step, generation)
     if problem is None:
         return PeerSaveFailed("another rank could not write its part")
-    return SaveFailed(f"{temporary}: {problem}")
+    return SaveFailed(f"{place.where(step)}: {problem}")
 
 
-def _write_rank(folder: Path, pieces: list[Piece], rank: int) -> None:
-    folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone must not come back half
-    name = part_name(rank)
-    size, digest = write_safetensors(folder / name, [(p.key, p.tensor) for p in pieces])
-    write_index(folder, rank, make_index(File(name, size, digest), [p.to_index() for p in pieces]))
-
-
-def _set_aside_for_removal(folder: Path) -> Path:
-    """Rename a complete checkpoint first: a death half-way through deleting it leaves a leftover, not a damaged one."""
-    doomed = folder.with_name(f"{folder.name}.tmp-removed-{os.getpid()}")
-    os.rename(folder, doomed)
-    return doomed
-
-
-def remove_leftovers(checkpoints: Path) -> list[Path]:
-    """Remove what dead saves and removals left; returns what was removed. Only one rank may call it."""
-    found = leftovers(checkpoints)
-    for path in found:
-        shutil.rmtree(path, ignore_errors=True)
-    return found
-
-
-def remove_old(checkpoints: Path, keep: int) -> list[Path]:
-    """Remove all but the `keep` newest complete checkpoints; returns what was removed. Only one rank may call it."""
-    old = complete(checkpoints)[max(1, keep) :]
-    for folder in old:
-        shutil.rmtree(_set_aside_for_removal(folder), ignore_errors=True)
-    return old
+def _write_part(place: Place, step: int, generation: int, rank: int, pieces: list[Piece]) -> None:
+    plan = FilePlan([(p.key, p.tensor) for p in pieces])
+    head = plan.head(boxes_of(pieces))
+    size = len(head) + plan.data_bytes
+    fd = os.memfd_create("seatrial-save")
+    try:
+        filling = Filling(fd, size)
+        filling.add(head)
+        for piece in pieces:
+            if piece.tensor.numel():
+                filling.add(raw_bytes(piece.tensor.detach().cpu().contiguous()))
+        filling.finish()
+        index = {"pieces": [piece.to_index() for piece in pieces]}
+        place.put_part(step, generation, rank, fd, size, index, read_back=False)
+    finally:
+        os.close(fd)

@@ -1,4 +1,4 @@
-"""`seatrial data`: make token stores, look into them, check them."""
+"""`seatrial data`: make token stores, look into them, check them, exchange them with Megatron."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seatrial.base import units
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED
+from seatrial.cli.progress import Progress
 
 if TYPE_CHECKING:
+    from seatrial.data.manifest import Manifest
     from seatrial.data.store import TokenStore
 
 _SHOWN_TOKENS = 64
-_PLAIN_EVERY_S = 10.0
+_CACHE_BYTES = 1 << 30  # of what is looked at on an object store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The three actions and their options."""
+    """The actions and their options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     make = actions.add_parser("prepare", help="turn text, JSONL or Parquet into token shards")
@@ -31,21 +33,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="text file, .jsonl, .parquet, a folder of them, or builtin:python-library",
     )
-    make.add_argument("--out", required=True, metavar="FOLDER", help="where the token store goes")
+    make.add_argument(
+        "--out", required=True, metavar="FOLDER", help="where the token store goes; or s3://BUCKET/PREFIX"
+    )
     make.add_argument("--tokenizer", default="bytes", metavar="bytes|PATH", help="bytes, or a tokenizer.json")
     make.add_argument(
         "--text-key", default="text", metavar="KEY", help="key (JSONL) or column (Parquet) of the text"
     )
     make.add_argument("--shard-tokens", type=_positive, default=None, metavar="N", help="tokens a shard file")
+    make.add_argument(
+        "--workers",
+        type=_positive,
+        default=None,
+        metavar="N",
+        help="processes that tokenise; as many as cores for large sources if left out. The store is the same",
+    )
     make.add_argument("--force", action="store_true", help="replace a token store that is there already")
     make.add_argument("--json", action="store_true", help="print the summary as JSON")
 
+    take = actions.add_parser(
+        "import", help="make a token store of a Megatron dataset (NAME.bin and NAME.idx)"
+    )
+    take.add_argument("pair", metavar="NAME", help="NAME, NAME.bin or NAME.idx")
+    take.add_argument("--out", required=True, metavar="FOLDER", help="where the token store goes")
+    take.add_argument(
+        "--tokenizer", required=True, metavar="bytes|PATH", help="the one that made the dataset"
+    )
+    take.add_argument(
+        "--copy", action="store_true", help="copy the tokens; otherwise the store links to NAME.bin"
+    )
+    take.add_argument("--force", action="store_true", help="replace a token store that is there already")
+    take.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+    give = actions.add_parser("export", help="write a token store as a Megatron dataset")
+    give.add_argument("folder", metavar="FOLDER", help="a token store, or its s3:// address")
+    give.add_argument("--format", choices=["megatron"], default="megatron", help="NAME.bin and NAME.idx")
+    give.add_argument(
+        "--out", required=True, metavar="NAME", help="path of the two files without .bin and .idx"
+    )
+    give.add_argument("--force", action="store_true", help="replace files that are there already")
+    give.add_argument("--json", action="store_true", help="print the summary as JSON")
+
     show = actions.add_parser("show", help="what a token store holds")
-    show.add_argument("folder", metavar="FOLDER")
+    show.add_argument("folder", metavar="FOLDER", help="a token store, or its s3:// address")
     show.add_argument("--json", action="store_true", help="print it as JSON")
 
     verify = actions.add_parser("verify", help="compare every file with the manifest's hashes")
-    verify.add_argument("folder", metavar="FOLDER")
+    verify.add_argument("folder", metavar="FOLDER", help="a token store, or its s3:// address")
     verify.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -53,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the action asked for; returns the exit code."""
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "prepare": _prepare,
+        "import": _import,
+        "export": _export,
         "show": _show,
         "verify": _verify,
     }
@@ -69,39 +105,95 @@ def _positive(text: str) -> int:
 def _prepare(args: argparse.Namespace) -> int:
     from seatrial.data.prepare import prepare
     from seatrial.data.writer import DEFAULT_SHARD_TOKENS
+    from seatrial.storage.names import is_remote
 
     began = time.monotonic()
-    with _progress("preparing") as progress:
-        store = prepare(
-            args.source,
-            args.tokenizer,
-            args.out,
-            text_key=args.text_key,
-            shard_tokens=args.shard_tokens or DEFAULT_SHARD_TOKENS,
-            progress=progress,
-            force=args.force,
-        )
+    with Progress("preparing") as progress:
+        options = {
+            "text_key": args.text_key,
+            "shard_tokens": args.shard_tokens or DEFAULT_SHARD_TOKENS,
+            "workers": args.workers,
+            "progress": progress,
+            "note": progress.line,
+            "force": args.force,
+        }
+        if is_remote(args.out):
+            from seatrial.data.upload import prepare_remote
+
+            manifest = prepare_remote(args.source, args.tokenizer, args.out, **options)
+        else:
+            manifest = prepare(args.source, args.tokenizer, args.out, **options).manifest
     print(f"prepared {args.out} in {units.duration(time.monotonic() - began)}", file=sys.stderr)
+    return _print(args, args.out, manifest)
+
+
+def _import(args: argparse.Namespace) -> int:
+    from seatrial.data.megatron_import import import_pair
+
+    with Progress("importing") as progress:
+        store = import_pair(
+            Path(args.pair),
+            args.tokenizer,
+            Path(args.out),
+            copy=args.copy,
+            force=args.force,
+            progress=progress,
+        )
+    if store.manifest.source["linked"]:
+        print(
+            f"{args.out} links to {store.manifest.source['sources'][0]}: keep that as it is", file=sys.stderr
+        )
+    return _print(args, args.out, store.manifest)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from seatrial.data.megatron import export_pair
+
+    store = _open(args.folder)
+    with Progress("exporting") as progress:
+        pair = export_pair(store, Path(args.out), force=args.force, progress=progress)
     if args.json:
-        _print_json(_summary(store))
+        _print_json(
+            {
+                "schema_version": 1,
+                "files": [str(pair.bin), str(pair.idx)],
+                "dtype": pair.kind.name,
+                "n_tokens": pair.n_tokens,
+                "n_documents": pair.n_documents,
+                "n_sequences": pair.n_sequences,
+            }
+        )
     else:
-        _print_summary(store)
+        print(f"files       {pair.bin}, {pair.idx}")
+        print(f"tokens      {pair.n_tokens} of {pair.kind.name} ({units.count(pair.n_tokens)})")
+        print(f"documents   {pair.n_documents}")
     return EXIT_DONE
 
 
-def _show(args: argparse.Namespace) -> int:
-    from seatrial.data.sources import refuse_remote
+def _open(place: str, *, check_sizes: bool = True) -> TokenStore:
     from seatrial.data.store import TokenStore
+    from seatrial.storage.names import is_remote
 
-    refuse_remote(args.folder)
-    store = TokenStore.open(args.folder)
+    if not is_remote(place):
+        return TokenStore.open(place, check_sizes=check_sizes)
+    from seatrial.data.cache import cache_folder
+    from seatrial.data.stream import StreamedStore
+
+    return StreamedStore.stream(place, cache_folder(), _CACHE_BYTES, check_sizes=check_sizes)
+
+
+def _show(args: argparse.Namespace) -> int:
+    store = _open(args.folder)
     first = store.read(0, min(_SHOWN_TOKENS, store.n_tokens)).tolist()
     text = _decode(store, first)
     if args.json:
         shards = [s.model_dump() for s in store.manifest.shards]
-        _print_json(_summary(store) | {"first_tokens": first, "first_text": text, "shards": shards})
+        _print_json(
+            _summary(args.folder, store.manifest)
+            | {"first_tokens": first, "first_text": text, "shards": shards}
+        )
         return EXIT_DONE
-    _print_summary(store)
+    _print_summary(args.folder, store.manifest)
     if text is None:
         print(
             f"first ids   {' '.join(map(str, first[:16]))} ... (not decoded: only the bytes tokenizer is built in)"
@@ -112,14 +204,10 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from seatrial.data.sources import refuse_remote
-    from seatrial.data.store import TokenStore
-
-    refuse_remote(args.folder)
-    store = TokenStore.open(args.folder, check_sizes=False)
-    with _progress("verifying") as progress:
+    store = _open(args.folder, check_sizes=False)
+    with Progress("verifying") as progress:
         problems = store.verify(progress)
-    n_files = 2 * len(store.manifest.shards)
+    n_files = sum(2 + (s.chunks is not None) for s in store.manifest.shards)
     if args.json:
         found = [{"file": str(file), "message": message} for file, message in problems]
         _print_json({"schema_version": 1, "folder": args.folder, "ok": not problems, "problems": found})
@@ -145,35 +233,44 @@ def _decode(store: TokenStore, ids: list[int]) -> str | None:
     return tokenizer.decode(ids) if store.tokenizer.digest == tokenizer.digest else None
 
 
-def _summary(store: TokenStore) -> dict[str, Any]:
-    m = store.manifest
+def _print(args: argparse.Namespace, place: str, manifest: Manifest) -> int:
+    if args.json:
+        _print_json(_summary(place, manifest))
+    else:
+        _print_summary(place, manifest)
+    return EXIT_DONE
+
+
+def _summary(place: str, m: Manifest) -> dict[str, Any]:
     return {
         "schema_version": 1,
-        "folder": str(store.folder),
+        "folder": place,
         "tokenizer": m.tokenizer.model_dump(),
         "dtype": m.dtype,
         "n_tokens": m.n_tokens,
         "n_documents": m.n_documents,
         "max_token": m.max_token,
         "n_shards": len(m.shards),
-        "n_bytes": sum(s.bytes + s.index.bytes for s in m.shards),
+        "n_bytes": _bytes(m),
         "source": m.source,
     }
 
 
-def _print_summary(store: TokenStore) -> None:
-    m = store.manifest
+def _bytes(m: Manifest) -> int:
+    return sum(s.bytes + s.index.bytes + (s.chunks.bytes if s.chunks else 0) for s in m.shards)
+
+
+def _print_summary(place: str, m: Manifest) -> None:
     source = m.source
     end = m.tokenizer.end_of_document
-    print(f"folder      {store.folder}")
+    print(f"folder      {place}")
     print(f"tokens      {m.n_tokens} ({units.count(m.n_tokens)}), largest id {m.max_token}")
     print(f"documents   {m.n_documents}")
     print(f"tokenizer   {m.tokenizer.name}, {m.tokenizer.vocab_size} ids, digest {m.tokenizer.digest[:12]}")
     print(
         f"ended by    {f'id {end}' if end is not None else 'nothing: the tokenizer has no end-of-document token'}"
     )
-    on_disk = units.memory(sum(s.bytes + s.index.bytes for s in m.shards))
-    print(f"shards      {len(m.shards)} of {m.dtype}, {on_disk}")
+    print(f"shards      {len(m.shards)} of {m.dtype}, {units.memory(_bytes(m))}")
     print(
         f"source      {', '.join(source.get('sources', [])) or 'unknown'} ({source.get('n_files', '?')} files)"
     )
@@ -188,45 +285,3 @@ def _print_summary(store: TokenStore) -> None:
 
 def _print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document, indent=2, ensure_ascii=False))
-
-
-@contextmanager
-def _progress(verb: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Bytes done of bytes in all, on stderr: a bar on a terminal, else a line now and then."""
-    if not sys.stderr.isatty():
-        yield _PlainProgress(verb)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(verb, total=None)
-
-        def update(done: int, total: int, what: str) -> None:
-            del what
-            bar.update(task, completed=done, total=total)
-
-        yield update
-
-
-class _PlainProgress:
-    """A line each `_PLAIN_EVERY_S` seconds; short work prints none."""
-
-    def __init__(self, verb: str) -> None:
-        self._verb = verb
-        self._began = self._last = time.monotonic()
-
-    def __call__(self, done: int, total: int, what: str) -> None:
-        now = time.monotonic()
-        if now - self._last < _PLAIN_EVERY_S or not 0 < done < total:
-            return
-        self._last = now
-        left = units.duration((now - self._began) * (total - done) / done)
-        size = f"{units.memory(done)} of {units.memory(total)}"
-        print(f"{self._verb}: {size} ({100 * done // total} %), {left} left, at {what}", file=sys.stderr)

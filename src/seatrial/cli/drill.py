@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from seatrial.base import units
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from seatrial.ui.out import Out
+from seatrial.ui.table import print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,20 +134,7 @@ def _list(scenarios: list[Any], *, as_json: bool) -> None:
 def _table(out: Out, results: list[Result]) -> None:
     from seatrial.drill.report import COLUMNS, row
 
-    rows = [row(result) for result in results]
-    if out.styled:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(*COLUMNS, box=box.SIMPLE_HEAD)
-        for cells in rows:
-            table.add_row(*cells[:-1], Text(cells[-1], style=_STYLES[cells[-1]]))
-        out.rendered(table)
-        return
-    widths = [max(len(cells[i]) for cells in (COLUMNS, *rows)) for i in range(len(COLUMNS))]
-    for cells in (COLUMNS, *rows):
-        out.line("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+    print_table(out, COLUMNS, [row(result) for result in results], styles=_STYLES)
 
 
 class _Console:

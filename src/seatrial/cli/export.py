@@ -9,10 +9,17 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from seatrial.base import units
-from seatrial.base.errors import EXIT_DONE, InputError, RunFailed
+from seatrial.base.errors import EXIT_DONE, InputError, RunFailed, SeatrialError
 from seatrial.record.folder import RunFolder
+from seatrial.storage import StorageError, is_remote
+
+if TYPE_CHECKING:
+    from seatrial.checkpoint.read import CheckpointWeights
+    from seatrial.checkpoint.survey import Checkpoint
+    from seatrial.model.hf_write import Written
 
 _SIZE_UNITS = {
     "": 1,
@@ -31,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="RUN_OR_CHECKPOINT",
-        help="a run (its newest checkpoint is taken), or one checkpoint: runs/NAME/checkpoints/step-00000500",
+        help="a run (its newest checkpoint is taken), or one checkpoint: its folder, such as "
+        "runs/NAME/checkpoints/step-00000500, or its address on an object store",
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of a run: the checkpoint of step N, not the newest"
     )
     parser.add_argument(
         "--out", required=True, type=Path, metavar="FOLDER", help="a folder that does not exist, or is empty"
@@ -49,32 +60,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="largest weight file (default: 5GB)",
     )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="a tokenizer.json to copy (default: the one that the run was trained with)",
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the folder; returns the exit code."""
-    # Not at the top: they load torch, and `seatrial export --help` needs none.
-    from seatrial.checkpoint.read import CheckpointWeights
-    from seatrial.model.hf_write import write_huggingface
-
-    checkpoint = _checkpoint(args.source)
-    tokenizer, note = _tokenizer(checkpoint)
-    weights = CheckpointWeights(checkpoint)
-    written = write_huggingface(
-        weights,
-        weights.arch,
-        args.out,
-        dtype=args.dtype,
-        max_shard_bytes=args.max_shard,
-        tokenizer=tokenizer,
-        progress=_Progress(),
-    )
+    candidates, run_folder = _candidates(args.source, args.step)
+    tokenizer, note = _tokenizer(args.tokenizer, run_folder)
+    written, weights = _write(args, candidates, tokenizer)
+    checkpoint = weights.where
     if args.json:
         summary = {
             "schema_version": 1,
             "folder": str(args.out),
-            "checkpoint": str(checkpoint),
+            "checkpoint": checkpoint,
             "step": weights.step,
             "family": weights.arch.family,
             "parameters": weights.arch.parameters(),
@@ -94,44 +99,93 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _checkpoint(source: str) -> Path:
-    """A verified checkpoint: the folder `source` itself, or the newest undamaged one of the run that it names."""
-    from seatrial.checkpoint.manifest import MANIFEST, Damaged, complete, verify
+def _candidates(source: str, step: int | None) -> tuple[list[Checkpoint], RunFolder | None]:
+    """The checkpoints to try, the best first; and the run that they are of, where that can be told."""
+    from seatrial.checkpoint.survey import InFolder, InPlace, checkpoint_at, places_of
 
-    path = Path(source)
-    named = (path / MANIFEST).is_file()
-    run_folder = path if named else RunFolder.find(source).path
-    candidates = [path] if named else complete(RunFolder(run_folder).checkpoints)
+    checkpoint = checkpoint_at(source)
+    if checkpoint is not None or is_remote(source):
+        if checkpoint is None:
+            hint = "give the address of one checkpoint, such as s3://BUCKET/PREFIX/NAME/step-00000500"
+            raise InputError(f"there is no complete checkpoint at {source}", hint=hint)
+        if step is not None:
+            raise InputError(f"--step chooses among the checkpoints of a run, and {source} is one checkpoint")
+        if not isinstance(checkpoint, InFolder):
+            return [checkpoint], None
+        run_folder = RunFolder(checkpoint.folder.absolute().parent.parent)
+        return [checkpoint], run_folder if run_folder.job_toml.is_file() else None
+    run_folder = RunFolder.find(source)
+    found: list[tuple[int, int, Checkpoint]] = []
+    problems: list[SeatrialError] = []
+    for number, (_, place) in enumerate(places_of(run_folder)):
+        try:
+            found += [(-n, number, InPlace(place, n)) for n in place.steps()]
+        except StorageError as error:  # the fallback may have what is wanted
+            problems.append(error)
+    found.sort(key=lambda item: item[:2])
+    wanted = [checkpoint for n, _, checkpoint in found if step in (None, -n)]
+    for problem in problems:
+        print(problem.render(), file=sys.stderr)
+    if not wanted and problems:
+        raise problems[0]
+    if not found:
+        raise InputError(
+            f"{run_folder.path} has no complete checkpoint yet",
+            hint="one is written every checkpoint.every_steps steps and at the end of the run",
+        )
+    if not wanted:
+        steps = ", ".join(str(-n) for n in sorted({n for n, _, _ in found}))
+        raise InputError(f"{run_folder.path} has no checkpoint of step {step}", hint=f"it has: {steps}")
+    return wanted, run_folder
+
+
+def _write(
+    args: argparse.Namespace, candidates: list[Checkpoint], tokenizer: Path | None
+) -> tuple[Written, CheckpointWeights]:
+    """Write the first of the candidates that is not damaged. Every byte is verified as it is read."""
+    # Not at the top: they load torch, and `seatrial export --help` needs none.
+    from seatrial.checkpoint.manifest import Damaged
+    from seatrial.model.hf_write import write_huggingface
+
     damage = ""
     for candidate in candidates:
         try:
-            verify(candidate)
+            weights = candidate.open()
+            try:
+                written = write_huggingface(
+                    weights,
+                    weights.arch,
+                    args.out,
+                    dtype=args.dtype,
+                    max_shard_bytes=args.max_shard,
+                    tokenizer=tokenizer,
+                    progress=_Progress(),
+                )
+            finally:
+                weights.close()
         except Damaged as error:
             damage = error.message
-            print(f"damaged: {candidate}: {damage}", file=sys.stderr)
+            print(f"damaged: {candidate.where}: {damage}", file=sys.stderr)
         else:
-            return candidate
-    if named:
-        hint = f"export an older one: the folders beside {path.name}"
-        raise RunFailed(f"{path} is damaged: {damage}", hint=hint)
-    if candidates:
-        raise RunFailed(
-            f"every checkpoint of {run_folder} is damaged; the oldest: {damage}",
-            hint="the disk loses data: see to it, then train again with --fresh",
-        )
-    raise InputError(
-        f"{run_folder} has no complete checkpoint yet",
-        hint="one is written every checkpoint.every_steps steps and at the end of the run",
+            return written, weights
+    if len(candidates) == 1:
+        hint = "export another one: see `seatrial checkpoints RUN`"
+        raise RunFailed(f"{candidates[0].where} is damaged: {damage}", hint=hint)
+    raise RunFailed(
+        f"every checkpoint of the run is damaged; the oldest: {damage}",
+        hint="the disk loses data: see to it, then train again with --fresh",
     )
 
 
-def _tokenizer(checkpoint: Path) -> tuple[Path | None, str]:
-    """The tokenizer.json of the run that a checkpoint lies in, and what to say about it."""
-    job_toml = RunFolder(checkpoint.absolute().parent.parent).job_toml
-    if not job_toml.is_file():
-        return None, "none: the checkpoint lies in no run folder"
+def _tokenizer(given: Path | None, run_folder: RunFolder | None) -> tuple[Path | None, str]:
+    """The tokenizer.json to copy, and what to say about it."""
+    if given is not None:
+        return given, f"copied from {given}"
+    if run_folder is None or not run_folder.job_toml.is_file():
+        return None, "none: the checkpoint lies in no run folder (--tokenizer names one)"
     # Read as plain TOML: of an older version's job only this one key matters here.
-    name = tomllib.loads(job_toml.read_text(encoding="utf-8")).get("data", {}).get("tokenizer", "bytes")
+    text = run_folder.job_toml.read_text(encoding="utf-8")
+    name = tomllib.loads(text).get("data", {}).get("tokenizer", "bytes")
     if name == "bytes":
         return None, "none: the run was trained on bytes"
     path = Path(name)

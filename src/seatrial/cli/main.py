@@ -34,6 +34,8 @@ VERBS = {
     "train": ("seatrial.cli.train", "run a job; the same command again resumes it"),
     "drill": ("seatrial.cli.drill", "prove on a copy of the job that it survives faults"),
     "watch": ("seatrial.cli.watch", "show a run from its folder"),
+    "verify": ("seatrial.cli.verify", "prove that a checkpoint, or a whole run, is what it should be"),
+    "checkpoints": ("seatrial.cli.checkpoints", "list a run's checkpoints and what is known of them"),
     "export": ("seatrial.cli.export", "write a checkpoint as a Hugging Face folder"),
 }
 

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from seatrial.base import units
 from seatrial.base.errors import (
@@ -14,10 +15,13 @@ from seatrial.base.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
+    SeatrialError,
 )
-from seatrial.checkpoint.manifest import complete, step_of
 from seatrial.record.folder import RunFolder
 from seatrial.record.view import State
+
+if TYPE_CHECKING:
+    from seatrial.launch.voyage import Voyage
 
 _STATES: dict[int, State] = {
     EXIT_DONE: "finished",
@@ -74,32 +78,46 @@ def run(args: argparse.Namespace) -> int:
             json_output=args.json,
         ) as console,
     ):
-        store = voyage.store
         console.header(
             job,
             device=voyage.device,
             device_reason=voyage.device_reason,
-            data_summary=f"{job.data.train}, {units.count(store.n_tokens)} tokens ({store.tokenizer.name})",
+            data_summary=_data(voyage),
             notes=opened.notes,
             resume_step=voyage.resume_step,
         )
         if voyage.complete:
             console.out.line(f"all {job.train.steps} steps are done already; --fresh starts over")
-            console.summary("finished", next_commands=_next(args, folder, EXIT_DONE))
+            console.summary("finished", next_commands=_next(args, voyage, EXIT_DONE))
             return EXIT_DONE
         outcome = voyage.run(tick=console.poll)
-        console.summary(_STATES[outcome.exit_code], next_commands=_next(args, folder, outcome.exit_code))
+        console.summary(_STATES[outcome.exit_code], next_commands=_next(args, voyage, outcome.exit_code))
         return outcome.exit_code
 
 
-def _next(args: argparse.Namespace, folder: RunFolder, code: int) -> list[str]:
-    path = folder.path
+def _data(voyage: Voyage) -> str:
+    data, stores = voyage.job.data, voyage.stores
+    weights = data.weights or [1.0]
+    total = sum(weights)
+    sources = [
+        source if len(stores) == 1 else f"{100 * weight / total:.3g} % {source}"
+        for source, weight in zip(data.sources, weights, strict=True)
+    ]
+    tokens = units.count(sum(store.n_tokens for store in stores))
+    return f"{', '.join(sources)}, {tokens} tokens ({stores[0].tokenizer.name})"
+
+
+def _next(args: argparse.Namespace, voyage: Voyage, code: int) -> list[str]:
+    path = voyage.opened.folder.path
     if code == EXIT_DONE:
         return [f"seatrial export {path} --out {path.name}-hf", f"seatrial watch {path} --once"]
     words = ["seatrial", "train", str(args.job)]
     words += [w for s in args.set for w in ("--set", s)]
     if args.runs != Path("runs"):
         words += ["--runs", str(args.runs)]
-    step = max((step_of(p) or 0 for p in complete(folder.checkpoints)), default=None)
-    what = "starts over: there is no checkpoint yet" if step is None else f"resumes after step {step}"
+    try:
+        step = voyage.resume_step
+        what = "starts over: there is no checkpoint yet" if step is None else f"resumes after step {step}"
+    except SeatrialError as error:  # the storage may be what ended the run
+        what = error.message
     return [f"{shlex.join(words)}   # {what}", f"seatrial watch {path} --once"]

@@ -256,6 +256,9 @@ class Agent:
     def _order_distrust(self, order: dict[str, Any]) -> None:
         self.vault.began(order["generation"] + 1, order["step"])
 
+    def _order_forget(self, order: dict[str, Any]) -> None:
+        self.vault.forget(order["generation"], order["step"])
+
     def _order_stop(self, order: dict[str, Any]) -> None:
         generation = order["generation"]
         self.stopping = generation

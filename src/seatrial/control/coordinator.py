@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from seatrial.checkpoint.place import checkpoint_urls
 from seatrial.control import lease as leases
 from seatrial.control import machine_types as m
 from seatrial.control.absent import Absent
@@ -82,10 +83,11 @@ class Coordinator:
         self.machine = Machine(settings, None if memory is None else memory["machine"], rule_for)
         self.recorder = Recorder(self.folder, spec.generation, lease)
         self.verdicts = Verdicts(self.folder)
-        self.snapshots = SnapshotMap(self.folder, self.peers.send, self._flushed)
-        self.hangs = HangWatch(
-            job.resilience, job.checkpoint, self.peers.send, self.recorder, last_step=job.train.steps
+        places = checkpoint_urls(job.checkpoint, job.name, self.folder)
+        self.snapshots = SnapshotMap(
+            self.folder, places, job.checkpoint.read_back, self.peers.send, self._flushed
         )
+        self.hangs = HangWatch(job.resilience, self.peers.send, self.recorder, last_step=job.train.steps)
         self.executor = Executor(spec, job, self.shapes, self.peers, self.snapshots, self.recorder)
         self.ending = Ending(spec.node, lease.term, self.peers, self.executor, self.verdicts)
         if memory is not None and memory.get("world"):
@@ -296,11 +298,17 @@ class Coordinator:
         node = self._node_of(blamed[0]) if blamed else None
         rule = rule_for(values["signal"])
         self.recorder.finding(values, node, rule, rank=blamed[0] if blamed else None)
+        if values["signal"] == "storage_wait":
+            self.hangs.waits_for_storage(int(values["step"]), time.monotonic())
         good = (values.get("data") or {}).get("last_good_step")
         if good is not None:
             # What was copied since then may be as wrong as what was found.
             for other in self.peers.nodes():
                 self.peers.send(other, {"distrust": {"generation": values["generation"], "step": good}})
+        back = (values.get("data") or {}).get("went_back_to")
+        if back is not None:
+            for other in self.peers.nodes():
+                self.peers.send(other, {"forget": {"generation": values["generation"], "step": back}})
         if rule.action in ("ignore", "record") or not self._current(values["generation"]):
             return
         for rank in blamed:

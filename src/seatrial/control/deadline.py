@@ -2,8 +2,8 @@
 
     limit = max(min_s, factor x median of the last steps)
 
-Two things take longer and are no hang: the first step after a start (reading, compiling, meeting), which has a limit
-of its own, `factor` times the longest that was seen once one was; and saving a checkpoint, for which the longest saves seen so far are added, times the same factor.
+The first step after a start takes longer and is no hang (reading, compiling, meeting): it has a limit of its own,
+`factor` times the longest that was seen once one was. A checkpoint is written beside the steps and adds nothing.
 """
 
 from __future__ import annotations
@@ -14,19 +14,14 @@ from statistics import median
 _STEPS = (
     32  # enough that one slow step does not move the median, few enough to follow a change within minutes
 )
-_SAVES = 4
 
 
 class StepDeadline:
     """When the step that is under way is overdue. Times are seconds on one clock, of the caller's choice."""
 
-    def __init__(self, *, min_s: float, factor: float, first_step_s: float, save_every: int = 0) -> None:
-        """`save_every`: a checkpoint is saved after each step that it divides; 0: never."""
+    def __init__(self, *, min_s: float, factor: float, first_step_s: float) -> None:
         self._min_s, self._factor, self._first_step_s = min_s, factor, first_step_s
-        self._save_every = save_every
         self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds each
-        self._saves: deque[float] = deque(maxlen=_SAVES)
-        self._extra_before = 0.0  # what the gap before the save under way had beyond its steps
         self._since: float | None = None  # None: no step is expected
         self._step: int | None = None  # the last one done in this generation
         self._first_took: float | None = None  # the best guess until there is another step
@@ -38,7 +33,7 @@ class StepDeadline:
 
         `whole`: it gets all of `first_step_s`, whatever earlier ones took.
         """
-        self._since, self._step, self._extra_before, self._whole = now, None, 0.0, whole
+        self._since, self._step, self._whole = now, None, whole
 
     def end(self) -> None:
         """No step is expected until the next generation begins."""
@@ -57,29 +52,9 @@ class StepDeadline:
             self._first_took = gap if seconds is None else seconds
             self._longest_first = max(self._longest_first, gap)
         else:
-            self._learn(gap, range(self._step, step), seconds)
+            self._steps.append(gap / (step - self._step) if seconds is None else seconds)
         self._since, self._step = now, step
         return True
-
-    def _learn(self, gap: float, before: range, seconds: float | None) -> None:
-        """`before`: the steps that were followed by another one within `gap`."""
-        usual = self._usual()
-        saved, to_be_saved = (any(self._saves_after(s + i) for s in before) for i in (0, 1))
-        if usual is not None and (saved or to_be_saved):
-            # News of a step may come before its save or after it, so the longer of the two gaps around it holds it.
-            extra = max(0.0, gap - len(before) * usual)
-            if saved:
-                self._saves.append(max(extra, self._extra_before))
-                self._extra_before = 0.0
-            else:
-                self._extra_before = extra
-        if seconds is not None:
-            self._steps.append(seconds)
-        elif not saved and not to_be_saved:
-            self._steps.append(gap / len(before))
-
-    def _saves_after(self, step: int) -> bool:
-        return self._save_every > 0 and step > 0 and step % self._save_every == 0
 
     def _usual(self) -> float | None:
         return median(self._steps) if self._steps else self._first_took
@@ -90,11 +65,7 @@ class StepDeadline:
         usual = self._usual()
         if self._step is None or usual is None:
             return self._first_limit_s
-        limit = max(self._min_s, self._factor * usual)
-        if self._saves_after(self._step) or self._saves_after(self._step + 1):
-            # How long a save takes is unknown until one was seen.
-            limit += self._factor * max(self._saves) if self._saves else self._first_step_s
-        return limit
+        return max(self._min_s, self._factor * usual)
 
     @property
     def _first_limit_s(self) -> float:

@@ -12,7 +12,7 @@ from seatrial.control.evidence import Evidence
 from seatrial.control.links import SlowLink
 from seatrial.control.recorder import Recorder
 from seatrial.control.world import World
-from seatrial.job.schema import CheckpointSection, ResilienceSection
+from seatrial.job.schema import ResilienceSection
 
 _ASK_S = 1.5  # for the ranks to answer
 _ANSWER_S = 3.0  # for all agents to pass it on
@@ -44,7 +44,6 @@ class HangWatch:
     def __init__(
         self,
         resilience: ResilienceSection,
-        checkpoint: CheckpointSection,
         send: Callable[[int, dict[str, Any]], bool],
         recorder: Recorder,
         *,
@@ -55,11 +54,11 @@ class HangWatch:
             min_s=resilience.hang_min_s,
             factor=resilience.hang_factor,
             first_step_s=resilience.first_step_s,
-            save_every=checkpoint.every_steps,
         )
         self._send, self._recorder = send, recorder
         self.step = 0  # the last that all ranks have done in this run
         self._last_step = last_step
+        self._waits_after = 0  # the step after which the ranks wait for a checkpoint to be written
         self._done = 0  # the last that all ranks have done in this generation: less after it went back
         self._number = 0  # of the inspection under way
         self._until: float | None = None
@@ -95,11 +94,17 @@ class HangWatch:
             self._deadline.begin(now)  # back to an earlier state: what is done again is progress too
         self._deadline.progress(now, step)
         self.step, self._done, self._until = step, step, None
-        if step >= self._last_step:
-            self._deadline.begin(
-                now, whole=True
-            )  # what follows may take as long as what comes before the first step
+        if step >= self._last_step or step == self._waits_after:
+            # What follows may take as long as what comes before the first step.
+            self._deadline.begin(now, whole=True)
         return True
+
+    def waits_for_storage(self, step: int, now: float) -> None:
+        """After `step` the ranks wait until a checkpoint is written. News of that step may come later than this."""
+        self._waits_after = step
+        if self._done >= step and self.watching:
+            self._until = None
+            self._deadline.begin(now, whole=True)
 
     def inspected(self, node: int, values: dict[str, Any]) -> None:
         """What the ranks of `node` answered."""

@@ -88,7 +88,7 @@ class Keeper:
                 "step": held.snapshot.step,
                 "generation": held.snapshot.generation,
                 "bytes": held.snapshot.bytes,
-                "sha256": held.snapshot.sha256,
+                "hash": held.snapshot.hash,
             }
             for held in pair.whole()
             if (held.snapshot.rank, held.snapshot.layout) == (rank, key)
@@ -164,6 +164,13 @@ class Keeper:
         for pair in (*self._own, *self._copies.values()):
             for slot, snapshot in enumerate(pair.content):
                 if snapshot is not None and not self._counts(snapshot):
+                    pair.content[slot] = None
+
+    def forget(self, generation: int, step: int) -> None:
+        """Drop what is here of `generation` after `step`. New copies of those steps will come, with other content."""
+        for pair in (*self._own, *self._copies.values()):
+            for slot, snapshot in enumerate(pair.content):
+                if snapshot is not None and snapshot.generation == generation and snapshot.step > step:
                     pair.content[slot] = None
 
     def _counts(self, snapshot: Snapshot) -> bool:

@@ -72,6 +72,9 @@ __all__ = [
 ]
 
 
+_WAIT_TOLD_S = 5.0  # a wait for nodes that lasts so long is told of
+
+
 class Machine(Recovery):
     """The state of one run. `memory` is what `memory()` gave to the coordinator before, or None for a new run;
     `rules` tells what is to be done about a signal.
@@ -277,7 +280,17 @@ class Machine(Recovery):
             return FOREVER
         if now >= fail_at:
             self._finish("failed", self._too_few(len(usable)))
-        return fail_at
+        return min(fail_at, self._tell_wait(since, fail_at, len(usable)))
+
+    def _tell_wait(self, since: float, until: float, usable: int) -> float:
+        """Say once that it waits, and for whom; when to do so. Not at once: nodes come one after the other."""
+        if not self._wait_told and self._now >= since + _WAIT_TOLD_S:
+            self._wait_told = True
+            message = f"waiting for nodes: {self._too_few(usable)}"
+            left = None if until == FOREVER else round(until - self._now, 1)
+            data = {"usable": usable, "needed": self.settings.least, "until_s": left}
+            self._actions.append(Note("waiting_for_nodes", message, "warning", data=data))
+        return FOREVER if self._wait_told else since + _WAIT_TOLD_S
 
     def _start(self, shape: int) -> None:
         s = self.settings
@@ -300,7 +313,7 @@ class Machine(Recovery):
         self.roster.started(self.generation, self._members)
         self.phase, self.started, self.finished = "running", True, {}
         self._progressed = self._saved = False
-        self._since = None
+        self._since, self._wait_told = None, False
         self._actions.append(Start(self.generation, dict(slots), shape, in_place, self._reason))
 
     def _send_out(self) -> None:

@@ -139,7 +139,7 @@ class Recovery(State):
 
     def _halt(self) -> None:
         """Nothing of this generation is wanted any more; the next one starts when all of it has stopped."""
-        self.phase, self._since, self._leaving = "idle", None, None
+        self.phase, self._since, self._leaving, self._wait_told = "idle", None, None, False
         self._leave_by = FOREVER
         self._stop(self.roster.running)
 

@@ -53,6 +53,7 @@ class State:
         self._now = -FOREVER
         self._settled_at = -FOREVER  # by then every node has found the new coordinator, or stopped
         self._since: float | None = None  # when this wait for nodes began
+        self._wait_told = False  # it was said that there are too few
         self._home_until: float | None = None
         self._wake = self._flush_by = self._leave_by = self._preempt_by = FOREVER
         self._actions: list[Action] = []

@@ -28,6 +28,7 @@ def machine_settings(spec: AgentSpec, job: Job, shapes: Sequence[Shape]) -> Sett
         shrink=r.shrink,
         grow=r.grow,
         evict_after=r.evict_after,
+        join_wait_s=r.join_wait_s,
         node_wait_s=r.node_wait_s,
         silence_s=r.silence_s,
         fence_s=_FENCE_S,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from seatrial.checkpoint.manifest import named, step_of
 from seatrial.checkpoint.memory import layout_key
+from seatrial.checkpoint.place import open_place
 from seatrial.control import transfer
-from seatrial.control.keeper import newest_common
+from seatrial.control.keeper import Common, common, newest_common
 from seatrial.control.peers import Peers
 from seatrial.control.transfer import Moving
 from seatrial.job.layout import Layout
 from seatrial.record.folder import RunFolder
+from seatrial.storage import StorageError, is_remote
 
 if TYPE_CHECKING:
     from seatrial.control.world import World
@@ -20,17 +22,40 @@ if TYPE_CHECKING:
 Send = Callable[[int, dict[str, Any]], bool]
 
 
+@dataclass(frozen=True)
+class _Flush:
+    """A state on its way from memory into a checkpoint."""
+
+    step: int
+    trained_by: int  # generation
+    generation: int  # that publishes it
+    layout: Layout
+    place: int  # the first one, or the fallback
+    looks: bool = False  # whether there is one as new already is being looked for
+
+
 class SnapshotMap:
     """What all living agents have told of their memory."""
 
-    def __init__(self, folder: RunFolder, send: Send, flushed: Callable[[int, bool, str], None]) -> None:
-        """`flushed(step, ok, message)` is called once for each `flush`."""
-        self._folder, self._send, self._flushed = folder, send, flushed
+    def __init__(
+        self,
+        folder: RunFolder,
+        places: Sequence[str],
+        read_back: bool,
+        send: Send,
+        flushed: Callable[[int, bool, str], None],
+    ) -> None:
+        """`places`: where checkpoints go, and then the fallback; `read_back`: what is written there is read again.
+
+        `flushed(step, ok, message)` is called once for each `flush`.
+        """
+        self._folder, self._places, self._read_back = folder, places, read_back
+        self._send, self._flushed = send, flushed
         self._held: dict[int, list[dict[str, Any]]] = {}
         self._missing: dict[int, int] = {}  # rank whose part is being written -> node that does it
-        self._flushing: tuple[int, int, int, Layout] | None = None  # step, trained by, generation, layout
-        self._publishing: Moving | None = None
-        self._published: tuple[int, int, int, Layout] | None = None  # the flush that it is for
+        self._flushing: _Flush | None = None
+        self._child: Moving | None = None  # that looks, or publishes
+        self._for: _Flush | None = None  # what it does that for
 
     def held(self, node: int, entries: list[dict[str, Any]]) -> None:
         """`node` told what it holds."""
@@ -72,66 +97,132 @@ class SnapshotMap:
             return
         layout = world.shape.layout
         found = newest_common(self._held, layout.as_dict(), layout.world_size)
-        saved = named(self._folder.checkpoints)
-        on_disk = (step_of(saved[0]) or 0) if saved else 0
-        if found is None or found.step <= on_disk:
-            self._flushed(on_disk, on_disk > 0, "")
+        if found is None:
+            self._flushed(0, False, "")
             return
-        self._flushing = (found.step, found.generation, world.generation, layout)
+        self._flushing = _Flush(found.step, found.generation, world.generation, layout, 0, looks=True)
+        self._missing = {}
+        self._next()
+
+    def part(self, values: dict[str, Any]) -> None:
+        """A rank's part is written, or could not be."""
+        flushing = self._flushing
+        if flushing is None or flushing.looks:
+            return
+        if (values["step"], values["place"]) != (flushing.step, self._places[flushing.place]):
+            return  # of another flush
+        if not values["ok"]:
+            self._failed(f"rank {values['rank']}: {values['message']}")
+            return
+        self._missing.pop(values["rank"], None)
+        self._next()
+
+    def _next(self) -> None:
+        """Start the child that looks, or the one that publishes, if it is time for it. One at a time."""
+        flushing = self._flushing
+        if flushing is None or self._missing or self._child is not None:
+            return
+        if flushing.looks and not any(is_remote(place) for place in self._places):
+            self._looked(
+                flushing, _newest(self._places)
+            )  # a folder is listed in less time than a process starts
+            return
+        self._for = flushing
+        try:
+            self._child = transfer.look(self._places) if flushing.looks else self._publish(flushing)
+        except OSError as error:  # not even a process could be had for it
+            self._end(ok=False, message=str(error))
+
+    def _publish(self, flushing: _Flush) -> Moving:
+        return transfer.publish(
+            self._folder,
+            self._places[flushing.place],
+            flushing.layout,
+            flushing.step,
+            generation=flushing.generation,
+            trained_by=flushing.trained_by,
+        )
+
+    def reaped(self, pid: int) -> bool:
+        """A child of the agent has ended; whether it was ours."""
+        if self._child is None or self._child.pid != pid:
+            return False
+        answer = self._child.result()
+        self._child = None
+        flushing = self._flushing
+        if flushing is None or flushing is not self._for:
+            self._next()  # it was for a flush that has ended without it; another may have waited for its end
+        elif flushing.looks:
+            # What cannot be seen is no reason not to write: if it is there, publishing finds that out.
+            self._looked(flushing, int(answer["step"]) if answer["ok"] else 0)
+        elif answer["ok"]:
+            self._end(ok=True, message=f"the state after step {flushing.step} went from memory to disk")
+        else:
+            self._failed(str(answer["message"]))
+        return True
+
+    def _looked(self, flushing: _Flush, saved: int) -> None:
+        if flushing.step <= saved:
+            self._flushing = None
+            self._flushed(saved, True, "")
+            return
+        self._write(replace(flushing, looks=False))
+
+    def _write(self, flushing: _Flush) -> None:
+        """Order the parts from who holds them now."""
+        found = self._holders(flushing)
+        self._flushing = flushing
+        if found is None:
+            self._end(ok=False, message="it is not in memory any more")
+            return
         self._missing = {rank: nodes[0] for rank, nodes in found.holders.items()}
         by_node: dict[int, list[dict[str, Any]]] = {}
         for rank, nodes in found.holders.items():
-            entry = next(
-                e for e in self._held[nodes[0]] if _is(e, rank, found.step, found.generation, layout)
-            )
+            entries = self._held[nodes[0]]
+            entry = next(e for e in entries if _is(e, rank, found.step, found.generation, flushing.layout))
             by_node.setdefault(nodes[0], []).append(entry)
         for node, entries in by_node.items():
-            order = {"step": found.step, "generation": world.generation, "snapshots": entries}
+            order = {
+                "step": flushing.step,
+                "generation": flushing.generation,
+                "snapshots": entries,
+                "place": self._places[flushing.place],
+                "read_back": self._read_back,
+            }
             if not self._send(node, {"flush": order}):
                 self._end(ok=False, message=f"node {node} went away before it could write its snapshots")
                 return
 
-    def part(self, values: dict[str, Any]) -> None:
-        """A rank's part is written, or could not be."""
-        if self._flushing is None or values["step"] != self._flushing[0]:
-            return
-        if not values["ok"]:
-            self._end(ok=False, message=f"rank {values['rank']}: {values['message']}")
-            return
-        self._missing.pop(values["rank"], None)
-        self._publish()
+    def _holders(self, flushing: _Flush) -> Common | None:
+        layout = flushing.layout
+        for found in common(self._held, layout.as_dict(), layout.world_size):
+            if (found.step, found.generation) == (flushing.step, flushing.trained_by):
+                return found
+        return None
 
-    def _publish(self) -> None:
-        if self._flushing is None or self._missing or self._publishing is not None:
-            return
-        step, trained_by, generation, layout = self._published = self._flushing
-        try:
-            self._publishing = transfer.publish(
-                self._folder, layout, step, generation=generation, trained_by=trained_by
-            )
-        except OSError as error:  # not even a process could be had for it
-            self._end(ok=False, message=str(error))
-
-    def reaped(self, pid: int) -> bool:
-        """A child of the agent has ended; whether it was ours."""
-        if self._publishing is None or self._publishing.pid != pid:
-            return False
-        answer = self._publishing.result()
-        self._publishing = None
-        if self._flushing is None or self._flushing is not self._published:
-            self._publish()  # it was for a flush that has ended without it; another may have waited for its end
-        elif answer["ok"]:
-            self._end(ok=True, message=f"the state after step {self._flushing[0]} went from memory to disk")
+    def _failed(self, message: str) -> None:
+        """The storage did not take it: once more into the fallback, if there is one."""
+        flushing = self._flushing
+        if flushing is None or flushing.place + 1 >= len(self._places):
+            self._end(ok=False, message=message)
         else:
-            self._end(ok=False, message=str(answer["message"]))
-        return True
+            self._write(replace(flushing, place=flushing.place + 1))
 
     def _end(self, *, ok: bool, message: str) -> None:
-        if self._flushing is None:
+        flushing = self._flushing
+        if flushing is None:
             return
-        step, self._flushing, self._missing = self._flushing[0], None, {}
-        text = message if ok else f"step {step} could not be written from memory to disk: {message}"
-        self._flushed(step if ok else 0, ok, text)
+        self._flushing, self._missing = None, {}
+        text = message if ok else f"step {flushing.step} could not be written from memory to disk: {message}"
+        self._flushed(flushing.step if ok else 0, ok, text)
+
+
+def _newest(places: Sequence[str]) -> int:
+    """The step of the newest complete checkpoint in folders; 0 where there is none, or none can be seen."""
+    try:
+        return max((step for place in places for step in open_place(place).steps()), default=0)
+    except StorageError:
+        return 0
 
 
 def _is(entry: Mapping[str, Any], rank: int, step: int, generation: int, layout: Layout) -> bool:

@@ -5,8 +5,9 @@ after the wire's handshake (`hello["role"]` is "snapshot" or "fetch"):
 
     giver   {"snapshot": {...} or null}, then that many raw bytes          taker   {"ok": true}
 
-The bytes are believed by their SHA-256, which came in a signed message. Until all of them have come and match, the file
-that takes them is marked as holding nothing.
+The bytes are compared with their hash, which came in a signed message: it finds every accident on the way, not somebody
+who sits on the network and forges data to match. Until all of them have come and match, the file that takes them is
+marked as holding nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from seatrial.base import process
 from seatrial.base.errors import SeatrialError
 from seatrial.checkpoint import memory
-from seatrial.checkpoint.commit import commit, fence, new_manifest, progress_after
-from seatrial.checkpoint.manifest import Damaged, folder_name, read_manifest
+from seatrial.checkpoint.commit import fence, new_manifest, progress_after
+from seatrial.checkpoint.manifest import Damaged, folder_name
 from seatrial.checkpoint.memory import Snapshot
+from seatrial.checkpoint.place import open_place
 from seatrial.control import wire
 from seatrial.control.keeper import Held
 from seatrial.job import load_job
@@ -43,7 +44,7 @@ class Moving:
     """A transfer under way in a child process."""
 
     pid: int
-    what: str  # "push", "receive", "fetch", "serve", "copy", "part", "publish"
+    what: str  # "push", "receive", "fetch", "serve", "copy", "look", "part", "publish"
     fd: int | None  # the memory file that is being filled
     _answer: int
 
@@ -118,44 +119,64 @@ def copy(held: Held, fd: int) -> Moving:
         filling = memory.Filling(fd, held.snapshot.bytes)
         for part in memory.chunks(held.fd, held.snapshot.bytes):
             filling.add(part)
-        filling.finish(held.snapshot.sha256)
+        filling.finish(held.snapshot.hash)
         return {"snapshot": held.snapshot.to_message()}
 
     return _start("copy", body, keep=[held.fd, fd], fd=fd)
 
 
-def flush_folder(folder: RunFolder, step: int, generation: int) -> Path:
-    """Where generation `generation` puts the parts of a checkpoint that it makes of snapshots."""
-    # Not where its ranks would write the same step: what they left half must not get in.
-    return folder.checkpoints / f"{folder_name(step)}.tmp-{generation}-memory"
+# What agents write of a generation stands apart from what its ranks write: what those left half must not get in.
+FROM_MEMORY = "memory"
 
 
-def flush(held: Held, folder: Path) -> Moving:
-    """Write `held` as its rank's part of the checkpoint that is made in `folder`."""
+def look(places: Sequence[str]) -> Moving:
+    """Find the newest complete checkpoint: {"step"}, 0 where there is none in any of `places`."""
 
     def body() -> Answer:
-        memory.write_part(folder, held.fd, held.snapshot)
+        return {"step": max((step for url in places for step in open_place(url).steps()), default=0)}
+
+    return _start("look", body, keep=[])
+
+
+def flush(held: Held, place: str, generation: int, *, read_back: bool) -> Moving:
+    """Write `held` as its rank's part of the checkpoint that generation `generation` makes at `place`."""
+    snapshot = held.snapshot
+
+    def body() -> Answer:
+        open_place(place).put_part(
+            snapshot.step,
+            generation,
+            snapshot.rank,
+            held.fd,
+            snapshot.bytes,
+            snapshot.index,
+            read_back,
+            origin=FROM_MEMORY,
+            expected=snapshot.hash,
+        )
         return {}
 
     return _start("part", body, keep=[held.fd])
 
 
-def publish(folder: RunFolder, layout: Layout, step: int, *, generation: int, trained_by: int) -> Moving:
-    """Make what `flush` wrote for all ranks of `layout` a complete checkpoint of `step`.
+def publish(
+    folder: RunFolder, place: str, layout: Layout, step: int, *, generation: int, trained_by: int
+) -> Moving:
+    """Make what `flush` wrote to `place` for all ranks of `layout` a complete checkpoint of `step`.
 
     `generation` publishes it, and must be the last that was begun; `trained_by` is the snapshots' own. An undamaged
     manifest of the same step that is there already is as good.
     """
 
     def body() -> Answer:
-        final = folder.checkpoints / folder_name(step)
-        if final.exists():
-            read_manifest(final)
-            return {"message": f"{final.name} was there already"}
+        at = open_place(place)
+        if step in at.steps():
+            at.manifest(step)
+            return {"message": f"{folder_name(step)} was there already"}
         job = load_job(folder.job_toml)
         manifest = new_manifest(job, layout, progress_after(job, step, trained_by))
-        temporary = flush_folder(folder, step, generation)
-        commit(temporary, final, manifest, layout.world_size, fence(folder, generation))
+        check = fence(folder, generation)
+        at.commit(step, generation, manifest, layout.world_size, check, origin=FROM_MEMORY)
         return {}
 
     return _start("publish", body, keep=[])
@@ -193,7 +214,7 @@ def _take(session: wire.Session, fd: int, expected: Snapshot) -> Snapshot:
             raise Damaged(f"the stream ended {left} bytes early")
         filling.add(buffer[:n])
         left -= n
-    filling.finish(snapshot.sha256)
+    filling.finish(snapshot.hash)
     session.send({"ok": True})
     return snapshot
 

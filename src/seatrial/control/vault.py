@@ -57,6 +57,13 @@ class Vault:
         if self._keeper.held() != before:
             self._tell_held()
 
+    def forget(self, generation: int, step: int) -> None:
+        """`generation` itself went back to `step`: what it had copied of later steps counts no more, what it will does."""
+        before = self._keeper.held()
+        self._keeper.forget(generation, step)
+        if self._keeper.held() != before:
+            self._tell_held()
+
     # -- from our own ranks, and on to the buddy
 
     def took(self, local: int, message: dict[str, Any]) -> None:
@@ -176,16 +183,17 @@ class Vault:
             self._fetching.add(moving.pid)
 
     def flush(self, order: dict[str, Any]) -> None:
-        """Write the named snapshots into the checkpoint folder that all nodes write to."""
-        folder = transfer.flush_folder(self._spec.folder, order["step"], order["generation"])
+        """Write the named snapshots into the checkpoint that all nodes write to."""
+        place, generation, read_back = order["place"], order["generation"], order["read_back"]
         for values in order["snapshots"]:
             wanted = Snapshot.from_message(values)
             held = self._keeper.find(wanted.rank, wanted.step, wanted.generation, wanted.layout)
-            part = {"rank": wanted.rank, "step": wanted.step}
+            part = {"rank": wanted.rank, "step": wanted.step, "place": place}
             if held is None:
                 self._tell({"part": {**part, "ok": False, "message": "it is not here any more"}})
                 continue
-            self._begin(partial(transfer.flush, held, folder), partial(self._tell_part, part))
+            write = partial(transfer.flush, held, place, generation, read_back=read_back)
+            self._begin(write, partial(self._tell_part, part))
 
     def _tell_part(self, part: dict[str, Any], answer: dict[str, Any]) -> None:
         self._tell({"part": {**answer, **part}})

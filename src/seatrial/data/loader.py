@@ -5,36 +5,108 @@ Letters in names: B rows of the batch, T tokens of a sequence.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from seatrial.base.errors import Diagnostic, InputError
-from seatrial.data.order import sample_index
-from seatrial.data.store import TokenStore
+from seatrial.data.blend import Blend, source_seed
+from seatrial.data.documents import numbered
+from seatrial.data.order import sample_indices
+from seatrial.data.store import Tokens, TokenStore
+
+_Key = tuple[int, int, int]  # step, first row, rows
+
+
+class Batch(NamedTuple):
+    """Rows of a global batch."""
+
+    ids_BT: torch.Tensor  # int64
+    target_BT: torch.Tensor  # int64: the token after each
+    # int32: which document of its row a token belongs to, counted from 0; None where attention crosses their ends.
+    document_BT: torch.Tensor | None
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a GPU; nothing waits for the copy."""
+        ids_BT, target_BT, document_BT = (
+            None if t is None else t.pin_memory().to(device, non_blocking=True) for t in self
+        )
+        assert ids_BT is not None
+        assert target_BT is not None
+        return Batch(ids_BT, target_BT, document_BT)
 
 
 class BatchLoader:
     """Batches of `global_batch` sequences in an order that depends on `seed` alone, never on the world size.
 
-    Sample i is the tokens [i T, i T + T + 1) of the store: neighbours share one token, which one of them
+    Sample i of a store is the tokens [i T, i T + T + 1): neighbours share one token, which one of them
     predicts and the other reads. Steps count from 1; step N is positions [(N-1) global_batch, N global_batch)
     of the endless sequence of samples, which passes from one epoch to the next in the middle of a batch.
+    Of several stores a `Blend` says which one a position is of; each has its own order and its own epochs.
+
+    After each batch the rows of the next `ahead` steps are read by a thread: then the reading of a disk or of an
+    object store, and the verification of what was read, are behind nobody's step. What goes wrong there is raised by
+    the `batch` that asks for it.
     """
 
     def __init__(
-        self, store: TokenStore, *, sequence_length: int, global_batch: int, seed: int, vocab_size: int
+        self,
+        stores: TokenStore | Sequence[TokenStore],
+        *,
+        sequence_length: int,
+        global_batch: int,
+        seed: int,
+        vocab_size: int,
+        blend: Blend | None = None,
+        attend_across_documents: bool = True,
+        ahead: int = 1,
+        last_step: int | None = None,
     ) -> None:
-        self.store = store
+        """`blend` is needed where there is more than one store, with as many sources.
+
+        Nothing after `last_step` is read ahead: the end of a run waits for no request whose answer nobody needs.
+
+        Raises InputError for every store that does not hold one sample.
+        """
+        self.stores = (stores,) if isinstance(stores, TokenStore) else tuple(stores)
+        if not self.stores or (blend.n_sources if blend is not None else 1) != len(self.stores):
+            raise ValueError(f"{len(self.stores)} stores with {blend}")
         self.sequence_length = sequence_length
         self.global_batch = global_batch
         self.seed = seed
         self.vocab_size = vocab_size
-        self.n_samples = max(0, store.n_tokens - 1) // sequence_length
-        if self.n_samples == 0:
-            raise InputError(
-                f"{store.folder} holds {store.n_tokens} tokens: not one sample of {sequence_length}",
+        self.attend_across_documents = attend_across_documents
+        self._blend = blend
+        self._seeds = [source_seed(seed, i, len(self.stores)) for i in range(len(self.stores))]
+        self.samples_of = [max(0, store.n_tokens - 1) // sequence_length for store in self.stores]
+        self._refuse_empty()
+        self._ahead = ahead
+        self._last_step = last_step
+        self._coming: OrderedDict[_Key, Future[Batch]] = OrderedDict()
+        self._reader: ThreadPoolExecutor | None = None
+
+    def _refuse_empty(self) -> None:
+        problems = [
+            Diagnostic(
+                f"{store.place} holds {store.n_tokens} tokens: not one sample of {self.sequence_length}",
                 hint="give more data or a smaller train.sequence_length",
             )
+            for store, n in zip(self.stores, self.samples_of, strict=True)
+            if n == 0
+        ]
+        if problems:
+            raise InputError(problems)
+
+    @property
+    def store(self) -> TokenStore:
+        """The only store."""
+        (store,) = self.stores
+        return store
 
     def samples(self, step: int) -> tuple[int, int]:
         """(first, end) positions of step's global batch."""
@@ -42,35 +114,95 @@ class BatchLoader:
             raise ValueError(f"steps count from 1, not {step}")
         return (step - 1) * self.global_batch, step * self.global_batch
 
-    def epoch(self, step: int) -> int:
-        """The epoch, from 0, that the first sample of `step` belongs to."""
-        return self.samples(step)[0] // self.n_samples
+    def epochs(self, step: int) -> list[float]:
+        """How often each store was read before `step`."""
+        first, _ = self.samples(step)
+        counts = [first] if self._blend is None else self._blend.counts(first)
+        return [done / n for done, n in zip(counts, self.samples_of, strict=True)]
 
-    def batch(self, step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs_BT, targets_BT), int64 on the CPU: rows [first, first + count) of step's global batch.
+    def batch(self, step: int, first: int, count: int) -> Batch:
+        """Rows [first, first + count) of step's global batch. Reads those rows only, and then the next steps'.
 
-        Reads those rows only. InputError names file and position of an id beyond the vocabulary.
+        InputError names file and position of an id beyond the vocabulary, and of data that is not what was written.
         """
         begin, end = self.samples(step)
         if first < 0 or count < 1 or begin + first + count > end:
             raise ValueError(f"rows [{first}, {first + count}) are outside a batch of {self.global_batch}")
-        starts = []
-        for position in range(begin + first, begin + first + count):
-            _, index = sample_index(position, seed=self.seed, samples_per_epoch=self.n_samples)
-            starts.append(index * self.sequence_length)
-        tokens_BT = self.store.read_rows(starts, self.sequence_length + 1)
-        if int(tokens_BT.max()) >= self.vocab_size:
-            self._refuse(tokens_BT, starts)
-        both_BT = torch.from_numpy(tokens_BT)
-        return both_BT[:, :-1].contiguous(), both_BT[:, 1:].contiguous()
+        ready = self._coming.pop((step, first, count), None)
+        try:
+            return self._read(step, first, count) if ready is None else ready.result()
+        finally:
+            self._read_ahead(step, first, count)
 
-    def _refuse(self, tokens_BT: np.ndarray, starts: list[int]) -> None:
-        row, column = (int(i) for i in np.argwhere(tokens_BT >= self.vocab_size)[0])
-        file, position = self.store.locate(starts[row] + column)
+    def close(self) -> None:
+        """Stop reading ahead, and wait for what is being read."""
+        self._coming.clear()
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+            self._reader = None
+
+    def _read_ahead(self, step: int, first: int, count: int) -> None:
+        if not self._ahead:
+            return
+        end = step + self._ahead if self._last_step is None else min(step + self._ahead, self._last_step)
+        wanted = [(s, first, count) for s in range(step + 1, end + 1)]
+        for key in [key for key in self._coming if key not in wanted]:
+            self._coming.pop(key).cancel()
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        for key in wanted:
+            if key not in self._coming:
+                self._coming[key] = self._reader.submit(self._read, *key)
+
+    def _read(self, step: int, first: int, count: int) -> Batch:
+        sources, starts = self.places(self.samples(step)[0] + first, count)
+        T = self.sequence_length
+        ids_BT = np.empty((count, T), dtype=np.int64)
+        target_BT = np.empty((count, T), dtype=np.int64)
+        document_BT = None if self.attend_across_documents else np.empty((count, T), dtype=np.int32)
+        for source, store in enumerate(self.stores):
+            # All rows as a slice: numpy copies into one several times as fast as into rows by number.
+            rows = np.flatnonzero(sources == source) if len(self.stores) > 1 else slice(None)
+            here = starts[rows].tolist()
+            if not here:
+                continue
+            tokens = store.rows(here, T + 1)
+            if int(tokens.max()) >= self.vocab_size:
+                self._refuse(store, tokens, here)
+            ids_BT[rows], target_BT[rows] = tokens[:, :-1], tokens[:, 1:]
+            if document_BT is not None:
+                begins = [store.document_starts_between(s + 1, s + T) - s for s in here]
+                document_BT[rows] = numbered(begins, T)
+        return Batch(
+            torch.from_numpy(ids_BT),
+            torch.from_numpy(target_BT),
+            None if document_BT is None else torch.from_numpy(document_BT),
+        )
+
+    def places(self, position: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(store, first token in it) of each of `count` samples from `position` of the run on, int64."""
+        T = self.sequence_length
+        sources = np.zeros(count, dtype=np.int64)
+        if self._blend is None:
+            (n,) = self.samples_of
+            return sources, sample_indices(position, count, seed=self.seed, samples_per_epoch=n) * T
+        sources, numbers = self._blend.locate_many(np.arange(position, position + count))
+        starts = np.empty(count, dtype=np.int64)
+        for source, (seed, n) in enumerate(zip(self._seeds, self.samples_of, strict=True)):
+            rows = np.flatnonzero(sources == source)
+            if rows.size:
+                # A source's samples come one after the other, so those of a range of positions are a range too.
+                indices = sample_indices(int(numbers[rows[0]]), rows.size, seed=seed, samples_per_epoch=n)
+                starts[rows] = indices * T
+        return sources, starts
+
+    def _refuse(self, store: TokenStore, tokens: Tokens, starts: list[int]) -> None:
+        row, column = (int(i) for i in np.argwhere(tokens >= self.vocab_size)[0])
+        file, position = store.locate(starts[row] + column)
         raise InputError(
             Diagnostic(
-                f"token {position} is id {tokens_BT[row, column]}, beyond the vocabulary of {self.vocab_size}",
-                file=str(file),
-                hint=f"check the store with: seatrial data verify {self.store.folder}",
+                f"token {position} is id {tokens[row, column]}, beyond the vocabulary of {self.vocab_size}",
+                file=file,
+                hint=f"check the store with: seatrial data verify {store.place}",
             )
         )

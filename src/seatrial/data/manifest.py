@@ -40,8 +40,17 @@ class IndexFile(_Strict):
     n_documents: Count
 
 
+class ChunkFile(_Strict):
+    """Hashes of a shard's chunks: XXH3-128 (16 bytes, canonical) of each consecutive `chunk_bytes` of it."""
+
+    file: FileName
+    xxh3_128: str  # of this file itself
+    bytes: Count
+    chunk_bytes: Annotated[int, Field(ge=1)]
+
+
 class ShardFile(_Strict):
-    """One file of tokens."""
+    """One file of tokens. `chunks` is missing where a version of seatrial that knew none wrote it."""
 
     file: FileName
     n_tokens: Annotated[int, Field(ge=1)]
@@ -49,6 +58,7 @@ class ShardFile(_Strict):
     bytes: Count
     max_token: Count
     index: IndexFile
+    chunks: ChunkFile | None = None
 
 
 class Manifest(_Strict):
@@ -83,21 +93,28 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of the store in `folder`; InputError where there is none or it contradicts itself."""
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as e:
         raise InputError(_absent(folder), hint=prepare_hint(folder)) from e
-    except (OSError, UnicodeDecodeError) as e:
+    except OSError as e:
         raise InputError(f"cannot read {path}: {e}", hint=prepare_hint(folder)) from e
+    return parse_manifest(data, str(path), hint=prepare_hint(folder))
+
+
+def parse_manifest(data: bytes, path: str, *, hint: str) -> Manifest:
+    """The manifest in `data`, the content of `path`; InputError where it is none or contradicts itself."""
     try:
-        content = json.loads(text)
+        content = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as e:
+        raise InputError(f"cannot read {path}: {e}", hint=hint) from e
     except json.JSONDecodeError as e:
         raise InputError(
             Diagnostic(
                 f"bad JSON in the manifest of a token store: {e.msg}",
-                file=str(path),
+                file=path,
                 line=e.lineno,
                 column=e.colno,
-                hint=prepare_hint(folder) + " --force",
+                hint=f"{hint} --force",
             )
         ) from e
     if (
@@ -116,15 +133,14 @@ def read_manifest(folder: Path) -> Manifest:
             [
                 Diagnostic(
                     f"{'.'.join(str(p) for p in problem['loc']) or 'manifest'}: {problem['msg']}",
-                    file=str(path),
-                    hint=prepare_hint(folder) + " --force",
+                    file=path,
+                    hint=f"{hint} --force",
                 )
                 for problem in e.errors()
             ]
         ) from e
     if problems := _contradictions(manifest):
-        hint = prepare_hint(folder) + " --force"
-        raise InputError([Diagnostic(p, file=str(path), hint=hint) for p in problems])
+        raise InputError([Diagnostic(p, file=path, hint=f"{hint} --force") for p in problems])
     return manifest
 
 
@@ -152,4 +168,6 @@ def _contradictions(m: Manifest) -> list[str]:
             problems.append(f"{s.file}: {s.n_tokens} tokens of {m.dtype} are not {s.bytes} bytes")
         if s.index.bytes != s.index.n_documents * 8:
             problems.append(f"{s.index.file}: {s.index.n_documents} documents are not {s.index.bytes} bytes")
+        if s.chunks is not None and s.chunks.bytes != 16 * -(-s.bytes // s.chunks.chunk_bytes):
+            problems.append(f"{s.chunks.file}: {s.chunks.bytes} bytes are not the hashes of {s.bytes} bytes")
     return problems

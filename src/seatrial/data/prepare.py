@@ -6,39 +6,50 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from seatrial.base.errors import Diagnostic, InputError, RunFailed
+from seatrial.data.assembly import Assembly, Progress
+from seatrial.data.blend import Blend
 from seatrial.data.manifest import is_store
-from seatrial.data.readers import Reader
+from seatrial.data.megatron import find_pair
+from seatrial.data.megatron_import import import_pair
+from seatrial.data.parts import Part, plan_parts
+from seatrial.data.pool import Here, Pool, Work
 from seatrial.data.sources import BUILTIN_LIBRARY, Found, find, refuse_remote
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import Tokenizer, load_tokenizer
-from seatrial.data.writer import DEFAULT_SHARD_TOKENS, StoreWriter, temporary_prefix
-
-# Called with (bytes read, bytes in all, what is being read).
-Progress = Callable[[int, int, str], None]
+from seatrial.data.workspace import Note, Workspace
+from seatrial.data.writer import DEFAULT_SHARD_TOKENS, StoreWriter, check_target, temporary_prefix
+from seatrial.storage.names import is_remote
 
 # Goes into the names of cached stores: a change of what `prepare` writes must not meet an old cache.
 _FORMAT = 1
-_BATCH_BYTES = 1 << 22
+_WORTH_A_WORKER = 1 << 27  # bytes of source
 
 
 class DataSection(Protocol):
-    """The two keys of a job's [data] section that are used here."""
+    """The keys of a job's [data] section that are used here."""
 
     @property
-    def train(self) -> str: ...
+    def train(self) -> str | list[str]: ...
+
+    @property
+    def weights(self) -> list[float] | None: ...
 
     @property
     def tokenizer(self) -> str: ...
+
+    @property
+    def cache_gb(self) -> float: ...
 
 
 def prepare(
@@ -48,113 +59,71 @@ def prepare(
     *,
     text_key: str = "text",
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    workers: int | None = None,
     progress: Progress | None = None,
+    note: Note | None = None,
     force: bool = False,
 ) -> TokenStore:
     """Tokenise `sources` into a new store at `out`; `store.manifest.source` tells what was read and skipped.
 
+    `workers` processes share the work; None takes as many as there are cores and the work is worth. The store is the
+    same, byte for byte, whatever their number, and whether or not it was made in one attempt: what is done when an
+    attempt ends, however it ends, is kept in a hidden folder beside `out`, and the next one goes on from there.
+    `note` is told that there is such a folder, when one is found and when one is left.
+
     InputError: nothing to read, unreadable files and lines (up to 20 at once), an `out` that exists.
-    RunFailed: the disk gave out. Then nothing is left at `out`, or what was there before.
+    RunFailed: the disk gave out, or a worker. Then nothing is at `out`, or what was there before.
     """
     refuse_remote(str(out))
     out = Path(out)
+    check_target(out, replace=force)
     tokenizer = load_tokenizer(tokenizer_spec)
     found = find(sources)
-    reader = Reader(text_key)
-    with StoreWriter(out, tokenizer, shard_tokens=shard_tokens, replace=force) as writer:
-        try:
-            empty = _tokenise(found, reader, tokenizer, writer, progress)
-            if reader.problems:
-                raise InputError(reader.problems)
-            if writer.n_tokens == 0:
-                raise InputError(
-                    f"no text in {', '.join(sources)}: {len(found.files)} files, every document empty",
-                    hint="name files that hold text",
+    parts = plan_parts(found, tokenizer_digest=tokenizer.digest, text_key=text_key)
+    try:
+        with Workspace(out, shard_tokens, note) as space:
+            done = space.find(parts)
+            if done.n_parts:
+                space.note(f"going on from an earlier attempt: {done.n_parts} of {len(parts)} parts are done")
+            work = Work(tokenizer_spec, tokenizer, text_key, space.parts)
+            assembly = Assembly(space, parts, done, progress)
+            n = _workers(workers, parts, found)
+            with (
+                StoreWriter(
+                    out, tokenizer, shard_tokens=shard_tokens, replace=force, begun=assembly.begun
+                ) as writer,
+                Here(work) if n == 1 else Pool(work, n) as team,
+            ):
+                counted = assembly.run(team, writer)
+                if writer.n_tokens == 0:
+                    raise InputError(
+                        f"no text in {', '.join(sources)}: {len(found.files)} files, every document empty",
+                        hint="name files that hold text",
+                    )
+                return writer.finish(
+                    {
+                        "sources": list(sources),
+                        "text_key": text_key,
+                        "n_files": len(found.files),
+                        "n_bytes": sum(f.size for f in found.files),
+                        "skipped_files": dict(sorted(found.skipped.items())),
+                        "empty_documents": counted.empty,
+                        "replaced_characters": counted.replaced,
+                        "files_with_replaced_characters": counted.replaced_files,
+                    }
                 )
-            return writer.finish(
-                {
-                    "sources": list(sources),
-                    "text_key": text_key,
-                    "n_files": len(found.files),
-                    "n_bytes": sum(f.size for f in found.files),
-                    "skipped_files": dict(sorted(found.skipped.items())),
-                    "empty_documents": empty,
-                    "replaced_characters": reader.replaced,
-                    "files_with_replaced_characters": reader.replaced_files,
-                }
-            )
-        except OSError as e:
-            raise RunFailed(
-                f"cannot write the token store {out}: {e.strerror or e}",
-                hint="free some space, or give another folder, and run it again",
-            ) from e
+    except OSError as e:
+        raise RunFailed(
+            f"cannot write the token store {out}: {e.strerror or e}",
+            hint="free some space, or give another folder, and run it again: what is done is kept",
+        ) from e
 
 
-def _tokenise(
-    found: Found, reader: Reader, tokenizer: Tokenizer, writer: StoreWriter, progress: Progress | None
-) -> int:
-    """Append every document to `writer`; returns how many were empty. After a first problem it only reads on."""
-    total = sum(f.size for f in found.files)
-    pieces: list[bytes] = []
-    ends: list[bool] = []  # whether the document ends after pieces[i]
-    size, empty = 0, 0
-    inside = False  # whether the document being read has pieces, here or written already
-    begins = True  # whether pieces[0] begins a document
-
-    def flush(name: str) -> None:
-        nonlocal begins, size
-        if pieces and not reader.problems:
-            tokens, starts = _join(tokenizer, pieces, ends, begins)
-            writer.append(tokens, starts)
-        if pieces:
-            begins = ends[-1]
-        pieces.clear()
-        ends.clear()
-        size = 0
-        if progress is not None:
-            progress(reader.bytes_done, total, name)
-
-    for file in found.files:
-        for piece in reader.documents(file):
-            if piece is None:
-                if inside:
-                    ends[-1] = True
-                else:
-                    empty += 1
-                inside = False
-            elif piece:
-                # Before adding, never after: an end that follows must find its piece still here.
-                if size >= _BATCH_BYTES:
-                    flush(file.name)
-                pieces.append(piece)
-                ends.append(False)
-                size += len(piece)
-                inside = True
-        if inside:
-            # The file broke off inside a document (a problem is noted): the next file is another one.
-            ends[-1], inside = True, False
-    flush(found.files[-1].name)
-    return empty
-
-
-def _join(
-    tokenizer: Tokenizer, pieces: list[bytes], ends: list[bool], begins: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens of all pieces with the ends of documents between them, where documents begin)."""
-    encoded = tokenizer.encode_many(pieces)
-    end_id = tokenizer.end_of_document
-    has_end = np.array(ends) if end_id is not None else np.zeros(len(ends), dtype=bool)
-    lengths = np.array([len(e) for e in encoded], dtype=np.int64) + has_end
-    stops = np.cumsum(lengths)
-    tokens = np.empty(int(stops[-1]), dtype=np.uint32 if tokenizer.vocab_size > 1 << 16 else np.uint16)
-    starts = stops - lengths
-    for ids, start in zip(encoded, starts.tolist(), strict=True):
-        tokens[start : start + len(ids)] = ids
-    if end_id is not None:
-        tokens[stops[has_end] - 1] = end_id
-    first = np.array([begins, *ends[:-1]])
-    # A document of no tokens (a normaliser can drop all of a text) has no place of its own.
-    return tokens, starts[first & (starts < len(tokens))]
+def _workers(wanted: int | None, parts: Sequence[Part], found: Found) -> int:
+    """How many processes to use. Of themselves only where the work outweighs starting them."""
+    if wanted is None:
+        wanted = min(len(os.sched_getaffinity(0)), sum(f.size for f in found.files) // _WORTH_A_WORKER)
+    return max(1, min(wanted, len(parts)))
 
 
 def data_cache(root: Path) -> Path:
@@ -162,24 +131,110 @@ def data_cache(root: Path) -> Path:
     return root / ".data"
 
 
+def made_hashes(cache_root: Path) -> Path:
+    """Where the hashes of shards that came without any are kept, beside prepared data."""
+    return cache_root / "hashes"
+
+
+def blend_of(data: DataSection) -> Blend | None:
+    """Which source a sample of the job is of; None where there is only one."""
+    if len(_sources(data)) == 1:
+        return None
+    return Blend(data.weights or ())
+
+
+def _sources(data: DataSection) -> list[str]:
+    return [data.train] if isinstance(data.train, str) else data.train
+
+
+def open_stores(addresses: Sequence[str], cache_root: Path, cache_gb: float) -> list[TokenStore]:
+    """The stores at `addresses`, each of one that `resolve_stores` gave: for another process of the run.
+
+    Whoever resolved them has compared the sizes of all files, which can take seconds: that is not done again. What is
+    read is verified in any case.
+    """
+    return [_open(address, cache_root, cache_gb, check_sizes=False) for address in addresses]
+
+
+def _open(place: str, cache_root: Path, cache_gb: float, *, check_sizes: bool = True) -> TokenStore:
+    if not is_remote(place):
+        return TokenStore.open(place, made_hashes=made_hashes(cache_root), check_sizes=check_sizes)
+    # Loads the client of object stores, which most runs need not wait for.
+    from seatrial.data.cache import cache_folder
+    from seatrial.data.stream import StreamedStore
+
+    return StreamedStore.stream(place, cache_folder(), int(cache_gb * 1e9), check_sizes=check_sizes)
+
+
+def resolve_stores(
+    data: DataSection,
+    cache_root: Path,
+    base_folder: Path,
+    progress: Progress | None = None,
+    note: Note | None = None,
+) -> list[TokenStore]:
+    """The token stores a job trains on, one for each source of `data.train`, in its order.
+
+    A source is a store itself, here or on an object store, or prepared once into `cache_root` and reused. Relative
+    paths are taken from `base_folder`. The cache's name holds a digest of the source's files (paths, sizes, times) and
+    of the tokenizer. Of several callers at once one prepares, the others wait. InputError names every source that
+    cannot be used.
+    """
+    tokenizer_spec = data.tokenizer if data.tokenizer == "bytes" else str(base_folder / data.tokenizer)
+    stores: list[TokenStore] = []
+    problems: list[Diagnostic] = []
+    for source in _sources(data):
+        try:
+            stores.append(
+                _resolve(source, tokenizer_spec, cache_root, base_folder, data.cache_gb, progress, note)
+            )
+        except InputError as e:
+            problems.extend(e.diagnostics)
+    if problems:
+        raise InputError(problems)
+    return stores
+
+
 def resolve_store(
     data: DataSection, cache_root: Path, base_folder: Path, progress: Progress | None = None
 ) -> TokenStore:
-    """The token store a job trains on: `data.train` itself, or prepared once into `cache_root` and reused.
+    """`resolve_stores` of a job that names one source; ValueError for a blend."""
+    (store,) = resolve_stores(data, cache_root, base_folder, progress)
+    return store
 
-    Relative paths are taken from `base_folder`. The cache's name holds a digest of the source's files
-    (paths, sizes, times) and of the tokenizer. Of several callers at once one prepares, the others wait.
-    """
-    refuse_remote(data.train)
-    tokenizer_spec = data.tokenizer if data.tokenizer == "bytes" else str(base_folder / data.tokenizer)
-    source = data.train
+
+def stores_identity(stores: Sequence[TokenStore]) -> dict[str, object]:
+    """What the samples of a run depend on: of each store its content, in order, and the tokenizer that made them."""
+    if len(stores) == 1:
+        return stores[0].identity()
+    each = [store.identity() for store in stores]
+    return {key: [identity[key] for identity in each] for key in each[0]}
+
+
+def _resolve(
+    source: str,
+    tokenizer_spec: str,
+    cache_root: Path,
+    base_folder: Path,
+    cache_gb: float,
+    progress: Progress | None,
+    note: Note | None,
+) -> TokenStore:
+    if is_remote(source):
+        return _open(source, cache_root, cache_gb)
+    pair: Path | None = None
     if not source.startswith("builtin:"):
         path = base_folder / source
         if is_store(path):
-            return TokenStore.open(path)
+            return _open(str(path), cache_root, cache_gb)
+        pair = find_pair(path)
         source = str(path)
     tokenizer = load_tokenizer(tokenizer_spec)
-    digest = _source_digest(source, find([source]), tokenizer)
+    if pair is None:
+        found = find([source])
+    else:
+        found = find([f"{pair}.bin", f"{pair}.idx"])
+    digest = _source_digest(source, found, tokenizer)
     stem = "python-library" if source == BUILTIN_LIBRARY else Path(source).name
     folder = cache_root / f"{re.sub(r'[^A-Za-z0-9._-]', '-', stem).lstrip('.-') or 'data'}-{digest[:12]}"
     if (cached := _open_cached(folder)) is not None:
@@ -187,10 +242,13 @@ def resolve_store(
     with _locked(folder):
         if (cached := _open_cached(folder)) is not None:
             return cached
-        # Under the lock nobody else writes here: these are of processes that died.
-        for left in cache_root.glob(temporary_prefix(folder) + "*"):
+        # Under the lock nobody else writes here: these are of processes that died. What can be gone on from is not
+        # among them.
+        for left in cache_root.glob(temporary_prefix(folder) + "[0-9]*"):
             shutil.rmtree(left, ignore_errors=True)
-        return prepare([source], tokenizer_spec, folder, progress=progress, force=True)
+        if pair is not None:
+            return import_pair(pair, tokenizer_spec, folder, progress=progress, force=True)
+        return prepare([source], tokenizer_spec, folder, progress=progress, note=note, force=True)
 
 
 def _source_digest(source: str, found: Found, tokenizer: Tokenizer) -> str:
@@ -210,7 +268,7 @@ def _open_cached(folder: Path) -> TokenStore | None:
     if not folder.exists():
         return None
     try:
-        return TokenStore.open(folder)
+        return TokenStore.open(folder, made_hashes=made_hashes(folder.parent))
     except InputError:
         return None
 
@@ -231,41 +289,80 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def check_store(
-    store: TokenStore, *, vocab_size: int, sequence_length: int, global_batch: int, tokenizer_spec: str
+def check_stores(
+    stores: Sequence[TokenStore],
+    blend: Blend | None,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    global_batch: int,
+    tokenizer_spec: str,
 ) -> None:
-    """InputError with every reason why a model of `vocab_size` cannot train on `store`.
+    """InputError with every reason why a model of `vocab_size` cannot train on `stores`, blended as `blend` says.
 
     A step takes `global_batch` samples of `sequence_length` tokens, and each sample one token more to predict.
     """
+    problems: list[Diagnostic] = []
+    shares = [Fraction(1)] if blend is None else blend.shares
+    for store, share in zip(stores, shares, strict=True):
+        wanted = ceil(share * global_batch)
+        problems += _misfits(store, vocab_size, sequence_length, wanted, global_batch, tokenizer_spec)
+    if problems:
+        raise InputError(problems)
+
+
+def check_store(
+    store: TokenStore, *, vocab_size: int, sequence_length: int, global_batch: int, tokenizer_spec: str
+) -> None:
+    """`check_stores` of a job with one source."""
+    check_stores(
+        [store],
+        None,
+        vocab_size=vocab_size,
+        sequence_length=sequence_length,
+        global_batch=global_batch,
+        tokenizer_spec=tokenizer_spec,
+    )
+
+
+def _misfits(
+    store: TokenStore,
+    vocab_size: int,
+    sequence_length: int,
+    wanted: int,
+    global_batch: int,
+    tokenizer_spec: str,
+) -> list[Diagnostic]:
+    """What of one store does not fit; `wanted` samples of a global batch are of it."""
     problems = []
     bad = next((s for s in store.manifest.shards if s.max_token >= vocab_size), None)
     if bad is not None:
         problems.append(
             Diagnostic(
-                f"token id {bad.max_token} in {store.folder / bad.file} is beyond the vocabulary of {vocab_size}",
+                f"token id {bad.max_token} in {store.where(bad.file)} is beyond the vocabulary of {vocab_size}",
                 hint=f"the store's tokenizer {store.tokenizer.name!r} has {store.tokenizer.vocab_size} ids: "
                 "use a model with at least that vocab_size, or another tokenizer",
             )
         )
     samples = max(0, store.n_tokens - 1) // sequence_length
-    if samples < global_batch:
+    if samples < wanted:
+        of_it = "" if wanted == global_batch else f"the {wanted} that it gives to "
         problems.append(
             Diagnostic(
-                f"{store.folder} holds {store.n_tokens} tokens, {samples} samples of {sequence_length}: "
-                f"fewer than one global batch of {global_batch}",
-                hint="give more data, or a smaller train.global_batch or train.sequence_length",
+                f"{store.place} holds {store.n_tokens} tokens, {samples} samples of {sequence_length}: "
+                f"fewer than {of_it}one global batch of {global_batch}",
+                hint="give more data, or a smaller train.global_batch or train.sequence_length"
+                + (", or a smaller weight" if of_it else ""),
             )
         )
     tokenizer = load_tokenizer(tokenizer_spec)
     if tokenizer.digest != store.tokenizer.digest:
         problems.append(
             Diagnostic(
-                f"{store.folder} was made with the tokenizer {store.tokenizer.name!r} "
+                f"{store.place} was made with the tokenizer {store.tokenizer.name!r} "
                 f"(digest {store.tokenizer.digest[:12]}), the job names {tokenizer.name!r} "
                 f"(digest {tokenizer.digest[:12]})",
                 hint="set data.tokenizer to the tokenizer that made the store, or prepare the store again",
             )
         )
-    if problems:
-        raise InputError(problems)
+    return problems

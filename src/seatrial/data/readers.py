@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from typing import BinaryIO
 
 from seatrial.base.errors import Diagnostic, InputError
-from seatrial.data.sources import SourceFile
+from seatrial.data.sources import SourceFile, Span
 
 MAX_PROBLEMS = 20
 # Larger documents are cut at a line's end, so that memory stays bounded: a tokenizer keeps about 100 bytes a
@@ -25,48 +26,69 @@ Pieces = Iterator[bytes | None]
 class Reader:
     """Reads documents and keeps count; what cannot be read is collected in `problems`, up to MAX_PROBLEMS."""
 
-    def __init__(self, text_key: str) -> None:
+    def __init__(self, text_key: str, piece_bytes: int | None = None) -> None:
         self.text_key = text_key
+        self.piece_bytes = PIECE_BYTES if piece_bytes is None else piece_bytes
         self.problems: list[Diagnostic] = []
         self.bytes_done = 0
-        self.replaced = 0
-        self.replaced_files = 0
+        self.lines = 0  # of the last span, if it was JSONL
+        self.replaced: dict[str, int] = {}  # path of a file -> bytes or characters that were no UTF-8
 
-    def documents(self, file: SourceFile) -> Pieces:
-        """The documents of `file`; InputError once MAX_PROBLEMS are found."""
-        done_before, replaced_before = self.bytes_done, self.replaced
+    def documents(self, span: Span) -> Pieces:
+        """The documents of `span`; InputError once MAX_PROBLEMS are found.
+
+        A span of text that does not reach the file's end breaks off inside its document, without a None.
+        Lines are counted from the span's begin.
+        """
+        file = span.file
+        done_before, self.lines = self.bytes_done, 0
+        self._path = str(file.path)
         try:
             if file.kind == "parquet":
-                yield from self._parquet(file)
+                yield from self._parquet(span)
             else:
                 with open(file.path, "rb") as f:
                     if f.read(len(_BOM)) != _BOM:
                         f.seek(0)
-                    yield from self._jsonl(file, f) if file.kind == "jsonl" else self._text(f)
+                    yield from self._jsonl(span, f) if file.kind == "jsonl" else self._text(span, f)
+            status = file.path.stat()
+            if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
+                # Some of it would be the old text and some the new one.
+                self._problem(
+                    Diagnostic(
+                        "changed while it was being read",
+                        file=self._path,
+                        hint="run it again when nothing writes to it any more, or name a copy",
+                    )
+                )
         except OSError as e:
-            self._problem(Diagnostic(f"cannot be read: {e.strerror or e}", file=str(file.path)))
-        self.replaced_files += self.replaced > replaced_before
-        self.bytes_done = done_before + file.size
+            self._problem(Diagnostic(f"cannot be read: {e.strerror or e}", file=self._path))
+        if span.begin == 0 and span.end is None:
+            self.bytes_done = done_before + file.size
 
     def _problem(self, problem: Diagnostic) -> None:
         self.problems.append(problem)
         if len(self.problems) >= MAX_PROBLEMS:
             raise InputError(self.problems)
 
-    def _text(self, f: BinaryIO) -> Pieces:
-        for block in cut(f):
+    def _text(self, span: Span, f: BinaryIO) -> Pieces:
+        for block in cut(f, self.piece_bytes, span.begin, span.end):
             self.bytes_done += len(block)
             yield self._valid(block)
-        yield None
+        if span.end is None:
+            yield None
 
     def _valid(self, raw: bytes) -> bytes:
         try:
             raw.decode("utf-8")
         except UnicodeDecodeError:
             fixed = raw.decode("utf-8", errors="replace").encode("utf-8")
-            self.replaced += fixed.count(_REPLACEMENT) - raw.count(_REPLACEMENT)
+            self._count_replaced(fixed.count(_REPLACEMENT) - raw.count(_REPLACEMENT))
             return fixed
         return raw
+
+    def _count_replaced(self, n: int) -> None:
+        self.replaced[self._path] = self.replaced.get(self._path, 0) + n
 
     def _document(self, text: str) -> Pieces:
         try:
@@ -74,19 +96,26 @@ class Reader:
         except UnicodeEncodeError:
             # JSON can spell half of a surrogate pair ("\ud800"), which is no character.
             data = text.encode("utf-8", errors="replace")
-            self.replaced += sum("\ud800" <= c <= "\udfff" for c in text)
-        if len(data) <= PIECE_BYTES:
+            self._count_replaced(sum("\ud800" <= c <= "\udfff" for c in text))
+        if len(data) <= self.piece_bytes:
             yield data
         else:
-            yield from cut(io.BytesIO(data))
+            yield from cut(io.BytesIO(data), self.piece_bytes)
         yield None
 
-    def _jsonl(self, file: SourceFile, f: BinaryIO) -> Pieces:
-        for number, line in enumerate(f, start=1):
+    def _jsonl(self, span: Span, f: BinaryIO) -> Pieces:
+        if span.begin:
+            # The line that holds the byte before began in the span before.
+            f.seek(span.begin - 1)
+            f.readline()
+        at = f.tell()
+        while (span.end is None or at < span.end) and (line := f.readline()):
+            at += len(line)
+            self.lines += 1
             self.bytes_done += len(line)
             if line.isspace():
                 continue
-            text = self._line(file, number, self._valid(line).decode("utf-8").rstrip("\r\n"))
+            text = self._line(span.file, self.lines, self._valid(line).decode("utf-8").rstrip("\r\n"))
             if text is not None:
                 yield from self._document(text)
 
@@ -114,16 +143,20 @@ class Reader:
         self._problem(Diagnostic(problem, place, number, column, source_line=shown, hint=hint))
         return None
 
-    def _parquet(self, file: SourceFile) -> Pieces:
+    def _parquet(self, span: Span) -> Pieces:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        file = span.file
         try:
             with pq.ParquetFile(file.path) as table:
                 if not self._has_text(file, table.schema_arrow):
                     return
                 rows, done, base = table.metadata.num_rows, 0, self.bytes_done
-                for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[self.text_key]):
+                groups = range(table.metadata.num_row_groups)[span.begin : span.end]
+                for batch in table.iter_batches(
+                    batch_size=_PARQUET_ROWS, row_groups=groups, columns=[self.text_key]
+                ):
                     for text in batch.column(0).to_pylist():
                         if text is None:
                             yield None
@@ -155,20 +188,34 @@ class Reader:
         return False
 
 
-def cut(f: BinaryIO, limit: int | None = None) -> Iterator[bytes]:
-    """The bytes of `f` in blocks of about `limit`, cut after a line's end, or at least between two characters."""
-    limit = PIECE_BYTES if limit is None else limit
+def cut(f: BinaryIO, limit: int, first: int = 0, last: int | None = None) -> Iterator[bytes]:
+    """The bytes of `f` in blocks of about `limit`, cut after a line's end, or at least between two characters.
+
+    Block n ends near byte (n + 1) `limit`, counted from where `f` stands. Where it ends depends on the `limit` bytes
+    before alone, so blocks [first, last) are the same whether or not the others are read.
+    """
     rest = b""
-    while chunk := f.read(limit):
+    if first:
+        f.seek((first - 1) * limit, os.SEEK_CUR)
+        chunk = f.read(limit)
+        rest = chunk[_end(chunk) :]
+    number = first
+    while (last is None or number < last) and (chunk := f.read(limit)):
         data = rest + chunk
         if len(chunk) < limit:
             rest = data
             break
-        end = data.rfind(b"\n") + 1 or _character_end(data)
+        end = _end(data)
         rest = data[end:]
+        number += 1
         yield data[:end]
-    if rest:
+    if rest and last is None:
         yield rest
+
+
+def _end(data: bytes) -> int:
+    """Where a block that ends within `data` ends."""
+    return data.rfind(b"\n") + 1 or _character_end(data)
 
 
 def _character_end(data: bytes) -> int:

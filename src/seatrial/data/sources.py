@@ -40,6 +40,19 @@ class SourceFile:
     mtime_ns: int
 
 
+@dataclass(frozen=True)
+class Span:
+    """Part of a file: from `begin` to before `end` (None: the file's end).
+
+    Counted in the units in which its kind can be read from the middle: pieces of text, bytes of JSONL (a line belongs
+    to the span that it begins in), row groups of Parquet.
+    """
+
+    file: SourceFile
+    begin: int = 0
+    end: int | None = None
+
+
 @dataclass
 class Found:
     """Files in a fixed order, and what was left out: reason -> how many."""

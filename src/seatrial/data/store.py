@@ -2,39 +2,59 @@
 
     shard-00000.bin   uint16 or uint32 tokens, one document after the other
     shard-00000.idx   uint64 starts of the documents that begin in this shard, in tokens from its start
+    shard-00000.xxh3  hashes of the shard's chunks, 16 bytes each
     manifest.json     sizes, hashes, tokenizer, source
 
 A document may run on into the next shard. Reading is `pread`, not a memory map: a file that shrinks or a
 file system that fails is then an error with the file's name, where a map would kill the process by SIGBUS.
+
+Nothing is used before it was verified: of a shard, the chunk that holds it, once in each process; of an index, all of
+it. So a start costs the same whatever the size of the store, and damage is named before a step is trained on it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from seatrial.base.errors import Diagnostic, InputError
-from seatrial.data.manifest import Manifest, prepare_hint, read_manifest
+from seatrial.data.chunks import CHUNK_BYTES, RESTORE_HINT, ChunkHashes, MadeHashes, parse
+from seatrial.data.documents import DocumentIndex, Positions
+from seatrial.data.manifest import IndexFile, Manifest, ShardFile, prepare_hint, read_manifest
+from seatrial.data.shards import VerifiedFile
 
 # Open files kept a store: enough for every shard of most stores, far below the usual limit of 1,024.
 _OPEN_FILES = 128
 _HASH_BLOCK = 1 << 22
 
 HashProgress = Callable[[int, int, str], None]
+Tokens = npt.NDArray[np.unsignedinteger]
+
+
+class ShardReader(Protocol):
+    """Bytes of one shard's tokens."""
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill `view` (bytes, at least one) from byte `offset` on; InputError where that cannot be trusted."""
 
 
 class TokenStore:
     """A read-only sequence of `n_tokens` tokens; safe to read from several threads and after a fork."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    ahead = 1  # steps that a loader should read before they are wanted
+    _indexes_kept = _OPEN_FILES
+
+    def __init__(self, folder: Path, manifest: Manifest, made_hashes: Path | None = None) -> None:
+        """`made_hashes`: a folder for the hashes of shards that have none; without it those are not verified."""
         self.folder = folder
         self.manifest = manifest
         self.tokenizer = manifest.tokenizer
@@ -44,9 +64,28 @@ class TokenStore:
         self.dtype = np.dtype("<u2" if manifest.dtype == "uint16" else "<u4")
         # starts[i] is the first token of shard i; one more at the end: n_tokens.
         self._starts = [0, *accumulate(s.n_tokens for s in manifest.shards)]
+        self._made = None if made_hashes is None else MadeHashes(made_hashes)
+        # One bit for each chunk that was verified, made when a shard is first used: a bit for 256 KiB.
+        self._seen: dict[int, bytearray] = {}
+        self._indexes_seen: set[int] = set()
         # lru_cache is safe between threads without a lock of ours, which a fork could copy while it is held.
-        # The function does not refer to the store: files close as soon as the store is let go.
-        self._file = lru_cache(maxsize=_OPEN_FILES)(lambda n: _OpenFile(folder / manifest.shards[n].file))
+        # Nothing cached refers to the store: files close as soon as the store is let go.
+        self._file = lru_cache(maxsize=_OPEN_FILES)(self._shard_opener())
+        self._index = lru_cache(maxsize=self._indexes_kept)(self._index_opener())
+
+    @property
+    def place(self) -> str:
+        """Where the store is, as its user would write it: a path or an address."""
+        return str(self.folder)
+
+    @property
+    def address(self) -> str:
+        """`place`, the same from any working folder: what another process opens it by."""
+        return str(self.folder.absolute())
+
+    def where(self, file: str) -> str:
+        """The place of one of its files."""
+        return str(self.folder / file)
 
     def identity(self) -> dict[str, object]:
         """What the samples of a run depend on: the content of the shards, and the tokenizer that made them."""
@@ -54,140 +93,197 @@ class TokenStore:
         return {"data.tokens_sha256": digest, "data.tokenizer_digest": self.tokenizer.digest}
 
     @classmethod
-    def open(cls, folder: Path | str, *, check_sizes: bool = True) -> TokenStore:
+    def open(
+        cls, folder: Path | str, *, check_sizes: bool = True, made_hashes: Path | None = None
+    ) -> TokenStore:
         """The store in `folder`, its files' sizes compared with the manifest; InputError names what is wrong."""
         folder = Path(folder)
-        store = cls(folder, read_manifest(folder))
+        store = cls(folder, read_manifest(folder), made_hashes)
         if check_sizes and (problems := store.wrong_sizes()):
-            raise InputError(
-                [Diagnostic(p, file=str(f), hint=prepare_hint(folder) + " --force") for f, p in problems]
-            )
+            hint = prepare_hint(folder) + " --force"
+            raise InputError([Diagnostic(p, file=f, hint=hint) for f, p in problems])
         return store
 
-    def _files(self) -> list[tuple[Path, int, str]]:
-        """(path, bytes, SHA-256) of every data file, as the manifest has it."""
+    # -- files and hashes
+
+    def _shard_opener(self) -> Callable[[int], ShardReader]:
+        """What opens shard n for reading. It must not refer to the store."""
+        folder, shards, seen, made = self.folder, self.manifest.shards, self._seen, self._made
+
+        def open_shard(n: int) -> ShardReader:
+            shard, path = shards[n], folder / shards[n].file
+            chunk_bytes = CHUNK_BYTES if shard.chunks is None else shard.chunks.chunk_bytes
+            bits = seen.setdefault(n, bytearray(-(-shard.bytes // chunk_bytes) // 8 + 1))
+            return VerifiedFile(path, _hashes_of(folder, shard, made), bits, chunk_bytes)
+
+        return open_shard
+
+    def _index_opener(self) -> Callable[[int], DocumentIndex]:
+        """What opens the document index of shard n, verified. It must not refer to the store."""
+        folder, shards, seen = self.folder, self.manifest.shards, self._indexes_seen
+
+        def open_index(n: int) -> DocumentIndex:
+            index = shards[n].index
+            path = folder / index.file
+            if n not in seen:
+                check_index(index, str(path), _blocks(path))
+                seen.add(n)
+            return DocumentIndex.open(path, index.n_documents)
+
+        return open_index
+
+    def _size(self, file: str) -> int:
+        """Bytes of `file`; OSError where there is none."""
+        return (self.folder / file).stat().st_size
+
+    def _blocks(self, file: str) -> Iterator[bytes]:
+        """The content of `file`; OSError where it cannot be read."""
+        return _blocks(self.folder / file)
+
+    def _files(self) -> list[tuple[str, int, str, str]]:
+        """(file, bytes, name of the hash, hash) of every data file, as the manifest has it."""
         found = []
         for s in self.manifest.shards:
-            found.append((self.folder / s.file, s.bytes, s.sha256))
-            found.append((self.folder / s.index.file, s.index.bytes, s.index.sha256))
+            found.append((s.file, s.bytes, "SHA-256", s.sha256))
+            found.append((s.index.file, s.index.bytes, "SHA-256", s.index.sha256))
+            if s.chunks is not None:
+                found.append((s.chunks.file, s.chunks.bytes, "XXH3-128", s.chunks.xxh3_128))
         return found
 
-    def wrong_sizes(self) -> list[tuple[Path, str]]:
-        """(file, problem) of each file that is missing, truncated or too long."""
+    def wrong_sizes(self) -> list[tuple[str, str]]:
+        """(place, problem) of each file that is missing, truncated or too long."""
         problems = []
-        for path, expected, _ in self._files():
+        for file, expected, _, _ in self._files():
             try:
-                actual = path.stat().st_size
+                actual = self._size(file)
             except OSError as e:
-                problems.append((path, f"cannot be read: {e.strerror}"))
+                problems.append((self.where(file), f"cannot be read: {e.strerror}"))
                 continue
             if actual != expected:
                 what = "truncated" if actual < expected else "too long"
-                problems.append((path, f"{what}: {actual} bytes, the manifest says {expected}"))
+                problems.append((self.where(file), f"{what}: {actual} bytes, the manifest says {expected}"))
         return problems
 
-    def verify(self, progress: HashProgress | None = None) -> list[tuple[Path, str]]:
-        """(file, problem) of each file whose size or SHA-256 is not the manifest's; empty: all is as written."""
+    def verify(self, progress: HashProgress | None = None) -> list[tuple[str, str]]:
+        """(place, problem) of each file whose size or hash is not the manifest's; empty: all is as written."""
         problems = self.wrong_sizes()
-        known = {path for path, _ in problems}
+        known = {place for place, _ in problems}
         files = self._files()
-        total, done = sum(size for _, size, _ in files), 0
-        for path, size, expected in files:
-            if path not in known:
+        total, done = sum(size for _, size, _, _ in files), 0
+        for file, size, kind, expected in files:
+            if self.where(file) not in known:
                 try:
-                    actual = _sha256(path)
+                    state = hashlib.sha256() if kind == "SHA-256" else xxhash.xxh3_128()
+                    actual = _hash(state, self._blocks(file))
                 except OSError as e:
-                    problems.append((path, f"cannot be read: {e.strerror}"))
+                    problems.append((self.where(file), f"cannot be read: {e.strerror}"))
                 else:
                     if actual != expected:
-                        problems.append((path, f"damaged: SHA-256 {actual}, the manifest says {expected}"))
+                        problem = f"damaged: {kind} {actual}, the manifest says {expected}"
+                        problems.append((self.where(file), problem))
             done += size
             if progress is not None:
-                progress(done, total, path.name)
+                progress(done, total, file)
         return problems
 
-    def locate(self, position: int) -> tuple[Path, int]:
-        """(file, token within that file) of token `position` of the store."""
-        shard = bisect_right(self._starts, position, hi=len(self._starts) - 1) - 1
-        return self.folder / self.manifest.shards[shard].file, position - self._starts[shard]
+    # -- tokens
+
+    def locate(self, position: int) -> tuple[str, int]:
+        """(place of the file, token within that file) of token `position` of the store."""
+        shard = self._shard_of(position)
+        return self.where(self.manifest.shards[shard].file), position - self._starts[shard]
 
     def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """Tokens [start, start + length) as int64, across shards; ValueError outside the store."""
-        row: npt.NDArray[np.int64] = self.read_rows([start], length)[0]
+        row: npt.NDArray[np.int64] = self.rows([start], length)[0].astype(np.int64)
         return row
 
-    def read_rows(self, starts: Sequence[int], length: int) -> npt.NDArray[np.int64]:
-        """[row, token]: `length` tokens from each of `starts` on, as int64; reads nothing else."""
-        rows = np.empty((len(starts), length), dtype=self.dtype)
-        for row, start in zip(rows, starts, strict=True):
+    def rows(self, starts: Sequence[int], length: int) -> Tokens:
+        """[row, token] in the store's own type: `length` tokens from each of `starts` on; reads nothing else."""
+        out = np.empty((len(starts), length), dtype=self.dtype)
+        view = out.reshape(-1).view(np.uint8).data
+        width = length * self.dtype.itemsize
+        for i, start in enumerate(starts):
             if start < 0 or start + length > self.n_tokens:
                 raise ValueError(f"tokens [{start}, {start + length}) are outside a store of {self.n_tokens}")
-            self._fill(row, start)
-        return rows.astype(np.int64)
+            if width:
+                self._read_row(view[i * width : (i + 1) * width], start)
+        return out
 
-    def _fill(self, row: npt.NDArray[np.unsignedinteger], start: int) -> None:
-        shard = bisect_right(self._starts, start) - 1
+    def _read_row(self, row: memoryview, start: int) -> None:
+        itemsize = self.dtype.itemsize
+        shard = self._shard_of(start)
         done = 0
         while done < len(row):
-            offset = start + done - self._starts[shard]
-            count = min(len(row) - done, self._starts[shard + 1] - self._starts[shard] - offset)
-            self._file(shard).read_into(row[done : done + count], offset * self.dtype.itemsize)
+            offset = start * itemsize + done - self._starts[shard] * itemsize
+            count = min(len(row) - done, self._starts[shard + 1] * itemsize - start * itemsize - done)
+            self._file(shard).read_into(row[done : done + count], offset)
             done += count
             shard += 1
 
+    def _shard_of(self, position: int) -> int:
+        return bisect_right(self._starts, position, hi=len(self._starts) - 1) - 1
+
+    # -- documents
+
     def document_starts(self) -> npt.NDArray[np.uint64]:
-        """First token of every document, ascending, in tokens of the whole store."""
+        """First token of every document, ascending, in tokens of the whole store; memory for all of them."""
+        return self.document_starts_between(0, self.n_tokens).astype(np.uint64)
+
+    def document_starts_between(self, begin: int, end: int) -> Positions:
+        """int64: where documents begin in [begin, end), ascending, in tokens of the whole store."""
         parts = []
-        for s, base in zip(self.manifest.shards, self._starts, strict=False):
-            parts.append(
-                np.fromfile(self.folder / s.index.file, dtype="<u8").astype(np.uint64) + np.uint64(base)
-            )
-        return np.concatenate(parts)
+        shard = self._shard_of(max(0, begin))
+        while shard < len(self.manifest.shards) and self._starts[shard] < end:
+            base = self._starts[shard]
+            if self.manifest.shards[shard].index.n_documents:
+                parts.append(self._index(shard).between(max(0, begin - base), end - base) + base)
+            shard += 1
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
-class _OpenFile:
-    """A descriptor that closes when the last user lets go: another thread may still read an evicted one."""
+def _hashes_of(folder: Path, shard: ShardFile, made: MadeHashes | None) -> Callable[[], ChunkHashes] | None:
+    """What gives the hashes of the shard's chunks; None where it has none and none are made."""
+    stored = shard.chunks
+    if stored is None:
+        return None if made is None else lambda: made.of(shard, folder / shard.file)
+    place = folder / stored.file
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd = -1
+    def read() -> ChunkHashes:
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return parse(stored, shard.bytes, place.read_bytes(), str(place))
         except OSError as e:
-            raise self._lost(e.strerror or str(e)) from e
+            raise InputError(
+                Diagnostic(f"cannot be read: {e.strerror}", file=str(place), hint=RESTORE_HINT)
+            ) from e
 
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-
-    def read_into(self, out: npt.NDArray[np.unsignedinteger], offset: int) -> None:
-        """Fill `out` from byte `offset` on; InputError where the file does not have those bytes."""
-        view = out.data.cast("B")
-        done = 0
-        while done < len(view):
-            try:
-                n = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as e:
-                raise self._lost(e.strerror or str(e)) from e
-            if n == 0:
-                raise self._lost(
-                    f"it ends before byte {offset + len(view)}; it was longer when the store was opened"
-                )
-            done += n
-
-    def _lost(self, why: str) -> InputError:
-        return InputError(
-            Diagnostic(
-                f"cannot read tokens: {why}",
-                file=str(self.path),
-                hint=f"check the store with: seatrial data verify {self.path.parent}",
-            )
-        )
+    return read
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
+def check_index(index: IndexFile, place: str, blocks: Iterable[bytes]) -> None:
+    """InputError unless `blocks` are the document index that the manifest means."""
+    try:
+        found = _hash(hashlib.sha256(), blocks)
+    except OSError as e:
+        raise InputError(Diagnostic(f"cannot be read: {e.strerror}", file=place, hint=RESTORE_HINT)) from e
+    if found != index.sha256:
+        problem = f"damaged: SHA-256 {found}, the manifest says {index.sha256}"
+        raise InputError(Diagnostic(problem, file=place, hint=RESTORE_HINT))
+
+
+class _Hash(Protocol):
+    def update(self, data: bytes, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def _hash(state: _Hash, blocks: Iterable[bytes]) -> str:
+    for block in blocks:
+        state.update(block)
+    return state.hexdigest()
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
     with open(path, "rb", buffering=0) as f:
         while block := f.read(_HASH_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+            yield block

@@ -6,17 +6,22 @@ import contextlib
 import hashlib
 import os
 import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from seatrial.base.atomic import fsync_folder, write_json
 from seatrial.base.errors import InputError
+from seatrial.data.chunks import CHUNK_BYTES, ChunkHasher
 from seatrial.data.manifest import (
     MANIFEST,
+    ChunkFile,
     IndexFile,
     Manifest,
     ShardFile,
@@ -24,9 +29,11 @@ from seatrial.data.manifest import (
     is_store,
 )
 from seatrial.data.store import TokenStore
+from seatrial.data.tokenise import token_type
 from seatrial.data.tokenizer import Tokenizer
 
 DEFAULT_SHARD_TOKENS = 1 << 28
+_LINK_BLOCK = 1 << 23
 
 
 class StoreWriter:
@@ -43,38 +50,34 @@ class StoreWriter:
         *,
         shard_tokens: int = DEFAULT_SHARD_TOKENS,
         replace: bool = False,
+        begun: Begun | None = None,
+        dtype: np.dtype[np.unsignedinteger] | None = None,
     ) -> None:
+        """With `begun` it goes on in a folder that outlives this process, which is whose that folder is.
+
+        `dtype` is what tokens are kept in; from the tokenizer if missing.
+        """
         if shard_tokens < 1:
             raise ValueError(f"a shard needs at least one token, not {shard_tokens}")
         self.folder = folder
-        self._check_target(replace)
+        check_target(folder, replace=replace)
         self._tokenizer = TokenizerInfo(
             name=tokenizer.name,
             digest=tokenizer.digest,
             vocab_size=tokenizer.vocab_size,
             end_of_document=tokenizer.end_of_document,
         )
-        self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+        self.dtype = token_type(tokenizer) if dtype is None else dtype
         self._shard_tokens = shard_tokens
-        self._shards: list[ShardFile] = []
+        self._begun = begun
+        self._shards: list[ShardFile] = [] if begun is None else list(begun.shards)
         self._shard: _Shard | None = None
-        self._temporary = folder.parent / f"{temporary_prefix(folder)}{os.getpid()}"
-
-    def _check_target(self, replace: bool) -> None:
-        folder = self.folder
-        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-            return
-        if not folder.is_dir() or not is_store(folder):
-            raise InputError(
-                f"{folder} exists and is no token store; it stays as it is", hint="give another --out folder"
-            )
-        if not replace:
-            raise InputError(
-                f"{folder} holds a token store already",
-                hint="--force replaces it; another --out folder keeps both",
-            )
+        own = folder.parent / f"{temporary_prefix(folder)}{os.getpid()}"
+        self._temporary = own if begun is None else begun.folder
 
     def __enter__(self) -> StoreWriter:
+        if self._begun is not None:
+            return self
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             # Of a dead process that had our pid.
@@ -92,7 +95,8 @@ class StoreWriter:
     ) -> None:
         if self._shard is not None:
             self._shard.abandon()
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        if self._begun is None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     @property
     def n_tokens(self) -> int:
@@ -120,15 +124,52 @@ class StoreWriter:
             if self._shard.n_tokens == self._shard_tokens:
                 self._close_shard()
 
+    def link(
+        self, path: Path, starts: Iterable[npt.NDArray[np.integer]], progress: Callable[[int], None]
+    ) -> None:
+        """Make the whole file at `path`, tokens of this store's type, the next shard, by a link to it.
+
+        Documents begin at `starts` in it. It is read once, for its hashes; `progress` is told the bytes.
+        InputError for an id that is not below the tokenizer's vocabulary size.
+        """
+        self._close_shard()
+        shard = _Shard(self._temporary, len(self._shards), link=path.absolute())
+        self._shard = shard
+        for block in starts:
+            shard.append(np.empty(0, dtype=self.dtype), block)
+        with open(path, "rb", buffering=0) as f:
+            done = 0
+            while data := f.read(_LINK_BLOCK):
+                # A short read may end within a token.
+                while len(data) % self.dtype.itemsize and (more := f.read(1)):
+                    data += more
+                tokens = np.frombuffer(data, dtype=self.dtype)
+                largest = int(tokens.max())
+                if largest >= self._tokenizer.vocab_size:
+                    at = done // self.dtype.itemsize + int(tokens.argmax())
+                    raise InputError(
+                        f"token {at} of {path} is id {largest}, beyond the {self._tokenizer.vocab_size} ids of the "
+                        f"tokenizer {self._tokenizer.name!r}",
+                        hint="name the tokenizer that made these tokens: --tokenizer, or data.tokenizer",
+                    )
+                shard.append(tokens, np.empty(0, dtype=np.int64))
+                done += len(data)
+                progress(done)
+        self._close_shard()
+
     def _close_shard(self) -> None:
         if self._shard is not None:
             self._shard.close()
             self._shards.append(self._shard.describe())
             self._shard = None
+            if self._begun is not None:
+                self._begun.shard_done(self._shards)
 
     def finish(self, source: dict[str, Any]) -> TokenStore:
         """Write the manifest and move the store into place; ValueError where nothing was appended."""
         self._close_shard()
+        if self._begun is not None:
+            self._begun.clear_up()
         if not self._shards:
             raise ValueError("a token store needs at least one token")
         manifest = Manifest(
@@ -153,29 +194,84 @@ class StoreWriter:
         return TokenStore.open(self.folder)
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A folder that an earlier attempt may have written shards to, and that stays when this one does not finish."""
+
+    folder: Path
+    shards: list[ShardFile]  # complete and durable there
+    shard_done: Callable[[list[ShardFile]], None]  # called with all that are complete, after each
+    clear_up: Callable[
+        [], None
+    ]  # called when the folder is about to become the store: takes out what is no part of it
+
+
+def check_target(folder: Path, *, replace: bool) -> None:
+    """InputError where `folder` cannot become a token store, without touching anything."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not folder.is_dir() or not is_store(folder):
+        raise InputError(
+            f"{folder} exists and is no token store; it stays as it is", hint="give another --out folder"
+        )
+    if not replace:
+        raise InputError(
+            f"{folder} holds a token store already",
+            hint="--force replaces it; another --out folder keeps both",
+        )
+
+
 def temporary_prefix(folder: Path) -> str:
     """How the names begin under which a store for `folder` is written."""
     return f".{folder.name}.tmp-"
 
 
 class _Shard:
-    """One .bin and its .idx being written, hashed on the way."""
+    """One .bin with its .idx and .xxh3 being written, hashed on the way."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, *, link: Path | None = None) -> None:
+        """With `link` the tokens are in that file already: a link to it is made, and nothing is written to it."""
         self.n_tokens = 0
         self._max_token = 0
-        self._tokens = _HashedFile(folder / f"shard-{number:05d}.bin")
+        self._tokens = _HashedFile(folder / f"shard-{number:05d}.bin", link)
+        self._chunks = ChunkHasher()
+        self._chunk_file: ChunkFile | None = None
         self._index = _HashedFile(folder / f"shard-{number:05d}.idx")
 
     def append(self, tokens: npt.NDArray[np.unsignedinteger], starts: npt.NDArray[np.integer]) -> None:
-        self._tokens.write(tokens.tobytes())
+        data = np.ascontiguousarray(tokens).view(np.uint8).data
+        self._tokens.write(data)
+        self._chunks.update(data)
         self._index.write((starts + self.n_tokens).astype("<u8").tobytes())
         self.n_tokens += len(tokens)
-        self._max_token = max(self._max_token, int(tokens.max()))
+        if len(tokens):
+            self._max_token = max(self._max_token, int(tokens.max()))
 
     def close(self) -> None:
+        digests = self._chunks.finish()
+        chunks = _HashedFile(self._tokens.path.with_suffix(".xxh3"))
+        try:
+            chunks.write(digests)
+        finally:
+            chunks.close()
+        self._chunk_file = ChunkFile(
+            file=chunks.path.name,
+            xxh3_128=xxhash.xxh3_128_hexdigest(digests),
+            bytes=len(digests),
+            chunk_bytes=CHUNK_BYTES,
+        )
         self._tokens.close()
         self._index.close()
+        digests = self._chunks.finish()
+        file = _HashedFile(self._tokens.path.with_suffix(".xxh3"))
+        file.write(digests)
+        file.close()
+        self._chunk_file = ChunkFile(
+            file=file.path.name,
+            xxh3_128=xxhash.xxh3_128_hexdigest(digests),
+            bytes=len(digests),
+            chunk_bytes=CHUNK_BYTES,
+        )
 
     def abandon(self) -> None:
         """Let go of the files: what they hold is not wanted, so a full disk does not matter any more."""
@@ -197,23 +293,31 @@ class _Shard:
                 bytes=self._index.n_bytes,
                 n_documents=self._index.n_bytes // 8,
             ),
+            chunks=self._chunk_file,
         )
 
 
 class _HashedFile:
-    def __init__(self, path: Path) -> None:
+    """A file being written, or one that is there already and is linked to; its hash is of what it is given."""
+
+    def __init__(self, path: Path, link: Path | None = None) -> None:
         self.path = path
         self.hash = hashlib.sha256()
         self.n_bytes = 0
-        self._file: BinaryIO = open(path, "wb")  # noqa: SIM115  closed by close()
+        self._file: BinaryIO | None = None
+        if link is None:
+            self._file = open(path, "wb")  # noqa: SIM115  closed by close()
+        else:
+            path.symlink_to(link)
 
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
+    def write(self, data: bytes | memoryview) -> None:
+        if self._file is not None:
+            self._file.write(data)
         self.hash.update(data)
         self.n_bytes += len(data)
 
     def close(self) -> None:
-        if not self._file.closed:
+        if self._file is not None and not self._file.closed:
             with self._file:
                 self._file.flush()
                 os.fsync(self._file.fileno())

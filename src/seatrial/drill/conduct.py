@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from seatrial.base.errors import InputError, SeatrialError
 from seatrial.checkpoint.manifest import Damaged
-from seatrial.data.prepare import check_store, data_cache, resolve_store
+from seatrial.data.prepare import blend_of, check_stores, data_cache, resolve_stores
 from seatrial.drill import weights
 from seatrial.drill.copies import LEAST_STEPS, Change, Copy, Plan, Rhythm, copy_of
 from seatrial.drill.evidence import Terms, read_evidence
@@ -93,9 +93,10 @@ class Drill:
         """Check what can be checked and make the folder. Raises InputError."""
         launcher_for(self.job).check(self.job)
         train = self.job.train
-        self._store: TokenStore = resolve_store(self.job.data, data_cache(self.runs), Path.cwd())
-        check_store(
-            self._store,
+        self._stores: list[TokenStore] = resolve_stores(self.job.data, data_cache(self.runs), Path.cwd())
+        check_stores(
+            self._stores,
+            blend_of(self.job.data),
             vocab_size=self.job.architecture.vocab_size,
             sequence_length=train.sequence_length,
             global_batch=train.global_batch,
@@ -179,7 +180,7 @@ class Drill:
             steps=plan.steps,
             global_batch=copy.job.train.global_batch,
             snapshot_every=copy.job.resilience.snapshot_every_steps,
-            checkpoint_every=copy.job.checkpoint.every_steps,
+            checkpoint_every=plan.rhythm.checkpoint,
             reference=reference.losses,
         )
         judgement = judge(scenario.expect, evidence, terms)
@@ -232,7 +233,7 @@ class Drill:
         return copy_of(
             self.job,
             name=name,
-            store=self._store.folder.absolute(),
+            stores=[store.address for store in self._stores],
             plan=plan,
             spares=spares,
             replicas=replicas,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,13 +88,13 @@ def copy_of(
     job: Job,
     *,
     name: str,
-    store: Path,
+    stores: Sequence[str],
     plan: Plan,
     spares: int = 0,
     replicas: bool = False,
     keep: int = 0,
 ) -> Copy:
-    """`job` as run `name`, trained as `plan` says on the prepared `store`, with at least `keep` checkpoints kept.
+    """`job` as run `name`, trained as `plan` says on the prepared `stores`, with at least `keep` checkpoints kept.
 
     `replicas`: with at least two replicas of the weights, whatever the job has. Raises InputError where there is no
     such layout of its ranks.
@@ -104,7 +104,7 @@ def copy_of(
         layouts = list(_replicated(job))
     refused: InputError | None = None
     for layout in layouts:
-        wanted = _wanted(job, name, store, plan, spares, max(3, keep, job.checkpoint.keep), layout)
+        wanted = _wanted(job, name, stores, plan, spares, max(3, keep, job.checkpoint.keep), layout)
         try:
             return _changed(job, wanted)
         except InputError as error:
@@ -115,7 +115,7 @@ def copy_of(
 def _wanted(
     job: Job,
     name: str,
-    store: Path,
+    stores: Sequence[str],
     plan: Plan,
     spares: int,
     keep: int,
@@ -125,7 +125,10 @@ def _wanted(
     own, rhythm = job.resilience, plan.rhythm
     wanted: dict[str, tuple[Any, str]] = {
         "name": (name, "the live run is not touched"),
-        "data.train": (str(store), "prepared once for all runs of the drill"),
+        "data.train": (
+            list(stores) if isinstance(job.data.train, list) else stores[0],
+            "prepared once for all runs of the drill",
+        ),
         "cluster.port": (None, "the live run's port stays free"),
         "cluster.spares": (spares, "what this scenario needs" if spares else "this scenario has none"),
         "train.steps": (plan.steps, "short"),
@@ -135,6 +138,9 @@ def _wanted(
         "optimizer.decay_steps": (None, "it belongs to another decay"),
         "checkpoint.every_steps": (rhythm.checkpoint, "several within the copy"),
         "checkpoint.keep": (keep, "enough to fall back on, and to compare with"),
+        "checkpoint.keep_every_steps": (0, "all are deleted with the copy"),
+        "checkpoint.folder": (None, "the live run's storage is not touched"),
+        "checkpoint.fallback": (None, "the live run's storage is not touched"),
         "resilience.max_restarts": (max(own.max_restarts, 100), "recovery is what is drilled"),
         "resilience.snapshot_every_steps": (rhythm.snapshot, "several within the copy"),
         "resilience.verify_every_steps": (rhythm.verify, "several within the copy"),

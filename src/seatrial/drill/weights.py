@@ -10,7 +10,8 @@ import numpy as np
 import safetensors
 
 from seatrial.base.box import Box
-from seatrial.checkpoint.manifest import Damaged, Manifest, verify
+from seatrial.checkpoint.manifest import Damaged, Manifest
+from seatrial.checkpoint.verified import verify
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def compare(ours: Path, theirs: Path) -> Difference:
     """
     a, b = verify(ours), verify(theirs)
     same_layout = a.layout == b.layout
-    if same_layout and {(f.file, f.sha256) for f in a.files} == {(f.file, f.sha256) for f in b.files}:
+    if same_layout and _content(a) == _content(b):
         return Difference(len(a.tensors))
     keys_a, keys_b = ({k for k in m.tensors if same_layout or not k.startswith("rng/")} for m in (a, b))
     missing = sorted(keys_a ^ keys_b)
@@ -54,6 +55,10 @@ def compare(ours: Path, theirs: Path) -> Difference:
             if not distance <= largest:  # also NaN
                 largest, where = distance, key
     return Difference(len(keys_a & keys_b), differing, missing, largest, where)
+
+
+def _content(manifest: Manifest) -> list[tuple[str, list[str]]]:
+    return sorted((file.file, file.hashes) for file in manifest.files)
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> float:

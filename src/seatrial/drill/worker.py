@@ -7,9 +7,9 @@ run, however often ranks are restarted: whoever is first to make its marker file
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seatrial.checkpoint import write
+from seatrial.checkpoint.staging import AsyncWriter
 from seatrial.drill.injection import Injection, Planted
 from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.mesh import Mesh
@@ -120,8 +120,8 @@ def _holds_the_gil(call: Any, *, fault: Planted, now: _Now) -> Any:
 
 def _spoils_a_gradient(call: Any, *, fault: Planted, now: _Now) -> Any:
     @wraps(call)
-    def forward_backward(self: ParallelModel, ids_BT: Tensor, target_BT: Tensor) -> Any:
-        loss = call(self, ids_BT, target_BT)
+    def forward_backward(self: ParallelModel, *batch: Tensor | None) -> Any:
+        loss = call(self, *batch)
         if _fires(fault, now):
             shard = next(s for s in self.shards if s.grad is not None and s.grad.numel() and s.counted)
             assert shard.grad is not None
@@ -134,10 +134,10 @@ def _spoils_a_gradient(call: Any, *, fault: Planted, now: _Now) -> Any:
 
 def _flips_at_rest(call: Any, *, fault: Planted, now: _Now) -> Any:
     @wraps(call)
-    def forward_backward(self: ParallelModel, ids_BT: Tensor, target_BT: Tensor) -> Any:
+    def forward_backward(self: ParallelModel, *batch: Tensor | None) -> Any:
         if _fires(fault, now):
             flip_bit(next(s.local for s in self.shards if s.local.numel()))
-        return call(self, ids_BT, target_BT)
+        return call(self, *batch)
 
     return forward_backward
 
@@ -163,12 +163,15 @@ def flip_bit(values: Tensor) -> None:
 
 def _has_no_space(call: Any, *, fault: Planted, now: _Now) -> Any:
     @wraps(call)
-    def write_safetensors(path: Path, *arguments: Any, **keys: Any) -> Any:
-        if _fires(fault, now, or_later=True):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return call(path, *arguments, **keys)
+    def order_part(self: AsyncWriter, *arguments: Any, **keys: Any) -> Any:
+        if self.pid is not None:
+            # The kernel itself refuses what the writing process writes: no file may have a byte. The next time it may.
+            _, most = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
+            limit = 0 if _fires(fault, now, or_later=True) else most
+            resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (limit, most))
+        return call(self, *arguments, **keys)
 
-    return write_safetensors
+    return order_part
 
 
 # kind -> (what is wrapped, and how). Narrow: everything else of the rank is what trains in earnest.
@@ -178,7 +181,7 @@ _SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "nan": (ParallelModel, "forward_backward", _spoils_a_gradient),
     "flip": (ParallelModel, "forward_backward", _flips_at_rest),
     "miscount": (ShardedAdamW, "update", _flips_in_update),
-    "enospc": (write, "write_safetensors", _has_no_space),
+    "enospc": (AsyncWriter, "order_part", _has_no_space),
 }
 
 

@@ -15,7 +15,9 @@ from seatrial.job.source import Source
 
 @dataclass(frozen=True)
 class Finding:
-    """A broken rule. `keys` are dotted; the caret goes to the first of them that was written."""
+    """A broken rule. `keys` are dotted (`data.weights.1` is the second item of a list); the caret goes to the first
+    of them that was written.
+    """
 
     keys: tuple[str, ...]
     message: str
@@ -23,7 +25,9 @@ class Finding:
 
     def locate(self, source: Source) -> Diagnostic:
         """The finding at its place in `source`."""
-        paths = [tuple(key.split(".")) for key in self.keys]
+        paths = [
+            tuple(int(part) if part.isdecimal() else part for part in key.split(".")) for key in self.keys
+        ]
         return source.first_place(paths).diagnostic(self.message, self.hint)
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
+from seatrial.job.numbers import shares
 from seatrial.job.schema import (
     CheckpointSection,
     ClusterSection,
@@ -77,16 +78,22 @@ class Job:
     def identity(self) -> dict[str, object]:
         """The keys that make two jobs the same run, flat and plain; every other key may change on resume.
 
-        What the data is, is not told by its path: `open_run` adds the content of the token store.
+        What the data is, is not told by its path: `open_run` adds the content of the token stores.
         """
         train = self.train
-        return {
+        identity: dict[str, object] = {
             **_flat("model", self.architecture.as_dict()),
             **_flat("optimizer", self.optimizer.model_dump()),
             "train.sequence_length": train.sequence_length,
             "train.global_batch": train.global_batch,
             "train.seed": train.seed,
         }
+        # Only where they say something else than a run that knows nothing of them: those must go on.
+        if len(self.data.sources) > 1:
+            identity["data.weights"] = ", ".join(map(str, shares(self.data.weights or ())))
+        if not self.data.attend_across_documents:
+            identity["data.attend_across_documents"] = False
+        return identity
 
     def to_toml(self) -> str:
         """The job with every key written out; reading it gives this job again.
@@ -138,6 +145,8 @@ def _value(value: Any) -> str:
     """A TOML value. Strings as JSON writes them: the same escapes, with DEL added, which TOML forbids."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):

@@ -14,9 +14,16 @@ from seatrial.job.ranks import resolve_layout
 from seatrial.job.resolve import resolve_architecture
 from seatrial.job.rules import check
 from seatrial.job.source import Source, read_text
-from seatrial.job.validate import text_fields, validate
+from seatrial.job.validate import list_fields, text_fields, validate
 
-_PATHS = (("model", "hf"), ("model", "init_from"), ("data", "train"), ("data", "tokenizer"))
+_PATHS = (
+    ("model", "hf"),
+    ("model", "init_from"),
+    ("data", "train"),
+    ("data", "tokenizer"),
+    ("checkpoint", "folder"),
+    ("checkpoint", "fallback"),
+)
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
@@ -31,8 +38,8 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
 def job_from_text(text: str, *, name: str, base_folder: Path, overrides: Sequence[str] = ()) -> Job:
     """As `load_job`, for a text; `name` is what messages call the file."""
     source = Source(text, name)
-    strings = text_fields()
-    problems = [p for o in overrides if (p := source.override(o, text_fields=strings)) is not None]
+    kinds = {"text_fields": text_fields(), "list_fields": list_fields()}
+    problems = [p for o in overrides if (p := source.override(o, **kinds)) is not None]
     _make_absolute(source, base_folder)
     file, found = validate(source)
     problems += found
@@ -62,10 +69,17 @@ def _make_absolute(source: Source, base_folder: Path) -> None:
     for section, key in _PATHS:
         table: Any = source.values.get(section)
         value = table.get(key) if isinstance(table, dict) else None
-        if not isinstance(value, str) or not value or _is_no_path(section, key, value):
-            continue
         folder = Path.cwd() if source.overridden((section, key)) else base_folder
-        table[key] = str((folder / Path(value).expanduser()).absolute())
+        if isinstance(value, str):
+            table[key] = _absolute(section, key, value, folder)
+        elif isinstance(value, list):
+            table[key] = [_absolute(section, key, v, folder) if isinstance(v, str) else v for v in value]
+
+
+def _absolute(section: str, key: str, value: str, folder: Path) -> str:
+    if not value or _is_no_path(section, key, value):
+        return value
+    return str((folder / Path(value).expanduser()).absolute())
 
 
 def _is_no_path(section: str, key: str, value: str) -> bool:

@@ -1,9 +1,17 @@
-"""Small arithmetic and lists of numbers for the hints of the rules."""
+"""Small arithmetic: divisors and lists of numbers for the hints of the rules, shares of weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+
+def shares(weights: Sequence[float]) -> list[Fraction]:
+    """Each positive weight over the sum of all, exactly; a float is the decimal number it is written as (0.7: 7/10)."""
+    exact = [Fraction(repr(float(w))) for w in weights]
+    total = sum(exact)
+    return [w / total for w in exact]
 
 
 def divisors(n: int, *, most: int = 128) -> list[int]:

@@ -1,7 +1,7 @@
 """What must hold between the keys of a job file.
 
 A rule is a generator of findings; a rule that needs a value which could not be read is skipped. Rules about
-the layout of ranks stand in `rules_layout.py`.
+the layout of ranks stand in `rules_layout.py`, about the data in `rules_data.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from pathlib import Path
 from seatrial.base.errors import InputError
 from seatrial.job.finding import Facts, Finding
 from seatrial.job.huggingface import read_config
-from seatrial.job.numbers import divisors, either
+from seatrial.job.numbers import divisors, either, near_multiples
 from seatrial.job.partial import UnreadableError
 from seatrial.job.resolve import SIZES
+from seatrial.job.rules_data import DATA_RULES
 from seatrial.job.rules_layout import LAYOUT_RULES
+from seatrial.storage import open_store
 
 BEATS_BEFORE_LOST = 4  # signs of life that a node may miss
 
@@ -25,7 +27,7 @@ Rule = Callable[[Facts], Iterator[Finding]]
 def check(facts: Facts) -> list[Finding]:
     """Everything that does not hold, as far as it can be judged."""
     found: list[Finding] = []
-    for rule in (*RULES, *LAYOUT_RULES):
+    for rule in (*RULES, *DATA_RULES, *LAYOUT_RULES):
         try:
             found += rule(facts)
         except UnreadableError:
@@ -74,27 +76,6 @@ def _sequence_positions(facts: Facts) -> Iterator[Finding]:
             ("train.sequence_length",),
             f"sequence_length {length} is more than the model's max_position_embeddings {limit}",
             f"use sequence_length = {limit} or less, or set model.max_position_embeddings = {length}",
-        )
-
-
-def _byte_vocabulary(facts: Facts) -> Iterator[Finding]:
-    vocabulary = facts.architecture.vocab_size
-    if facts.job.data.tokenizer == "bytes" and vocabulary < 257:
-        yield Finding(
-            ("model.vocab_size", "model"),
-            f"vocab_size {vocabulary} is too small for the byte tokenizer: 256 bytes and an end of document",
-            "vocab_size = 257 is enough; 264 is divisible by 8",
-        )
-
-
-def _tokenizer(facts: Facts) -> Iterator[Finding]:
-    tokenizer = facts.job.data.tokenizer
-    if tokenizer != "bytes" and not Path(tokenizer).is_file():
-        what = "is a folder" if Path(tokenizer).is_dir() else "does not exist"
-        yield Finding(
-            ("data.tokenizer",),
-            f"the tokenizer {tokenizer} {what}",
-            'give the path of a tokenizer.json, or "bytes"',
         )
 
 
@@ -209,17 +190,48 @@ def _never_recovers(facts: Facts) -> Iterator[Finding]:
             )
 
 
+def _checkpoint_places(facts: Facts) -> Iterator[Finding]:
+    section = facts.job.checkpoint
+    for key in ("folder", "fallback"):
+        try:
+            given = getattr(section, key)
+            if given is not None:
+                open_store(given)  # asks nobody; only whether there can be such a place
+        except UnreadableError:
+            continue
+        except InputError as error:
+            yield Finding(
+                (f"checkpoint.{key}",), error.message, error.hint or "give a path, or s3://BUCKET/PREFIX"
+            )
+    if section.fallback is not None and section.fallback == section.folder:
+        yield Finding(
+            ("checkpoint.fallback",),
+            "fallback is the same place as folder: what the one does not take, the other does not take either",
+            "give another storage, or remove it",
+        )
+
+
+def _keep_every(facts: Facts) -> Iterator[Finding]:
+    every, kept = facts.job.checkpoint.every_steps, facts.job.checkpoint.keep_every_steps
+    if every != "auto" and kept % every:
+        yield Finding(
+            ("checkpoint.keep_every_steps",),
+            f"keep_every_steps {kept} is not a multiple of every_steps {every}: there is no checkpoint of that step",
+            f"keep_every_steps = {either(near_multiples(kept, every))} would do",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     _heads,
     _head_dim,
     _family,
     _sequence_positions,
-    _byte_vocabulary,
-    _tokenizer,
     _init_from,
     _warmup,
     _decay,
     _silence,
     _first_step,
     _never_recovers,
+    _checkpoint_places,
+    _keep_every,
 )

@@ -5,12 +5,33 @@ One key's own limits stand here. What must hold between keys stands in `rules.py
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 Positive = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
+
+
+def _one_or_several(value: Any) -> str:
+    return "several" if isinstance(value, list) else "one"
+
+
+# Tags, so that a wrong value is told about as the one kind that it looks like. `validate.py` knows them.
+OneOrSeveral = Annotated[
+    Annotated[Text, Tag("one")] | Annotated[list[Text], Field(min_length=1), Tag("several")],
+    Discriminator(_one_or_several),
+]
+
+
+def _word_or_number(value: Any) -> str:
+    return "word" if isinstance(value, str) else "number"
+
+
+StepsOrAuto = Annotated[
+    Annotated[Positive, Tag("number")] | Annotated[Literal["auto"], Tag("word")],
+    Discriminator(_word_or_number),
+]
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipe-v"]
 
@@ -63,12 +84,30 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """What to train on."""
+    """What to train on: one source, or a blend of several by weight."""
 
-    train: Text = Field(
-        description='"builtin:python-library", a folder of prepared token shards, or text, JSONL or Parquet files'
+    train: OneOrSeveral = Field(
+        description='"builtin:python-library", a folder of prepared token shards, the address of such a folder on an '
+        "object store, a Megatron .bin/.idx pair, or text, JSONL or Parquet files; a list of them is a blend"
+    )
+    weights: Annotated[list[Annotated[float, Field(gt=0, le=1e18)]], Field(min_length=1)] | None = Field(
+        default=None,
+        description="with a list: how much of the samples each source gives, in its order; they need not sum to 1",
     )
     tokenizer: Text = Field(default="bytes", description='"bytes", or the path of a tokenizer.json')
+    attend_across_documents: bool = Field(
+        default=True,
+        description="documents packed into one sequence see each other; false: attention ends at a document's begin",
+    )
+    cache_gb: Annotated[float, Field(gt=0)] = Field(
+        default=20.0,
+        description="GB of shards of an object store that a node keeps on its disk; the oldest used are dropped",
+    )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """What `train` names, one or several."""
+        return (self.train,) if isinstance(self.train, str) else tuple(self.train)
 
 
 class ClusterSection(Section):
@@ -179,10 +218,31 @@ class OptimizerSection(Section):
 
 
 class CheckpointSection(Section):
-    """When to save and how many to keep."""
+    """When and where to save, and how many to keep."""
 
-    every_steps: Positive = Field(description="save after this many steps, and at the end")
-    keep: Positive = Field(default=3, description="newest checkpoints that are kept")
+    every_steps: StepsOrAuto = Field(
+        description='save after this many steps, and at the end; "auto": as often as saving and failures make best'
+    )
+    keep: Positive = Field(default=3, description="newest verified checkpoints that are kept")
+    keep_every_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="checkpoints of the multiples of this many steps are never deleted; 0: none"
+    )
+    folder: Text | None = Field(
+        default=None,
+        description="checkpoints go to a folder with the run's name in this folder, or s3://BUCKET/PREFIX; "
+        "if missing, into the run folder",
+    )
+    fallback: Text | None = Field(
+        default=None, description="the same, for a checkpoint that the first place does not take"
+    )
+    max_unsaved_s: Annotated[float, Field(gt=0)] = Field(
+        default=14400.0,
+        description="seconds of training that may be in no checkpoint; then it waits for one, or the run stops",
+    )
+    read_back: bool = Field(
+        default=True,
+        description="what was written is read from the storage again and compared before a checkpoint is complete",
+    )
 
 
 class ResilienceSection(Section):
@@ -240,6 +300,10 @@ class ResilienceSection(Section):
     )
     straggler_factor: Annotated[float, Field(gt=1)] = Field(
         default=2.0, description="a rank that computes this many times longer than its peers is a straggler"
+    )
+    join_wait_s: Annotated[float, Field(ge=0)] = Field(
+        default=600.0,
+        description="seconds for the nodes to come at the start, and for enough of them later; 0: for ever",
     )
     node_wait_s: Annotated[float, Field(ge=0)] = Field(
         default=0.0, description="seconds to wait for a node to come back before the run shrinks"

@@ -69,10 +69,17 @@ class Source:
             f"not valid TOML: {message}", hint
         )
 
-    def override(self, assignment: str, *, text_fields: frozenset[Path]) -> Diagnostic | None:
+    def override(
+        self,
+        assignment: str,
+        *,
+        text_fields: frozenset[Path],
+        list_fields: frozenset[Path] = frozenset(),
+    ) -> Diagnostic | None:
         """Put one `a.b=value` of the command line over the file; returns what is wrong with it, if anything.
 
-        The value is TOML, or else text; for the paths in `text_fields` numbers and the like are text too.
+        The value is TOML, or else text; for the paths in `text_fields` numbers and the like are text too, and
+        arrays but for those in `list_fields`.
         """
         key, equals, raw = assignment.partition("=")
         path: Path = tuple(part.strip() for part in key.split("."))
@@ -85,7 +92,8 @@ class Source:
             value = tomllib.loads(f"value = {raw}")["value"]
         except (ValueError, RecursionError):
             value = raw.strip()  # where no text belongs, the type check says so
-        if path in text_fields and not isinstance(value, str | dict):
+        is_list = isinstance(value, list) and path in list_fields
+        if path in text_fields and not is_list and not isinstance(value, str | dict):
             value = raw.strip()
         table = self.values
         for i, part in enumerate(path[:-1]):

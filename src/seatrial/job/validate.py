@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import json
 from collections.abc import Callable
-from typing import Any, cast, get_args
+from typing import Any, cast, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -36,6 +37,20 @@ SECTIONS: dict[str, type[Section]] = {
 }
 
 
+def list_fields() -> frozenset[Path]:
+    """The keys whose values may be arrays."""
+    return frozenset(
+        (name, key)
+        for name, section in SECTIONS.items()
+        for key, field in section.model_fields.items()
+        if _takes_list(field.annotation)
+    )
+
+
+def _takes_list(annotation: Any) -> bool:
+    return get_origin(annotation) is list or any(_takes_list(part) for part in get_args(annotation))
+
+
 def text_fields() -> frozenset[Path]:
     """The keys whose values are strings: an override of one of them needs no quotes."""
     return frozenset(
@@ -44,7 +59,7 @@ def text_fields() -> frozenset[Path]:
             (name, key)
             for name, section in SECTIONS.items()
             for key, field in section.model_fields.items()
-            if _takes_text(field.annotation)
+            if _takes_text(field.annotation) and not _takes_number(field.annotation)
         }
     )
 
@@ -54,6 +69,10 @@ def _takes_text(annotation: Any) -> bool:
     if annotation is str or isinstance(annotation, str):
         return True
     return any(_takes_text(part) for part in get_args(annotation))
+
+
+def _takes_number(annotation: Any) -> bool:
+    return annotation in (int, float) or any(_takes_number(part) for part in get_args(annotation))
 
 
 def validate(source: Source) -> tuple[JobFile, list[Diagnostic]]:
@@ -148,12 +167,14 @@ def _missing_section(source: Source, name: str, section: type[Section]) -> Diagn
 def _translate(source: Source, path: Path, error: ErrorDetails) -> Diagnostic:
     """One pydantic error in words, at its place."""
     kind = error["type"]
+    path = _without_tags(path)
     if kind == "extra_forbidden":
         model: type[Section] | None = SECTIONS[str(path[0])]
         for part in path[1:-1]:
             model = _section_type(model.model_fields[str(part)].annotation) if model else None
         return _unknown(source, path, model or JobFile)
-    name = ".".join(map(str, path))
+    name = ".".join(str(part) for part in path if not isinstance(part, int))
+    name += "".join(f"[{part}]" for part in path if isinstance(part, int))
     if kind == "missing":
         return source.key_place(path[:-1]).diagnostic(
             f"[{'.'.join(map(str, path[:-1]))}] lacks the key `{path[-1]}`",
@@ -163,14 +184,25 @@ def _translate(source: Source, path: Path, error: ErrorDetails) -> Diagnostic:
     return source.value_place(path).diagnostic(message, hint)
 
 
+def _without_tags(path: Path) -> Path:
+    """`path` without the names that pydantic gives the alternatives of a value: what stays are keys and indexes."""
+    field = SECTIONS[str(path[0])].model_fields.get(str(path[1])) if len(path) > 2 else None
+    if field is None or _section_type(field.annotation) is not None:
+        return path
+    return (*path[:2], *(part for part in path[2:] if isinstance(part, int)))
+
+
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
     "string_type": "a string",
     "bool_type": "true or false",
+    "list_type": "an array",
     "model_type": "a table",
     "model_attributes_type": "a table",
 }
+# What a key that takes a word takes beside it.
+_OR_ELSE = {"checkpoint.every_steps": ("a number of steps",)}
 _LIMITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "greater_than": ("must be greater than", lambda c: c["gt"]),
     "greater_than_equal": ("must be at least", lambda c: c["ge"]),
@@ -195,14 +227,16 @@ def _words(name: str, kind: str, error: ErrorDetails) -> tuple[str, str | None]:
     if kind == "literal_error":
         options = [o.strip().strip("'") for o in context["expected"].replace(" or ", ", ").split(", ")]
         close = difflib.get_close_matches(str(value), options, n=1)
-        said = either(f'"{o}"' for o in options)
+        said = either([*_OR_ELSE.get(name, ()), *(f'"{o}"' for o in options)])
+        if name in _OR_ELSE and str(value).isdecimal():
+            return f"{name}: expected {said}, found {_describe(value)}", f"remove the quotes: {value}"
         return f"{name}: expected {said}, found {_describe(value)}", (
             f'did you mean "{close[0]}"?' if close else None
         )
     if kind in _LIMITS:
         words, limit = _LIMITS[kind]
         return f"{name} {words} {limit(context):g}, not {value}", None
-    if kind == "string_too_short":
+    if kind in ("string_too_short", "too_short"):
         return f"{name} is empty", "give it a value, or remove the key"
     if kind == "finite_number":
         return f"{name}: expected a finite number, found {value}", None
@@ -229,6 +263,8 @@ def _type_hint(kind: str, value: Any) -> str | None:
         return f"write {int(value)}"
     if kind == "bool_type" and isinstance(value, str) and value.lower() in ("true", "false"):
         return f"remove the quotes: {value.lower()}"
+    if kind == "list_type" and isinstance(value, int | float | str) and not isinstance(value, bool):
+        return f"put it in brackets: [{json.dumps(value)}]"
     if kind == "string_type" and not isinstance(value, list | dict):
         return f'put it in quotes: "{value}"'
     return None

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seatrial.base.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
-from seatrial.checkpoint.manifest import Damaged, complete, step_of, verify
-from seatrial.data.prepare import check_store, data_cache, resolve_store
+from seatrial.checkpoint.manifest import Damaged
+from seatrial.checkpoint.place import Place, checkpoint_urls, open_place
+from seatrial.data.prepare import blend_of, check_stores, data_cache, resolve_stores, stores_identity
 from seatrial.hardware.catalogue import find_gpu, gpus
 from seatrial.hardware.devices import choose_device
 from seatrial.launch import launcher_for
@@ -31,27 +32,33 @@ class Voyage:
 
     job: Job
     opened: OpenedRun
-    store: TokenStore
+    stores: list[TokenStore]
     device: str
     device_reason: str
 
     @property
     def resume_step(self) -> int | None:
         """The step of the newest checkpoint, not yet verified; None for a fresh start."""
-        found = complete(self.opened.folder.checkpoints)
-        return step_of(found[0]) if found else None
+        return max((step for place in self._places() for step in place.steps()), default=None)
 
     @property
     def complete(self) -> bool:
         """Whether the last step's checkpoint is there already, and whole."""
-        found = complete(self.opened.folder.checkpoints)
-        if not found or (step_of(found[0]) or 0) < self.job.train.steps:
-            return False
-        try:
-            verify(found[0])
-        except Damaged:
-            return False  # the ranks will say so, set it aside, and go on from the one before
-        return True
+        for place in self._places():
+            for step in place.steps():
+                if step < self.job.train.steps:
+                    break
+                try:
+                    place.verify(step)
+                except Damaged:
+                    continue  # the ranks will say so, set it aside, and go on from the one before
+                return True
+        return False
+
+    def _places(self) -> list[Place]:
+        """Where checkpoints are. Raises StorageError where one cannot be seen: an older one elsewhere is no substitute."""
+        urls = checkpoint_urls(self.job.checkpoint, self.job.name, self.opened.folder)
+        return [open_place(url) for url in urls]
 
     def run(self, tick: Callable[[], None] | None = None, *, launcher: Launcher | None = None) -> Outcome:
         """Train to the end, with `launcher` or else the job's own. Nothing that was started is left when it returns."""
@@ -116,23 +123,24 @@ def prepare_voyage(job: Job, root: Path, *, fresh: bool = False, progress: Progr
     """
     launcher_for(job).check(job)
     device, reason = choose_device(job.cluster)
-    store = resolve_store(job.data, data_cache(root), Path.cwd(), progress)
-    check_store(
-        store,
+    stores = resolve_stores(job.data, data_cache(root), Path.cwd(), progress)
+    check_stores(
+        stores,
+        blend_of(job.data),
         vocab_size=job.architecture.vocab_size,
         sequence_length=job.train.sequence_length,
         global_batch=job.train.global_batch,
         tokenizer_spec=job.data.tokenizer,
     )
-    opened = open_run(job, root, fresh=fresh, data=store.identity())
+    opened = open_run(job, root, fresh=fresh, data=stores_identity(stores))
     gpu = job.cluster.gpu
     if gpu is not None and find_gpu(gpu) is None:
         known = ", ".join(g.name for g in gpus())
         opened.notes.append(f'gpu = "{gpu}" is not in the catalogue, so its peak is unknown; known: {known}')
     data = {
-        "store": str(store.folder.absolute()),
-        "tokens": store.n_tokens,
-        "tokenizer": store.tokenizer.name,
+        "stores": [store.address for store in stores],
+        "tokens": sum(store.n_tokens for store in stores),
+        "tokenizer": stores[0].tokenizer.name,
     }
     add_to_plan(opened.folder, "data", data)
-    return Voyage(job, opened, store, device, reason)
+    return Voyage(job, opened, stores, device, reason)

@@ -92,8 +92,20 @@ def rotate(x_BTNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
     return x_BTNH * cos_TH[:, None] + turned * sin_TH[:, None]
 
 
+def document_bias(document_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to attention scores [B, 1, T, T]: 0 where a position may look, -inf elsewhere.
+
+    A position sees itself and what came before it in its own document; `document_BT` numbers the documents of each
+    sequence. It is of the queries' dtype, made once for all layers: from a boolean mask the fused kernels would make
+    it anew in each of them.
+    """
+    same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    bias_BTT = torch.zeros(same_BTT.shape, dtype=dtype, device=document_BT.device)
+    return bias_BTT.masked_fill_(~same_BTT.tril_(), float("-inf"))[:, None]
+
+
 class Attention(nn.Module):
-    """Causal attention with grouped queries (arXiv:2305.13245).
+    """Causal attention with grouped queries (arXiv:2305.13245), or with a bias what the bias lets through.
 
     The number of heads is read off the projections' outputs, so a part of the heads works as the whole does.
     """
@@ -110,7 +122,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(H, arch.rms_norm_eps) if arch.qk_norm else None
         self.k_norm = RMSNorm(H, arch.rms_norm_eps) if arch.qk_norm else None
 
-    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, bias_B1TT: Tensor | None = None
+    ) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
         q_BTNH = self.q_proj(x_BTD).view(heads)
         k_BTKH = self.k_proj(x_BTD).view(heads)
@@ -122,7 +136,8 @@ class Attention(nn.Module):
             q_BTNH.transpose(1, 2),
             k_BTKH.transpose(1, 2),
             v_BTKH.transpose(1, 2),
-            is_causal=True,
+            attn_mask=bias_B1TT,
+            is_causal=bias_B1TT is None,
             enable_gqa=q_BTNH.shape[2] != k_BTKH.shape[2],
         )
         return self.o_proj(out_BNTH.transpose(1, 2).flatten(2))
@@ -153,17 +168,19 @@ class Block(nn.Module):
         self.mlp = MLP(arch)
         self.recompute = False
 
-    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, bias_B1TT: Tensor | None = None
+    ) -> Tensor:
         # Inside the block, not around it: sharded data parallel hooks the block's own call, and must not see the
         # second forward pass as another use of its weights.
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(
-                self._layer, x_BTD, cos_TH, sin_TH, use_reentrant=False, preserve_rng_state=False
+                self._layer, x_BTD, cos_TH, sin_TH, bias_B1TT, use_reentrant=False, preserve_rng_state=False
             )
-        return self._layer(x_BTD, cos_TH, sin_TH)
+        return self._layer(x_BTD, cos_TH, sin_TH, bias_B1TT)
 
-    def _layer(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TH, sin_TH)
+    def _layer(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, bias_B1TT: Tensor | None) -> Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TH, sin_TH, bias_B1TT)
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
@@ -223,14 +240,21 @@ class Decoder(nn.Module):
     def blocks(self) -> list[Block]:
         return list(self.model.layers.values())  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Token ids [B, T] or hidden states [B, T, D] -> hidden states or logits [B, T, V]."""
+    def forward(self, x: Tensor, document_BT: Tensor | None = None) -> Tensor:
+        """Token ids [B, T] or hidden states [B, T, D] -> hidden states or logits [B, T, V].
+
+        With `document_BT`, the number of the document that each position of the whole sequence belongs to, attention
+        stays inside documents. Positions are not counted anew in each: RoPE's scores depend on distances only
+        (arXiv:2104.09864, section 3.2), and those within a document are the same wherever it begins.
+        """
         embedding = self.model.embed_tokens
         length = self.sequence_length if self.sequence_length is not None else x.shape[1]
         h_BTD = x if embedding is None else embedding(x)
         cos_TH, sin_TH = self.rotary(length, h_BTD.device, h_BTD.dtype)
+        # Nothing is passed where there is none, so that a compiled block sees the call it always saw.
+        mask = () if document_BT is None else (document_bias(document_BT, h_BTD.dtype),)
         for block in self.model.layers.values():
-            h_BTD = block(h_BTD, cos_TH, sin_TH)
+            h_BTD = block(h_BTD, cos_TH, sin_TH, *mask)
         if self.model.norm is not None:
             h_BTD = self.model.norm(h_BTD)
         if self.lm_head is None:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from seatrial.base.atomic import fsync_folder, write_json
 from seatrial.base.box import Box
@@ -20,6 +18,7 @@ from seatrial.job.architecture import Architecture
 from seatrial.job.huggingface import config_from_architecture
 from seatrial.model.decoder import whole_shapes
 from seatrial.model.hf import EMBEDDING, INDEX, WEIGHTS
+from seatrial.model.hf_stream import write_safetensors
 from seatrial.model.source import WeightSource
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,7 +55,8 @@ def write_huggingface(
     """Write `source` as the folder `out` that `from_pretrained` reads: complete, or not there at all.
 
     `dtype` is a torch dtype, its name, or "stored" for what the source says by `dtype(name)`: float32 where it does not
-    say, or says float64. Holds one shard of at most `max_shard_bytes` in memory (a parameter larger than that is a shard of its own).
+    say, or says float64. Files are of at most `max_shard_bytes`, or of one parameter; in memory there is one block of it at a
+    time, whatever its size.
     `tokenizer` is a tokenizer.json, copied with the files beside it that belong to it. `progress` is told (bytes done,
     bytes in all). Files are written to `OUT.tmp-PID` and renamed. Raises InputError for an `out` that holds files, an
     unwritable place, a missing tokenizer or too small a disk, RunFailed where writing fails later.
@@ -73,14 +73,8 @@ def write_huggingface(
         write_json(temporary / "config.json", config_from_architecture(arch, dtype_name))
         done = 0
         for file, names in zip(files, shards, strict=True):
-            tensors = {n: source.read(n, Box.whole(shapes[n]), dtypes[n]).contiguous() for n in names}
-            # transformers refuses files that do not say "pt".
-            save_file(tensors, temporary / file, metadata={"format": "pt"})
-            # It makes its files readable for their owner alone.
-            shutil.copymode(temporary / "config.json", temporary / file)
-            _make_durable(temporary / file)
+            write_safetensors(temporary / file, source, {n: shapes[n] for n in names}, dtypes)
             done += sum(sizes[n] for n in names)
-            del tensors
             if progress is not None:
                 progress(done, total)
         if len(files) > 1:
@@ -94,7 +88,7 @@ def write_huggingface(
         fsync_folder(temporary)
         os.rename(temporary, out)  # takes the place of an empty folder, and of nothing else
         fsync_folder(out.parent)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise RunFailed(
             f"writing {out} failed: {error}", hint="nothing is left of it; see to the disk and export again"
         ) from error
@@ -126,7 +120,7 @@ def _resolve(dtype: torch.dtype | str, source: WeightSource, name: str) -> torch
     if dtype == "stored":
         says: Callable[[str], torch.dtype] | None = getattr(source, "dtype", None)
         stored = torch.float32 if says is None else says(name)
-        return torch.float32 if stored == torch.float64 else stored
+        dtype = torch.float32 if stored == torch.float64 else stored
     known = _DTYPES.get(str(dtype).removeprefix("torch."))
     if known is None:
         raise ValueError(f"{dtype} is not a dtype that weights are written in: {', '.join(_DTYPES)}")
@@ -169,8 +163,3 @@ def _tokenizer_files(tokenizer: Path | None) -> Iterable[Path]:
     if tokenizer is None:
         return []
     return [tokenizer, *(p for f in _TOKENIZER_FILES if (p := tokenizer.with_name(f)).is_file())]
-
-
-def _make_durable(path: Path) -> None:
-    with open(path, "rb+") as f:
-        os.fsync(f.fileno())

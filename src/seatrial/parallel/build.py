@@ -107,16 +107,19 @@ class ParallelModel:
             if shard.box.numel:
                 shard.local.copy_(source.read(shard.name, shard.box, shard.local.dtype))
 
-    def forward_backward(self, ids_BT: Tensor, target_BT: Tensor) -> Tensor:
+    def forward_backward(
+        self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None = None
+    ) -> Tensor:
         """Gradients of the mean loss over the global batch into each parameter's `.grad`.
 
-        `ids_BT` and `target_BT` are this data-parallel rank's sequences of the step. Returns this rank's share of the
-        mean loss: the sum over all ranks (`mesh.sum_over_ranks`) is the loss.
+        `ids_BT` and `target_BT` are this data-parallel rank's sequences of the step; with `document_BT`, which numbers
+        the documents in each, attention stays inside documents. Returns this rank's share of the mean loss: the sum
+        over all ranks (`mesh.sum_over_ranks`) is the loss.
         """
         if self._pipeline is not None:
-            loss = self._pipeline.forward_backward(ids_BT, target_BT)
+            loss = self._pipeline.forward_backward(ids_BT, target_BT, document_BT)
         else:
-            loss = self._accumulate(ids_BT, target_BT)
+            loss = self._accumulate(ids_BT, target_BT, document_BT)
         missing = [s.name for s in self.shards if s.box.numel and s.grad is None]
         if missing:
             # torch has combinations that lose gradients without a word; training on would be wrong.
@@ -128,12 +131,15 @@ class ParallelModel:
         # Every tensor-parallel rank knows the same loss; one of them counts.
         return loss if self.mesh.at.tensor == 0 else torch.zeros_like(loss)
 
-    def _accumulate(self, ids_BT: Tensor, target_BT: Tensor) -> Tensor:
+    def _accumulate(self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None) -> Tensor:
         model, n = self.stages[0], self.settings.microbatches
         total = torch.zeros((), device=self.mesh.device)
-        for i, (ids, target) in enumerate(zip(ids_BT.chunk(n), target_BT.chunk(n), strict=True)):
+        documents = [None] * n if document_BT is None else document_BT.chunk(n)
+        for i, (ids, target, document) in enumerate(
+            zip(ids_BT.chunk(n), target_BT.chunk(n), documents, strict=True)
+        ):
             set_last_microbatch(model, i == n - 1)
-            loss = self._loss(model(ids), target)
+            loss = self._loss(model(ids, document), target)
             loss.backward()
             total += loss.detach()
         return total

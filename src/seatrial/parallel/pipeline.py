@@ -79,14 +79,21 @@ class Pipeline:
             stages[0] if single else stages, n_microbatches=microbatches, loss_fn=loss, scale_grads=False
         )
 
-    def forward_backward(self, ids_BT: Tensor, target_BT: Tensor) -> Tensor:
-        """Run one step's microbatches; returns this rank's sum of the losses (0 where it has no last stage)."""
+    def forward_backward(
+        self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None = None
+    ) -> Tensor:
+        """Run one step's microbatches; returns this rank's sum of the losses (0 where it has no last stage).
+
+        Every rank of a pipeline has read the same batch, so documents do not travel from stage to stage: the schedule
+        hands each stage of this rank its microbatch of them beside the hidden states that it receives.
+        """
         losses: list[Tensor] = []
         inputs = (ids_BT,) if self.holds_first else ()
+        beside = {} if document_BT is None else {"document_BT": document_BT}
         if self.holds_last:
-            self._schedule.step(*inputs, target=target_BT, losses=losses, return_outputs=False)
+            self._schedule.step(*inputs, target=target_BT, losses=losses, return_outputs=False, **beside)
         else:
-            self._schedule.step(*inputs, return_outputs=False)
+            self._schedule.step(*inputs, return_outputs=False, **beside)
         if not losses:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()

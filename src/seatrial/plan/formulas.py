@@ -7,11 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from seatrial.plan.ettr import Case
-
-
-def young(save_s: float, mttf_s: float) -> float:
-    """Young's interval sqrt(2 w M), in seconds (J. W. Young, CACM 17(9), 1974)."""
-    return math.sqrt(2 * save_s * mttf_s)
+from seatrial.record.interval import young
 
 
 def daly(save_s: float, mttf_s: float) -> float:

@@ -14,30 +14,8 @@ from typing import Any, Literal
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.plan.ettr import DAY_S, Branch, Case, Remedy
-from seatrial.plan.formulas import spares_for, young
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Failures that interrupt a job, per node and day, as somebody saw them."""
-
-    name: str
-    label: str
-    per_node_day: float
-    source: str
-
-
-RATES = (
-    Rate("rsc-2", "Meta RSC-2", 2.34e-3, "arXiv:2410.21680"),
-    Rate(
-        "llama-3",
-        "Llama 3",
-        3.79e-3,
-        "419 unexpected interruptions in 54 days on 2,048 nodes, arXiv:2407.21783",
-    ),
-    Rate("rsc-1", "Meta RSC-1", 6.5e-3, "arXiv:2410.21680"),
-    Rate("ant", "Ant", 2.2e-2, "8-GPU nodes, about 2.2e-2"),
-)
+from seatrial.plan.formulas import spares_for
+from seatrial.record.interval import young
 
 
 @dataclass(frozen=True)

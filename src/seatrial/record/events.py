@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,6 +28,18 @@ class Event:
     node: int | None = None
     rank: int | None = None
     data: dict[str, Any] | None = field(default=None)
+
+
+def sync(folder: RunFolder) -> None:
+    """Make durable what any process has appended so far. Raises OSError; where there are no events nothing happens."""
+    try:
+        fd = os.open(folder.events, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def append(

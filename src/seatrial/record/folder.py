@@ -22,6 +22,7 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.ledger = path / "ledger.jsonl"
+        self.interval_json = path / "interval.json"
         self.control = path / "control"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"

@@ -10,7 +10,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,24 @@ def read_numbered(
         elif reason is not None:
             problems.append(Problem(path.name, len(lines) + 1, f"unfinished line, not used ({reason})"))
     return values, problems
+
+
+def each_numbered(path: Path, noun: str, problems: list[Problem]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """As `read_numbered`, one object after the other and none of them kept; what is wrong is added to `problems`."""
+    try:
+        with path.open("rb") as f:
+            for number, line in enumerate(f, 1):
+                value, reason = _parse_line(line.removesuffix(b"\n"))
+                if value is not None:
+                    yield number, value
+                elif reason is not None:
+                    whole = line.endswith(b"\n")
+                    what = f"not {noun} ({reason})" if whole else f"unfinished line, not used ({reason})"
+                    problems.append(Problem(path.name, number, what))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        problems.append(Problem(path.name, 0, f"cannot be read ({error.strerror})"))
 
 
 class Tail:

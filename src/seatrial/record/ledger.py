@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from seatrial.record.folder import RunFolder
-from seatrial.record.jsonl import LineWriter, Problem, read_numbered
-from seatrial.record.typed import decode_all
+from seatrial.record.jsonl import LineWriter, Problem, each_numbered, read_numbered
+from seatrial.record.typed import decode, decode_all
 
 NOUN = "a ledger record"
 
@@ -52,6 +52,15 @@ def read_ledger(folder: RunFolder) -> tuple[list[LedgerRecord], list[Problem]]:
     numbered, problems = read_numbered(folder.ledger, NOUN)
     records, wrong = decode_all(LedgerRecord, numbered, file=folder.ledger.name, noun=NOUN)
     return _last_generation(records), sorted(problems + wrong, key=lambda p: p.line)
+
+
+def each_ledger_line(folder: RunFolder, problems: list[Problem]) -> Iterator[tuple[int, LedgerRecord]]:
+    """Every record with its line number (from 1), in the order of the file; lines that are none go to `problems`."""
+    for number, values in each_numbered(folder.ledger, NOUN, problems):
+        try:
+            yield number, decode(LedgerRecord, values)
+        except ValueError as error:
+            problems.append(Problem(folder.ledger.name, number, f"not {NOUN} ({error})"))
 
 
 def ledger_gaps(records: Sequence[LedgerRecord], global_batch: int) -> list[str]:
@@ -103,10 +112,16 @@ def _last_generation(records: Sequence[LedgerRecord]) -> list[LedgerRecord]:
         last[record.step] = max(record.generation, last.get(record.step, record.generation))
         if record.skipped:
             left_out.add((record.step, record.generation))
-    # Trained, taken back and then left out, all in one generation: the last of that counts.
-    own = [
-        r
-        for r in records
-        if r.generation == last[r.step] and (r.skipped or (r.step, r.generation) not in left_out)
-    ]
+    # Trained, taken back and then left out, all in one generation: the last of that counts. A step that was left out
+    # is left out again whenever the run goes back to before it; that is no second time.
+    own: list[LedgerRecord] = []
+    told: set[LedgerRecord] = set()
+    for record in records:
+        if record.generation != last[record.step] or record in told:
+            continue
+        if record.skipped:
+            told.add(record)
+        elif (record.step, record.generation) in left_out:
+            continue
+        own.append(record)
     return sorted(own, key=lambda r: r.step)

@@ -26,10 +26,10 @@ _STEP_FOLDER = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A complete checkpoint on disk."""
+    """A complete checkpoint."""
 
     step: int
-    path: Path
+    where: str  # path or address
     time: float  # unix seconds when it was completed
 
 
@@ -135,7 +135,7 @@ def read_view(folder: RunFolder) -> RunView:
     first = _first_generation(events, generation)
     own = [e for e in events if e.generation >= first]
     state, reason = _state(held, own, generation, bool(metrics))
-    checkpoints, latest = read_checkpoints(folder)
+    checkpoints, latest = read_checkpoints(folder, events)
     history = current_history(metrics)
     gaps = ledger_gaps(ledger, facts.global_batch) if facts.global_batch else []
     # While it runs, the ledger may be a step behind the metrics; afterwards it may not.
@@ -177,8 +177,13 @@ def read_job_facts(folder: RunFolder) -> tuple[JobFacts, list[Problem]]:
     return JobFacts(whole("steps"), whole("global_batch"), whole("sequence_length")), []
 
 
-def read_checkpoints(folder: RunFolder) -> tuple[list[CheckpointInfo], CheckpointInfo | None]:
-    """The complete checkpoints (those with a manifest) by step, and the one that `latest` names, else the newest."""
+def read_checkpoints(
+    folder: RunFolder, events: list[Event]
+) -> tuple[list[CheckpointInfo], CheckpointInfo | None]:
+    """The complete checkpoints (those with a manifest) by step, and the one that `latest` names, else the newest.
+
+    Of those that lie elsewhere, nobody is asked what is there: of them it is the newest that the events tell of.
+    """
     found = []
     try:
         paths = list(folder.checkpoints.iterdir())
@@ -189,7 +194,7 @@ def read_checkpoints(folder: RunFolder) -> tuple[list[CheckpointInfo], Checkpoin
         if match is None:
             continue
         try:
-            found.append(CheckpointInfo(int(match[1]), path, (path / "manifest.json").stat().st_mtime))
+            found.append(CheckpointInfo(int(match[1]), str(path), (path / "manifest.json").stat().st_mtime))
         except OSError:  # half written, or removed while we look
             continue
     found.sort(key=lambda c: c.step)
@@ -197,8 +202,29 @@ def read_checkpoints(folder: RunFolder) -> tuple[list[CheckpointInfo], Checkpoin
         named = (folder.checkpoints / "latest").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         named = ""
-    latest = next((c for c in found if c.path.name == named), found[-1] if found else None)
+    latest = next((c for c in found if Path(c.where).name == named), found[-1] if found else None)
+    elsewhere = _saved_elsewhere(folder, events)
+    if elsewhere is not None and (latest is None or elsewhere.step > latest.step):
+        found.append(elsewhere)
+        latest = elsewhere
     return found, latest
+
+
+def _saved_elsewhere(folder: RunFolder, events: list[Event]) -> CheckpointInfo | None:
+    """The newest checkpoint that was saved into another place than the run folder, and not set aside since."""
+    saved: dict[int, CheckpointInfo] = {}
+    for event in events:
+        step, where = (event.data or {}).get("step"), (event.data or {}).get("folder")
+        if not isinstance(step, int):
+            continue
+        if event.kind == "checkpoint_set_aside":
+            saved.pop(step, None)
+        elif event.kind == "checkpoint_saved" and isinstance(where, str):
+            saved.pop(step, None)
+            # By its name: the folder may be a copy, and lie in another place than when that was written.
+            if "://" in where or Path(where).parent.name != folder.checkpoints.name:
+                saved[step] = CheckpointInfo(step, where, event.time)
+    return saved[max(saved)] if saved else None
 
 
 def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Failure | None:

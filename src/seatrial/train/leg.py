@@ -6,7 +6,9 @@ from there, without reading anything.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -15,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from seatrial.base.errors import InputError, RunFailed
+from seatrial.base.errors import InputError, RunFailed, SeatrialError
 from seatrial.checkpoint import memory
-from seatrial.checkpoint.manifest import Damaged, named, step_of
-from seatrial.checkpoint.read import CheckpointWeights
+from seatrial.checkpoint.manifest import Damaged
 from seatrial.data.loader import BatchLoader
 from seatrial.job import Job, load_job
 from seatrial.job.layout import Layout
@@ -28,14 +29,14 @@ from seatrial.parallel.mesh import Mesh, build_mesh
 from seatrial.record import events
 from seatrial.record.folder import RunFolder
 from seatrial.record.recent import recent_ledger
-from seatrial.train import state
 from seatrial.train.attendant import Attendant
 from seatrial.train.carried import Carried, carry, restore_carried, share_state
 from seatrial.train.companion import Ending
 from seatrial.train.loop import Loop
 from seatrial.train.optimizer import ShardedAdamW
 from seatrial.train.peers import teardown, wait_for_store
-from seatrial.train.rank import TIMEOUT, Place, first_weights, join, make_loader, settings_of
+from seatrial.train.places import Places
+from seatrial.train.rank import TIMEOUT, Place, build, first_weights, join, load, make_loader
 from seatrial.train.recorder import Known
 from seatrial.train.recover import (
     NEVER,
@@ -49,7 +50,7 @@ from seatrial.train.recover import (
     from_memory,
     share_from,
 )
-from seatrial.train.resume import choose_checkpoint
+from seatrial.train.resume import Resume
 from seatrial.train.sample import write_sample
 from seatrial.train.snapshot import Snapshots, restore_from_memory
 
@@ -198,20 +199,22 @@ class Worker:
         if kept is not None and (kept.layout, kept.rank) != (leg.layout, leg.place.rank):
             kept = self._kept = None
         offers = exchange(mesh, self._offer(leg, kept))
-        disk = count(mesh, self._disk_step() if mesh.rank == 0 else 0)
-        source = decide(offers, leg.layout, disk)
-        chosen = None
-        if source.kind in ("disk", "fresh"):
-            chosen = choose_checkpoint(job.architecture, self.folder, leg.generation, mesh)
-            # Where the newest was damaged and an older one is left, what is in memory may be newer.
-            source = decide(offers, leg.layout, 0 if chosen is None else chosen.step)
-        if source.kind in ("disk", "fresh"):
-            loop = self._from_disk(job, leg, mesh, loader, chosen, source)
+        newest = Places(job, self.folder).newest_step() if mesh.rank == 0 else 0
+        source = decide(offers, leg.layout, count(mesh, newest))
+        if source.kind not in ("disk", "fresh"):
+            return self._from_processes_or_memory(job, leg, mesh, loader, kept, offers, source), source
+        resume = Resume(job, self.folder, leg.generation, mesh)
+        # Where the newest is damaged and an older one is left, what is in memory may be newer.
+        found = load(job, mesh, resume, loader, lambda step: decide(offers, leg.layout, step).kind == "disk")
+        source = decide(offers, leg.layout, resume.step)
+        if found is not None:
+            model, optimizer, _ = found
+        elif source.kind != "fresh":
+            return self._from_processes_or_memory(job, leg, mesh, loader, kept, offers, source), source
         else:
-            if chosen is not None:
-                chosen.close()
-            loop = self._from_processes_or_memory(job, leg, mesh, loader, kept, offers, source)
-        return loop, source
+            resume.refuse_fresh_start()
+            model, optimizer = build(job, mesh, first_weights(job))
+        return self._make_loop(job, leg, model, optimizer, loader, source), source
 
     def _offer(self, leg: Leg, kept: _Kept | None) -> Offer:
         moments = [NEVER, NEVER]
@@ -224,34 +227,6 @@ class Worker:
         ready = kept.loop.ready
         return Offer(kept.loop.applied, NOTHING if ready is None else ready, held)
 
-    def _disk_step(self) -> int:
-        found = named(self.folder.checkpoints)
-        return (step_of(found[0]) or 0) if found else 0
-
-    def _from_disk(
-        self,
-        job: Job,
-        leg: Leg,
-        mesh: Mesh,
-        loader: BatchLoader,
-        chosen: CheckpointWeights | None,
-        source: Source,
-    ) -> Loop:
-        model = ParallelModel(
-            job.architecture, mesh, settings_of(job), chosen or first_weights(job), timeout=TIMEOUT
-        )
-        optimizer = ShardedAdamW(model.shards, job.optimizer)
-        if chosen is not None:
-            progress = state.restore(model, optimizer, chosen)
-            if progress.next_sample != loader.samples(progress.step + 1)[0]:
-                raise RunFailed(
-                    f"the checkpoint goes on at sample {progress.next_sample}, this job's step "
-                    f"{progress.step + 1} at {loader.samples(progress.step + 1)[0]}",
-                    hint="the job's global_batch is not the one it was trained with: start over with --fresh",
-                )
-            chosen.close()
-        return self._make_loop(job, leg, model, optimizer, loader, source)
-
     def _from_processes_or_memory(
         self,
         job: Job,
@@ -262,8 +237,10 @@ class Worker:
         offers: list[Offer],
         source: Source,
     ) -> Loop:
-        model = ParallelModel(job.architecture, mesh, settings_of(job), Unfilled(), timeout=TIMEOUT)
-        optimizer = ShardedAdamW(model.shards, job.optimizer)
+        if mesh.rank == 0:
+            cleaning = partial(_remove_leftovers, Places(job, self.folder), leg.generation)
+            threading.Thread(target=cleaning, name="leftovers", daemon=True).start()
+        model, optimizer = build(job, mesh, Unfilled())
         loop = self._make_loop(job, leg, model, optimizer, loader, source)
         if source.kind == "memory":
             assert self._fds is not None
@@ -369,6 +346,7 @@ class Worker:
             return None
         wanted = (source.generation, source.step)
         found = next(e for e in entries if (e["generation"], e["step"]) == wanted)
+        self._snapshots.forget_after(source.step)
         return restore_from_memory(self._fds[found["slot"]], found, model, optimizer, checked=True)
 
     def _announce(self, mesh: Mesh, leg: Leg, source: Source) -> None:
@@ -385,6 +363,14 @@ class Worker:
             rank=0,
             data={"step": source.step, "source": source.kind, "redone": max(0, done - source.step)},
         )
+
+
+def _remove_leftovers(places: Places, generation: int) -> None:
+    """The rest of a save that the generation before had begun: each is as large as a checkpoint. Beside training."""
+    with contextlib.suppress(
+        OSError, SeatrialError
+    ):  # a start that reads the checkpoints will say what is wrong
+        places.remove_leftovers(before=generation)
 
 
 _WORDS = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from seatrial.base.errors import RunFailed
-from seatrial.data.loader import BatchLoader
+from seatrial.data.loader import Batch, BatchLoader
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
 from seatrial.record import events
@@ -118,6 +118,7 @@ class Loop:
         finally:
             if self._own_time is not None:
                 self._own_time.unwatch()
+            self._saver.close()
             self._recorder.close()
 
     def _run(self, first_step: int) -> Ending:
@@ -131,16 +132,17 @@ class Loop:
             reason = self._guard.leaves_out(step) if self._guard is not None else None
             if reason is None:
                 self._start(step)
-            ends = self._is_boundary(step)
+            saves = self._saver.due(step)
+            ends = saves or self._is_boundary(step)
             self._read_results(leave=0 if ends or reason is not None else self._ahead)
-            if self._leaving:
-                self._read_results(leave=0)  # asked for by the step before: all ranks leave after this one
+            if self._leaving or self._saver.overdue:
+                self._read_results(leave=0)  # asked for by the step before: all ranks do so after this one
             if self._next != step + 1:
                 continue  # a step is to be done again
             if reason is not None:
                 self._leave_out(step, reason)
-            if ends or self._leaving:
-                self._end_step(step)
+            if ends or self._leaving or self._saver.overdue:
+                self._end_step(step, saves)
             if self._leaving and step < steps:
                 return self._leaving
         return "done"
@@ -148,6 +150,7 @@ class Loop:
     def _begin(self, first_step: int) -> None:
         self._first = self._next = first_step
         self.applied = None if self._cuda else first_step - 1
+        self._saver.start(first_step)
         if self._companion is not None:
             self._guard = make_guard(self.job, self.folder, self.model.mesh, first_step)
         if self._own_time is not None:
@@ -168,15 +171,16 @@ class Loop:
         own = Own(
             wants=self._companion.wants() if self._companion is not None else None,
             busy=self._snapshots is not None and self._snapshots.busy,
+            saving=self._saver.news(self.known.seconds if self.known is not None else 0.0),
             clock=clock,
             memory_bytes=lambda: memory_bytes(mesh.device),
             changed=self._changed,
         )
         begin = time.perf_counter()
         with clock.running() if clock is not None else contextlib.nullcontext():
-            ids_BT, target_BT = self._batch(step)
+            batch = self._batch(step)
         data_wait = time.perf_counter() - begin
-        values = local_vector(self.model, self.optimizer, ids_BT, target_BT, own)
+        values = local_vector(self.model, self.optimizer, batch, own)
         # If a peer goes away during the exchange, this rank can still finish the step: others may have it.
         self.ready = step if self.applied == step - 1 else None
         mesh.sum_over_ranks(values)
@@ -192,14 +196,11 @@ class Loop:
         self._update(step, values[0], values[1], made=summed.finite)
         self._started.append(started)
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, step: int) -> Batch:
         mesh = self.model.mesh
         share = self.job.train.global_batch // mesh.layout.data_parallel
-        ids_BT, target_BT = self.loader.batch(step, mesh.data_rank * share, share)
-        if self._cuda:
-            ids_BT = ids_BT.pin_memory().to(mesh.device, non_blocking=True)
-            target_BT = target_BT.pin_memory().to(mesh.device, non_blocking=True)
-        return ids_BT, target_BT
+        batch = self.loader.batch(step, mesh.data_rank * share, share)
+        return batch.to(mesh.device) if self._cuda else batch
 
     def _changed(self) -> Tensor | None:
         """Whether this rank's state was altered since the last update: then it is no state to go on from."""
@@ -234,7 +235,11 @@ class Loop:
             now = time.perf_counter()
             seconds, self._clock = now - self._clock, now
             if self._integrity is not None:
-                self._integrity.judge(done.step, values.changed)
+                self._integrity.judge(
+                    done.step, values.changed
+                )  # before anything of this state is made complete
+            self._saver.heard(values.parts, values.saving)
+            self._saver.stepped(seconds)
             if values.leaving is not None:
                 self._leaving = values.leaving
             verdict = self._judge(done.step, values)
@@ -273,12 +278,18 @@ class Loop:
             # Every rank has the same numbers and stops here; nothing of this step has been saved.
             raise RunFailed(f"the loss is {loss} and the gradient norm {norm} at step {step}", hint=HINT)
         verdict = self._guard.judge(step, loss, norm)
-        if verdict.action == "back" and not self._go_back():
-            verdict = self._guard.cannot_go_back(step, loss, norm, verdict)
+        data = verdict.data
+        if verdict.action == "back":
+            if self._go_back():
+                # Copies of later steps, also on other nodes, are of a course that was left.
+                data = {**data, "went_back_to": self._next - 1}
+            else:
+                verdict = self._guard.cannot_go_back(step, loss, norm, verdict)
+                data = verdict.data
         if verdict.signal is not None:
             own = values.not_finite
             blamed = own if len(own) < self.model.mesh.layout.world_size else []
-            self._finding(verdict.signal, step, verdict.reason, verdict.data, blamed)
+            self._finding(verdict.signal, step, verdict.reason, data, blamed)
         if verdict.action == "fail":
             raise RunFailed(verdict.reason, hint=HINT)
         return verdict
@@ -327,15 +338,15 @@ class Loop:
 
     def _is_boundary(self, step: int) -> bool:
         """Whether more than training happens after `step`: nothing may be under way then."""
-        resilience, every = self.job.resilience, self.job.checkpoint.every_steps
-        if step % every == 0 or step == self.job.train.steps:
+        resilience = self.job.resilience
+        if step == self.job.train.steps:
             return True
         if self._integrity is not None and step % resilience.verify_every_steps == 0:
             return True
         return self._snapshots is not None and self._snapshots.due(step)
 
-    def _end_step(self, step: int) -> None:
-        """Verify the state, and only then copy and save it."""
+    def _end_step(self, step: int, saves: bool) -> None:
+        """Verify the state, and only then copy it and, with `saves`, begin to save it."""
         if self._integrity is not None:
             # If a peer goes away in the midst of it, nobody goes on from what was not agreed upon.
             held, self.applied = self.applied, None
@@ -347,11 +358,19 @@ class Loop:
             wanted = self._leaving is not None or self._snapshots.due(step)
             if wanted and self._snapshots.take(step):
                 self._state_was_copied()
-        if last or self._leaving or step % self.job.checkpoint.every_steps == 0:
-            self._recorder.sync()  # a checkpoint that survives a power loss must not outlive the record of its steps
-            self._saver.save(step, must=last or self._leaving == "preempted")
-            self._state_was_copied()
-            self._clock = time.perf_counter()  # the save is no part of the next step's time
+        overdue = self._saver.overdue
+        if not (last or self._leaving or saves or overdue):
+            return
+        self._recorder.sync()  # a checkpoint that survives a power loss must not outlive the record of its steps
+        if last or self._leaving:
+            self._saver.finish(step, must=last or self._leaving == "preempted")
+        elif overdue:
+            self._finding("storage_wait", step, "training waits for a checkpoint to be written", {}, [])
+            self._saver.save_or_stop(step)
+        elif not self._saver.begin(step):
+            return
+        self._state_was_copied()
+        self._clock = time.perf_counter()  # the save is no part of the next step's time
 
     def _state_was_copied(self) -> None:
         if self._integrity is not None:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from seatrial.base.errors import InputError, RunFailed
+from seatrial.checkpoint.manifest import Progress
 from seatrial.data.loader import BatchLoader
-from seatrial.data.prepare import check_store, data_cache, resolve_store
-from seatrial.data.store import TokenStore
+from seatrial.data.prepare import (
+    blend_of,
+    check_stores,
+    data_cache,
+    open_stores,
+    resolve_stores,
+    stores_identity,
+)
 from seatrial.job import Job, load_job
 from seatrial.model.hf import HuggingFaceWeights
 from seatrial.model.initialise import RandomWeights
@@ -29,7 +37,8 @@ from seatrial.record.run import open_run, read_plan
 from seatrial.train import state
 from seatrial.train.loop import Loop
 from seatrial.train.optimizer import ShardedAdamW
-from seatrial.train.resume import choose_checkpoint
+from seatrial.train.recover import Unfilled
+from seatrial.train.resume import Resume
 from seatrial.train.sample import write_sample
 
 # How long a collective may wait for a rank before it is an error.
@@ -81,30 +90,21 @@ def train_rank(folder: RunFolder, generation: int | None, place: Place) -> None:
     mesh = build_mesh(job.layout, device, TIMEOUT)
     torch.manual_seed(job.train.seed + mesh.rank)
     loader = make_loader(job, folder)
-    begun = (
-        nullcontext(generation) if generation is not None else _unsupervised(job, folder, mesh, loader.store)
-    )
+    begun = nullcontext(generation) if generation is not None else _unsupervised(job, folder, mesh, loader)
     with begun as number:
         _train(job, folder, number, mesh, loader)
 
 
 def _train(job: Job, folder: RunFolder, generation: int, mesh: Mesh, loader: BatchLoader) -> None:
-    resumed_from = choose_checkpoint(job.architecture, folder, generation, mesh)
-    model = ParallelModel(
-        job.architecture, mesh, settings_of(job), resumed_from or first_weights(job), timeout=TIMEOUT
-    )
-    optimizer = ShardedAdamW(model.shards, job.optimizer)
-    first_step = 1
-    if resumed_from is not None:
-        progress = state.restore(model, optimizer, resumed_from)
+    resume = Resume(job, folder, generation, mesh)
+    found = load(job, mesh, resume, loader)
+    if found is not None:
+        model, optimizer, progress = found
         first_step = progress.step + 1
-        if progress.next_sample != loader.samples(first_step)[0]:
-            raise RunFailed(
-                f"the checkpoint goes on at sample {progress.next_sample}, this job's step {first_step} at "
-                f"{loader.samples(first_step)[0]}",
-                hint="the job's global_batch is not the one it was trained with: start over with --fresh",
-            )
-        resumed_from.close()
+    else:
+        resume.refuse_fresh_start()
+        (model, optimizer), first_step = build(job, mesh, first_weights(job)), 1
+    del found
     Loop(job, folder, generation, model, optimizer, loader).run(first_step)
     dist.barrier()
     dist.destroy_process_group()
@@ -113,15 +113,50 @@ def _train(job: Job, folder: RunFolder, generation: int, mesh: Mesh, loader: Bat
         write_sample(job, folder, generation, mesh.device)
 
 
+def build(job: Job, mesh: Mesh, source: WeightSource) -> tuple[ParallelModel, ShardedAdamW]:
+    """The model of `job` with the weights of `source`, and its optimizer."""
+    model = ParallelModel(job.architecture, mesh, settings_of(job), source, timeout=TIMEOUT)
+    return model, ShardedAdamW(model.shards, job.optimizer)
+
+
+def load(
+    job: Job,
+    mesh: Mesh,
+    resume: Resume,
+    loader: BatchLoader,
+    worth: Callable[[int], bool] = lambda step: True,
+) -> tuple[ParallelModel, ShardedAdamW, Progress] | None:
+    """Model and optimizer from the newest undamaged checkpoint whose step is `worth` it; None where there is none.
+
+    All ranks call it. RunFailed where it goes on at another sample than this job.
+    """
+    built = None
+    while (step := resume.look()) and worth(step):
+        built = built or build(job, mesh, Unfilled())
+        progress = resume.fill(partial(state.restore, *built))
+        if progress is None:
+            continue
+        first = loader.samples(progress.step + 1)[0]
+        if progress.next_sample != first:
+            raise RunFailed(
+                f"the checkpoint goes on at sample {progress.next_sample}, this job's step {progress.step + 1} at "
+                f"{first}",
+                hint="the job's global_batch is not the one it was trained with: start over with --fresh",
+            )
+        return *built, progress
+    return None
+
+
 @contextmanager
-def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, store: TokenStore) -> Iterator[int]:
+def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, loader: BatchLoader) -> Iterator[int]:
     """A generation that rank 0 begins and all ranks share, with the run locked as by any other start."""
     if folder.path.name != job.name:
         raise InputError(
             f"{folder.path} holds the job {job.name!r}: the folder was renamed",
             hint=f"give it its old name, {folder.path.parent / job.name}",
         )
-    opened = open_run(job, folder.path.parent, data=store.identity()) if mesh.rank == 0 else None
+    data = stores_identity(loader.stores)
+    opened = open_run(job, folder.path.parent, data=data) if mesh.rank == 0 else None
     number = torch.tensor([opened.generation if opened is not None else 0], device=mesh.device)
     generation = int(mesh.sum_over_ranks(number).item())
 
@@ -160,27 +195,33 @@ def join(place: Place) -> torch.device:
 
 
 def make_loader(job: Job, folder: RunFolder) -> BatchLoader:
-    """The batches of the run, from the store that the launcher found or else prepared here."""
+    """The batches of the run, from the stores that the launcher found or else prepared here."""
     train = job.train
+    cache, blend = data_cache(folder.path.parent), blend_of(job.data)
     known = read_plan(folder).get("data")
     if known is not None:
-        # The launcher has found, prepared and checked it.
-        store = TokenStore.open(Path(known["store"]))
+        # The launcher has found, prepared and checked them.
+        stores = open_stores(known["stores"], cache, job.data.cache_gb)
     else:
-        store = resolve_store(job.data, data_cache(folder.path.parent), folder.path)
-        check_store(
-            store,
+        stores = resolve_stores(job.data, cache, folder.path)
+        check_stores(
+            stores,
+            blend,
             vocab_size=job.architecture.vocab_size,
             sequence_length=train.sequence_length,
             global_batch=train.global_batch,
             tokenizer_spec=job.data.tokenizer,
         )
     return BatchLoader(
-        store,
+        stores,
         sequence_length=train.sequence_length,
         global_batch=train.global_batch,
         seed=train.seed,
         vocab_size=job.architecture.vocab_size,
+        blend=blend,
+        attend_across_documents=job.data.attend_across_documents,
+        ahead=max(store.ahead for store in stores),
+        last_step=train.steps,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from seatrial.data.loader import BatchLoader
 from seatrial.job import Job
 from seatrial.parallel.mesh import Mesh
+from seatrial.record import events
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord, LedgerWriter
 from seatrial.record.metrics import MetricsWriter
@@ -87,10 +88,12 @@ class Recorder:
             self._write_metrics(known)
 
     def sync(self) -> None:
-        """Make durable what was written: a checkpoint must not outlive the record of its steps."""
+        """Make durable what was written: a checkpoint must not outlive the record of its steps, and of what was left out."""
         for writer in (self._metrics, self._ledger):
             if writer is not None:
                 writer.sync()
+        if self._ledger is not None:
+            events.sync(self._folder)
 
     def close(self) -> None:
         for writer in (self._metrics, self._ledger):

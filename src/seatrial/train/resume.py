@@ -1,15 +1,15 @@
-"""Which checkpoint a run continues from: the newest that every rank's share of the hashes agrees with."""
+"""Continuing from a checkpoint: the newest that all ranks could read, each byte of it as it was written."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
 from seatrial.base.errors import RunFailed
-from seatrial.checkpoint.manifest import Damaged, Manifest, folder_name, named, step_of, verify
-from seatrial.checkpoint.read import CheckpointWeights, set_aside
-from seatrial.checkpoint.write import remove_leftovers
+from seatrial.checkpoint.manifest import Damaged, Manifest, Progress
+from seatrial.checkpoint.read import CheckpointWeights
+from seatrial.job import Job
 from seatrial.job.architecture import Architecture
 from seatrial.model.decoder import whole_shapes
 from seatrial.parallel.mesh import Mesh
@@ -17,60 +17,87 @@ from seatrial.record import events
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 from seatrial.train.optimizer import STATE
+from seatrial.train.places import Places
+
+# Fills model and optimizer from a checkpoint; raises Damaged.
+Fill = Callable[[CheckpointWeights], Progress]
 
 
-def choose_checkpoint(
-    arch: Architecture, folder: RunFolder, generation: int, mesh: Mesh
-) -> CheckpointWeights | None:
-    """The newest undamaged checkpoint, None in a run that never saved one; all ranks call it and get the same.
+class Resume:
+    """One start's way through the checkpoints, from the newest on; all ranks make the same calls and get the same answers."""
 
-    Rank 0 proposes, every rank verifies its share of the files, and one that finds damage says which. A damaged
-    checkpoint is set aside and the one before it is tried. RunFailed if the run has saved some and none can be used:
-    to start over is the user's decision.
-    """
+    def __init__(self, job: Job, folder: RunFolder, generation: int, mesh: Mesh) -> None:
+        """Removes what dead saves have left. Raises OSError or StorageError where the checkpoints cannot be seen."""
+        self._job, self._folder, self._generation, self._mesh = job, folder, generation, mesh
+        self._places = Places(job, folder)
+        self._step = self._place = 0
+        if mesh.rank == 0:
+            self._places.prepare()
+            for name in self._places.remove_leftovers():
+                self._event("checkpoint_removed", f"removed {name}: a save or a removal that did not finish")
 
-    def tell(kind: str, message: str, severity: events.Severity = "info", **data: object) -> None:
-        events.append(
-            folder, kind, message, severity=severity, generation=generation, rank=mesh.rank, data=data or None
-        )
+    @property
+    def step(self) -> int:
+        """Of the newest checkpoint that is left; 0 where there is none."""
+        return self._step
 
-    def share(value: int) -> int:
-        """The sum over ranks; also a barrier."""
-        return int(mesh.sum_over_ranks(torch.tensor([value], device=mesh.device)).item())
+    def look(self) -> int:
+        """See which one is the newest now; its step, or 0."""
+        found = self._places.candidates() if self._mesh.rank == 0 else []
+        self._step = self._share(found[0][0] if found else 0)
+        self._place = self._share(found[0][1] if found else 0)
+        return self._step
 
-    if mesh.rank == 0:
-        for path in remove_leftovers(folder.checkpoints):
-            tell("checkpoint_removed", f"removed {path.name}: a save or a removal that did not finish")
-    while True:
-        found = named(folder.checkpoints) if mesh.rank == 0 else []
-        step = share((step_of(found[0]) or 0) if found else 0)
-        if step == 0:
-            saved = share(_last_saved(folder) if mesh.rank == 0 else 0)
-            if saved:
-                raise RunFailed(
-                    f"this run has saved step {saved}, but {folder.checkpoints} holds no checkpoint that can be used",
-                    hint="put one back (is the disk mounted?), or start over with --fresh",
-                )
-            return None
-        candidate = folder.checkpoints / folder_name(step)
-        problem, manifest = None, None
+    def refuse_fresh_start(self) -> None:
+        """RunFailed if the run has saved something: to start over is the user's decision."""
+        saved = self._share(_last_saved(self._folder) if self._mesh.rank == 0 else 0)
+        if saved:
+            where = " and ".join(self._places.urls)
+            raise RunFailed(
+                f"this run has saved step {saved}, but {where} holds no checkpoint that can be used",
+                hint="put one back (is the disk mounted?), or start over with --fresh",
+            )
+
+    def fill(self, fill: Fill) -> Progress | None:
+        """Have every rank read its share of the checkpoint that `look` found. None if a rank found damage.
+
+        That rank says which; the checkpoint is set aside, and the next `look` finds the one before it.
+        """
+        name = self._places.name_of(self._place, self._step)
+        problem, progress = None, None
         try:
-            manifest = verify(candidate, mesh.rank, mesh.layout.world_size)
-            _check_content(arch, candidate, manifest)
+            opened = self._places.place(self._place).open(self._step)
+            try:
+                _check_content(self._job.architecture, name, opened.manifest)
+                progress = fill(opened)
+            finally:
+                opened.close()
         except Damaged as error:
             problem = error.message
-            tell("checkpoint_damaged", problem, "warning", step=step)
-        if not share(0 if problem is None else 1):
-            if mesh.rank == 0:
-                tell("resumed", f"resuming after step {step}", step=step, checkpoint=str(candidate))
-            return CheckpointWeights(candidate, manifest)
-        if mesh.rank == 0:
-            aside = set_aside(candidate)
-            tell(
-                "checkpoint_set_aside",
-                f"{candidate.name} is damaged and set aside as {aside.name}",
-                "warning",
-            )
+            self._event("checkpoint_damaged", problem, "warning", step=self._step)
+        if not self._share(0 if problem is None else 1):
+            if self._mesh.rank == 0:
+                self._event("resumed", f"resuming after step {self._step}", step=self._step, checkpoint=name)
+            return progress
+        if self._mesh.rank == 0:
+            aside = self._places.place(self._place).set_aside(self._step, "damaged")
+            self._event("checkpoint_set_aside", f"{name} is damaged and set aside as {aside}", "warning")
+        return None
+
+    def _event(self, kind: str, message: str, severity: events.Severity = "info", **data: object) -> None:
+        events.append(
+            self._folder,
+            kind,
+            message,
+            severity=severity,
+            generation=self._generation,
+            rank=self._mesh.rank,
+            data=data or None,
+        )
+
+    def _share(self, value: int) -> int:
+        """The sum over ranks; also a barrier."""
+        return int(self._mesh.sum_over_ranks(torch.tensor([value], device=self._mesh.device)).item())
 
 
 def _last_saved(folder: RunFolder) -> int:
@@ -85,14 +112,14 @@ def _last_saved(folder: RunFolder) -> int:
     return max(steps, default=0)
 
 
-def _check_content(arch: Architecture, folder: Path, manifest: Manifest) -> None:
+def _check_content(arch: Architecture, name: str, manifest: Manifest) -> None:
     """Damaged unless the checkpoint holds this model, whole, with its optimizer's state."""
     if manifest.architecture != arch.as_dict():
-        raise Damaged(f"{folder} is of another model than this job's")
+        raise Damaged(f"{name} is of another model than this job's")
     for kind in ("model", *STATE):
-        for name, shape in whole_shapes(arch).items():
-            entry = manifest.tensors.get(f"{kind}/{name}")
+        for tensor, shape in whole_shapes(arch).items():
+            entry = manifest.tensors.get(f"{kind}/{tensor}")
             if entry is None:
-                raise Damaged(f"{folder} has no tensor {kind}/{name}")
+                raise Damaged(f"{name} has no tensor {kind}/{tensor}")
             if entry.shape != shape:
-                raise Damaged(f"{folder}: {kind}/{name} has the shape {entry.shape}, this model's is {shape}")
+                raise Damaged(f"{name}: {kind}/{tensor} has the shape {entry.shape}, this model's is {shape}")

@@ -8,12 +8,12 @@ import torch
 
 from seatrial.base import units
 from seatrial.base.errors import SeatrialError
-from seatrial.checkpoint.read import CheckpointWeights, newest
 from seatrial.data.tokenizer import load_tokenizer
 from seatrial.job import Job
 from seatrial.model.generate import generate, load_whole
 from seatrial.record import events
 from seatrial.record.folder import RunFolder
+from seatrial.train.places import Places
 
 
 def write_sample(job: Job, folder: RunFolder, generation: int, device: torch.device) -> None:
@@ -30,9 +30,11 @@ def write_sample(job: Job, folder: RunFolder, generation: int, device: torch.dev
 
 
 def _write_sample(job: Job, folder: RunFolder, generation: int, device: torch.device) -> None:
-    checkpoint = newest(folder.checkpoints)
-    if job.train.sample_tokens == 0 or checkpoint is None:
+    places = Places(job, folder)
+    found = places.candidates() if job.train.sample_tokens else []
+    if not found:
         return
+    step, place = found[0]
     if device.type == "cuda":
         torch.cuda.empty_cache()
     dtype = torch.bfloat16 if job.train.precision == "bf16" else torch.float32
@@ -47,7 +49,11 @@ def _write_sample(job: Job, folder: RunFolder, generation: int, device: torch.de
         )
         return
     tokenizer = load_tokenizer(job.data.tokenizer)
-    model = load_whole(job.architecture, CheckpointWeights(checkpoint), device=device, dtype=dtype)
+    checkpoint = places.place(place).open(step)
+    try:
+        model = load_whole(job.architecture, checkpoint, device=device, dtype=dtype)
+    finally:
+        checkpoint.close()
     prompt = tokenizer.encode(job.train.sample_prompt)
     if not prompt:
         prompt = [tokenizer.end_of_document or 0]

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from seatrial.checkpoint import memory
-from seatrial.checkpoint.commit import make_index, part_name
-from seatrial.checkpoint.manifest import Damaged, File
+from seatrial.checkpoint.manifest import Damaged
 from seatrial.checkpoint.stream import DTYPES, FilePlan, raw_bytes
 from seatrial.checkpoint.write import Piece
 from seatrial.parallel.build import ParallelModel
@@ -85,7 +84,6 @@ class Snapshots:
         self._plan = FilePlan([(piece.key, piece.tensor) for piece in pieces])
         self._indexed = [piece.to_index() for piece in pieces]
         self._keys = [piece.key for piece in pieces]
-        self._shapes = {piece.key: piece.tensor.shape for piece in lasting}
         self._lasting = {piece.key: piece.tensor for piece in lasting}
         cuda = self._device.type == "cuda"
         # Pinned, so that the device copies by itself while the next step is being computed.
@@ -109,22 +107,14 @@ class Snapshots:
         """Whether `take` would skip. Ranks that skip together keep snapshots of the same steps."""
         return not self._free.is_set()
 
-    def go_on(self, model: ParallelModel, optimizer: ShardedAdamW, generation: int) -> None:
-        """Take snapshots of a new model of the same rank and layout, in a new generation.
+    def forget_after(self, step: int) -> None:
+        """The run went back to `step`: what lies ahead is of a course that was left, and is overwritten first.
 
-        What is still being written is written to its end, and nobody waits for it. ValueError for another rank or layout.
+        Call it after `settle`. A new snapshot of the same step must not be taken for the one of the other course.
         """
-        lasting = {piece.key: piece.tensor for piece in state.lasting_pieces(model, optimizer)}
-        new = (model.mesh.rank, model.mesh.device, memory.layout_key(model.mesh.layout.as_dict()))
-        if new != (self._rank, self._device, self._layout) or self._shapes != {
-            key: values.shape for key, values in lasting.items()
-        }:
-            raise ValueError("snapshots of another rank or layout")
-        self._lasting, self._generation = lasting, generation
-
-    def let_go(self) -> None:
-        """Keep none of the model's tensors alive any more; `go_on` gives those of the next one."""
-        self._lasting = {}
+        for slot, held in enumerate(self._held):
+            if held is not None and held[1] > step:
+                self._held[slot] = self._entries[slot] = None
 
     def due(self, step: int) -> bool:
         """Whether the state after `step` is to be kept."""
@@ -195,14 +185,13 @@ class Snapshots:
         filling.add(head)
         filling.add(raw_bytes(self._copy))
         digest = filling.finish()
-        index = make_index(File(part_name(self._rank), size, digest), self._indexed)
         told = {
             "slot": taken.slot,
             **of,
             "layout": self._layout,
             "bytes": size,
-            "sha256": digest,
-            "index": index,
+            "hash": digest,
+            "index": {"pieces": self._indexed},
         }
         return {**told, "seconds": time.perf_counter() - begin}
 

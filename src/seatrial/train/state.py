@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from seatrial.base.box import Box
-from seatrial.checkpoint import write
-from seatrial.checkpoint.commit import fence, new_manifest
 from seatrial.checkpoint.manifest import Progress
 from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.checkpoint.write import Piece
-from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
-from seatrial.record.folder import RunFolder
 from seatrial.train.optimizer import ShardedAdamW
 
 UPDATES = (
@@ -68,30 +62,15 @@ def updates(optimizer: ShardedAdamW) -> Tensor:
     return count.view(1)
 
 
-def save(
-    job: Job, model: ParallelModel, optimizer: ShardedAdamW, checkpoints: Path, progress: Progress
-) -> Path:
-    """Write a checkpoint; all ranks call it. Raises SaveFailed in every rank if one could not write."""
-    mesh = model.mesh
-
-    def agree(ok: bool) -> int:
-        failed = torch.tensor([0.0 if ok else 1.0], device=mesh.device)
-        return int(mesh.sum_over_ranks(failed).item())
-
-    return write.save(
-        checkpoints,
-        new_manifest(job, mesh.layout, progress),
-        [p for p in lasting_pieces(model, optimizer) + random_pieces(mesh.rank, mesh.device) if p.owner],
-        rank=mesh.rank,
-        world_size=mesh.layout.world_size,
-        agree=agree,
-        fence=fence(RunFolder(checkpoints.parent), progress.generation),
-    )
-
-
 @torch.no_grad()
 def restore(model: ParallelModel, optimizer: ShardedAdamW, checkpoint: CheckpointWeights) -> Progress:
-    """Everything but the weights from `checkpoint`, which any layout may have written; the position in the run."""
+    """Weights, optimizer and random state from `checkpoint`, which any layout may have written; the position in the run.
+
+    Every byte is compared with its hash on the way. Damaged names what differs; what was filled by then stays.
+    """
+    for shard in model.shards:
+        if shard.box.numel:
+            shard.local.copy_(checkpoint.read(shard.name, shard.box, shard.local.dtype))
     for kind, s, values in optimizer.state():
         values.copy_(checkpoint.read_kind(kind, s.name, s.box, values.dtype))
     progress = checkpoint.manifest.progress

@@ -16,14 +16,25 @@ from seatrial.train.meter import OwnTime
 from seatrial.train.optimizer import ShardedAdamW
 
 # The vector: loss, squared gradient norm; how many ranks want to yield, must leave, and are still writing their last
-# snapshot; then for each of the blocks below a number of each rank, to which every other rank adds 0. So the sum is
-# exact there, and NaN survives it (gloo's MAX loses NaN).
-_LOSS, _NORM, _YIELD, _PREEMPT, _BUSY = range(5)
-_HEAD = 5
-_MEMORY, _SECONDS, _NOT_FINITE, _CHANGED = range(4)
-_BLOCKS = 4
+# snapshot; what rank 0 alone knows of checkpoints (`SaveNews`); then for each of the blocks below a number of each rank,
+# to which every other rank adds 0. So the sum is exact there, and NaN survives it (gloo's MAX loses NaN).
+_LOSS, _NORM, _YIELD, _PREEMPT, _BUSY, _COMMITTED, _WANTED, _INTERVAL, _AT_RISK = range(9)
+_HEAD = 9
+_MEMORY, _SECONDS, _NOT_FINITE, _CHANGED, _PART = range(5)
+_BLOCKS = 5
 
 INTACT, CHANGED_COPIED, CHANGED = 0, 1, 2  # codes of a rank's state at rest, see replicas.AtRest
+
+
+@dataclass(frozen=True)
+class SaveNews:
+    """What a rank tells the others of checkpoints on their way. Attempts count from 1 in each leg, 0 is none."""
+
+    part: int = 0  # the last attempt that this rank's part is settled of; negative: it could not be written
+    committed: int = 0  # the same of the whole; what follows is rank 0's alone too
+    wanted: bool = False  # save after this step, whether one is due or not
+    interval: int = 0  # steps from one save to the next, where the run chooses; 0: not known yet
+    at_risk_s: float = 0.0  # training that no checkpoint holds
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,17 @@ class StepValues:
     def busy(self) -> bool:
         """Whether some rank could not take a snapshot now: then none does, and all have those of the same steps."""
         return self.vector[_BUSY] > 0
+
+    @property
+    def saving(self) -> SaveNews:
+        """What rank 0 knows of checkpoints; `part` is 0."""
+        v = self.vector
+        return SaveNews(0, int(v[_COMMITTED]), v[_WANTED] > 0, int(v[_INTERVAL]), v[_AT_RISK])
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Of each rank: the attempt whose part it has settled, see `SaveNews.part`."""
+        return tuple(int(v) for v in self._block(_PART))
 
     @property
     def memory_bytes(self) -> tuple[int, ...]:
@@ -124,6 +146,7 @@ class Own:
 
     wants: Leaving | None = None
     busy: bool = False
+    saving: SaveNews = SaveNews()
     clock: OwnTime | None = None
     memory_bytes: Callable[[], int] = lambda: 0  # asked after the backward pass: near the peak
     changed: Callable[[], Tensor | None] = lambda: None  # asked before the update: a code, on the device
@@ -134,12 +157,15 @@ def vector_length(world_size: int) -> int:
 
 
 def local_vector(
-    model: ParallelModel, optimizer: ShardedAdamW, ids_BT: Tensor, target_BT: Tensor, own: Own
+    model: ParallelModel, optimizer: ShardedAdamW, batch: tuple[Tensor, Tensor, Tensor | None], own: Own
 ) -> Tensor:
-    """Forward and backward over this rank's sequences; its share of the vector. Gradients are final afterwards."""
+    """Forward and backward over this rank's sequences; its share of the vector. Gradients are final afterwards.
+
+    `batch`: ids, targets and the documents they are of, see `data.loader.Batch`.
+    """
     mesh = model.mesh
     world = mesh.layout.world_size
-    loss = model.forward_backward(ids_BT, target_BT)
+    loss = model.forward_backward(*batch)
     with own.clock.running() if own.clock is not None else nullcontext():
         # Replicas along `replicate` hold the same gradients: the sum over all ranks would count them more than once.
         norm_squared = optimizer.squared_norm() / mesh.layout.replicate
@@ -151,6 +177,11 @@ def local_vector(
     told = torch.zeros(vector_length(world), dtype=torch.float64)
     told[_YIELD], told[_PREEMPT] = own.wants == "yielded", own.wants == "preempted"
     told[_BUSY] = own.busy
+    news = own.saving
+    told[place(_PART)] = news.part
+    if mesh.rank == 0:
+        told[_COMMITTED], told[_WANTED] = news.committed, news.wanted
+        told[_INTERVAL], told[_AT_RISK] = news.interval, news.at_risk_s
     told[place(_MEMORY)] = own.memory_bytes()
     if own.clock is not None:
         told[place(_SECONDS)] = own.clock.take()
@@ -184,6 +215,7 @@ def train_step(
     optimizer: ShardedAdamW,
     ids_BT: Tensor,
     target_BT: Tensor,
+    document_BT: Tensor | None = None,
     *,
     lr: float,
     clip_norm: float | None,
@@ -193,7 +225,7 @@ def train_step(
     The gradient norm is that of the whole model over the whole global batch, before clipping. One exchange carries
     everything that ranks must know of each other.
     """
-    values = local_vector(model, optimizer, ids_BT, target_BT, Own())
+    values = local_vector(model, optimizer, (ids_BT, target_BT, document_BT), Own())
     model.mesh.sum_over_ranks(values)
     update(optimizer, values[_LOSS], values[_NORM], lr=lr, clip_norm=clip_norm)
     return StepResult(values)

@@ -50,12 +50,24 @@ def header_pairs(
         ("device", f"{device} ({device_reason})" if device_reason else device),
         (
             "checkpoints",
-            f"every {job.checkpoint.every_steps} steps and at the end, the newest {job.checkpoint.keep} kept",
+            _checkpoints(job),
         ),
         ("failures", _failures(job)),
         ("folder", str(folder.path)),
         ("start", start),
     ]
+
+
+def _checkpoints(job: Job) -> str:
+    section = job.checkpoint
+    every = section.every_steps
+    text = "as often as saving and failures make best" if every == "auto" else f"every {every} steps"
+    text += f" and at the end, the newest {section.keep} kept"
+    if section.keep_every_steps:
+        text += f", and every {section.keep_every_steps} steps"
+    if section.folder is not None:
+        text += f", in {section.folder}"
+    return text if section.fallback is None else f"{text}, fallback {section.fallback}"
 
 
 def _failures(job: Job) -> str:

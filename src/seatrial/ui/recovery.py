@@ -14,6 +14,7 @@ _STYLES = {
     "node_evicted": "bold red",
     "gave_up": "bold red",
     "shrunk": "yellow",
+    "waiting_for_nodes": "yellow",
     "preempted": "yellow",
     "grown": "green",
     "node_requalified": "dim",

@@ -135,7 +135,7 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
         "last_step_time": last.time if last else None,
         "wall_time_s": view.wall_time_s(now),
         "eta_s": _eta(view) if view.state == "running" else None,
-        "checkpoint": latest and {"step": latest.step, "path": str(latest.path), "age_s": now - latest.time},
+        "checkpoint": latest and {"step": latest.step, "path": latest.where, "age_s": now - latest.time},
         "checkpoint_steps": [c.step for c in view.checkpoints],
         "ledger": {
             "steps": view.ledger_steps,
@@ -224,7 +224,8 @@ def _print_places(out: Out, view: RunView) -> None:
     if view.latest is None:
         out.pair("checkpoints", "none")
     else:
-        out.pair("checkpoints", f"{folder.checkpoints}, newest {view.latest.path.name}")
+        place, _, name = view.latest.where.rpartition("/")
+        out.pair("checkpoints", f"{place}, newest {name}")
     out.pair("logs", str(folder.rank_log(view.generation, 0, 0).parent.parent))
 
 

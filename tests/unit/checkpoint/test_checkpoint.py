@@ -13,19 +13,22 @@ import pytest
 import torch
 
 from seatrial.base.box import Box, chunk
-from seatrial.checkpoint import read, write
+from seatrial.checkpoint import write
+from seatrial.checkpoint.local_place import LocalPlace, set_aside
 from seatrial.checkpoint.manifest import (
     Damaged,
     Manifest,
+    OtherVersion,
     Progress,
     _hash,
     complete,
     leftovers,
     read_manifest,
-    verify,
 )
+from seatrial.checkpoint.place import Place
 from seatrial.checkpoint.read import CheckpointWeights
-from seatrial.checkpoint.write import PeerSaveFailed, Piece, SaveFailed, remove_leftovers, remove_old
+from seatrial.checkpoint.verified import verify
+from seatrial.checkpoint.write import PeerSaveFailed, Piece, SaveFailed
 
 WHOLE = torch.arange(70, dtype=torch.float32).reshape(10, 7)
 
@@ -39,6 +42,7 @@ def manifest(step: int) -> Manifest:
         layout={},
         job_sha256="",
         code="",
+        read_back=False,
         files=[],
         tensors={},
     )
@@ -113,7 +117,7 @@ def test_a_complete_folder(tmp_path: Path) -> None:
     ]
     assert (tmp_path / "latest").read_text() == "step-00000005\n"
     assert verify(folder).progress.tokens == 50
-    assert read.newest(tmp_path) == folder
+    assert LocalPlace(tmp_path).steps() == [5]
 
 
 def test_a_step_is_never_saved_twice(tmp_path: Path) -> None:
@@ -131,7 +135,10 @@ def test_one_flipped_bit_is_named(position: int, tmp_path: Path) -> None:
     data = bytearray(victim.read_bytes())
     data[position] ^= 1
     victim.write_bytes(data)
-    with pytest.raises(Damaged, match=r"rank-00001\.safetensors has sha256 .*, the manifest says"):
+    with pytest.raises(
+        Damaged,
+        match=r"rank-00001\.safetensors \(rank 1\) has XXH3-128 \w{32} in bytes 0 to \d+, the manifest says \w{32}",
+    ):
         verify(folder)
 
 
@@ -145,14 +152,14 @@ def test_every_part_of_the_files_has_one_verifier(tmp_path: Path) -> None:
 
 
 def test_set_aside_keeps_what_was_set_aside_before(tmp_path: Path) -> None:
-    names = [read.set_aside(save(tmp_path, 5, ranks=1)).name for _ in range(3)]
+    names = [set_aside(save(tmp_path, 5, ranks=1)).name for _ in range(3)]
     assert names == [f"step-00000005.damaged{end}" for end in ("", "-2", "-3")]
     assert complete(tmp_path) == []
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert read.newest(tmp_path) is None
-    assert read.newest(tmp_path / "none") is None
+    assert LocalPlace(tmp_path).steps() == []
+    assert LocalPlace(tmp_path / "none").steps() == []
     with pytest.raises(Damaged, match="not complete"):
         read_manifest(tmp_path)
 
@@ -167,18 +174,25 @@ def test_one_changed_character_of_the_manifest(tmp_path: Path) -> None:
 
 def test_latest_follows_what_is_set_aside(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    read.set_aside(save(tmp_path, 2))
+    set_aside(save(tmp_path, 2))
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
-    read.set_aside(tmp_path / "step-00000001")
+    set_aside(tmp_path / "step-00000001")
     assert not (tmp_path / "latest").exists()
 
 
 def test_a_closed_one_lets_go_of_its_files(tmp_path: Path) -> None:
     weights = CheckpointWeights(save(tmp_path))
     weights.read("w", Box.whole((10, 7)), torch.float32)
-    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    assert str(tmp_path) in opened()
     weights.close()
-    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert str(tmp_path) not in opened()
+    assert torch.equal(weights.read("w", Box.whole((10, 7)), torch.float32), WHOLE), "it opens them again"
+    weights.close()
+
+
+def opened() -> str:
+    """The paths of all open files of this process."""
+    return " ".join(str(p.readlink()) for p in Path("/proc/self/fd").iterdir() if p.is_symlink())
 
 
 @pytest.mark.parametrize(
@@ -192,7 +206,14 @@ def test_a_closed_one_lets_go_of_its_files(tmp_path: Path) -> None:
         (lambda m: m["tensors"]["model/w"]["parts"][0].__setitem__(2, [-1, 7]), "no negative"),
         (lambda m: m["tensors"]["model/w"]["parts"][1].__setitem__(1, [1, 0]), "two parts in one place"),
         (lambda m: m["tensors"]["model/w"]["parts"].pop(), "not as many values"),
-        (lambda m: m.update(schema_version=99), "schema_version 99"),
+        (lambda m: m["files"][0].update(bytes=-1), "bytes in chunks"),
+        (lambda m: m["files"][0].update(bytes=True), "no integers"),
+        (lambda m: m["files"][0].update(chunk_bytes=0), "in chunks of 0"),
+        (lambda m: m["files"][0]["hashes"].append("0" * 32), "2 hashes for"),
+        (lambda m: m["files"][0].update(hashes=["x"]), "is none"),
+        (lambda m: m["files"][0].update(sha256="0"), "unexpected keyword argument"),
+        (lambda m: m["files"].append(m["files"][0]), "stands there twice"),
+        (lambda m: m.update(read_back=1), "neither true nor false"),
         (lambda m: m.pop("progress"), "progress"),
         (lambda m: m.update(tensors=[]), "not a checkpoint manifest"),
         (lambda m: m["tensors"]["model/w"].update(dtype=3, parts=7), "not a checkpoint manifest"),
@@ -211,6 +232,24 @@ def test_a_manifest_that_says_impossible_things(
         read_manifest(folder)
 
 
+@pytest.mark.parametrize("version", [1, 99])
+def test_another_versions_checkpoint_is_not_damaged_and_not_read(version: int, tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest |= {"schema_version": version, "code": "0.1.0+abc"}
+    if version == 1:
+        manifest["files"] = [
+            {"file": f["file"], "bytes": f["bytes"], "sha256": "0" * 64} for f in manifest["files"]
+        ]
+    manifest["sha256"] = _hash(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(OtherVersion, match=f"manifest.json: it has schema_version {version}") as caught:
+        CheckpointWeights(folder)
+    assert "0.1.0+abc" in (caught.value.hint or "")
+    assert not isinstance(caught.value, Damaged)
+
+
 def test_leftovers_are_recognised_and_complete_ones_kept(tmp_path: Path) -> None:
     good = save(tmp_path)
     for name in ("step-00000006.tmp-3", "step-00000004.tmp-removed-77"):
@@ -222,7 +261,11 @@ def test_leftovers_are_recognised_and_complete_ones_kept(tmp_path: Path) -> None
         "step-00000004.tmp-removed-77",
         "step-00000006.tmp-3",
     ]
-    remove_leftovers(tmp_path)
+    (tmp_path / ".latest.77.tmp").write_text(
+        "step-0"
+    )  # written by a process that was killed before it could rename it
+    removed = LocalPlace(tmp_path).remove_leftovers()
+    assert removed == [".latest.77.tmp", "step-00000004.tmp-removed-77", "step-00000006.tmp-3"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "latest",
         "notes",
@@ -231,28 +274,20 @@ def test_leftovers_are_recognised_and_complete_ones_kept(tmp_path: Path) -> None
     ]
 
 
-def test_retention_keeps_the_newest(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 100_000_000):
-        save(tmp_path, step, ranks=1)
-    assert [p.name for p in remove_old(tmp_path, 2)] == ["step-00000002", "step-00000001"]
-    assert [p.name for p in complete(tmp_path)] == ["step-100000000", "step-00000003"]
-    assert [p.name for p in remove_old(tmp_path, 0)] == ["step-00000003"], "the last one is never removed"
-
-
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_full_disk_in_one_rank_leaves_what_was_there(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = save(tmp_path, 1)
-    real = write._write_rank
+    real = write._write_part
 
-    def full(folder: Path, pieces: list[Piece], own: int) -> None:
+    def full(place: Place, step: int, generation: int, own: int, pieces: list[Piece]) -> None:
         if own == rank:
             raise OSError(28, "No space left on device")
-        real(folder, pieces, own)
+        real(place, step, generation, own, pieces)
 
-    monkeypatch.setattr(write, "_write_rank", full)
-    with pytest.raises(SaveFailed, match=r"step-00000002\.tmp-3: .*No space left on device"):
+    monkeypatch.setattr(write, "_write_part", full)
+    with pytest.raises(SaveFailed, match=r"step-00000002: .*No space left on device"):
         save(tmp_path, 2)
     assert complete(tmp_path) == [before]
     assert leftovers(tmp_path) == []
@@ -269,5 +304,5 @@ def test_a_failure_to_commit_leaves_what_was_there(tmp_path: Path, monkeypatch: 
     with pytest.raises(SaveFailed):
         save(tmp_path, 2)
     monkeypatch.undo()
-    assert read.newest(tmp_path) == before
+    assert complete(tmp_path) == [before]
     verify(before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -17,11 +16,14 @@ import torch
 from seatrial.base import process
 from seatrial.base.box import Box
 from seatrial.checkpoint import memory
-from seatrial.checkpoint.commit import Superseded, commit, fence, index_name, progress_after
-from seatrial.checkpoint.manifest import Damaged, File, Manifest, Progress, folder_name, verify
+from seatrial.checkpoint.commit import Superseded, fence, index_name, progress_after
+from seatrial.checkpoint.hashing import hash_of
+from seatrial.checkpoint.local_place import LocalPlace, commit
+from seatrial.checkpoint.manifest import Damaged, File, Manifest, Progress, folder_name
 from seatrial.checkpoint.memory import Filling, Snapshot, layout_key
 from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.checkpoint.stream import FilePlan, raw_bytes
+from seatrial.checkpoint.verified import verify
 from seatrial.checkpoint.write import Piece, SaveFailed, save
 from seatrial.data.loader import BatchLoader
 from seatrial.job.layout import Layout
@@ -82,7 +84,7 @@ def test_a_snapshot_travels_as_json(fd: int) -> None:
     assert again == snapshot
     assert again.index == snapshot.index
     assert Snapshot.from_message(snapshot.summary()) == snapshot
-    for bad in ({"rank": -1}, {"step": "5"}, {"bytes": True}, {"sha256": None}, {"index": [1]}):
+    for bad in ({"rank": -1}, {"step": "5"}, {"bytes": True}, {"hash": None}, {"index": [1]}):
         with pytest.raises(ValueError, match="snapshot"):
             Snapshot.from_message({**snapshot.to_message(), **bad})
     with pytest.raises(ValueError, match="without 'rank'"):
@@ -96,7 +98,7 @@ def test_it_arrives_in_parts_of_any_size(fd: int, part: int) -> None:
     for begin in range(0, len(data), part):
         assert os.pread(fd, 8, 0) in (b"", bytes(8)), "nothing is there until all is"
         filling.add(data[begin : begin + part])
-    assert filling.finish() == hashlib.sha256(data).hexdigest()
+    assert filling.finish() == hash_of(data)
     assert os.pread(fd, len(data) + 1, 0) == data
 
 
@@ -108,7 +110,7 @@ def test_a_larger_content_is_replaced_by_a_smaller_one(fd: int) -> None:
 
 
 def test_what_is_incomplete_or_wrong_never_becomes_valid(fd: int) -> None:
-    for data, why in ((b"x" * 99, "99 of 100 bytes"), (b"x" * 100, "has sha256")):
+    for data, why in ((b"x" * 99, "99 of 100 bytes"), (b"x" * 100, "has XXH3-128")):
         filling = Filling(fd, 100)
         filling.add(data)
         with pytest.raises(Damaged, match=why):
@@ -153,7 +155,7 @@ def test_one_flipped_bit_is_found(fd: int, position: int) -> None:
     snapshot = put(fd)
     at = position % snapshot.bytes
     os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 1]), at)
-    with pytest.raises(Damaged, match="step 5 has sha256"):
+    with pytest.raises(Damaged, match="step 5 has XXH3-128"):
         memory.verify(fd, entry(snapshot))
     assert memory.verified((fd,), [entry(snapshot)]) == []
 
@@ -184,7 +186,7 @@ def test_headers_that_are_none(fd: int) -> None:
 
 
 def manifest(step: int = 5, generation: int = 1) -> Manifest:
-    return Manifest(Progress(step, 10, 2, generation), 1.0, 1, {}, {}, "", "", [], {})
+    return Manifest(Progress(step, 10, 2, generation), 1.0, 1, {}, {}, "", "", False, [], {})
 
 
 @pytest.fixture
@@ -198,12 +200,18 @@ def run(tmp_path: Path) -> RunFolder:
 
 def flush(run: RunFolder) -> Path:
     """Both ranks' parts, from memory."""
-    temporary = run.checkpoints / "step-00000005.tmp-1-memory"
     for rank in (0, 1):
         fd = os.memfd_create("flush")
-        memory.write_part(temporary, fd, put(fd, rank))
+        write_part(run, fd, put(fd, rank), origin="memory")
         os.close(fd)
-    return temporary
+    return run.checkpoints / "step-00000005.tmp-1-memory"
+
+
+def write_part(run: RunFolder, fd: int, held: Snapshot, origin: str = "") -> None:
+    place = LocalPlace(run.checkpoints)
+    place.put_part(
+        held.step, 1, held.rank, fd, held.bytes, held.index, True, origin=origin, expected=held.hash
+    )
 
 
 def test_parts_from_memory_become_an_ordinary_checkpoint(run: RunFolder) -> None:
@@ -225,10 +233,9 @@ def test_parts_from_memory_become_an_ordinary_checkpoint(run: RunFolder) -> None
 def test_a_part_whose_memory_has_changed_is_not_written(fd: int, run: RunFolder) -> None:
     snapshot = put(fd)
     os.pwrite(fd, b"\1", snapshot.bytes - 2)
-    temporary = run.checkpoints / "step-00000005.tmp-1"
-    with pytest.raises(Damaged, match="rank 0's snapshot of step 5"):
-        memory.write_part(temporary, fd, snapshot)
-    assert list(temporary.iterdir()) == []
+    with pytest.raises(Damaged, match=r"rank 0's state of step 5 in memory has XXH3-128 \w+, not \w+"):
+        write_part(run, fd, snapshot)
+    assert list(run.checkpoints.iterdir()) == []
 
 
 def test_an_old_generation_does_not_publish(run: RunFolder) -> None:

@@ -12,7 +12,7 @@ from seatrial.control.lease import Lease
 from seatrial.control.recorder import Recorder
 from seatrial.control.world import World
 from seatrial.job.layout import Layout
-from seatrial.job.schema import CheckpointSection, ResilienceSection
+from seatrial.job.schema import ResilienceSection
 from seatrial.job.shapes import Shape
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
@@ -29,9 +29,7 @@ class Watch:
         self.gone: set[int] = set()
         resilience = ResilienceSection(hang_min_s=10.0, hang_factor=5.0, first_step_s=100.0)
         recorder = Recorder(self.folder, 1, Lease(1, 0, "127.0.0.1", 1, 0.0))
-        self.hangs = HangWatch(
-            resilience, CheckpointSection(every_steps=1000), self._send, recorder, last_step=50
-        )
+        self.hangs = HangWatch(resilience, self._send, recorder, last_step=50)
         self.hangs.began(0.0)
 
     def _send(self, node: int, message: dict[str, Any]) -> bool:
@@ -138,6 +136,20 @@ def test_after_the_last_step_there_is_time_for_the_last_save(watch: Watch) -> No
     assert not watch.hangs.progress(50, now + 99.0)
     watch.tick(now + 101.0)
     assert watch.kinds() == ["step_overdue"], "but not for ever"
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+def test_ranks_that_wait_for_the_storage_do_not_hang(watch: Watch, told_first: bool) -> None:
+    now = watch.steps(1, 19, 0.0)
+    if told_first:
+        watch.hangs.waits_for_storage(20, now)
+    now = watch.steps(20, 20, now)
+    if not told_first:
+        watch.hangs.waits_for_storage(20, now)
+    assert watch.tick(now + 99.0) == []
+    assert watch.kinds() == []
+    now = watch.steps(21, 22, now + 99.0)
+    assert watch.hangs.deadline == now + 10.0, "afterwards it is as before"
 
 
 def test_while_nothing_is_expected_nothing_counts(watch: Watch) -> None:

@@ -63,7 +63,7 @@ def test_a_leg_is_told_what_its_files_hold_of_it(keeper: Keeper) -> None:
         "step": 20,
         "generation": 1,
         "bytes": newer.bytes,
-        "sha256": newer.sha256,
+        "hash": newer.hash,
     }
     assert keeper.entries_for(0, 1, PLAIN) == [], "another rank's"
     assert keeper.entries_for(0, 0, OTHER.as_dict()) == [], "of another layout"
@@ -79,7 +79,7 @@ def test_what_is_being_written_over_is_not_there(keeper: Keeper) -> None:
     assert steps(keeper) == [(0, 20, True)], "its rank was killed before it could tell"
 
 
-@pytest.mark.parametrize("change", [{"slot": 2}, {"slot": None}, {"step": -1}, {"sha256": 5}])
+@pytest.mark.parametrize("change", [{"slot": 2}, {"slot": None}, {"step": -1}, {"hash": 5}])
 def test_words_that_make_no_sense(keeper: Keeper, change: dict[str, Any]) -> None:
     snapshot = put(keeper.fds(0)[0])
     with pytest.raises(ValueError, match="snapshot"):
@@ -164,6 +164,18 @@ def test_a_course_that_was_left_is_forgotten(keeper: Keeper) -> None:
     own(keeper, 1, 0, rank=1, step=70, generation=2)
     keeper.began(2, 60)
     assert steps(keeper) == [(0, 60, True), (1, 70, True)]
+
+
+def test_after_a_rollback_the_same_steps_come_again_with_other_content(keeper: Keeper) -> None:
+    own(keeper, 0, 0, rank=0, step=60)
+    own(keeper, 0, 1, rank=0, step=70)
+    copy(keeper, rank=5, step=70)
+    own(keeper, 1, 0, rank=1, step=70, generation=2)
+    keeper.forget(1, 60)
+    assert steps(keeper) == [(0, 60, True), (1, 70, True)]
+    own(keeper, 0, 1, rank=0, step=70)
+    copy(keeper, rank=5, step=65)
+    assert steps(keeper) == [(0, 70, True), (0, 60, True), (1, 70, True), (5, 65, False)]
 
 
 # -- what all nodes hold

@@ -127,7 +127,7 @@ def test_the_end_of_a_voyage_is_told_in_its_last_generation(
 ) -> None:
     full = job_from_text(preset_text("first-voyage"), name="job.toml", base_folder=tmp_path)
     with open_run(full, tmp_path) as opened:
-        voyage = Voyage(full, opened, store=None, device="cpu", device_reason="")  # type: ignore[arg-type]
+        voyage = Voyage(full, opened, stores=[], device="cpu", device_reason="")  # type: ignore[arg-type]
         assert voyage.run(launcher=Ended(Outcome(code))) == Outcome(code)  # type: ignore[arg-type]
     told = read_events(opened.folder)[0]
     assert [(e.kind, e.generation) for e in told] == [("run_started", 1), (kind, 3)]

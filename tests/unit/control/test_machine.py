@@ -46,6 +46,9 @@ class TestTheFirstStart:
     def test_too_few_nodes_end_the_run_and_are_named(self) -> None:
         run = Run(3, shapes=(3, 2), join_wait_s=60.0)
         run.join(1)
+        told = only(run.wait(), m.Note)
+        assert (told.kind, told.data) == ("waiting_for_nodes", {"usable": 1, "needed": 2, "until_s": 55.0})
+        assert "node 0 is not here; node 2 is not here" in told.message
         finish = only(run.wait(), m.Finish)
         assert finish.how == "failed"
         assert "1 can be used, 2 are needed; node 0 is not here; node 2 is not here" in finish.message
@@ -53,6 +56,7 @@ class TestTheFirstStart:
     def test_a_run_that_may_not_shrink_needs_all(self) -> None:
         run = Run(3, shapes=(3, 2), shrink=False, join_wait_s=60.0)
         run.join(0, 1)
+        assert "2 can be used, 3 are needed" in only(run.wait(), m.Note).message
         assert "2 can be used, 3 are needed" in only(run.wait(), m.Finish).message
 
     def test_it_may_wait_for_ever(self) -> None:
@@ -261,6 +265,7 @@ class TestANodeThatDoesNotStop:
         run = self.failed(join_wait_s=60.0)
         run.wait()
         run.wait()
+        assert notes(run.wait()) == ["waiting_for_nodes"]
         assert "node 1 did not stop its ranks" in only(run.wait(), m.Finish).message
 
 

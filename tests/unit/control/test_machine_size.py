@@ -50,6 +50,7 @@ class TestShrinking:
     def test_a_run_that_may_not_shrink_waits_and_fails(self) -> None:
         run = shrinking(shrink=False, join_wait_s=60.0)
         assert run.stopped(0, 2, 3) == []
+        assert notes(run.wait()) == ["waiting_for_nodes"]
         finish = only(run.wait(), m.Finish)
         assert "3 can be used, 4 are needed; node 1 is not here (died)" in finish.message
 

@@ -22,7 +22,7 @@ SHAPES = [Shape(2, LAYOUT)]
 
 def entry(rank: int, step: int, *, own: bool, generation: int = 1, layout: Layout = LAYOUT) -> dict[str, Any]:
     key = layout_key(layout.as_dict())
-    values = {"rank": rank, "step": step, "generation": generation, "layout": key, "bytes": 9, "sha256": "x"}
+    values = {"rank": rank, "step": step, "generation": generation, "layout": key, "bytes": 9, "hash": "x"}
     return {**values, "own": own}
 
 
@@ -41,7 +41,10 @@ class Map:
         self.sent: list[tuple[int, dict[str, Any]]] = []
         self.gone: set[int] = set()
         self.flushed: list[tuple[int, bool, str]] = []
-        self.map = SnapshotMap(self.folder, self._send, lambda *what: self.flushed.append(what))
+        self.places = ["s3://bucket/trial", str(folder / "fallback")]
+        self.map = SnapshotMap(
+            self.folder, ["s3://bucket/trial"], True, self._send, lambda *what: self.flushed.append(what)
+        )
 
     def _send(self, node: int, message: dict[str, Any]) -> bool:
         if node in self.gone:
@@ -62,7 +65,8 @@ class Map:
         return World.make(3, {0: 0, 1: 1}, SHAPES, 0, 2)
 
     def part(self, rank: int, step: int = 10, **more: Any) -> None:
-        self.map.part({"rank": rank, "step": step, "ok": True, "message": "", **more})
+        values = {"rank": rank, "step": step, "ok": True, "message": "", "place": self.places[0]}
+        self.map.part({**values, **more})
 
 
 @pytest.fixture
@@ -71,25 +75,46 @@ def held(tmp_path: Path) -> Map:
     return Map(tmp_path)
 
 
-class Publishing:
-    """In place of the process that publishes."""
+class Children:
+    """In place of the processes that look for what is saved, and that publish."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, int, int]] = []  # step, generation, trained by
+        self.began: list[str] = []  # their pids are their places in this list, from 1 on
+        self.published: list[tuple[int, int, int, str]] = []  # step, generation, trained by, place
+        self.saved: dict[str, Any] = {"ok": True, "message": "", "step": 0}
         self.answer: dict[str, Any] = {"ok": True, "message": ""}
 
-    def __call__(
-        self, folder: RunFolder, layout: Layout, step: int, *, generation: int, trained_by: int
+    def look(self, places: Any) -> Any:
+        self.began.append("look")
+        return SimpleNamespace(pid=len(self.began), result=lambda: self.saved)
+
+    def publish(
+        self,
+        folder: RunFolder,
+        place: str,
+        layout: Layout,
+        step: int,
+        *,
+        generation: int,
+        trained_by: int,
     ) -> Any:
-        self.asked.append((step, generation, trained_by))
-        return SimpleNamespace(pid=len(self.asked), result=lambda: self.answer)
+        self.began.append("publish")
+        self.published.append((step, generation, trained_by, place))
+        return SimpleNamespace(pid=len(self.began), result=lambda: self.answer)
 
 
 @pytest.fixture
-def publishing(monkeypatch: pytest.MonkeyPatch) -> Publishing:
-    made = Publishing()
-    monkeypatch.setattr(transfer, "publish", made)
+def children(monkeypatch: pytest.MonkeyPatch) -> Children:
+    made = Children()
+    monkeypatch.setattr(transfer, "look", made.look)
+    monkeypatch.setattr(transfer, "publish", made.publish)
     return made
+
+
+def flush(held: Map, children: Children) -> None:
+    """Ask for a flush, and answer what was looked for."""
+    held.map.flush(held.world())
+    assert held.map.reaped(len(children.began))
 
 
 # -- before a start
@@ -140,60 +165,109 @@ def test_nothing_common_or_nobody_who_has_it_is_left_to_the_disk(held: Map) -> N
 # -- to disk
 
 
-def test_each_writes_its_own_and_then_it_is_published(held: Map, publishing: Publishing) -> None:
+def test_each_writes_its_own_and_then_it_is_published(held: Map, children: Children) -> None:
     held.both_hold()
     held.map.flush(held.world())
+    assert (held.sent, children.began) == ([], ["look"])
+    assert held.map.reaped(1)
     orders = {node: message["flush"] for node, message in held.sent}
     assert {node: [e["rank"] for e in order["snapshots"]] for node, order in orders.items()} == {
         0: [0, 1],
         1: [2, 3],
     }
-    assert {(o["step"], o["generation"]) for o in orders.values()} == {(10, 3)}
+    assert {(o["step"], o["generation"], o["place"], o["read_back"]) for o in orders.values()} == {
+        (10, 3, held.places[0], True)
+    }
     for rank in (3, 0, 1):
         held.part(rank)
     held.part(2, step=9)  # of a flush before
-    assert publishing.asked == []
+    held.part(2, place=held.places[1])
+    assert children.published == []
     held.part(2)
-    assert publishing.asked == [(10, 3, 1)]
+    assert children.published == [(10, 3, 1, held.places[0])]
     assert not held.map.reaped(99)
     assert held.flushed == []
-    assert held.map.reaped(1)
+    assert held.map.reaped(2)
     assert held.flushed == [(10, True, "the state after step 10 went from memory to disk")]
 
 
-def test_what_is_on_disk_already_is_not_written(held: Map) -> None:
+def test_what_is_on_disk_already_is_not_written(held: Map, children: Children) -> None:
     held.map.flush(None)
     held.map.flush(held.world())
+    assert children.began == [], "there is nothing to look for"
     held.both_hold()
-    (held.folder.checkpoints / "step-00000010").mkdir()
-    held.map.flush(held.world())
+    children.saved["step"] = 10
+    flush(held, children)
     assert held.sent == []
     assert held.flushed == [(0, False, ""), (0, False, ""), (10, True, "")]
 
 
-@pytest.mark.parametrize("answer", ["part", "publish"])
-def test_a_part_that_cannot_be_written_ends_it_once(held: Map, publishing: Publishing, answer: str) -> None:
+def test_folders_are_looked_into_at_once(held: Map, children: Children) -> None:
+    held.map._places = [str(held.folder.checkpoints), str(held.folder.path / "none")]
     held.both_hold()
+    (held.folder.checkpoints / "step-00000010").mkdir()
     held.map.flush(held.world())
+    assert (held.flushed, held.sent) == ([(10, True, "")], [])
+    held.both_hold(11)
+    held.map.flush(held.world())
+    assert len(held.sent) == 2
+    assert children.began == []
+
+
+def test_where_nothing_can_be_seen_it_is_written(held: Map, children: Children) -> None:
+    held.both_hold()
+    children.saved = {"ok": False, "message": "cannot list s3://bucket: no answer"}
+    flush(held, children)
+    assert len(held.sent) == 2
+
+
+@pytest.mark.parametrize("answer", ["part", "publish"])
+def test_a_part_that_cannot_be_written_ends_it_once(held: Map, children: Children, answer: str) -> None:
+    held.both_hold()
+    flush(held, children)
     if answer == "part":
         held.part(1, ok=False, message="No space left on device")
     else:
-        publishing.answer = {"ok": False, "message": "a later generation has begun"}
+        children.answer = {"ok": False, "message": "a later generation has begun"}
         for rank in range(4):
             held.part(rank)
-        held.map.reaped(1)
+        held.map.reaped(2)
     held.part(2)
     ((step, ok, message),) = held.flushed
     assert (step, ok) == (0, False)
     assert message.startswith("step 10 could not be written from memory to disk: ")
 
 
+@pytest.mark.parametrize("fails", ["part", "publish"])
+def test_where_the_first_place_does_not_take_it_the_fallback_does(
+    held: Map, children: Children, fails: str
+) -> None:
+    held.map._places = held.places
+    held.both_hold()
+    flush(held, children)
+    if fails == "part":
+        held.part(1, ok=False, message="No space left on device")
+    else:
+        children.answer = {"ok": False, "message": "Permission denied"}
+        for rank in range(4):
+            held.part(rank)
+        held.map.reaped(2)
+        children.answer = {"ok": True, "message": ""}
+    held.part(0)  # of the first place
+    assert [m["flush"]["place"] for _, m in held.sent] == [held.places[0]] * 2 + [held.places[1]] * 2
+    for rank in range(4):
+        held.part(rank, place=held.places[1])
+    assert children.published[-1] == (10, 3, 1, held.places[1])
+    held.map.reaped(len(children.began))
+    assert held.flushed == [(10, True, "the state after step 10 went from memory to disk")]
+
+
 def test_the_loss_of_a_node_that_writes_ends_it_and_that_of_another_does_not(
-    held: Map, publishing: Publishing
+    held: Map, children: Children
 ) -> None:
     held.both_hold()
     held.holds(2)
-    held.map.flush(held.world())
+    flush(held, children)
     held.map.lost(2)
     assert held.flushed == []
     held.part(2)
@@ -204,27 +278,37 @@ def test_the_loss_of_a_node_that_writes_ends_it_and_that_of_another_does_not(
     assert [ok for _, ok, _ in held.flushed] == [False]
 
 
-def test_a_node_that_goes_while_it_is_asked(held: Map) -> None:
+def test_what_is_lost_while_it_is_looked_for(held: Map, children: Children) -> None:
+    held.both_hold()
+    held.map.flush(held.world())
+    held.map.lost(0)
+    held.map.lost(1)
+    held.map.reaped(1)
+    ((_, ok, message),) = held.flushed
+    assert not ok
+    assert "it is not in memory any more" in message
+
+
+def test_a_node_that_goes_while_it_is_asked(held: Map, children: Children) -> None:
     held.both_hold()
     held.gone = {1}
-    held.map.flush(held.world())
+    flush(held, children)
     assert [ok for _, ok, _ in held.flushed] == [False], "told once"
 
 
-def test_the_end_of_an_earlier_publication_is_not_taken_for_this_one(
-    held: Map, publishing: Publishing
-) -> None:
+def test_the_end_of_an_earlier_publication_is_not_taken_for_this_one(held: Map, children: Children) -> None:
     held.both_hold(10)
-    held.map.flush(held.world())
+    flush(held, children)
     for rank in range(4):
         held.part(rank)
     held.map._end(ok=False, message="it took too long")
     held.both_hold(20)
     held.map.flush(held.world())
+    assert children.began == ["look", "publish"], "one at a time"
+    held.map.reaped(2)
+    held.map.reaped(3)
     for rank in range(4):
         held.part(rank, step=20)
-    assert [step for step, *_ in publishing.asked] == [10], "one at a time"
-    held.map.reaped(1)
-    assert [step for step, *_ in publishing.asked] == [10, 20]
-    held.map.reaped(2)
+    assert [step for step, *_ in children.published] == [10, 20]
+    held.map.reaped(4)
     assert [(step, ok) for step, ok, _ in held.flushed] == [(0, False), (20, True)]

@@ -17,8 +17,9 @@ from memory_files import KEY, LAYOUT, put
 
 from seatrial.base import process
 from seatrial.checkpoint import memory
-from seatrial.checkpoint.manifest import folder_name, verify
+from seatrial.checkpoint.manifest import folder_name
 from seatrial.checkpoint.memory import Snapshot
+from seatrial.checkpoint.verified import verify
 from seatrial.control import transfer, wire
 from seatrial.control.keeper import Held, Keeper
 from seatrial.control.transfer import Moving
@@ -153,7 +154,7 @@ def test_a_file_that_is_written_over_on_the_way_is_not_taken(
     connection = incoming(listener)
     taking = transfer.receive(connection, room(keeper, connection))
     answer = end(taking)
-    assert "what came has sha256" in answer["message"]
+    assert "what came has XXH3-128" in answer["message"]
     assert not end(giving)["ok"]
     register(keeper, taking, answer)
     assert keeper.held() == []
@@ -313,12 +314,13 @@ def flush(run: RunFolder, generation: int = 2) -> None:
     for rank in (0, 1):
         fd = os.memfd_create("part")
         held = Held(put(fd, rank=rank), fd, own=True)
-        assert end(transfer.flush(held, transfer.flush_folder(run, 10, generation)))["ok"]
+        assert end(transfer.flush(held, str(run.checkpoints), generation, read_back=True))["ok"]
         os.close(fd)
 
 
 def publish(run: RunFolder, generation: int = 2) -> dict[str, Any]:
-    return end(transfer.publish(run, LAYOUT, 10, generation=generation, trained_by=1))
+    place = str(run.checkpoints)
+    return end(transfer.publish(run, place, LAYOUT, 10, generation=generation, trained_by=1))
 
 
 def test_memory_becomes_a_checkpoint(run: RunFolder) -> None:
@@ -347,7 +349,7 @@ def test_a_generation_that_is_over_publishes_nothing(run: RunFolder) -> None:
 
 def test_a_part_that_is_missing_is_missed(run: RunFolder) -> None:
     flush(run)
-    (transfer.flush_folder(run, 10, 2) / "index-00001.json").unlink()
+    (run.checkpoints / "step-00000010.tmp-2-memory" / "index-00001.json").unlink()
     answer = publish(run)
     assert not answer["ok"]
     assert "index-00001.json" in answer["message"]
@@ -356,6 +358,6 @@ def test_a_part_that_is_missing_is_missed(run: RunFolder) -> None:
 
 def test_a_run_folder_that_is_gone_does_not_come_back(held: Held, tmp_path: Path) -> None:
     gone = RunFolder(tmp_path / "gone")
-    answer = end(transfer.flush(held, transfer.flush_folder(gone, 10, 1)))
+    answer = end(transfer.flush(held, str(gone.checkpoints), 1, read_back=True))
     assert not answer["ok"]
     assert list(tmp_path.iterdir()) == []

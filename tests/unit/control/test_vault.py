@@ -116,7 +116,7 @@ def test_a_snapshot_is_told_and_copied_to_the_buddy(nodes: tuple[Node, Node], pu
     pump.until(lambda: there.held())
     assert there.held() == [(2, 10, False)]
     (held,) = there.told[-1]["held"]
-    assert (held["sha256"], held["layout"]) == (snapshot.sha256, KEY)
+    assert (held["hash"], held["layout"]) == (snapshot.hash, KEY)
 
 
 def test_while_one_is_copied_only_the_newest_waits(nodes: tuple[Node, Node], pump: Pump) -> None:
@@ -181,7 +181,7 @@ def test_a_start_waits_for_what_its_ranks_lack(nodes: tuple[Node, Node], pump: P
     assert here.started == []
     pump.until(lambda: here.started)
     ((entry),) = here.vault.entries_for(0, 3, PLAIN)
-    assert (entry["step"], entry["sha256"]) == (30, snapshot.sha256)
+    assert (entry["step"], entry["hash"]) == (30, snapshot.hash)
     memory.verify(here.vault.fds()[0][entry["slot"]], entry)
 
 
@@ -266,16 +266,19 @@ def test_the_named_snapshots_go_to_disk(nodes: tuple[Node, Node], pump: Pump, tm
     folder = RunFolder(tmp_path)
     folder.checkpoints.mkdir()
     first = here.takes(0, 0, rank=0, step=8)
-    gone = Snapshot(1, 8, 1, KEY, first.bytes, first.sha256)
+    gone = Snapshot(1, 8, 1, KEY, first.bytes, first.hash)
     here.told.clear()
-    here.vault.flush({"step": 8, "generation": 2, "snapshots": [first.summary(), gone.summary()]})
+    place = str(folder.checkpoints)
+    order = {"step": 8, "generation": 2, "place": place, "read_back": True}
+    here.vault.flush({**order, "snapshots": [first.summary(), gone.summary()]})
     parts = lambda: {m["part"]["rank"]: m["part"] for m in here.told if "part" in m}  # noqa: E731
     pump.until(lambda: len(parts()) == 2)
-    assert parts()[1] == {"rank": 1, "step": 8, "ok": False, "message": "it is not here any more"}
+    missing = {"rank": 1, "step": 8, "place": place, "ok": False, "message": "it is not here any more"}
+    assert parts()[1] == missing
     # Its index came with the snapshot; the summary that travels with the order has none.
     assert (parts()[0]["ok"], parts()[0]["step"]) == (True, 8)
-    written = transfer.flush_folder(folder, 8, 2)
-    assert len(list(written.iterdir())) == 2
+    written = folder.checkpoints / "step-00000008.tmp-2-memory"
+    assert sorted(p.name for p in written.iterdir()) == ["index-00000.json", "rank-00000.safetensors"]
 
 
 def test_without_a_process_to_be_had_the_run_goes_on(

@@ -1,3 +1,8 @@
+import gc
+import threading
+from collections import Counter
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -5,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seatrial.base.errors import InputError
-from seatrial.data.loader import BatchLoader
+from seatrial.data.loader import Batch, BatchLoader
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import ByteTokenizer
 from seatrial.data.writer import StoreWriter
@@ -29,7 +34,8 @@ def loader(store: TokenStore, **changes: int) -> BatchLoader:
 
 
 def test_targets_are_the_next_tokens(store: TokenStore) -> None:
-    inputs, targets = loader(store).batch(1, 0, 8)
+    inputs, targets, documents = loader(store).batch(1, 0, 8)
+    assert documents is None
     assert inputs.shape == targets.shape == (8, 9)
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.is_contiguous()
@@ -40,12 +46,12 @@ def test_targets_are_the_next_tokens(store: TokenStore) -> None:
 
 def test_an_epoch_has_every_sample_once_and_runs_on_into_the_next(store: TokenStore) -> None:
     data = loader(store)
-    assert data.n_samples == 111
+    assert data.samples_of == [111]
     firsts = torch.cat([data.batch(step, 0, 8)[0][:, 0] for step in range(1, 29)]).tolist()
     assert sorted(firsts[:111]) == [i * 9 for i in range(111)]
     assert sorted(firsts[111:222]) == [i * 9 for i in range(111)]
     assert firsts[:111] != firsts[111:222]
-    assert [data.epoch(s) for s in (1, 14, 15, 28)] == [0, 0, 1, 1]
+    assert [int(*data.epochs(s)) for s in (1, 14, 15, 28)] == [0, 0, 1, 1]
 
 
 @settings(max_examples=30, deadline=None)
@@ -71,14 +77,14 @@ def test_steps_are_ranges_of_positions(store: TokenStore) -> None:
 
 def test_only_the_rows_asked_for_are_read(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    real = TokenStore.read_rows
+    real = TokenStore.rows
 
-    def read_rows(self: TokenStore, starts: list[int], length: int) -> np.ndarray:
+    def rows(self: TokenStore, starts: list[int], length: int) -> np.ndarray:
         asked.append(len(starts) * length)
         return real(self, starts, length)
 
-    monkeypatch.setattr(TokenStore, "read_rows", read_rows)
-    loader(store).batch(3, 2, 2)
+    monkeypatch.setattr(TokenStore, "rows", rows)
+    loader(store, ahead=0).batch(3, 2, 2)
     assert asked == [20]
 
 
@@ -103,6 +109,74 @@ def test_an_id_beyond_the_vocabulary_is_found_in_its_file(store: TokenStore) -> 
 
 
 def test_a_store_that_is_too_small(store: TokenStore) -> None:
-    assert loader(store, sequence_length=999).n_samples == 1
+    assert loader(store, sequence_length=999).samples_of == [1]
     with pytest.raises(InputError, match="not one sample of 1000"):
         loader(store, sequence_length=1000)
+
+
+def test_the_next_batch_is_read_while_this_one_is_used(
+    store: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[tuple[int, str]] = []
+    real = BatchLoader._read
+
+    def read(self: BatchLoader, step: int, first: int, count: int) -> Batch:
+        threads.append((step, threading.current_thread().name))
+        return real(self, step, first, count)
+
+    monkeypatch.setattr(BatchLoader, "_read", read)
+    data, plain = loader(store, ahead=2), loader(store, ahead=0)
+    for step in (1, 2, 3, 4, 9, 10, 3, 4):  # the jumps are a resume, and a rollback
+        assert torch.equal(data.batch(step, 2, 4).ids_BT, plain.batch(step, 2, 4).ids_BT)
+    assert torch.equal(data.batch(5, 0, 8).ids_BT, plain.batch(5, 0, 8).ids_BT)  # another number of ranks
+    data.close()
+    mine = [step for step, name in threads if name == "MainThread"]
+    # `plain` reads each itself; of `data`'s only those that nothing could have foreseen.
+    assert Counter(mine) == Counter([1, 2, 3, 4, 9, 10, 3, 4, 5, *(1, 9, 3, 5)])
+
+
+def test_nothing_is_read_after_the_last_step(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    real = BatchLoader._read
+
+    def read(self: BatchLoader, step: int, first: int, count: int) -> Batch:
+        steps.append(step)
+        return real(self, step, first, count)
+
+    monkeypatch.setattr(BatchLoader, "_read", read)
+    data = loader(store, ahead=4, last_step=6)
+    for step in (3, 4, 5, 6):
+        data.batch(step, 0, 8)
+    assert not data._coming
+    data.close()
+    assert sorted(steps) == [3, 4, 5, 6]
+
+
+def test_what_goes_wrong_ahead_is_told_when_its_step_comes(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "s", ByteTokenizer(), shard_tokens=1 << 20) as w:
+        w.append(np.arange(40) % 250, np.array([0]))
+        store = w.finish({})
+    plain = loader(store, global_batch=1, ahead=0)
+    order = [int(plain.batch(step, 0, 1).ids_BT[0, 0]) // 9 for step in range(1, 5)]
+    # The fourth sample has the largest id of all: too large for this vocabulary.
+    last = max(order)
+    step = order.index(last) + 1
+    data = loader(store, global_batch=1, vocab_size=last * 9 + 9, ahead=3)
+    for before in range(1, step):
+        data.batch(before, 0, 1)
+    for _ in range(2):
+        with pytest.raises(InputError, match="beyond the vocabulary"):
+            data.batch(step, 0, 1)
+    data.close()
+
+
+def test_a_loader_that_is_let_go_ends_its_thread(store: TokenStore) -> None:
+    data = loader(store)
+    data.batch(1, 0, 8)
+    reader = data._reader
+    assert reader is not None
+    (thread,) = reader._threads
+    del data, reader
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()

@@ -13,7 +13,7 @@ import pytest
 
 from seatrial.base.errors import InputError, RunFailed
 from seatrial.data import prepare as prepare_module
-from seatrial.data import readers
+from seatrial.data import readers, tokenise
 from seatrial.data.prepare import check_store, prepare, resolve_store
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import ByteTokenizer
@@ -86,7 +86,7 @@ def test_large_documents_are_cut_without_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(readers, "PIECE_BYTES", 9)
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 20)
+    monkeypatch.setattr(tokenise, "_BATCH_BYTES", 20)
     (tmp_path / "a.txt").write_text(text)
     jsonl(tmp_path / "b.jsonl", [{"text": text}, {"text": ""}, {"text": "z"}])
     pq.write_table(pa.table({"text": [text]}), tmp_path / "c.parquet")
@@ -204,10 +204,22 @@ def test_a_full_disk_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prepare_module.StoreWriter, "append", full)
-    with pytest.raises(RunFailed, match="No space left on device"):
-        prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "out")
-    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+    notes: list[str] = []
+    with monkeypatch.context() as disk:
+        disk.setattr(prepare_module.StoreWriter, "append", full)
+        with pytest.raises(RunFailed, match="No space left on device") as e:
+            prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "out", note=notes.append)
+    assert "what is done is kept" in e.value.render()
+    assert notes == [
+        f"what is done is kept in {tmp_path}/.out.tmp-work, for the same command or to be deleted"
+    ]
+    assert not (tmp_path / "out").exists()
+    notes.clear()
+    assert documents(prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "out", note=notes.append)) == [
+        "text"
+    ]
+    assert notes == ["going on from an earlier attempt: 1 of 1 parts are done"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "out"]
 
 
 def test_the_python_library(tmp_path: Path) -> None:
@@ -241,8 +253,10 @@ def test_the_python_library_has_no_tests_and_no_packages(
 
 @dataclass
 class Data:
-    train: str
+    train: str | list[str]
     tokenizer: str = "bytes"
+    weights: list[float] | None = None
+    cache_gb: float = 1.0
 
 
 def test_resolve_prepares_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +316,7 @@ def test_resolve_opens_a_store_and_does_not_repair_it(tmp_path: Path) -> None:
     [
         ("nowhere", "no such file or folder"),
         ("empty", "it is empty"),
-        ("s3://b/x", "s3:// addresses are not supported"),
+        ("s3://b/x", "is not a bucket's name"),
     ],
 )
 def test_resolve_bad_input(tmp_path: Path, train: str, message: str) -> None:

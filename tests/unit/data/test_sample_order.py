@@ -1,11 +1,12 @@
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seatrial.data.order import sample_index
+from seatrial.data.order import sample_index, sample_indices
 
 
 def epoch_order(n: int, *, seed: int = 1, epoch: int = 0) -> list[int]:
@@ -37,6 +38,33 @@ def test_the_order_of_today_is_the_order_of_tomorrow() -> None:
     assert epoch_order(10, seed=1234) == [2, 0, 1, 8, 9, 7, 4, 5, 3, 6]
     far = [sample_index(p, seed=1234, samples_per_epoch=1_000_003)[1] for p in (0, 1, 10**6, 10**7, 10**15)]
     assert far == [571805, 524983, 210895, 521484, 639834]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    first=st.integers(0, 2**60),
+    count=st.integers(0, 200),
+    n=st.one_of(st.integers(1, 300), st.integers(1, 2**62)),
+    seed=st.integers(0, 2**70),
+)
+def test_many_at_once_are_the_same_as_one_by_one(first: int, count: int, n: int, seed: int) -> None:
+    many = sample_indices(first, count, seed=seed, samples_per_epoch=n)
+    assert many.dtype == np.int64
+    one_by_one = [sample_index(p, seed=seed, samples_per_epoch=n)[1] for p in range(first, first + count)]
+    assert many.tolist() == one_by_one
+
+
+@pytest.mark.parametrize("n", [2**62, 2**62 - 1, (2**31 - 1) ** 2, (2**31 - 1) ** 2 + 1])
+def test_sizes_where_64_bits_are_nearly_full(n: int) -> None:
+    # Rounds add numbers of nearly 64 bits there; that wraps around in numpy, and does not in Python.
+    many = sample_indices(10**17, 4000, seed=7, samples_per_epoch=n)
+    assert many.tolist() == [sample_index(10**17 + i, seed=7, samples_per_epoch=n)[1] for i in range(4000)]
+
+
+@pytest.mark.parametrize(("first", "count", "n"), [(-1, 1, 1), (0, -1, 1), (0, 1, 0), (0, 1, 2**62 + 1)])
+def test_no_such_samples(first: int, count: int, n: int) -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        sample_indices(first, count, seed=0, samples_per_epoch=n)
 
 
 def test_epochs_and_seeds_differ() -> None:

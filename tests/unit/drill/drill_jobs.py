@@ -7,7 +7,7 @@ from pathlib import Path
 from seatrial.drill.copies import Copy, Plan, Rhythm, copy_of
 from seatrial.job import Job, job_from_text, preset_text
 
-STORE = Path("/nowhere/store")
+STORE = "/nowhere/store"
 
 
 def job(*overrides: str) -> Job:
@@ -18,4 +18,4 @@ def job(*overrides: str) -> Job:
 
 def copy(of: Job, *, steps: int = 16, seconds: float = 0.0, replicas: bool = False, spares: int = 0) -> Copy:
     plan = Plan(Rhythm(steps), steps, seconds=seconds)
-    return copy_of(of, name="a_scenario", store=STORE, plan=plan, replicas=replicas, spares=spares)
+    return copy_of(of, name="a_scenario", stores=[STORE], plan=plan, replicas=replicas, spares=spares)

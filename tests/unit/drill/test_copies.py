@@ -28,7 +28,7 @@ def test_every_difference_is_told() -> None:
     assert told == differing
     assert all(c.why for c in found.changes)
     assert told["cluster.spares"] == (0, 2)
-    assert told["data.train"] == ("builtin:python-library", str(STORE))
+    assert told["data.train"] == ("builtin:python-library", STORE)
 
 
 def test_what_makes_it_this_job_stays() -> None:

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from seatrial.base.box import Box
+from seatrial.checkpoint.staging import AsyncWriter
+from seatrial.checkpoint.write import Piece
 from seatrial.drill import worker
 from seatrial.drill.injection import Injection, Planted, read_injections, record_injection
 
@@ -88,10 +91,26 @@ def test_a_weight_changes_at_rest_or_in_its_update(fault: Planted) -> None:
 
 
 def test_no_space_is_left_once(fault: Planted, tmp_path: Path) -> None:
-    call = worker._has_no_space(lambda path, *_: "written", fault=fault, now=now(5))
-    with pytest.raises(OSError, match="No space left"):
-        call(tmp_path / "rank-00000.safetensors", [])
-    assert call(tmp_path / "rank-00000.safetensors", []) == "written"
+    """The kernel refuses it to the writing process, which is as real as a full disk."""
+    (tmp_path / "checkpoints").mkdir()
+    place = str(tmp_path / "checkpoints")
+    writer = AsyncWriter(rank=1, world_size=2, device=torch.device("cpu"))
+    order_part = worker._has_no_space(AsyncWriter.order_part, fault=fault, now=now(5))
+    weight = torch.arange(70.0)
+    try:
+        writer.stage([Piece("model/w", weight, Box.whole((70,)), (70,))])
+        told = []
+        for attempt in (1, 2):
+            order_part(writer, attempt, place, 5, 1, True)
+            while not (outcomes := writer.poll()):
+                writer.wait(10.0)
+            told += outcomes
+    finally:
+        writer.close()
+    assert [outcome.ok for outcome in told] == [False, True]
+    assert "File too large" in (told[0].problem or "")
+    written = sorted(p.name for p in (tmp_path / "checkpoints" / "step-00000005.tmp-1").iterdir())
+    assert written == ["index-00001.json", "rank-00001.safetensors"]
 
 
 def test_every_seam_is_there() -> None:

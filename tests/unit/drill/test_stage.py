@@ -12,7 +12,8 @@ import pytest
 from drill_jobs import job
 from test_weights import save
 
-from seatrial.checkpoint.manifest import Damaged, verify
+from seatrial.checkpoint.manifest import Damaged
+from seatrial.checkpoint.verified import verify
 from seatrial.drill import stage as stages
 from seatrial.drill.scene import kernel_log
 from seatrial.drill.stage import Stage
@@ -119,7 +120,7 @@ def test_a_damaged_checkpoint_is_damaged(stage: Stage) -> None:
     newest = save(stage.folder.checkpoints)
     verify(newest)
     stage.damage_newest_checkpoint()
-    with pytest.raises(Damaged, match="sha256"):
+    with pytest.raises(Damaged, match="XXH3-128"):
         verify(newest)
     assert stage.injections[0].data == {"checkpoint_step": 5}
 

@@ -52,6 +52,29 @@ def test_byte_order_mark_and_windows_lines_are_read(tmp_path: Path) -> None:
         ('name = "trial"', 'name = "trial"\nsteps = 3', (2, 1), "unknown key `steps` outside the sections", "`steps` is a key of [train]"),
         ('name = "trial"', 'name = "trial"\nwatch = 3', (2, 9), "watch: expected a section, found the integer 3", "write [watch] and its keys below it"),
         ('train = "builtin:python-library"', 'train = ""', (7, 9), "data.train is empty", None),
+        ('train = "builtin:python-library"', 'train = []', (7, 9), "data.train is empty", None),
+        ('train = "builtin:python-library"', 'train = 3', (7, 9), "data.train: expected a string, found the integer 3", 'put it in quotes: "3"'),
+        ('train = "builtin:python-library"', 'train = ["a", 3]\nweights = [1, 1]', (7, 15), "data.train[1]: expected a string, found the integer 3", 'put it in quotes: "3"'),
+        ('train = "builtin:python-library"', 'train = ["a", ""]\nweights = [1, 1]', (7, 15), "data.train[1] is empty", None),
+        ('train = "builtin:python-library"', 'train = ["a", "b"]\nweights = []', (8, 11), "data.weights is empty", None),
+        ('train = "builtin:python-library"', 'train = ["a", "b"]\nweights = 0.5', (8, 11), "data.weights: expected an array, found the number 0.5", "put it in brackets: [0.5]"),
+        ('train = "builtin:python-library"', 'train = ["a", "b"]\nweights = [1, -1]', (8, 15), "data.weights[1] must be greater than 0, not -1", None),
+        ('train = "builtin:python-library"', 'train = ["a", "b"]\nweights = [0.0, 1]', (8, 12), "data.weights[0] must be greater than 0, not 0.0", None),
+        ('train = "builtin:python-library"', 'train = ["a", "b"]\nweights = [1, nan]', (8, 15), "data.weights[1]: expected a finite number, found nan", None),
+        ('train = "builtin:python-library"', 'train = ["a", "b"]\nweights = [inf, 1]', (8, 12), "data.weights[0]: expected a finite number, found inf", None),
+        ('train = "builtin:python-library"', 'train = ["a", "b"]\nweights = [1, "1"]', (8, 15), 'data.weights[1]: expected a number, found the string "1"', "remove the quotes: 1"),
+        ('train = "builtin:python-library"', 'train = ["a", "b"]\nweights = [1, 1e19]', (8, 15), "data.weights[1] must be at most 1e+18, not 1e+19", None),
+        ('train = "builtin:python-library"', 'train = "a"\ncache_gb = 0', (8, 12), "data.cache_gb must be greater than 0, not 0", None),
+        ('train = "builtin:python-library"', 'train = "a"\nattend_across_documents = 0', (8, 27), "data.attend_across_documents: expected true or false, found the integer 0", None),
+        ("every_steps = 50", "every_steps = 0", (27, 15), "checkpoint.every_steps must be at least 1, not 0", None),
+        ("every_steps = 50", 'every_steps = "often"', (27, 15), 'checkpoint.every_steps: expected a number of steps or "auto", found the string "often"', None),
+        ("every_steps = 50", 'every_steps = "automatic"', (27, 15), 'checkpoint.every_steps: expected a number of steps or "auto", found the string "automatic"', 'did you mean "auto"?'),
+        ("every_steps = 50", 'every_steps = "50"', (27, 15), 'checkpoint.every_steps: expected a number of steps or "auto", found the string "50"', "remove the quotes: 50"),
+        ("every_steps = 50", "every_steps = 1.5", (27, 15), "checkpoint.every_steps: expected an integer, found the number 1.5", None),
+        ("every_steps = 50", "every_steps = 50\nkeep_every_steps = -1", (28, 20), "checkpoint.keep_every_steps must be at least 0, not -1", None),
+        ("every_steps = 50", "every_steps = 50\nmax_unsaved_s = 0", (28, 17), "checkpoint.max_unsaved_s must be greater than 0, not 0", None),
+        ("every_steps = 50", 'every_steps = 50\nfolder = ""', (28, 10), "checkpoint.folder is empty", None),
+        ("every_steps = 50", 'every_steps = 50\nread_back = "no"', (28, 13), 'checkpoint.read_back: expected true or false, found the string "no"', None),
         ("[parallel]\ntensor = 2\npipeline = 2\n", "", None, None, None),
     ],
 )  # fmt: skip
@@ -213,4 +236,18 @@ def test_paths_are_relative_to_what_names_them(tmp_path: Path, monkeypatch: pyte
     assert load(text, folder=Path("jobs")).data.train == str(tmp_path / "jobs" / "tokens")
     assert load(text, "data.train=tokens", folder=Path("jobs")).data.train == str(tmp_path / "tokens")
     assert load(GOOD, "data.train=s3://bucket/x").data.train == "s3://bucket/x"
+    text = text.replace(
+        'train = "tokens"', 'train = ["one", "s3://bucket/two", "/three"]\nweights = [1, 2, 3]'
+    )
+    there = str(tmp_path / "jobs" / "one")
+    assert load(text, folder=Path("jobs")).data.train == [there, "s3://bucket/two", "/three"]
+    listed = 'data.train=["one", "two"]'
+    assert load(GOOD, listed, "data.weights=[1, 1]").data.sources == (
+        str(tmp_path / "one"),
+        str(tmp_path / "two"),
+    )
+    assert load(GOOD, "data.train=[one]").data.train == str(tmp_path / "[one]")
     assert load().data.train == "builtin:python-library"
+    text = GOOD.replace("every_steps = 50", 'every_steps = 50\nfolder = "saves"\nfallback = "s3://bucket/x"')
+    checkpoint = load(text, folder=Path("jobs")).checkpoint
+    assert (checkpoint.folder, checkpoint.fallback) == (str(tmp_path / "jobs" / "saves"), "s3://bucket/x")

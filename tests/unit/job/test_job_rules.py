@@ -91,6 +91,109 @@ def test_an_odd_sequence_is_fine_without_tensor_parallel() -> None:
     )
 
 
+class TestBlend:
+    """The sources of [data] and their weights."""
+
+    def text(self, lines: str) -> str:
+        return GOOD.replace('train = "builtin:python-library"', lines)
+
+    @pytest.mark.parametrize(
+        ("lines", "place", "message"),
+        [
+            ('train = ["a", "b"]', (7, 9), "train names 2 sources, but weights is missing"),
+            ('train = "a"\nweights = [1]', (8, 11), "weights has no effect: train names one source"),
+            ('train = ["a", "b"]\nweights = [1]', (8, 11), "weights has 1 number, but train names 2 sources"),
+            ('train = ["a"]\nweights = [1, 2]', (8, 11), "weights has 2 numbers, but train names 1 source"),
+            ('train = ["a", "b", "a"]\nweights = [1, 2, 3]', (7, 20), "/nowhere/a is named twice"),
+            ('train = ["a", "b"]\nweights = [1e6, 1]', (8, 17), "weight 1 is 1e-06 of all weights together"),
+        ],
+    )
+    def test_a_broken_rule_is_refused(self, lines: str, place: tuple[int, int], message: str) -> None:
+        problem = only_problem(text=self.text(lines))
+        assert (problem.line, problem.column) == place
+        assert problem.message.startswith(message)
+        assert problem.hint
+
+    def test_all_at_once(self) -> None:
+        found = problems(self.text('train = ["a", "a", "b"]\nweights = [1, 1e-9]'), "train.seed=-1")
+        assert [p.message.split(" ")[0] for p in found] == ["/nowhere/a", "weights", "weight", "train.seed"]
+
+    def test_hints_give_what_works(self) -> None:
+        hint = only_problem(text=self.text('train = ["a", "b", "c"]')).hint or ""
+        weights = hint.split(" takes")[0]
+        assert load(self.text(f'train = ["a", "b", "c"]\n{weights}')).data.weights == [1.0, 1.0, 1.0]
+        hint = only_problem(text=self.text('train = ["a", "b"]\nweights = [1e6, 1]')).hint or ""
+        least = hint.split("give it ")[1].split(" ")[0]
+        load(self.text(f'train = ["a", "b"]\nweights = [1e6, {least}]'))
+
+    def test_one_source_in_a_list(self) -> None:
+        for lines in ('train = ["a"]', 'train = ["a"]\nweights = [3]'):
+            job = load(self.text(lines))
+            assert job.data.sources == ("/nowhere/a",)
+            assert job.identity() == load(self.text('train = "a"')).identity()
+
+
+class TestCheckpointPlaces:
+    """Where checkpoints go, and which of them stay."""
+
+    @pytest.mark.parametrize(
+        ("lines", "place", "message", "hint"),
+        [
+            (
+                'folder = "gs://bucket/x"',
+                (28, 10),
+                "gs://bucket/x: not an address of a store",
+                "s3://BUCKET/PREFIX",
+            ),
+            (
+                'folder = "s3://Bucket/x"',
+                (28, 10),
+                "s3://Bucket/x: 'Bucket' is not a bucket's name",
+                "3 to 63",
+            ),
+            ('fallback = "s3://"', (28, 12), "s3://: '' is not a bucket's name", "s3://BUCKET/PREFIX"),
+            (
+                'folder = "/a"\nfallback = "/a"',
+                (29, 12),
+                "fallback is the same place as folder",
+                "another storage",
+            ),
+            (
+                "keep_every_steps = 75",
+                (28, 20),
+                "keep_every_steps 75 is not a multiple of every_steps 50",
+                "50 or 100",
+            ),
+            (
+                "keep_every_steps = 20",
+                (28, 20),
+                "keep_every_steps 20 is not a multiple of every_steps 50",
+                "50",
+            ),
+        ],
+    )
+    def test_a_broken_rule_is_refused(
+        self, lines: str, place: tuple[int, int], message: str, hint: str
+    ) -> None:
+        problem = only_problem(text=GOOD.replace("every_steps = 50", f"every_steps = 50\n{lines}"))
+        assert (problem.line, problem.column) == place
+        assert problem.message.startswith(message)
+        assert hint in (problem.hint or "")
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            ("checkpoint.keep_every_steps=150",),
+            ("checkpoint.every_steps=auto", "checkpoint.keep_every_steps=75"),
+            ("checkpoint.folder=s3://bucket/runs", "checkpoint.fallback=/mnt/spare"),
+            ("checkpoint.folder=saves",),
+        ],
+    )
+    def test_these_are_fine(self, overrides: tuple[str, ...]) -> None:
+        job = load(GOOD, *overrides)
+        assert job.identity() == load(GOOD).identity(), "no part of the run's identity"
+
+
 class TestSilentlyWrongInTorch:
     """Combinations that train with a right-looking loss over wrong gradients."""
 

@@ -144,6 +144,35 @@ class TestIdentity:
     def test_the_same_run(self, override: str) -> None:
         assert load(GOOD).identity() == load(GOOD, override).identity()
 
+    def test_what_a_blend_is_made_of(self) -> None:
+        def of(*more: str) -> dict[str, object]:
+            return load(GOOD, 'data.train=["a", "b"]', *more).identity()
+
+        blend = of("data.weights=[0.7, 0.3]")
+        assert blend["data.weights"] == "7/10, 3/10"
+        assert blend == of("data.weights=[7, 3]") == of("data.weights=[2.1, 0.9]", "data.cache_gb=1")
+        assert blend != of("data.weights=[3, 7]")
+        assert of("data.weights=[1, 2]")["data.weights"] == "1/3, 2/3"
+
+    def test_attention_inside_documents_is_another_run(self) -> None:
+        inside = load(GOOD, "data.attend_across_documents=false").identity()
+        # A run from before this key was there has nothing under it, and goes on.
+        assert "data.attend_across_documents" not in load(GOOD).identity()
+        assert inside == {**load(GOOD).identity(), "data.attend_across_documents": False}
+
+    def test_a_blend_is_written(self) -> None:
+        job = load(
+            GOOD, """data.train=["/a \\"b\\" c", 'd']""", "data.weights=[0.1, 7e2]", "data.cache_gb=0.5"
+        )
+        assert_same(job, again(job))
+        assert again(job).data == job.data
+
+    def test_an_interval_that_is_chosen_is_written(self) -> None:
+        job = load(GOOD, "checkpoint.every_steps=auto", "checkpoint.folder=s3://bucket/x")
+        assert job.checkpoint.every_steps == "auto"
+        assert_same(job, again(job))
+        assert again(job).checkpoint == job.checkpoint
+
     def test_it_is_flat_and_plain(self) -> None:
         identity = load(GOOD, "model.preset=llama3.1-8b").identity()
         assert identity["model.rope_scaling.factor"] == 8.0

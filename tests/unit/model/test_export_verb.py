@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def _add_checkpoint(run: Path, step: int) -> Path:
         layout={},
         job_sha256="",
         code="",
+        read_back=False,
         files=[],
         tensors={},
     )
@@ -95,6 +97,41 @@ def test_one_checkpoint_as_json_in_shards(
     assert len(err.splitlines()) == len(summary["files"]) - 1  # progress
 
 
+def test_of_a_chosen_step(run: Path, tmp_path: Path) -> None:
+    assert _export(run, "--step", "5", "--out", tmp_path / "out") == 0
+    assert _holds(tmp_path / "out", 5)
+    with pytest.raises(InputError, match="no checkpoint of step 7") as caught:
+        _export(run, "--step", "7", "--out", tmp_path / "other")
+    assert "it has: 10, 5" in caught.value.render()
+    with pytest.raises(InputError, match="is one checkpoint"):
+        _export(run / "checkpoints" / "step-00000005", "--step", "5", "--out", tmp_path / "other")
+
+
+def test_what_is_newer_in_the_fallback_is_taken(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (run / "job.toml").open("a") as f:
+        f.write(f'[checkpoint]\nfallback = "{tmp_path}/spare"\n')
+    # A run's name is its folder's, where its job.toml does not tell.
+    spare = tmp_path / "spare" / "first"
+    spare.mkdir(parents=True)
+    _add_checkpoint(spare, 12)
+    (spare / "checkpoints" / "step-00000012").rename(spare / "step-00000012")
+    assert _export(run, "--out", tmp_path / "out") == 0
+    assert _holds(tmp_path / "out", 12)
+    assert "spare/first/step-00000012 (step 12)" in capsys.readouterr().out
+
+
+def test_a_given_tokenizer(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    shutil.copytree(run / "checkpoints" / "step-00000005", tmp_path / "copy")
+    assert _export(tmp_path / "copy", "--out", tmp_path / "plain") == 0
+    assert "none: the checkpoint lies in no run folder" in capsys.readouterr().out
+    assert _export(tmp_path / "copy", "--tokenizer", tokenizer, "--out", tmp_path / "out") == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
 def test_bfloat16(run: Path, tmp_path: Path) -> None:
     assert _export(run, "--out", tmp_path / "out", "--dtype", "bfloat16") == 0
     weights = HuggingFaceWeights(tmp_path / "out")
@@ -128,9 +165,8 @@ def test_a_damaged_checkpoint_is_not_exported(
 def test_nothing_to_export(run: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no run folder"):
         _export(tmp_path / "runs" / "frist", "--out", tmp_path / "out")
-    for step in (run / "checkpoints").iterdir():
-        if step.is_dir():
-            (step / "manifest.json").unlink()
+    for step in (run / "checkpoints").glob("step-*"):
+        shutil.rmtree(step)
     with pytest.raises(InputError, match="no complete checkpoint"):
         _export(run, "--out", tmp_path / "out")
 

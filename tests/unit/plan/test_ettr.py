@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seatrial.base.errors import InputError
+from seatrial.hardware.failures import RATES
 from seatrial.plan import ettr
 from seatrial.plan.ettr import DAY_S, Branch, Case, Outcome, simulate
 from seatrial.plan.formulas import daly, first_order, mean_and_error, renewal, spares_for, young
-from seatrial.plan.reliability import CAUSES, RATES, SCENARIOS, Costs, Measured, Scenario, make_case
+from seatrial.plan.reliability import CAUSES, SCENARIOS, Costs, Measured, Scenario, make_case
 
 HOUR = 3600.0
 PROCESS = (Branch(1.0, "process", 100.0),)

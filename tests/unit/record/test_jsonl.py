@@ -215,3 +215,24 @@ def test_a_file_that_is_taken_away_is_not_written_in_silence(how: str, tmp_path:
             path.unlink()
         with pytest.raises(FileNotFoundError, match="was moved or deleted while it was written"):
             writer.write({"n": 2})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"a":1}\n{"a":2}\n',
+        b'{"a":1}\n\n{"a":2}',
+        b'{"a":1}\n{"a":',
+        b'x\n{"a":1}\n[]\n\xff\n',
+        b"\n\n",
+        b"x",
+    ],
+)
+def test_one_after_the_other_is_the_same(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(content)
+    problems: list[jsonl.Problem] = []
+    values = list(jsonl.each_numbered(path, "a record", problems))
+    assert (values, problems) == jsonl.read_numbered(path, "a record")
+    assert list(jsonl.each_numbered(tmp_path / "none", "a record", problems)) == []

@@ -98,8 +98,9 @@ def test_trained_taken_back_and_left_out_in_one_generation(folder: RunFolder) ->
     read, _ = read_ledger(folder)
     assert ledger_gaps(read, 8) == []
     assert [r.step for r in read if r.skipped] == [2]
+    # After a rollback to before it, it is left out again; nothing is done twice.
     write(folder, ledger(2, skipped=True))
-    assert ledger_gaps(read_ledger(folder)[0], 8) == ["step 2 was done twice in generation 1"]
+    assert ledger_gaps(read_ledger(folder)[0], 8) == []
 
 
 def test_a_ledger_of_an_older_version(folder: RunFolder) -> None:

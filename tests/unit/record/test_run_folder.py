@@ -42,6 +42,7 @@ def test_paths() -> None:
         "events": "events.jsonl",
         "metrics": "metrics.jsonl",
         "ledger": "ledger.jsonl",
+        "interval_json": "interval.json",
         "control": "control",
         "checkpoints": "checkpoints",
         "logs": "logs",

@@ -142,6 +142,29 @@ def test_checkpoints(folder: RunFolder) -> None:
         assert latest.step == step
 
 
+def test_checkpoints_that_lie_elsewhere_are_known_by_what_was_told_of_them(folder: RunFolder) -> None:
+    def saved(step: int, where: str) -> None:
+        happened(folder, "checkpoint_saved", data={"step": step, "folder": where})
+
+    checkpoint(folder, 50)
+    saved(50, "/moved/since/checkpoints/step-00000050")
+    saved(60, "/moved/since/checkpoints/step-00000060")
+    view = read_view(folder)
+    assert view.latest is not None
+    assert (view.latest.step, view.latest.where) == (50, str(folder.checkpoints / "step-00000050"))
+    for step in (40, 70, 80):
+        saved(step, f"s3://bucket/trial/step-{step:08d}")
+    happened(folder, "checkpoint_set_aside", data={"step": 80})
+    view = read_view(folder)
+    assert [c.step for c in view.checkpoints] == [50, 70]
+    assert view.latest is not None
+    assert view.latest.where == "s3://bucket/trial/step-00000070"
+    saved(90, "/mnt/spare/trial/step-00000090")
+    latest = read_view(folder).latest
+    assert latest is not None
+    assert latest.where == "/mnt/spare/trial/step-00000090"
+
+
 def test_failure_is_completed_from_what_the_rank_wrote(folder: RunFolder) -> None:
     happened(folder, "run_started")
     happened(folder, "rank_failed", severity="error", node=0, rank=2)

@@ -40,10 +40,10 @@ def first(run: Run, kind: Callable[[Shard], bool]) -> Shard:
 def flips_at_rest(run: Run, rank: int, step: int) -> None:
     whole = run.model.forward_backward
 
-    def forward_backward(ids: Tensor, target: Tensor) -> Tensor:
+    def forward_backward(*batch: Tensor | None) -> Tensor:
         if run.passes[-1] == step and run.model.mesh.rank == rank:
             flip_bit(run.model.shards[0].local)
-        return whole(ids, target)
+        return whole(*batch)
 
     run.model.forward_backward = forward_backward  # type: ignore[method-assign]
 

@@ -161,8 +161,8 @@ class Run:
         forward_backward = self.model.forward_backward
         left = [times]
 
-        def spoiled(ids_BT: Tensor, target_BT: Tensor) -> Tensor:
-            loss = forward_backward(ids_BT, target_BT)
+        def spoiled(*batch: Tensor | None) -> Tensor:
+            loss = forward_backward(*batch)
             if self.passes[-1] == step and left[0]:
                 left[0] -= 1
                 grad = self.model.shards[0].grad
@@ -172,6 +172,18 @@ class Run:
             return loss
 
         self.model.forward_backward = spoiled  # type: ignore[method-assign]
+
+    def wait_for_saves(self) -> None:
+        """Let each checkpoint be complete before the next step begins."""
+        saver = self.loop._saver
+        begin = saver.begin
+
+        def begin_and_wait(step: int) -> bool:
+            begun = begin(step)
+            saver._wait()
+            return begun
+
+        saver.begin = begin_and_wait  # type: ignore[method-assign]
 
     def state(self) -> list[Tensor]:
         return [t.clone() for t in tensors(self.model, self.optimizer)]

@@ -132,30 +132,46 @@ def make_leg(*, again: bool = True, snapshots: list[dict[str, Any]] | None = Non
     return Leg(2, place, PAIR, snapshots or [], Path("log"), again)
 
 
-class Checkpoint:
-    """The checkpoint that was chosen."""
-
-    def __init__(self, step: int) -> None:
-        self.step, self.closed = step, False
-
-    def close(self) -> None:
-        self.closed = True
-
-
 @pytest.fixture
 def sources(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, Source]]:
-    """Decide with what the ranks offer, the newest checkpoint's name, and the one that turned out to be whole."""
+    """Decide with what the ranks offer and the checkpoints there are, of which those in `damaged` cannot be read."""
 
-    def prepare(offers: list[Offer], disk: int, chosen: Checkpoint | None) -> tuple[str, Source]:
-        used: list[tuple[str, Source]] = []
+    def prepare(offers: list[Offer], *disk: int, damaged: tuple[int, ...] = ()) -> tuple[str, Source]:
+        used: list[str] = []
+        left = list(disk)
+
+        class Resume:
+            def __init__(self, *_: Any) -> None:
+                self.step = 0
+
+            def look(self) -> int:
+                self.step = left[0] if left else 0
+                return self.step
+
+            def refuse_fresh_start(self) -> None:
+                used.append("begin")
+
+        def load(job: Any, at: Any, resume: Resume, loader: Any, worth: Callable[[int], bool]) -> Any:
+            while (step := resume.look()) and worth(step):
+                if step not in damaged:
+                    used.append("disk")
+                    return None, None, None
+                left.pop(0)
+            return None
+
         monkeypatch.setattr(leg_module, "exchange", lambda mesh, own: offers)
-        monkeypatch.setattr(leg_module, "count", lambda mesh, value: disk)
-        monkeypatch.setattr(leg_module, "choose_checkpoint", lambda *_: chosen)
-        monkeypatch.setattr(worker, "_from_disk", lambda *a: used.append(("disk", a[-1])))
-        monkeypatch.setattr(worker, "_from_processes_or_memory", lambda *a: used.append(("here", a[-1])))
+        monkeypatch.setattr(
+            leg_module, "Places", lambda *_: SimpleNamespace(newest_step=lambda: max(disk, default=0))
+        )
+        monkeypatch.setattr(leg_module, "count", lambda mesh, value: value)
+        monkeypatch.setattr(leg_module, "Resume", Resume)
+        monkeypatch.setattr(leg_module, "load", load)
+        monkeypatch.setattr(leg_module, "build", lambda *_: (None, None))
+        monkeypatch.setattr(leg_module, "first_weights", lambda *_: None)
+        monkeypatch.setattr(worker, "_make_loop", lambda *_: None)
+        monkeypatch.setattr(worker, "_from_processes_or_memory", lambda *a: used.append("here"))
         _, source = worker._prepare(SimpleNamespace(architecture=None), make_leg(), mesh(0), None)  # type: ignore[arg-type]
-        ((how, told),) = used
-        assert told == source
+        (how,) = used
         return how, source
 
     return prepare
@@ -165,25 +181,24 @@ IN_MEMORY = [Offer(memory=((1, 15), NEVER))] * 2
 
 
 def test_a_whole_checkpoint_that_is_newest_is_used(sources: Any) -> None:
-    assert sources(IN_MEMORY, 20, Checkpoint(20)) == ("disk", Source("disk", 20))
+    assert sources(IN_MEMORY, 20) == ("disk", Source("disk", 20))
 
 
 def test_where_the_newest_checkpoint_is_damaged_memory_may_be_newer(sources: Any) -> None:
-    older = Checkpoint(10)
-    assert sources(IN_MEMORY, 20, older) == ("here", Source("memory", 15, 1))
-    assert older.closed
+    assert sources(IN_MEMORY, 20, 10, damaged=(20,)) == ("here", Source("memory", 15, 1))
 
 
 def test_an_older_checkpoint_is_used_where_memory_has_nothing(sources: Any) -> None:
-    assert sources([Offer()] * 2, 20, Checkpoint(10)) == ("disk", Source("disk", 10))
+    assert sources([Offer()] * 2, 20, 10, damaged=(20,)) == ("disk", Source("disk", 10))
 
 
 def test_without_anything_it_begins(sources: Any) -> None:
-    assert sources([Offer()] * 2, 0, None) == ("disk", Source("fresh", 0))
+    assert sources([Offer()] * 2) == ("begin", Source("fresh", 0))
+    assert sources([Offer()] * 2, 20, damaged=(20,)) == ("begin", Source("fresh", 0))
 
 
 def test_what_living_processes_hold_needs_no_checkpoint(sources: Any) -> None:
-    assert sources([Offer(20)] * 2, 20, None) == ("here", Source("carried", 20))
+    assert sources([Offer(20)] * 2, 20) == ("here", Source("carried", 20))
 
 
 def test_a_rollback_never_goes_to_what_lies_ahead(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

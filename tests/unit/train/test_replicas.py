@@ -139,6 +139,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, A
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("layout", ["replicas", "pipeline"])
 @pytest.mark.parametrize("fault", ["none", "nan on 2"])
 def test_no_trace(seen: list[dict[str, dict[str, Any]]], layout: str, fault: str) -> None:
@@ -147,6 +148,7 @@ def test_no_trace(seen: list[dict[str, dict[str, Any]]], layout: str, fault: str
         assert rank[f"{layout}: {fault}"]["state"] == rank[f"{layout}: unwatched"]["state"]
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     ("layout", "fault", "blamed", "step"),
     [
@@ -169,10 +171,12 @@ def test_all_ranks_stop_alike(
         assert own["findings"] == ([["corruption", step, blamed]] if rank is seen[0] else [])
 
 
+@pytest.mark.cluster
 def test_who_is_blamed_for_a_number_that_is_not_finite(seen: list[dict[str, dict[str, Any]]]) -> None:
     assert seen[0]["replicas: nan on 2"]["findings"] == [["nonfinite", 3, [2]]]
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("layout", ["replicas", "pipeline"])
 def test_one_wants_to_leave_and_all_do(seen: list[dict[str, dict[str, Any]]], layout: str) -> None:
     for rank in seen:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,14 @@ from seatrial.checkpoint.manifest import Manifest, Progress
 from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
+from seatrial.job.schema import CheckpointSection
 from seatrial.model.decoder import whole_shapes
 from seatrial.parallel.mesh import Mesh
 from seatrial.record import events
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 from seatrial.train.optimizer import STATE
-from seatrial.train.resume import choose_checkpoint
+from seatrial.train.resume import Resume
 
 
 def one_rank() -> Mesh:
@@ -56,7 +59,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def save(folder: RunFolder, step: int, *, arch: Architecture = ARCH, lacking: str = "") -> Path:
-    manifest = Manifest(Progress(step, 0, 0, 1), 0.0, 0, arch.as_dict(), {}, "", "", [], {})
+    manifest = Manifest(Progress(step, 0, 0, 1), 0.0, 0, arch.as_dict(), {}, "", "", False, [], {})
     pieces = [
         write.Piece(f"{kind}/{name}", torch.ones(shape), Box.whole(shape), shape)
         for kind in ("model", *STATE)
@@ -68,12 +71,30 @@ def save(folder: RunFolder, step: int, *, arch: Architecture = ARCH, lacking: st
     )
 
 
-def choose(folder: RunFolder) -> CheckpointWeights | None:
-    return choose_checkpoint(ARCH, folder, 2, one_rank())
+def read_all(checkpoint: CheckpointWeights) -> Progress:
+    """What a rank does that needs all of it."""
+    for kind in ("model", *STATE):
+        for name, shape in whole_shapes(ARCH).items():
+            assert checkpoint.read_kind(kind, name, Box.whole(shape), torch.float32).eq(1).all()
+    return checkpoint.manifest.progress
+
+
+def choose(folder: RunFolder, *, fallback: Path | None = None) -> int:
+    """The step that a start goes on from; 0: from the beginning."""
+    section = CheckpointSection(every_steps=4, fallback=str(fallback) if fallback else None)
+    job: Any = SimpleNamespace(architecture=ARCH, name="small", checkpoint=section)
+    resume = Resume(job, folder, 2, one_rank())
+    while resume.look():
+        progress = resume.fill(read_all)
+        if progress is not None:
+            assert progress.step == resume.step
+            return progress.step
+    resume.refuse_fresh_start()
+    return 0
 
 
 def test_no_checkpoint(folder: RunFolder) -> None:
-    assert choose(folder) is None
+    assert choose(folder) == 0
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(folder: RunFolder) -> None:
@@ -86,13 +107,11 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(folder: RunFolder)
 
 
 def test_a_checkpoint_that_lacks_something(folder: RunFolder) -> None:
-    good = save(folder, 1)
+    save(folder, 1)
     save(folder, 2, lacking="exp_avg/model.norm.weight")
     save(folder, 3, arch=replace(ARCH, rope_theta=2e4))
     save(folder, 4, lacking="model/model.embed_tokens.weight")
-    chosen = choose(folder)
-    assert chosen is not None
-    assert chosen.folder == good
+    assert choose(folder) == 1
     damage = [e.message for e in read_events(folder)[0] if e.kind == "checkpoint_damaged"]
     assert "no tensor model/model.embed_tokens.weight" in damage[0]
     assert "another model" in damage[1]
@@ -100,21 +119,19 @@ def test_a_checkpoint_that_lacks_something(folder: RunFolder) -> None:
 
 
 def test_what_bears_a_checkpoints_name_and_is_none(folder: RunFolder) -> None:
-    good = save(folder, 1)
+    save(folder, 1)
     (folder.checkpoints / "step-00000002").write_text("a file")
     manifest = save(folder, 3) / "manifest.json"
     manifest.unlink()
     manifest.mkdir()
     (save(folder, 4) / "manifest.json").write_text("[" * 200_000)
     save(folder, 5).rename(folder.checkpoints / "step-00000006")
-    chosen = choose(folder)
-    assert chosen is not None
-    assert chosen.folder == good
+    assert choose(folder) == 1
     assert len(list(folder.checkpoints.glob("*.damaged"))) == 4
 
 
 def test_the_newest_undamaged_one(folder: RunFolder) -> None:
-    good = save(folder, 1)
+    save(folder, 1)
     (save(folder, 2) / "rank-00000.safetensors").unlink()
     os.truncate(save(folder, 3) / "rank-00000.safetensors", 10)
     (save(folder, 4) / "manifest.json").write_text("{}")
@@ -122,9 +139,7 @@ def test_the_newest_undamaged_one(folder: RunFolder) -> None:
     (save(folder, 6) / "manifest.json").unlink()
     half = folder.checkpoints / "step-00000007.tmp-1"
     half.mkdir()
-    chosen = choose(folder)
-    assert chosen is not None
-    assert chosen.folder == good
+    assert choose(folder) == 1
     assert sorted(p.name for p in folder.checkpoints.iterdir()) == [
         "latest",
         "step-00000001",
@@ -148,5 +163,31 @@ def test_the_newest_undamaged_one(folder: RunFolder) -> None:
 def test_all_are_damaged(folder: RunFolder) -> None:
     for step in (1, 2):
         (save(folder, step) / "rank-00000.safetensors").write_bytes(b"")
-    assert choose(folder) is None
+    assert choose(folder) == 0
     assert len(list(folder.checkpoints.glob("*.damaged"))) == 2
+
+
+def test_one_damaged_byte_in_what_is_loaded(folder: RunFolder) -> None:
+    save(folder, 1)
+    path = save(folder, 2) / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert choose(folder) == 1
+    (damage,) = [e.message for e in read_events(folder)[0] if e.kind == "checkpoint_damaged"]
+    assert "rank-00000.safetensors" in damage
+
+
+def test_the_newest_of_both_places(folder: RunFolder, tmp_path: Path) -> None:
+    other = RunFolder(tmp_path / "other" / "small")
+    other.checkpoints.mkdir(parents=True)
+    save(folder, 4)
+    save(other, 8).rename(other.path / "step-00000008")
+    save(other, 4).rename(other.path / "step-00000004")
+    assert choose(folder, fallback=tmp_path / "other") == 8
+    (other.path / "step-00000008" / "rank-00000.safetensors").write_bytes(b"")
+    assert choose(folder, fallback=tmp_path / "other") == 4
+    told = [e for e in read_events(folder)[0] if e.kind == "resumed"]
+    assert str(other.path) in told[0].data["checkpoint"]  # type: ignore[index]
+    assert str(folder.checkpoints) in told[1].data["checkpoint"]  # type: ignore[index]
+    assert (other.path / "step-00000008.damaged").is_dir()

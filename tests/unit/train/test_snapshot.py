@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -19,8 +18,10 @@ from rank_cases import assert_same, build, cut, everything, mesh, train
 
 from seatrial.base.box import Box
 from seatrial.checkpoint import memory
-from seatrial.checkpoint.commit import commit, fence
-from seatrial.checkpoint.manifest import Damaged, Manifest, Progress, folder_name
+from seatrial.checkpoint.commit import fence
+from seatrial.checkpoint.hashing import hash_of
+from seatrial.checkpoint.local_place import LocalPlace
+from seatrial.checkpoint.manifest import Damaged, Manifest, Progress
 from seatrial.checkpoint.memory import Snapshot
 from seatrial.job.layout import Layout
 from seatrial.model.decoder import whole_shapes
@@ -29,7 +30,6 @@ from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 from seatrial.train import snapshot, state
 from seatrial.train.optimizer import STATE, ShardedAdamW
-from seatrial.train.resume import choose_checkpoint
 from seatrial.train.snapshot import Snapshots, restore_from_memory
 
 TWO = Layout(shard=2)
@@ -147,12 +147,7 @@ def test_what_it_tells_and_what_the_library_reads(rank: Rank) -> None:
     assert (told["slot"], told["step"], told["rank"], told["generation"]) == (0, 20, 1, 4)
     assert told["layout"] == memory.layout_key(Layout(shard=2).as_dict())
     data = os.pread(rank.fds[0], told["bytes"] + 1, 0)
-    assert (len(data), hashlib.sha256(data).hexdigest()) == (told["bytes"], told["sha256"])
-    assert told["index"]["file"] == {
-        "file": "rank-00001.safetensors",
-        "bytes": told["bytes"],
-        "sha256": told["sha256"],
-    }
+    assert (len(data), hash_of(data)) == (told["bytes"], told["hash"])
     assert json.loads(json.dumps(told)) == {
         **told,
         "index": json.loads(json.dumps(told["index"])),
@@ -270,7 +265,7 @@ def test_damage_is_found_and_the_other_file_is_good(rank: Rank) -> None:
     fd, at = rank.fds[newer["slot"]], newer["bytes"] // 2
     os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 0x40]), at)
     before = everything(model, optimizer)
-    with pytest.raises(Damaged, match="step 2 has sha256"):
+    with pytest.raises(Damaged, match="step 2 has XXH3-128"):
         restore_from_memory(fd, newer, model, optimizer)
     assert_same(everything(model, optimizer), before)
     (good,) = memory.verified(rank.fds, entries)
@@ -336,22 +331,18 @@ def test_skipped_updates_are_not_counted_after_a_restore(rank: Rank) -> None:
     assert rank_cases.optimizer_updates(its_optimizer) == 2
 
 
-def test_a_worker_that_lives_on_keeps_its_snapshots(rank: Rank) -> None:
+def test_after_a_rollback_what_lies_ahead_is_replaced_first(rank: Rank) -> None:
     model, optimizer = build()
     snapshots = rank.start(model, optimizer)
-    rank.take(10)
-    snapshots.let_go()
-    again, its_optimizer = build(seed=3)
-    snapshots.go_on(again, its_optimizer, 2)
+    for step in (10, 20):
+        rank.take(step)
+    snapshots.settle()
+    snapshots.forget_after(10)
+    assert [entry["step"] for entry in snapshots.settle()] == [10]
+    rank.take(12)
+    assert sorted(entry["step"] for entry in snapshots.settle()) == [10, 12]
     rank.take(20)
-    then = everything(again, its_optimizer)
-    for other, its in (cut(model, optimizer, 0, TWO), cut(model, optimizer, 1, TWO)):
-        with pytest.raises(ValueError, match="another rank or layout"):
-            snapshots.go_on(other, its, 3)
-    newest, _ = memory.verified(rank.fds, rank.entries())
-    assert (newest["generation"], newest["step"]) == (2, 20)
-    restore_from_memory(rank.fds[newest["slot"]], newest, model, optimizer)
-    assert_same(everything(model, optimizer), then)
+    assert sorted(entry["step"] for entry in snapshots.settle()) == [12, 20]
 
 
 @pytest.mark.parametrize("layout", [Layout(shard=2), Layout(replicate=2)], ids=str)
@@ -360,7 +351,7 @@ def test_snapshots_of_all_ranks_make_a_checkpoint_for_any_layout(
 ) -> None:
     model, optimizer = build()
     train(model, optimizer, range(3))
-    temporary = folder.checkpoints / "step-00000003.tmp-1-memory"
+    place = LocalPlace(folder.checkpoints)
     for number in (0, 1):
         part, its_optimizer = cut(model, optimizer, number, layout)
         one = Rank(folder)
@@ -368,15 +359,16 @@ def test_snapshots_of_all_ranks_make_a_checkpoint_for_any_layout(
         one.take(3)
         (entry,) = one.entries()
         told = Snapshot.from_message(one.told[0]["snapshot"])
-        memory.write_part(temporary, one.fds[entry["slot"]], told)
+        fd = one.fds[entry["slot"]]
+        place.put_part(3, 1, number, fd, told.bytes, told.index, True, origin="memory", expected=told.hash)
         one.close()
     manifest = Manifest(
-        Progress(3, 0, 12, 1), 0.0, 0, rank_cases.ARCH.as_dict(), layout.as_dict(), "", "", [], {}
+        Progress(3, 0, 12, 1), 0.0, 0, rank_cases.ARCH.as_dict(), layout.as_dict(), "", "", False, [], {}
     )
-    commit(temporary, folder.checkpoints / folder_name(3), manifest, 2, fence(folder, 1))
+    place.commit(3, 1, manifest, 2, fence(folder, 1), origin="memory")
 
-    chosen = choose_checkpoint(rank_cases.ARCH, folder, 2, mesh())
-    assert chosen is not None
+    chosen = place.open(3)
+    assert chosen.manifest.read_back
     one = ParallelModel(rank_cases.ARCH, mesh(), rank_cases.SETTINGS, chosen)
     its_optimizer = ShardedAdamW(one.shards, rank_cases.OPTIMIZER)
     assert state.restore(one, its_optimizer, chosen).next_sample == 12

@@ -1,0 +1,244 @@
+"""Checkpoints in a folder: complete by a rename. The layout is in `manifest.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seatrial.base import atomic
+from seatrial.checkpoint.commit import Fence, assemble, index_name, make_index, part_name
+from seatrial.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    VERIFIED,
+    Damaged,
+    Manifest,
+    complete,
+    folder_name,
+    leftovers,
+    named,
+    read_manifest,
+    step_of,
+)
+from seatrial.checkpoint.part import Beat, check_whole, describe, mapped, no_beat, read_again, write_file
+from seatrial.checkpoint.retention import Stop, retire
+from seatrial.checkpoint.source import FolderSource
+from seatrial.checkpoint.verified import VerifiedFiles
+from seatrial.storage.errors import telling
+
+if TYPE_CHECKING:
+    from seatrial.checkpoint.read import CheckpointWeights
+
+_BEGUN = re.compile(r"step-[0-9]{8,}\.tmp-([0-9]+)(?:-|$)")  # by a generation
+_ASIDE = re.compile(r"step-([0-9]{8,})\.damaged(-[0-9]+)?")
+_WHY = "set-aside.txt"  # in a folder that was set aside
+
+
+class LocalPlace:
+    """A folder that holds the checkpoints of one run. See `place.Place`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = str(folder)
+
+    def prepare(self) -> None:
+        with telling("make", self.url):
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    def where(self, step: int) -> str:
+        return str(self._final(step))
+
+    # -- what is there
+
+    def steps(self) -> list[int]:
+        # Only the rename of a complete one gives a folder its name: without a manifest it is damaged, and is to be found.
+        with telling("list", self.url):
+            return [step for path in named(self.folder) if (step := step_of(path)) is not None]
+
+    def manifest(self, step: int) -> Manifest:
+        return read_manifest(self._final(step))
+
+    def open(self, step: int) -> CheckpointWeights:
+        from seatrial.checkpoint.read import CheckpointWeights  # with torch, which agents do not load
+
+        return CheckpointWeights(self._final(step))
+
+    def verify(self, step: int, part: int = 0, parts: int = 1, *, stop: Stop | None = None) -> Manifest:
+        folder = self._final(step)
+        manifest = read_manifest(folder)
+        files = VerifiedFiles(FolderSource(folder), manifest.files)
+        try:
+            files.verify(part, parts, stop=stop)
+        finally:
+            files.close()
+        return manifest
+
+    def is_verified(self, step: int) -> bool:
+        return (self._final(step) / VERIFIED).exists() or self.manifest(step).read_back
+
+    def mark_verified(self, step: int) -> None:
+        path = self._final(step) / VERIFIED
+        with telling("mark", str(path)):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            atomic.fsync_folder(path.parent)
+
+    def confirm(self, step: int, stop: Stop | None = None) -> None:
+        self.verify(step, stop=stop)
+        self.mark_verified(step)
+
+    def set_aside_names(self) -> list[str]:
+        with telling("list", self.url):
+            return sorted(p.name for p in self._paths() if _ASIDE.fullmatch(p.name))
+
+    # -- writing
+
+    def put_part(
+        self,
+        step: int,
+        generation: int,
+        rank: int,
+        fd: int,
+        size: int,
+        index: dict[str, Any],
+        read_back: bool,
+        *,
+        origin: str = "",
+        expected: str | None = None,
+        beat: Beat = no_beat,
+    ) -> None:
+        folder = self._temporary(step, generation, origin)
+        path = folder / part_name(rank)
+        with telling("write", str(path)), mapped(fd, size) as data:
+            if expected is not None:
+                check_whole(data, expected, f"rank {rank}'s state of step {step} in memory")
+            folder.mkdir(exist_ok=True)  # not its parents: a place that is gone must not come back half
+            (folder / index_name(rank)).unlink(missing_ok=True)
+            file = describe(path.name, data)
+            write_file(path, data, beat)
+            if read_back:
+                read_again(FolderSource(folder), file, beat)
+            # The parts reach the manifest through the folder they all write to: no pickled object travels.
+            content = make_index(file, index["pieces"], read_back=read_back)
+            atomic.write_text(folder / index_name(rank), json.dumps(content, separators=(",", ":")))
+
+    def commit(
+        self,
+        step: int,
+        generation: int,
+        manifest: Manifest,
+        world_size: int,
+        fence: Fence,
+        *,
+        origin: str = "",
+    ) -> Manifest:
+        final = self._final(step)
+        with telling("complete", str(final)):
+            return commit(self._temporary(step, generation, origin), final, manifest, world_size, fence)
+
+    def abandon(self, step: int, generation: int, *, origin: str = "") -> None:
+        shutil.rmtree(self._temporary(step, generation, origin), ignore_errors=True)
+
+    # -- removing
+
+    def set_aside(self, step: int, why: str) -> str:
+        folder = self._final(step)
+        with telling("set aside", str(folder)):
+            return set_aside(folder, why).name
+
+    def remove(self, step: int) -> str:
+        folder = self._final(step)
+        with telling("remove", str(folder)):
+            # A death half-way through deleting it must leave a leftover, not a damaged checkpoint.
+            doomed = folder.with_name(f"{folder.name}.tmp-removed-{secrets.token_hex(4)}")
+            os.rename(folder, doomed)
+            shutil.rmtree(doomed)
+        return folder.name
+
+    def remove_leftovers(self, before: int | None = None) -> list[str]:
+        with telling("clean up", self.url):
+            found = leftovers(self.folder)
+        if before is not None:
+            found = [path for path in found if (m := _BEGUN.match(path.name)) and int(m[1]) < before]
+        for path in found:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        return [path.name for path in found]
+
+    def remove_old(self, keep: int, keep_every: int = 0, *, stop: Stop | None = None) -> list[str]:
+        return retire(self, keep, keep_every, stop=stop).removed
+
+    # -- names
+
+    def _final(self, step: int) -> Path:
+        return self.folder / folder_name(step)
+
+    def _temporary(self, step: int, generation: int, origin: str) -> Path:
+        more = f"-{origin}" if origin else ""
+        return self.folder / f"{folder_name(step)}.tmp-{generation}{more}"
+
+    def _paths(self) -> Iterator[Path]:
+        if self.folder.is_dir():
+            yield from self.folder.iterdir()
+
+
+def commit(temporary: Path, final: Path, manifest: Manifest, world_size: int, fence: Fence) -> Manifest:
+    """Make `temporary`, which has the parts of all ranks, the complete checkpoint `final`; its manifest.
+
+    `manifest` comes without files and tensors: those are in the indices. Raises OSError; ValueError where the parts are
+    not all of every tensor; Damaged where one is missing; Superseded, also at the last moment before the folder gets its
+    name.
+    """
+    fence()
+    indices = [temporary / index_name(rank) for rank in range(world_size)]
+    manifest = assemble(manifest, [_read_index(path) for path in indices])
+    if final.exists():
+        # A start takes or sets aside the newest checkpoint, so this step cannot have been saved before.
+        raise FileExistsError(17, "exists already", str(final))
+    for path in indices:
+        path.unlink()
+    atomic.write_text(temporary / MANIFEST, manifest.to_text())
+    fence()  # writing may have taken as long as it takes others to give this generation up
+    os.rename(temporary, final)
+    atomic.fsync_folder(final.parent)
+    # The folder's name made it complete; `latest` is for people, and must not make a failure of it.
+    with contextlib.suppress(OSError):
+        atomic.write_text(final.parent / LATEST, final.name + "\n")
+    return manifest
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Damaged(f"{path} is missing: that rank's part is not there") from None
+    return content
+
+
+def set_aside(folder: Path, why: str = "") -> Path:
+    """Rename a checkpoint to `NAME.damaged`, so that it is kept but never chosen; its new path."""
+    aside = folder.with_name(f"{folder.name}.damaged")
+    n = 1
+    while aside.exists():
+        n += 1
+        aside = folder.with_name(f"{folder.name}.damaged-{n}")
+    os.rename(folder, aside)
+    latest = folder.parent / LATEST
+    left = complete(folder.parent)
+    # What follows is for people.
+    with contextlib.suppress(OSError):
+        if left:
+            atomic.write_text(latest, left[0].name + "\n")
+        else:
+            latest.unlink(missing_ok=True)
+        if why:
+            (aside / _WHY).write_text(why + "\n", encoding="utf-8")
+    return aside

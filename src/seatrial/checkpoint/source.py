@@ -1,0 +1,114 @@
+"""Where the bytes of one checkpoint's files come from: a folder, or keys of an object store."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Protocol
+
+from seatrial.checkpoint.manifest import Damaged
+from seatrial.storage import StorageError, Store
+from seatrial.storage.errors import from_os_error
+
+# A disk that cannot give back one sector has lost that file; everything else that can go wrong with storage is no
+# reason to set a checkpoint aside.
+_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
+
+
+class Source(Protocol):
+    """The files of one checkpoint, by their names in its manifest. Several threads may read.
+
+    Raises Damaged where a file is missing, too short, or cannot be read back by its disk; StorageError where the storage
+    does not answer or refuses.
+    """
+
+    where: str  # path or address, for messages
+    threads: int  # so many reads at a time make it faster
+
+    def size(self, file: str) -> int:
+        """Bytes of a file."""
+        ...
+
+    def read_into(self, file: str, buffer: memoryview, offset: int) -> None:
+        """Fill all of `buffer` with what stands in the file from `offset` on."""
+        ...
+
+    def close(self) -> None:
+        """Let go of all files; a later read opens them again."""
+        ...
+
+
+class FolderSource:
+    """Files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.where = str(folder)
+        self.threads = min(4, len(os.sched_getaffinity(0)))
+        self._fds: dict[str, int] = {}
+        self._opening = threading.Lock()
+
+    def size(self, file: str) -> int:
+        try:
+            return os.fstat(self._fd(file)).st_size
+        except OSError as error:
+            raise self._told(file, error) from None
+
+    def read_into(self, file: str, buffer: memoryview, offset: int) -> None:
+        try:
+            fd = self._fd(file)
+            while buffer:
+                n = os.preadv(fd, [buffer], offset)
+                if n == 0:
+                    raise Damaged(f"{self.folder / file} ends after {offset} bytes")
+                buffer, offset = buffer[n:], offset + n
+        except OSError as error:
+            raise self._told(file, error) from None
+
+    def close(self) -> None:
+        with self._opening:
+            for fd in self._fds.values():
+                os.close(fd)
+            self._fds.clear()
+
+    def _fd(self, file: str) -> int:
+        with self._opening:
+            if file not in self._fds:
+                self._fds[file] = os.open(self.folder / file, os.O_RDONLY | os.O_CLOEXEC)
+            return self._fds[file]
+
+    def _told(self, file: str, error: OSError) -> Damaged | StorageError:
+        path = self.folder / file
+        if error.errno == errno.ENOENT and self.folder.is_dir():
+            return Damaged(f"{path} is missing")
+        if error.errno in _LOST:
+            return Damaged(f"{path} cannot be read: {error.strerror}")
+        return from_os_error("read", str(path), error)
+
+
+class StoreSource:
+    """Objects of a store below one key."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.where = f"{store.url}/{key}"
+        self.threads = 8  # each waits for the network, most of the time
+        self._store, self._key = store, key
+
+    def size(self, file: str) -> int:
+        size = self._store.size(f"{self._key}/{file}")
+        if size is None:
+            raise Damaged(f"{self.where}/{file} is missing")
+        return size
+
+    def read_into(self, file: str, buffer: memoryview, offset: int) -> None:
+        try:
+            self._store.read_into(f"{self._key}/{file}", buffer, offset)
+        except StorageError as error:
+            if error.kind in ("missing", "short"):
+                raise Damaged(f"{self.where}/{file} is not all there: {error.cause}") from None
+            raise
+
+    def close(self) -> None:
+        pass

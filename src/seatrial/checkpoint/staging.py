@@ -1,0 +1,250 @@
+"""Saving while training goes on: the state is copied into memory that another process writes to the storage.
+
+Training waits for the copy and for nothing else. The memory is a file without a name (memfd), laid out as the
+safetensors file that becomes of it; the process reads it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from seatrial.checkpoint.manifest import Manifest
+from seatrial.checkpoint.staging_memory import StagingMemory
+from seatrial.checkpoint.stream import FilePlan
+from seatrial.checkpoint.write import Piece, boxes_of
+from seatrial.checkpoint.writer_process import Outcome, What, WriterProcess
+
+__all__ = ["AsyncWriter", "Outcome"]
+
+
+class AsyncWriter:
+    """One rank's copy of its state, and the process that writes it. Used by the main thread.
+
+    Every order is answered by one Outcome, whatever becomes of the process; one that ended is started anew by the next
+    order.
+    """
+
+    def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
+        """Starts nothing and takes no memory until `prepare` or `stage`."""
+        self._rank, self._world_size = rank, world_size
+        self._memory = StagingMemory(device)
+        self._process: WriterProcess | None = None
+        self._orders: dict[tuple[int, What], float] = {}  # not answered yet -> when it was given
+        self._told: list[Outcome] = []  # and not yet polled
+        self._size = self._index_bytes = 0  # of what is staged
+        self._part: tuple[str, int, int] | None = (
+            None  # the last part that was ordered, until it is committed
+        )
+
+    # -- the copy
+
+    def prepare(self, pieces: Sequence[Piece]) -> None:
+        """Take the memory for a copy of `pieces` now, beside training: otherwise the first `stage` waits for it.
+
+        Raises OSError where there is none.
+        """
+        plan, head, index = _plan(pieces)
+        self._memory.prepare(len(head) + plan.data_bytes + len(index))
+        with contextlib.suppress(OSError):
+            self._started()
+
+    def stage(self, pieces: Sequence[Piece]) -> None:
+        """Copy the state; what is still being written of the copy before is given up.
+
+        On a GPU the copy is only begun: what the stream does next comes after it. Raises OSError where there is no memory.
+        """
+        if self.busy:
+            self.abandon()
+        plan, head, index = _plan(pieces)
+        self._size, self._index_bytes = len(head) + plan.data_bytes, len(index)
+        with contextlib.suppress(OSError):  # the order will say so
+            self._started()  # beside the copy: it takes as long as a small checkpoint
+        self._memory.fill(head, _ordered(pieces), plan, index)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the copy is still being written, or made a checkpoint."""
+        return any(what != "removed" for _, what in self._orders)
+
+    @property
+    def pid(self) -> int | None:
+        """The writing process; None before the first copy, and where it has ended."""
+        return None if self._process is None else self._process.pid
+
+    # -- orders
+
+    def order_part(self, attempt: int, place_url: str, step: int, generation: int, read_back: bool) -> None:
+        """Have what is staged written to `place_url` as this rank's part. Waits for the copy from the device to end."""
+        self._memory.copied()
+        if self._rank == 0 and self._part is not None and self._part != (place_url, step, generation):
+            self.order_abandon(*self._part)
+        self._part = (place_url, step, generation)
+        self._order(
+            "part",
+            attempt,
+            url=place_url,
+            step=step,
+            generation=generation,
+            rank=self._rank,
+            size=self._size,
+            index_at=self._size,
+            index_bytes=self._index_bytes,
+            read_back=read_back,
+        )
+
+    def order_commit(
+        self,
+        attempt: int,
+        place_url: str,
+        manifest: Manifest,
+        fence_folder: Path,
+        keep: int,
+        keep_every: int,
+    ) -> None:
+        """Have all ranks' parts made the checkpoint that `manifest` (without files and tensors) begins to describe.
+
+        In one rank, once all have written their parts. Nothing is published after a later generation has begun in the run
+        folder `fence_folder`. Then old checkpoints are removed, see `retention.retire`, with an Outcome of its own.
+        """
+        self._part = None
+        self._order(
+            "commit",
+            attempt,
+            url=place_url,
+            manifest=manifest.to_text(),
+            world_size=self._world_size,
+            fence=str(fence_folder),
+            keep=keep,
+            keep_every=keep_every,
+        )
+
+    def order_abandon(self, place_url: str, step: int, generation: int) -> None:
+        """Have the parts of a checkpoint removed that will not be completed. In one rank; not answered."""
+        self._part = None
+        with contextlib.suppress(OSError):  # no process to be had: the next start removes them
+            self._started().post({"abandon": {"url": place_url, "step": step, "generation": generation}})
+
+    def _order(self, what: What, attempt: int, **values: object) -> None:
+        problem = ""
+        try:
+            process = self._started()
+        except OSError as error:
+            problem = f"the writing process could not be started: {error}"
+        now = time.monotonic()
+        self._orders[attempt, what] = now
+        if what == "commit":
+            # What is left to remove after the commit before is removed after this one.
+            for other in [key for key in self._orders if key[1] == "removed"]:
+                del self._orders[other]
+            self._orders[attempt, "removed"] = now
+        if problem:
+            self._fail(problem)
+        else:
+            process.post({what: {"attempt": attempt, **values}})
+
+    def _started(self) -> WriterProcess:
+        """The process, started anew where it has ended. Raises OSError."""
+        self._collect()
+        if self._process is None:
+            self._process = WriterProcess(self._memory.fd)
+        return self._process
+
+    # -- outcomes
+
+    def poll(self) -> list[Outcome]:
+        """What has become known since the last call, without waiting."""
+        self._collect()
+        told, self._told = self._told, []
+        return told
+
+    def wait(self, timeout_s: float) -> None:
+        """Until there is something to `poll`, or `timeout_s` have passed."""
+        self._collect()
+        if self._told:
+            return
+        if self._process is None:
+            select.select([], [], [], timeout_s)
+        else:
+            self._process.wait(timeout_s)
+
+    def wait_removed(self, timeout_s: float) -> list[Outcome]:
+        """What becomes known until old checkpoints have been removed, or `timeout_s` have passed."""
+        until = time.monotonic() + timeout_s
+        told = self.poll()
+        while any(what == "removed" for _, what in self._orders) and (left := until - time.monotonic()) > 0:
+            self.wait(left)
+            told += self.poll()
+        return told
+
+    def _collect(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        try:
+            outcomes = process.outcomes()
+        except ValueError as error:
+            self._lose(process, str(error))
+            return
+        for outcome in outcomes:
+            self._orders.pop((outcome.attempt, outcome.what), None)
+            if outcome.what == "commit" and not outcome.ok:
+                self._orders.pop((outcome.attempt, "removed"), None)
+            self._told.append(outcome)
+        if process.ended is not None:
+            self._lose(process, f"the writing process {process.ended}")
+
+    def _lose(self, process: WriterProcess, problem: str) -> None:
+        self._process = None
+        process.kill()
+        self._fail(problem)
+
+    def _fail(self, problem: str) -> None:
+        now = time.monotonic()
+        for (attempt, what), began in self._orders.items():
+            self._told.append(Outcome(attempt, what, False, problem, "writer", now - began))
+        self._orders.clear()
+
+    # -- the end
+
+    def abandon(self) -> None:
+        """Give up every order, and end the process whatever it does; the orders are not answered any more.
+
+        If it hangs in the storage it goes on holding the memory it has: the next copy goes elsewhere.
+        """
+        process, self._process = self._process, None
+        self._orders.clear()
+        if process is not None:
+            process.kill()
+            if process.hangs:
+                self._memory.leave()
+
+    def close(self) -> None:
+        """End the process and give the memory back. What is not complete by now is not going to be."""
+        process, self._process = self._process, None
+        if process is not None:
+            if self._orders:
+                process.kill()
+            else:
+                process.end()
+        self._orders.clear()
+        self._memory.close()
+
+
+def _ordered(pieces: Sequence[Piece]) -> list[Piece]:
+    """Larger elements first: each tensor stands at a multiple of its size, and the memory can be seen as tensors."""
+    return sorted(pieces, key=lambda piece: -piece.tensor.element_size())
+
+
+def _plan(pieces: Sequence[Piece]) -> tuple[FilePlan, bytes, bytes]:
+    """The layout of the file, what stands before its data, and its index as text."""
+    ordered = _ordered(pieces)
+    plan = FilePlan([(piece.key, piece.tensor) for piece in ordered])
+    index = {"pieces": [piece.to_index() for piece in ordered]}
+    return plan, plan.head(boxes_of(ordered)), json.dumps(index, separators=(",", ":")).encode()

@@ -1,0 +1,81 @@
+"""Progress of long work on stderr: a bar on a terminal, else a line now and then; both say what is left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from seatrial.base import units
+
+if TYPE_CHECKING:
+    from rich import progress as rich_progress
+
+PLAIN_EVERY_S = 10.0
+
+
+class Progress:
+    """Context manager, called with (bytes done, bytes in all, what is being done).
+
+    What was done before the first call, by an earlier attempt, does not count for how fast it goes.
+    """
+
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
+        self._bar: rich_progress.Progress | None = None
+        self._task: rich_progress.TaskID | None = None
+        self._began = self._last = time.monotonic()
+        self._first: int | None = None
+        self._total = 0
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(binary_units=True),
+                TimeRemainingColumn(),
+            )
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr)
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if (
+            self._first is None or total != self._total or done < self._first
+        ):  # the beginning of the next thing
+            self._first, self._total = done, total
+            self._began = self._last = time.monotonic()
+            if self._bar is not None and self._task is not None:
+                self._bar.remove_task(self._task)
+                self._task = None
+        if self._bar is not None:
+            if self._task is None:
+                self._task = self._bar.add_task(self._verb, total=total, completed=done)
+            self._bar.update(self._task, completed=done, total=total)
+            return
+        now = time.monotonic()
+        if now - self._last < PLAIN_EVERY_S or not self._first < done < total:
+            return
+        self._last = now
+        left = units.duration((now - self._began) * (total - done) / (done - self._first))
+        size = f"{units.memory(done)} of {units.memory(total)}"
+        print(f"{self._verb}: {size} ({100 * done // total} %), {left} left, at {what}", file=sys.stderr)

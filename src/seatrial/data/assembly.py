@@ -1,0 +1,123 @@
+"""From parts, in whatever order they are finished, to shards and problems in the order of the sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from seatrial.base.errors import Diagnostic, InputError
+from seatrial.data import pool
+from seatrial.data.manifest import ShardFile
+from seatrial.data.parts import Part
+from seatrial.data.readers import MAX_PROBLEMS
+from seatrial.data.tokenise import PartResult, load_part
+from seatrial.data.workspace import Done, Reached, Workspace
+from seatrial.data.writer import Begun, StoreWriter
+
+# Called with (bytes read, bytes in all, what is being read).
+Progress = Callable[[int, int, str], None]
+
+
+class Team(Protocol):
+    """Who does the parts."""
+
+    def only_check(self) -> None: ...
+
+    def results(self, parts: Sequence[Part], progress: pool.Progress) -> Iterator[PartResult]: ...
+
+
+class Assembly:
+    """Puts the results of `parts` together, beginning with what is `done`."""
+
+    def __init__(
+        self, space: Workspace, parts: Sequence[Part], done: Done, progress: Progress | None
+    ) -> None:
+        self._space = space
+        self._parts = parts
+        self._done = done
+        self._reached = done.reached
+        self._appending = False
+        self._part_begins = 0  # tokens of the store before the part that is being appended
+        self._waiting = dict(done.results)
+        self._problems: list[Diagnostic] = []
+        self._stopped = False  # a part has problems: there will be no store
+        self._progress = progress
+        self._total = sum(part.size for part in parts)
+        # Of each part that is being read, how far; and all of those that are done.
+        self._under_way: dict[int, int] = {}
+        self._finished = sum(p.size for p in parts[: done.reached.part])
+        self._finished += sum(parts[number].size for number in done.results)
+        self.begun = Begun(space.folder, done.shards, self._shard_done, space.clear_up)
+
+    def run(self, team: Team, writer: StoreWriter) -> Reached:
+        """Have `team` do what is missing, append everything to `writer`; what was counted.
+
+        Raises InputError with the first MAX_PROBLEMS problems of the sources.
+        """
+        missing = [
+            part for part in self._parts[self._reached.part :] if part.number not in self._done.results
+        ]
+        self._tell(missing[0].spans[0].file.name if missing else "what is done")
+        self._take(writer)
+        for result in team.results(missing, self._read):
+            self._waiting[result.number] = result
+            if result.problems and not self._stopped:
+                self._stopped = True
+                team.only_check()
+            part = self._parts[result.number]
+            self._under_way.pop(part.number, None)
+            self._finished += part.size
+            self._tell(part.spans[-1].file.name)
+            self._take(writer)
+        if self._problems:
+            raise InputError(self._problems)
+        return self._reached
+
+    def _read(self, part: Part, done: int, name: str) -> None:
+        self._under_way[part.number] = done
+        self._tell(name)
+
+    def _tell(self, name: str) -> None:
+        if self._progress is not None:
+            self._progress(self._finished + sum(self._under_way.values()), self._total, name)
+
+    def _take(self, writer: StoreWriter) -> None:
+        """Deal with the results that are there without a gap."""
+        while (result := self._waiting.pop(self._reached.part, None)) is not None:
+            part, now = self._parts[result.number], self._reached
+            # Line numbers of a file that is cut into parts go on from one part to the next.
+            before = now.lines if part.goes_on else 0
+            self._problems += [
+                problem if problem.line is None else replace(problem, line=problem.line + before)
+                for problem in result.problems
+            ]
+            if len(self._problems) >= MAX_PROBLEMS:
+                raise InputError(self._problems[:MAX_PROBLEMS])
+            if not self._stopped:
+                tokens, starts = load_part(result, self._space.parts, writer.dtype)
+                self._part_begins = writer.n_tokens - now.tokens
+                self._appending = True
+                writer.append(tokens[now.tokens :], starts[starts >= now.tokens] - now.tokens)
+                self._appending = False
+            self._reached = _counted(now, result, before)
+
+    def _shard_done(self, shards: list[ShardFile]) -> None:
+        reached = self._reached
+        if self._appending:
+            reached = replace(reached, tokens=sum(s.n_tokens for s in shards) - self._part_begins)
+        self._space.save(self._parts, reached, shards)
+
+
+def _counted(now: Reached, result: PartResult, lines_before: int) -> Reached:
+    """`now` with one more part."""
+    replaced = {file: n for file, n in result.replaced.items() if n}
+    return Reached(
+        part=now.part + 1,
+        tokens=0,
+        lines=lines_before + result.lines,
+        empty=now.empty + result.empty,
+        replaced=now.replaced + sum(replaced.values()),
+        replaced_files=now.replaced_files + sum(file != now.last_replaced for file in replaced),
+        last_replaced=next(reversed(replaced), now.last_replaced),
+    )

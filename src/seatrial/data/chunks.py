@@ -1,0 +1,173 @@
+"""Hashes of a shard's chunks: they let a few tokens be verified without reading all of the shard.
+
+A hash is XXH3-128: it finds damage at the speed of memory. It is no defence against somebody who wants two contents to
+have one hash; that is what the SHA-256 of whole files is for, which `seatrial data verify` compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from seatrial.base.errors import Diagnostic, InputError
+from seatrial.data.manifest import ChunkFile, ShardFile
+from seatrial.storage.local import LocalStore
+
+# Large enough that hashes are a small part of the data (16 bytes of 262,144) and that a request to an object store is
+# worth its latency; small enough that a sample of some kilobytes does not cost megabytes.
+CHUNK_BYTES = 1 << 18
+DIGEST_BYTES = 16
+_BLOCK = 1 << 22
+
+
+class ChunkHasher:
+    """Hashes of consecutive chunks of what `update` is given, in pieces of any size."""
+
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._state = xxhash.xxh3_128()
+        self._filled = 0  # bytes in the chunk that is not complete
+        self._digests = bytearray()
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            n = min(len(view) - done, self._chunk_bytes - self._filled)
+            self._state.update(view[done : done + n])
+            done += n
+            self._filled += n
+            if self._filled == self._chunk_bytes:
+                self._close()
+
+    def _close(self) -> None:
+        self._digests += self._state.digest()
+        self._state.reset()
+        self._filled = 0
+
+    def finish(self) -> bytes:
+        """16 bytes for each chunk, the last of which may be shorter than the others."""
+        if self._filled:
+            self._close()
+        return bytes(self._digests)
+
+
+@dataclass(frozen=True)
+class ChunkHashes:
+    """The hashes of one shard's chunks."""
+
+    chunk_bytes: int
+    shard_bytes: int
+    digests: bytes
+
+    def span(self, number: int) -> tuple[int, int]:
+        """(first byte, bytes) of chunk `number`."""
+        begin = number * self.chunk_bytes
+        return begin, min(self.chunk_bytes, self.shard_bytes - begin)
+
+    def problem(self, number: int, data: bytes | memoryview) -> str | None:
+        """What is wrong with `data` as the content of chunk `number`; None: it is as it was written."""
+        begin, size = self.span(number)
+        if len(data) != size:
+            return f"truncated: {len(data)} of {size} bytes from byte {begin} on"
+        expected = self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        found = xxhash.xxh3_128_digest(data)
+        if found == expected:
+            return None
+        return (
+            f"damaged: bytes {begin} to {begin + size - 1} have the XXH3-128 {found.hex()}, "
+            f"written were {expected.hex()}"
+        )
+
+
+def parse(stored: ChunkFile, shard_bytes: int, data: bytes, place: str) -> ChunkHashes:
+    """The hashes in `data`, the content of the file `stored`; InputError where it is not what the manifest says."""
+    found = xxhash.xxh3_128_hexdigest(data)
+    if found != stored.xxh3_128:
+        raise InputError(
+            Diagnostic(
+                f"damaged: XXH3-128 {found}, the manifest says {stored.xxh3_128}",
+                file=place,
+                hint=RESTORE_HINT,
+            )
+        )
+    return ChunkHashes(stored.chunk_bytes, shard_bytes, data)
+
+
+RESTORE_HINT = (
+    "put back a copy of the file, or prepare the data again; `seatrial data verify` looks at all of it"
+)
+
+
+class MadeHashes:
+    """Chunk hashes of shards that came without any, made at the first use of each shard and kept in `folder`.
+
+    Making them reads the whole shard, and compares its SHA-256 with the manifest's on the way. They are kept under
+    that SHA-256, so they never meet another content. Of several processes one makes them, the others wait.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def of(self, shard: ShardFile, path: Path) -> ChunkHashes:
+        """Raises InputError where the shard is damaged, and StorageError where the folder cannot be written to."""
+        kept = self._folder / f"{shard.sha256}.xxh3"
+        digests = self._kept(kept, shard)
+        if digests is None:
+            with self._locked(kept):
+                digests = self._kept(kept, shard)
+                if digests is None:
+                    digests = _hash_shard(shard, path)
+                    # With a hash of its own: this file is believed like a manifest is.
+                    LocalStore(self._folder).write(kept.name, xxhash.xxh3_128_digest(digests) + digests)
+        return ChunkHashes(CHUNK_BYTES, shard.bytes, digests)
+
+    def _kept(self, path: Path, shard: ShardFile) -> bytes | None:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        own, digests = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        whole = len(digests) == DIGEST_BYTES * -(-shard.bytes // CHUNK_BYTES)
+        return digests if whole and own == xxhash.xxh3_128_digest(digests) else None
+
+    @contextlib.contextmanager
+    def _locked(self, kept: Path) -> Iterator[None]:
+        LocalStore(self._folder, create=True)
+        try:
+            file = open(self._folder / f".{kept.stem}.lock", "w", encoding="utf-8")  # noqa: SIM115  closed below
+        except OSError as e:
+            raise InputError(
+                f"cannot keep hashes of the data in {self._folder}: {e.strerror}",
+                hint="prepare the data again with this version: then they stand beside it",
+            ) from e
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _hash_shard(shard: ShardFile, path: Path) -> bytes:
+    """The chunk hashes of the file at `path`; InputError where it is not the shard."""
+    whole, chunks = hashlib.sha256(), ChunkHasher()
+    try:
+        with open(path, "rb", buffering=0) as f:
+            while block := f.read(_BLOCK):
+                whole.update(block)
+                chunks.update(block)
+    except OSError as e:
+        raise InputError(Diagnostic(f"cannot be read: {e.strerror}", file=str(path))) from e
+    if whole.hexdigest() != shard.sha256:
+        raise InputError(
+            Diagnostic(
+                f"damaged: SHA-256 {whole.hexdigest()}, the manifest says {shard.sha256}",
+                file=str(path),
+                hint=RESTORE_HINT,
+            )
+        )
+    return chunks.finish()

@@ -1,0 +1,81 @@
+"""A process that tokenises the parts it is given: `python -m seatrial.data.part_worker`, started by `pool.py`.
+
+Its own program, not a fork of whoever wants a store: that one may have threads, and a main module that must not be
+run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from seatrial.base.errors import InputError
+from seatrial.base.lines import Channel
+from seatrial.base.process import die_with_parent
+from seatrial.data.parts import Part
+from seatrial.data.readers import Reader
+from seatrial.data.tokenise import tokenise_part
+from seatrial.data.tokenizer import load_tokenizer
+
+
+def main() -> int:
+    """Do what the channel asks for, until it closes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    args = parser.parse_args()
+    die_with_parent(args.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    channel = Channel.from_fd(args.channel)
+    worker: _Worker | None = None
+    while not channel.closed:
+        select.select([channel], [], [])
+        for order in channel.receive():
+            if worker is None:
+                worker = _Worker(channel, order)
+            else:
+                worker.do(order)
+    return 0
+
+
+class _Worker:
+    def __init__(self, channel: Channel, about: dict[str, Any]) -> None:
+        self._channel = channel
+        self._folder = Path(about["folder"])
+        self._reader = Reader(about["text_key"], about["piece_bytes"])
+        try:
+            self._tokenizer = load_tokenizer(about["tokenizer"])
+        except InputError as error:
+            channel.send({"failed": error.message})
+            raise SystemExit(2) from error
+        if self._tokenizer.digest != about["tokenizer_digest"]:
+            channel.send({"failed": f"the tokenizer {about['tokenizer']} was changed meanwhile"})
+            raise SystemExit(2)
+
+    def do(self, order: dict[str, Any]) -> None:
+        part = Part.from_json(order["part"])
+
+        def progress(done: int, name: str) -> None:
+            self._channel.send({"number": part.number, "done": done, "name": name})
+
+        try:
+            result = tokenise_part(
+                part,
+                self._reader,
+                self._tokenizer,
+                self._folder,
+                progress,
+                only_check=order["only_check"],
+            )
+        except OSError as error:
+            self._channel.send({"failed": str(error.strerror or error), "errno": error.errno})
+            return
+        self._channel.send({"number": part.number, "result": result.as_json()})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

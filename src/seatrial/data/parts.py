@@ -1,0 +1,135 @@
+"""The work of tokenising, cut into parts that depend on the sources alone, never on who does them.
+
+So any number of workers, in any order, and any number of attempts make the same store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from seatrial.data import readers
+from seatrial.data.sources import Found, SourceFile, Span
+
+# Goes into fingerprints: a change of what a part holds must not meet the parts of an older version.
+_FORMAT = 1
+_FEWEST_BYTES, _MOST_BYTES = 1 << 22, 1 << 25
+_PARTS = 256  # of a source whose parts are between the two
+_MOST_FILES = 4096
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive spans of the sources, of `size` bytes: several whole files, or one span of a file."""
+
+    number: int
+    spans: tuple[Span, ...]
+    size: int
+    fingerprint: str  # of what the part's tokens depend on
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it begins in the file that the part before ends in."""
+        return self.spans[0].begin > 0
+
+    def as_json(self) -> dict[str, Any]:
+        """For a worker."""
+        spans = [
+            [str(s.file.path), s.file.name, s.file.kind, s.file.size, s.file.mtime_ns, s.begin, s.end]
+            for s in self.spans
+        ]
+        return {
+            "number": self.number,
+            "spans": spans,
+            "size": self.size,
+            "fingerprint": self.fingerprint,
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Part:
+        """The part that `as_json` described."""
+        spans = tuple(
+            Span(SourceFile(Path(path), name, kind, size, mtime_ns), begin, end)
+            for path, name, kind, size, mtime_ns, begin, end in content["spans"]
+        )
+        return cls(content["number"], spans, content["size"], content["fingerprint"])
+
+
+def part_bytes(total: int) -> int:
+    """Bytes of source in a part: a power of two, so that a source that grows keeps most of its parts."""
+    wanted = max(_FEWEST_BYTES, min(_MOST_BYTES, total // _PARTS))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def plan_parts(found: Found, *, tokenizer_digest: str, text_key: str) -> list[Part]:
+    """All of `found` as parts, in its order."""
+    limit = part_bytes(sum(f.size for f in found.files))
+    parts: list[Part] = []
+    for spans, size in _grouped(found.files, limit):
+        described = [
+            [str(s.file.path.absolute()), s.file.kind, s.file.size, s.file.mtime_ns, s.begin, s.end]
+            for s in spans
+        ]
+        content = json.dumps([_FORMAT, readers.PIECE_BYTES, tokenizer_digest, text_key, described])
+        parts.append(Part(len(parts), spans, size, hashlib.sha256(content.encode()).hexdigest()))
+    return parts
+
+
+def _grouped(files: list[SourceFile], limit: int) -> Iterator[tuple[tuple[Span, ...], int]]:
+    group: list[Span] = []
+    size = 0
+    for file in files:
+        spans = list(_cut_file(file, limit)) if file.size > limit else [(Span(file), file.size)]
+        if len(spans) > 1 or size + file.size > limit or len(group) == _MOST_FILES:
+            if group:
+                yield tuple(group), size
+            group, size = [], 0
+        if len(spans) > 1:
+            for span, n in spans:
+                yield (span,), n
+        else:
+            group.append(spans[0][0])
+            size += file.size
+    if group:
+        yield tuple(group), size
+
+
+def _cut_file(file: SourceFile, limit: int) -> Iterator[tuple[Span, int]]:
+    """Spans of about `limit` bytes of a file that is larger, and how large they are."""
+    if file.kind == "parquet":
+        yield from _cut_parquet(file, limit)
+        return
+    unit = readers.PIECE_BYTES if file.kind == "text" else 1
+    step = max(1, limit // unit)
+    # A piece of text that the file's end cuts short is a piece. A byte order mark may take three bytes from it.
+    pieces = max(1, -(-(file.size - 3) // unit)) if file.kind == "text" else file.size
+    for begin in range(0, pieces, step):
+        end = begin + step
+        last = end >= pieces
+        done = begin * unit
+        yield Span(file, begin, None if last else end), (file.size if last else end * unit) - done
+
+
+def _cut_parquet(file: SourceFile, limit: int) -> Iterator[tuple[Span, int]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_metadata(file.path)
+        sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+    except (pa.ArrowException, OSError):
+        sizes = []  # whoever reads it will say what is wrong
+    total = sum(sizes)
+    begin, told, size = 0, 0, 0
+    for i, group in enumerate(sizes[:-1]):
+        size += group
+        # What counts is how much of the file it is, not its size when unpacked.
+        share = file.size * size // max(1, total)
+        if share - told >= limit:
+            yield Span(file, begin, i + 1), share - told
+            begin, told = i + 1, share
+    yield Span(file, begin, None), file.size - told

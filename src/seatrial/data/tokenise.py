@@ -1,0 +1,224 @@
+"""One part of the sources to tokens: read, encoded, written to a file of its own with its hash.
+
+part-00000007.bin    tokens, then where documents begin (int64, in tokens from the part's first)
+part-00000007.json   counts, hash, fingerprint of the sources; written last: without it there is no part
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from seatrial.base.atomic import write_text
+from seatrial.base.errors import Diagnostic, InputError
+from seatrial.data.parts import Part
+from seatrial.data.readers import Reader
+from seatrial.data.tokenizer import Tokenizer
+
+_BATCH_BYTES = 1 << 22
+
+Tokens = npt.NDArray[np.unsignedinteger]
+Starts = npt.NDArray[np.int64]
+Batches = Iterator[tuple[Tokens, Starts]]
+# Called with (bytes of the part read, what is being read).
+PartProgress = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What became of a part: a file in the folder of parts, or problems."""
+
+    number: int
+    fingerprint: str
+    lines: int  # of JSONL, in the part's last file: what the line numbers of the next part begin behind
+    n_tokens: int = 0
+    n_starts: int = 0
+    hash: str = ""  # XXH3-128 of the file
+    empty: int = 0  # documents without text
+    replaced: dict[str, int] = field(default_factory=dict)  # file -> what in it was no UTF-8
+    problems: tuple[Diagnostic, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for a file or a message."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> PartResult:
+        """The result that `as_json` described; TypeError if it is not one."""
+        problems = tuple(Diagnostic(**problem) for problem in content["problems"])
+        return cls(**{**content, "problems": problems})
+
+
+def token_type(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
+    """The type in which tokens are kept: little-endian uint16 where every id fits, else uint32."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+
+def tokenise_part(
+    part: Part,
+    reader: Reader,
+    tokenizer: Tokenizer,
+    folder: Path,
+    progress: PartProgress,
+    *,
+    only_check: bool = False,
+) -> PartResult:
+    """Tokenise `part` into `folder`. Where something in it cannot be read, the result has problems and no file.
+
+    With `only_check` nothing is tokenised: it is known already that there will be no store, and every problem is told.
+    OSError where the file cannot be written.
+    """
+    reader.problems = []
+    reader.replaced = {}
+    reader.bytes_done = 0
+    path, n_tokens, starts, state = _data_file(folder, part.number), 0, [], xxhash.xxh3_128()
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    sink = _Batches(part, reader, tokenizer, progress)
+    try:
+        with open(temporary, "wb") as file:
+            with contextlib.suppress(InputError):  # as many problems as are told: they are in reader.problems
+                for tokens, begins in sink.run(only_check):
+                    data = tokens.view(np.uint8).data
+                    state.update(data)
+                    file.write(data)
+                    starts.append(begins + n_tokens)
+                    n_tokens += len(tokens)
+            if reader.problems or only_check:
+                return PartResult(
+                    part.number, part.fingerprint, reader.lines, problems=tuple(reader.problems)
+                )
+            tail = np.concatenate([np.empty(0, dtype="<i8"), *starts]).astype("<i8").tobytes()
+            state.update(tail)
+            file.write(tail)
+        result = PartResult(
+            part.number,
+            part.fingerprint,
+            reader.lines,
+            n_tokens=n_tokens,
+            n_starts=len(tail) // 8,
+            hash=state.hexdigest(),
+            empty=sink.empty,
+            replaced=dict(reader.replaced),
+        )
+        os.replace(temporary, path)
+        # Not durable, neither of the two: after a power loss the hash tells whether the part is whole.
+        write_text(_result_file(folder, part.number), json.dumps(result.as_json()), durable=False)
+        return result
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def find_part(part: Part, folder: Path) -> PartResult | None:
+    """What an earlier attempt made of `part`; None where it made nothing, or what is there is damaged."""
+    try:
+        result = PartResult.from_json(json.loads(_result_file(folder, part.number).read_bytes()))
+        if result.fingerprint != part.fingerprint:
+            return None
+        hashed = xxhash.xxh3_128()
+        with open(_data_file(folder, part.number), "rb", buffering=0) as f:
+            while block := f.read(1 << 22):
+                hashed.update(block)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return result if hashed.hexdigest() == result.hash else None
+
+
+def load_part(result: PartResult, folder: Path, kind: np.dtype[np.unsignedinteger]) -> tuple[Tokens, Starts]:
+    """(tokens, where documents begin among them) of a part in `folder`; OSError where they are not as written."""
+    path = _data_file(folder, result.number)
+    data = path.read_bytes()
+    if xxhash.xxh3_128_hexdigest(data) != result.hash:
+        raise OSError(None, f"{path} is not what was written to it")
+    tokens = np.frombuffer(data, dtype=kind, count=result.n_tokens)
+    return tokens, np.frombuffer(data, dtype="<i8", offset=result.n_tokens * kind.itemsize).astype(np.int64)
+
+
+def drop_part(number: int, folder: Path) -> None:
+    """Remove a part's files; nothing happens where there are none."""
+    _result_file(folder, number).unlink(missing_ok=True)
+    _data_file(folder, number).unlink(missing_ok=True)
+
+
+def _data_file(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:08d}.bin"
+
+
+def _result_file(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:08d}.json"
+
+
+class _Batches:
+    """The documents of a part, tokenised some megabytes at a time."""
+
+    def __init__(self, part: Part, reader: Reader, tokenizer: Tokenizer, progress: PartProgress) -> None:
+        self.empty = 0
+        self._part = part
+        self._reader = reader
+        self._tokenizer = tokenizer
+        self._progress = progress
+        self._pieces: list[bytes] = []
+        self._ends: list[bool] = []  # whether the document ends after _pieces[i]
+        self._size = 0
+        # Whether _pieces[0] begins a document. A span of text that begins inside a file goes on with one.
+        self._begins = not (part.goes_on and part.spans[0].file.kind == "text")
+
+    def run(self, only_check: bool) -> Batches:
+        """(tokens, where documents begin) of one batch after the other; after a first problem it only reads on."""
+        inside = False  # whether the document being read has pieces, here or written already
+        for span in self._part.spans:
+            for piece in self._reader.documents(span):
+                if piece is None:
+                    if inside:
+                        self._ends[-1] = True
+                    else:
+                        self.empty += 1
+                    inside = False
+                elif piece:
+                    # Before adding, never after: an end that follows must find its piece still here.
+                    if self._size >= _BATCH_BYTES:
+                        yield from self._flush(span.file.name, only_check)
+                    self._pieces.append(piece)
+                    self._ends.append(False)
+                    self._size += len(piece)
+                    inside = True
+            if inside and span.end is None:
+                # The file broke off inside a document (a problem is noted): the next file is another one.
+                self._ends[-1], inside = True, False
+        yield from self._flush(self._part.spans[-1].file.name, only_check)
+
+    def _flush(self, name: str, only_check: bool) -> Batches:
+        if self._pieces:
+            if not self._reader.problems and not only_check:
+                yield _join(self._tokenizer, self._pieces, self._ends, self._begins)
+            self._begins = self._ends[-1]
+        self._pieces.clear()
+        self._ends.clear()
+        self._size = 0
+        self._progress(min(self._reader.bytes_done, self._part.size), name)
+
+
+def _join(tokenizer: Tokenizer, pieces: list[bytes], ends: list[bool], begins: bool) -> tuple[Tokens, Starts]:
+    """(tokens of all pieces with the ends of documents between them, where documents begin)."""
+    encoded = tokenizer.encode_many(pieces)
+    end_id = tokenizer.end_of_document
+    has_end = np.array(ends) if end_id is not None else np.zeros(len(ends), dtype=bool)
+    lengths = np.array([len(e) for e in encoded], dtype=np.int64) + has_end
+    stops = np.cumsum(lengths)
+    tokens = np.empty(int(stops[-1]), dtype=token_type(tokenizer))
+    starts = stops - lengths
+    for ids, start in zip(encoded, starts.tolist(), strict=True):
+        tokens[start : start + len(ids)] = ids
+    if end_id is not None:
+        tokens[stops[has_end] - 1] = end_id
+    first = np.array([begins, *ends[:-1]])
+    # A document of no tokens (a normaliser can drop all of a text) has no place of its own.
+    return tokens, starts[first & (starts < len(tokens))]

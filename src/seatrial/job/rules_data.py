@@ -1,0 +1,101 @@
+"""What must hold between the keys about the data: the sources of a blend, their weights, the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+
+from seatrial.job.finding import Facts, Finding
+from seatrial.job.numbers import shares
+
+# Of a source with less than this the place of a sample takes long to find (see `data/blend.py`), and a run of a
+# million samples would see fewer than ten of it.
+SMALLEST_SHARE = Fraction(1, 100_000)
+
+
+def _weights(facts: Facts) -> Iterator[Finding]:
+    train, weights = facts.job.data.train, facts.job.data.weights
+    if isinstance(train, str):
+        if weights is not None:
+            yield Finding(
+                ("data.weights",),
+                "weights has no effect: train names one source",
+                'remove it, or name several: train = ["first", "second"]',
+            )
+        return
+    n = len(train)
+    if weights is None:
+        if n > 1:
+            yield Finding(
+                ("data.train",),
+                f"train names {n} sources, but weights is missing: how much each gives is not guessed",
+                f"weights = [{', '.join(['1.0'] * n)}] takes as many samples of each"
+                if n <= 8
+                else f"add weights with {n} numbers",
+            )
+    elif len(weights) != n:
+        yield Finding(
+            ("data.weights",),
+            f"weights has {len(weights)} {'number' if len(weights) == 1 else 'numbers'}, but train names {n} "
+            f"{'source' if n == 1 else 'sources'}",
+            "give one number for each source, in the order of train",
+        )
+
+
+def _shares(facts: Facts) -> Iterator[Finding]:
+    weights = facts.job.data.weights
+    if weights is None:
+        return
+    total = sum(weights)
+    for i, share in enumerate(shares(weights)):
+        if share < SMALLEST_SHARE:
+            yield Finding(
+                (f"data.weights.{i}", "data.weights"),
+                f"weight {weights[i]:g} is {float(share):.2g} of all weights together; the least is "
+                f"{float(SMALLEST_SHARE):g}",
+                f"leave that source out, or give it {total * float(SMALLEST_SHARE) * 1.1:.3g} or more",
+            )
+
+
+def _same_source(facts: Facts) -> Iterator[Finding]:
+    sources = facts.job.data.train
+    if isinstance(sources, str):
+        return
+    for i, source in enumerate(sources):
+        if source in sources[:i]:
+            yield Finding(
+                (f"data.train.{i}", "data.train"),
+                f"{source} is named twice",
+                "name it once, with the sum of its weights",
+            )
+
+
+def _byte_vocabulary(facts: Facts) -> Iterator[Finding]:
+    vocabulary = facts.architecture.vocab_size
+    if facts.job.data.tokenizer == "bytes" and vocabulary < 257:
+        yield Finding(
+            ("model.vocab_size", "model"),
+            f"vocab_size {vocabulary} is too small for the byte tokenizer: 256 bytes and an end of document",
+            "vocab_size = 257 is enough; 264 is divisible by 8",
+        )
+
+
+def _tokenizer(facts: Facts) -> Iterator[Finding]:
+    tokenizer = facts.job.data.tokenizer
+    if tokenizer != "bytes" and not Path(tokenizer).is_file():
+        what = "is a folder" if Path(tokenizer).is_dir() else "does not exist"
+        yield Finding(
+            ("data.tokenizer",),
+            f"the tokenizer {tokenizer} {what}",
+            'give the path of a tokenizer.json, or "bytes"',
+        )
+
+
+DATA_RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    _weights,
+    _shares,
+    _same_source,
+    _byte_vocabulary,
+    _tokenizer,
+)

@@ -1,0 +1,79 @@
+"""Writing a safetensors file of any size through a little memory: block by block, as the values come from their source.
+
+The format: 8 bytes length, a JSON header of that length, the tensors' bytes one after the other.
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from seatrial.base.box import Box
+from seatrial.model.source import WeightSource
+
+BLOCK_BYTES = 1 << 26
+_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
+_ALIGNMENT = 8
+
+
+def write_safetensors(
+    path: Path,
+    source: WeightSource,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    block_bytes: int = BLOCK_BYTES,
+) -> None:
+    """Write the parameters `shapes` of `source` as the new file `path`, durably.
+
+    Holds one block of `block_bytes` in memory (or one row of a parameter, if that is larger) beside what the source
+    needs. Raises OSError, and whatever the source raises.
+    """
+    header: dict[str, object] = {
+        "__metadata__": {"format": "pt"}
+    }  # transformers refuses files that do not say "pt"
+    end = 0
+    # Wide types first: every tensor then begins at a multiple of its element's size.
+    names = sorted(shapes, key=lambda name: -dtypes[name].itemsize)
+    for name in names:
+        begin, end = end, end + Box.whole(shapes[name]).numel * dtypes[name].itemsize
+        header[name] = {
+            "dtype": _NAMES[dtypes[name]],
+            "shape": list(shapes[name]),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with open(path, "xb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            for box in _blocks(shapes[name], block_bytes // dtypes[name].itemsize):
+                f.write(_bytes_of(source.read(name, box, dtypes[name])))
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _blocks(shape: tuple[int, ...], values: int) -> Iterator[Box]:
+    """The whole of a tensor as boxes of whole rows, of at most `values` each or of one row, in their order."""
+    if not shape:
+        yield Box.whole(shape)
+        return
+    rows = max(1, values // max(1, Box.whole(shape[1:]).numel))
+    for first in range(0, shape[0], rows):
+        zeros = (0,) * (len(shape) - 1)
+        yield Box((first, *zeros), (min(rows, shape[0] - first), *shape[1:]))
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    # numpy has no bfloat16: as bytes every type will do.
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,332 @@
+"""The proof that every sample was seen exactly once, in order: from the ledger, line by line, and what else tells of it.
+
+Step n holds the samples (n - 1) x global_batch, ..., n x global_batch - 1, whatever layout did it. So a history is right if
+each generation went on from a state that an earlier one had reached, did its steps one after the other, and gave each
+step its own samples. What a generation did after the state that the next one took is not part of the history: it was
+done again. Three records are written independently of the ledger and must agree with it: metrics.jsonl (which steps each
+generation trained), the `resumed` and `recovered` events (from which state it went on), and the `step_skipped` events
+(what was left out on purpose). A line of the ledger that is lost contradicts one of them also where another generation
+did the same step.
+
+Pure: no file is read here, see `record.audit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from seatrial.record.ledger import LedgerRecord
+
+Verdict = Literal["proven", "violated", "unjudged", "empty"]
+
+LEDGER = "ledger.jsonl"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the other records say of the run."""
+
+    # Every generation that was begun -> step of the state it went on from, 0: from the beginning. Empty: not known.
+    starts: Mapping[int, int] = field(default_factory=dict)
+    # generation -> the steps that it trained, in the order of the file
+    trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    # (generation, step): told as left out on purpose
+    skipped: frozenset[tuple[int, int]] = frozenset()
+    # the last step of the job, if the run says that it is finished
+    finished: int | None = None
+    # Whether every line could be read. What is not there proves nothing where some could not.
+    events_whole: bool = True
+    metrics_whole: bool = True
+    # The run writes on while it is looked at; the evidence was then read before the ledger.
+    live: bool = False
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One contradiction; `line` is the ledger's, None where the line in question is missing."""
+
+    message: str
+    step: int | None = None
+    generation: int | None = None
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.message if self.line is None else f"{LEDGER}:{self.line}: {self.message}"
+
+
+@dataclass
+class Stretch:
+    """What one generation did: the steps `first`, ..., `last`, from the state that generation `parent` had left."""
+
+    generation: int
+    first: int
+    last: int
+    parent: int | None  # None: from the beginning, or from nowhere (which is a violation)
+    ending: int = 0  # the step of its last line
+    trained: set[int] = field(default_factory=set)
+    skipped: dict[int, int] = field(default_factory=dict)  # step -> line that first said so
+    missing: list[range] = field(default_factory=list)
+
+    def covers(self, step: int) -> bool:
+        """Whether `step` is one of this stretch."""
+        return self.first <= step <= self.last
+
+    def lacks(self, step: int) -> bool:
+        """Whether `step` was passed over."""
+        return any(step in gap for gap in self.missing)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the ledger proves; `violations` is empty if it does."""
+
+    steps: int  # the history ends with this step
+    skipped: list[
+        int
+    ]  # steps of the history that were left out on purpose: their samples were not trained on
+    redone: int  # steps that were done and are not part of the history: another generation did them again
+    global_batch: int | None
+    stretches: list[Stretch]  # by generation
+    violations: list[Violation]
+
+    @property
+    def trained_samples(self) -> int:
+        """Samples that the state at the end has seen, each once."""
+        return (self.steps - len(self.skipped)) * (self.global_batch or 0)
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.violations:
+            return "violated"
+        if not self.stretches:
+            return "empty"
+        return "proven" if self.global_batch else "unjudged"
+
+    def disagreement(self, step: int, next_sample: int, generation: int) -> str | None:
+        """How a checkpoint's own progress contradicts the ledger, in words; None if it does not."""
+        if self.global_batch and next_sample != step * self.global_batch:
+            return f"it goes on at sample {next_sample}, but step {step} ends before sample {step * self.global_batch}"
+        if not any(s.covers(step) and s.generation <= generation for s in self.stretches):
+            return f"the ledger has no step {step} of generation {generation} or before"
+        return None
+
+
+def prove(
+    lines: Iterable[tuple[int, LedgerRecord]], global_batch: int | None, evidence: Evidence | None = None
+) -> Proof:
+    """Judge the ledger's records, which come with their line numbers in the order of the file."""
+    judge = _Judge(global_batch, evidence or Evidence())
+    for number, record in lines:
+        judge.take(number, record)
+    judge.compare()
+    return judge.result()
+
+
+class _Judge:
+    """Reads the ledger as it was written, and collects what cannot be."""
+
+    def __init__(self, global_batch: int | None, evidence: Evidence) -> None:
+        self._batch = global_batch
+        self._evidence = evidence
+        self._stretches: dict[int, Stretch] = {}
+        self._violations: list[Violation] = []
+
+    # -- one line
+
+    def take(self, number: int, record: LedgerRecord) -> None:
+        """One record, at line `number`."""
+        if record.step < 1 or record.generation < 1:
+            what = f"step {record.step} of generation {record.generation} does not exist: both count from 1"
+            self._object(what, record, number)
+            return
+        stretch = self._stretches.get(record.generation)
+        right = self._check_samples(number, record)
+        if stretch is None:
+            stretch = self._stretches[record.generation] = self._begin(number, record)
+        elif right or record.step <= stretch.last + 1:
+            self._continue(stretch, number, record)
+        else:
+            # A damaged number of a step: to believe it would make nonsense of every line after it.
+            record = replace(record, step=stretch.last + 1)
+            stretch.last += 1
+        stretch.ending = record.step
+        if record.skipped:
+            stretch.skipped.setdefault(record.step, number)
+        else:
+            stretch.trained.add(record.step)
+
+    def _check_samples(self, number: int, record: LedgerRecord) -> bool:
+        """Whether the samples are the step's own."""
+        if not self._batch:
+            return True
+        first, end = (record.step - 1) * self._batch, record.step * self._batch
+        if (record.first_sample, record.end_sample) == (first, end):
+            return True
+        found = f"{record.first_sample} to {record.end_sample - 1}"
+        message = f"step {record.step} has the samples {found}, its own are {first} to {end - 1}"
+        self._object(message, record, number)
+        return False
+
+    def _begin(self, number: int, record: LedgerRecord) -> Stretch:
+        """The first line of a generation: the state before it must have been reached by an earlier one."""
+        parent = self._reached(record.step - 1, record.generation)
+        starts = self._evidence.starts
+        start = starts.get(record.generation)
+        # While it runs, the newest may have begun after the events were read.
+        if starts and start is None and not (self._evidence.live and record.generation > max(starts)):
+            message = f"generation {record.generation} was never begun, as {EVENTS} says"
+            self._object(message, record, number)
+        if record.step > 1 and parent is None:
+            before = [s.last for s in self._stretches.values() if s.generation < record.generation]
+            from_step = min(max(before, default=0) + 1, record.step - 1)
+            message = (
+                f"{_missing(from_step, record.step - 1)}: generation {record.generation} begins with "
+                f"step {record.step}, and none before it had reached step {record.step - 1}"
+            )
+            self._object(message, record, number)
+        elif start is not None and record.step > start + 1:
+            # Earlier ones are no contradiction: it may have gone back before it finished a step.
+            message = (
+                f"{_missing(start + 1, record.step - 1)} in generation {record.generation}: it went on "
+                f"after step {start}, as {EVENTS} says, and begins with step {record.step}"
+            )
+            self._object(message, record, number)
+        return Stretch(record.generation, record.step, record.step, parent)
+
+    def _continue(self, stretch: Stretch, number: int, record: LedgerRecord) -> None:
+        step = record.step
+        if step == stretch.last + 1:
+            stretch.last = step
+        elif step > stretch.last:
+            message = f"{_missing(stretch.last + 1, step - 1)} in generation {stretch.generation}"
+            stretch.missing.append(range(stretch.last + 1, step))
+            stretch.last = step
+            self._object(message, record, number)
+        elif record.skipped:
+            # Trained, taken back, and then left out; or left out again after a rollback.
+            if step < stretch.first and self._reached(step, stretch.generation) is None:
+                self._object(f"step {step} is left out before it was reached", record, number)
+        elif stretch.lacks(step) and step not in stretch.trained:
+            self._object(f"step {step} of generation {stretch.generation} is out of order", record, number)
+        elif step < stretch.first:
+            what = f"step {step} of generation {stretch.generation} is out of order: it began with step {stretch.first}"
+            self._object(what, record, number)
+        else:
+            what = f"step {step} was done twice in generation {stretch.generation}"
+            self._object(what, record, number)
+
+    def _reached(self, step: int, before: int) -> int | None:
+        """The latest generation earlier than `before` that has done `step`, as far as we have read."""
+        found = [g for g, s in self._stretches.items() if g < before and s.covers(step)]
+        return max(found, default=None)
+
+    # -- the whole
+
+    def compare(self) -> None:
+        """Hold what the other records say against it."""
+        self._compare_metrics()
+        self._compare_events()
+        finished = self._evidence.finished
+        end = self._stretches[max(self._stretches)].last if self._stretches else 0
+        if finished is not None and end < finished:
+            message = (
+                f"{EVENTS} says that the run finished with step {finished}, the ledger ends with step {end}"
+            )
+            self._violations.append(Violation(message, finished))
+
+    def _compare_metrics(self) -> None:
+        for generation, told in sorted(self._evidence.trained.items()):
+            if not told:
+                continue
+            stretch, newest = self._stretches.get(generation), max(told)
+            if stretch is None or stretch.last < newest:
+                after = 0 if stretch is None else stretch.last
+                self._lost(f"{METRICS} has step {newest}", newest, generation, after)
+            if stretch is None:
+                continue
+            # A generation that went back to before its first step has done steps that are in the ledger already, but not
+            # as the first thing it did.
+            if self._evidence.metrics_whole and told[0] < stretch.first:
+                message = f"{METRICS} begins with step {told[0]} in generation {generation}, the ledger with {stretch.first}"
+                self._violations.append(Violation(message, told[0], generation))
+            steps = set(told)
+            for step in sorted(steps - stretch.trained):
+                if stretch.covers(step) and not stretch.lacks(step):
+                    message = f"step {step} of generation {generation} was left out, but {METRICS} has it as trained"
+                    line = stretch.skipped.get(step)
+                    self._violations.append(Violation(message, step, generation, line))
+            if self._evidence.metrics_whole:
+                for step in sorted(stretch.trained - steps):
+                    # The last step may have ended with the rank that writes.
+                    if step < newest:
+                        message = (
+                            f"step {step} of generation {generation} is in the ledger, but not in {METRICS}"
+                        )
+                        self._violations.append(Violation(message, step, generation))
+
+    def _lost(self, who: str, step: int, generation: int, after: int) -> None:
+        known = f"ends with step {after}" if after else "has nothing of it"
+        self._violations.append(
+            Violation(f"{who} of generation {generation}, the ledger {known}", step, generation)
+        )
+
+    def _compare_events(self) -> None:
+        for generation, step in sorted(self._evidence.skipped):
+            stretch = self._stretches.get(generation)
+            if stretch is None or step not in stretch.skipped:
+                message = f"step {step} was left out in generation {generation}, as {EVENTS} says; the ledger does not"
+                self._violations.append(Violation(message, step, generation))
+        if not self._evidence.events_whole:
+            return
+        told = {step for _, step in self._evidence.skipped}
+        newest = max(self._stretches, default=0)
+        for generation in sorted(self._stretches):
+            stretch = self._stretches[generation]
+            for step, line in sorted(stretch.skipped.items()):
+                # The event comes after the line, so the last thing that a rank wrote may have none.
+                if step == stretch.ending or (self._evidence.live and generation == newest):
+                    told.add(step)
+                if step not in told:
+                    message = f"step {step} is left out, and {EVENTS} does not say why"
+                    self._violations.append(Violation(message, step, generation, line))
+
+    def result(self) -> Proof:
+        """The judgement."""
+        lineage = self._lineage()
+        skipped: set[int] = set()
+        for generation, first, last in lineage:
+            # Whoever came later may have gone back further than it began, and left out an earlier one's step.
+            later = [s for s in lineage if s[0] >= generation]
+            for other, _, _ in later:
+                skipped |= {step for step in self._stretches[other].skipped if first <= step <= last}
+        done = sum(s.last - s.first + 1 for s in self._stretches.values())
+        counted = sum(last - first + 1 for _, first, last in lineage)
+        return Proof(
+            steps=lineage[0][2] if lineage else 0,
+            skipped=sorted(skipped),
+            redone=done - counted,
+            global_batch=self._batch,
+            stretches=[self._stretches[g] for g in sorted(self._stretches)],
+            violations=self._violations,
+        )
+
+    def _lineage(self) -> list[tuple[int, int, int]]:
+        """(generation, first, last step) of what led to the end, newest first."""
+        found: list[tuple[int, int, int]] = []
+        generation, last = max(self._stretches, default=None), 0
+        while generation is not None:
+            stretch = self._stretches[generation]
+            found.append((generation, stretch.first, last or stretch.last))
+            generation, last = stretch.parent, stretch.first - 1
+        return found
+
+    def _object(self, message: str, record: LedgerRecord, line: int) -> None:
+        self._violations.append(Violation(message, record.step, record.generation, line))
+
+
+def _missing(first: int, last: int) -> str:
+    return f"step {first} is missing" if first == last else f"steps {first} to {last} are missing"

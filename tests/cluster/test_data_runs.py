@@ -1,0 +1,67 @@
+"""Runs on a blend, with attention that ends with the document: the same in every layout, and after a stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conftest import JOB, Run, records
+from seatrial.data.prepare import prepare
+
+pytestmark = pytest.mark.cluster
+
+ONE_PROCESS = ["--set", "cluster.nodes=1", "--set", "cluster.gpus_per_node=1"]
+ONE_PROCESS += ["--set", "parallel.tensor=1", "--set", "parallel.pipeline=1"]
+LOSS = 1e-4  # relative
+
+
+@pytest.fixture
+def blended(folder: Path, tmp_path: Path) -> Path:
+    """The small job on a store that was made beforehand, of very short documents, and on text."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("\n".join(f'{{"text": "x = {n}"}}' for n in range(4000)))
+    prepare([str(lines)], "bytes", tmp_path / "store", shard_tokens=5000)
+    text = JOB.replace('train = "corpus"', 'train = ["corpus", "store"]\nweights = [0.7, 0.3]')
+    (folder / "job.toml").write_text(text)
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    found = {r["step"]: r["loss"] for r in records(folder / "runs/small/metrics.jsonl")}
+    assert sorted(found) == list(range(1, 13))
+    return [found[step] for step in sorted(found)]
+
+
+def test_a_layout_trains_on_the_same_documents_as_one_process(
+    blended: Path, start: Callable[..., Run]
+) -> None:
+    apart = ["--set", "data.attend_across_documents=false"]
+    histories = {}
+    for name, arguments in {
+        "layout": apart,
+        "one": [*apart, *ONE_PROCESS],
+        "across": ONE_PROCESS,
+    }.items():
+        code, _, err = start("--fresh", *arguments).wait()
+        assert code == 0, err
+        histories[name] = losses(blended)
+    assert histories["layout"] == pytest.approx(histories["one"], rel=LOSS)
+    assert histories["across"] != pytest.approx(histories["one"], rel=10 * LOSS)
+
+
+def test_a_killed_run_goes_on_with_the_same_samples(blended: Path, start: Callable[..., Run]) -> None:
+    apart = ["--set", "data.attend_across_documents=false"]
+    code, _, err = start(*apart).wait()
+    assert code == 0, err
+    undisturbed = losses(blended)
+    run = start("--fresh", *apart)
+    run.wait_line("step   4/12")
+    for pid in run.ranks().values():
+        os.kill(pid, signal.SIGKILL)
+    code, _, err = run.wait()
+    assert code == 0, err
+    assert losses(blended) == undisturbed

@@ -1,0 +1,143 @@
+"""A checkpoint of one layout in any other, and back: parameters and optimizer state equal to the last bit.
+
+Ranks are real process groups on gloo. What is compared is what the ranks hold in memory after loading, put together from
+their boxes, and what a reader finds in the checkpoints that they save of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reshard_ranks import arch_of
+from torch import Tensor
+
+from conftest import run_cases
+from seatrial.base.box import Box
+from seatrial.checkpoint.read import CheckpointWeights
+from seatrial.model.decoder import whole_shapes
+from seatrial.train.optimizer import STATE
+
+pytestmark = pytest.mark.cluster
+
+FIRST = {"tensor": 2, "pipeline": 2, "shard": 2}
+OTHERS: dict[str, dict[str, Any]] = {
+    "fsdp4": {"shard": 4},
+    "tp4": {"tensor": 4},
+    "pp2": {"pipeline": 2},
+    "one": {},
+    "replicate2-fsdp2": {"replicate": 2, "shard": 2},
+    "pp2-interleaved": {"pipeline": 2, "stages_per_rank": 2, "schedule": "interleaved-1f1b"},
+}
+TRAINED, MORE = 3, 2
+# Not the number of updates: a step that was left out makes none.
+STEP = 5
+KINDS = ("model", *STATE)
+
+
+def cases(folder: Path, tied: bool) -> list[dict[str, Any]]:
+    def case(name: str, layout: dict[str, Any], load: Any, train: int, save: Any) -> dict[str, Any]:
+        return {"name": name, "layout": layout, "tied": tied, "load": load, "train": train, "save": save}
+
+    first = [str(folder / "first"), STEP]
+    # What the same ranks make of it without a checkpoint between is what comes of it after any detour.
+    found = [case("whole", FIRST, None, TRAINED + MORE, None), case("first", FIRST, None, TRAINED, first)]
+    for name, layout in OTHERS.items():
+        there = [str(folder / name), STEP]
+        back = [str(folder / f"{name}-back"), STEP]
+        found.append(case(name, layout, first, 0, there))
+        found.append(case(f"{name}-back", FIRST, there, 0, back))
+        found.append(case(f"{name}-on", FIRST, back, MORE, None))
+    return found
+
+
+class Moved:
+    """What the ranks of all cases held."""
+
+    def __init__(self, folder: Path, tied: bool) -> None:
+        self.folder, self.arch = folder, arch_of({"tied": tied})
+        done = run_cases(cases(folder, tied), folder, timeout_s=400, script="reshard_ranks.py")
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    def ranks(self, name: str) -> list[dict[str, Any]]:
+        files = sorted(self.folder.glob(f"{name}.[0-9]*.pt"), key=lambda p: int(p.name.split(".")[1]))
+        return [torch.load(file, weights_only=True) for file in files]
+
+    def held(self, name: str) -> dict[str, Tensor]:
+        """Every tensor as the ranks hold it in memory. Boxes that several hold must be alike in all of them."""
+        shapes = whole_shapes(self.arch)
+        whole = {f"{kind}/{n}": torch.full(s, torch.nan) for kind in KINDS for n, s in shapes.items()}
+        ranks = self.ranks(name)
+        for rank in ranks:
+            for kind, n, offsets, values in rank["tensors"]:
+                region = whole[f"{kind}/{n}"][Box(tuple(offsets), tuple(values.shape)).slices()]
+                known = ~region.isnan()
+                assert torch.equal(region[known], values[known]), f"{kind}/{n} differs between ranks"
+                region.copy_(values)
+        assert not any(values.isnan().any() for values in whole.values())
+        assert {count for rank in ranks for count in rank["updates"]} == {float(TRAINED)}
+        return whole
+
+    def saved(self, name: str) -> dict[str, Tensor]:
+        """Every tensor as its checkpoint has it."""
+        checkpoint = CheckpointWeights(self.folder / name / f"step-{STEP:08d}")
+        found = {
+            f"{kind}/{n}": checkpoint.read_kind(kind, n, Box.whole(shape), torch.float32)
+            for kind in KINDS
+            for n, shape in whole_shapes(self.arch).items()
+        }
+        found["updates"] = checkpoint.read_kind("optimizer", "updates", Box.whole((1,)), torch.float32)
+        assert set(checkpoint.manifest.tensors) - {
+            key for key in checkpoint.manifest.tensors if "rng/" in key
+        } == ({*found} - {"updates"} | {"optimizer/updates"})
+        checkpoint.close()
+        return found
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def moved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Moved:
+    return Moved(tmp_path_factory.mktemp("reshard"), request.param)
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert torch.equal(found[key].view(torch.int32), values.view(torch.int32)), key
+
+
+def test_there_is_something_to_lose(moved: Moved) -> None:
+    """All of the state has been trained, and no two tensors of it are alike."""
+    first = moved.held("first")
+    for key, values in first.items():
+        assert values.abs().sum() > 0, key
+    by_content = {values.numpy().tobytes() for values in first.values()}
+    assert len(by_content) == len(first)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_layout_holds_the_same_bits(moved: Moved, name: str) -> None:
+    assert_same_bits(moved.held(name), moved.held("first"))
+    assert_same_bits(moved.saved(name), moved.saved("first"))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_back_in_the_first_layout(moved: Moved, name: str) -> None:
+    assert_same_bits(moved.held(f"{name}-back"), moved.held("first"))
+    assert_same_bits(moved.saved(f"{name}-back"), moved.saved("first"))
+    for rank, (before, after) in enumerate(
+        zip(moved.ranks("first"), moved.ranks(f"{name}-back"), strict=True)
+    ):
+        assert [t[:3] for t in before["tensors"]] == [t[:3] for t in after["tensors"]], rank
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_training_goes_on_as_if_nothing_had_happened(moved: Moved, name: str) -> None:
+    """After the way there and back, the next steps have the bits that they would have had."""
+    for rank, (on, whole) in enumerate(zip(moved.ranks(f"{name}-on"), moved.ranks("whole"), strict=True)):
+        assert on["losses"] == whole["losses"][TRAINED:], rank
+        assert on["updates"] == {float(TRAINED + MORE)}
+        for ours, theirs in zip(on["tensors"], whole["tensors"], strict=True):
+            assert ours[:3] == theirs[:3]
+            assert torch.equal(ours[3], theirs[3]), (rank, *ours[:2])
