@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -130,30 +132,14 @@ def test_what_is_not_there(s3_url: str, url: str, tmp_path: Path) -> None:
     store.close()
 
 
-def _read_all(url: str, cache: str, rank: int, seen: multiprocessing.SimpleQueue[list[int]]) -> None:
-    store = StreamedStore.stream(url, Path(cache), ROOMY)
-    data = loader(store, ahead=AHEAD)
-    # As tensor-parallel ranks do: all of them read the same rows.
-    seen.put([int(data.batch(step, 0, 32).ids_BT.sum()) for step in range(1, 6)])
-    data.close()
-    store.close()
-
-
 def test_the_ranks_of_a_node_fetch_a_chunk_once(
     url: str, local: TokenStore, tmp_path: Path, line: Line
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    seen: multiprocessing.SimpleQueue[list[int]] = context.SimpleQueue()
-    ranks = [
-        context.Process(target=_read_all, args=(url, str(tmp_path / "cache"), rank, seen))
-        for rank in range(3)
-    ]
-    for rank in ranks:
-        rank.start()
-    sums = [seen.get() for _ in ranks]
-    for rank in ranks:
-        rank.join()
-        assert rank.exitcode == 0
+    script = Path(__file__).with_name("stream_reader.py")
+    command = [sys.executable, str(script), url, str(tmp_path / "cache")]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    sums = [json.loads(rank.communicate(timeout=60)[0] or "null") for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
     plain = loader(local, ahead=0)
     assert sums == [[int(plain.batch(step, 0, 32).ids_BT.sum()) for step in range(1, 6)]] * 3
     kept = [p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.name != ".used"]

@@ -87,8 +87,11 @@ class Saver:
         """Whether a save is to begin after `step`, as far as every rank knows before that step; the same in all."""
         if (self._wanted or self._late) and self._attempt is None:
             return True
-        if self._job.checkpoint.every_steps != "auto":
-            return step % self._job.checkpoint.every_steps == 0
+        section = self._job.checkpoint
+        if section.keep_every_steps and step % section.keep_every_steps == 0:
+            return True
+        if section.every_steps != "auto":
+            return step % section.every_steps == 0
         # The first one soon: it shows what saving costs.
         return step - self._begun_step >= (self._every or self._rhythm.first_steps)
 
@@ -269,6 +272,8 @@ class Saver:
             assert self._attempt is not None
             self._attempt = replace(self._attempt, stalled_s=attempt.stalled_s)
         else:
+            if self._writes:  # a full disk has room for nothing else before it is gone
+                self._writer.order_abandon(self._places.urls[attempt.place], attempt.step, self._generation)
             self._rhythm.failed()
 
     # -- waiting
@@ -351,4 +356,6 @@ class Saver:
 
     def close(self) -> None:
         """End the writing process, whatever it does: what is not complete is recognised as such."""
-        self._writer.close()
+        # After an error of the device every call to it fails: the first one is what people must see.
+        with contextlib.suppress(OSError, RuntimeError):
+            self._writer.close()

@@ -70,9 +70,10 @@ def restore(model: ParallelModel, optimizer: ShardedAdamW, checkpoint: Checkpoin
     """
     for shard in model.shards:
         if shard.box.numel:
-            shard.local.copy_(checkpoint.read(shard.name, shard.box, shard.local.dtype))
+            _read(checkpoint, f"model/{shard.name}", shard.box, shard.local)
     for kind, s, values in optimizer.state():
-        values.copy_(checkpoint.read_kind(kind, s.name, s.box, values.dtype))
+        if s.box.numel:
+            _read(checkpoint, f"{kind}/{s.name}", s.box, values)
     progress = checkpoint.manifest.progress
     made = progress.step
     if UPDATES in checkpoint.manifest.tensors:
@@ -84,3 +85,11 @@ def restore(model: ParallelModel, optimizer: ShardedAdamW, checkpoint: Checkpoin
     found = {key: checkpoint.tensor(rank, key) for key in keys}
     set_random_state({key: values for key, values in found.items() if values is not None}, rank, device)
     return progress
+
+
+def _read(checkpoint: CheckpointWeights, key: str, box: Box, values: Tensor) -> None:
+    if values.device.type == "cpu":
+        checkpoint.read_into(key, box, values)  # without a copy in between
+    else:
+        kind, _, name = key.partition("/")
+        values.copy_(checkpoint.read_kind(kind, name, box, values.dtype))

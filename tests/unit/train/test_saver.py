@@ -33,6 +33,7 @@ class FakeWriter:
 
     rank: int
     orders: list[tuple[Any, ...]] = field(default_factory=list)
+    given_up: list[tuple[str, int]] = field(default_factory=list)
     staged: int = 0
     prepared: int = 0
     abandoned: int = 0
@@ -54,6 +55,9 @@ class FakeWriter:
     def order_part(self, attempt: int, url: str, step: int, generation: int, read_back: bool) -> None:
         self.orders.append(("part", attempt, url, step))
         self._by_itself("part", attempt)
+
+    def order_abandon(self, url: str, step: int, generation: int) -> None:
+        self.given_up.append((url, step))
 
     def order_commit(self, attempt: int, url: str, manifest: Any, *rest: Any) -> None:
         self.orders.append(("commit", attempt, url, manifest.progress.step))
@@ -216,6 +220,7 @@ def test_a_part_that_cannot_be_written_ends_it_for_all_and_is_tried_again(make: 
     ranks.step(102)
     assert ranks.kinds() == ["checkpoint_failed"]
     assert ranks.events[0][2]["ranks"] == [1]
+    assert [[step for _, step in w.given_up] for w in ranks.writers] == [[100], [], []]
     assert [w.orders for w in ranks.writers] == [[("part", 1, w.orders[0][2], 100)] for w in ranks.writers]
     ranks.steps(103, 140)  # half a minute later
     assert {w.orders[-1][1] for w in ranks.writers} == {2}
@@ -339,6 +344,12 @@ def test_nothing_of_a_distrusted_state_is_completed(make: Callable[..., Ranks]) 
     assert all(order[0] == "part" for w in ranks.writers for order in w.orders)
     ranks.steps(10, 10)
     assert {w.orders[-1][:2] for w in ranks.writers} == {("part", 2)}
+
+
+def test_steps_that_are_kept_for_ever_are_saved_whatever_the_interval(make: Callable[..., Ranks]) -> None:
+    ranks = make('every_steps = "auto"\nkeep_every_steps = 7')
+    ranks.steps(1, 7)
+    assert {w.orders[0][3] for w in ranks.writers} == {7}
 
 
 def test_the_interval_comes_from_what_a_save_costs(make: Callable[..., Ranks]) -> None:
