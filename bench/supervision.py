@@ -11,6 +11,7 @@ much steadier than wall time on a shared machine. Wall times are printed beside 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -41,8 +42,19 @@ def cpu_seconds(pids: set[int]) -> float:
     return total / _HZ
 
 
-def measure(run: Running, mark: str | None, first: int, last: int) -> tuple[float, float]:
-    """(CPU seconds, wall seconds) a step between two steps."""
+def agents_among(pids: set[int]) -> set[int]:
+    """Those that train nothing: agents, and the writing processes of checkpoints."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if {b"seatrial.control.agent", b"seatrial.checkpoint.writer"} & set(arguments):
+                found.add(pid)
+    return found
+
+
+def measure(run: Running, mark: str | None, first: int, last: int) -> tuple[float, float, float]:
+    """(CPU seconds, wall seconds, CPU seconds of agents alone) a step between two steps."""
 
     def pids() -> set[int]:
         if mark is not None:
@@ -57,11 +69,12 @@ def measure(run: Running, mark: str | None, first: int, last: int) -> tuple[floa
 
     run.wait_step(first)
     members = pids()
-    before, began = cpu_seconds(members), run.steps()[-1]
+    others = agents_among(members)
+    before, idle, began = cpu_seconds(members), cpu_seconds(others), run.steps()[-1]
     run.wait_step(last)
-    after, ended = cpu_seconds(members), run.steps()[-1]
+    after, busy, ended = cpu_seconds(members), cpu_seconds(others), run.steps()[-1]
     steps = ended["step"] - began["step"]
-    return (after - before) / steps, (ended["time"] - began["time"]) / steps
+    return (after - before) / steps, (ended["time"] - began["time"]) / steps, (busy - idle) / steps
 
 
 def main() -> int:
@@ -71,7 +84,7 @@ def main() -> int:
     parser.add_argument("--last", type=int, default=30)
     parser.add_argument("--out", type=Path, help="add the figures to this JSON of bench/recovery.py")
     arguments = parser.parse_args()
-    found: dict[str, list[tuple[float, float]]] = {"torchrun": [], "supervised": [], "snapshots": []}
+    found: dict[str, list[tuple[float, float, float]]] = {"torchrun": [], "supervised": [], "snapshots": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "job.toml").write_text(preset_text("first-voyage"))
@@ -85,11 +98,15 @@ def main() -> int:
                 with seatrial(folder, f"{case}-{turn}", *keys, overrides=JOB) as run:
                     wait_for(lambda run=run: run.events("rank_started"), "the ranks")
                     found[case].append(measure(run, None, *span))
-    cpu = {case: statistics.median(c for c, _ in values) for case, values in found.items()}
+    cpu = {case: statistics.median(c for c, *_ in values) for case, values in found.items()}
     for case, values in found.items():
-        wall = statistics.median(w for _, w in values)
-        shown = ", ".join(f"{c:.3f}" for c, _ in values)
-        print(f"{case:<11} {cpu[case]:.3f} CPU s a step ({shown}), {wall:.3f} s of wall time")
+        wall = statistics.median(w for _, w, _ in values)
+        agents = statistics.median(a for *_, a in values)
+        shown = ", ".join(f"{c:.3f}" for c, *_ in values)
+        print(
+            f"{case:<11} {cpu[case]:.3f} CPU s a step ({shown}), {wall:.3f} s of wall time; "
+            f"agents alone {agents:.4f} s, {agents / cpu[case]:.2%}"
+        )
     ratios = {
         "supervision": cpu["supervised"] / cpu["torchrun"],
         "snapshots": cpu["snapshots"] / cpu["supervised"],
