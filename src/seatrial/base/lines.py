@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import threading
 from typing import Any
@@ -49,6 +50,12 @@ class Channel:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    def readable(self, timeout_s: float | None) -> bool:
+        """Whether there is something to `receive`, waiting for it at most `timeout_s`, None for ever."""
+        waiting = select.poll()  # select() takes no descriptor from 1024 on
+        waiting.register(self._socket.fileno(), select.POLLIN)
+        return bool(waiting.poll(None if timeout_s is None else timeout_s * 1000))
 
     def send(self, message: dict[str, Any]) -> bool:
         """Send one message; False if nobody is there to read it. Waits while the other side's buffer is full."""

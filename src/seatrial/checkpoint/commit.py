@@ -34,6 +34,10 @@ def fence(folder: RunFolder, generation: int) -> Fence:
 
     def check() -> None:
         last = folder.last_generation()
+        if last < generation:
+            raise Superseded(
+                f"generation {generation} does not see the run folder {folder.path}: it cannot know whether another has begun"
+            )
         if last > generation:
             raise Superseded(f"generation {last} has begun: generation {generation} publishes no checkpoint")
 

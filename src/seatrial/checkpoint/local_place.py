@@ -143,7 +143,7 @@ class LocalPlace:
             return commit(self._temporary(step, generation, origin), final, manifest, world_size, fence)
 
     def abandon(self, step: int, generation: int, *, origin: str = "") -> None:
-        shutil.rmtree(self._temporary(step, generation, origin), ignore_errors=True)
+        _discard(self._temporary(step, generation, origin))
 
     # -- removing
 
@@ -167,10 +167,7 @@ class LocalPlace:
         if before is not None:
             found = [path for path in found if (m := _BEGUN.match(path.name)) and int(m[1]) < before]
         for path in found:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            _discard(path)
         return [path.name for path in found]
 
     def remove_old(self, keep: int, keep_every: int = 0, *, stop: Stop | None = None) -> list[str]:
@@ -188,6 +185,21 @@ class LocalPlace:
     def _paths(self) -> Iterator[Path]:
         if self.folder.is_dir():
             yield from self.folder.iterdir()
+
+
+def _discard(path: Path) -> None:
+    """Remove what is not complete. Renamed first: whoever is about to give it its name gets all of it, or nothing."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    doomed = path
+    if ".tmp-removed-" not in path.name:
+        doomed = path.with_name(f"{path.name.partition('.tmp-')[0]}.tmp-removed-{secrets.token_hex(4)}")
+        try:
+            os.rename(path, doomed)
+        except OSError:
+            return
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def commit(temporary: Path, final: Path, manifest: Manifest, world_size: int, fence: Fence) -> Manifest:

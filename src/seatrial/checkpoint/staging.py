@@ -39,6 +39,11 @@ class AsyncWriter:
         self._orders: dict[tuple[int, What], float] = {}  # not answered yet -> when it was given
         self._told: list[Outcome] = []  # and not yet polled
         self._size = self._index_bytes = 0  # of what is staged
+        self._staged = False  # the memory holds all of one state
+        self._leave = False  # a process that hangs has it: the next copy goes elsewhere
+        self._rubbish: list[
+            tuple[str, int, int]
+        ] = []  # parts to be removed once there is a checkpoint elsewhere
         self._part: tuple[str, int, int] | None = (
             None  # the last part that was ordered, until it is committed
         )
@@ -62,11 +67,16 @@ class AsyncWriter:
         """
         if self.busy:
             self.abandon()
+        self._staged = False
+        if self._leave:
+            self._memory.leave()
+            self._leave = False
         plan, head, index = _plan(pieces)
         self._size, self._index_bytes = len(head) + plan.data_bytes, len(index)
         with contextlib.suppress(OSError):  # the order will say so
             self._started()  # beside the copy: it takes as long as a small checkpoint
         self._memory.fill(head, _ordered(pieces), plan, index)
+        self._staged = True
 
     @property
     def busy(self) -> bool:
@@ -82,9 +92,13 @@ class AsyncWriter:
 
     def order_part(self, attempt: int, place_url: str, step: int, generation: int, read_back: bool) -> None:
         """Have what is staged written to `place_url` as this rank's part. Waits for the copy from the device to end."""
+        if not self._staged:
+            # What the memory holds is of an earlier save, or nothing.
+            self._told.append(Outcome(attempt, "part", False, "the state could not be copied", "other"))
+            return
         self._memory.copied()
         if self._rank == 0 and self._part is not None and self._part != (place_url, step, generation):
-            self.order_abandon(*self._part)
+            self._rubbish.append(self._part)
         self._part = (place_url, step, generation)
         self._order(
             "part",
@@ -124,6 +138,10 @@ class AsyncWriter:
             keep=keep,
             keep_every=keep_every,
         )
+        # Not before: a place that did not take its parts may not answer at all.
+        for url, at, of in self._rubbish:
+            self.order_abandon(url, at, of)
+        self._rubbish.clear()
 
     def order_abandon(self, place_url: str, step: int, generation: int) -> None:
         """Have the parts of a checkpoint removed that will not be completed. In one rank; not answered."""
@@ -220,16 +238,21 @@ class AsyncWriter:
         """
         process, self._process = self._process, None
         self._orders.clear()
+        self._part = None
+        self._rubbish.clear()
         if process is not None:
             process.kill()
-            if process.hangs:
-                self._memory.leave()
+            # The copy is still good, and may be wanted for another place.
+            self._leave = self._leave or process.hangs
 
-    def close(self) -> None:
-        """End the process and give the memory back. What is not complete by now is not going to be."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the process and give the memory back. What is not complete by now is not going to be.
+
+        Without `at_once` a process that nobody waits for may end by itself.
+        """
         process, self._process = self._process, None
         if process is not None:
-            if self._orders:
+            if self._orders or at_once:
                 process.kill()
             else:
                 process.end()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -66,7 +65,7 @@ class Writer:
 
     def _receive(self, timeout_s: float | None) -> bool:
         """Take what has arrived; whether an order waits."""
-        if select.select([self._channel], [], [], timeout_s)[0]:
+        if self._channel.readable(timeout_s):
             self._orders += self._channel.receive()
         return bool(self._orders) or self._channel.closed
 

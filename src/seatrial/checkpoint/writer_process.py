@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -68,7 +67,7 @@ class WriterProcess:
 
     def wait(self, timeout_s: float) -> None:
         """Until it says something or ends, or `timeout_s` have passed."""
-        select.select([self._channel], [], [], timeout_s)
+        self._channel.readable(timeout_s)
 
     def outcomes(self) -> list[Outcome]:
         """What it has told. Raises ValueError where that makes no sense."""

@@ -81,7 +81,7 @@ class Loop:
         self._companion, self._snapshots, self._rollback = companion, snapshots, rollback
         self._meter = Meter(job, mesh.device, generation)
         self._recorder = Recorder(job, folder, loader, self._meter, writes=self._writes)
-        self._saver = Saver(job, folder, generation, model, optimizer, loader, self._event)
+        self._saver = Saver(job, folder, generation, model, optimizer, loader, self._event, self._waits)
         self._clip_norm = job.optimizer.clip_norm or None
         self._guard: Guard | None = None
         self._integrity: Integrity | None = None
@@ -100,6 +100,7 @@ class Loop:
         self._first = self._next = 1
         self._leaving: Leaving | None = None
         self._told_first = False
+        self._ended = False  # in order
 
     # -- the loop
 
@@ -110,15 +111,15 @@ class Loop:
         except CorruptState as error:
             self.applied = self.ready = None
             data = {"last_good_step": error.last_good_step}
-            self._saver.distrust(
-                error.last_good_step, error.message
-            )  # before anybody can end this rank for it
-            self._finding("corruption", error.step, error.message, data, error.blamed)
+            try:  # before anybody can end this rank for it
+                self._saver.distrust(error.last_good_step, error.message)
+            finally:
+                self._finding("corruption", error.step, error.message, data, error.blamed)
             raise
         finally:
             if self._own_time is not None:
                 self._own_time.unwatch()
-            self._saver.close()
+            self._saver.close(at_once=not self._ended)
             self._recorder.close()
 
     def _run(self, first_step: int) -> Ending:
@@ -126,6 +127,9 @@ class Loop:
         convention, numbers = self._meter.convention()
         self._event("device", convention, data=numbers)
         self._begin(first_step)
+        if first_step > steps and not self._saver.has(steps):
+            # A recovery from the midst of the last save: the state is there, and its checkpoint is not.
+            self._saver.finish(steps, must=True)
         while self._next <= steps:
             step = self._next
             self._next += 1
@@ -144,7 +148,9 @@ class Loop:
             if ends or self._leaving or self._saver.overdue:
                 self._end_step(step, saves)
             if self._leaving and step < steps:
+                self._ended = True
                 return self._leaving
+        self._ended = True
         return "done"
 
     def _begin(self, first_step: int) -> None:
@@ -365,12 +371,16 @@ class Loop:
         if last or self._leaving:
             self._saver.finish(step, must=last or self._leaving == "preempted")
         elif overdue:
-            self._finding("storage_wait", step, "training waits for a checkpoint to be written", {}, [])
+            self._waits(step)
             self._saver.save_or_stop(step)
         elif not self._saver.begin(step):
             return
         self._state_was_copied()
         self._clock = time.perf_counter()  # the save is no part of the next step's time
+
+    def _waits(self, step: int) -> None:
+        """Training waits after `step` for a checkpoint to be written: nobody hangs."""
+        self._finding("storage_wait", step, "training waits for a checkpoint to be written", {}, [])
 
     def _state_was_copied(self) -> None:
         if self._integrity is not None:

@@ -57,10 +57,17 @@ class Places:
         return [name for index in range(len(self)) for name in self.place(index).remove_leftovers(before)]
 
     def set_aside_after(self, step: int, why: str) -> Iterator[tuple[str, int, str | None]]:
-        """Set aside every checkpoint of a later step: (name, step, what kept it from being set aside)."""
-        for at, index in self.candidates():
-            if at <= step:
-                continue
+        """Set aside every checkpoint of a later step: (name, step, what kept it from being set aside).
+
+        Of a place that cannot be looked into its address, with `step`.
+        """
+        found = []
+        for index, url in enumerate(self.urls):
+            try:
+                found += [(at, index) for at in self.place(index).steps() if at > step]
+            except (OSError, SeatrialError) as error:
+                yield url, step, str(error)
+        for at, index in found:
             name = self.name_of(index, at)
             try:
                 aside = self.place(index).set_aside(at, why)

@@ -31,6 +31,9 @@ class Resume:
         self._job, self._folder, self._generation, self._mesh = job, folder, generation, mesh
         self._places = Places(job, folder)
         self._step = self._place = 0
+        # What could not be set aside when it should have been.
+        events_before = read_events(folder)[0] if mesh.rank == 0 else []
+        self._passed = {(event.data or {}).get("distrusted") for event in events_before} - {None}
         if mesh.rank == 0:
             self._places.prepare()
             for name in self._places.remove_leftovers():
@@ -44,6 +47,9 @@ class Resume:
     def look(self) -> int:
         """See which one is the newest now; its step, or 0."""
         found = self._places.candidates() if self._mesh.rank == 0 else []
+        found = [
+            (step, index) for step, index in found if self._places.name_of(index, step) not in self._passed
+        ]
         self._step = self._share(found[0][0] if found else 0)
         self._place = self._share(found[0][1] if found else 0)
         return self._step

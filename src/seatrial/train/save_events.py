@@ -128,7 +128,9 @@ class SaveEvents:
         """A checkpoint was set aside, or with `error` could not be."""
         if error is not None:
             message = f"{name} must not be used ({why}), and could not be set aside: {error}"
-            self._event("checkpoint_failed", message, severity="error", data={"step": step})
+            # Whoever looks for a checkpoint passes it over, see `Resume`.
+            data = {"step": step, "distrusted": name}
+            self._event("checkpoint_failed", message, severity="error", data=data)
         else:
             message = f"{name} is set aside: {why}"
             self._event("checkpoint_set_aside", message, severity="warning", data={"step": step})

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,6 +29,7 @@ from seatrial.data.loader import BatchLoader
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
 from seatrial.record.folder import RunFolder
+from seatrial.storage import is_remote
 from seatrial.train import state
 from seatrial.train.optimizer import ShardedAdamW
 from seatrial.train.places import Places
@@ -38,6 +39,8 @@ from seatrial.train.step import SaveNews
 
 _PREPARED_AFTER = 3  # steps of a leg after which the memory for a copy is taken
 _POLL_S = 0.1  # how often ranks that wait for a save look, and tell each other
+_TOLD_S = 60.0  # between two words of somebody who waits
+_REQUEST_S = 10.0  # for an object store to answer, before a checkpoint is set aside
 _REMOVAL_S = 60.0  # the end of a run waits no longer for old checkpoints to be removed
 
 
@@ -53,7 +56,9 @@ class Saver:
         optimizer: ShardedAdamW,
         loader: BatchLoader,
         event: Event,
+        waits: Callable[[int], None] = lambda step: None,
     ) -> None:
+        """`waits` is called now and then while training waits, with the step that it waits after."""
         self._job, self._folder, self._generation = job, folder, generation
         self._model, self._optimizer, self._loader = model, optimizer, loader
         mesh = model.mesh
@@ -62,7 +67,10 @@ class Saver:
         self._tell = SaveEvents(event, folder, generation, mesh.rank, self._places.urls)
         self._writer = AsyncWriter(rank=mesh.rank, world_size=mesh.layout.world_size, device=mesh.device)
         self._rhythm = Rhythm(job, folder, writes=self._writes)
+        self._waits = waits
+        self._told_every_s = min(_TOLD_S, job.resilience.first_step_s / 3)
         self._attempt: Attempt | None = None
+        self._hangs = False  # the storage neither took nor refused the last attempt
         self._unordered = False  # its copy may still be on its way from the device
         self._number = 0  # of the last attempt
         self._prepare_in: int | None = None  # steps
@@ -85,6 +93,8 @@ class Saver:
 
     def due(self, step: int) -> bool:
         """Whether a save is to begin after `step`, as far as every rank knows before that step; the same in all."""
+        if self._late and self._attempt is not None:
+            return False  # it comes as soon as the one before is done: until then a step is a step
         if (self._wanted or self._late) and self._attempt is None:
             return True
         section = self._job.checkpoint
@@ -221,9 +231,11 @@ class Saver:
         problem = f"the storage has not answered for {units.duration(patience)}"
         if not attempt.committing and abs(self._news.part) != attempt.number:
             self._writer.abandon()
+            self._hangs = True
             self._settle_part(attempt.number, problem)
         elif attempt.committing and self._writes and abs(self._news.committed) != attempt.number:
             self._writer.abandon()
+            self._hangs = True
             self._settle_commit(attempt.number, problem)
 
     def _take(self, outcome: Outcome) -> None:
@@ -272,7 +284,7 @@ class Saver:
             assert self._attempt is not None
             self._attempt = replace(self._attempt, stalled_s=attempt.stalled_s)
         else:
-            if self._writes:  # a full disk has room for nothing else before it is gone
+            if self._writes and not self._hangs:  # a full disk has room for nothing else before it is gone
                 self._writer.order_abandon(self._places.urls[attempt.place], attempt.step, self._generation)
             self._rhythm.failed()
 
@@ -314,11 +326,21 @@ class Saver:
             )
         self._at_risk_s = 0.0
 
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of `step`, or a later one; all ranks ask together."""
+        found = self._writes and self._places.newest_step() >= step
+        told = torch.tensor([float(found)], dtype=torch.float64, device=self._mesh.device)
+        return float(self._mesh.sum_over_ranks(told).item()) > 0
+
     def _wait(self) -> None:
         """Until no attempt is under way. Ranks that wait tell each other often: no collective lasts long."""
         world = self._mesh.layout.world_size
         self._order_part()
+        told = time.monotonic()
         while self._attempt is not None:
+            if time.monotonic() - told > self._told_every_s:
+                told = time.monotonic()
+                self._waits(self._attempt.step)
             self._writer.wait(_POLL_S)
             self._look()
             table = torch.zeros(world + 1, dtype=torch.float64, device=self._mesh.device)
@@ -331,7 +353,15 @@ class Saver:
     # -- the end of a state
 
     def distrust(self, step: int, why: str) -> None:
-        """Let no checkpoint of a later step than `step` be used: whatever went wrong may be in it. All ranks call it."""
+        """Let no checkpoint of a later step than `step` be used: whatever went wrong may be in it.
+
+        All ranks call it, and none returns before rank 0 is done: what follows may end that one.
+        """
+        self._set_aside(step, why)
+        with contextlib.suppress(RuntimeError):  # ranks that are gone need not be waited for
+            self._mesh.sum_over_ranks(torch.zeros(1, dtype=torch.float64, device=self._mesh.device))
+
+    def _set_aside(self, step: int, why: str) -> None:
         attempt = self._attempt
         if attempt is not None and attempt.step > step:
             if attempt.committing and self._writes:
@@ -343,19 +373,22 @@ class Saver:
             return
         self._rhythm.went_back(step)
         for name, at, error in self._places.set_aside_after(step, why):
-            self._tell.distrusted(name, at, why, error)
+            with contextlib.suppress(OSError):  # a full disk must not keep the others from being set aside
+                self._tell.distrusted(name, at, why, error)
 
     def _finish_commit(self, attempt: Attempt) -> None:
         """Rank 0, before it sets aside: what is being made complete must be so, or not, by then."""
-        until = time.monotonic() + _REMOVAL_S
+        # A folder's rename has happened by the time its process is gone, or never will; a request may still arrive.
+        remote = is_remote(self._places.urls[attempt.place])
+        until = time.monotonic() + (_REQUEST_S if remote else 0.0)
         while abs(self._news.committed) != attempt.number and time.monotonic() < until:
             self._writer.wait(_POLL_S)
             self._look()
         if abs(self._news.committed) != attempt.number:
             self._writer.abandon()
 
-    def close(self) -> None:
-        """End the writing process, whatever it does: what is not complete is recognised as such."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the writing process; `at_once` whatever it does. What is not complete is recognised as such."""
         # After an error of the device every call to it fails: the first one is what people must see.
         with contextlib.suppress(OSError, RuntimeError):
-            self._writer.close()
+            self._writer.close(at_once=at_once)

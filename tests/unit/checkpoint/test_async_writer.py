@@ -557,3 +557,41 @@ def test_it_loads_no_torch_and_answers_nobody_elses_signals(ranks: Ranks) -> Non
         os.kill(pid, signum)
     ranks.save(2, state(2))
     assert ranks.writers[0].pid == pid
+
+
+def test_what_could_not_be_copied_is_never_written(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory still holds the save before: as the next one's part it would be a mixture of two steps."""
+    ranks.save(5, state(5))
+    monkeypatch.setattr(staging_memory.StagingMemory, "fill", _no_memory)
+    for writer in ranks.writers:
+        with pytest.raises(OSError, match="Cannot allocate"):
+            writer.stage(rows(state(6), 0, 2))
+    assert [part.problem for part in ranks.parts(6)] == ["the state could not be copied"] * 2
+    assert LocalPlace(ranks.run.checkpoints).steps() == [5]
+
+
+def _no_memory(*_: object) -> None:
+    raise OSError(12, "Cannot allocate memory")
+
+
+def test_after_a_process_that_hung_the_same_copy_goes_elsewhere(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.stage(state(5))
+    assert [part.ok for part in ranks.parts(5)] == [True, True]
+    kill = writer_process.WriterProcess.kill
+
+    def hangs(self: writer_process.WriterProcess) -> None:
+        kill(self)
+        self.hangs = True
+
+    monkeypatch.setattr(writer_process.WriterProcess, "kill", hangs)
+    for writer in ranks.writers:
+        writer.abandon()
+    other = tmp_path / "other"
+    other.mkdir()
+    assert [part.ok for part in ranks.parts(5, url=str(other))] == [True, True]
+    assert all(told.ok for told in ranks.commit(5, url=str(other)))
+    assert loaded(LocalPlace(other), 5).keys() == state(5).keys()
+    ranks.save(6, state(6))  # into memory of its own
+    assert LocalPlace(ranks.run.checkpoints).steps() == [6]

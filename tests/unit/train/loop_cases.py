@@ -125,6 +125,8 @@ class Run:
         """`late`: results are read a step late, as on a GPU."""
         self.folder = RunFolder(root)
         self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.folder.control.mkdir(exist_ok=True)
+        self.folder.generation_file.write_text(str(generation))
         place = place or mesh()
         job = make_job(root, *overrides)
         settings = replace(SETTINGS, microbatches=job.microbatches)

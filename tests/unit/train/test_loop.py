@@ -250,6 +250,17 @@ def test_leaving_at_a_step_that_is_saved_anyway_saves_once(tmp_path: Path) -> No
     assert kinds(run.folder).count("checkpoint_saved") == 1
 
 
+def test_a_recovery_after_the_last_step_saves_it(tmp_path: Path) -> None:
+    """The ranks had it, and were waiting for its checkpoint when one of them was lost."""
+    run = Run(tmp_path / "run")
+    assert run.loop.run(9) == "done", "the job has 8 steps"
+    assert run.passes == []
+    assert [step_of(p) for p in named(run.folder.checkpoints)] == [8]
+    again = Run(tmp_path / "run", generation=2)
+    assert again.loop.run(9) == "done"
+    assert kinds(run.folder).count("checkpoint_saved") == 1, "it is there"
+
+
 def test_leaving_at_the_last_step_is_being_done(tmp_path: Path) -> None:
     assert Run(tmp_path / "run", leave={8: "preempted"}).loop.run(1) == "done"
 

@@ -83,7 +83,7 @@ class FakeWriter:
     def abandon(self) -> None:
         self.abandoned += 1
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
         self.closed = True
 
 
@@ -336,8 +336,7 @@ def test_the_end_waits_and_fails_together(make: Callable[..., Ranks]) -> None:
 def test_nothing_of_a_distrusted_state_is_completed(make: Callable[..., Ranks]) -> None:
     ranks = make("every_steps = 10")
     ranks.steps(1, 10)
-    for s in ranks.savers:
-        s.distrust(8, "it was wrong")
+    assert ranks.together(lambda s: s.distrust(8, "it was wrong")) == [None] * RANKS
     for writer in ranks.writers:
         writer.answer("part", 1)
     ranks.steps(9, 9)

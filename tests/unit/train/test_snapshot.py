@@ -365,6 +365,8 @@ def test_snapshots_of_all_ranks_make_a_checkpoint_for_any_layout(
     manifest = Manifest(
         Progress(3, 0, 12, 1), 0.0, 0, rank_cases.ARCH.as_dict(), layout.as_dict(), "", "", False, [], {}
     )
+    folder.control.mkdir(exist_ok=True)
+    folder.generation_file.write_text("1")
     place.commit(3, 1, manifest, 2, fence(folder, 1), origin="memory")
 
     chosen = place.open(3)
