@@ -47,6 +47,8 @@ From bare GPU nodes to a finished foundation-model training run.
 verbs:
   init         write a job file to start from
   schema       print the JSON schema of the job file, for editors
+  check        judge whether nodes are fit to train on
+  explain      say what a finding of a check means
   data         prepare text for training
   train        run a job; the same command again resumes it
   drill        prove on a copy of the job that it survives faults
@@ -106,7 +108,7 @@ def test_help_takes_at_most_a_fifth_of_a_second(run: Run) -> None:
         (("trian",), "error: unknown verb `trian`\n  hint: did you mean `seatrial train`?\n"),
         (
             ("fly",),
-            "error: unknown verb `fly`\n  hint: verbs: init, schema, data, train, drill, watch, verify, checkpoints, export\n",
+            "error: unknown verb `fly`\n  hint: verbs: init, schema, check, explain, data, train, drill, watch, verify, checkpoints, export\n",
         ),
         (
             ("--fast",),

@@ -30,6 +30,8 @@ SCHEMA_VERSION = 1
 VERBS = {
     "init": ("seatrial.cli.init", "write a job file to start from"),
     "schema": ("seatrial.cli.schema", "print the JSON schema of the job file, for editors"),
+    "check": ("seatrial.cli.check", "judge whether nodes are fit to train on"),
+    "explain": ("seatrial.cli.explain", "say what a finding of a check means"),
     "data": ("seatrial.cli.data", "prepare text for training"),
     "train": ("seatrial.cli.train", "run a job; the same command again resumes it"),
     "drill": ("seatrial.cli.drill", "prove on a copy of the job that it survives faults"),

@@ -1,0 +1,94 @@
+"""How well a simulated cluster's faults are blamed, the rounds it takes, and our own time for it.
+
+    python bench/check.py [--nodes 16 128 1000] [--draws 1000] [--hard] [--seed 0] [--json]
+
+1 to 5 random faults of the kinds of check/faults.py a draw, with the noise of check/simulated.py (`--hard`: twice the noise and
+six times the disturbances). A blame is right if culprit and place are the fault's. Time is CPU time of the whole check with
+the simulation in it, of which the machine's load takes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from seatrial.check.faults import Shape, culprit, draw
+from seatrial.check.localise import localise
+from seatrial.check.simulated import Cluster, Noise, SimulatedBench
+
+HARD = Noise(reading=0.02, outlier=0.02, nothing=0.005, silent=0.001, own_outlier=0.002)
+
+
+def measure(nodes: int, draws: int, noise: Noise, first: int) -> dict[str, Any]:
+    """One row: precision, recall, rounds and CPU seconds over `draws` draws of `nodes` nodes."""
+    shape = Shape(nodes, nodes_per_leaf=4 if nodes < 64 else 32)
+    right = wrong = missed = 0
+    kinds: Counter[str] = Counter()
+    rounds, seconds = [], []
+    for seed in range(first, first + draws):
+        rng = np.random.default_rng([seed, 7])
+        faults = draw(shape, int(rng.integers(1, 6)), rng)
+        cluster = Cluster(shape, faults, seed=seed, noise=noise)
+        topology = cluster.topology()
+        start = time.process_time()
+        report = localise(SimulatedBench(cluster), cluster.names, topology, cluster.gbit_s)
+        seconds.append(time.process_time() - start)
+        truth = {culprit(f, shape): f.kind for f in faults}
+        blamed = {b.culprit: b.kind for b in report.blames}
+        right += len(truth.keys() & blamed.keys())
+        wrong += len(blamed.keys() - truth.keys())
+        missed += len(truth.keys() - blamed.keys())
+        kinds.update(f"missed {truth[k]}" for k in truth.keys() - blamed.keys())
+        kinds.update(f"wrong {blamed[k]}" for k in blamed.keys() - truth.keys())
+        rounds.append((report.rounds.node, report.rounds.pair, report.rounds.group))
+    columns = list(zip(*rounds, strict=True))
+    return {
+        "nodes": nodes,
+        "draws": draws,
+        "faults": right + missed,
+        "precision": right / max(1, right + wrong),
+        "recall": right / max(1, right + missed),
+        "rounds_median": [statistics.median(c) for c in columns],
+        "rounds_max": [max(c) for c in columns],
+        "cpu_s_median": statistics.median(seconds),
+        "cpu_s_max": max(seconds),
+        "errors": dict(kinds),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 128, 1000])
+    parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hard", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows = [measure(n, args.draws, HARD if args.hard else Noise(), args.seed) for n in args.nodes]
+    if args.json:
+        print(json.dumps({"schema_version": 1, "rows": rows}, indent=2))
+        return
+    print(
+        "| nodes | draws | faults | precision | recall | rounds node/pair/group: median (most) | CPU s: median (most) | errors |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        rounds = " / ".join(
+            f"{m:g} ({x})" for m, x in zip(row["rounds_median"], row["rounds_max"], strict=True)
+        )
+        print(
+            f"| {row['nodes']:,} | {row['draws']:,} | {row['faults']:,} | {row['precision']:.4f} | {row['recall']:.4f} "
+            f"| {rounds} | {row['cpu_s_median']:.3f} ({row['cpu_s_max']:.3f}) | {row['errors'] or '-'} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The JSON of `dcgmi diag -j`, of DCGM 2 to 4: which tests failed, and which never ran."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from seatrial.check.findings import Finding, Target
+from seatrial.check.tool import Context, ParseError, Tool, listed
+
+_TOP = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
+_CONFIG = 5  # DCGM_ERROR_CONFIG of dcgmErrorSeverity_enum, dcgm_errors.h
+# DCGM before version 4 gives the text alone.
+_CONFIG_TEXT = re.compile(
+    r"Persistence mode for GPU [0-9]+ is disabled|Found CUDA performance-limiting environment variable",
+    re.IGNORECASE,
+)
+# These look at drivers, libraries and settings: what they pass is no hardware. The names of DCGM 4, then of 2 and 3.
+_SOFT = frozenset(
+    {
+        "software", "denylist", "blacklist", "nvml library", "cuda main library", "cuda toolkit libraries", "permissions and os-related blocks",
+        "persistence mode", "environmental variables", "page retirement/row remap", "graphics processes", "inforom", "fabric manager",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one test says of one GPU, or of all (`gpu` is None). `status` is in small letters without spaces."""
+
+    test: str
+    gpu: int | None
+    status: str
+    warnings: tuple[str, ...]
+    config: bool  # whether all its warnings are about settings
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """The whole run."""
+
+    file: str
+    results: tuple[Result, ...]
+    error: str | None  # why the run as a whole did not happen
+    version: str | None
+
+
+def matches(text: str) -> bool:
+    """Whether it is the JSON of dcgmi diag."""
+    return any(f'"{top}"' in text[:5_000] for top in _TOP)
+
+
+def parse(text: str, file: str) -> Diagnostic:
+    """Raises ParseError where the JSON is not whole or has another form."""
+    begin = max(0, text.find("{"))
+    try:
+        table, _ = json.JSONDecoder().raw_decode(text[begin:])
+    except json.JSONDecodeError as error:
+        line = error.lineno + text[:begin].count("\n")
+        raise ParseError(f"the JSON cannot be read: {error.msg}", file=file, line=line) from None
+    except RecursionError:
+        raise ParseError("the JSON is nested deeper than dcgmi ever does", file=file) from None
+    top = next((table[k] for k in _TOP if isinstance(table, dict) and k in table), None)
+    if not isinstance(top, dict):
+        raise ParseError('there is no "DCGM Diagnostic" in the JSON', file=file)
+    error_text = top.get("runtime_error") or top.get("error")
+    categories = top.get("test_categories", [])
+    results: list[Result] = []
+    for category in _list(categories, "test_categories", file):
+        for test in _list(_field(category, "tests", file), "tests", file):
+            name = _field(test, "name", file)
+            if not isinstance(name, str):
+                raise ParseError("a test has no name", file=file)
+            rows = _list(_field(test, "results", file), f"results of {name}", file)
+            for row in rows:
+                results += _results(name, row, file)
+            if not rows:
+                results.append(Result(name, None, "notrun", ("no result",), False))
+    version = next((v for v in (top.get("version"), table.get("metadata", {})) if v), None)
+    if isinstance(version, dict):
+        version = version.get("version")
+    return Diagnostic(
+        file, tuple(results), str(error_text) if error_text else None, str(version) if version else None
+    )
+
+
+def _field(entry: Any, key: str, file: str) -> Any:
+    if not isinstance(entry, dict) or key not in entry:
+        raise ParseError(f'"{key}" is missing in the JSON', file=file)
+    return entry[key]
+
+
+def _list(value: Any, what: str, file: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ParseError(f"{what} is no list in the JSON", file=file)
+    return value
+
+
+def _results(name: str, row: Any, file: str) -> Iterator[Result]:
+    status = _field(row, "status", file)
+    if not isinstance(status, str):
+        raise ParseError(f"the status of {name} is no text", file=file)
+    texts, config = [], []
+    entries = row.get("warnings", [])
+    for entry in entries if isinstance(entries, list) else [entries]:
+        text = str(entry.get("warning", entry) if isinstance(entry, dict) else entry)
+        texts.append(" ".join("".join(c if c.isprintable() else " " for c in text[:300]).split()))
+        severity = entry.get("error_severity") if isinstance(entry, dict) else None
+        config.append(severity == _CONFIG if severity is not None else _CONFIG_TEXT.search(text) is not None)
+    for gpu in _gpus(row, texts):
+        yield Result(
+            name, gpu, re.sub(r"[\s_]", "", status.lower()), tuple(texts), bool(config) and all(config)
+        )
+
+
+def _gpus(row: dict[str, Any], texts: list[str]) -> list[int | None]:
+    if row.get("entity_group") in ("GPU", None):
+        found = row.get("entity_id", row.get("gpu_id", row.get("gpu_ids")))
+        numbers = re.findall(r"[0-9]{1,3}", str(found)) if found is not None else []
+        if numbers:
+            return [int(n) for n in numbers]
+    named = {int(n) for text in texts for n in re.findall(r"\bGPU ([0-9]{1,3})\b", text)}
+    return list(named) if len(named) == 1 else [None]
+
+
+def judge(run: Diagnostic, context: Context) -> list[Finding]:
+    """One finding for each failed result, one for each test that did not run, one for each that passed everywhere."""
+    found: list[Finding] = []
+    node = Target(node=context.node)
+    if run.error is not None:
+        why = f"dcgmi diag did not run: {run.error[:200]}"
+        found.append(Finding("DIA002", "UNJUDGED", node, why, why_unjudged=why, evidence=(run.file,)))
+    for test in dict.fromkeys(r.test for r in run.results):
+        found += _of_test(test, [r for r in run.results if r.test == test], run, context)
+    hard = [r for r in run.results if r.test.lower() not in _SOFT and r.status not in ("skip", "notrun")]
+    if not hard and run.error is None:
+        why = "no test of the hardware has run, only of software and settings"
+        found.append(Finding("DIA002", "UNJUDGED", node, why, why_unjudged=why, evidence=(run.file,)))
+    return found
+
+
+def _of_test(test: str, results: list[Result], run: Diagnostic, context: Context) -> Iterator[Finding]:
+    place = (run.file,)
+    passed = []
+    for status in dict.fromkeys(r.status for r in results):
+        same = [r for r in results if r.status == status]
+        gpus = sorted({r.gpu for r in same if r.gpu is not None})
+        which = f" (GPU {listed(gpus)})" if gpus else ""
+        target = Target(node=context.node, gpu=gpus[0] if len(gpus) == 1 else None)
+        if status == "pass":
+            passed = same
+        elif status in ("skip", "notrun"):
+            why = f"{test}: {'skipped' if status == 'skip' else 'not run'}{which}"
+            yield Finding("DIA002", "UNJUDGED", target, why, why_unjudged=why, evidence=place)
+        elif status == "fail":
+            settings = [r for r in same if r.config]
+            if settings:
+                text = f"{test}: {settings[0].warnings[0]}" + (
+                    f" and {len(settings) - 1} like it" if len(settings) > 1 else ""
+                )
+                yield Finding("DIA003", "WARN", Target(node=context.node), text, evidence=place)
+            for result in (r for r in same if not r.config):
+                text = f"{test} failed: {'; '.join(result.warnings) or 'no reason given'}"
+                yield Finding(
+                    "DIA001", "FAIL", Target(node=context.node, gpu=result.gpu), text, evidence=place
+                )
+        elif status == "warn":
+            for result in same:
+                text = f"{test}: {'; '.join(result.warnings) or 'warning without a reason'}"
+                yield Finding(
+                    "DIA001", "WARN", Target(node=context.node, gpu=result.gpu), text, evidence=place
+                )
+        else:
+            why = f"{test}: {status!r} is no known status{which}"
+            yield Finding("DIA002", "UNJUDGED", target, why, why_unjudged=why, evidence=place)
+    if len(passed) == len(results):
+        yield Finding("DIA004", "PASS", Target(node=context.node), f"{test} passed", evidence=place)
+
+
+def inventory(run: Diagnostic) -> dict[str, str | int | float]:
+    """The version of DCGM and the tests of the suite."""
+    found: dict[str, str | int | float] = {"diagnostics": listed(sorted({r.test for r in run.results}), 30)}
+    if run.version is not None:
+        found["DCGM"] = run.version
+    return found
+
+
+TOOLS: tuple[Tool[Diagnostic], ...] = (Tool("dcgmi diag -j", matches, parse, judge, inventory),)

@@ -1,0 +1,108 @@
+"""The log of NVIDIA's fabric manager: errors of NVSwitches and their links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from seatrial.check.findings import Finding, Target, Verdict
+from seatrial.check.tool import Context, ParseError, Stray, Tool, evidence, lines_of, stray_findings
+from seatrial.hardware.xid import address
+
+_LINE = re.compile(
+    r"^\[(?P<time>[A-Z][a-z]{2} [ 0-9][0-9] [0-9]{4} [0-9:]{8})\] \[(?P<level>[A-Z]{4,8})\] \[tid (?P<tid>[0-9]+)\] (?P<text>.*)$"
+)
+# A message goes on in lines without a head of their own.
+_SWITCH = re.compile(
+    r"NVSwitch (?P<severity>non-fatal|fatal) error (?P<code>[0-9]{1,6}) .*?pci bus id (?P<pci>[0-9A-Fa-f:.]{7,20})(?: physical id [0-9]+)?(?: port (?P<port>[0-9]{1,3}))?",
+    re.IGNORECASE,
+)
+_LEVELS = ("INFO", "DEBUG", "NOTICE", "WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One message above the level of information."""
+
+    line: int
+    time: str
+    level: str
+    text: str
+
+
+@dataclass(frozen=True)
+class FabricLog:
+    """What of the log matters."""
+
+    file: str
+    lines: int
+    entries: tuple[Entry, ...]
+    stray: Stray
+
+
+def matches(text: str) -> bool:
+    """Whether it has the fabric manager's lines."""
+    return (
+        re.search(
+            r"^\[[A-Z][a-z]{2} [ 0-9][0-9] [0-9]{4} [0-9:]{8}\] \[[A-Z]{4,8}\] \[tid [0-9]+\] ",
+            text[:20_000],
+            re.M,
+        )
+        is not None
+    )
+
+
+def parse(text: str, file: str) -> FabricLog:
+    """Raises ParseError where no line is the fabric manager's."""
+    entries, stray = [], []
+    count = 0
+    for number, line in enumerate(lines_of(text), 1):
+        found = _LINE.match(line)
+        if found is None:
+            # Continuations are free text; what begins like a head and is none, or tells of an error, is damage.
+            if re.search(r"\[(?:ERROR|CRITICAL|FATAL|WARN)|NVSwitch (?:non-)?fatal", line) or re.match(
+                r"\[[A-Z][a-z]{2} ", line
+            ):
+                stray.append((number, line))
+            continue
+        count += 1
+        if found["level"] not in _LEVELS:
+            stray.append((number, line))
+        elif found["level"] not in ("INFO", "DEBUG", "NOTICE"):
+            entries.append(Entry(number, found["time"], found["level"], found["text"].strip()))
+    if not count:
+        raise ParseError("no line of the fabric manager", file=file)
+    return FabricLog(file, count, tuple(entries), Stray(file, tuple(stray)))
+
+
+def judge(log: FabricLog, context: Context) -> list[Finding]:
+    """One finding for each kind of message; one PASS for none."""
+    found = [*stray_findings(log.stray, context, "fabric manager log"), *_entries(log, context)]
+    if not found:
+        text = f"no error in {log.lines} messages of the fabric manager"
+        found.append(Finding("NVL008", "PASS", Target(node=context.node), text, evidence=(log.file,)))
+    return found
+
+
+def _entries(log: FabricLog, context: Context) -> Iterator[Finding]:
+    groups: dict[tuple[Verdict, Target, str], list[Entry]] = {}
+    for entry in log.entries:
+        switch = _SWITCH.search(entry.text)
+        if switch is not None:
+            verdict: Verdict = "WARN" if switch["severity"].lower() == "non-fatal" else "FAIL"
+            port = None if switch["port"] is None else int(switch["port"])
+            target = Target(node=context.node, pci=address(switch["pci"]), link=port)
+            what = f"NVSwitch {switch['severity'].lower()} error {switch['code']}"
+        else:
+            # Whether the rest is fatal is not said; a run that the fabric was never set up for shows in the GPUs' fabric state.
+            verdict = "FAIL" if entry.level in ("CRITICAL", "FATAL") else "WARN"
+            target, what = Target(node=context.node), entry.text[:200]
+        groups.setdefault((verdict, target, what), []).append(entry)
+    for (verdict, target, what), same in groups.items():
+        times = f", {len(same)} times, the last" if len(same) > 1 else ""
+        text = f"{what}{times} at {same[-1].time}"
+        yield Finding("NVL007", verdict, target, text, evidence=evidence(log.file, (e.line for e in same)))
+
+
+TOOLS: tuple[Tool[FabricLog], ...] = (Tool("fabric manager log", matches, parse, judge),)

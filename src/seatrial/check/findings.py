@@ -1,0 +1,130 @@
+"""What a check says: a finding, what it is about, what was expected, and the codes that `seatrial explain` knows."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+Verdict = Literal["PASS", "WARN", "FAIL", "UNJUDGED"]
+Direction = Literal["one direction", "both directions", ""]
+
+# The worst first. UNJUDGED stands above PASS: what nobody judged is not fit.
+_WORST: tuple[Verdict, ...] = ("FAIL", "WARN", "UNJUDGED", "PASS")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a finding is about. What is not known or does not apply is None; all None is the whole input."""
+
+    node: str | None = None
+    gpu: int | None = None  # the index that the driver gives
+    pci: str | None = None  # "0000:3b:00", as hardware.xid.address() writes it
+    link: int | None = None  # NVLink, as numbered on the GPU (or on the switch, where `pci` is a switch's)
+    port: str | None = None  # of an RDMA device: "mlx5_0/1"
+    peer: str | None = None  # the other node of a pair, or the other end of a link
+
+    def __str__(self) -> str:
+        """As a person reads it: "node7 GPU 3 NVLink 5", "node7 mlx5_0/1 to node9"."""
+        words = [] if self.node is None else [self.node]
+        if self.gpu is not None:
+            words.append(f"GPU {self.gpu}")
+        if self.pci is not None:
+            words.append(self.pci if self.gpu is None else f"({self.pci})")
+        if self.link is not None:
+            words.append(f"NVLink {self.link}")
+        if self.port is not None:
+            words.append(self.port)
+        if self.peer is not None:
+            words.append(f"to {self.peer}")
+        return " ".join(words) or "-"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What should have been measured, in `unit`, and who says so.
+
+    `direction`, `algorithm` and `size_bytes` say what a bandwidth means; they are empty where the value is none.
+    """
+
+    value: float | str | None
+    unit: str = ""
+    source: str = ""
+    direction: Direction = ""
+    algorithm: str = ""  # "ring", "NVLS", "peer to peer copy", "ib_write_bw", ...
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One verdict about one thing.
+
+    `code` is in codes*.toml. `why_unjudged` is set exactly where the verdict is UNJUDGED. `action` is what to do;
+    left empty, it is what the code says (nothing for PASS). `evidence` holds "FILE:LINE" or the command asked.
+    """
+
+    code: str
+    verdict: Verdict
+    target: Target
+    message: str
+    measured: float | str | None = None
+    unit: str = ""
+    expected: Expected | None = None
+    peers_median: float | None = None  # in `unit`; None where there are no peers
+    why_unjudged: str = ""
+    action: str = field(default="")
+    evidence: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        code = codes().get(self.code)
+        assert code is not None, f"no such code: {self.code}"
+        assert (self.verdict == "UNJUDGED") == bool(self.why_unjudged), "why_unjudged goes with UNJUDGED"
+        if not self.action and self.verdict != "PASS":
+            object.__setattr__(self, "action", code.action)
+
+    @property
+    def deviation(self) -> float | None:
+        """How far `measured` is from the median of the peers, as a share of it (-0.2: a fifth below); None if unknown."""
+        if self.peers_median is None or not self.peers_median or not isinstance(self.measured, int | float):
+            return None
+        return self.measured / self.peers_median - 1
+
+
+def worst(findings: Iterable[Finding]) -> Verdict:
+    """The verdict on all of them: FAIL before WARN before UNJUDGED before PASS. No findings at all is UNJUDGED."""
+    said = {f.verdict for f in findings}
+    return next((v for v in _WORST if v in said), "UNJUDGED")
+
+
+@dataclass(frozen=True)
+class Code:
+    """One code: what it means and what to do about it."""
+
+    code: str
+    title: str
+    meaning: str
+    action: str
+    source: str
+
+
+@cache
+def codes() -> dict[str, Code]:
+    """Every code, from all of this folder's codes*.toml: each area has its own file."""
+    found: dict[str, Code] = {}
+    folder = files("seatrial.check")
+    for entry in sorted((e for e in folder.iterdir()), key=lambda e: e.name):
+        if not (entry.name.startswith("codes") and entry.name.endswith(".toml")):
+            continue
+        table: dict[str, dict[str, Any]] = tomllib.loads(entry.read_text(encoding="utf-8"))
+        for code, fields in table.items():
+            assert code not in found, f"{code} stands in two files"
+            found[code] = Code(code=code, **fields)
+    return found
+
+
+def explain(code: str) -> Code | None:
+    """What `code` ("NET004", in any case) means; None if there is no such code."""
+    return codes().get(code.strip().upper())

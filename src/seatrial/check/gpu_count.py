@@ -1,0 +1,53 @@
+"""Whether all GPUs of a node are there, from any output that lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from seatrial.check.findings import Expected, Finding, Target
+from seatrial.check.floors import Sku
+from seatrial.check.tool import Context, listed
+
+
+def count_findings(
+    indices: Sequence[int], sku: Sku | None, context: Context, evidence: tuple[str, ...]
+) -> list[Finding]:
+    """GPU001 for a list of GPUs with these indices: judged by the plan, else by what a board of this kind can show.
+
+    A single GPU other than the first was asked for alone and says nothing about their number. A longer list that does
+    not begin at 0 or has gaps was asked for so, or lacks something: UNJUDGED.
+    """
+    if not indices or (len(indices) == 1 and indices[0] > 0):
+        return []
+    if list(indices) != list(range(len(indices))):
+        why = f"only the GPUs {listed(indices)} are in the output: asked for only these, or cut off"
+        return [
+            Finding("GPU001", "UNJUDGED", Target(node=context.node), why, why_unjudged=why, evidence=evidence)
+        ]
+    count, target = len(indices), Target(node=context.node)
+    if context.gpus is not None:
+        expected = Expected(context.gpus, "GPUs", "plan or siblings")
+        wrong = count != context.gpus
+        what = f"{count} GPUs, {context.gpus} expected"
+    elif sku is not None and sku.counts:
+        expected = Expected(" or ".join(str(c) for c in sku.counts), "GPUs", sku.source)
+        wrong = count not in sku.counts
+        what = (
+            f"{count} {sku.name} GPUs; such a machine shows {expected.value}"
+            if wrong
+            else f"{count} GPU{'s' * (count != 1)}"
+        )
+    else:
+        return []
+    return [
+        Finding(
+            "GPU001",
+            "FAIL" if wrong else "PASS",
+            target,
+            what,
+            measured=count,
+            unit="GPUs",
+            expected=expected,
+            evidence=evidence,
+        )
+    ]

@@ -1,0 +1,199 @@
+"""What nccl-tests (all_reduce_perf and the others) and NCCL_DEBUG=INFO print: rows, ranks, topology, warnings."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from seatrial.check.tool import ParseError, Stray, lines_of
+
+# What mpirun --tag-output and srun --label write before each line.
+_LABEL = re.compile(r"^(?:\[[0-9]+,[0-9]+\]<std(?:out|err)>: ?|[0-9]{1,5}: (?=\s*(?:#|[0-9]|\S+:[0-9]+:)))")
+_RANK = re.compile(
+    r"Rank\s+(?P<rank>[0-9]{1,6})\s+(?:Group\s+[0-9]+\s+)?Pid\s+[0-9]+ on\s+(?P<host>\S{1,120}) device\s+(?P<device>[0-9]{1,3}) \[(?P<pci>[0-9A-Fa-fx:.]+)\]\s+(?P<name>.{1,80}?)\s*$"
+)
+_RANGE = re.compile(r"minBytes (?P<least>[0-9]+) maxBytes (?P<most>[0-9]+)")
+_START = re.compile(r"Collective test starting: (?P<test>\S+)")
+_BOUNDS = re.compile(r"Out of bounds values\s*:\s*(?P<count>[0-9]+)\s*(?P<word>\S+)?")
+_AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*(?P<value>\S+)(?:\s+(?P<word>\S+))?")
+_FAILED = re.compile(
+    r"Test (?:NCCL |CUDA )?failure|: Test failure|\bNCCL failure\b|unhandled (?:cuda|system) error|FAILED\s*$"
+)
+_DEBUG = re.compile(
+    r"^(?:\[[0-9 :T.Z+-]{10,40}\] )?(?P<host>[^\s:\[]{1,120}):(?P<pid>[0-9]+):(?P<tid>[0-9]+) \[(?P<device>[0-9]{1,3})\] (?P<rest>.*)$"
+)
+_WARN = re.compile(r"\bNCCL WARN (?P<text>.{1,300})")
+_COMM = re.compile(
+    r"\brank (?P<rank>[0-9]{1,6}) nRanks (?P<ranks>[0-9]{1,6}) nNodes (?P<nodes>[0-9]{1,6}) localRanks (?P<local>[0-9]{1,4})"
+)
+_CHANNELS = re.compile(
+    r"(?P<coll>[0-9]{1,3}) coll channels,(?: [0-9]+ collnet channels,)?(?: (?P<nvls>[0-9]{1,3}) nvls channels,)?"
+)
+_NVLS = re.compile(r"NVLS multicast support is (?P<no>not )?available on dev (?P<device>[0-9]{1,3})")
+_NETWORK = re.compile(r"Using network (?P<name>\S{1,60})")
+_NUMBER = re.compile(r"-?[0-9]{1,20}(?:\.[0-9]{1,9})?(?:e[+-]?[0-9]{1,4})?")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One message size, in bytes; bandwidths in GB/s, the better of out of place and in place. `wrong` is None unchecked."""
+
+    line: int
+    size: int
+    algbw: float
+    busbw: float
+    wrong: float | None
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of the run."""
+
+    rank: int
+    host: str
+    device: int
+    gpu: str
+
+
+@dataclass
+class NcclLog:
+    """The whole output. `channels` and `nvls` are by (host, device)."""
+
+    file: str
+    test: str | None = None
+    rows: list[Row] = field(default_factory=list)
+    ranks: list[Rank] = field(default_factory=list)
+    most_bytes: int | None = None
+    out_of_bounds: tuple[int, int, bool] | None = None  # line, count, whether it says OK
+    average: tuple[int, str, bool] | None = None  # line, text, whether it says FAILED
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    warnings: list[tuple[int, str]] = field(default_factory=list)
+    nodes: dict[int, int] = field(default_factory=dict)  # nNodes -> line
+    hosts: set[str] = field(default_factory=set)  # in the debug lines
+    channels: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # channels, line
+    nvls: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # NVLS channels, line
+    no_multicast: dict[tuple[str, int], int] = field(default_factory=dict)
+    network: dict[str, int] = field(default_factory=dict)
+    table: bool = False
+    stray: Stray = field(default_factory=lambda: Stray(""))
+
+
+def is_table(text: str) -> bool:
+    """Whether there is a table of nccl-tests."""
+    return any(_columns(_LABEL.sub("", x)) for x in lines_of(text[:200_000]))
+
+
+def is_debug(text: str) -> bool:
+    """Whether there are lines of NCCL_DEBUG and no table."""
+    found = (_DEBUG.match(_LABEL.sub("", line)) for line in lines_of(text[:200_000]))
+    return any(
+        m is not None and re.search(r"\bNCCL (INFO|WARN) ", m["rest"]) for m in found
+    ) and not is_table(text)
+
+
+def _columns(line: str) -> list[str]:
+    """The names of the columns, "#wrong" as "wrong"; empty if this is no head."""
+    words = [w.lstrip("#") for w in line.split() if w.strip("#")]
+    return words if words[:2] == ["size", "count"] and "busbw" in words and "algbw" in words else []
+
+
+def parse(text: str, file: str) -> NcclLog:
+    """Raises ParseError where there is neither a table with rows nor a line of NCCL_DEBUG."""
+    log = NcclLog(file)
+    columns: list[str] = []
+    stray: list[tuple[int, str]] = []
+    seen_debug = False
+    for number, raw in enumerate(lines_of(text), 1):
+        line = _LABEL.sub("", raw)
+        if found := _DEBUG.match(line):
+            seen_debug = True
+            _debug(log, found, number)
+            continue
+        if head := _columns(line):
+            columns, log.table = head, True
+            continue
+        words = line.split()
+        if columns and words and _NUMBER.fullmatch(words[0]) and not line.lstrip().startswith("#"):
+            row = _row(columns, words, number)
+            if row is None:
+                stray.append((number, line))
+            else:
+                log.rows.append(row)
+            continue
+        if not _plain(log, line, number) and columns and re.match(r"\s*[0-9]+\s+[0-9-]", line):
+            stray.append((number, line))
+    log.stray = Stray(file, tuple(stray))
+    if not log.table and not seen_debug:
+        raise ParseError("no table of nccl-tests and no line of NCCL_DEBUG", file=file)
+    return log
+
+
+def _plain(log: NcclLog, line: str, number: int) -> bool:
+    """A line outside the table; False if it says nothing that matters."""
+    if found := _RANK.search(line):
+        log.ranks.append(Rank(int(found["rank"]), found["host"], int(found["device"]), found["name"]))
+    elif found := _RANGE.search(line):
+        log.most_bytes = int(found["most"])
+    elif found := _START.search(line):
+        log.test = found["test"]
+    elif found := _BOUNDS.search(line):
+        log.out_of_bounds = (number, int(found["count"]), found["word"] == "OK")
+    elif (found := _AVERAGE.search(line)) and found["word"] in (None, "OK", "FAILED"):
+        log.average = (number, found["value"], found["word"] == "FAILED")
+    elif _FAILED.search(line):
+        log.failures.append((number, line.strip()[:200]))
+    else:
+        return False
+    return True
+
+
+def _row(columns: list[str], words: list[str], number: int) -> Row | None:
+    """One row by the names of its columns; None if it does not fit them."""
+    if len(words) != len(columns):
+        return None
+    groups: list[dict[str, str]] = [{}]
+    for name, word in zip(columns, words, strict=True):
+        if name == "time":
+            groups.append({})  # out of place, then in place
+        groups[-1][name] = word
+    if not words[0].isdecimal() or len(groups) < 2:
+        return None
+    best: tuple[float, float] = (-1.0, -1.0)
+    wrong: float | None = None
+    for group in groups[1:]:
+        bus, alg, bad = (group.get(k, "") for k in ("busbw", "algbw", "wrong"))
+        if "error" in group and not bad:
+            bad = "0" if _small(group["error"]) else group["error"]
+        if (
+            not _NUMBER.fullmatch(bus)
+            or not _NUMBER.fullmatch(alg)
+            or not (bad == "N/A" or _NUMBER.fullmatch(bad))
+        ):
+            return None
+        best = max(best, (float(bus), float(alg)))
+        if bad != "N/A":
+            wrong = (wrong or 0.0) + float(bad)
+    return Row(number, int(words[0]), best[1], best[0], wrong) if best[0] >= 0 else None
+
+
+def _small(error: str) -> bool:
+    # The older versions print the largest relative difference; nccl-tests takes up to 1e-2 for half and 1e-5 for float, by type.
+    return _NUMBER.fullmatch(error) is not None and abs(float(error)) < 1e-2
+
+
+def _debug(log: NcclLog, found: re.Match[str], number: int) -> None:
+    rest, where = found["rest"], (found["host"], int(found["device"]))
+    log.hosts.add(found["host"])
+    if warning := _WARN.search(rest):
+        log.warnings.append((number, warning["text"].strip()))
+    elif comm := _COMM.search(rest):
+        log.nodes.setdefault(int(comm["nodes"]), number)
+    elif channels := _CHANNELS.search(rest):
+        log.channels[where] = (int(channels["coll"]), number)
+        if channels["nvls"] is not None:
+            log.nvls[where] = (int(channels["nvls"]), number)
+    elif nvls := _NVLS.search(rest):
+        if nvls["no"]:
+            log.no_multicast[where] = number
+    elif network := _NETWORK.search(rest):
+        log.network.setdefault(network["name"], number)

@@ -1,0 +1,39 @@
+"""Which tools' outputs are known, and which of them wrote a text: told by its content, never by a file's name."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+from seatrial.check.tool import Tool
+
+# Modules with a `TOOLS: tuple[Tool[...], ...]`. Names, so that they are loaded when something must be recognised and
+# not by `seatrial --help`. Of two tools that both match, the first is surer: the narrow ones stand before the wide.
+MODULES: tuple[str, ...] = (
+    "seatrial.check.perftest",
+    "seatrial.check.ibstat",
+    "seatrial.check.sysfs",
+    "seatrial.check.mlxlink",
+    "seatrial.check.ncclscout",
+    "seatrial.check.nccl_judge",
+    "seatrial.check.dcgm_diag",
+    "seatrial.check.smi_query_judge",
+    "seatrial.check.smi_nvlink",
+    "seatrial.check.smi_topo",
+    "seatrial.check.smi_table",
+    "seatrial.check.fabric_log",
+    "seatrial.check.kernel_text",
+    "seatrial.check.shell",
+)
+
+
+@cache
+def tools() -> tuple[Tool[Any], ...]:
+    """All tools, in the order of `MODULES`. AttributeError where a module has no TOOLS: a programming error."""
+    return tuple(tool for module in MODULES for tool in importlib.import_module(module).TOOLS)
+
+
+def recognise(text: str) -> list[Tool[Any]]:
+    """The tools whose output is in the text, the surest first: none where it is unknown, several where it is mixed."""
+    return [tool for tool in tools() if tool.matches(text)]

@@ -1,0 +1,50 @@
+"""A report as one JSON document."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from seatrial.check.findings import Finding
+from seatrial.check.report import Report
+
+SCHEMA_VERSION = 1
+
+
+def document(report: Report) -> dict[str, Any]:
+    """`verdict`, `counts`, `nodes` (name -> verdict), `findings` (the worst first), `outputs` (each file with its verdict)."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": report.verdict,
+        "counts": report.counts,
+        "nodes": report.nodes,
+        "findings": [_finding(f) for f in report.findings],
+        "outputs": [
+            {
+                "file": j.file,
+                "node": j.node,
+                "tool": j.tool or None,
+                "verdict": j.verdict,
+                "inventory": dict(j.inventory),
+            }
+            for j in report.judged
+        ],
+    }
+
+
+def text(report: Report) -> str:
+    """The document with a final newline. A number that JSON has no word for becomes null."""
+    return json.dumps(_finite(document(report)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finding(f: Finding) -> dict[str, Any]:
+    return {**asdict(f), "evidence": list(f.evidence), "deviation": f.deviation}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list) else value

@@ -1,0 +1,150 @@
+"""Outputs of nvidia-smi that are a list of GPUs with lines below each: `nvlink -s`, `-e`, `-R`, `info`, and `-L`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from seatrial.check.tool import ParseError, Stray, lines_of
+
+Kind = Literal["status", "errors", "remote", "info", "list"]
+
+_GPU = re.compile(
+    r"^GPU (?P<index>[0-9]{1,3}): (?P<name>.{1,120}?) \(UUID: (?P<uuid>[^)\s]{1,80})\)(?: (?P<rest>\S.{0,120}?))?\s*$",
+    re.ASCII,
+)
+_STATUS = re.compile(
+    r"^\s*Link (?P<link>[0-9]{1,2}): (?:(?P<rate>[0-9]{1,6}(?:\.[0-9]{1,6})?) GB/s|(?P<off><inactive>))\s*$",
+    re.I,
+)
+_ERRORS = re.compile(
+    r"^\s*Link (?P<link>[0-9]{1,2}): (?P<name>[A-Za-z][^:]{1,80}): (?P<value>[0-9]{1,20}(?:e-?[0-9]{1,4})?|N/A)\s*$"
+)
+_REMOTE = re.compile(
+    r"^\s*Link (?P<link>[0-9]{1,2}): Remote Device (?P<device>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]): Link (?P<far>[0-9]{1,3})\s*$"
+)
+_INFO = re.compile(r"^\s+(?P<name>[A-Z][A-Za-z ]{1,40}):(?: (?P<value>[A-Za-z0-9.:_-]{1,80}))?\s*$")
+_INACTIVE = re.compile(
+    r"^\s*NVML: Unable to retrieve NVLink information as all links are inActive\s*$", re.IGNORECASE
+)
+_UNSUPPORTED = re.compile(r"^\s*Device does not have or support NVLink\s*$", re.IGNORECASE)
+_MIG = re.compile(r"^\s+MIG .{1,80}\(UUID: [^)]{1,100}\)\s*$")
+
+
+@dataclass
+class Link:
+    """One line about a link. `gb_s` is its raw rate in one direction, None where it is inactive."""
+
+    link: int
+    line: int
+    gb_s: float | None = None
+    device: str | None = None  # PCI address of the other end
+
+
+@dataclass
+class Gpu:
+    """One GPU and what stands below it."""
+
+    index: int
+    name: str
+    uuid: str
+    line: int
+    links: list[Link] = field(default_factory=list)
+    counters: dict[tuple[int, str], tuple[int, int]] = field(
+        default_factory=dict
+    )  # (link, small letters) -> value, line
+    info: dict[str, tuple[str, int]] = field(default_factory=dict)
+    inactive: int | None = None  # the line that says that all links are
+    unsupported: int | None = None  # the line that says that the GPU has none
+
+
+@dataclass
+class GpuList:
+    """The whole output; `stray` holds what is none of its lines."""
+
+    file: str
+    kind: Kind
+    gpus: list[Gpu]
+    stray: Stray
+
+
+def kind_of(text: str) -> Kind | None:
+    """Which of the outputs it is; None if it is none of them."""
+    lines = lines_of(text[:20_000])
+    if not any(_GPU.match(line) for line in lines):
+        return None
+    told = [m["rest"] or "" for line in lines if (m := _GPU.match(line))]
+    for line in [*lines, *told]:
+        if _REMOTE.match(line):
+            return "remote"
+        if _STATUS.match(line) or _INACTIVE.match(line) or _UNSUPPORTED.match(line):
+            return "status"
+        if _ERRORS.match(line):
+            return "errors"
+        if re.match(r"^\s+(NVLE|Firmware Version):", line):
+            return "info"
+    # Nothing but GPUs: the list, or an output whose lines are all damaged.
+    rest = [x for x in lines if x.strip() and not _GPU.match(x) and not _MIG.match(x)]
+    return "list" if not rest else None
+
+
+def parse(text: str, file: str) -> GpuList:
+    """Raises ParseError where there is no GPU in it, or where a GPU comes twice."""
+    kind = kind_of(text)
+    if kind is None:
+        raise ParseError("no list of GPUs as nvidia-smi prints it", file=file)
+    gpus: list[Gpu] = []
+    stray: list[tuple[int, str]] = []
+    for number, line in enumerate(lines_of(text), 1):
+        if not line.strip():
+            continue
+        if found := _GPU.match(line):
+            if any(g.index == int(found["index"]) for g in gpus):
+                raise ParseError(
+                    f"GPU {found['index']} comes twice", file=file, line=number, source_line=line
+                )
+            gpus.append(Gpu(int(found["index"]), found["name"], found["uuid"], number))
+            # Some versions say it in the same line.
+            if found["rest"] and not _take(kind, gpus[-1], found["rest"], number):
+                stray.append((number, line))
+        elif not gpus:
+            # A prompt or banner before the first GPU; what looks like a line of the list is damage.
+            if re.match(r"^\s*(GPU|Link)\b", line):
+                stray.append((number, line))
+        elif not _take(kind, gpus[-1], line, number):
+            stray.append((number, line))
+    return GpuList(file, kind, gpus, Stray(file, tuple(stray)))
+
+
+def _take(kind: Kind, gpu: Gpu, line: str, number: int) -> bool:
+    """Put one line where it belongs; False if it is none of this output."""
+    if kind in ("status", "remote", "errors") and _INACTIVE.match(line):
+        gpu.inactive = number
+        return True
+    if kind in ("status", "remote", "errors") and _UNSUPPORTED.match(line):
+        gpu.unsupported = number
+        return True
+    if kind == "status" and (found := _STATUS.match(line)):
+        return _add(gpu, Link(int(found["link"]), number, None if found["off"] else float(found["rate"])))
+    if kind == "remote" and (found := _REMOTE.match(line)):
+        return _add(gpu, Link(int(found["link"]), number, device=found["device"].lower()))
+    if kind == "errors" and (found := _ERRORS.match(line)):
+        key = (int(found["link"]), " ".join(found["name"].split()).lower())
+        if found["value"].isdecimal():
+            fresh = key not in gpu.counters
+            gpu.counters[key] = (int(found["value"]), number)
+            return fresh
+        return True
+    if kind == "info" and (found := _INFO.match(line)):
+        if found["value"] is not None:
+            gpu.info[found["name"]] = (found["value"], number)
+        return True
+    return kind == "list" and _MIG.match(line) is not None
+
+
+def _add(gpu: Gpu, link: Link) -> bool:
+    if any(other.link == link.link for other in gpu.links):
+        return False
+    gpu.links.append(link)
+    return True

@@ -1,0 +1,196 @@
+"""How a node's GPUs are joined: the matrix of `nvidia-smi topo -m`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from seatrial.check.findings import Expected, Finding, Target
+from seatrial.check.floors import find_sku
+from seatrial.check.tool import Context, ParseError, Tool, evidence, lines_of, listed
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_DEVICE = r"(?:GPU[0-9]{1,3}|NIC[0-9]{1,3}|[a-z][a-z0-9_]*_[a-z0-9_]+)"
+_JOIN = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|NV[0-9]{1,2}|C2C|N/A", re.ASCII)
+_GPU = re.compile(r"GPU(?P<index>[0-9]{1,3})", re.ASCII)
+# Of a full NVLink mesh or an NVSwitch board, or of a part of it for a virtual machine: machines with 16 are HGX-2.
+_FULL_COUNTS = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`joins[a][b]` is what the matrix says between the GPUs with the indices a and b: "NV18", "SYS", ..."""
+
+    file: str
+    gpus: tuple[int, ...]
+    nics: tuple[str, ...]
+    joins: dict[int, dict[int, str]]
+    lines: dict[int, int]
+
+    def links(self, one: int, other: int) -> int:
+        """NVLinks between two GPUs."""
+        join = self.joins[one][other]
+        return int(join[2:]) if join.startswith("NV") else 0
+
+
+def _header(line: str) -> list[str]:
+    return re.findall(rf"(?<!\S){_DEVICE}(?!\S)", line.partition("CPU Affinity")[0], re.ASCII)
+
+
+def matches(text: str) -> bool:
+    """Whether a matrix of GPUs is in the text."""
+    clean = _COLOUR.sub("", text[:20_000])
+    return re.search(r"^\s+GPU[0-9]{1,3}\b.*$", clean, re.MULTILINE) is not None and (
+        re.search(r"^\s*GPU[0-9]{1,3}\s+(?:X|NV[0-9]|SYS|NODE|PHB|P[XI]B|PIX)", clean, re.MULTILINE)
+        is not None
+    )
+
+
+def parse(text: str, file: str) -> Topology:
+    """Raises ParseError where the matrix is not whole or not symmetric."""
+    devices: list[str] = []
+    rows: dict[str, list[str]] = {}
+    places: dict[str, int] = {}
+    for number, raw in enumerate(lines_of(text), 1):
+        line = _COLOUR.sub("", raw)
+        words = line.split()
+        if not words:
+            if rows:
+                break  # the legend follows
+            continue
+        if not devices:
+            if line[:1].isspace() and _GPU.fullmatch(words[0]):
+                devices = _header(line)
+            continue
+        name, values = words[0], words[1 : 1 + len(devices)]
+        if name not in devices or name in rows:
+            raise ParseError("this is no row of the matrix", file=file, line=number, source_line=line)
+        odd = next((v for v in values if not _JOIN.fullmatch(v)), None)
+        if len(values) < len(devices) or odd is not None:
+            what = (
+                f"{odd!r} is no connection" if odd is not None else f"{len(values)} of {len(devices)} columns"
+            )
+            raise ParseError(f"row {name}: {what}", file=file, line=number, source_line=line)
+        rows[name], places[name] = values, number
+    if not devices:
+        raise ParseError("no matrix with GPUs in its head", file=file)
+    missing = [d for d in devices if d not in rows]
+    if missing:
+        last = max(places.values(), default=1)
+        raise ParseError(f"the row of {missing[0]} is missing: the matrix is cut off", file=file, line=last)
+    for i, one in enumerate(devices):
+        for j, other in enumerate(devices):
+            if rows[one][j] != rows[other][i] or (rows[one][j] == "X") != (i == j):
+                text = f"{one} to {other} is {rows[one][j]}, {other} to {one} is {rows[other][i]}"
+                raise ParseError(text, file=file, line=places[one])
+    gpus = [(n, int(m["index"])) for n, d in enumerate(devices) if (m := _GPU.fullmatch(d))]
+    joins = {index: {other: rows[devices[n]][k] for k, other in gpus} for n, index in gpus}
+    nics = tuple(d for d in devices if not _GPU.fullmatch(d))
+    return Topology(file, tuple(i for _, i in gpus), nics, joins, {i: places[devices[n]] for n, i in gpus})
+
+
+def judge(topology: Topology, context: Context) -> list[Finding]:
+    """Whether GPUs are missing, and whether all are joined as their siblings are."""
+    count = len(topology.gpus)
+    places = evidence(topology.file, topology.lines.values())
+    node = Target(node=context.node)
+    found = [*_missing(topology, context), *_uneven(topology, context)]
+    if any(f.verdict != "PASS" for f in found):
+        return found
+    best = {g: max((topology.links(g, o) for o in topology.gpus if o != g), default=0) for g in topology.gpus}
+    if count > 1 and not any(best.values()):
+        sku = find_sku(context.gpu)
+        if sku is not None and sku.board not in ("switch", "mesh"):
+            text = f"{count} {sku.name} GPUs, none joined by NVLink"
+            return [*found, Finding("NVL008", "PASS", node, text, evidence=places)]
+        why = "no NVLink between any GPUs, and the output does not name the kind of GPU that would say whether it must have some"
+        return [*found, Finding("NVL006", "UNJUDGED", node, why, why_unjudged=why, evidence=places)]
+    peers = sorted({sum(topology.links(g, o) > 0 for o in topology.gpus if o != g) for g in topology.gpus})
+    text = f"{count} GPU{'s' * (count != 1)}, each joined by NVLink to {listed(peers)} others"
+    if peers and max(peers) < count - 1:
+        text += ": the rest of the way goes over PCIe and the processors"
+    return [*found, Finding("NVL008", "PASS", node, text, evidence=places)]
+
+
+def _missing(topology: Topology, context: Context) -> Iterator[Finding]:
+    count, sku = len(topology.gpus), find_sku(context.gpu)
+    full = count > 2 and all(topology.links(a, b) for a in topology.gpus for b in topology.gpus if a != b)
+    if context.gpus is not None:
+        expected = Expected(context.gpus, "GPUs", "plan or siblings")
+        wrong = count != context.gpus
+    elif sku is not None and sku.counts:
+        expected = Expected(listed(sku.counts), "GPUs", sku.source)
+        wrong = count not in sku.counts
+    elif full:
+        source = "docs.nvidia.com, Fabric Manager user guide: an NVSwitch board, or a part of it, shows 2, 4 or 8 GPUs; HGX-2: 16"
+        expected, wrong = Expected(listed(_FULL_COUNTS), "GPUs", source), count not in _FULL_COUNTS
+    else:
+        return
+    holes = set(range(max(topology.gpus) + 1)) - set(topology.gpus)
+    if wrong or holes:
+        text = (
+            f"{count} GPUs, all joined by NVLink, where {expected.value} are expected"
+            if full
+            else f"{count} GPUs, expected: {expected.value}"
+        )
+        places = evidence(topology.file, topology.lines.values())
+        yield Finding(
+            "GPU001", "FAIL", Target(node=context.node), text, count, "GPUs", expected, evidence=places
+        )
+
+
+def _uneven(topology: Topology, context: Context) -> Iterator[Finding]:
+    """GPUs with fewer NVLinks than their siblings have."""
+    gpus = topology.gpus
+    peers = {g: [o for o in gpus if o != g and topology.links(g, o)] for g in gpus}
+    best = {g: max((topology.links(g, o) for o in peers[g]), default=0) for g in gpus}
+    total = {g: sum(topology.links(g, o) for o in peers[g]) for g in gpus}
+    top = max(best.values(), default=0)
+    sku = find_sku(context.gpu)
+    must = sku.links if sku is not None and sku.board == "switch" and len(gpus) > 1 else None
+    full = any(len(p) == len(gpus) - 1 for p in peers.values()) and len(gpus) > 2
+    pairs = bool(top) and all(len(p) <= 1 for p in peers.values())
+    for gpu in gpus:
+        have, text = best[gpu], ""
+        if must is not None and have < must:
+            text = f"{have} NVLinks to its peers, {must} expected of a {sku.name if sku else ''}"
+        elif full and len(peers[gpu]) < len(gpus) - 1:
+            text = f"NVLink to only {len(peers[gpu])} of {len(gpus) - 1} other GPUs"
+            # The far ends of a GPU that has none are not to blame.
+            if peers[gpu] and all(not peers[o] for o in gpus if o != gpu and o not in peers[gpu]):
+                text = ""
+        elif pairs and not have and not _odd_one(peers):
+            text = "no NVLink, while others are joined in pairs"
+        elif have and have < top:
+            text = f"{have} NVLinks to its best peer, others have {top}"
+        elif not full and not pairs and total[gpu] < max(total.values()):
+            text = f"{total[gpu]} NVLinks in all, others have {max(total.values())}"
+        if text:
+            expected = Expected(
+                must or top or None, "links", sku.source if must and sku else "the node's other GPUs"
+            )
+            yield Finding(
+                "NVL006",
+                "WARN" if pairs and not have else "FAIL",
+                Target(node=context.node, gpu=gpu),
+                text,
+                have,
+                "links",
+                expected,
+                evidence=evidence(topology.file, [topology.lines[gpu]]),
+            )
+
+
+def _odd_one(peers: dict[int, list[int]]) -> bool:
+    """Of an odd number of cards that are bridged in pairs, one has no partner."""
+    return len(peers) % 2 == 1 and sum(not p for p in peers.values()) == 1
+
+
+def inventory(topology: Topology) -> dict[str, str | int | float]:
+    """Number of GPUs, of NICs, and all NVLinks between GPUs."""
+    links = sum(topology.links(a, b) for a in topology.gpus for b in topology.gpus if a < b)
+    return {"GPUs": len(topology.gpus), "NICs in topo": len(topology.nics), "NVLinks between GPUs": links}
+
+
+TOOLS: tuple[Tool[Topology], ...] = (Tool("nvidia-smi topo -m", matches, parse, judge, inventory),)

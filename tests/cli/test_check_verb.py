@@ -1,0 +1,191 @@
+"""`seatrial check --from` and `seatrial explain`: exit codes, streams and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from seatrial.cli.main import main
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "check"
+HEALTHY, ILL, SUSPECT, UNJUDGED = (
+    "ibstat_four_ndr.txt",
+    "ibstat_one_down.txt",
+    "ib_send_lat_high.txt",
+    "ib_write_bw_no_device.txt",
+)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for node, name in (("n1", HEALTHY), ("n2", ILL), ("n3", HEALTHY), ("n10", HEALTHY)):
+        (tmp_path / "out" / node).mkdir(parents=True)
+        shutil.copy(FIXTURES / name, tmp_path / "out" / node / "ibstat.txt")
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "strict"), [(HEALTHY, 0, 0), (ILL, 1, 1), (SUSPECT, 0, 1), (UNJUDGED, 0, 1)]
+)
+def test_exit_codes(name: str, code: int, strict: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--from", str(FIXTURES / name)]) == code
+    assert main(["check", "--from", str(FIXTURES / name), "--strict"]) == strict
+
+
+def test_a_person_sees_the_fault_what_to_do_and_the_verdict(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--from", "out"]) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines() == [
+        "FAIL      NET001  n2 mlx5_2/1: Down, physical state Polling",
+        "          expected  Active, LinkUp [3 of 4 ports like it are]",
+        "          seen in   out/n2/ibstat.txt:42",
+        "          to do     physical state Polling: reseat or swap the cable, look at the switch's port; Disabled:",
+        "          enable the port (`mlxlink -d DEVICE --port_state UP`), look at the switch's setting and at the",
+        "          adapter's firmware; Initializing: start the subnet manager. Drain the node until then",
+        "PASS      NET001  n1: 4 fabric ports (MT4129 InfiniBand) active at 400 Gb/s",
+        "PASS      NET001  n3: 4 fabric ports (MT4129 InfiniBand) active at 400 Gb/s",
+        "PASS      NET001  n10: 4 fabric ports (MT4129 InfiniBand) active at 400 Gb/s",
+        "",
+        "nodes     1 of 4 failed: n2",
+        "",
+        "FAIL: 1 failed, 3 passed in 4 outputs of 4 nodes",
+    ]
+
+
+def test_unjudged_alone_is_said_in_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", "--from", str(FIXTURES / UNJUDGED)])
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "UNJUDGED: 1 not judged in 1 output. Nothing failed, but not everything could be judged: this is no pass"
+    )
+
+
+def test_json_is_one_document_on_stdout(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--from", "out", "--json", "--html", "r.html"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["nodes"] == {"n1": "PASS", "n2": "FAIL", "n3": "PASS", "n10": "PASS"}
+    assert err == "report: r.html\n"
+    assert Path("r.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_plugins_exit_codes(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    codes = [
+        main(["check", "--nagios", "--from", str(FIXTURES / n)]) for n in (HEALTHY, SUSPECT, ILL, UNJUDGED)
+    ]
+    assert codes == [0, 1, 2, 3]
+    assert main(["check", "--nagios", "--from", "nowhere"]) == 3
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 5
+    assert out.splitlines()[-1] == "SEATRIAL UNKNOWN - nowhere: no such file or folder"
+    assert err == ""
+
+
+def test_lists_of_nodes_to_exclude(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(FIXTURES / ILL, "out/n3/ibstat.txt")
+    assert main(["check", "--from", "out", "--exclude-file", "bad.txt"]) == 1
+    assert Path("bad.txt").read_text() == "n2\nn3\n"
+    assert main(["check", "--from", "out", "--exclude-file", "bad.slurm"]) == 1
+    assert Path("bad.slurm").read_text() == "n[2-3]\n"
+    capsys.readouterr()
+    assert main(["check", "--from", str(FIXTURES / ILL), "--exclude-file", "none.txt"]) == 1
+    assert "name no node" in capsys.readouterr().err
+    assert Path("none.txt").read_text() == ""
+
+
+def test_a_baseline_is_kept_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept, bw = str(tmp_path / "b.json"), str(FIXTURES / "ib_write_bw_ndr.txt")
+    assert main(["check", "--from", bw, "--save-baseline", kept]) == 0
+    assert "1 measurements kept" in capsys.readouterr().err
+    assert main(["check", "--from", bw, "--baseline", kept, "--strict"]) == 0
+    slower = tmp_path / "slow.txt"
+    slower.write_text(Path(bw).read_text().replace("391.61", "300.00").replace("0.746937", "0.572205"))
+    assert main(["check", "--from", str(slower), "--baseline", kept]) == 1
+    assert "391.6 in the baseline" in capsys.readouterr().out
+
+
+def test_a_job_says_how_many_nodes_there_must_be(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--preset", "first-voyage"]) == 0
+    job = Path("first-voyage.toml")
+    for node in ("n2", "n3"):
+        shutil.rmtree(f"out/{node}")
+    assert main(["check", str(job), "--from", "out", "--strict"]) == 0
+    shutil.rmtree("out/n10")
+    assert main(["check", str(job), "--from", "out", "--strict"]) == 1
+    assert "1 handed in, the job needs 2 nodes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "no --from"),
+        (["--from", "nowhere", "neither"], "2 problems"),
+        (["--from", "."], "nothing to judge"),
+        (["--from", "f", "--baseline", "nowhere"], "cannot be read"),
+        (["--from", "f", "--baseline", "f"], "not JSON"),
+        (["--from", "f", "--html", "no/such/folder/r.html"], "cannot be written"),
+        (["--from", "f", "--json", "--nagios"], "exclude each other"),
+        (["--from", "f", "--port-gbit-s", "nan"], "is no rate"),
+        (["--from", "f", "--baseline", "a", "--save-baseline", "b"], "not allowed with"),
+        (["job.toml", "--from", "f"], "job.toml"),
+    ],
+)
+def test_bad_input(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "f" in arguments:
+        shutil.copy(FIXTURES / HEALTHY, "f")
+    code = main(["check", *arguments])
+    assert (code, says in capsys.readouterr().err) == (
+        (2, True) if "--nagios" not in arguments else (3, False)
+    )
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "net004"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("NET004: RDMA bandwidth\n")
+    assert "to do" in out
+    assert main(["explain"]) == 0
+    assert "NET001  fabric port not active\n" in capsys.readouterr().out
+    assert main(["explain", "NET004", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["codes"][0]["code"] == "NET004"
+    assert main(["explain", "NET00X"]) == 2
+    assert "did you mean NET0" in capsys.readouterr().err
+
+
+def test_help_loads_no_reader() -> None:
+    code = (
+        "import sys; from seatrial.cli.main import main; main(['check', '--help']) if 0 else main(['--help'])"
+    )
+    code += "; assert not [m for m in sys.modules if m.startswith('seatrial.check')]"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(shutil.which("ib_write_bw") is None, reason="needs ib_write_bw of Debian's perftest")
+@pytest.mark.skipif(
+    os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),
+    reason="this host has RDMA devices",
+)
+def test_the_real_ib_write_bw_without_a_device_is_unjudged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = subprocess.run(["ib_write_bw", "-d", "mlx5_0"], capture_output=True, text=True, timeout=30)
+    (tmp_path / "out.txt").write_text(done.stdout + done.stderr)
+    assert main(["check", "--from", str(tmp_path / "out.txt"), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (found["code"], found["verdict"]) == ("NET007", "UNJUDGED")
+    assert "no RDMA device" in found["why_unjudged"]

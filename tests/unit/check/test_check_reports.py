@@ -1,0 +1,177 @@
+"""A report as table, JSON, HTML, one line, and list of nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from seatrial.base.errors import InputError
+from seatrial.check import report_exclude, report_html, report_json, report_nagios
+from seatrial.check.collect import Piece
+from seatrial.check.findings import Finding, Target
+from seatrial.check.offline import judge_pieces
+from seatrial.check.report import Judged, Report
+from seatrial.check.report_table import conclusion, table
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
+
+
+def report(**names: str) -> Report:
+    return judge_pieces([Piece(f"{n}/{f}", n, (FIXTURES / f).read_text()) for n, f in names.items()])
+
+
+def failed(*nodes: str) -> Report:
+    found = tuple(Finding("NET001", "FAIL", Target(node=n), "down") for n in nodes)
+    return Report((Judged("f", None, "t", found),))
+
+
+def lines(of: Report, width: int = 100) -> list[str]:
+    return [text for text, _ in table(of, width=width)]
+
+
+def test_the_table_tells_the_worst_first_and_ends_with_the_verdict() -> None:
+    text = lines(report(n1="ibstat_four_ndr.txt", n2="ibstat_one_down.txt", n3="ib_send_lat_high.txt"))
+    words = [line.split()[0] for line in text if line[:1].isalpha()]
+    assert words == ["FAIL", "WARN", "UNJUDGED", "PASS", "nodes", "FAIL:"]
+    assert text[0].startswith("FAIL      NET001  n2 mlx5_2/1: Down, physical state Polling")
+    assert any("1 of 3 failed: n2" in line for line in text)
+    assert text[-1].startswith("FAIL: 1 failed, 1 suspect")
+
+
+def test_like_findings_stand_together_and_what_to_do_stands_once() -> None:
+    text = lines(report(n1="ibstat_bridges_only_active.txt", n2="ibstat_bridges_only_active.txt"))
+    assert sum(line.startswith("FAIL      NET001") for line in text) == 1
+    assert "n1 mlx5_0/1, n1 mlx5_1/1" in text[0]
+    assert sum("to do" in line for line in text) == 1
+
+
+def test_a_table_of_a_thousand_passes_is_short_and_fits_its_width() -> None:
+    many = report(**{f"n{i}": "ibstat_four_ndr.txt" for i in range(200)})
+    text = lines(many, width=80)
+    assert len(text) < 10
+    assert max(map(len, lines(report(n1="ibstat_one_down.txt"), width=80))) <= 80
+
+
+def test_unjudged_alone_says_that_it_is_no_pass() -> None:
+    assert "this is no pass" in conclusion(report(n1="ib_write_bw_no_device.txt"))
+    assert conclusion(report(n1="ibstat_four_ndr.txt")) == "PASS: 1 passed in 1 output of 1 node"
+
+
+def test_json_holds_everything() -> None:
+    text = report_json.text(report(n1="ibstat_one_down.txt", n2="ib_write_bw_ndr.txt"))
+    document = json.loads(text)
+    assert document["schema_version"] == 1
+    assert document["verdict"] == "FAIL"
+    assert document["counts"] == {"FAIL": 1, "WARN": 0, "UNJUDGED": 0, "PASS": 1}
+    assert document["nodes"] == {"n1": "FAIL", "n2": "PASS"}
+    first, second = document["findings"]
+    assert first["target"] == {
+        "node": "n1",
+        "gpu": None,
+        "pci": None,
+        "link": None,
+        "port": "mlx5_2/1",
+        "peer": None,
+    }
+    assert second["expected"]["direction"] == "one direction"
+    assert [o["tool"] for o in document["outputs"]] == ["ibstat", "perftest"]
+
+
+def test_json_has_no_infinity() -> None:
+    found = Finding("NET004", "WARN", Target(), "x", measured=float("inf"))
+    text = report_json.text(Report((Judged("f", None, "t", (found,)),)))
+    assert json.loads(text)["findings"][0]["measured"] is None
+
+
+def test_html_needs_nothing_else_and_is_well_formed() -> None:
+    page = report_html.page(report(n1="ibstat_one_down.txt", n2="ib_write_bw_ndr.txt"))
+    assert not re.search(r"https?://|<script|src=|@import|url\(", page)
+    body = page[page.index("<body>") : page.index("</html>")]
+    ElementTree.fromstring(body)  # every element closed
+    assert "n1 mlx5_2/1" in page
+    assert "98% of 400" in page
+
+
+def test_html_escapes_what_came_out_of_a_file() -> None:
+    evil = '<img src=x onerror="alert(1)">'
+    found = Finding(
+        "NET004", "FAIL", Target(node=evil, port=evil), evil, measured=evil, evidence=(evil,), action=evil
+    )
+    page = report_html.page(Report((Judged(evil, evil, evil, (found,)),)), title=evil)
+    assert "<img" not in page
+
+
+@pytest.mark.parametrize(
+    ("name", "strict", "state", "code"),
+    [
+        ("ibstat_four_ndr.txt", False, "OK", 0),
+        ("ib_send_lat_high.txt", False, "WARNING", 1),
+        ("ibstat_one_down.txt", False, "CRITICAL", 2),
+        ("ib_write_bw_no_device.txt", False, "UNKNOWN", 3),
+        ("ibstat_four_ndr.txt", True, "OK", 0),
+        ("ib_send_lat_high.txt", True, "CRITICAL", 2),
+        ("ib_write_bw_no_device.txt", True, "CRITICAL", 2),
+    ],
+)
+def test_one_line_for_monitoring(name: str, strict: bool, state: str, code: int) -> None:
+    line, exit_code = report_nagios.line(report(n1=name), strict=strict)
+    assert line.startswith(f"SEATRIAL {state} - ")
+    assert exit_code == code
+    assert line.count("|") == 1
+    assert "\n" not in line
+
+
+def test_the_line_survives_what_a_file_says() -> None:
+    found = Finding("NET004", "FAIL", Target(), "a | b\nc" + "x" * 5000)
+    line, _ = report_nagios.line(Report((Judged("f", None, "t", (found,)),)), strict=False)
+    assert line.count("|") == 1
+    assert len(line) < 1100
+    assert "\n" not in line
+
+
+def test_lists_of_nodes() -> None:
+    bad = report_exclude.failed_nodes(failed("n10", "n2", "n1", "login"))
+    assert bad == ["login", "n1", "n2", "n10"]
+    assert report_exclude.hostfile(bad) == "login\nn1\nn2\nn10\n"
+    assert report_exclude.slurm(bad) == "login,n[1-2,10]\n"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "text"),
+    [
+        ([], ""),
+        (["a7"], "a7"),
+        (["a9", "a10", "a11"], "a[9-11]"),
+        (["a09", "a10", "a11"], "a09,a[10-11]"),
+        (["a08", "a09"], "a[08-09]"),
+        (["a7", "a07"], "a07,a7"),
+        (["rack1-n3", "rack1-n4", "rack2-n3"], "rack1-n[3-4],rack2-n3"),
+        (["n1", "n1"], "n1"),
+    ],
+)
+def test_slurms_way_to_write_nodes(nodes: list[str], text: str) -> None:
+    written = report_exclude.slurm(nodes).strip()
+    assert written == text
+    assert sorted(expand(written)) == sorted(set(nodes))
+
+
+def expand(written: str) -> list[str]:
+    """As `scontrol show hostnames` does."""
+    found = []
+    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", written):
+        prefix, _, ranges = part.rstrip("]").partition("[")
+        if not ranges:
+            found.append(prefix)
+        for each in filter(None, ranges.split(",")):
+            first, _, last = each.partition("-")
+            found += [f"{prefix}{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+    return found
+
+
+def test_a_name_that_no_host_has_is_refused() -> None:
+    with pytest.raises(InputError, match="my folder"):
+        report_exclude.failed_nodes(failed("my folder"))
