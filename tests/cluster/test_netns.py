@@ -118,7 +118,8 @@ def test_a_slowed_link_carries_its_rate_in_both_directions(hosts: Hosts) -> None
     hosts.slow(1, 20)
     ideal = 8 * AMOUNT / 20e6
     for sender, receiver in ((0, 1), (1, 0)):
-        slow = send(hosts, sender, receiver)["seconds"]
+        # The best of three: the machine may stop for a moment, the link is never faster than it is.
+        slow = min(send(hosts, sender, receiver)["seconds"] for _ in range(3))
         # What is in the bucket goes at once, and each direction has one; headers and acknowledgements cost a little.
         assert 0.9 * ideal < slow < 1.5 * ideal
     assert send(hosts, 0, 2)["seconds"] < ideal / 2, "other links are as they were"

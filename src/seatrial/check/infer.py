@@ -41,7 +41,7 @@ class Layout:
 
     `leaves` has the number of the leaf of each port. Where no topology is known, all ports of a rail count as one leaf.
     `rate_gbit_s` is the ports' nominal rate; None takes the median of the first round for 97 % of it, which is what
-    healthy links read (95 to 99 %, FIELD-NOTES 1).
+    healthy links read (95 to 99 %, field notes 1).
     """
 
     leaves: Ints
@@ -229,6 +229,6 @@ class Ledger:
 
 
 def nic_bound(gbit_s: Floats | float, gpus: int, nodes: int) -> Floats:
-    """The busbw, GB/s, that `gbit_s` of NIC for each GPU allow over `nodes` nodes: rate x (n-1)/(k-1), FIELD-NOTES 1."""
+    """The busbw, GB/s, that `gbit_s` of NIC for each GPU allow over `nodes` nodes: rate x (n-1)/(k-1), field notes 1."""
     n = gpus * nodes
     return np.asarray(gbit_s) / 8 * (n - 1) / (nodes - 1)

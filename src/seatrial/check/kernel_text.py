@@ -20,7 +20,7 @@ _HARDWARE = (
     "WORKFLOW_XID_48",
     "WORKFLOW_NVLINK_ERR",
 )
-# Xid 63 and 92 are to be recorded and a reset can wait (FIELD-NOTES 3); 94 has lost memory, and its row is in use until the reset.
+# Xid 63 and 92 are to be recorded and a reset can wait (field notes 3); 94 has lost memory, and its row is in use until the reset.
 # 167 and 169 have no bucket; control/policy.toml takes the node away for them, as leptonai/gpud restarts it.
 _FAIL_CODES = frozenset({48, 64, 94, 95, 140, 167, 169})
 _WATCHED_CODES = frozenset({63, 92})

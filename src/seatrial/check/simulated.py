@@ -4,7 +4,7 @@ The network: rail-optimised, two levels. Rail r of block b hangs on leaf (b, r);
 A flow reads the least of what both ends, their leaves and the uplinks on the way give it. Uplinks are shared alike by the
 flows that leave the leaf in that round: adaptive routing is taken to be perfect, and nothing above the leaves is ever short.
 An all-reduce reads the least of what the nodes' NVLinks give and the bound of the slowest rail, rate x (n-1)/(k-1)
-(FIELD-NOTES 1), less 1 % for each doubling of the nodes.
+(field notes 1), less 1 % for each doubling of the nodes.
 
 The noise (`Noise`): healthy parts differ a little from each other, once and for all; each reading has normal noise; a few
 readings in a thousand are far too low once, because something else was going on; some bring nothing; now and then a healthy
@@ -34,9 +34,9 @@ from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.hardware.counters import Links, Port
 
 LOAD_S = 10.0
-HEALTHY = 0.975  # of the nominal rate; real links read 95 to 99 % (FIELD-NOTES 1)
+HEALTHY = 0.975  # of the nominal rate; real links read 95 to 99 % (field notes 1)
 # Of the catalogue's peaks, where floors.toml has no figure: GEMM 794 of 989, copies in memory 90 %, peer to peer 376 of 450,
-# all-reduce 470 of 450 (NVLS adds in the switch), each of H100; host to device as H200 reads it, GB/s (FIELD-NOTES 1).
+# all-reduce 470 of 450 (NVLS adds in the switch), each of H100; host to device as H200 reads it, GB/s (field notes 1).
 _SHARES = {"gemm": 794 / 989, "hbm": 0.9, "p2p": 376 / 450, "busbw": 470 / 450}
 _HOST_GB_S = 55.0
 _OVER_GATE = 1.1  # a gate is passed by this much

@@ -15,8 +15,9 @@ from seatrial.control.external import Child, External, run_external
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
+    before = process.descendants(os.getpid())  # services that other tests use
     yield
-    assert process.descendants(os.getpid()) == set()
+    assert process.descendants(os.getpid()) == before
 
 
 def test_the_output_of_both_streams_and_the_exit_code() -> None:

@@ -34,10 +34,11 @@ def xid(code: int, text: str = "what happened", pci: str = "0000:3b:00") -> str:
 def made() -> Iterator[list[Sources]]:
     """Sources to be closed; then no process may be left."""
     those: list[Sources] = []
+    before = process.descendants(os.getpid())  # services that other tests use
     yield those
     for one in those:
         one.close()
-    assert process.descendants(os.getpid()) == set()
+    assert process.descendants(os.getpid()) == before
 
 
 def until(watched: Sources, wanted: str, *, timeout_s: float = 30.0) -> list[Signal]:
@@ -238,13 +239,14 @@ def test_nvml_is_believed_where_the_log_is_silent() -> None:
 
 
 def test_a_machine_without_anything_costs_nothing(made: list[Sources]) -> None:
+    before = process.descendants(os.getpid())
     watched = Sources(KMSG, NOWHERE, driver=NOWHERE)
     made.append(watched)
     made.append(Sources(None, None, driver=None))
     assert made[-1].poll(0.0) == []
     assert watched.poll(0.0) == []
     assert watched.deadline(0.0) is None
-    assert process.descendants(os.getpid()) == set()
+    assert process.descendants(os.getpid()) == before
 
 
 def test_a_message_in_the_log_becomes_a_signal(tmp_path: Path, made: list[Sources]) -> None:
@@ -454,11 +456,12 @@ def test_the_gpus_can_be_let_go_for_a_reset(
     driver: Path, made: list[Sources], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([]))
+    before = process.descendants(os.getpid())
     watched = Sources(None, None, 0.01, driver=driver)
     made.append(watched)
-    assert len(process.descendants(os.getpid())) >= 1
+    assert len(process.descendants(os.getpid()) - before) >= 1
     watched.release_gpus()
-    assert process.descendants(os.getpid()) == set()
+    assert process.descendants(os.getpid()) == before
     assert watched.poll(time.monotonic()) == []  # nothing is missed by that
     watched.resume_gpus()
     watched.resume_gpus()

