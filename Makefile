@@ -28,10 +28,11 @@ test: $(STAMP)  ## all tests, after the static checks
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile -m "not alone"
+	$(BIN)/pytest -m alone
 
 test-fast: $(STAMP)  ## the tests that start no cluster (under a minute)
-	$(BIN)/pytest -m "not cluster"
+	$(BIN)/pytest -n auto --dist loadfile -m "not cluster"
 
 check: $(STAMP)  ## static checks only
 	$(BIN)/ruff format --check .

@@ -187,7 +187,7 @@ def _kill_often(run: RunFolder, url: str, seed: int, times: int, what: object, l
                 alone = generator.random() < 0.5
                 _after(saver, generator.uniform(0, 2 * cycle))
                 kills += 1
-                if not alone:
+                if not alone or not saver.writers:  # a save has begun, and who writes it is not told yet
                     break
                 # It goes on with a new one, and the checkpoint that this one was at is given up.
                 os.kill(generator.choice(saver.writers), signal.SIGKILL)

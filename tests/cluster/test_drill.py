@@ -19,7 +19,7 @@ import pytest
 from seatrial.record import lock
 from seatrial.record.folder import RunFolder
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 TIMEOUT_S = 300.0
 _MARK = "SEATRIAL_TEST_DRILL"

@@ -22,7 +22,7 @@ from seatrial.launch.gather import Gathering
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 STANDIN = Path(__file__).with_name("standin_agent.py")
 BYE = {"say": {"bye": True}}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hang_agent import Forker, RankAgent
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 LAYOUT = {"pipeline": 2, "shard": 2}
 CULPRIT = 1

@@ -16,7 +16,7 @@ import pytest
 from conftest import JOB, records, write_corpus
 from seatrial.launch.netns import Hosts, Unavailable
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 TIMEOUT_S = 90.0
 STEPS = 40

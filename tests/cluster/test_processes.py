@@ -15,7 +15,7 @@ from virtual_cluster import VirtualCluster
 
 from seatrial.record import events
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 AGENT = "seatrial.control.agent"
 NURSERY = "seatrial.train.nursery"

@@ -14,7 +14,7 @@ from recovery_runs import REPLICAS, STEPS, Trial, assert_same, make_folder
 
 from seatrial.base import process
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 Begin = Callable[..., Trial]
 

@@ -14,7 +14,7 @@ from virtual_cluster import RankLine, VirtualCluster
 from seatrial.record import events
 from seatrial.record.events import Event
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 AGENT = "seatrial.control.agent"
 

@@ -60,7 +60,7 @@ class History:
     def bound(self) -> float:
         """The time by which the run must be over, if nodes are there: generous, but finite."""
         s = self.settings
-        recovery = s.silence_s + s.fence_s + s.stop_grace_s + s.node_wait_s + s.flush_wait_s + HANG_S + 10
+        recovery = s.stop_within_s + s.fence_s + s.node_wait_s + s.flush_wait_s + HANG_S + 10
         tries = s.max_same_failure * 3 + s.evict_after * 2 + 6
         return self.quiet + s.join_wait_s + s.preempt_grace_s + tries * recovery + 20.0 * self.steps
 

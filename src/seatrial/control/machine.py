@@ -206,7 +206,7 @@ class Machine(Recovery):
         s, now = self.settings, self._now
         gone, overdue = self.roster.expire(now, s.fence_s)
         for node in overdue:
-            cause = f"did not stop within {s.stop_grace_s + s.silence_s:g} s"
+            cause = f"did not stop within {s.stop_within_s:g} s"
             data = {"cause": cause, "certain": False}
             self._actions.append(Note("node_lost", f"node {node} {cause}", "error", node, data=data))
         if self.phase == "adopting":

@@ -149,7 +149,7 @@ class Recovery(State):
         for node in sorted(nodes):
             if self.roster.node(node).joined:
                 told.setdefault(self.roster.running[node], []).append(node)
-                self.roster.told_to_stop(node, self._now + s.stop_grace_s + s.silence_s)
+                self.roster.told_to_stop(node, self._now + s.stop_within_s)
         for generation, here in sorted(told.items()):
             self._actions.append(Stop(generation, tuple(here), s.stop_grace_s))
 

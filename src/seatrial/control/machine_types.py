@@ -219,6 +219,8 @@ Action = Start | Stop | Yield | Flush | ResetGpu | Requalify | Drain | Evict | N
 
 # -- settings
 
+MOST_GRACES = 3.0  # times `Settings.stop_grace_s`: what an agent allows ranks that wait for a processor
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -238,7 +240,9 @@ class Settings:
     fence_s: float = 1.0
     """How long after Lost, where that is not certain, a node may still run workers. Whoever sends Lost must hold this:
     an agent stops its workers of its own accord `silence_s` after it last knew that it was heard."""
-    stop_grace_s: float = 1.0
+    stop_grace_s: float = (
+        1.0  # for ranks to let go of each other; an agent may make it `MOST_GRACES` of it, see grace.py
+    )
     flush_wait_s: float = 60.0
     preempt_grace_s: float = 60.0  # for the ranks to save and leave
     burst_s: float = 5.0  # the same signal of a node counts once within this time
@@ -251,6 +255,11 @@ class Settings:
         assert self.shapes[0] == self.slots, "the first shape is the whole run"
         assert list(self.shapes) == sorted(set(self.shapes), reverse=True), "shapes grow smaller"
         assert self.shapes[-1] >= 1, "a shape has nodes"
+
+    @property
+    def stop_within_s(self) -> float:
+        """A node that is told to stop and has not by then is lost."""
+        return MOST_GRACES * self.stop_grace_s + self.silence_s
 
     @property
     def least(self) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 from seatrial.base import process
 from seatrial.base.complain import complain
 from seatrial.base.lines import Channel
+from seatrial.control.grace import Grace
 from seatrial.control.oom import OomWatch
 from seatrial.control.spec import AgentSpec, clean_environment
 from seatrial.control.worker import Leg, Worker, check_message
@@ -41,7 +42,7 @@ class Workers:
         self._nursery_channel: Channel | None = None
         self._watch, self._unwatch = watch, unwatch
         self._oom = OomWatch()
-        self._kill_at: float | None = None  # monotonic: workers that run then are killed
+        self._grace: Grace | None = None  # workers that still run when it is over are killed
         # An abstract socket: no file is left behind, and it ends with this process.
         self._name = f"seatrial-{os.getpid()}-{secrets.token_hex(8)}"
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -77,7 +78,7 @@ class Workers:
 
     def start(self, generation: int, legs: Mapping[int, Leg], *, in_place: bool) -> None:
         """Have each local number work on its leg. Parked workers go on in place, where allowed; others are new."""
-        self._kill_at = None
+        self._grace = None
         if self.nursery is None:
             self.start_nursery()
         for local, worker in list(self.workers.items()):
@@ -156,11 +157,13 @@ class Workers:
                 worker.channel.post(message)
 
     def stop(self, generation: int, grace_s: float, *, park: bool) -> None:
-        """End the work on `generation`: parked or gone after `grace_s` at the latest."""
+        """End the work on `generation`: parked, or killed after a grace of `grace_s` (see grace.py)."""
         if park:
             self.send_all({"abandon": {"generation": generation}})
-        now = time.monotonic()
-        self._kill_at = now + grace_s if self._kill_at is None else min(self._kill_at, now + grace_s)
+        if self._grace is None:
+            self._grace = Grace(grace_s, patient=park)
+        else:
+            self._grace.shorten(grace_s, patient=park)
         for worker in list(self.workers.values()):
             if worker.state == "starting":
                 self._kill(worker)  # it has not heard of its leg yet: nothing can be lost
@@ -198,12 +201,14 @@ class Workers:
 
     @property
     def deadline(self) -> float | None:
-        return self._kill_at if any(w.runs for w in self.workers.values()) else None
+        if self._grace is None or not any(w.runs for w in self.workers.values()):
+            return None
+        return self._grace.deadline
 
     def meet_deadlines(self) -> None:
         """Kill whoever has had its time to stop."""
-        if self._kill_at is not None and time.monotonic() >= self._kill_at:
-            self._kill_at = None
+        if self._grace is not None and self._grace.over():
+            self._grace = None
             for worker in self.workers.values():
                 if worker.runs:
                     self._signal(worker, signal.SIGKILL)

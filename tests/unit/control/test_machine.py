@@ -244,9 +244,11 @@ class TestANodeThatDoesNotStop:
         run = self.failed(spares=1)
         failed = run.now
         note = only(run.wait(), m.Note)
-        assert (note.kind, note.node, run.now) == ("node_lost", 1, failed + 4.0)
+        assert (note.kind, note.node, run.now) == ("node_lost", 1, failed + 6.0), (
+            "three graces at most, and silence"
+        )
         assert only(run.wait(), m.Start).slots == {0: 0, 1: 2}
-        assert run.now == failed + 4.5
+        assert run.now == failed + 6.5
 
     def test_its_late_answer_brings_it_back(self) -> None:
         run = self.failed()

@@ -89,6 +89,7 @@ def pump() -> Pump:
 
 @pytest.fixture
 def nodes(pump: Pump, tmp_path: Path) -> Iterator[tuple[Node, Node]]:
+    before = process.descendants(os.getpid())  # services that other tests use
     both = Node(pump, tmp_path, 0), Node(pump, tmp_path, 1)
 
     def reaped(pid: int, status: int) -> None:
@@ -96,7 +97,7 @@ def nodes(pump: Pump, tmp_path: Path) -> Iterator[tuple[Node, Node]]:
 
     pump.ticks.append(lambda: process.reap(reaped))
     yield both
-    process.kill_all(lambda: process.descendants(os.getpid()))
+    process.kill_all(lambda: process.descendants(os.getpid()) - before)
     process.reap(lambda pid, status: None)
     pump.close()
     for node in both:
