@@ -112,6 +112,7 @@ def test_the_blame_is_right_over_many_draws(nodes: int, draws: int) -> None:
     assert score.recall >= GOAL, str(score)
 
 
+@pytest.mark.cluster  # for its time only
 @pytest.mark.parametrize("nodes", [16, 128])
 def test_the_blame_is_right_with_six_times_the_disturbances_and_twice_the_noise(nodes: int) -> None:
     score = play(nodes, 60, HARD)
@@ -119,6 +120,7 @@ def test_the_blame_is_right_with_six_times_the_disturbances_and_twice_the_noise(
     assert score.recall >= GOAL, str(score)
 
 
+@pytest.mark.cluster  # for its time only
 def test_a_rule_that_trusts_three_slow_readings_everywhere_fails_the_same_test(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -210,6 +210,7 @@ def _make(folder: str, kept: str, counter: str) -> None:
     MadeHashes(Path(kept)).of(shard, Path(folder) / shard.file)
 
 
+@pytest.mark.cluster  # for its time only
 def test_of_many_processes_one_makes_the_hashes(tmp_path: Path) -> None:
     write(tmp_path / "s")
     forget_chunks(tmp_path / "s")

@@ -148,6 +148,7 @@ def test_documents_are_numbered_as_the_index_has_them(kind: str, stores: list[To
     assert seen > 500
 
 
+@pytest.mark.cluster  # for its time only
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_hundred_stops_and_changes_of_size_leave_an_exact_ledger(
     kind: str, stores: list[TokenStore], tmp_path: Path

@@ -57,6 +57,7 @@ few = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scop
 ids = st.integers(0, 256)
 
 
+@pytest.mark.cluster  # for its time only
 @few
 @given(texts=st.lists(st.lists(ids, min_size=1, max_size=12), min_size=1, max_size=15), wide=st.booleans())
 @pytest.mark.usefixtures("small_blocks")
@@ -73,6 +74,7 @@ def test_what_is_written_is_read_by_an_independent_reader(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "pair.bin", "pair.idx", "store"]
 
 
+@pytest.mark.cluster  # for its time only
 @few
 @given(
     given_=st.lists(st.lists(st.lists(ids, max_size=6), max_size=4), min_size=1, max_size=9).filter(joined),

@@ -59,6 +59,7 @@ def test_files_and_manifest(tmp_path: Path) -> None:
     assert m["source"] == {"sources": ["a"]}
 
 
+@pytest.mark.cluster  # for its time only
 @settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 60),

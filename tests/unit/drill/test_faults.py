@@ -120,6 +120,7 @@ def test_every_seam_is_there() -> None:
         worker._around(SimpleNamespace(), "gone", lambda call: call)
 
 
+@pytest.mark.cluster  # for its time only
 def test_the_gil_is_held_whatever_signal_comes(tmp_path: Path) -> None:
     """In a process of its own: it never comes back."""
     program = (

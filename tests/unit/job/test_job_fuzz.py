@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import GOOD, load
@@ -41,6 +42,7 @@ KEYS = st.sampled_from(
 )
 
 
+@pytest.mark.cluster  # for its time only
 @settings(deadline=None, max_examples=300)
 @given(st.dictionaries(KEYS, VALUES, max_size=6), st.lists(st.tuples(KEYS, VALUES), max_size=3))
 def test_any_values(changes: dict[str, str], overrides: list[tuple[str, str]]) -> None:

@@ -94,6 +94,7 @@ def test_another_pipeline_is_no_shape_of_the_job() -> None:
         at_shape(job, Layout(pipeline=1, shard=4, tensor=2))
 
 
+@pytest.mark.cluster  # for its time only
 @given(
     tensor=st.sampled_from([1, 2]),
     pipeline=st.sampled_from([1, 2, 4]),

@@ -89,6 +89,7 @@ def known_from_it_alone(run: Run, record: LedgerRecord) -> bool:
     return record.step not in run.trained.get(record.generation, [])
 
 
+@pytest.mark.cluster  # for its time only
 @settings(max_examples=1500)
 @given(
     history=HISTORIES,
