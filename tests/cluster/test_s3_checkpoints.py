@@ -186,8 +186,8 @@ def test_a_run_saves_is_killed_resumes_and_removes(
     assert any("did not finish" in e["message"] for e in events if e["kind"] == "checkpoint_removed")
     steps = place.steps()
     assert len(steps) == 2, "the newest two are kept"
-    # The one before is two steps older, or less where writing took so long that it came late.
-    assert before[0] + 2 <= steps[1] < steps[0] == before[0] + 4
+    # Between them two steps, or others where writing took so long that one came late: that of `before` may have.
+    assert before[0] < steps[1] < steps[0] == before[0] + 4
     for step in steps:
         assert place.verify(step).read_back
     keys = [entry.name for entry in store.names()]

@@ -283,7 +283,7 @@ class TestResume:
         half = checkpoints / "step-00000016.tmp-1"
         half.mkdir(exist_ok=True)
         (half / "rank-00000.safetensors").write_bytes(b"half")
-        no_manifest = checkpoints / "step-00000010"
+        no_manifest = checkpoints / "step-00000099"  # no save, however late, is of that step
         no_manifest.mkdir()
         (no_manifest / "rank-00000.safetensors").write_bytes(b"half")
         victim = checkpoints / f"step-{step:08d}/rank-00001.safetensors"

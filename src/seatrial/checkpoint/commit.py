@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import seatrial
 from seatrial.base.errors import SeatrialError
-from seatrial.checkpoint.manifest import Entry, File, Manifest, Part, Progress
+from seatrial.checkpoint.manifest import Damaged, Entry, File, Manifest, Part, Progress
 from seatrial.record.folder import RunFolder
 
 if TYPE_CHECKING:  # an agent starts without what reading job files needs
@@ -88,6 +88,22 @@ def assemble(manifest: Manifest, indices: Iterable[dict[str, Any]], below: str =
     for key, entry in tensors.items():
         entry.check(key)
     return replace(manifest, files=files, tensors=tensors, read_back=read_back)
+
+
+SAVED_ANEW = "this step was saved anew"
+
+
+def makes_way(read: Callable[[], Manifest], manifest: Manifest) -> bool:
+    """Whether the checkpoint that `read` reads the manifest of is to make way for that of `manifest`, of the same step.
+
+    A start takes the newest checkpoint or sets it aside, and a rollback sets aside what lies ahead. Where the storage
+    was out of sight then, and is back, what was saved is of a course that was left. What a later generation saved is not
+    this one's to touch.
+    """
+    try:
+        return read().progress.generation <= manifest.progress.generation
+    except Damaged:
+        return True
 
 
 @cache

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seatrial.base import atomic
-from seatrial.checkpoint.commit import Fence, assemble, index_name, make_index, part_name
+from seatrial.checkpoint.commit import (
+    SAVED_ANEW,
+    Fence,
+    assemble,
+    index_name,
+    make_index,
+    makes_way,
+    part_name,
+)
 from seatrial.checkpoint.manifest import (
     LATEST,
     MANIFEST,
@@ -170,8 +178,10 @@ class LocalPlace:
             _discard(path)
         return [path.name for path in found]
 
-    def remove_old(self, keep: int, keep_every: int = 0, *, stop: Stop | None = None) -> list[str]:
-        return retire(self, keep, keep_every, stop=stop).removed
+    def remove_old(
+        self, keep: int, keep_every: int = 0, *, sure: int | None = None, stop: Stop | None = None
+    ) -> list[str]:
+        return retire(self, keep, keep_every, sure=sure, stop=stop).removed
 
     # -- names
 
@@ -212,13 +222,15 @@ def commit(temporary: Path, final: Path, manifest: Manifest, world_size: int, fe
     fence()
     indices = [temporary / index_name(rank) for rank in range(world_size)]
     manifest = assemble(manifest, [_read_index(path) for path in indices])
-    if final.exists():
-        # A start takes or sets aside the newest checkpoint, so this step cannot have been saved before.
+    taken = final.exists()
+    if taken and not makes_way(lambda: read_manifest(final), manifest):
         raise FileExistsError(17, "exists already", str(final))
     for path in indices:
         path.unlink()
     atomic.write_text(temporary / MANIFEST, manifest.to_text())
     fence()  # writing may have taken as long as it takes others to give this generation up
+    if taken:
+        set_aside(final, SAVED_ANEW)
     os.rename(temporary, final)
     atomic.fsync_folder(final.parent)
     # The folder's name made it complete; `latest` is for people, and must not make a failure of it.

@@ -5,6 +5,7 @@
     step-00000500/manifest.json               there: complete
     step-00000500/verified                    somebody has read all of it since
     step-00000450/set-aside-1.json            had a manifest, which stands in here, with the reason: never chosen
+    step-00000450/g7-again1/...               saved once more by generation 7, after that
     latest                                    the newest complete one, for people
 
 What no manifest, in place or set aside, tells of is rubbish of a save that died.
@@ -20,7 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seatrial.base.errors import SeatrialError
-from seatrial.checkpoint.commit import Fence, assemble, index_name, make_index, part_name
+from seatrial.checkpoint.commit import (
+    SAVED_ANEW,
+    Fence,
+    assemble,
+    index_name,
+    make_index,
+    makes_way,
+    part_name,
+)
 from seatrial.checkpoint.manifest import (
     LATEST,
     MANIFEST,
@@ -125,7 +134,7 @@ class ObjectPlace:
         expected: str | None = None,
         beat: Beat = no_beat,
     ) -> None:
-        below = self._below(generation, origin)
+        below = self._below(step, generation, origin)
         with mapped(fd, size) as data:
             if expected is not None:
                 check_whole(data, expected, f"rank {rank}'s state of step {step} in memory")
@@ -157,14 +166,21 @@ class ObjectPlace:
         origin: str = "",
     ) -> Manifest:
         fence()
-        below = self._below(generation, origin)
+        below = self._below(step, generation, origin)
         keys = [self._key(step, below + index_name(rank)) for rank in range(world_size)]
         with ThreadPoolExecutor(_REQUESTS) as pool:
             indices = [json.loads(data) for data in pool.map(self.store.read, keys)]
         manifest = assemble(manifest, indices, below)
         data = manifest.to_text().encode()
         fence()  # reading may have taken as long as it takes others to give this generation up
-        self.store.write(self._key(step, MANIFEST), data, if_absent=True)
+        try:
+            self.store.write(self._key(step, MANIFEST), data, if_absent=True)
+        except StorageError as error:
+            if error.kind != "exists" or not makes_way(lambda: self.manifest(step), manifest):
+                raise
+            self.set_aside(step, SAVED_ANEW)
+            fence()
+            self.store.write(self._key(step, MANIFEST), data, if_absent=True)
         try:
             self.store.write(LATEST, (folder_name(step) + "\n").encode())
             self.store.remove(keys)
@@ -174,7 +190,7 @@ class ObjectPlace:
 
     def abandon(self, step: int, generation: int, *, origin: str = "") -> None:
         try:
-            below = self._key(step, self._below(generation, origin))
+            below = self._key(step, self._below(step, generation, origin))
             kept = self._kept(step)
             self.store.remove([e.name for e in self.store.names(below) if e.name not in kept])
         except SeatrialError:  # the next start does it
@@ -183,12 +199,16 @@ class ObjectPlace:
     # -- removing
 
     def set_aside(self, step: int, why: str) -> str:
-        keys = [entry.name for entry in self.store.names(folder_name(step))]
+        names = {entry.name for entry in self.store.names(folder_name(step))}
         text = self.store.read(self._key(step, MANIFEST)).decode("utf-8", "replace")
         n = 1
-        while (name := self._key(step, f"{_ASIDE}{n}.json")) in keys:
+        while (name := self._key(step, f"{_ASIDE}{n}.json")) in names:
             n += 1
-        content = {"why": why, "keys": keys, "manifest": text}
+        try:  # and not what another save may be writing meanwhile
+            keys = {self._key(step, file.file) for file in self.manifest(step).files}
+        except SeatrialError:  # whoever looks into the damage needs everything
+            keys = names - self._kept_aside(step)
+        content = {"why": why, "keys": sorted(keys), "manifest": text}
         self.store.write(name, json.dumps(content).encode())
         self.store.remove([self._key(step, MANIFEST), self._key(step, VERIFIED)])
         left = self.steps()
@@ -220,16 +240,25 @@ class ObjectPlace:
                 removed.append(f"{folder_name(step)} ({len(left)} objects)")
         return removed if before is not None else removed + self.store.remove_leftovers()
 
-    def remove_old(self, keep: int, keep_every: int = 0, *, stop: Stop | None = None) -> list[str]:
-        return retire(self, keep, keep_every, stop=stop).removed
+    def remove_old(
+        self, keep: int, keep_every: int = 0, *, sure: int | None = None, stop: Stop | None = None
+    ) -> list[str]:
+        return retire(self, keep, keep_every, sure=sure, stop=stop).removed
 
     # -- keys
 
     def _key(self, step: int, name: str) -> str:
         return f"{folder_name(step)}/{name}"
 
-    def _below(self, generation: int, origin: str) -> str:
-        return f"g{generation}-{origin}/" if origin else f"g{generation}/"
+    def _below(self, step: int, generation: int, origin: str) -> str:
+        """Where a save puts its files: nowhere among those of a complete one, in place or set aside.
+
+        The same generation may save a step again, after a rollback. Being set aside does not change how many there are.
+        """
+        name = f"g{generation}-{origin}" if origin else f"g{generation}"
+        children = self.store.children(folder_name(step))
+        before = sum(child == MANIFEST or child.startswith(_ASIDE) for child in children)
+        return f"{name}-again{before}/" if before else f"{name}/"
 
     def _source(self, step: int) -> StoreSource:
         return StoreSource(self.store, folder_name(step))

@@ -132,7 +132,9 @@ class Place(Protocol):
         """
         ...
 
-    def remove_old(self, keep: int, keep_every: int = 0, *, stop: Stop | None = None) -> list[str]:
+    def remove_old(
+        self, keep: int, keep_every: int = 0, *, sure: int | None = None, stop: Stop | None = None
+    ) -> list[str]:
         """`retention.retire`; the names of what was removed."""
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,30 +30,47 @@ class Retired:
     problems: list[str] = field(default_factory=list)  # what it found damaged, or could not verify or remove
 
 
-def retire(place: Retained, keep: int, keep_every: int, *, stop: Stop | None = None) -> Retired:
-    """Remove what is older than the `keep` newest verified checkpoints, but for steps that `keep_every` divides (0: none).
+def retire(
+    place: Retained, keep: int, keep_every: int, *, sure: int | None = None, stop: Stop | None = None
+) -> Retired:
+    """Remove what is older than the `keep` newest verified checkpoints, but for those that `stand_for` a step.
 
-    Where something is to go and those that stay are not all verified yet, they are read first; one that is damaged does
+    `sure`: a rollback may still go behind any later step, and set its checkpoints aside. So the newest verified one of
+    that step or before stays too. Where something is to go and those that stay are not all verified yet, they are read first; one that is damaged does
     not count, and stays for whoever looks into it. `stop` gives true where something more urgent waits: what is left
     to do is done by the next call. Only one process may call it. Raises OSError or StorageError where nothing can be seen.
     """
     done = Retired()
     steps = place.steps()
-    keep = max(1, keep)
-    counted = 0
+    keep, marks = max(1, keep), stand_for(steps, keep_every)
+    counted, safe = 0, sure is None
     for step in steps if len(steps) > keep else []:
         if stop is not None and stop():
             break
         try:
-            if counted < keep:
-                counted += _counts(place, step, done, stop)
-            elif not keep_every or step % keep_every:
+            behind = sure is not None and step <= sure
+            if counted < keep or (behind and not safe):
+                if _counts(place, step, done, stop):
+                    counted, safe = counted + 1, safe or behind
+            elif step not in marks:
                 done.removed.append(place.remove(step))
         except Stopped:
             break
         except (OSError, SeatrialError) as error:
             done.problems.append(str(error))
     return done
+
+
+def stand_for(steps: Sequence[int], every: int) -> set[int]:
+    """Which of `steps` stand for the multiples of `every` (0: none): each multiple itself, or the first one after it.
+
+    A save that is due while another one is being written begins some steps later, and is kept like the one it was to be.
+    """
+    first: dict[int, int] = {}
+    for step in sorted(steps) if every else ():
+        first.setdefault(step // every, step)
+    first.pop(0, None)
+    return set(first.values())
 
 
 def _counts(place: Retained, step: int, done: Retired, stop: Stop | None) -> bool:

@@ -121,6 +121,7 @@ class AsyncWriter:
         fence_folder: Path,
         keep: int,
         keep_every: int,
+        sure: int | None = None,
     ) -> None:
         """Have all ranks' parts made the checkpoint that `manifest` (without files and tensors) begins to describe.
 
@@ -137,6 +138,7 @@ class AsyncWriter:
             fence=str(fence_folder),
             keep=keep,
             keep_every=keep_every,
+            sure=sure,
         )
         # Not before: a place that did not take its parts may not answer at all.
         for url, at, of in self._rubbish:

@@ -121,7 +121,8 @@ class Writer:
             return stopped
 
         def retention() -> dict[str, Any]:
-            done = retire(self._place(order["url"]), order["keep"], order["keep_every"], stop=stop)
+            place, sure = self._place(order["url"]), order.get("sure")
+            done = retire(place, order["keep"], order["keep_every"], sure=sure, stop=stop)
             self._removed += done.removed
             told: dict[str, Any] = {"names": self._removed}
             if done.problems:

@@ -18,9 +18,10 @@ from seatrial.base.errors import (
     SeatrialError,
 )
 from seatrial.record.folder import RunFolder
-from seatrial.record.view import State
+from seatrial.record.view import Failure, State
 
 if TYPE_CHECKING:
+    from seatrial.launch.base import Outcome
     from seatrial.launch.voyage import Voyage
 
 _STATES: dict[int, State] = {
@@ -91,8 +92,22 @@ def run(args: argparse.Namespace) -> int:
             console.summary("finished", next_commands=_next(args, voyage, EXIT_DONE))
             return EXIT_DONE
         outcome = voyage.run(tick=console.poll)
-        console.summary(_STATES[outcome.exit_code], next_commands=_next(args, voyage, outcome.exit_code))
+        console.summary(
+            _STATES[outcome.exit_code],
+            failure=_failure(outcome),
+            next_commands=_next(args, voyage, outcome.exit_code),
+        )
         return outcome.exit_code
+
+
+def _failure(outcome: Outcome) -> Failure | None:
+    """For the summary: a full disk may have kept it out of the run folder."""
+    told = outcome.failure
+    if told is None:
+        return None
+    return Failure(
+        told.cause or told.message, told.node, told.rank, told.tail or None, told.log, told.hint or None
+    )
 
 
 def _data(voyage: Voyage) -> str:

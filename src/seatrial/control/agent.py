@@ -19,6 +19,7 @@ from seatrial.base.signals import SignalQueue
 from seatrial.control.coordinator import Coordinator
 from seatrial.control.errors import error_of, tail_of
 from seatrial.control.inspect import Inspection
+from seatrial.control.journal import Journal
 from seatrial.control.lease import Lease
 from seatrial.control.member import Member
 from seatrial.control.ports import free_port
@@ -44,7 +45,6 @@ class Agent:
         self.stopping: int | None = None  # generation that is to stop
         self.left: dict[str, Any] | None = None  # how all its workers left this generation, once they have
         self.wanted: str | None = None  # how its launcher wants the run to end
-        self._journal: list[dict[str, Any]] = []  # what every coordinator must know of this generation
         self.sources = Watching()
         self.watch, self.unwatch = self.sources.watch, self.sources.unwatch
         self.signals = SignalQueue((signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
@@ -82,9 +82,10 @@ class Agent:
             joined=self._tell_again,
             release=self._release_member,
         )
+        self.journal = Journal(self.member)
         self._member_source: Link | Any | None = None
         self.inspection: Inspection | None = None
-        self.warden = Warden(spec, resilience, self._tell_of_hardware, self.watch, self.unwatch)
+        self.warden = Warden(spec, resilience, self.journal.tell_once, self.watch, self.unwatch)
 
     # -- the loop
 
@@ -180,6 +181,7 @@ class Agent:
             "address": self.spec.address,
             "port": self.listener.port,
             "pid": os.getpid(),
+            "told": self.journal.name,
             "ready": self.workers.nursery_ready,
             "running": self.generation if self._has_workers() else None,
             "left": self.left,
@@ -195,21 +197,10 @@ class Agent:
     def _tell(self, message: dict[str, Any]) -> None:
         self.member.send(message)
 
-    def _tell_surely(self, message: dict[str, Any]) -> None:
-        """Tell what must not get lost with a coordinator: the next one hears it too."""
-        self._journal.append(message)
-        self._tell(message)
-
-    def _tell_of_hardware(self, message: dict[str, Any]) -> None:
-        """A fault is told once: where nobody listens now, the next coordinator hears it."""
-        if not self.member.send(message):
-            self._journal.append(message)
-
     def _tell_again(self) -> None:
         if self.wanted is not None:
             self._tell({"asked": self.wanted})
-        for message in self._journal:
-            self._tell(message)
+        self.journal.tell_again()
 
     def _has_workers(self) -> bool:
         """Whether anything of this generation lives here, be it parked, or failed: of that the journal tells.
@@ -223,7 +214,7 @@ class Agent:
 
     def _order_start(self, order: dict[str, Any]) -> None:
         self.generation, self.stopping, self.left = order["generation"], None, None
-        self._journal.clear()
+        self.journal.forget_generation()
         self.vault.guard(order, lambda: self._start(order))
 
     def _start(self, order: dict[str, Any]) -> None:
@@ -250,7 +241,7 @@ class Agent:
 
     def _order_idle(self, order: dict[str, Any]) -> None:
         """A generation begins without us: what still waits here for another leg has none."""
-        self._journal.clear()
+        self.journal.forget_generation()
         self.workers.start(order["generation"], {}, in_place=False)
 
     def _order_distrust(self, order: dict[str, Any]) -> None:
@@ -303,7 +294,7 @@ class Agent:
             case "started":
                 self._tell({"worker": {"kind": "started", **about, **values, "pid": worker.pid}})
             case "parked" | "finding":
-                self._tell_surely({"worker": {"kind": kind, **about, **values}})
+                self.journal.tell({"worker": {"kind": kind, **about, **values}})
             case "beat":
                 if values["first"]:
                     self.vault.began(worker.generation, values["step"] - 1)
@@ -317,11 +308,11 @@ class Agent:
                 failed = values["status"] != 0 and not values["never_began"]
                 if failed:
                     values |= error_of(self.spec.folder, worker)
-                self._tell_surely({"worker": {"kind": "exited", **about, **values, "pid": worker.pid}})
+                self.journal.tell({"worker": {"kind": "exited", **about, **values, "pid": worker.pid}})
             case "nursery_exited":
                 values["tail"], values["log"] = tail_of(self.spec.nursery_log), str(self.spec.nursery_log)
                 nobody = {"kind": kind, "rank": None, "generation": self.generation}
-                self._tell_surely({"worker": {**nobody, **values}})
+                self.journal.tell({"worker": {**nobody, **values}})
         if kind in ("parked", "finished", "exited", "nursery_exited"):
             self._tell_stopped()
             self._tell_left()
@@ -332,7 +323,7 @@ class Agent:
         if self.stopping is not None and not any(w.runs for w in workers):
             parked = sum(w.waits for w in workers)
             stopped = {"generation": self.stopping, "parked": parked, "offer_port": free_port()}
-            self._tell_surely({"stopped": stopped})
+            self.journal.tell({"stopped": stopped})
             self.stopping = None
 
     def _tell_left(self) -> None:
@@ -351,7 +342,7 @@ class Agent:
             ways.add(worker.how)
         if len(ways) == 1:
             self.left = {"generation": self.generation, "how": ways.pop(), "offer_port": free_port()}
-            self._tell_surely({"left": self.left})
+            self.journal.tell({"left": self.left})
 
     # -- launcher, signals, end
 

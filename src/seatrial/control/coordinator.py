@@ -176,9 +176,8 @@ class Coordinator:
         self.executor.roster[node] = (peer.address, peer.port)
         self.snapshots.held(node, hello["held"])
         if old is None or old.pid != peer.pid:
-            self.recorder.event(
-                "agent_started", f"agent of node {node} started", node=node, data={"pid": peer.pid}
-            )
+            data = {"pid": peer.pid, "told": hello.get("told")}
+            self.recorder.event("agent_started", f"agent of node {node} started", node=node, data=data)
         spare = node >= self.spec.nodes
         self.recorder.event("node_joined", f"node {node} joined", node=node, data={"spare": spare})
         if self.ending.outcome is not None:
@@ -286,7 +285,7 @@ class Coordinator:
             severity="info" if failure.consequence else "error",
             node=peer.node,
             rank=rank,
-            data={"status": values["status"], "pid": values.get("pid"), "log": values.get("log")},
+            data={key: values.get(key) for key in ("status", "pid", "log", "told")},
         )
         if current and failure.consequence and self._peers_gone is None:
             self._peers_gone = (time.monotonic() + _PEERS_GONE_S, peer.node, rank, failure.message)
@@ -357,9 +356,8 @@ class Coordinator:
         self._handle(m.Requalified(time.monotonic(), peer.node, ok))
 
     def _on_external(self, peer: Peer, values: dict[str, Any]) -> None:
-        self.recorder.event(
-            values["kind"], values["message"], severity="warning", node=peer.node, data=values["data"]
-        )
+        data = {**values["data"], "told": values.get("told")}
+        self.recorder.event(values["kind"], values["message"], severity="warning", node=peer.node, data=data)
 
     def _on_asked(self, peer: Peer, why: m.Why) -> None:
         self._handle(m.StopAsked(time.monotonic(), why))

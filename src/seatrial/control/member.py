@@ -56,7 +56,7 @@ class Member:
         self._heartbeat_s, self._silence_s = heartbeat_s, silence_s
         self._hello, self._became, self._joined, self._release = hello, became, joined, release
         self._beats: dict[int, float] = {}
-        self._number = 0
+        self.beats_sent = self.beats_returned = 0  # the number of the last one
         self._round_trip_s = 0.0
         self._answered = False  # the coordinator that we are connected to has said something
         self._claim_after = 0.0
@@ -138,9 +138,9 @@ class Member:
         if self.link is not None:
             if now >= self._next_beat:
                 self._next_beat = now + self._heartbeat_s
-                self._number += 1
-                self._beats[self._number] = now
-                self.link.send({"beat": self._number, **beat()})
+                self.beats_sent += 1
+                self._beats[self.beats_sent] = now
+                self.link.send({"beat": self.beats_sent, **beat()})
             if self._beats and now - min(self._beats.values()) > self._silence_s:
                 self.leave()  # it does not answer: perhaps it is another one by now
         elif self.dialing is not None:
@@ -163,6 +163,7 @@ class Member:
     def _beat_back(self, number: int) -> None:
         sent = self._beats.get(number)
         if sent is not None:
+            self.beats_returned = number
             self._round_trip_s = time.monotonic() - sent
             self.valid_until = sent + self._silence_s
             for old in [n for n in self._beats if n <= number]:

@@ -13,6 +13,7 @@ from seatrial.control.lease import Lease
 from seatrial.control.policy import Rule
 from seatrial.record import events
 from seatrial.record.folder import RunFolder
+from seatrial.record.recent import told_marks
 
 
 class Recorder:
@@ -22,6 +23,7 @@ class Recorder:
         self.folder = folder
         self.generation = generation
         self._lease = lease
+        self._told: set[str] | None = None  # marks of what was recorded, by whoever coordinated
 
     def event(
         self,
@@ -33,7 +35,12 @@ class Recorder:
         rank: int | None = None,
         data: dict[str, Any] | None = None,
     ) -> None:
-        """Append one event."""
+        """Append one event. One whose `data` have a mark ("told", see `Journal`) that was recorded before is that event."""
+        mark = (data or {}).get("told")
+        if data is not None and mark is None:
+            data = {key: value for key, value in data.items() if key != "told"}
+        if mark is not None and not self._is_new(str(mark)):
+            return
         try:
             events.append(
                 self.folder,
@@ -47,6 +54,15 @@ class Recorder:
             )
         except OSError as error:
             complain(f"could not record {kind} ({message}): {error}")
+
+    def _is_new(self, mark: str) -> bool:
+        """Whether nobody has recorded what has this mark: from now on somebody has."""
+        if self._told is None:
+            # In the file itself: whoever coordinated before may have died right after it wrote, or right before.
+            self._told = told_marks(self.folder)
+        new = mark not in self._told
+        self._told.add(mark)
+        return new
 
     def finding(
         self, values: dict[str, Any], node: int | None, rule: Rule, *, rank: int | None = None
@@ -68,7 +84,7 @@ class Recorder:
             severity="info" if rule.action == "ignore" else "warning",
             node=node,
             rank=rank,
-            data={**data, "evidence": evidence, **more},
+            data={**data, "evidence": evidence, **more, "told": values.get("told")},
         )
 
     def log(self, event: object, actions: Sequence[object]) -> None:

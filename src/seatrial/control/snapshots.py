@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from seatrial.checkpoint.memory import layout_key
-from seatrial.checkpoint.place import open_place
 from seatrial.control import transfer
 from seatrial.control.keeper import Common, common, newest_common
 from seatrial.control.peers import Peers
 from seatrial.control.transfer import Moving
 from seatrial.job.layout import Layout
 from seatrial.record.folder import RunFolder
-from seatrial.storage import StorageError, is_remote
 
 if TYPE_CHECKING:
     from seatrial.control.world import World
@@ -122,11 +120,6 @@ class SnapshotMap:
         flushing = self._flushing
         if flushing is None or self._missing or self._child is not None:
             return
-        if flushing.looks and not any(is_remote(place) for place in self._places):
-            self._looked(
-                flushing, _newest(self._places)
-            )  # a folder is listed in less time than a process starts
-            return
         self._for = flushing
         try:
             self._child = transfer.look(self._places) if flushing.looks else self._publish(flushing)
@@ -215,14 +208,6 @@ class SnapshotMap:
         self._flushing, self._missing = None, {}
         text = message if ok else f"step {flushing.step} could not be written from memory to disk: {message}"
         self._flushed(flushing.step if ok else 0, ok, text)
-
-
-def _newest(places: Sequence[str]) -> int:
-    """The step of the newest complete checkpoint in folders; 0 where there is none, or none can be seen."""
-    try:
-        return max((step for place in places for step in open_place(place).steps()), default=0)
-    except StorageError:
-        return 0
 
 
 def _is(entry: Mapping[str, Any], rank: int, step: int, generation: int, layout: Layout) -> bool:

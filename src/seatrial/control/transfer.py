@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ from seatrial.record.folder import RunFolder
 TIMEOUT_S = 20.0  # without a byte: then the other side counts as gone
 _BACKGROUND = 10  # niceness of what only secures a state: training has the first right to the cores
 _BUFFER_BYTES = 1 << 20
+# For a storage to show a sign of life; then the child ends by SIGALRM, which also a hung mount lets through. Looking is
+# listing a folder. Writing has a beat for each chunk, and must leave time for the fallback (`flush_wait_s`).
+_LOOK_S, _WRITE_S = 5, 25
 
 Answer = dict[str, Any]
 
@@ -130,12 +134,15 @@ FROM_MEMORY = "memory"
 
 
 def look(places: Sequence[str]) -> Moving:
-    """Find the newest complete checkpoint: {"step"}, 0 where there is none in any of `places`."""
+    """Find the newest complete checkpoint: {"step"}, 0 where there is none in any of `places`.
+
+    Not in the agent's own loop, not even in a folder: a mount that hangs would stop it, and all ranks with it.
+    """
 
     def body() -> Answer:
         return {"step": max((step for url in places for step in open_place(url).steps()), default=0)}
 
-    return _start("look", body, keep=[])
+    return _start("look", body, keep=[], silent_s=_LOOK_S)
 
 
 def flush(held: Held, place: str, generation: int, *, read_back: bool) -> Moving:
@@ -153,10 +160,11 @@ def flush(held: Held, place: str, generation: int, *, read_back: bool) -> Moving
             read_back,
             origin=FROM_MEMORY,
             expected=snapshot.hash,
+            beat=lambda _done: _alive(_WRITE_S),
         )
         return {}
 
-    return _start("part", body, keep=[held.fd])
+    return _start("part", body, keep=[held.fd], silent_s=_WRITE_S)
 
 
 def publish(
@@ -179,7 +187,12 @@ def publish(
         at.commit(step, generation, manifest, layout.world_size, check, origin=FROM_MEMORY)
         return {}
 
-    return _start("publish", body, keep=[])
+    return _start("publish", body, keep=[], silent_s=_WRITE_S)
+
+
+def _alive(silent_s: int) -> None:
+    """In a child: from now on it may be silent for that long."""
+    signal.alarm(silent_s)
 
 
 def _give(session: wire.Session, held: Held | None) -> None:
@@ -220,11 +233,22 @@ def _take(session: wire.Session, fd: int, expected: Snapshot) -> Snapshot:
 
 
 def _start(
-    what: str, body: Callable[[], Answer], *, keep: Collection[int], fd: int | None = None, niceness: int = 0
+    what: str,
+    body: Callable[[], Answer],
+    *,
+    keep: Collection[int],
+    fd: int | None = None,
+    niceness: int = 0,
+    silent_s: int = 0,
 ) -> Moving:
+    """`silent_s`: it ends after so many seconds without `_alive`; 0: it takes as long as it takes."""
     answer = os.memfd_create(f"seatrial-{what}")
 
     def child() -> int:
+        if silent_s:
+            message = f"the storage did not answer for {silent_s} s"
+            os.pwrite(answer, json.dumps({"ok": False, "message": message, "seconds": silent_s}).encode(), 0)
+            _alive(silent_s)
         _close_all_but({0, 1, 2, answer, *keep})
         if niceness:
             os.nice(niceness)
@@ -233,8 +257,10 @@ def _start(
             told: Answer = {"ok": True, "message": "", **body()}
         except (OSError, ValueError, KeyError, TypeError, SeatrialError) as error:
             told = {"ok": False, "message": str(error)}
+        _alive(0)
         told["seconds"] = time.monotonic() - begin
         data = json.dumps(told).encode()
+        os.ftruncate(answer, 0)
         while data:
             data = data[os.write(answer, data) :]
         return 0 if told["ok"] else 1

@@ -130,7 +130,7 @@ class Verdicts:
             "exit_code": finding.exit_code,
             "log": log,
             "tail": tail,
-            "hint": finding.hint or gave_up or self._disk_hint() or f"the whole log is {log}",
+            "hint": finding.hint or self._disk_hint() or gave_up or f"the whole log is {log}",
         }
 
     def _plain(self, message: str) -> dict[str, Any]:

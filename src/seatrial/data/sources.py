@@ -61,13 +61,13 @@ class Found:
     skipped: Counter[str] = field(default_factory=Counter)
 
 
-def refuse_remote(path: str) -> None:
+def refuse_remote(path: str, hint: str = "") -> None:
     """InputError for an object store's address: it would otherwise read as a strange local path."""
     scheme, separator, _ = path.partition("://")
     if separator:
         raise InputError(
             f"{path}: {scheme}:// addresses are not supported in this version, only local files and folders",
-            hint="copy the data to a local or shared folder and name that folder",
+            hint=f"copy the data to a local or shared folder and name that folder{hint}",
         )
 
 
@@ -91,7 +91,7 @@ def find(sources: Sequence[str]) -> Found:
 
 
 def _find_one(source: str, found: Found) -> None:
-    refuse_remote(source)
+    refuse_remote(source, f" (aws s3 sync {source} FOLDER); the token store made of it may be at s3://")
     if source.startswith("builtin:"):
         if source != BUILTIN_LIBRARY:
             raise InputError(f"no built-in corpus {source!r}", hint=f"there is {BUILTIN_LIBRARY}")

@@ -17,7 +17,8 @@ from seatrial.job.partial import UnreadableError
 from seatrial.job.resolve import SIZES
 from seatrial.job.rules_data import DATA_RULES
 from seatrial.job.rules_layout import LAYOUT_RULES
-from seatrial.storage import open_store
+from seatrial.storage import is_remote, open_store
+from seatrial.storage.names import FILE
 
 BEATS_BEFORE_LOST = 4  # signs of life that a node may miss
 
@@ -195,8 +196,10 @@ def _checkpoint_places(facts: Facts) -> Iterator[Finding]:
     for key in ("folder", "fallback"):
         try:
             given = getattr(section, key)
-            if given is not None:
-                open_store(given)  # asks nobody; only whether there can be such a place
+            # Only whether there can be such a place. A folder is not looked at: every rank reads the job when it starts,
+            # and one that hangs would hold up a recovery that needs nothing from it.
+            if given is not None and (is_remote(given) or given == FILE):
+                open_store(given)
         except UnreadableError:
             continue
         except InputError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from seatrial.record.typed import decode
 Record = TypeVar("Record")
 
 _BYTES_A_RECORD = 600  # more than one takes
+_TOLD = re.compile(rb'"told":"([\w-]+)"')  # a text that looks like it has its quotation marks escaped
 _SKIPPED = encode({"skipped": True})[1:-2]  # as it stands in a line
 
 
@@ -49,6 +51,15 @@ def skipped_steps(folder: RunFolder) -> list[int]:
         lines.append(data[data.rfind(b"\n", 0, at) + 1 : end])
         at = data.find(_SKIPPED, end)
     return sorted({r.step for r in _usable(LedgerRecord, lines) if r.skipped})
+
+
+def told_marks(folder: RunFolder) -> set[str]:
+    """The marks ("told") of all events that have one. Searches the file without reading its lines."""
+    try:
+        found: list[bytes] = _TOLD.findall(folder.events.read_bytes())
+    except OSError:
+        return set()
+    return {mark.decode() for mark in found}
 
 
 def _last_lines(path: Path, count: int) -> list[bytes]:

@@ -30,7 +30,16 @@ class Companion(Protocol):
         ...
 
 
-class Snapshots(Protocol):
+class Doubts(Protocol):
+    """What may find later that a state was no good."""
+
+    @property
+    def reach(self) -> int | None:
+        """The earliest step that the run may yet go back to, or trust nothing after; None: it cannot go back."""
+        ...
+
+
+class Snapshots(Doubts, Protocol):
     """Copies of this rank's state in memory."""
 
     @property

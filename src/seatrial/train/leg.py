@@ -44,10 +44,10 @@ from seatrial.train.recover import (
     Offer,
     Source,
     Unfilled,
-    count,
     decide,
     exchange,
     from_memory,
+    newest_on_disk,
     share_from,
 )
 from seatrial.train.resume import Resume
@@ -199,8 +199,11 @@ class Worker:
         if kept is not None and (kept.layout, kept.rank) != (leg.layout, leg.place.rank):
             kept = self._kept = None
         offers = exchange(mesh, self._offer(leg, kept))
-        newest = Places(job, self.folder).newest_step() if mesh.rank == 0 else 0
-        source = decide(offers, leg.layout, count(mesh, newest))
+        nearest = decide(offers, leg.layout, 0)
+        newest = newest_on_disk(
+            mesh, nearest, Places(job, self.folder).look, partial(self._unseen, leg, nearest)
+        )
+        source = decide(offers, leg.layout, newest)
         if source.kind not in ("disk", "fresh"):
             return self._from_processes_or_memory(job, leg, mesh, loader, kept, offers, source), source
         resume = Resume(job, self.folder, leg.generation, mesh)
@@ -348,6 +351,19 @@ class Worker:
         found = next(e for e in entries if (e["generation"], e["step"]) == wanted)
         self._snapshots.forget_after(source.step)
         return restore_from_memory(self._fds[found["slot"]], found, model, optimizer, checked=True)
+
+    def _unseen(self, leg: Leg, source: Source, problem: str) -> None:
+        message = f"what checkpoints there are is not known ({problem}): going on after step {source.step} from memory"
+        with contextlib.suppress(OSError):
+            events.append(
+                self.folder,
+                "checkpoints_unseen",
+                message,
+                severity="warning",
+                generation=leg.generation,
+                rank=0,
+                data={"step": source.step},
+            )
 
     def _announce(self, mesh: Mesh, leg: Leg, source: Source) -> None:
         """For the user: from where it goes on after a failure, or with another layout."""

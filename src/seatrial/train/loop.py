@@ -92,6 +92,7 @@ class Loop:
             self._stragglers = StragglerWatch(job.layout, job.resilience.straggler_factor)
             if job.resilience.verify_every_steps:
                 self._integrity = Integrity(model, optimizer)
+        self._saver.doubts = [each for each in (snapshots, self._integrity) if each is not None]
         # On a GPU the host runs one step ahead: reading a step's loss at once would stop the device after each.
         # A refused update refuses those after it too, so what was started too early has changed nothing.
         self._ahead = 1 if self._cuda else 0
@@ -99,8 +100,7 @@ class Loop:
         self._clock = 0.0
         self._first = self._next = 1
         self._leaving: Leaving | None = None
-        self._told_first = False
-        self._ended = False  # in order
+        self._told_first = self._ended = False  # ended: in order
 
     # -- the loop
 

@@ -6,7 +6,7 @@ takes it from a living replica. Then come the snapshots in memory, then the chec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from seatrial.base.box import Box
+from seatrial.base.errors import SeatrialError
 from seatrial.job.layout import Coordinates, Layout
 from seatrial.parallel.mesh import Mesh
 
@@ -59,6 +60,27 @@ def decide(offers: Sequence[Offer], layout: Layout, disk_step: int) -> Source:
     known = [s for s in found if s is not None]
     # max() keeps the first of equals.
     return max(known, key=lambda s: s.step) if known else Source("fresh", 0)
+
+
+def newest_on_disk(
+    mesh: Mesh, nearest: Source, look: Callable[[], int], unseen: Callable[[str], None]
+) -> int:
+    """The step of the newest checkpoint, 0 where there is none or where it does not matter; all ranks call it.
+
+    `nearest` is what there is without the disk. What processes hold is never older than a checkpoint, all of which were
+    made of it: then nobody looks. With something in memory nobody waits long, see `Places.look`; that it could not be
+    seen is told to `unseen`. Without anything the disk is all there is: whoever reads it then says what is wrong.
+    """
+    if nearest.kind in ("carried", "replica"):
+        return 0
+    newest = 0
+    if mesh.rank == 0:
+        try:
+            newest = look()
+        except (OSError, SeatrialError) as error:
+            if nearest.kind == "memory":
+                unseen(str(error))
+    return count(mesh, newest)
 
 
 def _from_processes(offers: Sequence[Offer], layout: Layout) -> Source | None:

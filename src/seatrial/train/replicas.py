@@ -205,6 +205,11 @@ class Integrity:
         self._good = (step, step)
         self.at_rest.keep()
 
+    @property
+    def reach(self) -> int:
+        """The last step but one that was found good: what was copied at the last one may yet be distrusted."""
+        return self._good[0]
+
     def verify(self, step: int) -> None:
         """Compare replicas after the update of `step`. All ranks call it."""
         wrong = self._replicas.find()

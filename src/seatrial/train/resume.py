@@ -17,7 +17,7 @@ from seatrial.record import events
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 from seatrial.train.optimizer import STATE
-from seatrial.train.places import Places
+from seatrial.train.places import Distrusted, Places, last_saved
 
 # Fills model and optimizer from a checkpoint; raises Damaged.
 Fill = Callable[[CheckpointWeights], Progress]
@@ -31,9 +31,7 @@ class Resume:
         self._job, self._folder, self._generation, self._mesh = job, folder, generation, mesh
         self._places = Places(job, folder)
         self._step = self._place = 0
-        # What could not be set aside when it should have been.
-        events_before = read_events(folder)[0] if mesh.rank == 0 else []
-        self._passed = {(event.data or {}).get("distrusted") for event in events_before} - {None}
+        self._distrusted = Distrusted(read_events(folder)[0] if mesh.rank == 0 else [])
         if mesh.rank == 0:
             self._places.prepare()
             for name in self._places.remove_leftovers():
@@ -46,9 +44,11 @@ class Resume:
 
     def look(self) -> int:
         """See which one is the newest now; its step, or 0."""
-        found = self._places.candidates() if self._mesh.rank == 0 else []
+        places = self._places
         found = [
-            (step, index) for step, index in found if self._places.name_of(index, step) not in self._passed
+            (step, index)
+            for step, index in (places.candidates() if self._mesh.rank == 0 else [])
+            if not self._distrusted.has(places.urls[index], places.name_of(index, step), step)
         ]
         self._step = self._share(found[0][0] if found else 0)
         self._place = self._share(found[0][1] if found else 0)
@@ -56,7 +56,7 @@ class Resume:
 
     def refuse_fresh_start(self) -> None:
         """RunFailed if the run has saved something: to start over is the user's decision."""
-        saved = self._share(_last_saved(self._folder) if self._mesh.rank == 0 else 0)
+        saved = self._share(last_saved(self._folder) if self._mesh.rank == 0 else 0)
         if saved:
             where = " and ".join(self._places.urls)
             raise RunFailed(
@@ -104,18 +104,6 @@ class Resume:
     def _share(self, value: int) -> int:
         """The sum over ranks; also a barrier."""
         return int(self._mesh.sum_over_ranks(torch.tensor([value], device=self._mesh.device)).item())
-
-
-def _last_saved(folder: RunFolder) -> int:
-    """The last step that the run's events call saved, and that the run did not take back itself; 0 if none."""
-    steps: set[int] = set()
-    for event in read_events(folder)[0]:
-        step = (event.data or {}).get("step")
-        if isinstance(step, int) and event.kind == "checkpoint_saved":
-            steps.add(step)
-        elif isinstance(step, int) and event.kind == "checkpoint_set_aside":
-            steps.discard(step)
-    return max(steps, default=0)
 
 
 def _check_content(arch: Architecture, name: str, manifest: Manifest) -> None:

@@ -31,6 +31,7 @@ from seatrial.parallel.build import ParallelModel
 from seatrial.record.folder import RunFolder
 from seatrial.storage import is_remote
 from seatrial.train import state
+from seatrial.train.companion import Doubts
 from seatrial.train.optimizer import ShardedAdamW
 from seatrial.train.places import Places
 from seatrial.train.rhythm import Rhythm
@@ -68,6 +69,7 @@ class Saver:
         self._writer = AsyncWriter(rank=mesh.rank, world_size=mesh.layout.world_size, device=mesh.device)
         self._rhythm = Rhythm(job, folder, writes=self._writes)
         self._waits = waits
+        self.doubts: Sequence[Doubts] = ()  # what may yet have checkpoints set aside
         self._told_every_s = min(_TOLD_S, job.resilience.first_step_s / 3)
         self._attempt: Attempt | None = None
         self._hangs = False  # the storage neither took nor refused the last attempt
@@ -210,6 +212,7 @@ class Saver:
         step, job = attempt.step, self._job
         tokens = step * job.train.global_batch * job.train.sequence_length
         progress = Progress(step, tokens, self._loader.samples(step)[1], self._generation)
+        reaches = [reach for each in self.doubts if (reach := each.reach) is not None]
         self._writer.order_commit(
             attempt.number,
             self._places.urls[attempt.place],
@@ -217,6 +220,7 @@ class Saver:
             self._folder.path,
             job.checkpoint.keep,
             job.checkpoint.keep_every_steps,
+            None if step == job.train.steps else min(reaches, default=None),
         )
 
     def _look(self) -> None:

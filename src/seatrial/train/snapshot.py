@@ -107,6 +107,11 @@ class Snapshots:
         """Whether `take` would skip. Ranks that skip together keep snapshots of the same steps."""
         return not self._free.is_set()
 
+    @property
+    def reach(self) -> int | None:
+        """The step of the older of the two: a rollback goes no further back, now or later. None where there is none."""
+        return min((held[1] for held in self._held if held is not None), default=None)
+
     def forget_after(self, step: int) -> None:
         """The run went back to `step`: what lies ahead is of a course that was left, and is overwritten first.
 

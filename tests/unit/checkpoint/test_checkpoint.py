@@ -120,12 +120,15 @@ def test_a_complete_folder(tmp_path: Path) -> None:
     assert LocalPlace(tmp_path).steps() == [5]
 
 
-def test_a_step_is_never_saved_twice(tmp_path: Path) -> None:
+def test_a_step_that_is_saved_twice_is_there_as_a_whole_and_the_first_is_kept(tmp_path: Path) -> None:
     folder = save(tmp_path)
-    with pytest.raises(SaveFailed, match="exists already"):
-        save(tmp_path, ranks=1)
-    assert len(verify(folder).files) == 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000005"]
+    save(tmp_path, ranks=1)
+    assert len(verify(folder).files) == 1
+    aside = "step-00000005.damaged"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000005", aside]
+    assert (tmp_path / aside / "set-aside.txt").read_text() == "this step was saved anew\n"
+    (tmp_path / aside).rename(tmp_path / "step-00000006")
+    assert len(list((tmp_path / "step-00000006").glob("*.safetensors"))) == 3
 
 
 @pytest.mark.parametrize("position", [0, 8, 60, -1])

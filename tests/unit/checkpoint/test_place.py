@@ -124,10 +124,10 @@ def test_ranks_and_agents_of_one_generation_do_not_mix(place: Place) -> None:
     assert place.steps() == []
 
 
-def test_a_step_is_never_saved_twice(place: Place) -> None:
+def test_what_a_later_generation_has_saved_is_not_saved_again(place: Place) -> None:
     save(place, 5)
     with pytest.raises(StorageError) as caught:
-        add(place, 5, [rows(state(9), 0, 1)], generation=4)
+        add(place, 5, [rows(state(9), 0, 1)], generation=2)
     assert caught.value.kind == "exists"
     assert torch.equal(read(place, 5), state(5)["model/w"])
 

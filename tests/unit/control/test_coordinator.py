@@ -335,6 +335,21 @@ def test_the_next_one_notices_what_happens_to_a_run_that_goes_on(begin: Begin) -
     assert (event.rank, event.generation) == (3, GENERATION)
 
 
+def test_what_is_told_to_one_after_the_other_is_one_event_and_counts_each_time(begin: Begin) -> None:
+    """The first of them recorded it and died before it could act."""
+    term = running(begin)
+    exited = {"rank": 3, "generation": GENERATION, "local": 0, "pid": 5, "status": -9, "time": 1.0}
+    exited |= {"signalled": None, "oom_killed": False, "ran": True, "never_began": False, "told": "a-1"}
+    exited |= {"kind": "exited", "error": None, "log": "", "tail": ""}
+    term.coordinator._fail = lambda *_: None  # type: ignore[method-assign]
+    term.agents[1].tell(worker=exited)
+    term = begin()
+    term.join(0, 1, running=GENERATION)
+    term.agents[1].tell(worker=exited)
+    assert kinds(term).count("rank_failed") == 1
+    assert set(term.orders("stop")) == {0, 1}
+
+
 def test_a_node_that_had_left_in_order_has_lost_nothing(begin: Begin) -> None:
     """Its word of that went down with the coordinator."""
     running(begin)

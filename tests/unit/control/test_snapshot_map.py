@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from seatrial.checkpoint.local_place import LocalPlace
 from seatrial.checkpoint.memory import layout_key
 from seatrial.control import transfer
 from seatrial.control.snapshots import SnapshotMap
@@ -202,16 +203,18 @@ def test_what_is_on_disk_already_is_not_written(held: Map, children: Children) -
     assert held.flushed == [(0, False, ""), (0, False, ""), (10, True, "")]
 
 
-def test_folders_are_looked_into_at_once(held: Map, children: Children) -> None:
-    held.map._places = [str(held.folder.checkpoints), str(held.folder.path / "none")]
+def test_nobody_looks_into_a_folder_in_the_agents_loop(
+    held: Map, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount that hangs would stop the loop, and the node with it."""
+    held.map._places = [str(held.folder.checkpoints)]
+    monkeypatch.setattr(LocalPlace, "steps", None)
     held.both_hold()
-    (held.folder.checkpoints / "step-00000010").mkdir()
     held.map.flush(held.world())
-    assert (held.flushed, held.sent) == ([(10, True, "")], [])
-    held.both_hold(11)
-    held.map.flush(held.world())
+    assert (children.began, held.sent) == (["look"], [])
+    children.saved = {"ok": False, "message": "the storage did not answer for 5 s"}
+    assert held.map.reaped(1)
     assert len(held.sent) == 2
-    assert children.began == []
 
 
 def test_where_nothing_can_be_seen_it_is_written(held: Map, children: Children) -> None:

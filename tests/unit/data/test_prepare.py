@@ -183,6 +183,7 @@ def test_every_unusable_source_at_once(tmp_path: Path) -> None:
         prepare(sources, "bytes", tmp_path / "out")
     text = e.value.render()
     assert "s3:// addresses are not supported in this version" in text
+    assert "aws s3 sync s3://bucket/data FOLDER" in text
     assert "no built-in corpus 'builtin:novels'\n  hint: there is builtin:python-library" in text
     assert f"no such file or folder: {tmp_path}/nowhere" in text
     assert f"nothing to read in the folder {tmp_path}/empty: it is empty" in text

@@ -90,6 +90,10 @@ class Copies:
         self.taken: dict[int, list[Tensor]] = {}
         self.after_take: Callable[[int], None] = lambda step: None
 
+    @property
+    def reach(self) -> int | None:
+        return max(self.taken, default=None)
+
     def due(self, step: int) -> bool:
         return step % self.every == 0
 

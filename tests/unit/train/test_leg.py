@@ -12,7 +12,9 @@ import pytest
 from seatrial.job.layout import Layout
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
+from seatrial.storage import StorageError
 from seatrial.train import leg as leg_module
+from seatrial.train import recover as recover_module
 from seatrial.train.leg import Leg, Worker
 from seatrial.train.rank import Place
 from seatrial.train.recorder import Known
@@ -21,6 +23,7 @@ from seatrial.train.step import StepValues, vector_length
 from seatrial.train.worker import is_consequence
 
 PAIR = Layout(shard=2)
+used_to_look: list[bool] = []  # in the last `sources`
 
 
 def known(step: int, norm_squared: float = 4.0, *, skipped: bool = False) -> Known:
@@ -136,7 +139,9 @@ def make_leg(*, again: bool = True, snapshots: list[dict[str, Any]] | None = Non
 def sources(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, Source]]:
     """Decide with what the ranks offer and the checkpoints there are, of which those in `damaged` cannot be read."""
 
-    def prepare(offers: list[Offer], *disk: int, damaged: tuple[int, ...] = ()) -> tuple[str, Source]:
+    def prepare(
+        offers: list[Offer], *disk: int, damaged: tuple[int, ...] = (), silent: bool = False
+    ) -> tuple[str, Source]:
         used: list[str] = []
         left = list(disk)
 
@@ -160,10 +165,16 @@ def sources(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
             return None
 
         monkeypatch.setattr(leg_module, "exchange", lambda mesh, own: offers)
-        monkeypatch.setattr(
-            leg_module, "Places", lambda *_: SimpleNamespace(newest_step=lambda: max(disk, default=0))
-        )
-        monkeypatch.setattr(leg_module, "count", lambda mesh, value: value)
+
+        def look() -> int:
+            used_to_look.append(True)
+            if silent:
+                raise StorageError("unreachable", "look into", "/mnt/gone", "no answer within 3 s")
+            return max(disk, default=0)
+
+        used_to_look.clear()
+        monkeypatch.setattr(leg_module, "Places", lambda *_: SimpleNamespace(look=look))
+        monkeypatch.setattr(recover_module, "count", lambda mesh, value: value)
         monkeypatch.setattr(leg_module, "Resume", Resume)
         monkeypatch.setattr(leg_module, "load", load)
         monkeypatch.setattr(leg_module, "build", lambda *_: (None, None))
@@ -199,6 +210,21 @@ def test_without_anything_it_begins(sources: Any) -> None:
 
 def test_what_living_processes_hold_needs_no_checkpoint(sources: Any) -> None:
     assert sources([Offer(20)] * 2, 20) == ("here", Source("carried", 20))
+    assert not used_to_look, "a mount that hangs must not hold them up"
+
+
+def test_memory_does_without_a_disk_that_does_not_answer_and_that_is_told(
+    sources: Any, worker: Worker
+) -> None:
+    assert sources(IN_MEMORY, 20, silent=True) == ("here", Source("memory", 15, 1))
+    (event,) = read_events(worker.folder)[0]
+    assert (event.kind, event.data) == ("checkpoints_unseen", {"step": 15})
+    assert "cannot look into /mnt/gone: no answer within 3 s" in event.message
+
+
+def test_without_anything_in_memory_the_disk_is_waited_for(sources: Any, worker: Worker) -> None:
+    assert sources([Offer()] * 2, 20, silent=True) == ("disk", Source("disk", 20))
+    assert read_events(worker.folder)[0] == []
 
 
 def test_a_rollback_never_goes_to_what_lies_ahead(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ class FakeWriter:
     given_up: list[tuple[str, int]] = field(default_factory=list)
     staged: int = 0
     prepared: int = 0
+    sure: Any = "no commit yet"
     abandoned: int = 0
     closed: bool = False
     no_memory: bool = False
@@ -61,6 +62,7 @@ class FakeWriter:
 
     def order_commit(self, attempt: int, url: str, manifest: Any, *rest: Any) -> None:
         self.orders.append(("commit", attempt, url, manifest.progress.step))
+        self.sure = rest[-1]
         self._by_itself("commit", attempt)
 
     def _by_itself(self, what: str, attempt: int) -> None:
@@ -343,6 +345,19 @@ def test_nothing_of_a_distrusted_state_is_completed(make: Callable[..., Ranks]) 
     assert all(order[0] == "part" for w in ranks.writers for order in w.orders)
     ranks.steps(10, 10)
     assert {w.orders[-1][:2] for w in ranks.writers} == {("part", 2)}
+
+
+def test_retention_is_told_how_far_back_a_rollback_may_go(make: Callable[..., Ranks]) -> None:
+    """Whatever may set checkpoints aside says how far; the one that goes furthest counts."""
+    ranks = make("every_steps = 10")
+    for writer in ranks.writers:
+        writer.auto = lambda what, attempt: True
+    ranks.steps(1, 12)
+    assert ranks.writers[0].sure is None, "nothing can"
+    for saver in ranks.savers:
+        saver.doubts = [SimpleNamespace(reach=reach) for reach in (16, None, 8)]  # type: ignore[list-item]
+    ranks.steps(13, 22)
+    assert ranks.writers[0].sure == 8
 
 
 def test_steps_that_are_kept_for_ever_are_saved_whatever_the_interval(make: Callable[..., Ranks]) -> None:
