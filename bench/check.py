@@ -5,6 +5,10 @@
 1 to 5 random faults of the kinds of check/faults.py a draw, with the noise of check/simulated.py (`--hard`: twice the noise and
 six times the disturbances). A blame is right if culprit and place are the fault's. Time is CPU time of the whole check with
 the simulation in it, of which the machine's load takes nothing.
+
+    python bench/check.py --node-stage FOLDER [--repeats 5] [--json]
+
+instead measures this machine as a check measures a node, FOLDER as its checkpoint folder, and says how long each part took.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ import numpy as np
 
 from seatrial.check.faults import Shape, culprit, draw
 from seatrial.check.localise import localise
+from seatrial.check.node_stage import NodeOptions
+from seatrial.check.node_stage import measure as node_stage
 from seatrial.check.simulated import Cluster, Noise, SimulatedBench
 
 HARD = Noise(reading=0.02, outlier=0.02, nothing=0.005, silent=0.001, own_outlier=0.002)
@@ -62,6 +68,39 @@ def measure(nodes: int, draws: int, noise: Noise, first: int) -> dict[str, Any]:
     }
 
 
+def measure_here(folder: str, repeats: int) -> dict[str, Any]:
+    """The node stage of this machine, several times: seconds of the whole and of each part, and the rates read."""
+    runs = [node_stage(NodeOptions(storage=folder)) for _ in range(repeats)]
+    cpu = [run["rates"]["cpu"] or {} for run in runs]
+    rates = {
+        name: [round(c[name], 2) for c in cpu if c.get(name) is not None]
+        for name in ("gemm_gflop_s", "memory_gb_s", "memory_share", "loopback_gb_s")
+    }
+    rates |= {
+        name: [round(r["storage"].get(name) or 0.0, 2) for r in runs] for name in ("write_gb_s", "read_gb_s")
+    }
+    return {
+        "seconds": [run["seconds"] for run in runs],
+        "parts_median": {p: statistics.median(run["parts"][p] for run in runs) for p in runs[0]["parts"]},
+        "rates": rates,
+        "gpus": [run["rates"]["gpus"] for run in runs if run["rates"]["gpus"]],
+    }
+
+
+def print_here(found: dict[str, Any]) -> None:
+    """As lines for bench/LOG.md."""
+    print(
+        f"node stage: median {statistics.median(found['seconds']):.2f} s, most {max(found['seconds']):.2f} s"
+    )
+    for part, seconds in found["parts_median"].items():
+        print(f"  {part}: {seconds:.2f} s")
+    for name, values in found["rates"].items():
+        if values:
+            print(f"  {name}: median {statistics.median(values):.4g}, {min(values):.4g} to {max(values):.4g}")
+    for gpus in found["gpus"]:
+        print(f"  {json.dumps(gpus)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -70,8 +109,17 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hard", action="store_true")
+    parser.add_argument("--node-stage", metavar="FOLDER")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.node_stage is not None:
+        found = measure_here(args.node_stage, args.repeats)
+        if args.json:
+            print(json.dumps({"schema_version": 1} | found, indent=2))
+        else:
+            print_here(found)
+        return
     rows = [measure(n, args.draws, HARD if args.hard else Noise(), args.seed) for n in args.nodes]
     if args.json:
         print(json.dumps({"schema_version": 1, "rows": rows}, indent=2))

@@ -1,4 +1,4 @@
-"""`seatrial check --from` and `seatrial explain`: exit codes, streams and files."""
+"""`seatrial check --from`, `--simulate` and `seatrial explain`: exit codes, streams, files, orders for schedulers."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ HEALTHY, ILL, SUSPECT, UNJUDGED = (
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     for node, name in (("n1", HEALTHY), ("n2", ILL), ("n3", HEALTHY), ("n10", HEALTHY)):
         (tmp_path / "out" / node).mkdir(parents=True)
         shutil.copy(FIXTURES / name, tmp_path / "out" / node / "ibstat.txt")
@@ -57,6 +58,12 @@ def test_a_person_sees_the_fault_what_to_do_and_the_verdict(
         "PASS      NET001  n10: 4 fabric ports (MT4129 InfiniBand) active at 400 Gb/s",
         "",
         "nodes     1 of 4 failed: n2",
+        "",
+        "take out  of Slurm, not carried out:",
+        '          scontrol update nodename=n2 state=drain reason="seatrial NET001 mlx5_2/1: Down, physical state Polling"',
+        "",
+        "take out  of Kubernetes, not carried out:",
+        "          kubectl taint nodes n2 seatrial.dev/unfit=NET001:NoSchedule --overwrite",
         "",
         "FAIL: 1 failed, 3 passed in 4 outputs of 4 nodes",
     ]
@@ -126,7 +133,23 @@ def test_a_job_says_how_many_nodes_there_must_be(cluster: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "no --from"),
+        (["--from", "f", "--simulate", "f"], "--from and --simulate exclude each other"),
+        (["--from", "f", "--topology", "f"], "--topology and --from exclude each other"),
+        (["--from", "f", "--stage", "node", "--timeout", "9"], "2 problems"),
+        (["--simulate", "f", "--nodes", "n[1-2]"], "--nodes and --simulate exclude each other"),
+        (["job.toml", "--simulate", "f"], "JOB and --simulate exclude each other"),
+        (["--simulate", "f", "--apply"], "these nodes are not real"),
+        (["--simulate", "nowhere"], "cannot be read"),
+        (["--simulate", "f"], "cannot be read"),
+        (["--hostfile", "f", "--nodes", "n1"], "--hostfile and --nodes exclude each other"),
+        (["--timeout", "0"], "is no time"),
+        (["--timeout", "inf"], "is no time"),
+        (["--stage", "some"], "invalid choice"),
+        (["--force", "--from", "f"], "--force is of --apply"),
+        (["--apply", "--from", "f"], "for which scheduler"),
+        (["--apply", "--from", "f", "--scheduler", "pbs"], "invalid choice"),
+        (["--nodes", "n[3-1]"], "is no range"),
+        (["--topology", "nowhere", "--nodes", "n1"], "cannot read the topology"),
         (["--from", "nowhere", "neither"], "2 problems"),
         (["--from", "."], "nothing to judge"),
         (["--from", "f", "--baseline", "nowhere"], "cannot be read"),
@@ -152,6 +175,109 @@ def test_bad_input(
     assert (code, says in capsys.readouterr().err) == (
         (2, True) if "--nagios" not in arguments else (3, False)
     )
+
+
+SCENARIO = """
+[cluster]
+nodes = 16
+[[fault]]
+kind = "nic_slow"
+node = 3
+rail = 5
+share = 0.6
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.toml").write_text(SCENARIO)
+    return "c.toml"
+
+
+def test_a_simulated_cluster_names_the_culprit_in_every_output(
+    scenario: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = ["--html", "r.html", "--exclude-file", "bad.txt"]
+    assert main(["check", "--simulate", scenario, *extra]) == 1
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0].startswith("FAIL      BLM003  node0003 mlx5_5/1: ")
+    assert any(line.startswith("stages    node 1 round; pair ") for line in lines)
+    assert "nodes     1 of 16 failed: node0003" in lines
+    assert lines[-1].endswith(" passed on 16 simulated nodes")
+    assert "take out" not in out  # there is nobody to take out
+    assert err == "report: r.html\n1 nodes to exclude: bad.txt\n"
+    assert Path("bad.txt").read_text() == "node0003\n"
+    assert "Who is to blame" in Path("r.html").read_text()
+
+
+def test_the_json_of_a_simulated_cluster(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--simulate", scenario, "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    (blame,) = document["blames"]
+    assert (blame["code"], blame["kind"], blame["what"], blame["rail"]) == (
+        "BLM003",
+        "nic",
+        "node0003 mlx5_5/1",
+        5,
+    )
+    assert blame["target"]["node"] == "node0003"
+    assert document["simulated"] == "c.toml"
+    assert document["measured"] == {}  # invented rates are none
+    assert document["rounds"]["pair"] >= 1
+    assert document["nodes"]["node0003"] == "FAIL"
+    assert set(document["nodes"].values()) == {"PASS", "FAIL"}
+    assert main(["check", "--simulate", scenario, "--nagios"]) == 2
+    assert "node0003 mlx5_5/1 BLM003" in capsys.readouterr().out
+
+
+def test_a_healthy_simulated_cluster_passes_strictly(
+    scenario: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(scenario).write_text("[cluster]\nnodes = 16\n")
+    assert main(["check", "--simulate", scenario, "--strict"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert (last[:6], last[-27:]) == ("PASS: ", " passed on 16 simulated nodes"[-27:])
+
+
+def test_commands_for_a_scheduler_are_shown_and_not_run(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")  # nothing could be run
+    assert main(["check", "--from", "out", "--scheduler", "kubernetes"]) == 1
+    out, err = capsys.readouterr()
+    assert "take out  of Kubernetes, not carried out:" in out.splitlines()
+    assert (
+        "          kubectl taint nodes n2 seatrial.dev/unfit=NET001:NoSchedule --overwrite"
+        in out.splitlines()
+    )
+    assert err == ""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # in a Slurm job nobody needs to say so
+    assert main(["check", "--from", "out", "--json"]) == 1
+    (order,) = json.loads(capsys.readouterr().out)["orders"]
+    assert order["command"][:4] == ["scontrol", "update", "nodename=n2", "state=drain"]
+    assert order["done"] is None
+
+
+def test_an_order_that_fails_is_told(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert main(["check", "--from", "out", "--scheduler", "kubernetes", "--apply"]) == 1
+    out, err = capsys.readouterr()
+    assert "take out  of Kubernetes, 0 done, 1 failed:" in out.splitlines()
+    assert err.startswith("failed: kubectl taint nodes n2 ")
+    assert "not installed" in err
+
+
+def test_apply_without_a_failed_node_runs_nothing(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    shutil.copy(FIXTURES / HEALTHY, "out/n2/ibstat.txt")
+    assert main(["check", "--from", "out", "--scheduler", "slurm", "--apply"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:

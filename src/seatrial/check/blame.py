@@ -15,7 +15,7 @@ import numpy as np
 
 from seatrial.check.findings import Finding, Target, Verdict
 from seatrial.check.infer import FEWEST, MOST, Layout, State
-from seatrial.check.nodes import BROKEN, SUSPECT, Bools, NodeStage
+from seatrial.check.nodes import Bools, NodeStage
 
 Kind = Literal["gpu", "nvlink", "nic", "node", "leaf"]
 
@@ -137,7 +137,7 @@ def _name(case: Case, leaf: int) -> tuple[str | None, int | None]:
 
 def _leaf(case: Case, leaf: int, share: float, why: str, instead: tuple[str, ...] = ()) -> Blame:
     name, rail = _name(case, leaf)
-    verdict: Verdict = "FAIL" if share < BROKEN else "WARN"
+    verdict: Verdict = "FAIL" if share < case.layout.terms.broken else "WARN"
     return Blame("leaf", rail=rail, leaf=name, verdict=verdict, why=(why,), instead=instead)
 
 
@@ -226,11 +226,14 @@ def _ports(case: Case) -> Iterator[Blame]:
     verdicts: dict[tuple[int, int], Verdict] = {}
     for node, rail in np.argwhere(bad):
         share = case.state.share[node, rail]
+        times = case.state.proof[node, rail]
         text = (
-            f"{share:.0%} of its rate at best, slow {case.state.proof[node, rail]} times with good partners"
+            f"{share:.0%} of its rate at best, slow {times} times with good partners"
+            if share
+            else f"nothing gets through it, tried {times} times with good partners"
         )
         why[int(node), int(rail)].append(text)
-        verdicts[int(node), int(rail)] = "FAIL" if share < BROKEN else "WARN"
+        verdicts[int(node), int(rail)] = "FAIL" if share < case.layout.terms.broken else "WARN"
     down = _down(case)
     for finding in case.findings:
         where = (place.get(finding.target.node or ""), rails.get(finding.target.port or ""))
@@ -282,5 +285,5 @@ def suspects(layout: Layout, state: State, alive: Bools) -> tuple[Bools, Bools]:
     ports = layout.usable & alive[:, None] & ~state.good & (state.proof < state.needed)
     nodes = alive & ~layout.excused & ~state.together & (state.together_proof < state.needed)
     # A node whose rails are bad is not asked for more.
-    bad = layout.usable & ~state.good & (state.share < SUSPECT)
+    bad = layout.usable & ~state.good & (state.share < layout.terms.suspect)
     return ports, nodes & ~bad.any(axis=1)

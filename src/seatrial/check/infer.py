@@ -15,7 +15,7 @@ from math import ceil, log
 
 import numpy as np
 
-from seatrial.check.nodes import SUSPECT, Bools, Floats, Ints
+from seatrial.check.nodes import BROKEN, SUSPECT, Bools, Floats, Ints
 from seatrial.check.rounds import Round
 
 MOST = 0.75  # the part of a leaf's ports, of its flows, of a node's rails that makes it the leaf, its uplinks, the node
@@ -27,8 +27,21 @@ _UPPER = 75  # percentile: what is usual where a few are worse than it
 
 
 @dataclass(frozen=True)
+class Terms:
+    """What a reading of a pair is held to.
+
+    Between ports of a fabric 92 and 80 % of their rate. Hosts that share one machine's processors are not so alike:
+    `shared` holds them to less, and judges no all-reduce by its speed.
+    """
+
+    suspect: float = SUSPECT
+    broken: float = BROKEN
+    shared: bool = False
+
+
+@dataclass(frozen=True)
 class Readings:
-    """What a round of pairs brought. NaN is no reading. busbw in GB/s as nccl-tests counts it."""
+    """What a round of pairs brought. NaN is no reading, 0 is that nothing got through. busbw in GB/s as nccl-tests counts it."""
 
     gbit_s: Floats  # (P, R), one direction
     busbw: Floats  # (P,)
@@ -40,8 +53,9 @@ class Layout:
     """What is known of the cluster before pairs are measured: N nodes, R rails, G GPUs a node.
 
     `leaves` has the number of the leaf of each port. Where no topology is known, all ports of a rail count as one leaf.
-    `rate_gbit_s` is the ports' nominal rate; None takes the median of the first round for 97 % of it, which is what
-    healthy links read (95 to 99 %, field notes 1).
+    `rate_gbit_s` is the ports' nominal rate; None takes the median of what the ports have read at best for 97 % of it, which
+    is what healthy links read (95 to 99 %, field notes 1). `gpus` is how many ranks of a node take part in an all-reduce,
+    1 where a node has no GPU.
     """
 
     leaves: Ints
@@ -49,6 +63,7 @@ class Layout:
     excused: Bools  # (N,), nodes whose slow collectives are explained by what they found in themselves
     gpus: int
     rate_gbit_s: float | None
+    terms: Terms = Terms()
 
 
 @dataclass
@@ -90,9 +105,27 @@ class Ledger:
         """Who was paired with whom."""
         return {(int(a), int(b)) for r, _ in self.rounds for a, b in r.pairs}
 
+    def nothing(self) -> State:
+        """What is known where no pair was measured."""
+        shape = self.layout.leaves.shape
+        never = np.zeros(shape, dtype=np.int64)
+        return State(
+            share=np.full(shape, np.nan),
+            good=np.zeros(shape, dtype=bool),
+            proof=never,
+            level={},
+            uplinks={},
+            hints=set(),
+            together=np.ones(shape[0], dtype=bool),
+            together_share=np.full(shape[0], np.nan),
+            together_proof=never[:, 0] if shape[1] else np.zeros(shape[0], dtype=np.int64),
+            needed=PROOF,
+        )
+
     def state(self) -> State:
         """What all rounds together say."""
         a, b, share, loaded, rate = self._columns()
+        suspect = self.layout.terms.suspect
         leaves, usable = self.layout.leaves, self.layout.usable
         rails = np.arange(leaves.shape[1])
         best, count = np.full(leaves.shape, np.nan), np.zeros(leaves.shape, dtype=np.int64)
@@ -104,9 +137,9 @@ class Ledger:
         for leaf, value in level.items():
             levels[leaf] = value
         at = levels[leaves]
-        good = usable & (np.nan_to_num(best) >= SUSPECT * at)
+        good = usable & (np.nan_to_num(best) >= suspect * at)
         reach = np.minimum(at[a], at[b])
-        slow = share < SUSPECT * reach
+        slow = share < suspect * reach
         uplinks, hints = self._uplinks(a, b, share, slow, loaded, good)
         # Traffic over guilty uplinks proves nothing against a port.
         over = np.zeros(slow.shape, dtype=bool)
@@ -117,7 +150,7 @@ class Ledger:
         against = slow & ~over
         np.add.at(proof, (a[:, None], rails), against & good[b])
         np.add.at(proof, (b[:, None], rails), against & good[a])
-        healthy = share[share >= SUSPECT]
+        healthy = share[share >= suspect]
         usual = float(np.median(healthy)) if len(healthy) else 0.97
         # A slow flow between good ports over nothing that is in doubt was disturbed once. It bounds no all-reduce.
         lasting = np.where(slow & good[a] & good[b] & ~over, usual, share)
@@ -125,7 +158,18 @@ class Ledger:
         clear = good[a] & good[b] & ~over & ~np.isnan(share)
         needed = self._needed(int((slow & clear).sum()), int(clear.sum()))
         return State(
-            *(best, good, proof, level, uplinks, hints, together, together_share, together_proof, needed),
+            *(
+                best,
+                good,
+                proof,
+                level,
+                uplinks,
+                hints,
+                together,
+                together_share,
+                together_proof,
+                needed,
+            ),
             rate=rate,
             reading=usual,
             inside=inside,
@@ -146,16 +190,24 @@ class Ledger:
         loaded = np.concatenate([np.full(len(r.pairs), r.loaded) for r, _ in self.rounds])
         rate = self.layout.rate_gbit_s
         if rate is None:
-            first = self.rounds[0][1].gbit_s
-            rate = float(np.nanmedian(first)) / 0.97 if not np.isnan(first).all() else 1.0
+            rate = self._usual_rate(pairs, readings)
         return pairs[:, 0], pairs[:, 1], readings / rate, loaded, rate
+
+    def _usual_rate(self, pairs: Ints, readings: Floats) -> float:
+        """The nominal rate, where nobody says it: the median of the ports' best readings as 97 % of it."""
+        best = np.full(self.layout.leaves.shape, np.nan)
+        rails = np.arange(self.layout.leaves.shape[1])
+        for end in (pairs[:, 0], pairs[:, 1]):
+            np.fmax.at(best, (end[:, None], rails), readings)
+        known = best[best > 0]
+        return float(np.median(known)) / 0.97 if len(known) else 1.0
 
     def _slow_leaves(self, best: Floats, count: Ints) -> dict[int, float]:
         leaves, usable = self.layout.leaves, self.layout.usable
         tested = usable & (count >= _READ)
         size = leaves.max(initial=0) + 1
         of = np.bincount(leaves[tested], minlength=size)
-        never = np.bincount(leaves[tested & (best < SUSPECT)], minlength=size)
+        never = np.bincount(leaves[tested & (best < self.layout.terms.suspect)], minlength=size)
         found = {}
         for leaf in np.flatnonzero((never >= FEWEST) & (never >= MOST * np.maximum(of, 1))):
             found[int(leaf)] = float(np.percentile(best[tested & (leaves == leaf)], _UPPER))
@@ -210,7 +262,7 @@ class Ledger:
         excused = self.layout.excused[pairs].any(axis=1)
         # What pairs reach whose rails are good: that is what their NVLinks allow.
         clear = np.zeros(len(pairs), dtype=bool)
-        clear[some] = slowest >= SUSPECT
+        clear[some] = slowest >= self.layout.terms.suspect
         measured = ~excused & ~np.isnan(busbw)
         inside = busbw[measured & clear] if (measured & clear).any() else busbw[measured]
         # Of few pairs half may be slow, and none is ever too fast.

@@ -128,6 +128,16 @@ def matches(text: str) -> bool:
     return sum(_LINE.match(x) is not None for x in lines) * 2 > len(lines)
 
 
+def tells(line: str) -> bool:
+    """Whether parse() would make anything of this line: the others can be left out where a log is too long to hand on."""
+    return (
+        parse_xid(line) is not None
+        or _LOOKS.search(line) is not None
+        or "PCIe bandwidth, limited by" in line
+        or any(pattern.search(line) for _, _, pattern, _ in _OTHERS)
+    )
+
+
 def parse(text: str, file: str) -> KernelText:
     """Raises ParseError for an empty log: that nothing was seen is not that nothing was."""
     messages, others, stray = [], [], []

@@ -16,10 +16,9 @@ from typing import Protocol
 import numpy as np
 
 from seatrial.check.blame import Blame, Case, blame, excused, suspects
-from seatrial.check.findings import Expected, Finding, Target
-from seatrial.check.infer import Layout, Ledger, Readings, State, nic_bound
+from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.infer import Layout, Ledger, Readings, State, Terms, nic_bound
 from seatrial.check.nodes import (
-    BROKEN,
     SUSPECT,
     Bools,
     Floats,
@@ -46,7 +45,10 @@ _AGAIN = (
 )
 _STRIKES = 2  # times in a row that a node does not answer before it counts as gone
 _LOADED = 3  # rounds between leaves at most
+_FEW = 4  # nodes of which all meet all: of fewer pairs one end could be in all of them
 _TRIES = 3  # of one size of groups
+_PATIENCE = 8  # more rounds of pairs where hosts share a machine: a busy one disturbs many flows
+_USUAL = Terms()
 
 
 @dataclass(frozen=True)
@@ -94,18 +96,34 @@ class Report:
     blames: tuple[Blame, ...]
     rounds: Rounds
     unsettled: tuple[str, ...]  # suspects who could be neither cleared nor found guilty
+    case: Case | None = field(
+        default=None, compare=False
+    )  # what was known at the end; None where no pair was measured
 
 
 def most_pair_rounds(nodes: int) -> int:
-    """The rounds of pairs that a check never goes beyond."""
-    return _LOADED + 4 + ceil(log2(max(nodes, 2)))
+    """The rounds of pairs that a check never goes beyond.
+
+    Of few nodes few readings are clear, so that more of the others are needed to prove something.
+    """
+    return _LOADED + 4 + ceil(log2(max(nodes, 2))) + (_FEW if nodes <= _FEW else 0)
 
 
 def localise(
-    bench: Bench, names: Sequence[str], topology: Topology | None = None, rate_gbit_s: float | None = None
+    bench: Bench,
+    names: Sequence[str],
+    topology: Topology | None = None,
+    rate_gbit_s: float | None = None,
+    *,
+    terms: Terms = _USUAL,
+    stages: Sequence[str] = ("node", "pair", "all"),
 ) -> Report:
-    """Check the nodes `names` on `bench`. `rate_gbit_s` is the nominal rate of the fabric's ports; None if unknown."""
-    return _Trial(bench, names, topology, rate_gbit_s).run()
+    """Check the nodes `names` on `bench`. `rate_gbit_s` is the nominal rate of the fabric's ports; None if unknown.
+
+    `stages` without "pair" and "all" measures no pairs, without "all" no groups. Nodes are asked for what they are in any
+    case; without "node" what they measured of themselves is not judged.
+    """
+    return _Trial(bench, names, topology, rate_gbit_s, terms, frozenset(stages)).run()
 
 
 @dataclass
@@ -114,31 +132,36 @@ class _Trial:
     names: Sequence[str]
     topology: Topology | None
     rate: float | None
+    terms: Terms
+    stages: frozenset[str]
     asked: int = 0
     group_rounds: int = 0
     findings: list[Finding] = field(default_factory=list)
 
     def run(self) -> Report:
         self._node_stage()
-        self._pair_stage()
+        if self.stages & {"pair", "all"}:
+            self._pair_stage()
         state = self.ledger.state() if self.ledger.rounds else None
         unsettled = self._unsettled(state) if state else []
-        first = self._blames(state) if state else []
-        if state:
-            self._group_stage(state, first)
+        if state and "all" in self.stages:
+            self._group_stage(state, self._blames(state))
         # Some may have ended since they were last asked for something.
         for _ in range(_STRIKES):
             living = np.flatnonzero(self.alive)
             answered = np.ones(len(self.names), dtype=bool)
             answered[living] = self.bench.answer(living)
             self._hear(answered, living[~answered[living]])
-        blames = self._blames(state) if state else []
+        # Without pairs too: nodes that do not answer, and what nodes have found in themselves.
+        state = state or self.ledger.nothing()
+        blames = self._blames(state)
         self.findings += [b.finding() for b in blames]
         return Report(
             tuple(self.findings),
             tuple(blames),
             Rounds(self.asked, len(self.ledger.rounds), self.group_rounds),
             tuple(unsettled),
+            self._case(state) if self.ledger.rounds else None,
         )
 
     # -- nodes
@@ -159,36 +182,43 @@ class _Trial:
                 again.append((doubts, self.bench.nodes(doubts)))
                 self.asked += 1
             self.stage = settle(first, again)
-        self.findings += judge_nodes(self.stage)
+        told = judge_nodes(self.stage)
+        # Who does not answer is told in any case.
+        self.findings += told if "node" in self.stages else [f for f in told if f.code == "MSR011"]
         if self.topology is not None and self.topology.links:
             self.findings += judge_topology(self.topology)
         self.alive = self.stage.answered.copy()
         self.strikes = np.zeros(len(self.names), dtype=np.int64)
         leaves, self.leaf_names = _number(self.topology, self.names, self.stage.devices)
-        usable = self.stage.port_up & self.alive[:, None]
-        self.layout = Layout(
-            leaves, usable, excused(self.stage, self.findings), len(self.stage.slots), self.rate
-        )
-        self.whole: Bools = np.asarray(self.stage.present.all(axis=1))
+        able = np.ones(len(self.names), dtype=bool) if self.stage.able is None else self.stage.able
+        usable = self.stage.port_up & (self.alive & able)[:, None]
+        excuses = excused(self.stage, self.findings)
+        if self.terms.shared:
+            excuses[:] = True
+        ranks = max(1, len(self.stage.slots))
+        self.able = able
+        self.layout = Layout(leaves, usable, excuses, ranks, self.rate, self.terms)
+        self.whole: Bools = np.logical_and(self.stage.present.all(axis=1), able)
         self.blocks = blocks_of(leaves)
         self.ledger = Ledger(self.layout)
 
     # -- pairs
 
     def _pair_stage(self) -> None:
-        if self.alive.sum() < 2:
+        if self._players().size < 2:
             return
-        self._play("neighbours", neighbours(self.blocks, np.flatnonzero(self.alive)), loaded=False)
+        self._play("neighbours", neighbours(self.blocks, self._players()), loaded=False)
         for turn in range(_LOADED):
-            living = np.flatnonzero(self.alive)
+            living = self._players()
             many = len(np.unique(self.blocks[living])) > 1
             pairs = across(self.blocks, living, turn) if many else neighbours(self.blocks, living, turn + 1)
             self._play("across", pairs, loaded=many)
             state = self.ledger.state()
             # What one round says of uplinks, another must confirm.
-            if not (state.hints or (state.uplinks and turn == 0)):
+            if not (state.hints or (state.uplinks and turn == 0) or len(living) <= _FEW):
                 break
-        for turn in range(most_pair_rounds(len(self.names)) - len(self.ledger.rounds)):
+        most = most_pair_rounds(len(self.names)) + (_PATIENCE if self.terms.shared else 0)
+        for turn in range(most - len(self.ledger.rounds)):
             state = self.ledger.state()
             accused, good = self._accused(state)
             if not accused.any():
@@ -199,13 +229,17 @@ class _Trial:
                 loaded=False,
             )
 
+    def _players(self) -> Ints:
+        return np.flatnonzero(self.alive & self.able)
+
     def _accused(self, state: State) -> tuple[Bools, Bools]:
         """Who is suspected and who is cleared, (N, R + 2): by rail, by all-reduce, by not having answered."""
         ports, nodes = suspects(self.layout, state, self.alive)
         silent: Bools = np.logical_and(self.alive, self.strikes > 0)
         accused: Bools = np.column_stack([ports, nodes, silent])
         good: Bools = np.column_stack([state.good, state.together, ~silent])
-        return accused, np.logical_and(good, self.alive[:, None])
+        able = (self.alive & self.able)[:, None]
+        return np.logical_and(accused, able), np.logical_and(good, able)
 
     def _play(self, purpose: str, pairs: Ints, *, loaded: bool) -> None:
         if not len(pairs):
@@ -213,6 +247,8 @@ class _Trial:
         a, b = pairs[:, 0], pairs[:, 1]
         rails = self.layout.usable[a] & self.layout.usable[b]
         together = self.whole[a] & self.whole[b]
+        if self.terms.shared and self.ledger.rounds:
+            together[:] = False  # measured once: nothing is judged by it
         round_ = Round(len(self.ledger.rounds) + 1, purpose, pairs, rails, together, loaded)
         readings = self.bench.pairs(round_)
         self.ledger.add(round_, readings)
@@ -241,19 +277,29 @@ class _Trial:
 
     def _unsettled_finding(self, node: int, what: str, state: State, accused: Bools) -> Finding:
         """That the rails are slow is a fact, although the culprit could be the other end; without a reading nothing is."""
-        shares = state.share[node][accused[: len(self.stage.devices)]]
+        rails = accused[: len(self.stage.devices)]
+        shares = state.share[node][rails]
         why = "no node known as good was left to pair it with, or its readings contradict each other"
         target = Target(node=self.names[node])
         if np.isnan(shares).all():
             text = f"{what}: without a reading, or slow in the all-reduce only"
             return Finding("PAI001", "UNJUDGED", target, text, why_unjudged=why)
         share = float(np.nanmin(shares))
+        if self.terms.shared:
+            why = "the hosts share a machine that was too busy for readings that agree"
+            text = f"{what}: {share:.0%} of what the others reach, at best"
+            return Finding("PAI001", "UNJUDGED", target, text, share, why_unjudged=why)
         text = f"{what}: {share:.0%} of the rate at best, and it is not settled which end is to blame: {why}"
-        expected = Expected(SUSPECT, "of the rate", "the project's reference targets", "one direction")
-        return Finding("PAI001", "FAIL" if share < BROKEN else "WARN", target, text, share, "", expected)
+        source = "the project's reference targets"
+        expected = Expected(self.terms.suspect, "of the rate", source, "one direction")
+        verdict: Verdict = "FAIL" if share < self.terms.broken else "WARN"
+        return Finding("PAI001", verdict, target, text, share, "", expected)
+
+    def _case(self, state: State) -> Case:
+        return Case(self.stage, self.findings, self.layout, self.leaf_names, state, self.alive)
 
     def _blames(self, state: State) -> list[Blame]:
-        return blame(Case(self.stage, self.findings, self.layout, self.leaf_names, state, self.alive))
+        return blame(self._case(state))
 
     # -- groups
 
@@ -277,7 +323,8 @@ class _Trial:
             possible = np.array([_possible(len(group), state, self.layout) for group in members])
             best = np.full(len(members), np.nan)
             for _ in range(_TRIES):
-                open_ = [k for k in range(len(members)) if not best[k] >= SUSPECT * _usual(best, usual)]
+                wanted = 0.0 if self.terms.shared else SUSPECT * _usual(best, usual)
+                open_ = [k for k in range(len(members)) if not best[k] >= wanted]
                 if not open_:
                     break
                 asked = tuple(members[k][self.alive[members[k]]] for k in open_)
@@ -288,7 +335,11 @@ class _Trial:
             reference = _usual(best, usual)
             for k, group in enumerate(members):
                 nodes = set(map(int, group))
-                if best[k] < SUSPECT * reference and not any(t <= nodes for t in told):
+                if np.isnan(best[k]) and self.alive[group].sum() > 1:
+                    self.findings.append(_no_group([self.names[int(n)] for n in group]))
+                # Hosts that share processors are the slower the more they are, whatever their links do.
+                slow = best[k] < SUSPECT * reference and not self.terms.shared
+                if slow and not any(t <= nodes for t in told):
                     told.append(nodes)
                     names = [self.names[int(n)] for n in group]
                     self.findings.append(_slow_group(names, best[k] * possible[k], reference * possible[k]))
@@ -305,6 +356,13 @@ def _usual(best: Floats, before: float) -> float:
     """What groups of a size reach of what is possible: their median, or with fewer than three what the size before did."""
     measured = best[~np.isnan(best)]
     return float(np.median(measured)) if len(measured) >= 3 else before
+
+
+def _no_group(names: list[str]) -> Finding:
+    text = f"the all-reduce of {len(names)} nodes, {names[0]} to {names[-1]}, brought no result in {_TRIES} tries"
+    return Finding(
+        "GRP001", "UNJUDGED", Target(), text, why_unjudged="no result, though all of them answered"
+    )
 
 
 def _slow_group(names: list[str], measured: float, reference: float) -> Finding:

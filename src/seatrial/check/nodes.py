@@ -68,7 +68,7 @@ class NodeStage:
     `rates` has (N, G) for "gemm" (TFLOP/s), "hbm", "h2d" (GB/s) and (N, G, G) for "p2p": row sends, column receives.
     The mappings are sparse: who is not named had nothing to report. `counters` holds what a port counted before and
     after a load of `load_s` seconds, `nvlink` the same of NVLinks, keyed by the GPU's PCI address. `kernel_log` is
-    None for a node whose log cannot be seen.
+    None for a node whose log cannot be seen. `able` says which nodes can take part in pairs and groups, None for all.
     """
 
     names: tuple[str, ...]
@@ -86,6 +86,7 @@ class NodeStage:
     kernel_log: Mapping[int, tuple[str, ...] | None]
     load_s: float = 10.0
     gpu: str | None = None  # by its catalogue or device name; None or an unknown one has no floors
+    able: Bools | None = None  # (N,)
 
     def floor(self, quantity: Quantity) -> Floor | None:
         """What this kind of GPU reaches when it is healthy; None if that is not known."""
@@ -174,7 +175,8 @@ def _slow(stage: NodeStage, quantity: Quantity) -> tuple[Bools, Floats, float | 
 def judge_nodes(stage: NodeStage) -> list[Finding]:
     """Everything that is wrong with nodes by themselves, and one PASS for each check that found nothing."""
     found: list[Finding] = []
-    for check in (_answers, _missing, _rates, _links, _memory, _messages, _ports):
+    of_gpus = (_missing, _rates, _links, _memory) if stage.slots else ()
+    for check in (_answers, *of_gpus, _messages, _ports):
         found += check(stage)
     return found
 
@@ -205,6 +207,12 @@ def _rates(stage: NodeStage) -> Iterator[Finding]:
         slow, share, median = _slow(stage, quantity)
         level = stage.level(quantity.name)
         floor = stage.floor(quantity)
+        if np.isnan(level).all():
+            if quantity.name != "p2p" or len(stage.slots) > 1:
+                why = "no GPU was measured"
+                text = f"{quantity.what}: {why}"
+                yield Finding(quantity.code, "UNJUDGED", Target(), text, why_unjudged=why)
+            continue
         if median is None and floor is None:
             why = f"fewer than {_ENOUGH_PEERS} GPUs were measured, and no floor is known"
             yield Finding(

@@ -31,6 +31,7 @@ _RATES = frozenset(
     {2.5, 5, 8, 10, 14, 16, 20, 25, 28, 30, 32, 40, 50, 56, 60, 64, 80, 96, 100, 112, 120, 128, 160}
 )
 _RATES_HIGH = frozenset({168, 200, 300, 400, 600, 800, 1200, 1600})
+_BRIDGE_GBIT_S = 100.0
 _BRIDGES = 4  # ConnectX-7 ports of a B200 or B300 board that belong to its NVLink
 
 
@@ -87,6 +88,8 @@ def fabric_ports(ports: Sequence[PortFacts]) -> list[PortFacts]:
 
 
 def _without_bridges(ports: Sequence[PortFacts]) -> list[PortFacts]:
+    if all(p.port.adapter is None for p in ports):
+        return _without_likely_bridges(ports)
     kept = {p.name for p in counters.fabric(p.port for p in ports)}
     dropped = [p for p in ports if p.name not in kept]
     cards = Counter(p.image_guid for p in dropped)
@@ -96,6 +99,17 @@ def _without_bridges(ports: Sequence[PortFacts]) -> list[PortFacts]:
         if (len(dropped) == _BRIDGES if p.image_guid is None else cards[p.image_guid] > 1)
     }
     return [p for p in ports if p.name not in bridges]
+
+
+def _without_likely_bridges(ports: Sequence[PortFacts]) -> list[PortFacts]:
+    """Where nobody says what the adapters are: exactly four ports of InfiniBand at 100 Gb/s beside faster ones are bridges.
+
+    Four ports that have all trained down to 100 look the same; the number of fabric ports then shows it.
+    """
+    fabric = [p for p in ports if p.port.link_layer == "InfiniBand"]
+    slow = {p.name for p in fabric if p.port.gbit_s == _BRIDGE_GBIT_S}
+    faster = [p for p in fabric if (p.port.gbit_s or 0.0) > _BRIDGE_GBIT_S]
+    return [p for p in ports if p.name not in slow] if len(slow) == _BRIDGES and faster else list(ports)
 
 
 def judge_ports(facts: PortsFacts, context: Context) -> list[Finding]:
@@ -125,7 +139,8 @@ def judge_ports(facts: PortsFacts, context: Context) -> list[Finding]:
     if fabric and not any(f.verdict in ("FAIL", "WARN") for f in found):
         rates = sorted({p.port.gbit_s for p in fabric if p.port.gbit_s is not None})
         kind = " ".join(x for x in (fabric[0].port.adapter, fabric[0].port.link_layer) if x)
-        text = f"{len(fabric)} fabric port{'s' * (len(fabric) > 1)} ({kind}) active at {', '.join(map(gbit, rates))} Gb/s"
+        speed = f"at {', '.join(map(gbit, rates))} Gb/s" if rates else "(at which rate is not in the output)"
+        text = f"{len(fabric)} fabric port{'s' * (len(fabric) > 1)} ({kind}) active {speed}"
         found.append(
             Finding(
                 "NET001",

@@ -13,6 +13,9 @@ from seatrial.check.tool import Tool
 MODULES: tuple[str, ...] = (
     "seatrial.check.perftest",
     "seatrial.check.ibstat",
+    "seatrial.check.ibstatus",
+    "seatrial.check.ibv_devinfo",
+    "seatrial.check.ibnetdiscover",
     "seatrial.check.sysfs",
     "seatrial.check.mlxlink",
     "seatrial.check.ncclscout",

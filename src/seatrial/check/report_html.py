@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from seatrial.check.adapters import SCHEDULERS, Order
+from seatrial.check.course import Blamed
 from seatrial.check.findings import Finding, Verdict, codes
+from seatrial.check.measured import lines as rate_lines
 from seatrial.check.report import ORDER, Report
-from seatrial.check.report_table import conclusion, expected, groups, places, targets
+from seatrial.check.report_table import conclusion, expected, groups, message, places, targets, told_already
 
 _FOLDED_ROWS = 24
 _STYLE = """
@@ -27,13 +30,14 @@ main{max-width:1080px;margin:0 auto;padding:28px 20px 60px}h1{font-size:22px;mar
 dl{display:grid;grid-template-columns:86px 1fr;margin:8px 0 0;gap:3px 12px;font-size:14px}dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
 table{border-collapse:collapse;width:100%;font-size:14px}td,th{text-align:left;padding:5px 10px 5px 0;border-bottom:1px solid var(--line);
 vertical-align:top;overflow-wrap:anywhere}th{color:var(--soft);font-weight:500}td.v{white-space:nowrap}
+ul{margin:6px 0 0;padding-left:20px}pre{margin:6px 0 0;white-space:pre-wrap;font:13px/1.6 ui-monospace,monospace}
 details summary{cursor:pointer}details .nodes{margin-top:10px}
 @media print{.card{break-inside:avoid}}
 """
 
 
-def page(report: Report, title: str = "Seatrial check") -> str:
-    """The whole document. Everything that came out of a file is escaped."""
+def page(report: Report, orders: Sequence[Order] = (), title: str = "Seatrial check") -> str:
+    """The whole document. Everything that came out of a file is escaped. `orders` take the failed nodes out."""
     return "\n".join(
         [
             "<!doctype html>",
@@ -41,8 +45,11 @@ def page(report: Report, title: str = "Seatrial check") -> str:
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
             f"<style>{_STYLE}</style></head><body><main>",
             *_head(report, title),
+            *_blames(report),
             *_findings(report),
             *_nodes(report),
+            *_orders(orders),
+            *_course(report),
             *_passes(report),
             *_outputs(report),
             "</main></body></html>",
@@ -58,6 +65,52 @@ def _head(report: Report, title: str) -> Iterator[str]:
     for verdict, n in report.counts.items():
         yield f'<div class="{verdict}"><b>{n}</b>{words[verdict]}</div>'
     yield "</div></div>"
+
+
+def _blames(report: Report) -> Iterator[str]:
+    """Who is to blame, with the evidence: what a check that measured is made for."""
+    if report.course is None:
+        return
+    course = report.course
+    if course.blames:
+        yield "<h2>Who is to blame</h2>"
+        yield from (_blame(b) for b in course.blames)
+    elif course.unsettled:
+        yield f'<h2>Who is to blame</h2><div class="card UNJUDGED f"><p>not settled: {escape(", ".join(course.unsettled))}</p></div>'
+
+
+def _blame(b: Blamed) -> str:
+    why = "".join(f"<li>{escape(text)}</li>" for text in b.why)
+    instead = f"<p>It could be {escape(' or '.join(b.instead))} as well.</p>" if b.instead else ""
+    kind = {"gpu": "GPU", "nvlink": "NVLink", "nic": "NIC, cable or port"}.get(b.kind, b.kind)
+    return (
+        f'<div class="card f {b.verdict}"><p><span class="tag">{b.verdict}</span><span class="code">{b.code}</span> '
+        f'<b>{escape(b.what)}</b> <span class="soft">{kind}</span></p><ul>{why}</ul>{instead}'
+        f"<dl><dt>to do</dt><dd>{escape(codes()[b.code].action)}</dd></dl></div>"
+    )
+
+
+def _course(report: Report) -> Iterator[str]:
+    """Stages, rounds and rates."""
+    if report.course is None:
+        return
+    stages, rates = report.course.stages(), rate_lines(report.course.measured)
+    if stages or rates:
+        yield '<h2>What was measured</h2><div class="card"><dl>'
+        yield from (f"<dt>{escape(name)}</dt><dd>{escape(took)}</dd>" for name, took in stages)
+        yield "</dl><ul>" if rates else "</dl>"
+        yield from (f"<li>{escape(text)}</li>" for text in rates)
+        yield "</ul></div>" if rates else "</div>"
+
+
+def _orders(orders: Sequence[Order]) -> Iterator[str]:
+    """The commands that take failed nodes out."""
+    for scheduler in SCHEDULERS:
+        mine = [o for o in orders if o.scheduler == scheduler]
+        if mine:
+            words = {None: "not carried out", True: "done", False: "failed"}
+            told = "\n".join(f"{escape(o.text)}   # {words[o.done]}" for o in mine)
+            yield f'<h2>To take them out of {scheduler.capitalize()}</h2><div class="card"><pre>{told}</pre></div>'
 
 
 def _nodes(report: Report) -> Iterator[str]:
@@ -79,7 +132,12 @@ def _node(name: str, verdict: Verdict) -> str:
 
 
 def _findings(report: Report) -> Iterator[str]:
-    findings = [f for f in report.findings if f.verdict != "PASS"]
+    told = set() if report.course is None else {b.target for b in report.course.blames}
+    findings = [
+        f
+        for f in report.findings
+        if f.verdict != "PASS" and not (f.target in told and f.code.startswith("BLM"))
+    ]
     if findings:
         yield "<h2>What was found</h2>"
     for group in groups(findings):
@@ -93,15 +151,15 @@ def _finding(group: Sequence[Finding]) -> str:
         value = f.measured if isinstance(f.measured, str) else f"{f.measured:.6g}"
         rows.append(("measured", f"{value} {f.unit}".strip()))
     if f.expected is not None:
-        rows.append(("expected", expected(f.expected)))
+        rows.append(("means" if f.expected.value is None else "expected", expected(f.expected)))
     if f.peers_median is not None:
         deviation = "" if f.deviation is None else f" ({f.deviation:+.0%})"
         rows.append(("peers", f"median {f.peers_median:.6g} {f.unit}{deviation}"))
     if f.why_unjudged and f.why_unjudged not in f.message:
         rows.append(("why", f.why_unjudged))
-    if f.action:
+    if f.action and not (f.verdict == "UNJUDGED" and f.measured is not None):
         rows.append(("to do", f.action))
-    if seen := places(group):
+    if (seen := places(group)) and not told_already(f):
         rows.append(("seen in", seen))
     about = targets(group)
     where = f"<b>{escape(about)}</b> " if about else ""
@@ -110,7 +168,7 @@ def _finding(group: Sequence[Finding]) -> str:
     return (
         f'<div class="card f {f.verdict}"><p><span class="tag">{f.verdict}</span>'
         f'<span class="code">{f.code}</span> <span class="soft">{title}</span></p>'
-        f"<p>{where}{escape(f.message)}</p><dl>{listed}</dl></div>"
+        f"<p>{where}{escape(message(f))}</p><dl>{listed}</dl></div>"
     )
 
 
@@ -133,6 +191,8 @@ def _open(rows: int) -> str:
 
 
 def _outputs(report: Report) -> Iterator[str]:
+    if not report.judged:
+        return
     yield f'<h2>What was read</h2><details class="card"{_open(len(report.judged))}>'
     yield f"<summary>{len(report.judged)} outputs</summary><table><tr><th></th><th>node</th><th>tool</th><th>file</th></tr>"
     for j in sorted(report.judged, key=lambda j: ORDER.index(j.verdict)):

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from seatrial.check.adapters import Order
 from seatrial.check.findings import Finding
 from seatrial.check.report import Report
 
 SCHEMA_VERSION = 1
 
 
-def document(report: Report) -> dict[str, Any]:
-    """`verdict`, `counts`, `nodes` (name -> verdict), `findings` (the worst first), `outputs` (each file with its verdict)."""
+def document(report: Report, orders: Sequence[Order] = ()) -> dict[str, Any]:
+    """`verdict`, `counts`, `nodes` (name -> verdict), `findings` (the worst first), `outputs` (each file with its verdict).
+
+    Of a check that measured also `measured` (rates, for the planner), `rounds`, `seconds`, `blames` and `unsettled`. `orders`
+    are the commands that take failed nodes out, and how they went.
+    """
+    course = {} if report.course is None else report.course.document()
     return {
         "schema_version": SCHEMA_VERSION,
         "verdict": report.verdict,
@@ -30,12 +37,14 @@ def document(report: Report) -> dict[str, Any]:
             }
             for j in report.judged
         ],
+        **course,
+        "orders": [order.document() for order in orders],
     }
 
 
-def text(report: Report) -> str:
+def text(report: Report, orders: Sequence[Order] = ()) -> str:
     """The document with a final newline. A number that JSON has no word for becomes null."""
-    return json.dumps(_finite(document(report)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(_finite(document(report, orders)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _finding(f: Finding) -> dict[str, Any]:
@@ -47,4 +56,4 @@ def _finite(value: Any) -> Any:
         return value if abs(value) < float("inf") else None
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list) else value
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from seatrial.check.findings import Verdict
 from seatrial.check.report import Report
+from seatrial.check.report_table import extent
 
 _STATES: dict[Verdict, tuple[str, int]] = {
     "PASS": ("OK", 0),
@@ -23,7 +24,7 @@ def line(report: Report, *, strict: bool) -> tuple[str, int]:
     counts = report.counts
     figures = " ".join(f"{v.lower()}={n}" for v, n in counts.items())
     told = [f for f in report.findings if f.verdict == report.verdict and report.verdict != "PASS"]
-    text = f"{sum(counts.values())} findings in {len(report.judged)} outputs"
+    text = f"{sum(counts.values())} findings{extent(report)}"
     if told:
         first = told[0]
         where = "" if str(first.target) == "-" else f"{first.target} "

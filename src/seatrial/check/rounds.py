@@ -142,7 +142,7 @@ def group_sizes(nodes: int) -> list[int]:
     """4, 8, 16, ... and all of them: log2(nodes) rounds less the first, which the pairs are."""
     sizes = []
     size = 4
-    while size < nodes:
+    while 2 * size <= nodes:  # of a larger one there is one group, which is all of them
         sizes.append(size)
         size *= 2
     return [*sizes, nodes] if nodes > 2 else []

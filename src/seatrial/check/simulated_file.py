@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.check import report
+from seatrial.check.course import of_simulated
 from seatrial.check.faults import Fault, Shape, verify
 from seatrial.check.localise import Report, localise
 from seatrial.check.simulated import Cluster, Noise, SimulatedBench, Told
@@ -72,6 +75,14 @@ def read_scenario(path: Path) -> Scenario:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(Diagnostic(f"cannot be read: {error}", file=str(path))) from error
     return _Reader(str(path)).scenario(table)
+
+
+def simulate(path: Path) -> report.Report:
+    """Check the cluster of a file, as a report that all outputs take. Raises InputError with every problem of the file."""
+    scenario = read_scenario(path)
+    began = time.monotonic()
+    found = scenario.run()
+    return of_simulated(found, scenario.cluster.names, str(path), round(time.monotonic() - began, 3))
 
 
 class _Reader:

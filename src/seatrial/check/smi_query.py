@@ -218,6 +218,10 @@ def _parse_xml(text: str, file: str) -> Query:
     parser.EndElementHandler = end
     parser.CharacterDataHandler = words.append
     parser.EntityDeclHandler = entity
+    # What the driver says of a GPU that it cannot open goes to stderr, and stands anywhere where that was kept as well.
+    lost = [(n, line.strip()) for n, line in enumerate(lines_of(text), 1) if _LOST.match(line)]
+    if lost:
+        text = "\n".join("" if _LOST.match(line) else line for line in text.split("\n"))
     begin = max(0, text.find("<?xml"))
     try:
         parser.Parse(text[begin:].strip(), True)
@@ -225,7 +229,7 @@ def _parse_xml(text: str, file: str) -> Query:
         reason = xml.parsers.expat.errors.messages[error.code]
         line = error.lineno + text[:begin].count("\n")
         raise ParseError(f"the XML cannot be read: {reason}", file=file, line=line) from None
-    return Query(file, True, head, gpus, [], any(_WHOLE in g.values for g in gpus), Stray(file))
+    return Query(file, True, head, gpus, lost, any(_WHOLE in g.values for g in gpus), Stray(file))
 
 
 def _key(text: str) -> str:

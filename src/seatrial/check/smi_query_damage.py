@@ -19,6 +19,7 @@ _FORMS = (
         re.compile(r"Yes|No"),
     ),
     (re.compile(r"(.*\.)?sram_threshold_exceeded"), re.compile(r"Yes|No")),
+    (re.compile(r"ecc_errors\.(unrepairable_memory|(channel|tpc)_repair_pending)"), re.compile(r"Yes|No")),
     (re.compile(r"clocks_(event|throttle)_reasons\..*"), re.compile(r"(Not )?Active|[0-9]+ us")),
     (re.compile(r"ecc_errors\.(volatile|aggregate)\.(?!sram_threshold).*"), re.compile(r"[0-9]+")),
     (re.compile(r"retired_pages\..*(bit_ecc|retired_count)"), re.compile(r"[0-9]+")),

@@ -15,13 +15,13 @@ _LINE = re.compile(
     r"^(?P<path>\S*?)(?P<device>[\w.-]+)/(?P<file>ports/\d+/[\w/.-]+|hca_type|fw_ver|board_id|sys_image_guid|node_guid|node_type|node_desc):(?P<value>.*)$"
 )
 _NEEDED = ("state", "phys_state", "rate", "link_layer")
-_STATE = re.compile(r"\d+: (?P<state>[A-Z_]+)")
-_PHYSICAL = re.compile(r"\d+: (?P<state>[A-Za-z]+)")
-_RATE = re.compile(
+STATE = re.compile(r"\d+: (?P<state>[A-Z_]+)")
+PHYSICAL = re.compile(r"\d+: (?P<state>[A-Za-z]+)")
+RATE = re.compile(
     r"(?P<rate>\d{1,5}(?:\.\d)?) Gb/sec \(\d+X [A-Z0-9]+\)|(?P<plain>\d{1,5}(?:\.\d)?) Gb/sec(?: \(\w+\))?"
 )
-_STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
-_FILES = (
+STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
+FILES = (
     "hca_type",
     "fw_ver",
     "board_id",
@@ -49,7 +49,7 @@ def read_tree(folder: Path, file: str) -> PortsFacts:
     for device in sorted(p for p in folder.iterdir() if p.is_dir()):
         mine: dict[str, str] = {}
         # By name: on a live machine links lead from here through all of /sys.
-        for path in sorted(p for pattern in _FILES for p in device.glob(pattern) if p.is_file()):
+        for path in sorted(p for pattern in FILES for p in device.glob(pattern) if p.is_file()):
             name = str(path.relative_to(device))
             try:
                 with path.open("rb") as f:
@@ -94,11 +94,11 @@ def _ports(
             values = {name: mine.get(f"ports/{number}/{name}") for name in _NEEDED}
             where = f"{device}/{number}"
             damage += [(f"{where}: no `{name}`", None) for name, value in values.items() if not value]
-            state = _STATE.fullmatch(values["state"] or "")
-            physical = _PHYSICAL.fullmatch(values["phys_state"] or "")
-            rate = _RATE.fullmatch(values["rate"] or "")
+            state = STATE.fullmatch(values["state"] or "")
+            physical = PHYSICAL.fullmatch(values["phys_state"] or "")
+            rate = RATE.fullmatch(values["rate"] or "")
             gbit_s = float(rate["rate"] or rate["plain"]) if rate else None
-            if values["state"] and (state is None or state["state"] not in _STATES):
+            if values["state"] and (state is None or state["state"] not in STATES):
                 damage.append((f"{where}: unknown state {values['state'][:40]!r}", None))
             if values["phys_state"] and physical is None:
                 damage.append((f"{where}: unknown physical state {values['phys_state'][:40]!r}", None))

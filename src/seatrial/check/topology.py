@@ -88,7 +88,7 @@ _LINK = re.compile(
 )
 _NAME = re.compile(r'"(?P<name>[^"]*)"')
 _RATE = re.compile(r"\b(?P<rate>\d+x(?:[A-Z]+\d*))\s*$")
-_AGGREGATION = re.compile(r"aggregation node", re.IGNORECASE)  # SHARP's own port inside a switch, no node
+AGGREGATION = re.compile(r"aggregation node", re.IGNORECASE)  # SHARP's own port inside a switch, no node
 _LANES = re.compile(r"(?P<lanes>\d+)x(?P<speed>.*)")
 # In the order of their speed.
 _SPEEDS = ("SDR", "DDR", "QDR", "FDR10", "FDR", "EDR", "HDR", "NDR", "XDR")
@@ -138,7 +138,7 @@ def parse_ibnetdiscover(text: str, source: str) -> Topology:
     links = []
     for switch, port, peer, description, speed in seen:
         to_switch = peer.startswith("S-")
-        if _AGGREGATION.search(description):
+        if AGGREGATION.search(description):
             continue
         links.append(Link(shown[switch], port, to_switch, shown[peer] if to_switch else description, speed))
         if not to_switch:

@@ -1,11 +1,12 @@
-"""`seatrial check [JOB] --from PATH...`: whether nodes are fit to train on, from what tools said on them."""
+"""`seatrial check [JOB]`: whether nodes are fit to train on, by measuring, from what tools said on them, or simulated."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,30 +14,69 @@ from seatrial.base import atomic
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, Diagnostic, InputError
 
 if TYPE_CHECKING:
-    from seatrial.check.compare import Plan
+    from seatrial.check.adapters import Order
     from seatrial.check.report import Report
+    from seatrial.job import Job
 
 T = TypeVar("T")
+
+# Options that only one way of checking knows: (attribute, option).
+_OF_MEASURING = (
+    ("hostfile", "--hostfile"),
+    ("nodes", "--nodes"),
+    ("stage", "--stage"),
+    ("topology", "--topology"),
+    ("timeout", "--timeout"),
+    ("storage", "--storage"),
+)
+_LONGEST_S = 86400.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.description = (
-        "Judge outputs of tools (nvidia-smi, dcgmi, ibstat, ib_write_bw, all_reduce_perf, the kernel log, ...) that "
-        "were collected on nodes. What a file is, is told by its content. In a folder, each folder is a node. "
+        "Measure whether nodes are fit to train on, and name the GPU, link, port or node that is to blame: this node, or "
+        "those of JOB, of --hostfile or --nodes, or of the Slurm job that it runs in. With --from, judge outputs of tools "
+        "(nvidia-smi, dcgmi, ibstat, ib_write_bw, all_reduce_perf, the kernel log, ...) that were collected on nodes. "
         "Exit code: 0 if nothing failed, 1 if something did, 2 for bad input; with --nagios 0, 1, 2 and 3 as plugins have."
     )
     parser.add_argument(
-        "job", metavar="JOB", nargs="?", help="a job file: what its [cluster] needs is compared"
+        "job", metavar="JOB", nargs="?", help="a job file: its nodes, and what its [cluster] needs"
     )
-    parser.add_argument(
+    source = parser.add_argument_group("what is checked")
+    source.add_argument("--hostfile", metavar="FILE", help="measure the hosts of FILE, one a line, over ssh")
+    source.add_argument("--nodes", metavar="LIST", help="measure these hosts: node[01-16],login")
+    source.add_argument(
         "--from",
         dest="sources",
         metavar="PATH",
         nargs="+",
         action="extend",
-        help="files and folders of outputs",
+        help="measure nothing; judge files and folders of outputs, each folder a node",
     )
+    source.add_argument(
+        "--simulate", metavar="FILE", help="measure nothing; check the simulated cluster of FILE"
+    )
+    how = parser.add_argument_group("how it is measured")
+    how.add_argument(
+        "--stage",
+        choices=("node", "pair", "all"),
+        nargs="+",
+        action="extend",
+        help="only these stages (all three): each node by itself, pairs of nodes, groups of nodes",
+    )
+    how.add_argument(
+        "--topology", metavar="FILE", help="output of ibnetdiscover, or Slurm's topology.conf: leaf switches"
+    )
+    how.add_argument(
+        "--timeout", metavar="S", type=float, help="seconds that a node may take for one measurement (60)"
+    )
+    how.add_argument("--storage", metavar="DIR", help="the folder of checkpoints, whose speed is measured")
+    _output_arguments(parser)
+    _apply_arguments(parser)
+
+
+def _output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     parser.add_argument("--nagios", action="store_true", help="print one line, with a plugin's exit code")
     parser.add_argument("--html", metavar="FILE", help="also write a report that a browser shows")
@@ -58,6 +98,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     baseline.add_argument("--save-baseline", metavar="FILE", help="keep the measurements in FILE")
     parser.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
+    )
+
+
+def _apply_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("taking failed nodes out")
+    group.add_argument(
+        "--scheduler",
+        choices=("slurm", "kubernetes"),
+        help="print the commands for this one only (the job's launcher, or Slurm in a job of it)",
+    )
+    group.add_argument("--apply", action="store_true", help="carry the commands out")
+    group.add_argument(
+        "--force", action="store_true", help="with --apply: also if more than half of the nodes would go"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,44 +133,118 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.json and args.nagios:
-        raise InputError("--json and --nagios exclude each other", hint="choose one form of output")
-    if args.port_gbit_s is not None and not 0 < args.port_gbit_s < 1e5:
-        raise InputError(f"--port-gbit-s {args.port_gbit_s:g} is no rate", hint="in Gb/s, one direction: 400")
-    if not args.sources:
-        raise InputError(
-            "nothing to judge: no --from",
-            hint="collect outputs on the nodes, then `seatrial check --from FOLDER`",
-        )
-    from seatrial.check.baseline import compare_baseline, save_baseline
-    from seatrial.check.offline import judge_paths
+    _verify(args)
+    _verify_files(args)
+    job = _job(args.job)
+    if args.apply:
+        from seatrial.cli.check_apply import verify
 
-    report = judge_paths(args.sources, plan=_plan(args.job), port_gbit_s=args.port_gbit_s)
+        verify(args, job)
+    report = _report(args, job)
     if args.baseline is not None:
+        from seatrial.check.baseline import compare_baseline
+
         report = report.also(compare_baseline(report, Path(args.baseline)))
     if args.save_baseline is not None:
+        from seatrial.check.baseline import save_baseline
+
         kept = _written(args.save_baseline, lambda path: save_baseline(report, path))
         print(f"{kept} measurements kept in {args.save_baseline}", file=sys.stderr)
-    _files(report, args)
-    return _print(report, args)
+    from seatrial.cli.check_apply import take_out
+
+    out = take_out(report, args, job)
+    _files(report, out.orders, args, job)
+    code = _print(report, out.orders, args)
+    return code or (EXIT_FAILED if out.failed else EXIT_DONE)
 
 
-def _plan(job: str | None) -> Plan | None:
-    if job is None:
+def _verify(args: argparse.Namespace) -> None:
+    """Raises InputError for options that contradict each other, all at once."""
+    problems: list[Diagnostic] = []
+    ways = {"--from": args.sources, "--simulate": args.simulate}
+    given = [option for option, value in ways.items() if value]
+    if len(given) > 1:
+        problems.append(Diagnostic("--from and --simulate exclude each other", hint="choose one"))
+    for way in given:
+        wrong = [option for name, option in _OF_MEASURING if getattr(args, name) is not None]
+        if way == "--simulate" and args.job is not None:
+            wrong.append("JOB")
+        hint = (
+            "hand the file in with --from" if wrong == ["--topology"] and way == "--from" else "leave it out"
+        )
+        problems += [Diagnostic(f"{option} and {way} exclude each other", hint=hint) for option in wrong]
+    if args.hostfile is not None and args.nodes is not None:
+        problems.append(Diagnostic("--hostfile and --nodes exclude each other", hint="choose one"))
+    if args.json and args.nagios:
+        problems.append(
+            Diagnostic("--json and --nagios exclude each other", hint="choose one form of output")
+        )
+    if args.port_gbit_s is not None and not 0 < args.port_gbit_s < 1e5:
+        text = f"--port-gbit-s {args.port_gbit_s:g} is no rate"
+        problems.append(Diagnostic(text, hint="in Gb/s, one direction: 400"))
+    if args.timeout is not None and not (math.isfinite(args.timeout) and 1 <= args.timeout <= _LONGEST_S):
+        text = f"--timeout {args.timeout:g} is no time"
+        problems.append(Diagnostic(text, hint=f"seconds, from 1 to {_LONGEST_S:.0f}"))
+    if args.apply and args.simulate:
+        problems.append(Diagnostic("--apply with --simulate: these nodes are not real", hint="leave it out"))
+    if args.force and not args.apply:
+        problems.append(Diagnostic("--force is of --apply", hint="leave it out, or add --apply"))
+    if problems:
+        raise InputError(problems)
+
+
+def _verify_files(args: argparse.Namespace) -> None:
+    """What cannot be read or written is said before anything is measured. Raises InputError."""
+    problems = [
+        Diagnostic("cannot be written: its folder is not there", file=file, hint="name a folder that exists")
+        for file in (args.html, args.exclude_file, args.save_baseline)
+        if file is not None and not Path(file).absolute().parent.is_dir()
+    ]
+    if problems:
+        raise InputError(problems)
+    if args.baseline is not None:
+        from seatrial.check.baseline import compare_baseline
+        from seatrial.check.report import Report
+
+        compare_baseline(Report(()), Path(args.baseline))
+
+
+def _job(file: str | None) -> Job | None:
+    if file is None:
         return None
-    from seatrial.check.compare import Plan
     from seatrial.job.loading import load_job
 
-    cluster = load_job(Path(job)).cluster
-    return Plan(cluster.nodes, cluster.gpus_per_node, job)
+    return load_job(Path(file))
 
 
-def _files(report: Report, args: argparse.Namespace) -> None:
+def _report(args: argparse.Namespace, job: Job | None) -> Report:
+    if args.simulate:
+        from seatrial.check.simulated_file import simulate
+
+        return simulate(Path(args.simulate))
+    if args.sources:
+        from seatrial.check.compare import Plan
+        from seatrial.check.offline import judge_paths
+
+        plan = None if job is None else Plan(job.cluster.nodes, job.cluster.gpus_per_node, args.job)
+        return judge_paths(args.sources, plan=plan, port_gbit_s=args.port_gbit_s)
+    from seatrial.cli.check_measure import measured
+
+    return measured(args, job)
+
+
+def _files(report: Report, orders: Sequence[Order], args: argparse.Namespace, job: Job | None) -> None:
     if args.html is not None:
         from seatrial.check import report_html
 
-        _written(args.html, lambda path: atomic.write_text(path, report_html.page(report)))
+        page = report_html.page(report, orders)
+        _written(args.html, lambda path: atomic.write_text(path, page))
         print(f"report: {args.html}", file=sys.stderr)
+    if job is not None and report.course is not None:
+        from seatrial.cli.check_measure import keep
+
+        if (kept := keep(report, orders, args.runs / job.name)) is not None:
+            print(f"report: {kept}", file=sys.stderr)
     if args.exclude_file is not None:
         from seatrial.check import report_exclude
 
@@ -123,7 +253,7 @@ def _files(report: Report, args: argparse.Namespace) -> None:
         _written(args.exclude_file, lambda path: atomic.write_text(path, form(nodes)))
         print(f"{len(nodes)} nodes to exclude: {args.exclude_file}", file=sys.stderr)
         nameless = sum(f.verdict == "FAIL" and f.target.node is None for f in report.findings)
-        if nameless:
+        if nameless and report.course is None:
             print(
                 f"warning: {nameless} failed findings name no node and are not in it: put outputs into one folder a node",
                 file=sys.stderr,
@@ -140,7 +270,7 @@ def _written(file: str, write: Callable[[Path], T]) -> T:
         raise InputError(problem) from None
 
 
-def _print(report: Report, args: argparse.Namespace) -> int:
+def _print(report: Report, orders: Sequence[Order], args: argparse.Namespace) -> int:
     if args.nagios:
         from seatrial.check import report_nagios
 
@@ -150,13 +280,13 @@ def _print(report: Report, args: argparse.Namespace) -> int:
     if args.json:
         from seatrial.check import report_json
 
-        sys.stdout.write(report_json.text(report))
+        sys.stdout.write(report_json.text(report, orders))
     else:
         from seatrial.check.report_table import table
         from seatrial.ui.out import Out
 
         out = Out(sys.stdout, plain=args.plain)
         width = min(140, shutil.get_terminal_size().columns) if out.styled else 110
-        for text, style in table(report, width=width):
+        for text, style in table(report, orders, width=width):
             out.line(text, style)
     return EXIT_DONE if report.passes(strict=args.strict) else EXIT_FAILED

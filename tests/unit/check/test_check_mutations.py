@@ -17,7 +17,9 @@ from seatrial.check.tool import Context, ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 TEXTS = {p.name: p.read_text() for p in sorted(FIXTURES.glob("**/*")) if p.is_file()}
-NETWORK = {n: t for n, t in TEXTS.items() if n.startswith(("ib_", "ibstat", "mlxlink", "ncclscout", "sysfs"))}
+NETWORK = {
+    n: t for n, t in TEXTS.items() if n.startswith(("ib_", "ibv_", "ibstat", "mlxlink", "ncclscout", "sysfs"))
+}
 
 
 def verdict(text: str | bytes) -> Verdict:
@@ -34,6 +36,9 @@ WORDS = st.sampled_from(
         *(
             "GPU 0",
             "CA 'mlx5_0'",
+            "hca_id:\tmlx5_0",
+            "Infiniband device 'mlx5_0' port 1 status:",
+            'Switch\t64 "S-01"\t\t# "leaf"',
             "Port 1:",
             "State: Active",
             "RDMA_Write BW Test",
@@ -127,11 +132,19 @@ def test_the_tools_own_words_in_disorder_never_pass(text: str) -> None:
     assert verdict(text) != "PASS"
 
 
+WHOLE = (  # how what is told of one device ends, and how the next begins
+    ("Link layer:", "CA '"),
+    ("link_layer:", "Infiniband device"),
+    ("link_layer:", "hca_id:"),
+    ("GID[", "hca_id:"),
+)
+
+
 def lost(name: str, text: str, end: int) -> bool:
     """Whether cutting `text` off at `end` loses something whose absence can be told from the rest at all.
 
-    It cannot where a whole CA of ibstat, or a whole file of a tree, is gone: only the plan and the siblings show that. And
-    of the line that closes perftest's table any part closes it.
+    It cannot where a whole CA of ibstat, a whole device of ibstatus or ibv_devinfo, or a whole file of a tree is gone: only
+    the plan and the siblings show that. And of the line that closes perftest's table any part closes it.
     """
     rest = text[end:].strip()
     if not rest or set(rest) <= {"-"}:
@@ -144,7 +157,7 @@ def lost(name: str, text: str, end: int) -> bool:
             if device > 0
             else False
         )
-    return not (line.startswith("Link layer:") and rest.startswith("CA '"))
+    return not any(line.startswith(last) and rest.startswith(first) for last, first in WHOLE)
 
 
 @pytest.mark.parametrize("name", sorted(HEALTHY))

@@ -11,7 +11,9 @@ import pytest
 
 from seatrial.base.errors import InputError
 from seatrial.check import report_exclude, report_html, report_json, report_nagios
+from seatrial.check.adapters import orders, reasons
 from seatrial.check.collect import Piece
+from seatrial.check.course import Blamed, Course
 from seatrial.check.findings import Finding, Target
 from seatrial.check.offline import judge_pieces
 from seatrial.check.report import Judged, Report
@@ -175,3 +177,98 @@ def expand(written: str) -> list[str]:
 def test_a_name_that_no_host_has_is_refused() -> None:
     with pytest.raises(InputError, match="my folder"):
         report_exclude.failed_nodes(failed("my folder"))
+
+
+# -- a check that measured
+
+
+BLAMED = Blamed(
+    "BLM003",
+    "nic",
+    "n2 mlx5_3/1",
+    "FAIL",
+    Target(node="n2", port="mlx5_3/1"),
+    3,
+    ("60% of its rate at best, slow 3 times", "<b>its</b> counters rise"),
+    ("leaf switch a",),
+)
+
+
+def measured(*, blamed: bool = True, simulated: str = "") -> Report:
+    found = [Finding("MSR011", "PASS", Target(), "all 3 nodes answer")]
+    if blamed:
+        text = f"{BLAMED.what}: {'; '.join(BLAMED.why)}"
+        found.append(Finding("BLM003", "FAIL", BLAMED.target, text, evidence=BLAMED.why))
+        found.insert(0, Finding("MSR010", "FAIL", Target(node="n2"), "counters rise"))
+    course = Course(
+        ("n1", "n2", "n3"),
+        {"node": 1, "pair": 3, "group": 0},
+        {"node": 2.04, "pair": 5.0, "total": 7.5},
+        (BLAMED,) if blamed else (),
+        () if blamed else ("n1 mlx5_0/1",),
+        {"rates": [{"what": "all_reduce", "median": float("nan"), "unit": "GB/s"}]},
+        simulated,
+    )
+    return Report((), tuple(found), course)
+
+
+def test_who_is_to_blame_stands_first_and_its_evidence_once() -> None:
+    text = lines(measured())
+    assert (
+        text[0]
+        == "FAIL      BLM003  n2 mlx5_3/1: 60% of its rate at best, slow 3 times; <b>its</b> counters rise"
+    )
+    assert not any(line.lstrip().startswith("seen in") for line in text)
+    assert "stages    node 2.0 s, 1 round; pair 5.0 s, 3 rounds" in text
+    assert text[-1] == "FAIL: 2 failed, 1 passed on 3 nodes in 7.5 s"
+
+
+def test_nodes_that_were_measured_have_a_verdict_and_those_of_nothing_known_do_not_pass() -> None:
+    assert measured().nodes == {"n1": "PASS", "n2": "FAIL", "n3": "PASS"}
+    assert Report((), (), Course(("n1",))).nodes == {"n1": "UNJUDGED"}
+    odd = Finding("MSR001", "UNJUDGED", Target(), "no peers", why_unjudged="two nodes")
+    assert Report((), (odd,), Course(("n1",))).nodes == {"n1": "UNJUDGED"}
+    leaf = Finding("BLM005", "FAIL", Target(peer="leaf-a"), "leaf switch leaf-a: slow")
+    fine = Finding("MSR011", "PASS", Target(), "all 2 nodes answer")
+    assert Report((), (leaf, fine), Course(("n1", "n2"))).nodes == {"n1": "PASS", "n2": "PASS"}
+
+
+def test_the_json_of_a_check_that_measured_has_no_number_that_json_has_no_word_for() -> None:
+    document = json.loads(report_json.text(measured()))
+    assert document["blames"][0]["instead"] == ["leaf switch a"]
+    assert document["measured"]["rates"][0]["median"] is None
+    assert (document["rounds"]["pair"], document["seconds"]["total"]) == (3, 7.5)
+    assert "blames" not in json.loads(report_json.text(report(n1="ibstat_four_ndr.txt")))
+
+
+def test_the_page_shows_blame_evidence_stages_and_commands_escaped() -> None:
+    found = measured()
+    page = report_html.page(found, orders("slurm", reasons(found)))
+    assert "<b>its</b>" not in page
+    assert "&lt;b&gt;its&lt;/b&gt; counters rise</li>" in page
+    assert "It could be leaf switch a as well." in page
+    assert "<dt>pair</dt><dd>5.0 s, 3 rounds</dd>" in page
+    assert "scontrol update nodename=n2 state=drain reason=&quot;seatrial BLM003 mlx5_3/1:" in page
+    assert page.count("BLM003</span>") == 1  # not once more among what was found
+    ElementTree.fromstring(
+        page.removeprefix("<!doctype html>")
+        .replace('<meta charset="utf-8">', "")
+        .replace('<meta name="viewport" content="width=device-width,initial-scale=1">', "")
+    )
+    unsettled = report_html.page(measured(blamed=False))
+    assert "not settled: n1 mlx5_0/1" in unsettled
+
+
+def test_many_failed_nodes_and_orders_do_not_fill_the_screen() -> None:
+    found = failed(*(f"n{i}" for i in range(500)))
+    text = [line for line, _ in table(found, orders("kubernetes", reasons(found)), width=110)]
+    assert len(text) < 30
+    assert "          and 496 more, which --json lists" in text
+    assert any("and 476 more" in line for line in text)
+
+
+def test_a_simulated_cluster_is_never_taken_for_a_real_one() -> None:
+    assert conclusion(measured(simulated="c.toml")).endswith("on 3 simulated nodes")
+    assert report_nagios.line(measured(blamed=False), strict=False)[0].startswith(
+        "SEATRIAL OK - 1 findings on 3 nodes in 7.5 s"
+    )

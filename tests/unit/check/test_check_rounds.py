@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, log2
+from math import ceil, floor, log2
 
 import numpy as np
 from hypothesis import given
@@ -103,7 +103,7 @@ def test_groups_hold_every_node_once_and_double(n: int) -> None:
         assert all(size <= len(p) < 2 * size for p in parts)
     if n > 2:
         assert group_sizes(n)[-1] == n
-        assert len(group_sizes(n)) == ceil(log2(n)) - 1
+        assert len(group_sizes(n)) == max(1, floor(log2(n)) - 1)
 
 
 def test_blocks_are_nodes_below_the_same_leaves() -> None:

@@ -1,0 +1,135 @@
+"""What an agent has started: processes with their output, their deadline, and the order that they are for."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from seatrial.base import process
+
+_LONGEST_BYTES = 64 << 20  # of what one process says; no tool says more
+_TAIL_BYTES = 4096  # of what it says on stderr
+
+
+@dataclass
+class Task:
+    """A process in a group of its own. `out` and `err` are what it has said so far, `err` its end only."""
+
+    order: int
+    pid: int
+    until: float  # time.monotonic()
+    limit_s: float
+    out_fd: int
+    err_fd: int
+    out: bytearray = field(default_factory=bytearray)
+    err: bytearray = field(default_factory=bytearray)
+    too_late: bool = False
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def fds(self) -> list[int]:
+        """What there is to read from."""
+        return [fd for fd in (self.out_fd, self.err_fd) if fd >= 0]
+
+    def read(self, fd: int) -> bool:
+        """Take what has arrived, without waiting; False once nothing more can come."""
+        while True:
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                os.close(fd)
+                if fd == self.out_fd:
+                    self.out_fd = -1
+                else:
+                    self.err_fd = -1
+                return False
+            if fd == self.out_fd:
+                self.out += data[: _LONGEST_BYTES - len(self.out)]
+            else:
+                self.err = (self.err + data)[-_TAIL_BYTES:]
+
+    def kill(self) -> None:
+        """SIGKILL to its group."""
+        process.signal_group(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Take the rest of what it said, and close both pipes."""
+        for fd in self.fds:
+            if self.read(fd):
+                os.close(fd)
+        self.out_fd = self.err_fd = -1
+
+    @property
+    def complaint(self) -> str:
+        """The end of what it said on stderr, one line."""
+        return last_words(bytes(self.err))
+
+
+def last_words(data: bytes, limit: int = 300) -> str:
+    """The last lines of `data` as one printable line of at most `limit` characters."""
+    lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
+    text = " / ".join(lines[-3:])[-limit:]
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def start(order: int, body: Callable[[], int], limit_s: float, *, keep: Sequence[int] = ()) -> Task:
+    """Fork a child that runs `body` with its stdout and stderr in pipes. `body` may execute something else.
+
+    Descriptors in `keep` are left open through an exec. The child dies with this process (base/process.py).
+    """
+    out, out_in = os.pipe()
+    err, err_in = os.pipe()
+
+    def child() -> int:
+        os.dup2(out_in, 1)
+        os.dup2(err_in, 2)
+        for fd in keep:
+            os.set_inheritable(fd, True)
+        return body()
+
+    try:
+        pid = process.fork(child)
+    finally:
+        os.close(out_in)
+        os.close(err_in)
+    os.set_blocking(out, False)
+    os.set_blocking(err, False)
+    return Task(order, pid, time.monotonic() + limit_s, limit_s, out, err)
+
+
+def executes(argv: Sequence[str], environment: Mapping[str, str]) -> Callable[[], int]:
+    """A body for `start` that becomes the command `argv`; found on PATH."""
+
+    def body() -> int:
+        os.execvpe(argv[0], list(argv), dict(environment))
+
+    return body
+
+
+def listens(port: int) -> bool:
+    """Whether something on this host (in this network namespace) waits for TCP connections on `port`."""
+    wanted = f":{port:04X}"
+    for name in ("tcp", "tcp6"):
+        try:
+            with open(f"/proc/net/{name}", encoding="ascii") as f:
+                rows = [line.split() for line in f]
+        except OSError:
+            continue
+        if any(len(row) > 3 and row[1].endswith(wanted) and row[3] == "0A" for row in rows[1:]):
+            return True
+    return False
+
+
+def wait(fds: Sequence[int], until: float | None) -> list[int]:
+    """Those of `fds` that can be read, or have been closed at the other end; waits until then, or `until`."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    timeout = None if until is None else max(0.0, until - time.monotonic()) * 1000
+    return [fd for fd, _ in poll.poll(timeout)]

@@ -1,0 +1,146 @@
+"""Who reaches whom over the network, and what an agent says of its host first."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import platform
+import select
+import socket
+import struct
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import seatrial
+
+_SIOCGIFADDR = 0x8915
+
+
+def hello(port: int) -> dict[str, Any]:
+    """What the conductor must know of a host before anything is measured; `port` is where its agent listens.
+
+    "machine" is the same for hosts that share one kernel: containers, network namespaces, virtual hosts.
+    """
+    return {
+        "version": seatrial.__version__,
+        "python": platform.python_version(),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "machine": _text("/proc/sys/kernel/random/boot_id") or socket.gethostname(),
+        "port": port,
+        "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
+        "rdma": sorted(_names("/sys/class/infiniband")),
+        "executable": sys.executable,
+    }
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _names(folder: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return os.listdir(folder)
+    return []
+
+
+def interface_towards(address: str) -> str | None:
+    """The network device that packets to `address` leave by; None if the kernel knows none or it has no IPv4 address."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect((address, 9))  # sends nothing: it only asks for the route
+            own = s.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode()[:15])
+                try:
+                    answer = fcntl.ioctl(s.fileno(), _SIOCGIFADDR, request)
+                except OSError:  # a device without an IPv4 address
+                    continue
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
+    except OSError:
+        pass
+    return None
+
+
+def reach(targets: Sequence[tuple[str, int]], limit_s: float) -> dict[str, Any]:
+    """Whether a TCP connection to each (address, port) comes about within `limit_s`, all tried at once.
+
+    {"reached": [True, ...], "why": ["", ...]}. A refused connection has reached the host: its kernel has answered.
+    """
+    reached, why = [False] * len(targets), ["no answer"] * len(targets)
+    trying: dict[int, tuple[int, socket.socket]] = {}
+    poll = select.poll()
+    until = time.monotonic() + limit_s
+
+    def ended(number: int, code: int) -> None:
+        reached[number] = code in (0, errno.ECONNREFUSED)
+        why[number] = "" if reached[number] else os.strerror(code)
+
+    for number, (address, port) in enumerate(targets):
+        try:
+            family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            why[number] = f"{address} is not known: {error.strerror}"
+            continue
+        s = socket.socket(family, kind, protocol)
+        s.setblocking(False)
+        code = s.connect_ex(place)
+        if code == errno.EINPROGRESS:
+            trying[s.fileno()] = (number, s)
+            poll.register(s.fileno(), select.POLLOUT)
+        else:
+            ended(number, code)
+            s.close()
+    while trying and (left := until - time.monotonic()) > 0:
+        for fd, _ in poll.poll(left * 1000):
+            number, s = trying.pop(fd)
+            poll.unregister(fd)
+            ended(number, s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+            s.close()
+    for _, s in trying.values():
+        s.close()
+    return {"reached": reached, "why": why}
+
+
+def partners(members: Sequence[int]) -> dict[int, list[int]]:
+    """Whom each of `members` should try to reach: the next, the one after the next, the fourth, ... round the ring.
+
+    log2 of them for each, and the graph stays connected when some are missing.
+    """
+    count = len(members)
+    steps = [1 << k for k in range(max(1, (count - 1).bit_length())) if 1 << k < count]
+    return {member: [members[(i + step) % count] for step in steps] for i, member in enumerate(members)}
+
+
+def cut_off(members: Iterable[int], reached: Iterable[tuple[int, int]]) -> set[int]:
+    """Those of `members` whom the network does not connect with most of the others; `reached` are (from, to).
+
+    Empty where no part is larger than half: then nobody can say which side is cut off.
+    """
+    everyone = list(members)
+    neighbours: dict[int, set[int]] = defaultdict(set)
+    for a, b in reached:
+        neighbours[a].add(b)
+        neighbours[b].add(a)
+    left = set(everyone)
+    while left:
+        part, open_ = set(), [min(left)]
+        while open_:
+            node = open_.pop()
+            if node not in part:
+                part.add(node)
+                open_ += neighbours[node] & left
+        if 2 * len(part) > len(everyone):
+            return set(everyone) - part
+        left -= part
+    return set()

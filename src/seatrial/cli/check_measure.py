@@ -1,0 +1,114 @@
+"""How `seatrial check` measures: which hosts, with which options, told as it goes; and where its report is kept."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from seatrial.base import atomic
+from seatrial.base.errors import Diagnostic, InputError
+from seatrial.check import report_html, report_json
+from seatrial.check.compare import Plan
+from seatrial.check.course import of_live
+from seatrial.check.hosts import hosts_of
+from seatrial.check.live import STAGES, LiveOptions, check_live
+from seatrial.check.node_stage import NodeOptions
+from seatrial.check.topology import Topology, read_topology
+from seatrial.record.folder import RunFolder
+from seatrial.ui.out import Out
+
+if TYPE_CHECKING:
+    from seatrial.check.adapters import Order
+    from seatrial.check.report import Report
+    from seatrial.job import Job
+
+_NODE_S = 60.0  # of a node stage; with a shorter --timeout less
+_REPORT = "check"
+
+
+def measured(args: argparse.Namespace, job: Job | None) -> Report:
+    """Measure the hosts and judge. Raises InputError for hosts, a topology or a folder that cannot be used."""
+    hostfile = None if args.hostfile is None else Path(args.hostfile)
+    hosts = hosts_of(job, hostfile=hostfile, nodes=args.nodes)
+    out = Out(sys.stderr, plain=args.plain)
+    say = (lambda text: None) if args.nagios else out.line
+    here = not any(host.prefix for host in hosts)
+    names = [host.name for host in hosts]
+    options = _options(args, job, here)
+    if options.topology is not None:
+        _verify_topology(options.topology, names, args.topology, say)
+    return of_live(check_live(hosts, options, say), names)
+
+
+def _verify_topology(topology: Topology, names: Sequence[str], file: str, say: Callable[[str], None]) -> None:
+    """Say which hosts it does not know. Raises InputError where that are all: names of another kind would look like no topology."""
+    known = {node for node, _ in topology.leaves}
+    strange = [name for name in names if name not in known]
+    if len(strange) == len(names):
+        some = ", ".join(sorted(known)[:3])
+        text = f"the topology knows none of the hosts; it has {some}, the hosts are {', '.join(names[:3])}"
+        raise InputError(Diagnostic(text, file=file, hint="call the hosts as the topology does"))
+    if strange:
+        say(f"warning: {file} does not know {len(strange)} of {len(names)} hosts: {', '.join(strange[:8])}")
+
+
+def _options(args: argparse.Namespace, job: Job | None, here: bool) -> LiveOptions:
+    timeout = _NODE_S if args.timeout is None else args.timeout
+    device = "auto" if job is None else job.cluster.device
+    # The nodes of a virtual cluster are made when it starts, and its ranks take the CPU where there is no GPU for each.
+    real = job is not None and job.cluster.launcher != "local"
+    gpus = job.cluster.gpus_per_node if job is not None and real and device != "cpu" else None
+    plan = None
+    if job is not None and real:
+        plan = Plan(job.cluster.nodes, job.cluster.gpus_per_node, args.job)
+    node = NodeOptions(
+        gpus=gpus,
+        storage=_storage(args, job, here),
+        seconds=min(timeout, _NODE_S),
+        port_gbit_s=args.port_gbit_s,
+        device=device,
+    )
+    return LiveOptions(
+        node,
+        stages=tuple(stage for stage in STAGES if args.stage is None or stage in args.stage),
+        device=device,
+        topology=None if args.topology is None else read_topology(Path(args.topology)),
+        port_gbit_s=args.port_gbit_s,
+        timeout_s=timeout,
+        plan=plan,
+    )
+
+
+def _storage(args: argparse.Namespace, job: Job | None, here: bool) -> str | None:
+    """The folder of checkpoints, absolute, because agents start elsewhere: what was named, the job's, or that of runs.
+
+    A node measures the nearest folder above one that is not there yet. Of other machines nothing is known without a job.
+    """
+    named: str | None = args.storage
+    folder = None if job is None else job.checkpoint.folder
+    if named is None and folder is not None:
+        if "://" in folder:
+            return None
+        named = folder
+    if named is None and (job is not None or here):
+        named = str(args.runs)
+    return None if named is None else os.path.abspath(named)
+
+
+def keep(report: Report, orders: Sequence[Order], run: Path) -> Path | None:
+    """Write check.json and check.html into the run's reports; the first of them, or None where the run was never started.
+
+    The planner takes the rates from there, so the newest check stands under the same name as the one before.
+    """
+    folder = RunFolder(run)
+    if not folder.is_run():
+        return None
+    folder.reports.mkdir(exist_ok=True)
+    atomic.write_text(folder.reports / f"{_REPORT}.html", report_html.page(report, orders))
+    file = folder.reports / f"{_REPORT}.json"
+    atomic.write_text(file, report_json.text(report, orders))
+    return file

@@ -1,0 +1,282 @@
+"""Agents of a check by themselves: what they start, what they reply, and that nothing of them outlives anybody."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from seatrial.base.errors import InputError
+from seatrial.check import ib_pair
+from seatrial.check.crew import Crew, Reply
+from seatrial.check.hosts import LOOPBACK, SSH, Host
+from seatrial.check.rounds import Round
+
+pytestmark = pytest.mark.cluster
+
+_MARK = "SEATRIAL_TEST_CHECK"
+WITHIN_S = 30.0
+SPEC: dict[str, Any] = {
+    "world": 2,
+    "gpus": [0],
+    "device": "cpu",
+    "backend": "gloo",
+    "store": None,
+    "listen": LOOPBACK,
+    "interface": None,
+    "toward": LOOPBACK,
+    "flows": [[0, 1, 0], [1, 0, 1]],
+    "seconds": {"flow": 0.3, "sum": 0.1, "stall": 20.0},
+    "sizes": [65536],
+    "hca": None,
+}
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """What marks the processes of a test; none may be left at its end."""
+    made = uuid.uuid4().hex
+    yield made
+    left = living(made)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+def living(mark: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            marked = entry.name.isdigit() and f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes()
+            if marked and (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+def wait_gone(mark: str) -> None:
+    """Until nothing with this mark is alive; each wait is for the end of one of them."""
+    until = time.monotonic() + WITHIN_S
+    while left := living(mark):
+        assert time.monotonic() < until, left
+        try:
+            handle = os.pidfd_open(left[0])
+        except ProcessLookupError:
+            continue
+        try:
+            select.select([handle], [], [], max(0.0, until - time.monotonic()))
+        finally:
+            os.close(handle)
+
+
+def host(mark: str, *prefix: str) -> Host:
+    return Host("node", LOOPBACK, prefix, environment={_MARK: mark})
+
+
+def ask(crew: Crew, order: dict[str, Any], limit_s: float = WITHIN_S) -> Reply:
+    return crew.ask({(0, 0): order}, limit_s=limit_s)[0, 0]
+
+
+def test_tools_end_hang_and_are_absent(mark: str) -> None:
+    with Crew([host(mark)]) as crew:
+        assert crew.greet(WITHIN_S)[0].alive
+        ended = ask(crew, {"do": "run", "argv": ["sh", "-c", "echo out; echo err >&2; exit 3"]})
+        assert ended.value is not None
+        assert (ended.value["rc"], ended.value["out"], ended.value["err"]) == (3, "out\n", "err\n")
+        assert ask(crew, {"do": "run", "argv": ["no-such-tool"]}).value == {"absent": True}
+        begin = time.monotonic()
+        # What it has started hangs as well, and holds its output open.
+        hung = ask(crew, {"do": "run", "argv": ["sh", "-c", "echo at work >&2; sleep 600 & wait"]}, 1.0)
+        assert (hung.value, hung.alive) == (None, True)
+        assert hung.problem == "did not end within 1 s; its last words: at work"
+        assert time.monotonic() - begin < WITHIN_S
+        strange = ask(crew, {"do": "dance"})
+        assert (strange.alive, "no such order" in strange.problem) == (True, True)
+        assert ask(crew, {"do": "ping"}).alive
+
+
+def test_a_server_is_told_of_once_it_listens(mark: str) -> None:
+    serve = "import socket, sys; s = socket.create_server(('', int(sys.argv[1]))); s.accept()"
+    heard: list[dict[str, Any]] = []
+    with Crew([host(mark)]) as crew:
+        crew.greet(WITHIN_S)
+        offered = ask(crew, {"do": "port", "count": 1}).value
+        assert offered is not None
+        (port,) = offered["ports"]
+        argv = [sys.executable, "-c", serve, str(port)]
+
+        def connect(key: tuple[int, int], note: Any) -> dict[tuple[int, int], dict[str, Any]]:
+            heard.append(dict(note))
+            return {(0, 1): {"do": "reach", "targets": [[LOOPBACK, port]]}}
+
+        replies = crew.ask(
+            {(0, 0): {"do": "run", "argv": argv, "listen": port}}, limit_s=WITHIN_S, note=connect
+        )
+    assert heard == [{"listening": port}]
+    assert {key: reply.value is not None for key, reply in replies.items()} == {(0, 0): True, (0, 1): True}
+
+
+def test_a_rank_whose_partner_never_comes_fails_in_time(mark: str) -> None:
+    spec = {**SPEC, "ranks": [0], "seconds": {**SPEC["seconds"], "stall": 3.0}}
+    with Crew([host(mark)]) as crew:
+        crew.greet(WITHIN_S)
+        ask(crew, {"do": "prepare"}, 120.0)
+        reply = crew.ask({(0, 0): {"do": "ranks", "spec": spec}}, limit_s=60.0, note=lambda key, note: {})[
+            0, 0
+        ]
+        assert reply.value is not None
+        (rank,) = reply.value["ranks"]
+        assert rank["failed"] == "nothing came through for 3 s"
+        assert ask(crew, {"do": "ping"}).alive
+
+
+def test_when_one_rank_is_killed_the_other_is_called_back(mark: str) -> None:
+    def killed(key: tuple[int, int], note: Any) -> dict[tuple[int, int], dict[str, Any]]:
+        spec = {**SPEC, "ranks": [1], "store": [LOOPBACK, note["port"]], "backend": "no-such-backend"}
+        return {(1, 0): {"do": "ranks", "spec": spec}}
+
+    with Crew([host(mark), host(mark)]) as crew:
+        crew.greet(WITHIN_S)
+        crew.ask({(n, 0): {"do": "prepare"} for n in (0, 1)}, limit_s=120.0)
+        begin = time.monotonic()
+        replies = crew.ask(
+            {(0, 0): {"do": "ranks", "spec": {**SPEC, "ranks": [0]}}},
+            limit_s=120.0,
+            note=killed,
+            failed=lambda reply: reply.value is None or "failed" in reply.value["ranks"][0],
+        )
+        assert time.monotonic() - begin < SPEC["seconds"]["stall"]
+    first, second = replies[0, 0].value, replies[1, 0].value
+    assert first is not None
+    assert second is not None
+    assert first["ranks"][0]["failed"] == "called back: its partner failed"
+    assert "no-such-backend" in second["ranks"][0]["failed"].lower()
+
+
+# What perftest does as far as its callers see: the server waits for its client, both print the result.
+STANDIN = """\
+#!{python}
+import socket, sys
+words = sys.argv[1:]
+device, port = words[words.index("-d") + 1], int(words[words.index("-p") + 1])
+if words[-2] == "-p":
+    with socket.create_server(("", port)) as server:
+        server.accept()[0].close()
+else:
+    socket.create_connection((words[-1], port)).close()
+    if device == "mlx5_1":
+        sys.exit(" Port number 1 state is Down")
+rule = "-" * 80
+print("                    RDMA_Write BW Test\\n Device         :", device, "\\n Number of qps   : 4\\n" + rule)
+print(" #bytes     #iterations    BW peak[Gb/sec]    BW average[Gb/sec]   MsgRate[Mpps]")
+print(" 8388608    52345            0.00               391.83             0.005839\\n" + rule)
+"""
+
+
+def test_ib_write_bw_runs_over_all_rails_at_once_and_both_ways(mark: str, tmp_path: Path) -> None:
+    script = tmp_path / "ib_write_bw"
+    script.write_text(STANDIN.format(python=sys.executable))
+    script.chmod(0o755)
+    environment = {_MARK: mark, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    hosts = [Host(f"node{n}", LOOPBACK, environment=environment) for n in range(4)]
+    rails = np.array([[True, True], [True, False]])
+    round_ = Round(1, "test", np.array([[0, 1], [2, 3]]), rails, np.array([False, False]), loaded=False)
+    with Crew(hosts) as crew:
+        crew.greet(WITHIN_S)
+        found = {
+            (k, r): (v, told)
+            for k, r, v, told in ib_pair.rates(crew, hosts, ["mlx5_0/1", "mlx5_1/1"], round_, [0, 1])
+        }
+    assert sorted(found) == [(0, 0), (0, 1), (1, 0)]
+    assert found[0, 0] == found[1, 0] == (391.83, ())
+    # The port that is down is its host's affair; the rail was not measured.
+    value, told = found[0, 1]
+    assert np.isnan(value)
+    assert {(f.code, f.target.node) for f in told} == {("NET001", "node0"), ("NET001", "node1")}
+
+
+@pytest.mark.parametrize("how", ["end of its orders", "SIGTERM", "SIGKILL"])
+def test_nothing_outlives_an_agent(mark: str, how: str) -> None:
+    """Neither a tool, nor what it has put into a session of its own, nor ranks."""
+    crew = Crew([host(mark)])
+    with crew:
+        crew.greet(WITHIN_S)
+        ask(crew, {"do": "prepare"}, 120.0)
+        line = crew.lines[0]
+        assert line.process is not None
+        line.send(
+            {"id": 90, "do": "run", "argv": ["sh", "-c", "setsid sleep 600 & sleep 600"], "limit_s": 600}
+        )
+        line.send({"id": 91, "do": "ranks", "spec": {**SPEC, "ranks": [0]}, "limit_s": 600})
+        until = time.monotonic() + WITHIN_S
+        while len(living(mark)) < 6:  # agent, what forks ranks, a rank, sh, two of sleep
+            assert time.monotonic() < until, living(mark)
+            crew._pump(time.monotonic() + 0.05)
+        if how == "end of its orders":
+            line.leave()
+        else:
+            os.kill(line.process.pid, getattr(signal, how))
+        line.process.wait(timeout=WITHIN_S)
+        if how != "SIGKILL":  # which leaves it no time for what has left its group; its crew does it then
+            wait_gone(mark)
+    wait_gone(mark)
+
+
+def test_more_hosts_than_there_can_be_pipes_are_bad_input(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (64, 256))
+    with pytest.raises(InputError, match="256 open files"), Crew([host(mark)] * 1000):
+        raise AssertionError("started")
+
+
+def test_what_a_login_prints_does_not_matter(mark: str) -> None:
+    noisy = ("sh", "-c", 'echo "Welcome {to} node7"; echo "{}"; exec "$@"', "sh")
+    with Crew([host(mark, *noisy)]) as crew:
+        assert crew.greet(WITHIN_S)[0].alive
+        assert ask(crew, {"do": "ping"}).alive
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words"),
+    [
+        (
+            ("sh", "-c", "echo 'Permission denied (publickey).' >&2; exit 255"),
+            "exit code 255: Permission denied",
+        ),
+        (("no-such-launcher",), "cannot start no-such-launcher"),
+        ((*SSH, "no-such-host.invalid"), "no-such-host.invalid"),
+        (("sh", "-c", "kill -9 $$"), "was killed by SIGKILL"),
+    ],
+)
+def test_a_host_where_no_agent_starts_says_why(mark: str, prefix: tuple[str, ...], words: str) -> None:
+    with Crew([host(mark, *prefix), host(mark)]) as crew:
+        first, second = crew.greet(WITHIN_S).values()
+        assert (first.alive, second.alive) == (False, True)
+        assert words in first.problem
+        replies = crew.ask({(n, 0): {"do": "ping"} for n in (0, 1)}, limit_s=WITHIN_S)
+        assert [r.alive for r in replies.values()] == [False, True]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_the_check(mark: str, signum: signal.Signals) -> None:
+    script = Path(__file__).parent / "check_driver.py"
+    with subprocess.Popen([sys.executable, str(script), mark], stdout=subprocess.PIPE, text=True) as check:
+        assert check.stdout is not None
+        for line in check.stdout:
+            if line.startswith("pairs"):
+                check.send_signal(signum)
+                break
+        code = check.wait(timeout=WITHIN_S)
+    assert code == (130 if signum == signal.SIGINT else -signum)
+    wait_gone(mark)
