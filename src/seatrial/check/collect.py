@@ -28,6 +28,13 @@ _FOREIGN = re.compile("[\x00-\x07\x0b\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
 _HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _PDSH = re.compile(rf"^(?P<host>{_HOST}): ?(?P<rest>.*)$")
 _DSHBAK = re.compile(rf"^-{{4,}}\n(?P<host>{_HOST})\n-{{4,}}$", re.MULTILINE)
+# What a person has copied along: the prompt and the command before an output, the next prompt after it, the fences of Markdown.
+_PROMPT = re.compile(
+    r"^\s*(?:\([\w.-]+\) )?\[?[\w.-]{1,60}@[\w.-]{1,120}(?:[: ][^\n#$%>]{0,200})?\]?[#$%>](?: .*)?$"
+    r"|^\s*[$>] ?(?:sudo )?(?:nvidia-smi|ib\w+|mlxlink|dcgmi|dmesg|journalctl|cat|tail|grep|kubectl|srun|mpirun|\./)\b.*$"
+)
+_FENCE = re.compile(r"^\s*(?:```|~~~)\s*\w*\s*$")
+_EDGE = 3  # lines at either end that can be such
 _SYSTEM = ("sys", "class", "infiniband", "proc", "var", "log")  # parts of a path, no names of nodes
 
 
@@ -142,13 +149,36 @@ def pieces_of(data: bytes, file: str, node: str | None) -> list[Piece]:
     text = _decode(data)
     if text is None:
         return [Piece(file, node, problem="FILE004", why="binary data")]
-    text = _ANSI.sub("", text).replace("\r\n", "\n")
+    text = undressed(_ANSI.sub("", text).replace("\r\n", "\n"))
     foreign = _FOREIGN.search(text)
     line = None if foreign is None else text.count("\n", 0, foreign.start()) + 1
     parts = split_hosts(text)
     if not any(recognise(part) for _, part in parts):
         return [Piece(file, node, text, foreign_line=line)]
     return [Piece(file, host, part, foreign_line=line) for host, part in parts]
+
+
+def undressed(text: str) -> str:
+    """The text without what a person has copied along with it; the lines keep their numbers.
+
+    An indentation that all lines share is taken away, and prompts and fences at either end become empty lines.
+    """
+    lines = text.split("\n")
+    filled = [n for n, line in enumerate(lines) if line.strip()]
+    fences = [n for n in (filled[:1] + filled[-1:]) if _FENCE.match(lines[n])]
+    if len(fences) == 2:
+        lines[fences[0]] = lines[fences[1]] = ""
+        filled = filled[1:-1]
+    for n in {*filled[:_EDGE], *filled[-_EDGE:]}:
+        if _PROMPT.match(lines[n]):
+            lines[n] = ""
+    starts = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line.strip()]
+    least, most = min(starts, default=""), max(starts, default="")
+    same = next((n for n, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))
+    shared = least[:same]
+    if len(shared) > 1 or shared == "\t":
+        lines = [line[len(shared) :] if line.strip() else line for line in lines]
+    return "\n".join(lines)
 
 
 def _decode(data: bytes) -> str | None:

@@ -14,15 +14,15 @@ from seatrial.check.tool import Context, ParseError, Tool, listed
 _TOP = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
 _CONFIG = 5  # DCGM_ERROR_CONFIG of dcgmErrorSeverity_enum, dcgm_errors.h
 # DCGM before version 4 gives the text alone.
-_CONFIG_TEXT = re.compile(
+CONFIG_TEXT = re.compile(
     r"Persistence mode for GPU [0-9]+ is disabled|Found CUDA performance-limiting environment variable",
     re.IGNORECASE,
 )
 # These look at drivers, libraries and settings: what they pass is no hardware. The names of DCGM 4, then of 2 and 3.
 _SOFT = frozenset(
     {
-        "software", "denylist", "blacklist", "nvml library", "cuda main library", "cuda toolkit libraries", "permissions and os-related blocks",
-        "persistence mode", "environmental variables", "page retirement/row remap", "graphics processes", "inforom", "fabric manager",
+        "software", "denylist", "blacklist", "nvml library", "cuda main library", "cuda toolkit libraries", "permissions and os-related blocks", "permissions and os blocks",
+        "persistence mode", "environmental variables", "environment variables", "page retirement/row remap", "graphics processes", "inforom", "fabric manager",
     }
 )  # fmt: skip
 
@@ -75,8 +75,12 @@ def parse(text: str, file: str) -> Diagnostic:
             if not isinstance(name, str):
                 raise ParseError("a test has no name", file=file)
             rows = _list(_field(test, "results", file), f"results of {name}", file)
-            for row in rows:
-                results += _results(name, row, file)
+            own = [result for row in rows for result in _results(name, row, file)]
+            # DCGM 4 sums a test up; what stands only there (an error of no GPU) counts too.
+            whole = test.get("test_summary")
+            if isinstance(whole, dict) and "status" in whole:
+                own += [r for r in _results(name, whole, file) if r.status not in {o.status for o in own}]
+            results += own
             if not rows:
                 results.append(Result(name, None, "notrun", ("no result",), False))
     version = next((v for v in (top.get("version"), table.get("metadata", {})) if v), None)
@@ -109,7 +113,7 @@ def _results(name: str, row: Any, file: str) -> Iterator[Result]:
         text = str(entry.get("warning", entry) if isinstance(entry, dict) else entry)
         texts.append(" ".join("".join(c if c.isprintable() else " " for c in text[:300]).split()))
         severity = entry.get("error_severity") if isinstance(entry, dict) else None
-        config.append(severity == _CONFIG if severity is not None else _CONFIG_TEXT.search(text) is not None)
+        config.append(severity == _CONFIG if severity is not None else CONFIG_TEXT.search(text) is not None)
     for gpu in _gpus(row, texts):
         yield Result(
             name, gpu, re.sub(r"[\s_]", "", status.lower()), tuple(texts), bool(config) and all(config)

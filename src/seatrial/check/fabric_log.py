@@ -18,6 +18,8 @@ _SWITCH = re.compile(
     r"NVSwitch (?P<severity>non-fatal|fatal) error (?P<code>[0-9]{1,6}) .*?pci bus id (?P<pci>[0-9A-Fa-f:.]{7,20})(?: physical id [0-9]+)?(?: port (?P<port>[0-9]{1,3}))?",
     re.IGNORECASE,
 )
+# The GPUs' side of NVLink 5, told by the fabric manager; which GPU it is stands in the lines that follow.
+_FATAL = re.compile(r"(?<!non-)(?<!non)(?<!non )\bfatal error\b", re.IGNORECASE)
 _LEVELS = ("INFO", "DEBUG", "NOTICE", "WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 
 
@@ -96,7 +98,8 @@ def _entries(log: FabricLog, context: Context) -> Iterator[Finding]:
             what = f"NVSwitch {switch['severity'].lower()} error {switch['code']}"
         else:
             # Whether the rest is fatal is not said; a run that the fabric was never set up for shows in the GPUs' fabric state.
-            verdict = "FAIL" if entry.level in ("CRITICAL", "FATAL") else "WARN"
+            bad = entry.level in ("CRITICAL", "FATAL") or _FATAL.search(entry.text) is not None
+            verdict = "FAIL" if bad else "WARN"
             target, what = Target(node=context.node), entry.text[:200]
         groups.setdefault((verdict, target, what), []).append(entry)
     for (verdict, target, what), same in groups.items():

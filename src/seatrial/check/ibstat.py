@@ -14,6 +14,9 @@ from seatrial.hardware import counters
 _CA = re.compile(r"^\s*CA '(?P<name>[^']*)'\s*$")
 _PORT = re.compile(r"^\s*Port (?P<number>\d+):\s*$")
 _FIELD = re.compile(r"^\s+(?P<name>[A-Z][\w ]*?):(?P<value>.*)$")
+_PART = re.compile(
+    r"^[A-Za-z' ]{0,20}:|^\W*\w{0,2}\s*'"
+)  # of a field or of a CA's line, whose beginning is cut off
 _CA_FIELDS = (
     "CA type",
     "Number of ports",
@@ -78,7 +81,9 @@ def parse(text: str, file: str) -> PortsFacts:
             block = _Block(ca["name"], number)
             cas.append(block)
         elif not cas:
-            damage.append(("lines before the first CA", number))
+            # A prompt or a banner is none of its lines; a field is, and then its CA is gone.
+            if _FIELD.match(line) or _PORT.match(line) or _PART.match(line):
+                damage.append(("lines before the first CA", number))
         elif port := _PORT.match(line):
             block = _Block(port["number"], number)
             cas[-1].ports.append(block)

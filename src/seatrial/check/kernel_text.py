@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.kernel_links import Watch, told
+from seatrial.check.kernel_rules import rule_of
 from seatrial.check.tool import Context, ParseError, Stray, Tool, evidence, lines_of, listed, stray_findings
 from seatrial.hardware.xid import NVLINK5_CODES, XidMessage, address, catalogue
 from seatrial.hardware.xid import parse as parse_xid
@@ -26,63 +28,27 @@ _FAIL_CODES = frozenset({48, 64, 94, 95, 140, 167, 169})
 _WATCHED_CODES = frozenset({63, 92})
 _SAME = 8  # processes and times that a message lists
 
+_TAG = r"\S+ [^\s:]+(?:\[[0-9]+\])?: "  # host and program
 _LINE = re.compile(
     r"^(?:"
-    r"(?:<[0-9]{1,3}>)?\[ *[0-9]+\.[0-9]{3,9}\]"  # dmesg, with its level in -r
-    r"|\[[A-Z][a-z]{2} [A-Z][a-z]{2} [ 0-9][0-9] [0-9:]{8} [0-9]{4}\] "  # dmesg -T
+    r"(?:<[0-9]{1,3}>)?\[ *[0-9]+\.[0-9]{3,9}(?: < *[0-9.]+>)?\]"  # dmesg, with its level in -r, with steps in -d
+    r"|\[\w{2,4}\.? +\w{3,5}\.? +[0-9]{1,2} [0-9:]{8} [0-9]{4}\] "  # dmesg -T, in any language
+    r"|\[[A-Z][a-z]{2} ?[0-9]{1,2} [0-9]{2}:[0-9]{2}\] |\[ +\+[0-9]+\.[0-9]{6}\] "  # dmesg -H
+    r"|[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8},[0-9]{3,9}[+-][0-9:]{4,5} "  # dmesg --time-format=iso
     r"|[0-9]{1,3},[0-9]+,[0-9]+,[^;\s]*;"  # /dev/kmsg
     r"|(?:kern|user|daemon|syslog) *:[a-z]+ *: "  # dmesg -x
-    r"|[A-Z][a-z]{2} [ 0-9][0-9] [0-9:]{8} \S+ [^\s:]+(?:\[[0-9]+\])?: "  # syslog, journal
-    r"|[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}\S* \S+ [^\s:]+(?:\[[0-9]+\])?: "  # rsyslog, journal -o short-iso
+    rf"|(?:<[0-9]{{1,3}}>)?[A-Z][a-z]{{2}} [ 0-9][0-9] [0-9:]{{8}}(?:\.[0-9]+)? {_TAG}"  # syslog, journal
+    rf"|[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}T[0-9:]{{8}}\S* {_TAG}"  # rsyslog, journal -o short-iso
+    rf"|[A-Z][a-z]{{2}} [0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}} [0-9:]{{8}}\S* \S+ {_TAG}"  # journal -o short-full
+    rf"|[0-9]{{9,11}}\.[0-9]{{6}} {_TAG}"  # journal -o short-unix
     r"|(?:kernel: )?NVRM: "
     r")"
 )
 _LOOKS = re.compile(r"\bS?Xid", re.IGNORECASE)
-# Other lines that tell of hardware: code, verdict, pattern, what it is.
+# Other lines that tell of hardware are in kernel_rules.py.
 _PCIE = re.compile(
     r"\b(?P<driver>[A-Za-z0-9_-]{1,40}) (?P<pci>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]): (?P<have>[0-9]{1,6}\.[0-9]{1,6}) Gb/s available PCIe bandwidth, "
     r"limited by (?P<link>.{3,60}?) link at \S{1,40} \(capable of (?P<can>[0-9]{1,6}\.[0-9]{1,6}) Gb/s"
-)
-_OTHERS: tuple[tuple[str, Verdict, re.Pattern[str], str], ...] = (
-    (
-        "SYS002",
-        "WARN",
-        re.compile(r"\bOut of memory: Kill|\boom-kill:|\bMemory cgroup out of memory"),
-        "ended processes for lack of memory",
-    ),
-    (
-        "SYS003",
-        "FAIL",
-        re.compile(
-            r"\bAER: .{0,40}Uncorrect(?:ed|able)|severity=Uncorrect(?:ed|able)|\[Hardware Error\]:.{0,60}\b(?:fatal|uncorrected)",
-            re.I,
-        ),
-        "uncorrected hardware error",
-    ),
-    (
-        "SYS003",
-        "WARN",
-        re.compile(
-            r"\[Hardware Error\]|\bMachine check events logged|\bAER: .{0,40}Correct(?:ed|able) error|severity=Corrected",
-            re.I,
-        ),
-        "hardware error",
-    ),
-    (
-        "SYS005",
-        "WARN",
-        re.compile(r"\bKernel panic - not syncing|\bBUG: unable to handle|\bOops: [0-9a-f]{4} \["),
-        "the kernel itself has failed",
-    ),
-    (
-        "SYS004",
-        "FAIL",
-        re.compile(
-            r"\bNVRM: .{0,120}(?:RmInitAdapter failed|rm_init_adapter failed|failed to copy vbios|probe routine failed)",
-            re.I,
-        ),
-        "GPU cannot be started",
-    ),
 )
 
 
@@ -105,6 +71,7 @@ class Other:
     pci: str | None = None
     measured: float | None = None
     expected: float | None = None
+    port: str | None = None
 
 
 @dataclass(frozen=True)
@@ -134,14 +101,15 @@ def tells(line: str) -> bool:
         parse_xid(line) is not None
         or _LOOKS.search(line) is not None
         or "PCIe bandwidth, limited by" in line
-        or any(pattern.search(line) for _, _, pattern, _ in _OTHERS)
+        or rule_of(line) is not None
+        or told(line) is not None
     )
 
 
 def parse(text: str, file: str) -> KernelText:
     """Raises ParseError for an empty log: that nothing was seen is not that nothing was."""
     messages, others, stray = [], [], []
-    count = 0
+    links, count = Watch(), 0
     for number, line in enumerate(lines_of(text), 1):
         if not line.strip():
             continue
@@ -170,11 +138,17 @@ def parse(text: str, file: str) -> KernelText:
                 )
             )
         else:
-            others += [Other(number, c, v, what) for c, v, pattern, what in _OTHERS if pattern.search(line)][
-                :1
-            ]
+            if (rule := rule_of(line)) is not None:
+                others.append(Other(number, rule[0], rule[1], rule[3]))
+            links.take(number, line)
     if not count:
         raise ParseError("the log is empty: what the kernel said is not known", file=file)
+    others += [
+        Other(n, "NET014", verdict, link.text(), port=link.port)
+        for link in links.links.values()
+        if (verdict := link.verdict()) is not None
+        for n in link.lines
+    ]
     return KernelText(file, count, tuple(messages), tuple(others), Stray(file, tuple(stray)))
 
 
@@ -311,17 +285,19 @@ def _one(links: Iterator[int | None]) -> int | None:
 
 
 def _others(log: KernelText, context: Context) -> Iterator[Finding]:
-    groups: dict[tuple[str, Verdict, str | None], list[Other]] = {}
+    groups: dict[tuple[str, Verdict, str | None, str], list[Other]] = {}
     for other in log.others:
-        groups.setdefault((other.code, other.verdict, other.pci), []).append(other)
-    for (code, verdict, pci), same in groups.items():
-        first = same[-1]  # the newest: a NIC may have been trained again
-        times = f", {len(same)} times" if len(same) > 1 else ""
+        # A NIC's figures change when it is trained again.
+        kind = "" if other.pci is not None else other.text
+        groups.setdefault((other.code, other.verdict, other.pci, kind), []).append(other)
+    for (code, verdict, pci, _), same in groups.items():
+        first = same[-1]  # the newest
+        times = f", {len(same)} times" if len(same) > 1 and first.port is None else ""
         expected = None if first.expected is None else Expected(first.expected, "Gb/s", "the NIC's driver")
         yield Finding(
             code,
             verdict,
-            Target(node=context.node, pci=pci),
+            Target(node=context.node, pci=pci, port=first.port),
             first.text + times,
             first.measured,
             "Gb/s" if first.measured is not None else "",

@@ -15,11 +15,23 @@ _MIB, _GIB = 1 << 20, 1 << 30
 # (reference data of stas00/ml-engineering@744d01e network/README.md, and public runs).
 _LEAST = 256 * _MIB
 _PLATEAU = _GIB
+# By the definition of busbw (nccl-tests, doc/PERFORMANCE.md) these read in a ring what an all_reduce reads. Eight healthy A100s:
+# all_gather 230, reduce_scatter 232, broadcast 235, reduce 229 (microsoft/superbenchmark, tests/data); eight healthy H100s: all_gather
+# 366, reduce_scatter 365 (xxrjun/nccl-tests-cluster).
+_ONLY_RING = ("all_gather_perf", "reduce_scatter_perf", "broadcast_perf", "reduce_perf")
+_RING = (None, "all_reduce_perf", *_ONLY_RING)
+# Between two GPUs each: a healthy H100 reads 367 and 348. What reaches a ring's floor is good, what does not may be good too.
+_LIKE_RING = ("sendrecv_perf", "alltoall_perf")
+_SAME_RATIO = 0.03  # both are printed with two decimals
 _STEADY = 64 * _MIB  # from here on the bandwidth must not fall again
 
 
 def judge(log: NcclLog, context: Context) -> list[Finding]:
-    """Findings on correctness, bandwidth and topology. The average over message sizes is never used."""
+    """Findings on correctness, bandwidth and topology of every run. The average over message sizes is never used."""
+    return [f for run in (log, *log.later) for f in _run(run, context)]
+
+
+def _run(log: NcclLog, context: Context) -> list[Finding]:
     tool = "nccl-tests" if log.table else "NCCL_DEBUG"
     found = [*stray_findings(log.stray, context, tool), *_topology(log, context)]
     for line, text in log.warnings[:3]:
@@ -77,13 +89,13 @@ def _right(log: NcclLog, context: Context) -> Iterator[Finding]:
         )
     for line, text in sorted(failures)[:3]:
         yield Finding("NCC001", "FAIL", target, text, evidence=evidence(log.file, [line]))
-    last = log.rows[-1].size if log.rows else 0
+    last, meant = (log.rows[-1].size if log.rows else 0), log.last_size()
     if not log.rows:
         why = "the table has no row that can be read"
     elif log.average is None or log.out_of_bounds is None:
         why = "the end of the run is missing: it stopped, or the output is cut off"
-    elif log.most_bytes is not None and last < log.most_bytes:
-        why = f"the run was to go to {log.most_bytes} bytes and ends at {last}"
+    elif meant is not None and last < meant:
+        why = f"the run was to go to {meant} bytes and ends at {last}"
     else:
         why = ""
     if why:
@@ -112,6 +124,20 @@ def _ranks(log: NcclLog) -> int | None:
     return round(2 / (2 - ratio)) if ratio < 1.999 else None
 
 
+def _test(log: NcclLog) -> str | None:
+    """The test's name; older versions do not say it, so by how busbw follows from algbw (nccl-tests, doc/PERFORMANCE.md).
+
+    Only all_reduce can be told so: the others share their ratios, and some print "sum" that sum nothing. None where nothing tells.
+    """
+    row = max(log.rows, key=lambda r: r.size, default=None)
+    if log.test is not None or row is None or row.algbw <= 0:
+        return log.test
+    ratio, ranks = row.busbw / row.algbw, len(log.ranks)
+    if ratio > 1 + _SAME_RATIO or (ranks > 1 and abs(ratio - 2 * (ranks - 1) / ranks) < _SAME_RATIO):
+        return "all_reduce_perf"
+    return "sendrecv_perf" if abs(ratio - 1) < _SAME_RATIO else "alltoall_perf"
+
+
 def _bandwidth(log: NcclLog, context: Context) -> Iterator[Finding]:
     if not log.rows or _ranks(log) == 1:
         return
@@ -131,19 +157,22 @@ def _bandwidth(log: NcclLog, context: Context) -> Iterator[Finding]:
             Expected(best, "GB/s", "the same run", "one direction", "busbw", row.size),
             evidence=evidence(log.file, [row.line]),
         )
-    why = ""
+    why, test = "", _test(log)
     floor, guess = _floor(log, context)
-    if log.test not in (None, "all_reduce_perf"):
-        why = f"no floor is known for {log.test}"
+    if test not in _RING and (test not in _LIKE_RING or len(_hosts(log)) > 1):
+        why = f"no floor is known for {log.test or 'this test'}"
     elif row.size < _LEAST:
         why = f"the largest message is {row.size} bytes: below {_LEAST} latency decides, not bandwidth"
     elif floor is None:
         why = "no floor is known for these GPUs"
     else:
-        if floor.verdict(row.busbw) != "PASS":
+        if floor.verdict(row.busbw) != "PASS" and test in _LIKE_RING:
+            why = f"{floor.value} is what a ring reads on these GPUs, and no floor is known for {log.test or 'this test'}"
+        elif floor.verdict(row.busbw) != "PASS":
             yield from _low(log, row, floor, guess, context)
             return
-        why = "" if guess else _maybe_nvls(log, row, floor, context)
+        elif not guess and test in (None, "all_reduce_perf"):
+            why = _maybe_nvls(log, row, floor, context)
     if why or floor is None:
         yield Finding(
             "NCC002",
@@ -181,6 +210,8 @@ def _floor(log: NcclLog, context: Context) -> tuple[Floor | None, bool]:
     sku = find_sku(name)
     if sku is None:
         return None, False
+    if _test(log) not in (None, "all_reduce_perf"):
+        return sku.floor("all_reduce", algorithm="ring"), False
     nvls = bool(log.nvls) and all(count > 0 for count, _ in log.nvls.values()) and len(_hosts(log)) == 1
     return (sku.floor("all_reduce", algorithm="NVLS") if nvls else None) or sku.floor("all_reduce"), False
 
@@ -194,6 +225,7 @@ def _maybe_nvls(log: NcclLog, row: Row, floor: Floor, context: Context) -> str:
         or nvls == floor
         or log.nvls
         or len(_hosts(log)) != 1
+        or (_ranks(log) or 8) < 8  # fewer GPUs than the board has reach less with it
         or nvls.verdict(row.busbw) == "PASS"
     ):
         return ""
@@ -299,7 +331,7 @@ def _topology(log: NcclLog, context: Context) -> Iterator[Finding]:
                     float(usual[0][0]),
                     evidence=evidence(log.file, [line]),
                 )
-    able = set(log.channels) - set(log.no_multicast)
+    able = log.multicast | {where for where, (count, _) in log.nvls.items() if count > 0}
     for (host, device), line in sorted(log.no_multicast.items()):
         if able:
             text = f"no NVLS on {host} GPU {device}, while others have it"

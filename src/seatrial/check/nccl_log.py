@@ -12,10 +12,20 @@ _LABEL = re.compile(r"^(?:\[[0-9]+,[0-9]+\]<std(?:out|err)>: ?|[0-9]{1,5}: (?=\s
 _RANK = re.compile(
     r"Rank\s+(?P<rank>[0-9]{1,6})\s+(?:Group\s+[0-9]+\s+)?Pid\s+[0-9]+ on\s+(?P<host>\S{1,120}) device\s+(?P<device>[0-9]{1,3}) \[(?P<pci>[0-9A-Fa-fx:.]+)\]\s+(?P<name>.{1,80}?)\s*$"
 )
-_RANGE = re.compile(r"minBytes (?P<least>[0-9]+) maxBytes (?P<most>[0-9]+)")
+_RANGE = re.compile(
+    r"minBytes (?P<least>[0-9]+) maxBytes (?P<most>[0-9]+)(?: step: (?P<step>[0-9]{1,18})\((?P<unit>factor|bytes)\))?"
+)
+_REDUCED = re.compile(r"Reducing maxBytes to (?P<most>[0-9]+) due to memory limitation")
 _START = re.compile(r"Collective test starting: (?P<test>\S+)")
 _BOUNDS = re.compile(r"Out of bounds values\s*:\s*(?P<count>[0-9]+)\s*(?P<word>\S+)?")
 _AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*(?P<value>\S+)(?:\s+(?P<word>\S+))?")
+# How a run of nccl-tests begins, and how it ends that never came to its table.
+_BEGUN = re.compile(
+    r"^#?\s*nThread [0-9]+ nGpus [0-9]+ minBytes |: Test NCCL failure \S+:[0-9]+|^NCCL failure \S+:[0-9]+ ",
+    re.MULTILINE,
+)
+# The columns of nccl-tests 1, by the names that they have since.
+_NAMES = {"bytes": "size", "N": "count", "op": "redop", "res": "error"}
 _FAILED = re.compile(
     r"Test (?:NCCL |CUDA )?failure|: Test failure|\bNCCL failure\b|unhandled (?:cuda|system) error|FAILED\s*$"
 )
@@ -57,13 +67,14 @@ class Rank:
 
 @dataclass
 class NcclLog:
-    """The whole output. `channels` and `nvls` are by (host, device)."""
+    """One run. `channels` and `nvls` are by (host, device)."""
 
     file: str
     test: str | None = None
     rows: list[Row] = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
     most_bytes: int | None = None
+    step: tuple[int, str] | None = None  # from one size to the next: 2, "factor", or "bytes"
     out_of_bounds: tuple[int, int, bool] | None = None  # line, count, whether it says OK
     average: tuple[int, str, bool] | None = None  # line, text, whether it says FAILED
     failures: list[tuple[int, str]] = field(default_factory=list)
@@ -72,15 +83,27 @@ class NcclLog:
     hosts: set[str] = field(default_factory=set)  # in the debug lines
     channels: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # channels, line
     nvls: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # NVLS channels, line
+    multicast: set[tuple[str, int]] = field(default_factory=set)
     no_multicast: dict[tuple[str, int], int] = field(default_factory=dict)
     network: dict[str, int] = field(default_factory=dict)
     table: bool = False
     stray: Stray = field(default_factory=lambda: Stray(""))
+    later: list[NcclLog] = field(default_factory=list)  # the runs that follow it in the same file
+
+    def last_size(self) -> int | None:
+        """The largest message that the run was to send, as far as it can be told; sizes are rounded down by some tests."""
+        if self.most_bytes is None or not self.rows:
+            return self.most_bytes
+        last, (step, unit) = self.rows[-1].size, self.step or (1, "bytes")
+        after = last * step if unit == "factor" else last + step
+        return last if after > self.most_bytes else self.most_bytes
 
 
 def is_table(text: str) -> bool:
-    """Whether there is a table of nccl-tests."""
-    return any(_columns(_LABEL.sub("", x)) for x in lines_of(text[:200_000]))
+    """Whether there is a table of nccl-tests, or a run that failed before it."""
+    return _BEGUN.search(text[:200_000]) is not None or any(
+        _columns(_LABEL.sub("", x)) for x in lines_of(text[:200_000])
+    )
 
 
 def is_debug(text: str) -> bool:
@@ -93,13 +116,13 @@ def is_debug(text: str) -> bool:
 
 def _columns(line: str) -> list[str]:
     """The names of the columns, "#wrong" as "wrong"; empty if this is no head."""
-    words = [w.lstrip("#") for w in line.split() if w.strip("#")]
+    words = [_NAMES.get(w, w) for w in (w.lstrip("#") for w in line.split()) if w]
     return words if words[:2] == ["size", "count"] and "busbw" in words and "algbw" in words else []
 
 
 def parse(text: str, file: str) -> NcclLog:
     """Raises ParseError where there is neither a table with rows nor a line of NCCL_DEBUG."""
-    log = NcclLog(file)
+    log = first = NcclLog(file, table=_BEGUN.search(text) is not None)
     columns: list[str] = []
     stray: list[tuple[int, str]] = []
     seen_debug = False
@@ -109,6 +132,10 @@ def parse(text: str, file: str) -> NcclLog:
             seen_debug = True
             _debug(log, found, number)
             continue
+        if (log.rows or log.average) and (_START.search(line) or _RANGE.search(line)):
+            log.stray = Stray(file, tuple(stray))
+            log, columns, stray = NcclLog(file, table=True), [], []
+            first.later.append(log)
         if head := _columns(line):
             columns, log.table = head, True
             continue
@@ -123,9 +150,9 @@ def parse(text: str, file: str) -> NcclLog:
         if not _plain(log, line, number) and columns and re.match(r"\s*[0-9]+\s+[0-9-]", line):
             stray.append((number, line))
     log.stray = Stray(file, tuple(stray))
-    if not log.table and not seen_debug:
+    if not first.table and not seen_debug:
         raise ParseError("no table of nccl-tests and no line of NCCL_DEBUG", file=file)
-    return log
+    return first
 
 
 def _plain(log: NcclLog, line: str, number: int) -> bool:
@@ -133,6 +160,9 @@ def _plain(log: NcclLog, line: str, number: int) -> bool:
     if found := _RANK.search(line):
         log.ranks.append(Rank(int(found["rank"]), found["host"], int(found["device"]), found["name"]))
     elif found := _RANGE.search(line):
+        log.most_bytes = int(found["most"])
+        log.step = None if found["step"] is None else (int(found["step"]), found["unit"])
+    elif found := _REDUCED.search(line):
         log.most_bytes = int(found["most"])
     elif found := _START.search(line):
         log.test = found["test"]
@@ -149,11 +179,18 @@ def _plain(log: NcclLog, line: str, number: int) -> bool:
 
 def _row(columns: list[str], words: list[str], number: int) -> Row | None:
     """One row by the names of its columns; None if it does not fit them."""
+    # Tests without an operation leave its column empty in older versions.
+    if (
+        "redop" in columns
+        and len(words) == len(columns) - 1
+        and _NUMBER.fullmatch(words[columns.index("redop")])
+    ):
+        columns = [c for c in columns if c != "redop"]
     if len(words) != len(columns):
         return None
     groups: list[dict[str, str]] = [{}]
     for name, word in zip(columns, words, strict=True):
-        if name == "time":
+        if name in ("time", "cputime"):
             groups.append({})  # out of place, then in place
         groups[-1][name] = word
     if not words[0].isdecimal() or len(groups) < 2:
@@ -195,5 +232,7 @@ def _debug(log: NcclLog, found: re.Match[str], number: int) -> None:
     elif nvls := _NVLS.search(rest):
         if nvls["no"]:
             log.no_multicast[where] = number
+        else:
+            log.multicast.add(where)
     elif network := _NETWORK.search(rest):
         log.network.setdefault(network["name"], number)

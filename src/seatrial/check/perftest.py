@@ -158,9 +158,14 @@ class _Reader:
                 run = run.torn("the device's name is missing", run.line)
             if not run.rows:
                 run = run.torn("no result: the test did not end, or nobody connected", run.line)
-            elif not run.complete:
+            elif not run.complete and not endless(run):
                 run = run.torn("the closing line is missing: cut off", run.rows[-1].line)
             yield run
+
+
+def endless(run: Run) -> bool:
+    """Whether it is `--run_infinitely`: it prints the same size again and again, and no closing line when it is ended."""
+    return len(run.rows) > 2 and len({row.size_bytes for row in run.rows}) == 1
 
 
 def int_or(lid: str) -> int:

@@ -50,7 +50,8 @@ def _target(run: Run, context: Context) -> Target:
 
 
 def _largest(run: Run) -> Row:
-    return max(run.rows, key=lambda row: row.size_bytes)
+    """The row of the largest message; of several the slowest."""
+    return max(run.rows, key=lambda row: (row.size_bytes, -(row.gbit_s or 0.0)))
 
 
 def _bandwidth(run: Run, file: str, context: Context) -> Finding:

@@ -138,7 +138,7 @@ ERRORS: tuple[Error, ...] = (
     _error(
         r"Couldn't connect to (?P<peer>\S+?):(?P<port>\d+)", "NET006", "FAIL", "no server answered at the peer"
     ),
-    _error(r"Unable to resolve|getaddrinfo.*for (?P<peer>\S+):\d+|for ai_family: .* service:", "NET006", "FAIL", "the peer's name could not be resolved"),
+    _error(r"Unable to resolve|getaddrinfo.*for (?P<peer>\S+):\d+|[^\n]{0,80}for ai_family: .* service:", "NET006", "FAIL", "the peer's name could not be resolved"),
     _error(
         r"Did not detect devices|Unable to find the Infiniband/RoCE device|No IB devices found",
         "NET007",
@@ -161,7 +161,15 @@ ERRORS: tuple[Error, ...] = (
         "memory could not be registered, most likely the limit on locked memory",
     ),
     _error(r"Failed to modify (?:XRC )?QP.* to (?:INIT|RTR|RTS)|Failed to modify QP", "NET006", "FAIL", "the two sides could not be connected (GID index, MTU, partition key)"),
-    _error(r"mismatch: local=|[Vv]ersions? (?:are )?mismatch|not compatible with versions", "NET006", "UNJUDGED", "the two sides run different versions or settings"),
+    _error(r"[\w ]{1,40}mismatch: local=|Current implementation is not compatible with versions", "NET006", "UNJUDGED", "the two sides run different versions or settings"),
+    _error(r"[Vv]ersions? (?:are )?mismatch", "NET006", "UNJUDGED", "the two sides run different versions or settings", own=False),
+    _error(
+        r"Unable to create QP|Failed to create QP",
+        "NET006",
+        "FAIL",
+        "no connection could be made ready (too much inline data for this device, or the limit on locked memory)",
+    ),
+    _error(r"Couldn't create IB resources|Unable to Connect the HCA's through the link", "NET006", "FAIL", "it ended with an error", symptom=True),
     _error(
         r"Parser function exited with Error|Message Size should be between|is an invalid option|Invalid (?:Connection|Command)",
         "NET006",
@@ -188,13 +196,14 @@ ERRORS: tuple[Error, ...] = (
 )  # fmt: skip
 
 
-def _any_of(errors: Iterable[Error]) -> re.Pattern[str]:
-    return re.compile("|".join(re.sub(r"\?P<\w+>", "?:", e.pattern.pattern) for e in errors), re.MULTILINE)
+def _any_of(errors: Iterable[Error]) -> str:
+    return "|".join(re.sub(r"\?P<\w+>", "?:", e.pattern.pattern) for e in errors)
 
 
-# One search instead of one for each.
-ANY_ERROR = _any_of(ERRORS)
-OWN_ERROR = _any_of(e for e in ERRORS if e.own)
+# One search instead of one for each. An error text tells the tool only where a line begins with it: in the midst of a line
+# of a log it is somebody else's.
+ANY_ERROR = re.compile(_any_of(ERRORS), re.MULTILINE)
+OWN_ERROR = re.compile(rf"^[ \t]*(?:{_any_of(e for e in ERRORS if e.own)})", re.MULTILINE)
 
 
 def classify(text: str) -> tuple[Error, re.Match[str]]:

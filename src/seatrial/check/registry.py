@@ -21,6 +21,7 @@ MODULES: tuple[str, ...] = (
     "seatrial.check.ncclscout",
     "seatrial.check.nccl_judge",
     "seatrial.check.dcgm_diag",
+    "seatrial.check.dcgm_text",
     "seatrial.check.smi_query_judge",
     "seatrial.check.smi_nvlink",
     "seatrial.check.smi_topo",

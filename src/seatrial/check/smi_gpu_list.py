@@ -29,6 +29,9 @@ _INACTIVE = re.compile(
     r"^\s*NVML: Unable to retrieve NVLink information as all links are inActive\s*$", re.IGNORECASE
 )
 _UNSUPPORTED = re.compile(r"^\s*Device does not have or support NVLink\s*$", re.IGNORECASE)
+_LOST = re.compile(
+    r"^\s*Unable to determine the device handle for .{1,120}$|^.{0,80}GPU is lost.{0,120}$", re.IGNORECASE
+)
 _MIG = re.compile(r"^\s+MIG .{1,80}\(UUID: [^)]{1,100}\)\s*$")
 
 
@@ -67,6 +70,7 @@ class GpuList:
     kind: Kind
     gpus: list[Gpu]
     stray: Stray
+    lost: tuple[tuple[int, str], ...] = ()  # lines that say that a GPU does not answer
 
 
 def kind_of(text: str) -> Kind | None:
@@ -85,7 +89,10 @@ def kind_of(text: str) -> Kind | None:
         if re.match(r"^\s+(NVLE|Firmware Version):", line):
             return "info"
     # Nothing but GPUs: the list, or an output whose lines are all damaged.
-    rest = [x for x in lines if x.strip() and not _GPU.match(x) and not _MIG.match(x)]
+    # A prompt may stand before it.
+    begin = next(n for n, line in enumerate(lines) if _GPU.match(line))
+    lines = [x for n, x in enumerate(lines) if n > begin or "nvidia-smi" not in x]
+    rest = [x for x in lines if x.strip() and not any(k.match(x) for k in (_GPU, _MIG, _LOST))]
     return "list" if not rest else None
 
 
@@ -96,8 +103,12 @@ def parse(text: str, file: str) -> GpuList:
         raise ParseError("no list of GPUs as nvidia-smi prints it", file=file)
     gpus: list[Gpu] = []
     stray: list[tuple[int, str]] = []
+    lost: list[tuple[int, str]] = []
     for number, line in enumerate(lines_of(text), 1):
         if not line.strip():
+            continue
+        if _LOST.match(line):
+            lost.append((number, line.strip()))
             continue
         if found := _GPU.match(line):
             if any(g.index == int(found["index"]) for g in gpus):
@@ -114,7 +125,7 @@ def parse(text: str, file: str) -> GpuList:
                 stray.append((number, line))
         elif not _take(kind, gpus[-1], line, number):
             stray.append((number, line))
-    return GpuList(file, kind, gpus, Stray(file, tuple(stray)))
+    return GpuList(file, kind, gpus, Stray(file, tuple(stray)), tuple(lost))
 
 
 def _take(kind: Kind, gpu: Gpu, line: str, number: int) -> bool:

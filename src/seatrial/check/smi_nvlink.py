@@ -28,6 +28,9 @@ def judge(output: GpuList, context: Context) -> list[Finding]:
     """What is wrong with GPUs and links; one PASS where nothing is."""
     name = _NAMES[output.kind]
     found = [*stray_findings(output.stray, context, name), *_count(output, context)]
+    for line, text in output.lost:
+        place = evidence(output.file, [line])
+        found.append(Finding("GPU002", "FAIL", Target(node=context.node), text[:200], evidence=place))
     if output.kind in ("status", "remote"):
         found += _links(output, context)
     elif output.kind == "errors":
@@ -128,7 +131,7 @@ def _all_off(
         yield Finding("NVL008", "UNJUDGED", target, why, why_unjudged=why, evidence=where)
     elif sku is not None and (sku.board == "none" or (sku.board == "bridge" and _may_be_single(alike, dark))):
         yield Finding("NVL008", "PASS", target, f"no NVLink up, as a {sku.name} can be", evidence=where)
-    elif sku is not None and sku.board == "switch" and len(output.gpus) == 1:
+    elif sku is not None and sku.board == "switch" and len(output.gpus) == 1 and gpu.index == 0:
         why = "no NVLink is up on the only GPU shown: so it is in a virtual machine with one GPU, elsewhere it is a fault"
         yield Finding("NVL001", "UNJUDGED", target, why, why_unjudged=why, evidence=where)
     else:

@@ -7,6 +7,7 @@ import xml.parsers.expat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from seatrial.check.smi_table import inforom_lines, without_inforom
 from seatrial.check.tool import ParseError, Stray, lines_of
 from seatrial.hardware.xid import address
 
@@ -88,6 +89,7 @@ class Query:
     lost: list[tuple[int, str]]
     whole: bool  # all sections, not -d of some
     stray: Stray  # lines whose names cannot be nvidia-smi's
+    corrupt: list[tuple[int, str | None]] = field(default_factory=list)  # GPUs whose infoROM is, by address
 
     @property
     def attached(self) -> int | None:
@@ -113,7 +115,9 @@ def matches(text: str) -> bool:
 
 def parse(text: str, file: str) -> Query:
     """Raises ParseError where it is no such output, or where it ends before its end."""
-    query = _parse_xml(text, file) if "<nvidia_smi_log" in text else _parse_text(text, file)
+    clean = without_inforom(text)
+    query = _parse_xml(clean, file) if "<nvidia_smi_log" in text else _parse_text(clean, file)
+    query.corrupt = inforom_lines(text)
     if not query.gpus and not query.lost:
         raise ParseError("no GPU in the output of nvidia-smi -q", file=file)
     _check_end(query, file)

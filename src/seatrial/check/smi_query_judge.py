@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from statistics import median
@@ -11,6 +12,7 @@ from seatrial.check.floors import find_sku, shares
 from seatrial.check.gpu_count import count_findings
 from seatrial.check.smi_query import Gpu, Query, Value, matches, number, parse
 from seatrial.check.smi_query_damage import ERRORS, NEEDS_RESET, REASONS, damage
+from seatrial.check.smi_table import inforom_findings
 from seatrial.check.tool import Context, Tool, evidence, stray_findings
 from seatrial.hardware.catalogue import find_gpu
 
@@ -24,8 +26,9 @@ _REPAIRS: dict[str, tuple[str, Verdict]] = {
     "tpc_repair_pending": ("GPU005", "WARN"),
 }
 _HELD_DOWN = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
-# Public outputs of healthy GeForce cards have an error here (driver 535.154.05): it says nothing of the card.
-_QUIRKS = ("addressing_mode",)
+# Public outputs of healthy cards have an error here, which says nothing of the card: GeForce (driver 535.154.05), and all
+# V100s of a machine whose host bridge cannot be asked (driver 550).
+_QUIRKS = ("addressing_mode", "pci.gpu_link_info.pcie_generation.host_max")
 # What must be equal on all GPUs of a node: what it is called, and where it stands in text and XML.
 _ALIKE = {
     "kind": ("product_name",),
@@ -304,6 +307,7 @@ class _Judge:
         for line, text in self.query.lost:
             yield Finding("GPU002", "FAIL", target, text[:200], evidence=evidence(self.query.file, [line]))
         yield from stray_findings(self.query.stray, self.context, "nvidia-smi -q")
+        yield from inforom_findings(self.query.corrupt, self.query.file, self.context)
         if self.query.whole and self.query.attached is None:
             why = "the number of attached GPUs is missing: the beginning is cut off"
             yield Finding("GPU011", "UNJUDGED", target, why, why_unjudged=why, evidence=(self.query.file,))
@@ -352,12 +356,15 @@ def _reason(key: str) -> str:
 
 def _idle(gpu: Gpu) -> bool:
     """Whether the card says that it is idle, or does not say that it works at full state."""
+    # The slower states are idle ones, also where a cap of the power is given as the reason.
+    level = gpu.get("performance_state")
+    if level is not None and re.fullmatch(r"P(?:[5-9]|1[0-5])", level.text):
+        return True
     for section in REASONS:
         for key, value in gpu.below(section):
             if _reason(key) in ("idle", "gpu_idle"):
                 return value.text == "Active"
-    state = gpu.get("performance_state")
-    return state is None or state.text != "P0"
+    return level is None or level.text != "P0"
 
 
 def inventory(query: Query) -> dict[str, str | int | float]:

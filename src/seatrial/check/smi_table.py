@@ -19,9 +19,22 @@ _ROW = re.compile(
 )
 _SECOND = re.compile(r"^\|\s*(?:N/A|ERR!|[0-9]+%)\s+(?:N/A|ERR!|[0-9]+C)\s")
 _LOST = re.compile(
-    r"GPU is lost|No devices were found|has failed because it couldn't communicate|Unable to determine the device handle",
+    r"GPU is lost|No devices (?:were )?found|has failed because it couldn't communicate|Unable to determine the device handle"
+    r"|Failed to initialize NVML",
     re.IGNORECASE,
 )
+# What NVML cannot be asked for says nothing of the driver.
+_NOT_ALLOWED = re.compile(r"Failed to initialize NVML: Insufficient Permissions", re.IGNORECASE)
+_INSTEAD = re.compile(
+    r"^[ \t]*(?:No devices (?:were )?found|NVIDIA-SMI has failed|Unable to determine the device handle|Failed to initialize NVML)",
+    re.MULTILINE | re.IGNORECASE,
+)
+_INFOROM = re.compile(
+    r"^WARNING: infoROM is corrupted at gpu (?P<pci>[0-9A-Fa-f:.]{7,20})", re.MULTILINE | re.IGNORECASE
+)
+_RULE = re.compile(r"\+[-=+]{40,}\+")
+_END = re.compile(r"\+-{40,}\+")
+_LONGEST = 12  # lines of a message that comes instead of a table, with a prompt before it
 _MEMORY = re.compile(r"(?P<used>[0-9]+|N/A|ERR!)\s*(?:MiB)?\s*/\s*(?P<total>[0-9]+)\s*MiB")
 _COUNTED = re.compile(r"\|\s*(?P<ecc>[0-9]+|N/A|Off|Disabled|ERR!)\s*\|\s*$")
 
@@ -49,6 +62,8 @@ class Table:
     rows: list[Row]
     lost: list[tuple[int, str]]
     closed: bool
+    ended: bool | None = None  # whether the list of processes below the GPUs is whole; None without one
+    corrupt: list[tuple[int, str | None]] = field(default_factory=list)  # GPUs by address, whose infoROM is
 
 
 def matches(text: str) -> bool:
@@ -56,18 +71,17 @@ def matches(text: str) -> bool:
     start = text[:20_000]
     if re.search(r"^\|\s*NVIDIA-SMI\s+\S+", start, re.MULTILINE):
         return True
-    return (
-        re.match(
-            r"\s*(No devices were found|NVIDIA-SMI has failed|Unable to determine the device handle)", start
-        )
-        is not None
-    )
+    lines = [line for line in lines_of(start) if line.strip()]
+    if len(lines) > _LONGEST or any(re.match(r"GPU \d+: ", line) for line in lines):
+        return _INSTEAD.match(start.lstrip()) is not None
+    return _INSTEAD.search(start) is not None
 
 
 def parse(text: str, file: str) -> Table:
     """Raises ParseError where there is no GPU and no reason why, or where the table ends in a GPU."""
     head = _HEAD.search(text)
     table = Table(file, head["driver"] if head else None, [], [], False)
+    table.corrupt = inforom_lines(text)
     inside = False
     for number, line in enumerate(lines_of(text), 1):
         if _LOST.search(line):
@@ -78,8 +92,8 @@ def parse(text: str, file: str) -> Table:
             if counted and counted["ecc"].isdecimal():
                 row.uncorrected = int(counted["ecc"])
             table.rows.append(row)
-            inside = True
-        elif line.startswith("+") and table.rows:
+            inside, table.closed = True, False
+        elif _RULE.fullmatch(line.rstrip()) and table.rows:
             inside, table.closed = False, True
         if inside and line.startswith("|"):
             row = table.rows[-1]
@@ -89,7 +103,9 @@ def parse(text: str, file: str) -> Table:
                 row.second = True
                 memory = _MEMORY.search(line)
                 row.memory_mib = int(memory["total"]) if memory else row.memory_mib
-        if re.match(r"^\|\s*Processes", line):
+        if re.match(r"^\|\s*(?:Compute )?Processes", line, re.IGNORECASE):
+            below = [x.rstrip() for x in lines_of(text)[number:] if x.startswith(("|", "+"))]
+            table.ended = bool(below) and _END.fullmatch(below[-1]) is not None
             break
     if not table.rows and not table.lost:
         raise ParseError("no GPU in the table of nvidia-smi", file=file)
@@ -98,6 +114,26 @@ def parse(text: str, file: str) -> Table:
         where = (torn or table.rows[-1]).line
         raise ParseError("the table ends within a GPU: it is cut off or damaged", file=file, line=where)
     return table
+
+
+def inforom_lines(text: str) -> list[tuple[int, str | None]]:
+    """Line and PCI address of each GPU whose infoROM nvidia-smi calls corrupt; it says so below any of its outputs."""
+    found = _INFOROM.finditer(text)
+    return [(text.count("\n", 0, m.start()) + 1, address(m["pci"])) for m in found]
+
+
+def without_inforom(text: str) -> str:
+    """The text with these lines empty, so that the others keep their numbers."""
+    return re.sub(_INFOROM.pattern + r".*$", "", text, flags=_INFOROM.flags)
+
+
+def inforom_findings(corrupt: list[tuple[int, str | None]], file: str, context: Context) -> list[Finding]:
+    """One finding for each of inforom_lines()."""
+    text = "its infoROM is corrupt"
+    return [
+        Finding("GPU013", "FAIL", Target(node=context.node, pci=pci), text, evidence=evidence(file, [line]))
+        for line, pci in corrupt
+    ]
 
 
 def _named(line: str) -> str:
@@ -115,9 +151,14 @@ def judge(table: Table, context: Context) -> list[Finding]:
     """Errors, missing GPUs; one PASS for each GPU that shows neither."""
     found: list[Finding] = []
     for line, text in table.lost:
-        found.append(
-            Finding("GPU002", "FAIL", Target(node=context.node), text, evidence=evidence(table.file, [line]))
-        )
+        place = evidence(table.file, [line])
+        if _NOT_ALLOWED.search(text):
+            node = Target(node=context.node)
+            found.append(Finding("GPU011", "UNJUDGED", node, text, why_unjudged=text, evidence=place))
+        else:
+            found.append(Finding("GPU002", "FAIL", Target(node=context.node), text, evidence=place))
+    found += inforom_findings(table.corrupt, table.file, context)
+    found += _cut(table, context)
     names = {r.name for r in table.rows}
     sku = find_sku(context.gpu) or (find_sku(next(iter(names))) if len(names) == 1 else None)
     places = evidence(table.file, (r.line for r in table.rows))
@@ -130,6 +171,24 @@ def judge(table: Table, context: Context) -> list[Finding]:
             own.append(Finding("GPU011", "PASS", target, text, evidence=evidence(table.file, [row.line])))
         found += own
     return found
+
+
+def _cut(table: Table, context: Context) -> Iterator[Finding]:
+    """Without the processes below the GPUs nobody knows whether these are all, unless there can be no more of them."""
+    names = {r.name for r in table.rows}
+    sku = find_sku(context.gpu) or (find_sku(next(iter(names))) if len(names) == 1 else None)
+    full = context.gpus or max(sku.counts if sku is not None else (), default=None)
+    if table.rows and (table.ended is False or (table.ended is None and len(table.rows) != full)):
+        last = table.rows[-1].line
+        why = "the list of processes below the GPUs is not whole: cut off, or shortened, so there may be more GPUs"
+        yield Finding(
+            "GPU011",
+            "UNJUDGED",
+            Target(node=context.node),
+            why,
+            why_unjudged=why,
+            evidence=evidence(table.file, [last]),
+        )
 
 
 def _of_row(row: Row, table: Table, context: Context) -> Iterator[Finding]:

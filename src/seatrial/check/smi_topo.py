@@ -10,7 +10,8 @@ from seatrial.check.findings import Expected, Finding, Target
 from seatrial.check.floors import find_sku
 from seatrial.check.tool import Context, ParseError, Tool, evidence, lines_of, listed
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# The underlined head; where it was copied from a terminal, without its escape character.
+_COLOUR = re.compile(r"\x1b?\[[0-9]{1,2}(?:;[0-9]{1,2})*m")
 _DEVICE = r"(?:GPU[0-9]{1,3}|NIC[0-9]{1,3}|[a-z][a-z0-9_]*_[a-z0-9_]+)"
 _JOIN = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|NV[0-9]{1,2}|C2C|N/A", re.ASCII)
 _GPU = re.compile(r"GPU(?P<index>[0-9]{1,3})", re.ASCII)

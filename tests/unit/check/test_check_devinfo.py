@@ -286,7 +286,9 @@ def test_a_gpu_that_the_driver_cannot_open_is_found_beside_the_xml(where: str) -
 
 
 def test_an_xml_in_one_line_is_read() -> None:
-    assert report("".join(line.strip() for line in read("smi_qx_h200_v13.xml").splitlines())).verdict == "PASS"
+    assert (
+        report("".join(line.strip() for line in read("smi_qx_h200_v13.xml").splitlines())).verdict == "PASS"
+    )
 
 
 def test_a_partition_that_is_assigned_is_no_fault() -> None:
