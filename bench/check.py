@@ -2,7 +2,7 @@
 
     python bench/check.py [--nodes 16 128 1000] [--draws 1000] [--hard] [--seed 0] [--json]
 
-1 to 5 random faults of the kinds of check/faults.py a draw, with the noise of check/simulated.py (`--hard`: twice the noise and
+1 to 5 random faults of the kinds of check/blame/faults.py a draw, with the noise of check/blame/simulated.py (`--hard`: twice the noise and
 six times the disturbances). A blame is right if culprit and place are the fault's. Time is CPU time of the whole check with
 the simulation in it, of which the machine's load takes nothing.
 
@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from seatrial.check.faults import Shape, culprit, draw
-from seatrial.check.localise import localise
-from seatrial.check.node_stage import NodeOptions
-from seatrial.check.node_stage import measure as node_stage
-from seatrial.check.simulated import Cluster, Noise, SimulatedBench
+from seatrial.check.blame.faults import Shape, culprit, draw
+from seatrial.check.blame.localise import localise
+from seatrial.check.blame.simulated import Cluster, Noise, SimulatedBench
+from seatrial.check.node.node_stage import NodeOptions
+from seatrial.check.node.node_stage import measure as node_stage
 
 HARD = Noise(reading=0.02, outlier=0.02, nothing=0.005, silent=0.001, own_outlier=0.002)
 

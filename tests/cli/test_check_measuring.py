@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.blame import Blame
+from seatrial.check.blame.blame import Blame
+from seatrial.check.blame.localise import Rounds
 from seatrial.check.findings import Expected, Finding, Target
-from seatrial.check.hosts import Host
-from seatrial.check.live import LiveOptions, LiveResult
-from seatrial.check.localise import Rounds
+from seatrial.check.live.conductor import LiveOptions, LiveResult
+from seatrial.check.live.hosts import Host
 from seatrial.check.report import Judged, Report
 from seatrial.cli import check_measure
 from seatrial.cli.main import main

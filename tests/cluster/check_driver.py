@@ -6,9 +6,9 @@ import os
 import sys
 
 from seatrial.base import process
-from seatrial.check.hosts import LOOPBACK, Host
-from seatrial.check.live import LiveOptions, check_live
-from seatrial.check.node_stage import NodeOptions
+from seatrial.check.live.conductor import LiveOptions, check_live
+from seatrial.check.live.hosts import LOOPBACK, Host
+from seatrial.check.node.node_stage import NodeOptions
 
 
 def main() -> int:

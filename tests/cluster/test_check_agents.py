@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from seatrial.base.errors import InputError
-from seatrial.check import ib_pair
-from seatrial.check.crew import Crew, Reply
-from seatrial.check.hosts import LOOPBACK, SSH, Host
-from seatrial.check.rounds import Round
+from seatrial.check.blame.rounds import Round
+from seatrial.check.live import ib_pair
+from seatrial.check.live.crew import Crew, Reply
+from seatrial.check.live.hosts import LOOPBACK, SSH, Host
 
 pytestmark = pytest.mark.cluster
 

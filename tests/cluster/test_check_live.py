@@ -13,9 +13,9 @@ from statistics import median
 import pytest
 
 from seatrial.check.findings import Finding
-from seatrial.check.hosts import Host
-from seatrial.check.live import LiveOptions, LiveResult, check_live
-from seatrial.check.node_stage import NodeOptions
+from seatrial.check.live.conductor import LiveOptions, LiveResult, check_live
+from seatrial.check.live.hosts import Host
+from seatrial.check.node.node_stage import NodeOptions
 from seatrial.launch.netns import Hosts, Unavailable
 
 pytestmark = pytest.mark.cluster

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 
-from seatrial.check.crew import Crew
-from seatrial.check.hosts import LOOPBACK, SRUN, hosts_of
-from seatrial.check.live_ranks import Ranks, World
+from seatrial.check.live.crew import Crew
+from seatrial.check.live.hosts import LOOPBACK, SRUN, hosts_of
+from seatrial.check.live.live_ranks import Ranks, World
 
 pytestmark = [
     pytest.mark.cluster,

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from seatrial.check import load_samples, probe_cuda, probe_storage
-from seatrial.check.columns import columns
-from seatrial.check.judge_node import judge_stage
-from seatrial.check.node_stage import NodeOptions, Places, measure
-from seatrial.check.node_storage import read_storage
-from seatrial.check.nodes import judge_nodes
-from seatrial.check.probe_cpu import measure_cpu
-from seatrial.check.run_tool import Order, Result, run_tool, run_tools
+from seatrial.check.blame.nodes import judge_nodes
+from seatrial.check.node import load_samples, probe_cuda, probe_storage
+from seatrial.check.node.columns import columns
+from seatrial.check.node.judge_node import judge_stage
+from seatrial.check.node.node_stage import NodeOptions, Places, measure
+from seatrial.check.node.node_storage import read_storage
+from seatrial.check.node.probe_cpu import measure_cpu
+from seatrial.check.node.run_tool import Order, Result, run_tool, run_tools
 
 pytestmark = pytest.mark.cluster
 
@@ -101,14 +101,14 @@ def test_calls_run_at_once_and_take_what_they_started_along(tmp_path: Path) -> N
 
 
 def test_a_flood_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seatrial.check.run_tool.LARGEST_BYTES", 1 << 20)
+    monkeypatch.setattr("seatrial.check.node.run_tool.LARGEST_BYTES", 1 << 20)
     found = run_tool(Order("flood", ("sh", "-c", "head -c 3000000 /dev/zero | tr '\\0' x"), 60.0))
     assert (found.ended, len(found.out)) == ("ok", 1 << 20)
 
 
 def test_a_process_that_cannot_be_killed_is_left_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """One in an uninterruptible wait cannot be made here, so the signal is kept away from a sleeping one."""
-    monkeypatch.setattr("seatrial.check.run_tool.process.signal_group", lambda pid, signum: None)
+    monkeypatch.setattr("seatrial.check.node.run_tool.process.signal_group", lambda pid, signum: None)
     before = children()
     found = run_tool(Order("stuck", ("sleep", "1000"), 0.2))
     (left,) = children() - before
@@ -120,7 +120,7 @@ def test_a_process_that_cannot_be_killed_is_left_and_told(monkeypatch: pytest.Mo
 
 def test_programs_die_with_their_caller(tmp_path: Path) -> None:
     script = (
-        "from seatrial.check.run_tool import Order, run_tool\n"
+        "from seatrial.check.node.run_tool import Order, run_tool\n"
         f"run_tool(Order('x', ('sh', '-c', 'echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; exec sleep 1000'), 100.0))"
     )
     caller = subprocess.Popen([PYTHON, "-c", script])
@@ -322,7 +322,15 @@ def test_a_tree_of_ports_is_read_and_judged(tmp_path: Path) -> None:
 
 
 def test_a_probe_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
-    argv = [PYTHON, "-m", "seatrial.check.probe_storage", str(tmp_path), "4096", "600", ".seatrial-check-x"]
+    argv = [
+        PYTHON,
+        "-m",
+        "seatrial.check.node.probe_storage",
+        str(tmp_path),
+        "4096",
+        "600",
+        ".seatrial-check-x",
+    ]
     probe = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     until = time.monotonic() + 60
     begun = os.statvfs(tmp_path).f_bfree
@@ -374,8 +382,8 @@ def test_storage_that_cannot_be_written_or_does_not_answer(
     assert read_storage("/proc/self", 1.0).get("write_gb_s") is None
     found = read_storage(str(tmp_path / "not" / "there" / "yet"), 1.0, rates=False)
     assert (found["at"], found["problem"]) == (str(tmp_path), None)
-    monkeypatch.setattr("seatrial.check.node_storage._STAT", "import time; time.sleep(1000)")
-    monkeypatch.setattr("seatrial.check.node_storage._STAT_S", 1.0)
+    monkeypatch.setattr("seatrial.check.node.node_storage._STAT", "import time; time.sleep(1000)")
+    monkeypatch.setattr("seatrial.check.node.node_storage._STAT_S", 1.0)
     found = read_storage(str(tmp_path), 1.0)
     assert (found["ended"], found["problem"]) == ("hung", "stat of the storage: no end within 1 s")
     assert children() == set()

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from seatrial.check.columns import columns
+from seatrial.check.blame.nodes import judge_nodes
 from seatrial.check.floors import find_sku
-from seatrial.check.judge_node import judge_stage
-from seatrial.check.node_stage import NodeOptions, measure
-from seatrial.check.nodes import judge_nodes
+from seatrial.check.node.columns import columns
+from seatrial.check.node.judge_node import judge_stage
+from seatrial.check.node.node_stage import NodeOptions, measure
 from seatrial.hardware.catalogue import find_gpu
 
 pytestmark = [

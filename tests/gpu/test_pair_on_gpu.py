@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from seatrial.check.crew import Crew
-from seatrial.check.hosts import LOOPBACK, Host
-from seatrial.check.live_ranks import Outcome, Ranks, World
+from seatrial.check.live.crew import Crew
+from seatrial.check.live.hosts import LOOPBACK, Host
+from seatrial.check.live.live_ranks import Outcome, Ranks, World
 
 MIB = 1 << 20
 SECONDS = {"flow": 0.5, "sum": 0.5, "stall": 60.0}

@@ -15,15 +15,15 @@ from math import ceil, floor, log2
 import numpy as np
 import pytest
 
-from seatrial.check import infer
-from seatrial.check.faults import KINDS, LEAF_KINDS, Fault, Shape, culprit, draw
+from seatrial.check.blame import infer
+from seatrial.check.blame.faults import KINDS, LEAF_KINDS, Fault, Shape, culprit, draw
+from seatrial.check.blame.infer import Ledger, Readings
+from seatrial.check.blame.localise import GroupReadings, Report, localise, most_pair_rounds
+from seatrial.check.blame.nodes import Bools, Ints, NodeStage
+from seatrial.check.blame.rounds import GroupRound, Round
+from seatrial.check.blame.simulated import Cluster, Noise, SimulatedBench
+from seatrial.check.blame.topology import Link, Topology
 from seatrial.check.findings import worst
-from seatrial.check.infer import Ledger, Readings
-from seatrial.check.localise import GroupReadings, Report, localise, most_pair_rounds
-from seatrial.check.nodes import Bools, Ints, NodeStage
-from seatrial.check.rounds import GroupRound, Round
-from seatrial.check.simulated import Cluster, Noise, SimulatedBench
-from seatrial.check.topology import Link, Topology
 
 GOAL = 0.98
 SIZES = {16: 4, 128: 32, 1000: 32}  # nodes -> nodes below a leaf switch

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from seatrial.check.findings import Finding, Target
+from seatrial.check.node.run_tool import Order as Call
+from seatrial.check.node.run_tool import Result, run_tool
 from seatrial.check.report import Report
-from seatrial.check.report_exclude import failed_nodes
-from seatrial.check.run_tool import Order as Call
-from seatrial.check.run_tool import Result, run_tool
+from seatrial.check.reports.report_exclude import failed_nodes
 
 Scheduler = Literal["slurm", "kubernetes"]
 SCHEDULERS: tuple[Scheduler, ...] = get_args(Scheduler)

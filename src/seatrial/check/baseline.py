@@ -12,7 +12,7 @@ from seatrial.base.atomic import write_json
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.check.compare import HIGHER_IS_BETTER, LOWER_IS_BETTER
 from seatrial.check.findings import Direction, Expected, Finding, Target
-from seatrial.check.network import banded
+from seatrial.check.outputs.network import banded
 from seatrial.check.report import Report
 
 SCHEMA_VERSION = 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seatrial.base.errors import Diagnostic, InputError
-from seatrial.check import sysfs
+from seatrial.check.outputs import sysfs
 from seatrial.check.registry import recognise
 from seatrial.check.report import natural
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
-from seatrial.check.network import banded
+from seatrial.check.outputs.network import banded
 from seatrial.check.report import Judged
 
 HIGHER_IS_BETTER = ("Gb/s", "GB/s", "TB/s", "MB/s", "TFLOP/s", "GFLOP/s")

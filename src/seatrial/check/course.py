@@ -11,10 +11,10 @@ from seatrial.check.measured import of_nodes
 from seatrial.check.report import Report
 
 if TYPE_CHECKING:  # blame.py loads numpy, which a report does not need
-    from seatrial.check.blame import Blame
-    from seatrial.check.live import LiveResult
-    from seatrial.check.localise import Report as Localised
-    from seatrial.check.localise import Rounds
+    from seatrial.check.blame.blame import Blame
+    from seatrial.check.blame.localise import Report as Localised
+    from seatrial.check.blame.localise import Rounds
+    from seatrial.check.live.conductor import LiveResult
 
 ROUNDS = ("node", "pair", "group")
 

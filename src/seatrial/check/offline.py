@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from seatrial.check import ports, sysfs
 from seatrial.check.collect import Piece, collect
 from seatrial.check.compare import Plan, against_plan, against_siblings, usual_counts
 from seatrial.check.findings import Finding, Target
-from seatrial.check.network import NetworkContext
+from seatrial.check.outputs import ports, sysfs
+from seatrial.check.outputs.network import NetworkContext
 from seatrial.check.registry import recognise
 from seatrial.check.report import Judged, Report
 from seatrial.check.tool import ParseError, Tool

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit code: 0, or 1 if something failed (`--strict`: did not pass); a plugin's with --nagios. Raises InputError."""
     if not args.nagios:
         return _run(args)
-    from seatrial.check import report_nagios
+    from seatrial.check.reports import report_nagios
 
     try:
         return _run(args)
@@ -219,7 +219,7 @@ def _job(file: str | None) -> Job | None:
 
 def _report(args: argparse.Namespace, job: Job | None) -> Report:
     if args.simulate:
-        from seatrial.check.simulated_file import simulate
+        from seatrial.check.blame.simulated_file import simulate
 
         return simulate(Path(args.simulate))
     if args.sources:
@@ -235,7 +235,7 @@ def _report(args: argparse.Namespace, job: Job | None) -> Report:
 
 def _files(report: Report, orders: Sequence[Order], args: argparse.Namespace, job: Job | None) -> None:
     if args.html is not None:
-        from seatrial.check import report_html
+        from seatrial.check.reports import report_html
 
         page = report_html.page(report, orders)
         _written(args.html, lambda path: atomic.write_text(path, page))
@@ -246,7 +246,7 @@ def _files(report: Report, orders: Sequence[Order], args: argparse.Namespace, jo
         if (kept := keep(report, orders, args.runs / job.name)) is not None:
             print(f"report: {kept}", file=sys.stderr)
     if args.exclude_file is not None:
-        from seatrial.check import report_exclude
+        from seatrial.check.reports import report_exclude
 
         nodes = report_exclude.failed_nodes(report)
         form = report_exclude.slurm if args.exclude_file.endswith(".slurm") else report_exclude.hostfile
@@ -272,17 +272,17 @@ def _written(file: str, write: Callable[[Path], T]) -> T:
 
 def _print(report: Report, orders: Sequence[Order], args: argparse.Namespace) -> int:
     if args.nagios:
-        from seatrial.check import report_nagios
+        from seatrial.check.reports import report_nagios
 
         line, code = report_nagios.line(report, strict=args.strict)
         print(line)
         return code
     if args.json:
-        from seatrial.check import report_json
+        from seatrial.check.reports import report_json
 
         sys.stdout.write(report_json.text(report, orders))
     else:
-        from seatrial.check.report_table import table
+        from seatrial.check.reports.report_table import table
         from seatrial.ui.out import Out
 
         out = Out(sys.stdout, plain=args.plain)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from seatrial.base import atomic
 from seatrial.base.errors import Diagnostic, InputError
-from seatrial.check import report_html, report_json
+from seatrial.check.blame.topology import Topology, read_topology
 from seatrial.check.compare import Plan
 from seatrial.check.course import of_live
-from seatrial.check.hosts import hosts_of
-from seatrial.check.live import STAGES, LiveOptions, check_live
-from seatrial.check.node_stage import NodeOptions
-from seatrial.check.topology import Topology, read_topology
+from seatrial.check.live.conductor import STAGES, LiveOptions, check_live
+from seatrial.check.live.hosts import hosts_of
+from seatrial.check.node.node_stage import NodeOptions
+from seatrial.check.reports import report_html, report_json
 from seatrial.record.folder import RunFolder
 from seatrial.ui.out import Out
 

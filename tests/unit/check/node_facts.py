@@ -6,7 +6,7 @@ import copy
 from dataclasses import asdict
 from typing import Any
 
-from seatrial.check.node_stage import NodeOptions
+from seatrial.check.node.node_stage import NodeOptions
 from seatrial.hardware.counters import Port
 
 GIB = 1 << 30

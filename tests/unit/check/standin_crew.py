@@ -13,9 +13,9 @@ from typing import Any
 
 from node_facts import gpu_node
 
-from seatrial.check.crew import Key, Order, Reply
-from seatrial.check.hosts import Host
-from seatrial.check.infer import nic_bound
+from seatrial.check.blame.infer import nic_bound
+from seatrial.check.live.crew import Key, Order, Reply
+from seatrial.check.live.hosts import Host
 
 GPUS = 8
 INSIDE_GB_S = 478.0  # busbw of a healthy H200 node (field notes 1)

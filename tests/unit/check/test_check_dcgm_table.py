@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check import dcgm_diag, dcgm_text
 from seatrial.check.findings import Finding, worst
+from seatrial.check.outputs import dcgm_diag, dcgm_text
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 GOOD = (FIXTURES / "dcgm3_table.txt").read_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from seatrial.check.findings import Finding, Target, codes, explain, worst
-from seatrial.check.smi_query_judge import TOOLS
+from seatrial.check.outputs.smi_query_judge import TOOLS
 from seatrial.check.tool import Context as Known
 from seatrial.check.tool import ParseError, Stray, evidence, lines_of, listed, stray_findings
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seatrial.base.errors import InputError
-from seatrial.check.hosts import SRUN, SSH, Host, hosts_of, read_hostfile, remote
+from seatrial.check.live.hosts import SRUN, SSH, Host, hosts_of, read_hostfile, remote
 from seatrial.job import Job, job_from_text
 
 JOB = """

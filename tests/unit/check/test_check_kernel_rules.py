@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check import kernel_text
 from seatrial.check.findings import Finding, worst
-from seatrial.check.kernel_rules import OTHERS, rule_of
+from seatrial.check.outputs import kernel_text
+from seatrial.check.outputs.kernel_rules import OTHERS, rule_of
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 FLAPS = (FIXTURES / "kernel_flaps.log").read_text()

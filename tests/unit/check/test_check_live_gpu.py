@@ -6,10 +6,10 @@ import pytest
 from standin_crew import GPUS, Nodes, StandinCrew
 
 from seatrial.base.errors import InputError
-from seatrial.check import live
-from seatrial.check.hosts import Host
-from seatrial.check.live import LiveOptions, LiveResult, check_live
-from seatrial.check.node_stage import NodeOptions
+from seatrial.check.live import conductor as live
+from seatrial.check.live.conductor import LiveOptions, LiveResult, check_live
+from seatrial.check.live.hosts import Host
+from seatrial.check.node.node_stage import NodeOptions
 
 
 def check(monkeypatch: pytest.MonkeyPatch, nodes: Nodes, rate: float | None = 400.0) -> LiveResult:

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seatrial.check import ib_pair, live_judge
-from seatrial.check.crew import Reply
-from seatrial.check.infer import Readings, Terms
-from seatrial.check.live_ranks import Outcome, Sum, World, batches, outcome
-from seatrial.check.live_rates import measured
-from seatrial.check.localise import GroupReadings, localise
-from seatrial.check.nccl_lines import telling
-from seatrial.check.nodes import Bools, Floats, Ints, NodeStage
-from seatrial.check.reach import cut_off, interface_towards, partners, reach
-from seatrial.check.rounds import GroupRound, Round
+from seatrial.check.blame.infer import Readings, Terms
+from seatrial.check.blame.localise import GroupReadings, localise
+from seatrial.check.blame.nodes import Bools, Floats, Ints, NodeStage
+from seatrial.check.blame.rounds import GroupRound, Round
+from seatrial.check.live import ib_pair, live_judge
+from seatrial.check.live.crew import Reply
+from seatrial.check.live.live_ranks import Outcome, Sum, World, batches, outcome
+from seatrial.check.live.live_rates import measured
+from seatrial.check.live.nccl_lines import telling
+from seatrial.check.live.reach import cut_off, interface_towards, partners, reach
 
 # -- who reaches whom
 

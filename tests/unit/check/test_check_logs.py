@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check import dcgm_diag, fabric_log, kernel_text, nccl_judge
 from seatrial.check.findings import Finding, worst
+from seatrial.check.outputs import dcgm_diag, fabric_log, kernel_text, nccl_judge
 from seatrial.check.tool import Context
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check import nccl_judge
 from seatrial.check.findings import Finding, worst
+from seatrial.check.outputs import nccl_judge
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 TWO = (FIXTURES / "nccl_two_runs.log").read_text()

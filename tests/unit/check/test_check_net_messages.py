@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check import fabric_log, ibstat, mlxlink, perftest
 from seatrial.check.collect import pieces_of
 from seatrial.check.findings import Verdict, worst
 from seatrial.check.offline import judge_pieces
+from seatrial.check.outputs import fabric_log, ibstat, mlxlink, perftest
 from seatrial.check.registry import recognise
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from seatrial.check.faults import Fault, Shape
+from seatrial.check.blame.faults import Fault, Shape
+from seatrial.check.blame.nodes import NodeStage, doubtful, judge_nodes, settle
+from seatrial.check.blame.simulated import Cluster, Noise, SimulatedBench
 from seatrial.check.findings import Finding, worst
-from seatrial.check.nodes import NodeStage, doubtful, judge_nodes, settle
-from seatrial.check.simulated import Cluster, Noise, SimulatedBench
 
 CALM = Noise(outlier=0, own_outlier=0, nothing=0, silent=0, harmless=0, hidden_log=0)
 FOUR = np.arange(4)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from seatrial.check import smi_nvlink, smi_topo
 from seatrial.check.findings import Finding, worst
-from seatrial.check.nvlink_growth import judge_growth
-from seatrial.check.smi_gpu_list import parse
+from seatrial.check.outputs import smi_nvlink, smi_topo
+from seatrial.check.outputs.nvlink_growth import judge_growth
+from seatrial.check.outputs.smi_gpu_list import parse
 from seatrial.check.tool import Context, Tool
 
 H200, A6000, PCIE, V100 = "NVIDIA H200", "NVIDIA RTX A6000", "NVIDIA H100 PCIe", "Tesla V100-SXM2-32GB"

@@ -44,7 +44,7 @@ def nodes(folder: Path, *outputs: dict[str, str]) -> str:
 def test_every_module_that_reads_a_tool_is_asked() -> None:
     having = {
         name
-        for _, name, _ in pkgutil.iter_modules(seatrial.check.__path__, "seatrial.check.")
+        for _, name, _ in pkgutil.walk_packages(seatrial.check.__path__, "seatrial.check.")
         if hasattr(importlib.import_module(name), "TOOLS")
     }
     assert having == set(MODULES)

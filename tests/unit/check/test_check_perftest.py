@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check import perftest
 from seatrial.check.findings import Finding, worst
-from seatrial.check.network import NetworkContext
+from seatrial.check.outputs import perftest
+from seatrial.check.outputs.network import NetworkContext
 from seatrial.check.tool import ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"

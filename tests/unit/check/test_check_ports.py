@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check import ibstat, sysfs
 from seatrial.check.findings import Finding, worst
-from seatrial.check.network import NetworkContext
-from seatrial.check.ports import fabric_ports, inventory, rates
+from seatrial.check.outputs import ibstat, sysfs
+from seatrial.check.outputs.network import NetworkContext
+from seatrial.check.outputs.ports import fabric_ports, inventory, rates
 from seatrial.check.tool import ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from seatrial.base.errors import InputError
-from seatrial.check import report_exclude, report_html, report_json, report_nagios
 from seatrial.check.adapters import orders, reasons
 from seatrial.check.collect import Piece
 from seatrial.check.course import Blamed, Course
 from seatrial.check.findings import Finding, Target
 from seatrial.check.offline import judge_pieces
 from seatrial.check.report import Judged, Report
-from seatrial.check.report_table import conclusion, table
+from seatrial.check.reports import report_exclude, report_html, report_json, report_nagios
+from seatrial.check.reports.report_table import conclusion, table
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 

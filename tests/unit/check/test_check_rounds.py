@@ -8,7 +8,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seatrial.check.rounds import across, blocks_of, group_sizes, groups, neighbours, tournament, with_good
+from seatrial.check.blame.rounds import (
+    across,
+    blocks_of,
+    group_sizes,
+    groups,
+    neighbours,
+    tournament,
+    with_good,
+)
 
 sizes = st.lists(st.integers(1, 12), min_size=1, max_size=9)
 

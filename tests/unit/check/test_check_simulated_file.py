@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from seatrial.base.errors import InputError
+from seatrial.check.blame.simulated_file import read_scenario
 from seatrial.check.findings import worst
-from seatrial.check.simulated_file import read_scenario
 
 GOOD = """
 [cluster]

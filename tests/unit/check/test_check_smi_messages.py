@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check import smi_nvlink, smi_query_judge, smi_table, smi_topo
 from seatrial.check.collect import pieces_of
 from seatrial.check.findings import Finding, Verdict, worst
 from seatrial.check.offline import judge_pieces
+from seatrial.check.outputs import smi_nvlink, smi_query_judge, smi_table, smi_topo
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 FOUR = (FIXTURES / "smi_table_four.txt").read_text()

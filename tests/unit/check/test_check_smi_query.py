@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check import smi_query_judge, smi_table
 from seatrial.check.findings import Finding, worst
-from seatrial.check.smi_query import parse
+from seatrial.check.outputs import smi_query_judge, smi_table
+from seatrial.check.outputs.smi_query import parse
 from seatrial.check.tool import Context, ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"

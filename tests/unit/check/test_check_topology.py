@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seatrial.base.errors import InputError
-from seatrial.check.topology import Topology, hostlist, judge_topology, parse_topology, read_topology
+from seatrial.check.blame.topology import Topology, hostlist, judge_topology, parse_topology, read_topology
 
 FILE = Path(__file__).parents[2] / "fixtures" / "check" / "ibnetdiscover_four_nodes.txt"
 TEXT = FILE.read_text(encoding="utf-8")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from node_facts import PCIS, cpu_node, gpu_node, port
 
-from seatrial.check.columns import columns
-from seatrial.check.nodes import doubtful, judge_nodes
+from seatrial.check.blame.nodes import doubtful, judge_nodes
+from seatrial.check.node.columns import columns
 
 Facts = dict[str, Any]
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from node_facts import GIB, PCIS, cpu_node, gpu_node, load
 
-from seatrial.check.columns import columns
 from seatrial.check.compare import Plan
 from seatrial.check.findings import Finding
-from seatrial.check.judge_load import Peers
-from seatrial.check.judge_node import inventory_of, judge_node, judge_stage
-from seatrial.check.node_clock import Offset, judge_offsets, offset_of
+from seatrial.check.node.columns import columns
+from seatrial.check.node.judge_load import Peers
+from seatrial.check.node.judge_node import inventory_of, judge_node, judge_stage
+from seatrial.check.node.node_clock import Offset, judge_offsets, offset_of
 
 Facts = dict[str, Any]
 RATE_CODES = {"NOD013", "NOD015", "NOD016", "NOD017", "NOD021", "NOD023", "NOD024"}

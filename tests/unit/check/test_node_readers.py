@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
-from seatrial.check import node_gpu, node_storage, probe_nvml, smi_query, smi_query_judge
 from seatrial.check.findings import Finding
-from seatrial.check.kernel_text import parse as parse_log
-from seatrial.check.kernel_text import tells
-from seatrial.check.node_clock import parse_chrony, read_clock
-from seatrial.check.node_files import fields_of, number_of, text_of
-from seatrial.check.node_inventory import last_level_cache_bytes, read_inventory
-from seatrial.check.node_kernel import read_kernel_log
-from seatrial.check.node_limits import read_limits
-from seatrial.check.node_ports import default_interface, fabric_of, is_up, mlxlink_orders, read_interface
-from seatrial.check.node_stage import collect_rates
+from seatrial.check.node import node_gpu, node_storage, probe_nvml
+from seatrial.check.node.node_clock import parse_chrony, read_clock
+from seatrial.check.node.node_files import fields_of, number_of, text_of
+from seatrial.check.node.node_inventory import last_level_cache_bytes, read_inventory
+from seatrial.check.node.node_kernel import read_kernel_log
+from seatrial.check.node.node_limits import read_limits
+from seatrial.check.node.node_ports import default_interface, fabric_of, is_up, mlxlink_orders, read_interface
+from seatrial.check.node.node_stage import collect_rates
+from seatrial.check.outputs import smi_query, smi_query_judge
+from seatrial.check.outputs.kernel_text import parse as parse_log
+from seatrial.check.outputs.kernel_text import tells
 from seatrial.check.tool import Context
 
 GIB = 1 << 30

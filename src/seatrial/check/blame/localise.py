@@ -1,0 +1,395 @@
+"""The check of a whole cluster: nodes by themselves, pairs in rounds, groups, and who is to blame.
+
+The rounds: one within the leaf switches, one between them with everybody sending, one or two more of those where uplinks
+are in doubt; then suspects with nodes known as good, until each is cleared or found guilty; then all-reduces over 4, 8,
+16, ... all nodes that are left. Only these last grow with the number of nodes, and they grow with its logarithm.
+Nothing here measures: a `Bench` does, real or simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil, log2
+from typing import Protocol
+
+import numpy as np
+
+from seatrial.check.blame.blame import Blame, Case, blame, excused, suspects
+from seatrial.check.blame.infer import Layout, Ledger, Readings, State, Terms, nic_bound
+from seatrial.check.blame.nodes import (
+    SUSPECT,
+    Bools,
+    Floats,
+    Ints,
+    NodeStage,
+    doubtful,
+    judge_nodes,
+    settle,
+)
+from seatrial.check.blame.rounds import (
+    GroupRound,
+    Round,
+    across,
+    blocks_of,
+    group_sizes,
+    groups,
+    neighbours,
+    with_good,
+)
+from seatrial.check.blame.topology import Topology, judge_topology
+from seatrial.check.findings import Expected, Finding, Target, Verdict
+
+_AGAIN = (
+    2  # times that a node in doubt measures again, and once more as many if doubts stay: the median stands
+)
+_STRIKES = 2  # times in a row that a node does not answer before it counts as gone
+_LOADED = 3  # rounds between leaves at most
+_FEW = 4  # nodes of which all meet all: of fewer pairs one end could be in all of them
+_TRIES = 3  # of one size of groups
+_PATIENCE = 8  # more rounds of pairs where hosts share a machine: a busy one disturbs many flows
+_USUAL = Terms()
+
+
+@dataclass(frozen=True)
+class GroupReadings:
+    """What a round of groups brought: busbw, (K,), GB/s, NaN for none, and which nodes answered, (N,), True if not asked."""
+
+    busbw: Floats
+    answered: Bools
+
+
+class Bench(Protocol):
+    """What measures. Nodes are given by their position."""
+
+    def nodes(self, which: Ints) -> NodeStage:
+        """The node stage of these nodes, in this order."""
+        ...
+
+    def pairs(self, round_: Round) -> Readings:
+        """One round of pairs."""
+        ...
+
+    def groups(self, round_: GroupRound) -> GroupReadings:
+        """One round of all-reduces."""
+        ...
+
+    def answer(self, which: Ints) -> Bools:
+        """Which of these nodes answer now; nothing is measured."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How much was measured: times the nodes were asked, rounds of pairs, rounds of groups."""
+
+    node: int
+    pair: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of it. `findings` are all of them, the blames' last."""
+
+    findings: tuple[Finding, ...]
+    blames: tuple[Blame, ...]
+    rounds: Rounds
+    unsettled: tuple[str, ...]  # suspects who could be neither cleared nor found guilty
+    case: Case | None = field(
+        default=None, compare=False
+    )  # what was known at the end; None where no pair was measured
+
+
+def most_pair_rounds(nodes: int) -> int:
+    """The rounds of pairs that a check never goes beyond.
+
+    Of few nodes few readings are clear, so that more of the others are needed to prove something.
+    """
+    return _LOADED + 4 + ceil(log2(max(nodes, 2))) + (_FEW if nodes <= _FEW else 0)
+
+
+def localise(
+    bench: Bench,
+    names: Sequence[str],
+    topology: Topology | None = None,
+    rate_gbit_s: float | None = None,
+    *,
+    terms: Terms = _USUAL,
+    stages: Sequence[str] = ("node", "pair", "all"),
+) -> Report:
+    """Check the nodes `names` on `bench`. `rate_gbit_s` is the nominal rate of the fabric's ports; None if unknown.
+
+    `stages` without "pair" and "all" measures no pairs, without "all" no groups. Nodes are asked for what they are in any
+    case; without "node" what they measured of themselves is not judged.
+    """
+    return _Trial(bench, names, topology, rate_gbit_s, terms, frozenset(stages)).run()
+
+
+@dataclass
+class _Trial:
+    bench: Bench
+    names: Sequence[str]
+    topology: Topology | None
+    rate: float | None
+    terms: Terms
+    stages: frozenset[str]
+    asked: int = 0
+    group_rounds: int = 0
+    findings: list[Finding] = field(default_factory=list)
+
+    def run(self) -> Report:
+        self._node_stage()
+        if self.stages & {"pair", "all"}:
+            self._pair_stage()
+        state = self.ledger.state() if self.ledger.rounds else None
+        unsettled = self._unsettled(state) if state else []
+        if state and "all" in self.stages:
+            self._group_stage(state, self._blames(state))
+        # Some may have ended since they were last asked for something.
+        for _ in range(_STRIKES):
+            living = np.flatnonzero(self.alive)
+            answered = np.ones(len(self.names), dtype=bool)
+            answered[living] = self.bench.answer(living)
+            self._hear(answered, living[~answered[living]])
+        # Without pairs too: nodes that do not answer, and what nodes have found in themselves.
+        state = state or self.ledger.nothing()
+        blames = self._blames(state)
+        self.findings += [b.finding() for b in blames]
+        return Report(
+            tuple(self.findings),
+            tuple(blames),
+            Rounds(self.asked, len(self.ledger.rounds), self.group_rounds),
+            tuple(unsettled),
+            self._case(state) if self.ledger.rounds else None,
+        )
+
+    # -- nodes
+
+    def _node_stage(self) -> None:
+        everyone = np.arange(len(self.names))
+        first = self.bench.nodes(everyone)
+        self.asked = 1
+        again: list[tuple[Ints, NodeStage]] = []
+        self.stage = first
+        for part in range(2):
+            doubts = doubtful(self.stage)
+            if part:  # who was silent all the time stays so
+                doubts = doubts[self.stage.answered[doubts]]
+            if not len(doubts):
+                break
+            for _ in range(_AGAIN):
+                again.append((doubts, self.bench.nodes(doubts)))
+                self.asked += 1
+            self.stage = settle(first, again)
+        told = judge_nodes(self.stage)
+        # Who does not answer is told in any case.
+        self.findings += told if "node" in self.stages else [f for f in told if f.code == "MSR011"]
+        if self.topology is not None and self.topology.links:
+            self.findings += judge_topology(self.topology)
+        self.alive = self.stage.answered.copy()
+        self.strikes = np.zeros(len(self.names), dtype=np.int64)
+        leaves, self.leaf_names = _number(self.topology, self.names, self.stage.devices)
+        able = np.ones(len(self.names), dtype=bool) if self.stage.able is None else self.stage.able
+        usable = self.stage.port_up & (self.alive & able)[:, None]
+        excuses = excused(self.stage, self.findings)
+        if self.terms.shared:
+            excuses[:] = True
+        ranks = max(1, len(self.stage.slots))
+        self.able = able
+        self.layout = Layout(leaves, usable, excuses, ranks, self.rate, self.terms)
+        self.whole: Bools = np.logical_and(self.stage.present.all(axis=1), able)
+        self.blocks = blocks_of(leaves)
+        self.ledger = Ledger(self.layout)
+
+    # -- pairs
+
+    def _pair_stage(self) -> None:
+        if self._players().size < 2:
+            return
+        self._play("neighbours", neighbours(self.blocks, self._players()), loaded=False)
+        for turn in range(_LOADED):
+            living = self._players()
+            many = len(np.unique(self.blocks[living])) > 1
+            pairs = across(self.blocks, living, turn) if many else neighbours(self.blocks, living, turn + 1)
+            self._play("across", pairs, loaded=many)
+            state = self.ledger.state()
+            # What one round says of uplinks, another must confirm.
+            if not (state.hints or (state.uplinks and turn == 0) or len(living) <= _FEW):
+                break
+        most = most_pair_rounds(len(self.names)) + (_PATIENCE if self.terms.shared else 0)
+        for turn in range(most - len(self.ledger.rounds)):
+            state = self.ledger.state()
+            accused, good = self._accused(state)
+            if not accused.any():
+                return
+            self._play(
+                "suspects",
+                with_good(accused, good, self.layout.leaves, self.ledger.met(), turn),
+                loaded=False,
+            )
+
+    def _players(self) -> Ints:
+        return np.flatnonzero(self.alive & self.able)
+
+    def _accused(self, state: State) -> tuple[Bools, Bools]:
+        """Who is suspected and who is cleared, (N, R + 2): by rail, by all-reduce, by not having answered."""
+        ports, nodes = suspects(self.layout, state, self.alive)
+        silent: Bools = np.logical_and(self.alive, self.strikes > 0)
+        accused: Bools = np.column_stack([ports, nodes, silent])
+        good: Bools = np.column_stack([state.good, state.together, ~silent])
+        able = (self.alive & self.able)[:, None]
+        return np.logical_and(accused, able), np.logical_and(good, able)
+
+    def _play(self, purpose: str, pairs: Ints, *, loaded: bool) -> None:
+        if not len(pairs):
+            return
+        a, b = pairs[:, 0], pairs[:, 1]
+        rails = self.layout.usable[a] & self.layout.usable[b]
+        together = self.whole[a] & self.whole[b]
+        if self.terms.shared and self.ledger.rounds:
+            together[:] = False  # measured once: nothing is judged by it
+        round_ = Round(len(self.ledger.rounds) + 1, purpose, pairs, rails, together, loaded)
+        readings = self.bench.pairs(round_)
+        self.ledger.add(round_, readings)
+        answered = np.ones(len(self.names), dtype=bool)
+        answered[pairs] = readings.answered
+        self._hear(answered, pairs.reshape(-1))
+
+    def _hear(self, answered: Bools, asked: Ints) -> None:
+        self.strikes[asked] = np.where(answered[asked], 0, self.strikes[asked] + 1)
+        gone = self.alive & (self.strikes >= _STRIKES)
+        for node in np.flatnonzero(gone):
+            name = self.names[int(node)]
+            self.findings.append(
+                Finding("MSR011", "FAIL", Target(node=name), f"{name} has stopped to answer, asked twice")
+            )
+        self.alive &= ~gone
+
+    def _unsettled(self, state: State) -> list[str]:
+        accused, _ = self._accused(state)
+        left = []
+        for node in map(int, np.flatnonzero(accused.any(axis=1))):
+            rails = [d for d, bad in zip(self.stage.devices, accused[node], strict=False) if bad]
+            left.append(f"{self.names[node]} {' '.join(rails)}".strip())
+            self.findings.append(self._unsettled_finding(node, left[-1], state, accused[node]))
+        return left
+
+    def _unsettled_finding(self, node: int, what: str, state: State, accused: Bools) -> Finding:
+        """That the rails are slow is a fact, although the culprit could be the other end; without a reading nothing is."""
+        rails = accused[: len(self.stage.devices)]
+        shares = state.share[node][rails]
+        why = "no node known as good was left to pair it with, or its readings contradict each other"
+        target = Target(node=self.names[node])
+        if np.isnan(shares).all():
+            text = f"{what}: without a reading, or slow in the all-reduce only"
+            return Finding("PAI001", "UNJUDGED", target, text, why_unjudged=why)
+        share = float(np.nanmin(shares))
+        if self.terms.shared:
+            why = "the hosts share a machine that was too busy for readings that agree"
+            text = f"{what}: {share:.0%} of what the others reach, at best"
+            return Finding("PAI001", "UNJUDGED", target, text, share, why_unjudged=why)
+        text = f"{what}: {share:.0%} of the rate at best, and it is not settled which end is to blame: {why}"
+        source = "the project's reference targets"
+        expected = Expected(self.terms.suspect, "of the rate", source, "one direction")
+        verdict: Verdict = "FAIL" if share < self.terms.broken else "WARN"
+        return Finding("PAI001", verdict, target, text, share, "", expected)
+
+    def _case(self, state: State) -> Case:
+        return Case(self.stage, self.findings, self.layout, self.leaf_names, state, self.alive)
+
+    def _blames(self, state: State) -> list[Blame]:
+        return blame(self._case(state))
+
+    # -- groups
+
+    def _group_stage(self, state: State, blames: Sequence[Blame]) -> None:
+        """All-reduces over 4, 8, ... all nodes that nothing is said against; what is slow only together is told."""
+        blamed = {b.node for b in blames}
+        switches = {b.leaf or b.rail for b in blames if b.kind == "leaf"}
+        below = [
+            [(self.leaf_names[leaf] or rail) in switches for rail, leaf in enumerate(row)]
+            for row in self.layout.leaves
+        ]
+        fit = (
+            np.array([name not in blamed for name in self.names]) & self.whole & ~np.array(below).any(axis=1)
+        )
+        everyone = np.flatnonzero(self.alive & fit)
+        order = everyone[np.argsort(self.blocks[everyone], kind="stable")]
+        told: list[set[int]] = []
+        usual = 1.0  # what groups of the size before reached of what is possible
+        for size in group_sizes(len(order)):
+            members = groups(order, size)
+            possible = np.array([_possible(len(group), state, self.layout) for group in members])
+            best = np.full(len(members), np.nan)
+            for _ in range(_TRIES):
+                wanted = 0.0 if self.terms.shared else SUSPECT * _usual(best, usual)
+                open_ = [k for k in range(len(members)) if not best[k] >= wanted]
+                if not open_:
+                    break
+                asked = tuple(members[k][self.alive[members[k]]] for k in open_)
+                self.group_rounds += 1
+                readings = self.bench.groups(GroupRound(self.group_rounds, size, asked))
+                best[open_] = np.fmax(best[open_], readings.busbw / possible[open_])
+                self._hear(readings.answered, np.concatenate(asked))
+            reference = _usual(best, usual)
+            for k, group in enumerate(members):
+                nodes = set(map(int, group))
+                if np.isnan(best[k]) and self.alive[group].sum() > 1:
+                    self.findings.append(_no_group([self.names[int(n)] for n in group]))
+                # Hosts that share processors are the slower the more they are, whatever their links do.
+                slow = best[k] < SUSPECT * reference and not self.terms.shared
+                if slow and not any(t <= nodes for t in told):
+                    told.append(nodes)
+                    names = [self.names[int(n)] for n in group]
+                    self.findings.append(_slow_group(names, best[k] * possible[k], reference * possible[k]))
+            usual = reference
+
+
+def _possible(size: int, state: State, layout: Layout) -> float:
+    """The busbw that the NVLinks (as in pairs) and the rails allow over `size` nodes."""
+    a_gpu = state.reading * state.rate * layout.leaves.shape[1] / layout.gpus
+    return float(np.fmin(state.inside, nic_bound(a_gpu, layout.gpus, size)))
+
+
+def _usual(best: Floats, before: float) -> float:
+    """What groups of a size reach of what is possible: their median, or with fewer than three what the size before did."""
+    measured = best[~np.isnan(best)]
+    return float(np.median(measured)) if len(measured) >= 3 else before
+
+
+def _no_group(names: list[str]) -> Finding:
+    text = f"the all-reduce of {len(names)} nodes, {names[0]} to {names[-1]}, brought no result in {_TRIES} tries"
+    return Finding(
+        "GRP001", "UNJUDGED", Target(), text, why_unjudged="no result, though all of them answered"
+    )
+
+
+def _slow_group(names: list[str], measured: float, reference: float) -> Finding:
+    text = f"{len(names)} nodes, {names[0]} to {names[-1]}, are slow together: {measured:.0f} GB/s busbw"
+    expected = Expected(
+        SUSPECT * reference,
+        "GB/s",
+        "groups of the same size, or the bound of the rails",
+        "",
+        "all-reduce busbw",
+    )
+    return Finding("GRP001", "WARN", Target(), text, measured, "GB/s", expected, reference)
+
+
+def _number(
+    topology: Topology | None, names: Sequence[str], devices: Sequence[str]
+) -> tuple[Ints, list[str | None]]:
+    """Numbers for leaves, (N, R), and their names. Ports whose leaf is not known: one leaf without a name for each rail."""
+    numbers: dict[tuple[str | None, int], int] = {}
+    table: list[list[str | None]] = (
+        topology.table(names, [d.partition("/")[0] for d in devices])
+        if topology is not None
+        else [[None] * len(devices)] * len(names)
+    )
+    leaves = np.zeros((len(names), len(devices)), dtype=np.int64)
+    for node, row in enumerate(table):
+        for rail, name in enumerate(row):
+            key = (name, -1) if name is not None else (None, rail)
+            leaves[node, rail] = numbers.setdefault(key, len(numbers))
+    return leaves, [name for name, _ in numbers]

@@ -1,0 +1,232 @@
+"""A cluster to simulate from a TOML or JSON file (`seatrial check --simulate FILE`).
+
+    [cluster]
+    nodes = 16                  # needed; node0000, node0001, ...
+    gpu = "H100 SXM"            # of the catalogue
+    gpus = 8                    # a node
+    rails = 8                   # ports a node, mlx5_0 ...
+    gbit_s = 400.0              # of a port
+    nodes_per_leaf = 8          # a block; each rail of it has its own leaf switch
+    topology = true             # whether the check is told which port hangs on which leaf
+    seed = 1
+    [noise]                     # fields of `simulated.Noise`
+    outlier = 0.01
+    [[fault]]                   # fields of `faults.Fault`: kind, node, gpu, link, rail, leaf, share, after
+    kind = "nic_slow"
+    node = 3
+    rail = 5
+    share = 0.7
+    [[node]]                    # over what is drawn; rates by GPU or rail
+    node = 4
+    gemm_tflops = [790, 790, 790, 790, 790, 790, 790, 790]   # also hbm_gb_s, h2d_gb_s, rail_gbit_s
+    kernel_log = ["NVRM: Xid (PCI:0000:0f:00): 31, pid=7, name=python"]
+    counters = { 2 = { symbol_error = [0, 4000] } }           # rail -> counter -> before and after a load of 10 s
+
+Every problem is told at once. JSON has the same keys ("fault" and "node" are lists).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from seatrial.base.errors import Diagnostic, InputError
+from seatrial.check import report
+from seatrial.check.blame.faults import Fault, Shape, verify
+from seatrial.check.blame.localise import Report, localise
+from seatrial.check.blame.simulated import Cluster, Noise, SimulatedBench, Told
+from seatrial.check.course import of_simulated
+from seatrial.hardware.catalogue import find_gpu
+
+MOST_NODES = 100_000
+_RATES = {"gemm_tflops": "gemm", "hbm_gb_s": "hbm", "h2d_gb_s": "h2d"}
+_SHAPE = {"nodes": MOST_NODES, "gpus": 64, "rails": 64, "links": 64, "nodes_per_leaf": MOST_NODES}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a file describes: a cluster, and whether the check knows its topology."""
+
+    cluster: Cluster
+    topology: bool
+
+    def run(self) -> Report:
+        """Check it."""
+        cluster = self.cluster
+        known = cluster.topology() if self.topology else None
+        return localise(SimulatedBench(cluster), cluster.names, known, cluster.gbit_s)
+
+
+def read_scenario(path: Path) -> Scenario:
+    """The scenario in a file. Raises InputError with every problem."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise InputError(Diagnostic(f"cannot be read: {error.strerror}", file=str(path))) from error
+    except json.JSONDecodeError as error:
+        raise InputError(Diagnostic(f"no JSON: {error.msg}", str(path), error.lineno, error.colno)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(Diagnostic(f"cannot be read: {error}", file=str(path))) from error
+    return _Reader(str(path)).scenario(table)
+
+
+def simulate(path: Path) -> report.Report:
+    """Check the cluster of a file, as a report that all outputs take. Raises InputError with every problem of the file."""
+    scenario = read_scenario(path)
+    began = time.monotonic()
+    found = scenario.run()
+    return of_simulated(found, scenario.cluster.names, str(path), round(time.monotonic() - began, 3))
+
+
+class _Reader:
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.problems: list[Diagnostic] = []
+
+    def scenario(self, table: Any) -> Scenario:
+        table = self._table(table, "the file", ("cluster", "noise", "fault", "node"))
+        head = self._table(table.get("cluster"), "[cluster]", (*_SHAPE, "gpu", "gbit_s", "topology", "seed"))
+        if "nodes" not in head:
+            self._say("[cluster] needs nodes", "nodes = 16")
+        sizes = {}
+        for key, most in _SHAPE.items():
+            if key in head and self._number(head[key], f"[cluster] {key}", 1, most, whole=True):
+                sizes[key] = head[key]
+        shape = Shape(**({"nodes": 1} | sizes))
+        gpu = head.get("gpu", "H100 SXM")
+        if not isinstance(gpu, str) or find_gpu(gpu) is None:
+            self._say(f"[cluster] gpu: unknown GPU {gpu!r}", "name one of the catalogue, such as 'H100 SXM'")
+        rate, seed, topology = head.get("gbit_s", 400.0), head.get("seed", 0), head.get("topology", True)
+        self._number(rate, "[cluster] gbit_s", 1, 100_000)
+        self._number(seed, "[cluster] seed", 0, 2**63 - 1, whole=True)
+        if not isinstance(topology, bool):
+            self._say("[cluster] topology is true or false")
+        noise = self._noise(table.get("noise", {}))
+        faults = self._faults(table.get("fault", []), shape)
+        told = self._told(table.get("node", []), shape)
+        if self.problems:
+            raise InputError(self.problems)
+        return Scenario(Cluster(shape, faults, gpu, float(rate), seed, noise, told), topology)
+
+    def _say(self, text: str, hint: str | None = None) -> None:
+        self.problems.append(Diagnostic(text, file=self.file, hint=hint))
+
+    def _table(self, value: Any, what: str, keys: tuple[str, ...]) -> Mapping[str, Any]:
+        if not isinstance(value, dict):
+            self._say(f"{what} is missing or no table")
+            return {}
+        for key in value:
+            if key not in keys:
+                self._say(f"{what}: unknown key {key!r}", f"known: {', '.join(keys)}")
+        return {k: v for k, v in value.items() if k in keys}
+
+    def _number(self, value: Any, what: str, low: float, high: float, *, whole: bool = False) -> bool:
+        fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if not fits or not low <= value <= high:
+            self._say(f"{what}: {value!r} is no {'whole ' if whole else ''}number in {low:g}..{high:g}")
+            return False
+        return True
+
+    def _noise(self, value: Any) -> Noise:
+        names = tuple(f.name for f in dataclasses.fields(Noise))
+        table = self._table(value, "[noise]", names)
+        good = {k: float(v) for k, v in table.items() if self._number(v, f"[noise] {k}", 0, 1)}
+        return Noise(**good)
+
+    def _list(self, value: Any, what: str) -> list[Any]:
+        if not isinstance(value, list):
+            self._say(f"{what} is no list of tables")
+            return []
+        return value
+
+    def _faults(self, value: Any, shape: Shape) -> tuple[Fault, ...]:
+        found = []
+        names = tuple(f.name for f in dataclasses.fields(Fault))
+        for i, entry in enumerate(self._list(value, "[[fault]]"), 1):
+            where = f"[[fault]] {i}"
+            table = dict(self._table(entry, where, names))
+            good = isinstance(table.get("kind"), str)
+            if not good:
+                self._say(f"{where} needs kind")
+            if "leaf" in table:
+                pair = table["leaf"]
+                if isinstance(pair, list) and len(pair) == 2 and all(type(v) is int for v in pair):
+                    table["leaf"] = (pair[0], pair[1])
+                else:
+                    self._say(f"{where} leaf: [block, rail] is needed")
+                    good = False
+            for key in ("node", "gpu", "link", "rail", "after"):
+                if key in table:
+                    good &= self._number(table[key], f"{where} {key}", 0, MOST_NODES, whole=True)
+            if "share" in table:
+                good &= self._number(table["share"], f"{where} share", 0, 1)
+            if good:
+                found.append(Fault(**table))
+        for text in verify(found, shape):
+            self._say(text)
+        return tuple(found)
+
+    def _told(self, value: Any, shape: Shape) -> dict[int, Told]:
+        found: dict[int, Told] = {}
+        keys = ("node", *_RATES, "rail_gbit_s", "kernel_log", "counters")
+        for i, entry in enumerate(self._list(value, "[[node]]"), 1):
+            where = f"[[node]] {i}"
+            table = self._table(entry, where, keys)
+            if not self._number(table.get("node"), f"{where} node", 0, shape.nodes - 1, whole=True):
+                continue
+            rates = {
+                name: self._row(table[key], f"{where} {key}", shape.gpus)
+                for key, name in _RATES.items()
+                if key in table
+            }
+            rails = table.get("rail_gbit_s")
+            lines = table.get("kernel_log", [])
+            if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+                self._say(f"{where} kernel_log is no list of lines")
+                lines = []
+            if table["node"] in found:
+                self._say(f"{where}: node {table['node']} stands here twice")
+            found[table["node"]] = Told(
+                rates,
+                None if rails is None else self._row(rails, f"{where} rail_gbit_s", shape.rails),
+                tuple(lines),
+                self._counters(table.get("counters", {}), where, shape),
+            )
+        return found
+
+    def _row(self, value: Any, what: str, length: int) -> tuple[float, ...]:
+        if not isinstance(value, list) or len(value) != length:
+            self._say(f"{what}: {length} numbers are needed")
+            return (0.0,) * length
+        for v in value:
+            self._number(v, what, 0, 1e9)
+        return tuple(float(v) if isinstance(v, int | float) else 0.0 for v in value)
+
+    def _counters(
+        self, value: Any, where: str, shape: Shape
+    ) -> dict[int, tuple[dict[str, int], dict[str, int]]]:
+        found: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
+        rails = tuple(str(r) for r in range(shape.rails))
+        for rail, counters in self._table(value, f"{where} counters", rails).items():
+            before: dict[str, int] = {}
+            after: dict[str, int] = {}
+            for name, pair in counters.items() if isinstance(counters, dict) else ():
+                if not isinstance(pair, list) or len(pair) != 2:
+                    self._say(f"{where} counters {rail} {name}: [before, after] is needed")
+                else:
+                    good = [
+                        self._number(v, f"{where} counters {rail} {name}", 0, 2**64, whole=True) for v in pair
+                    ]
+                    if all(good):
+                        before[name], after[name] = pair
+            if not isinstance(counters, dict):
+                self._say(f"{where} counters {rail} is no table")
+            found[int(rail)] = (before, after)
+        return found

@@ -1,0 +1,1 @@
+"""A check that measures real hosts: agents, pairs, groups."""

@@ -1,0 +1,312 @@
+"""The check's agent, one process on each host: it does what the conductor orders, and leaves nothing behind.
+
+    python -m seatrial.check.live.agent
+
+Orders come as JSON objects, one a line, on stdin; what comes of them goes to stdout the same way:
+
+| order | what it does | reply |
+|---|---|---|
+| `{"id": 1, "do": "ping"}` | | `{"id": 1, "done": {"clock": ...}}` |
+| `"node", "options": {...}, "toward": ADDRESS` | the node stage (node_stage.py), in a process of its own; its interface is the one that leads to another host | its facts |
+| `"prepare"` | starts what forks ranks (probe_forge.py) | the versions that it has |
+| `"ranks", "spec": {...}` | ranks of a pair or a group; `{"id", "note": {"port": ...}}` comes before | what they measured |
+| `"run", "argv": [...], "listen": PORT` | a tool; with `listen` a note comes once it listens there | exit code, stdout, stderr |
+| `"reach", "targets": [[ADDRESS, PORT], ...]` | connects to other agents, at once | which of them could be reached |
+| `"port", "count": N` | | free TCP ports |
+| `"cancel", "order": 7` | kills what that order has started | |
+
+Every order but ping, port and cancel has `limit_s`: what it has started is killed then. What cannot be done is
+`{"id", "failed": "..."}`, never silence. When stdin ends or a parent dies, everything that was started is killed: by the
+parent-death signal, by process group, and by the mark (base/process.py). It never waits for one thing alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from seatrial.base import process
+from seatrial.base.lines import Channel
+from seatrial.base.signals import SignalQueue
+from seatrial.check.live.agent_tasks import Task, executes, last_words, listens, start, wait
+from seatrial.check.live.reach import hello, interface_towards, reach
+
+_LISTEN_POLL_S = 0.05
+_STUCK_S = 2.0  # how long a killed process may take to end before its order is given up
+_FORGE_START_S = 120.0  # to import torch from a slow disk
+
+
+class Agent:
+    """Its loop, and what it has started."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+        self.tasks: dict[int, Task] = {}  # by pid
+        self.listening: dict[int, int] = {}  # pid of a tool -> port that it should listen on, until it does
+        self.forge: Task | None = None
+        self.channel: Channel | None = None
+        self.forged: dict[int, float] = {}  # orders that the forge is at -> until when
+        self.rest = b""
+        self.signals = SignalQueue((signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
+        self.listener = socket.create_server(("", 0), backlog=128)
+        self.listener.setblocking(False)
+
+    def serve(self) -> None:
+        """Until stdin ends, or a signal to end comes."""
+        self._say({"hello": hello(self.listener.getsockname()[1])})
+        while True:
+            fds = [0, self.signals.fileno(), self.listener.fileno()]
+            fds += [fd for task in self.tasks.values() for fd in task.fds]
+            if self.channel is not None:
+                fds.append(self.channel.fileno())
+            for fd in wait(fds, self._next()):
+                if fd == 0 and not self._orders():
+                    return
+                if fd == self.signals.fileno() and not self._signals():
+                    return
+                if fd == self.listener.fileno():
+                    self._accept()
+                for task in [t for t in self.tasks.values() if fd in t.fds]:
+                    task.read(fd)
+                if self.channel is not None and fd == self.channel.fileno():
+                    self._forge_said()
+            self._clock()
+
+    def end(self) -> None:
+        """Kill everything that was started here, whoever its parent is by now."""
+        for task in self.tasks.values():
+            task.kill()
+        process.kill_all(lambda: process.descendants(os.getpid()) | process.marked(self.mark))
+
+    # -- what comes in
+
+    def _orders(self) -> bool:
+        data = os.read(0, 1 << 16)
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            try:
+                self._obey(order)
+            except (KeyError, TypeError, ValueError, OSError) as error:
+                # Of another version, or this host is short of something: told, so that nobody waits for it.
+                self._fail(order.get("id", -1), f"{type(error).__name__}: {error}")
+        return bool(data)
+
+    def _signals(self) -> bool:
+        arrived = self.signals.read()
+        if {signal.SIGTERM, signal.SIGHUP, signal.SIGINT} & set(arrived):
+            return False
+        process.reap(self._reaped)
+        return True
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self.listener.accept()
+        except OSError:  # gone again before it was taken
+            return
+        connection.close()
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        number, do = int(order["id"]), order["do"]
+        limit_s = float(order.get("limit_s", 60.0))
+        if do == "ping":
+            self._done(number, {"clock": time.time()})
+        elif do == "port":
+            self._done(number, {"ports": free_ports(int(order["count"]))})
+        elif do == "cancel":
+            self._cancel(int(order["order"]))
+        elif do == "node":
+            told = json.dumps([order["options"], order["toward"]])
+            command = [sys.executable, "-m", "seatrial.check.live.agent", "--node", told]
+            self._start(number, command, limit_s)
+        elif do == "run":
+            self._run(number, [str(word) for word in order["argv"]], limit_s, order.get("listen"))
+        elif do == "reach":
+            body = partial(_reach, [(str(a), int(p)) for a, p in order["targets"]], limit_s)
+            task = start(number, body, limit_s + 1)
+            self.tasks[task.pid] = task
+        elif do in ("prepare", "ranks"):
+            self._forward(number, order, limit_s)
+        else:
+            raise ValueError(f"no such order: {do!r}")
+
+    def _run(self, number: int, argv: list[str], limit_s: float, port: int | None) -> None:
+        if shutil.which(argv[0]) is None:
+            self._done(number, {"absent": True})
+            return
+        pid = self._start(number, argv, limit_s)
+        if port is not None:
+            self.listening[pid] = port
+
+    def _start(self, number: int, argv: list[str], limit_s: float) -> int:
+        task = start(number, executes(argv, os.environ), limit_s)
+        self.tasks[task.pid] = task
+        return task.pid
+
+    def _cancel(self, order: int) -> None:
+        for task in self.tasks.values():
+            if task.order == order and task is not self.forge:
+                task.kill()
+        if order in self.forged and self.channel is not None:
+            self.channel.post({"cancel": order})
+
+    # -- the forge
+
+    def _forward(self, number: int, order: dict[str, Any], limit_s: float) -> None:
+        if self.channel is None:
+            self.channel, other = Channel.pair()
+            command = [sys.executable, "-m", "seatrial.check.live.probe_forge", str(other.fileno())]
+            body = executes(command, {**os.environ, "OMP_NUM_THREADS": "1"})
+            # It lives as long as this process; what it is at has deadlines of its own.
+            self.forge = start(-1, body, float("inf"), keep=[other.fileno()])
+            self.tasks[self.forge.pid] = self.forge
+            other.close()
+        if order["do"] == "prepare":
+            limit_s = max(limit_s, _FORGE_START_S)
+        self.forged[number] = time.monotonic() + limit_s + _STUCK_S
+        self.channel.post({**order, "limit_s": limit_s})
+
+    def _forge_said(self) -> None:
+        assert self.channel is not None
+        for message in self.channel.receive():
+            number = message["id"]
+            if number in self.forged:  # else it was given up
+                if "note" not in message:
+                    del self.forged[number]
+                self._say(message)
+        if self.channel.closed:
+            self.channel.close()
+            self.channel = None
+
+    def _forge_ended(self, task: Task, status: int) -> None:
+        self.forge = None
+        if self.channel is not None:
+            self._forge_said()
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+        for number in list(self.forged):
+            del self.forged[number]
+            why = f"what starts the ranks {process.status_text(status)}: {task.complaint}"
+            self._fail(number, why.rstrip(": "))
+
+    # -- what has ended, and what takes too long
+
+    def _reaped(self, pid: int, status: int) -> None:
+        task = self.tasks.pop(pid, None)
+        if task is None:
+            return
+        self.listening.pop(pid, None)
+        task.close()
+        if task is self.forge:
+            self._forge_ended(task, status)
+        elif task.too_late:
+            self._late(task)
+        else:
+            seconds = round(time.monotonic() - task.begun, 3)
+            said = {"rc": status, "out": task.out.decode("utf-8", "replace"), "seconds": seconds}
+            self._done(task.order, said | {"err": task.err.decode("utf-8", "replace")})
+
+    def _late(self, task: Task) -> None:
+        text = f"did not end within {task.limit_s:g} s"
+        self._fail(task.order, f"{text}; its last words: {task.complaint}" if task.err else text)
+
+    def _next(self) -> float | None:
+        times = [t.until for t in self.tasks.values()] + list(self.forged.values())
+        if self.listening:
+            times.append(time.monotonic() + _LISTEN_POLL_S)
+        soonest = min(times, default=float("inf"))
+        return None if soonest == float("inf") else soonest
+
+    def _clock(self) -> None:
+        now = time.monotonic()
+        for pid, port in list(self.listening.items()):
+            if listens(port):
+                del self.listening[pid]
+                self._say({"id": self.tasks[pid].order, "note": {"listening": port}})
+        for task in [t for t in self.tasks.values() if t.until <= now]:
+            if task.too_late:
+                # Killed, and still there: in a system call that cannot be interrupted. Whoever waits is told so.
+                del self.tasks[task.pid]
+                self.listening.pop(task.pid, None)
+                task.close()
+                self._fail(task.order, f"did not end within {task.limit_s:g} s, nor when it was killed")
+            else:
+                task.too_late, task.until = True, now + _STUCK_S
+                task.kill()
+        if [number for number, until in self.forged.items() if until <= now] and self.forge is not None:
+            # It has not kept its own deadlines. Its end fails all that it is at.
+            self.forge.kill()
+            self.forged = dict.fromkeys(self.forged, now + _STUCK_S)
+
+    # -- what goes out
+
+    def _done(self, number: int, value: dict[str, Any]) -> None:
+        self._say({"id": number, "done": value})
+
+    def _fail(self, number: int, why: str) -> None:
+        self._say({"id": number, "failed": why})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        while data:
+            data = data[os.write(1, data) :]
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nobody on this host uses now."""
+    taken = [socket.create_server(("", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in taken]
+    for s in taken:
+        s.close()
+    return ports
+
+
+def _reach(targets: list[tuple[str, int]], limit_s: float) -> int:
+    print(json.dumps(reach(targets, limit_s)))
+    return 0
+
+
+def _node(text: str) -> int:
+    from seatrial.check.node.node_stage import NodeOptions, measure
+
+    def tell(doing: str) -> None:
+        print(doing, file=sys.stderr, flush=True)
+
+    options, toward = json.loads(text)
+    if options["interface"] is None and toward is not None:
+        options["interface"] = interface_towards(toward)
+    print(json.dumps(measure(NodeOptions(**options), tell)))
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry of `python -m seatrial.check.live.agent`."""
+    process.die_with_parent(os.getppid())
+    if argv[:1] == ["--node"]:
+        return _node(argv[1])
+    process.become_subreaper()
+    # A mark of its own where nobody gave it one: then the third net holds by descent only.
+    agent = Agent(os.environ.get(process.MARK, f"check-{os.getpid()}"))
+    try:
+        agent.serve()
+    except BrokenPipeError:  # the conductor is gone: the same as the end of stdin
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except Exception as error:  # the conductor reads stderr, and has to be told
+        print(last_words(f"{type(error).__name__}: {error}".encode()), file=sys.stderr)
+        raise
+    finally:
+        agent.end()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

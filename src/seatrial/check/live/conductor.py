@@ -1,0 +1,160 @@
+"""A check that measures: an agent on every host, the stages one after the other, and one report of all of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from seatrial.base.errors import Diagnostic, InputError
+from seatrial.check.blame.blame import Blame
+from seatrial.check.blame.infer import Terms
+from seatrial.check.blame.localise import Report as Localised
+from seatrial.check.blame.localise import Rounds, localise
+from seatrial.check.blame.topology import Topology
+from seatrial.check.compare import Plan
+from seatrial.check.findings import Finding
+from seatrial.check.live import ib_pair, live_judge
+from seatrial.check.live.crew import Crew, Reply
+from seatrial.check.live.hosts import Host
+from seatrial.check.live.live_bench import LiveBench
+from seatrial.check.live.live_rates import measured
+from seatrial.check.node.judge_node import judge_stage
+from seatrial.check.node.node_clock import Offset, judge_offsets, offset_of
+from seatrial.check.report import Report
+
+if TYPE_CHECKING:
+    from seatrial.check.node.node_stage import NodeOptions
+
+Stage = Literal["node", "pair", "all"]
+Device = Literal["cpu", "cuda", "auto"]
+STAGES: tuple[Stage, ...] = ("node", "pair", "all")
+# Hosts that share processors take turns, and still read half as much as another now and then. A link that is far too slow
+# reads far less.
+_SHARED = Terms(suspect=0.5, broken=0.4, shared=True)
+_BY_NODES = ("MSR005", "MSR006", "MSR007", "MSR008", "MSR010")  # links, memory, messages, counters
+_TRIPS = 5
+_PING_S = 2.0
+
+
+@dataclass(frozen=True)
+class LiveOptions:
+    """What to measure, and how long it may take.
+
+    `sizes` are the bytes of an all-reduce's message. `timeout_s` bounds one order to one host (a node stage, a round of
+    pairs or groups), not the whole check.
+    """
+
+    node: NodeOptions
+    stages: tuple[Stage, ...] = STAGES
+    sizes: tuple[int, ...] = ()  # () takes what suits the device
+    device: Device = "auto"
+    topology: Topology | None = None
+    port_gbit_s: float | None = None  # nominal rate of the fabric's ports, one direction
+    timeout_s: float = 60.0
+    plan: Plan | None = None
+    python: str | None = None  # the interpreter on the hosts; None is the path of this one
+
+
+@dataclass(frozen=True)
+class LiveResult:
+    """What came of it. `measured` is JSON: the rates that the planner reads. `seconds` by stage, "total" among them."""
+
+    report: Report
+    measured: Mapping[str, Any]
+    rounds: Rounds
+    blames: tuple[Blame, ...]
+    seconds: Mapping[str, float]
+    unsettled: tuple[str, ...] = ()
+
+
+def check_live(hosts: list[Host], options: LiveOptions, progress: Callable[[str], None]) -> LiveResult:
+    """Measure `hosts` and judge. `progress` gets a line at the begin and the end of each stage.
+
+    A host that cannot be reached, dies or hangs is a finding about it, never an error. Raises InputError for hosts that are
+    no set of hosts (none, two of one name). Whatever ends it (KeyboardInterrupt as well), nothing keeps running anywhere.
+    """
+    hosts = _checked(hosts)
+    begin = time.monotonic()
+    names = [host.name for host in hosts]
+    with Crew(hosts, options.python) as crew:
+        progress(f"starting agents on {len(hosts)} node{'s' * (len(hosts) > 1)}")
+        greetings = crew.greet(options.timeout_s)
+        clocks = _clocks(crew, greetings, options.timeout_s)
+        bench = LiveBench(
+            crew,
+            hosts,
+            greetings,
+            _node_options(options),
+            device=options.device,
+            sizes=options.sizes,
+            timeout_s=options.timeout_s,
+            ranks_wanted=bool({"pair", "all"} & set(options.stages)),
+            say=progress,
+        )
+        terms = _SHARED if bench.shared else Terms()
+        # Flows over TCP are no measure of what a fabric's port carries.
+        rate = options.port_gbit_s if any(hello["rdma"] for hello in bench.hello.values()) else None
+        found = localise(bench, names, options.topology, rate, terms=terms, stages=options.stages)
+    report = _report(bench, found, options)
+    if "node" in options.stages:
+        report = report.also(judge_offsets({names[n]: offset for n, offset in clocks.items()}))
+    seconds = {stage: round(value, 3) for stage, value in bench.seconds.items()}
+    seconds["total"] = round(time.monotonic() - begin, 3)
+    progress(f"measured in {seconds['total']:.1f} s")
+    rates = measured(bench.stage, found, bench.outcomes, bench.backend, bench.rdma)
+    return LiveResult(report, rates, found.rounds, found.blames, seconds, found.unsettled)
+
+
+def _checked(hosts: list[Host]) -> list[Host]:
+    twice = [name for name, times in Counter(h.name for h in hosts).items() if times > 1]
+    problems = [Diagnostic(f"{name} is named twice", hint="name every host once") for name in twice]
+    if problems or not hosts:
+        raise InputError(problems or "no host to check")
+    return hosts
+
+
+def _node_options(options: LiveOptions) -> NodeOptions:
+    """Without the node stage nodes are asked what they have, not how fast it is."""
+    if "node" in options.stages:
+        return options.node
+    return replace(options.node, rates=False, storage=None)
+
+
+def _clocks(crew: Crew, greetings: Mapping[int, Reply], timeout_s: float) -> dict[int, Offset | None]:
+    """How far each host's clock is off from ours, by the shortest of some round trips."""
+    trips: dict[int, list[tuple[float, float, float]]] = {n: [] for n in greetings}
+    for turn in range(_TRIPS):
+        for n in [
+            n for n in trips if greetings[n].alive and (len(trips[n]) == turn)
+        ]:  # not again who is late
+            # One after the other: with many at once it is we who make them wait.
+            sent = time.time()
+            reply = crew.ask({(n, 0): {"do": "ping"}}, limit_s=min(timeout_s, _PING_S), wait_s=0.0)[n, 0]
+            if reply.value is not None:
+                trips[n].append((sent, float(reply.value["clock"]), time.time()))
+    return {n: offset_of(found) for n, found in trips.items()}
+
+
+def _report(bench: LiveBench, found: Localised, options: LiveOptions) -> Report:
+    """All findings together. What only says that a host is gone stands beside why."""
+    facts = {host.name: bench.facts.get(host.name) for host in bench.hosts}
+    report = Report(())
+    if "node" in options.stages:
+        report = judge_stage(facts, plan=options.plan, port_gbit_s=options.port_gbit_s)
+    gone = {f.target.node for f in found.findings if f.code == "MSR011" and f.target.node is not None}
+    told = [*live_judge.hosts(bench, gone), *bench.findings]
+    if found.case is not None:
+        algorithm = ib_pair.TOOL if bench.rdma and bench.perftest else f"{bench.backend} send and receive"
+        told += live_judge.pairs(found.case, bench.outcomes, algorithm)
+    told += live_judge.nccl(bench)
+    compared, judged = live_judge.inside(bench)
+    report = replace(report, judged=(*report.judged, *judged))
+    return report.also([*told, *compared, *(f for f in found.findings if not _said_by_nodes(f))])
+
+
+def _said_by_nodes(finding: Finding) -> bool:
+    """A PASS on all nodes at once that each node's own outputs have, or lack: silence of some is none on all."""
+    return finding.verdict == "PASS" and finding.code in _BY_NODES

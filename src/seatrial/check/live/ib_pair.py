@@ -1,0 +1,130 @@
+"""`ib_write_bw` between two hosts, every rail at once, one way and then the other: its commands, and what came of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from seatrial.check.blame.rounds import Round
+from seatrial.check.findings import Finding, Target
+from seatrial.check.live.crew import Crew, Key, Order
+from seatrial.check.live.hosts import Host
+from seatrial.check.outputs import perftest
+from seatrial.check.outputs.perftest_judge import judge
+from seatrial.check.tool import Context, ParseError
+
+TOOL = "ib_write_bw"
+# Large messages over four queue pairs fill a link; -F: clocks of the processor that change are no error (field notes 1).
+_OPTIONS = ("-s", "8388608", "-q", "4", "--report_gbits", "-F")
+MESSAGE_BYTES = 8388608
+SECONDS = 3
+_LIMIT_S = 4.0 * SECONDS + 10  # of one end: both ends set themselves up first
+_OWN = ("NET001", "NET007")  # the port is not active, there is no such device
+
+
+def command(device: str, port: int, server: str | None) -> list[str]:
+    """One end on `device` ("mlx5_0/1"); `server` is the address to connect to, None for the server itself."""
+    name, _, number = device.partition("/")
+    end = [TOOL, "-d", name, "-i", number or "1", *_OPTIONS, "-D", str(SECONDS), "-p", str(port)]
+    return end if server is None else [*end, server]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What one end has said: a rate, or findings about what it could not do. `blocked` is set where it could not run."""
+
+    gbit_s: float | None
+    findings: tuple[Finding, ...] = ()
+    blocked: bool = False
+
+
+def heard(reply: Mapping[str, Any], node: str) -> Heard:
+    """What a run order of the agent brought on `node`."""
+    if reply.get("absent"):
+        why = f"{TOOL} (perftest) is not installed"
+        return Heard(None, (_unjudged(node, why, "install perftest on every node"),), blocked=True)
+    text, file = f"{reply.get('out', '')}\n{reply.get('err', '')}", f"{TOOL} on {node}"
+    try:
+        runs = perftest.parse(text, file)
+    except ParseError:
+        why = f"{TOOL} said nothing that is known (exit code {reply.get('rc')})"
+        return Heard(None, (_unjudged(node, why, ""),), blocked=True)
+    rates = [
+        max(run.rows, key=lambda row: row.size_bytes).gbit_s
+        for run in runs.runs
+        if run.rows and run.complete and run.kind == "bandwidth"
+    ]
+    if rates and rates[-1] is not None:
+        return Heard(rates[-1])
+    told = judge(runs, Context(node=node)) if runs.errors else []
+    # What only this host can be the cause of. That two hosts did not come together says nothing of which one it is.
+    own = tuple(f for f in told if f.code in _OWN or (f.verdict == "UNJUDGED" and f.code != "FILE003"))
+    return Heard(None, own, blocked=bool(own))
+
+
+def without_devices(reply: Mapping[str, Any], node: str) -> list[Finding]:
+    """What a host without RDMA devices says when the tool is called: why nothing of RDMA is judged there."""
+    if reply.get("absent"):
+        why = "this host shows no RDMA device, and perftest, which would say so, is not installed"
+        return [Finding("NET007", "UNJUDGED", Target(node=node), why, why_unjudged=why)]
+    return list(heard(reply, node).findings)
+
+
+def rates(
+    crew: Crew, hosts: Sequence[Host], devices: Sequence[str], round_: Round, which: Sequence[int]
+) -> Iterator[tuple[int, int, float, tuple[Finding, ...]]]:
+    """(pair, rail, Gb/s of the slower way, findings) of ib_write_bw over all rails of all pairs in `which` at once.
+
+    NaN where it could not run, 0 where the two ends did not come together though both could.
+    """
+    slower: dict[tuple[int, int], float] = {}
+    told: dict[tuple[int, int], tuple[Finding, ...]] = defaultdict(tuple)
+    rails = len(devices)
+    for server, client in ((0, 1), (1, 0)):
+        ends = {k: (int(round_.pairs[k][server]), int(round_.pairs[k][client])) for k in which}
+        wanted = {(e[0], k): e for k, e in ends.items()}
+        ports = crew.ask({key: {"do": "port", "count": rails} for key in wanted}, limit_s=10.0)
+        serve: dict[Key, Order] = {}
+        of: dict[Key, tuple[int, int, int]] = {}
+        for k, (a, _) in ends.items():
+            offered = (ports[a, k].value or {}).get("ports", [])
+            for rail, port in enumerate(offered):
+                if not round_.rails[k, rail]:
+                    continue
+                part = k * rails + rail
+                of[a, part] = (k, rail, port)
+                argv = command(devices[rail], port, None)
+                serve[a, part] = {"do": "run", "argv": argv, "listen": port}
+
+        def connect(
+            key: Key, note: Mapping[str, Any], of: Mapping[Key, Any] = of, ends: Mapping[int, Any] = ends
+        ) -> Mapping[Key, Order]:
+            k, rail, port = of[key]
+            a, b = ends[k]
+            argv = command(devices[rail], port, hosts[a].address)
+            return {(b, key[1]): {"do": "run", "argv": argv}}
+
+        replies = crew.ask(serve, limit_s=_LIMIT_S, note=connect)
+        for (a, part), (k, rail, _) in of.items():
+            b = ends[k][1]
+            said = [
+                heard(reply.value, hosts[n].name)
+                for n in (b, a)
+                if (reply := replies.get((n, part))) is not None and reply.value is not None
+            ]
+            told[k, rail] += tuple(f for h in said for f in h.findings)
+            rate = next((h.gbit_s for h in said if h.gbit_s is not None), None)
+            blocked = not said or any(h.blocked for h in said)
+            value = np.nan if blocked else 0.0 if rate is None else rate
+            before = slower.get((k, rail), np.nan)
+            slower[k, rail] = float(np.fmin(before, value))  # the number, where one of them is NaN
+    for (k, rail), value in slower.items():
+        yield k, rail, value, told[k, rail]
+
+
+def _unjudged(node: str, why: str, action: str) -> Finding:
+    return Finding("NET004", "UNJUDGED", Target(node=node), why, why_unjudged=why, action=action)

@@ -1,0 +1,196 @@
+"""Worlds of ranks on the agents: who is in them, what they are told, and what they have measured together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+from seatrial.check.live.crew import Crew, Key, Order, Reply
+from seatrial.check.live.hosts import Host
+
+# What a rank says when its partner or the way there fails it. Anything else is about the rank's own host.
+_OF_OTHERS = re.compile(
+    r"time[d ]*-?out|connect|closed|reset|refused|peer|broken pipe|no route|unreachable|nothing came through|no result within"
+    r"|called back|another rank|store|socket|remote|unhandled system error|ncclRemoteError|aborted",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks of some hosts together. `ways`: (sender, receiver, way) as probe_pair.py takes them.
+
+    `gpus` are the CUDA devices of each member, one rank each; on CPU one rank a host.
+    """
+
+    members: tuple[int, ...]  # positions of hosts
+    gpus: tuple[tuple[int, ...], ...]
+    flows: tuple[tuple[int, int, int], ...] = ()
+    sizes: tuple[int, ...] = ()
+    hca: str | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return sum(map(len, self.gpus))
+
+    def ranks(self, place: int) -> list[int]:
+        """The ranks of the member at `place`."""
+        first = sum(len(g) for g in self.gpus[:place])
+        return list(range(first, first + len(self.gpus[place])))
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One flow, as its receiver has measured it."""
+
+    sender: int
+    receiver: int
+    gbit_s: float
+    message_bytes: int
+
+
+@dataclass(frozen=True)
+class Sum:
+    """All-reduces of one size. `seconds` is the median of the repeats, of each the slowest rank; `best_s` the quickest."""
+
+    size_bytes: int
+    seconds: float
+    best_s: float
+    repeats: int
+    wrong: int
+
+    def busbw(self, ranks: int, *, best: bool = False) -> float:
+        """GB/s as nccl-tests counts it: algbw x 2 (n - 1) / n."""
+        return self.size_bytes / (self.best_s if best else self.seconds) * 2 * (ranks - 1) / ranks / 1e9
+
+
+@dataclass
+class Outcome:
+    """What came of a world. `silent` members' agents have not replied; `own` failed for a reason of their own."""
+
+    world: World
+    flows: list[Flow] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
+    silent: dict[int, str] = field(default_factory=dict)  # host -> why
+    own: dict[int, str] = field(default_factory=dict)
+    whole: bool = True
+    nccl: list[tuple[int, str]] = field(default_factory=list)  # host, line of NCCL_DEBUG
+    why: str = ""  # it is not whole
+
+    def way(self, number: int) -> list[Flow]:
+        """The flows of one way that were measured."""
+        wanted = {(a, b) for a, b, w in self.world.flows if w == number}
+        return [f for f in self.flows if (f.sender, f.receiver) in wanted]
+
+
+def batches(worlds: Sequence[World], machines: Sequence[str]) -> list[list[int]]:
+    """Which worlds may run at once: no two of a batch have hosts on one machine, whose processors they would share."""
+    found: list[tuple[list[int], set[str]]] = []
+    for number, world in enumerate(worlds):
+        used = {machines[m] for m in world.members}
+        for batch, taken in found:
+            if not taken & used:
+                batch.append(number)
+                taken |= used
+                break
+        else:
+            found.append(([number], used))
+    return [batch for batch, _ in found]
+
+
+class Ranks:
+    """Plays worlds on a crew."""
+
+    def __init__(
+        self, crew: Crew, hosts: Sequence[Host], machines: Sequence[str], device: Literal["cpu", "cuda"]
+    ) -> None:
+        self.crew, self.hosts, self.machines, self.device = crew, hosts, machines, device
+
+    def play(self, worlds: Sequence[World], seconds: Mapping[str, float], limit_s: float) -> list[Outcome]:
+        """All of them, as many at once as may be; what came of each, in their order. `seconds` as probe_pair.py takes them."""
+        outcomes: dict[int, Outcome] = {}
+        for batch in batches(worlds, self.machines):
+            orders: dict[Key, Order] = {
+                (worlds[k].members[0], k): self._order(worlds[k], 0, None, seconds) for k in batch
+            }
+
+            def others(key: Key, note: Mapping[str, Any]) -> Mapping[Key, Order]:
+                world = worlds[key[1]]
+                store = [self.hosts[key[0]].address, note["port"]]
+                return {
+                    (host, key[1]): self._order(world, place, store, seconds)
+                    for place, host in enumerate(world.members)
+                    if place
+                }
+
+            replies = self.crew.ask(orders, limit_s=limit_s, note=others, failed=_failed)
+            for k in batch:
+                mine = {key[0]: reply for key, reply in replies.items() if key[1] == k}
+                outcomes[k] = outcome(worlds[k], mine)
+        return [outcomes[k] for k in range(len(worlds))]
+
+    def _order(
+        self, world: World, place: int, store: list[Any] | None, seconds: Mapping[str, float]
+    ) -> Order:
+        host = self.hosts[world.members[place]]
+        other = world.members[1 if place == 0 and len(world.members) > 1 else 0]
+        spec = {
+            "ranks": world.ranks(place),
+            "gpus": list(world.gpus[place]),
+            "world": world.size,
+            "device": self.device,
+            "backend": "nccl" if self.device == "cuda" else "gloo",
+            "store": store,
+            "listen": host.address,
+            "interface": host.interface,
+            "toward": self.hosts[other].address,
+            "flows": [list(f) for f in world.flows],
+            "seconds": dict(seconds),
+            "sizes": list(world.sizes),
+            "hca": world.hca,
+        }
+        return {"do": "ranks", "spec": spec}
+
+
+def _failed(reply: Reply) -> bool:
+    return reply.value is None or any("failed" in r for r in reply.value["ranks"])
+
+
+def outcome(world: World, replies: Mapping[int, Reply]) -> Outcome:
+    """What the members' replies say together. Who was not asked, since the first failed before, has no reply."""
+    result = Outcome(world)
+    times: dict[int, list[list[float]]] = {}
+    wrong: dict[int, int] = {}
+    rates: dict[tuple[int, int], dict[str, Any]] = {}
+    for host, reply in replies.items():
+        if not reply.alive:
+            result.silent[host] = reply.problem
+        elif reply.value is None:
+            result.own[host] = reply.problem
+        for rank in [] if reply.value is None else reply.value["ranks"]:
+            result.nccl += [(host, line) for line in rank["nccl"]]
+            if "failed" in rank:
+                result.why = result.why or rank["failed"]
+                if not _OF_OTHERS.search(rank["failed"]):
+                    result.own.setdefault(host, rank["failed"])
+            measured = rank.get("measured", {})
+            for flow in measured.get("flows", []):
+                rates[flow["sender"], flow["receiver"]] = flow
+            for one in measured.get("all_reduce", []):
+                times.setdefault(one["bytes"], []).append(one["seconds"])
+                wrong[one["bytes"]] = wrong.get(one["bytes"], 0) + one["wrong"]
+    result.whole = not (result.silent or result.own or result.why) and len(replies) == len(world.members)
+    result.why = result.why or "; ".join([*result.silent.values(), *result.own.values()])
+    for (sender, receiver), flow in sorted(rates.items()):
+        if flow["gbit_s"] is not None:
+            result.flows.append(Flow(sender, receiver, flow["gbit_s"], flow["message_bytes"]))
+    for size, told in sorted(times.items()):
+        # A repeat is over when its slowest rank is; a rank that was cut short has fewer repeats.
+        slowest = [max(repeat) for repeat in zip(*told, strict=False)]
+        if slowest and len(told) == world.size:
+            result.sums.append(Sum(size, median(slowest), min(slowest), len(slowest), wrong[size]))
+    return result

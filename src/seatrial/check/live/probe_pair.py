@@ -1,0 +1,248 @@
+"""One rank of a pair or a group: how fast torch's send and receive and its all-reduce are, through gloo or NCCL.
+
+Runs in a process that probe_forge.py forks. What it is told (`spec`):
+
+| key | meaning |
+|---|---|
+| ranks | the numbers of this host's ranks, by their place (GPU) on it; `world` is how many there are in all |
+| device, backend | "cpu" and "gloo", or "cuda" and "nccl" |
+| store | [address, port] of rank 0's store; null for rank 0 itself, which tells its port in a note |
+| interface | the network device to use; null for the one that leads to `toward`, an address of another host |
+| gpus | the CUDA device of each of this host's ranks |
+| flows | [sender, receiver, way]: those of one `way` run at once, one way after the other |
+| seconds | {"flow": how long a flow lasts, "sum": how long the all-reduces of one size may take, "stall": the longest that nothing may come of it, which is probe_forge.py's} |
+| sizes | message sizes of the all-reduce, bytes |
+| hca | the RDMA device ("mlx5_0:1") that NCCL must use; null for its own choice |
+
+Flows are measured by their receiver, from its first message on: what the sender has given to a buffer has not arrived. The
+best stretch of at least half of the time counts, since whatever else the machine does makes a flow slower, never faster.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from math import inf
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from seatrial.base.lines import Channel
+from seatrial.check.live.reach import interface_towards
+
+_MIB = 1 << 20
+# A message of a flow takes about this long: short enough for a slow link's deadline, long enough to hide its start.
+_MESSAGE_S = 0.01
+_MESSAGES = {"cpu": (64 << 10, 8 * _MIB), "cuda": (16 * _MIB, 256 * _MIB)}  # least, most bytes
+_LEAST_REPEATS, _MOST_REPEATS = 3, 20
+_FAR_TOO_LONG = 4.0  # times what all repeats of one size may take, for a single one
+_LEAVE_S = 2.0  # of its deadline, to say what went wrong instead of being killed
+
+Clock = Callable[[], float]
+
+
+def run(spec: dict[str, Any], rank: int, local: int, limit_s: float, channel: Channel) -> int:
+    """Measure as rank `rank`, on GPU `local` if there is one; the result, or what failed, goes to `channel`."""
+    try:
+        _Probe(spec, rank, local, limit_s).measure(channel)
+    except (RuntimeError, OSError, ValueError) as error:  # what torch and its backends raise
+        channel.send({"failed": _one_line(f"{type(error).__name__}: {error}")})
+    # Without destroy_process_group(): it would wait for partners that may be gone.
+    os._exit(0)
+
+
+def _one_line(text: str, limit: int = 400) -> str:
+    # The first line is the message; C++ stacks follow.
+    return "".join(c if c.isprintable() else "?" for c in text.strip().partition("\n")[0][:limit])
+
+
+class _Probe:
+    def __init__(self, spec: dict[str, Any], rank: int, local: int, limit_s: float) -> None:
+        self.spec, self.rank, self.limit_s = spec, rank, limit_s
+        self.world = int(spec["world"])
+        self.device = (
+            torch.device("cuda", spec["gpus"][local]) if spec["device"] == "cuda" else torch.device("cpu")
+        )
+        self.flow_s, self.sum_s = float(spec["seconds"]["flow"]), float(spec["seconds"]["sum"])
+
+    def measure(self, channel: Channel) -> None:
+        """Tell {"measured": {"setup_s", "flows": [...], "all_reduce": [...]}} of what this rank took part in.
+
+        It is told again whenever there is more: what was measured before a partner died is not lost.
+        """
+        torch.set_num_threads(1)
+        begin = time.monotonic()
+        self._environment()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        timeout = timedelta(seconds=max(1.0, self.limit_s - _LEAVE_S))
+        dist.init_process_group(
+            self.spec["backend"],
+            store=self._store(channel, timeout),
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timeout,
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+        self._agree(0)
+        flows: list[dict[str, Any]] = []
+        sums: list[dict[str, Any]] = []
+        told = {"setup_s": round(time.monotonic() - begin, 3), "flows": flows, "all_reduce": sums}
+        for way in sorted({way for _, _, way in self.spec["flows"]}):
+            flows += self._way(way)
+            channel.send({"measured": told})
+        for size in sorted(self.spec["sizes"]):
+            if self._agree(int(self._too_long(int(size), sums))):
+                break
+            sums.append(self._all_reduce(int(size)))
+            channel.send({"measured": told})
+        channel.send({"measured": told, "whole": True})
+
+    def _environment(self) -> None:
+        name = self.spec.get("interface") or interface_towards(self.spec["toward"])
+        if name is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+        if self.spec["backend"] == "nccl":
+            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as the node stage counts them
+            os.environ["NCCL_DEBUG"] = "INFO"
+            os.environ["NCCL_DEBUG_SUBSYS"] = "INIT,GRAPH,NVLS,NET,ENV"
+            if self.spec.get("hca"):  # one rail, where send and receive stand in for ib_write_bw
+                os.environ["NCCL_IB_HCA"] = f"={self.spec['hca']}"
+
+    def _store(self, channel: Channel, timeout: timedelta) -> Store:
+        if self.spec["store"] is not None:
+            address, port = self.spec["store"]
+            return TCPStore(address, int(port), None, is_master=False, timeout=timeout)
+        store = TCPStore(
+            self.spec["listen"], 0, None, is_master=True, wait_for_workers=False, timeout=timeout
+        )
+        channel.send({"note": {"port": store.port}})
+        return store
+
+    def _agree(self, vote: int) -> int:
+        """The sum of all votes. All ranks pass here together."""
+        votes = torch.tensor([vote], dtype=torch.int64, device=self.device)
+        dist.all_reduce(votes)
+        return int(votes.item())
+
+    # -- flows
+
+    def _way(self, way: int) -> list[dict[str, Any]]:
+        mine = [(a, b) for a, b, w in self.spec["flows"] if w == way and self.rank in (a, b)]
+        self._agree(0)
+        found = []
+        for sender, receiver in mine:
+            size = self._message_bytes(sender, receiver)
+            what = {"sender": sender, "receiver": receiver, "message_bytes": size}
+            if self.rank == receiver:
+                found.append({**what, **self._receive(sender, size)})
+            else:
+                self._send(receiver, size)
+        self._agree(0)
+        return found
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def _sent(self, buffer: torch.Tensor, peer: int) -> None:
+        dist.send(buffer, peer)
+        self._wait()
+
+    def _got(self, buffer: torch.Tensor, peer: int) -> int:
+        dist.recv(buffer, peer)
+        return int(buffer[0].item())
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _message_bytes(self, sender: int, receiver: int) -> int:
+        """A message size that takes about `_MESSAGE_S`: found by there-and-back of growing ones, said by the sender."""
+        least, most = _MESSAGES[self.device.type]
+        size = least
+        while True:
+            buffer = self._buffer(size)
+            if self.rank == receiver:
+                more = self._got(buffer, sender)
+                self._sent(buffer, sender)
+                if self._got(buffer, sender) == 0:
+                    return size
+                size *= 4
+                continue
+            begin = time.perf_counter()
+            self._sent(buffer, receiver)
+            self._got(buffer, receiver)
+            more = int(time.perf_counter() - begin < _MESSAGE_S and size * 4 <= most)
+            self._sent(self._buffer(size).fill_(more), receiver)
+            if not more:
+                return size
+            size *= 4
+
+    def _send(self, peer: int, size: int) -> None:
+        buffer = self._buffer(size)
+        until = time.monotonic() + self.flow_s
+        last = False
+        while not last:
+            last = time.monotonic() >= until
+            if last:
+                buffer[0] = 1
+            self._sent(buffer, peer)
+
+    def _receive(self, peer: int, size: int) -> dict[str, Any]:
+        buffer = self._buffer(size)
+        marks = []
+        last = 0
+        while not last:
+            last = self._got(buffer, peer)
+            marks.append(time.perf_counter())
+        span = marks[-1] - marks[0]
+        if len(marks) < 2 or span <= 0:
+            return {"gbit_s": None, "messages": len(marks)}
+        best = best_stretch(marks, max(span, self.flow_s) / 2) or (len(marks) - 1) / span
+        return {"gbit_s": best * size * 8 / 1e9, "messages": len(marks), "seconds": span}
+
+    # -- all-reduce
+
+    def _too_long(self, size: int, sums: list[dict[str, Any]]) -> bool:
+        """Whether messages of `size` would take far longer than there is time for, going by the size before."""
+        if not sums or not sums[-1]["seconds"]:
+            return False
+        return float(min(sums[-1]["seconds"])) * size / int(sums[-1]["bytes"]) > _FAR_TOO_LONG * self.sum_s
+
+    def _all_reduce(self, size: int) -> dict[str, Any]:
+        """Times of all-reduces of `size` bytes of fp32, in seconds, as this rank saw them, and whether the sums were right."""
+        values = torch.empty(max(1, size // 4), dtype=torch.float32, device=self.device)
+        times: list[float] = []
+        spent, wrong = 0.0, 0
+        while True:
+            values.fill_(1.0)
+            # The first is the warm-up. Over a link that is far too slow one that counts must do.
+            late = spent > self.sum_s * (1 if len(times) > _LEAST_REPEATS else 3 if len(times) > 1 else inf)
+            # The vote is also the barrier that all begin from.
+            if self._agree(int(late or len(times) > _MOST_REPEATS)):
+                break
+            begin = time.perf_counter()
+            dist.all_reduce(values)
+            self._wait()
+            times.append(time.perf_counter() - begin)
+            spent += times[-1]
+            wrong += int((values != float(self.world)).sum().item())
+        return {"bytes": values.numel() * 4, "seconds": [round(t, 7) for t in times[1:]], "wrong": wrong}
+
+
+def best_stretch(marks: list[float], least_s: float) -> float | None:
+    """The most messages a second over any stretch of at least `least_s`; None if there is none so long."""
+    best: float | None = None
+    first = 0
+    for last in range(1, len(marks)):
+        while first + 1 < last and marks[last] - marks[first + 1] >= least_s:
+            first += 1
+        span = marks[last] - marks[first]
+        if span >= least_s:
+            best = max(best or 0.0, (last - first) / span)
+    return best

@@ -1,0 +1,84 @@
+"""Who of the hosts is there: replies to the conductor, and is reached by the others over the network between them.
+
+Called before every round, so that nobody measures with a host that is gone: a rank would only wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from seatrial.check.live.crew import Crew, Key, Order, Reply
+from seatrial.check.live.hosts import Host
+from seatrial.check.live.reach import cut_off, partners
+
+_REACH_S = 3.0  # for a TCP connection to come about; the kernel tries again after 1 s
+_TWICE = 2  # who was absent so often in a row is not called any more: it has been told as gone
+_FEWEST = 3  # of two nobody can say which one is cut off
+
+Facts = dict[str, Any]
+
+
+class RollCall:
+    """`silent`: hosts whose agents did not reply, and why; `cut_off`: how often a host had no connection with the others."""
+
+    def __init__(self, crew: Crew, hosts: Sequence[Host], hello: Mapping[int, Mapping[str, Any]]) -> None:
+        self.crew, self.hosts, self.hello = crew, hosts, hello
+        self.silent: dict[int, str] = {}
+        self.cut_off: Counter[int] = Counter()
+        self._absent: Counter[int] = Counter()  # times in a row
+
+    def call(self, *, network: bool = True) -> set[int]:
+        """Those who are absent, of all hosts that ever were there. Without `network` only whether agents reply."""
+        which = [n for n in self.hello if self._absent[n] < _TWICE]
+        tries = partners(which) if network and len(which) >= _FEWEST else {n: [] for n in which}
+        orders: dict[Key, Order] = {
+            (n, 0): {
+                "do": "reach",
+                "targets": [[self.hosts[m].address, self.hello[m]["port"]] for m in others],
+            }
+            for n, others in tries.items()
+        }
+        replies = self.crew.ask(orders, limit_s=_REACH_S)
+        reached = []
+        for n in which:
+            reply = replies[n, 0]
+            if not reply.alive:
+                self.silent[n] = reply.problem
+            elif (said := printed(reply)[0]) is not None:
+                reached += [(n, m) for m, yes in zip(tries[n], said["reached"], strict=True) if yes]
+        present = [n for n in which if replies[n, 0].alive]
+        lost = cut_off(present, reached) if any(tries.values()) else set()
+        self.cut_off.update(lost)
+        absent = lost | {n for n in which if n not in present} | self.gone
+        for n in which:
+            self._absent[n] = self._absent[n] + 1 if n in absent else 0
+        return absent
+
+    @property
+    def gone(self) -> set[int]:
+        """Who has been absent too often to be called again."""
+        return {n for n, times in self._absent.items() if times >= _TWICE}
+
+    def missed(self, silent: Mapping[int, str]) -> None:
+        """Hosts whose agents did not reply to something else."""
+        self.silent |= silent
+
+    def names(self, which: Iterable[int]) -> list[str]:
+        """What they are called."""
+        return [self.hosts[n].name for n in which]
+
+
+def printed(reply: Reply) -> tuple[Facts | None, str]:
+    """The JSON that a process of the agent has printed, and why there is none."""
+    if reply.value is None:
+        return None, reply.problem
+    if reply.value["rc"] != 0:
+        return None, f"ended with {reply.value['rc']}: {reply.value['err'].strip()[-300:]}"
+    try:
+        found = json.loads(reply.value["out"])
+    except ValueError:
+        found = None
+    return (found, "") if isinstance(found, dict) else (None, "said nothing that can be read")

@@ -1,0 +1,1 @@
+"""What one node measures of itself, and the verdicts on it."""

@@ -1,0 +1,155 @@
+"""The clock of a node: whether it is kept, and how far it is off from the conductor's."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.node.run_tool import Order, run_tools
+
+_TIMEOUT_S = 2.0
+_ENOUGH = 3  # clocks that make a median worth something
+# linux/timex.h
+_STA_UNSYNC, _STA_NANO = 0x0040, 0x2000
+_TIME_ERROR = 5
+
+# From here on the logs of two nodes cannot be put in order by their times.
+SUSPECT_S = 1.0
+# MUNGE_DEFAULT_TTL of munge (src/libcommon/munge_defs.h): Slurm's credentials are refused from there on.
+BROKEN_S = 300.0
+_SOURCE = "suspect from 1 s: chosen here; from 300 s munge refuses Slurm's credentials (MUNGE_DEFAULT_TTL)"
+
+
+class _Timex(ctypes.Structure):
+    """struct timex of glibc on 64-bit Linux, sys/timex.h."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("constant", ctypes.c_long),
+        ("precision", ctypes.c_long),
+        ("tolerance", ctypes.c_long),
+        ("time", ctypes.c_long * 2),
+        ("tick", ctypes.c_long),
+        ("ppsfreq", ctypes.c_long),
+        ("jitter", ctypes.c_long),
+        ("shift", ctypes.c_int),
+        ("stabil", ctypes.c_long),
+        ("counts", ctypes.c_long * 4),
+        ("tai", ctypes.c_int),
+        ("rest", ctypes.c_int * 11),
+    )
+
+
+def read_clock() -> dict[str, Any]:
+    """Whether something keeps this clock, by the kernel and by who keeps it. Seconds; None is not known."""
+    chrony, systemd = run_tools(
+        [
+            Order("chronyc -c tracking", ("chronyc", "-c", "tracking"), _TIMEOUT_S),
+            Order("timedatectl", ("timedatectl", "show", "-p", "NTPSynchronized", "--value"), _TIMEOUT_S),
+        ]
+    )
+    return {
+        "kernel": _kernel(),
+        "chrony": parse_chrony(chrony.out) if chrony.ok else None,
+        "timedatectl": {"yes": True, "no": False}.get(systemd.out.strip()) if systemd.ok else None,
+        "no_answer": [r.facts() for r in (chrony, systemd) if r.ended not in ("ok", "absent")],
+    }
+
+
+def _kernel() -> dict[str, Any] | None:
+    """By adjtimex(2), which needs no right as long as it sets nothing."""
+    found = _Timex(modes=0)
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(found))
+    if state < 0:
+        return None  # seccomp of some containers
+    return {
+        "synchronised": state != _TIME_ERROR and not found.status & _STA_UNSYNC,
+        "offset_s": found.offset / (1e9 if found.status & _STA_NANO else 1e6),
+        "max_error_s": found.maxerror / 1e6,
+    }
+
+
+def parse_chrony(text: str) -> dict[str, Any] | None:
+    """What `chronyc -c tracking` prints: 14 values and commas; None if it is something else."""
+    parts = text.strip().split(",")
+    if len(parts) != 14 or not re.fullmatch(r"-?[0-9.]+", parts[4]):
+        return None
+    return {"source": parts[1], "stratum": int(parts[2]), "offset_s": float(parts[4]), "leap": parts[13]}
+
+
+def judge_clock(facts: Mapping[str, Any], node: str) -> Finding:
+    """Whether the clock is kept. A clock that nobody keeps is suspect; of one in a container nobody may know."""
+    kernel, chrony, systemd = facts["kernel"], facts["chrony"], facts["timedatectl"]
+    target = Target(node=node)
+    said = []
+    if chrony is not None:
+        said.append(("chrony", chrony["leap"] != "Not synchronised"))
+    if kernel is not None:
+        said.append(("the kernel", kernel["synchronised"]))
+    if systemd is not None:
+        said.append(("timedatectl", systemd))
+    if not said:
+        why = "neither adjtimex, chrony nor timedatectl answers"
+        return Finding("NOD010", "UNJUDGED", target, f"clock: {why}", why_unjudged=why)
+    who, kept = next(((w, k) for w, k in said if k), said[0])
+    text = f"clock kept, by {who}" if kept else f"clock not kept, by {', '.join(w for w, _ in said)}"
+    offset = chrony["offset_s"] if chrony is not None else kernel["offset_s"] if kernel is not None else None
+    verdict: Verdict = "PASS" if kept else "WARN"
+    return Finding("NOD010", verdict, target, text, offset, "s off" if offset is not None else "")
+
+
+@dataclass(frozen=True)
+class Offset:
+    """How far a clock is ahead of ours, in seconds, and how far that can be wrong: half of the shortest round trip."""
+
+    offset_s: float
+    error_s: float
+
+
+def offset_of(trips: Sequence[tuple[float, float, float]]) -> Offset | None:
+    """From round trips (sent, the node's time.time() in its pong, received), of which the shortest counts; None without any.
+
+    Cristian's algorithm: the answer was written between sending and receiving, so half of the trip bounds the error
+    (Cristian 1989, Probabilistic clock synchronization).
+    """
+    good = [(received - sent, sent, there) for sent, there, received in trips if received >= sent]
+    if not good:
+        return None
+    trip, sent, there = min(good)
+    return Offset(there - (sent + trip / 2), trip / 2)
+
+
+def judge_offsets(offsets: Mapping[str, Offset | None]) -> list[Finding]:
+    """One finding a node, against the median of three or more, else against the clock of who asks.
+
+    None is a node that has not answered in time: UNJUDGED.
+    """
+    known = [o.offset_s for o in offsets.values() if o is not None]
+    middle, whose = (median(known), "the others") if len(known) >= _ENOUGH else (0.0, "the one that asks")
+    found = []
+    for node, offset in offsets.items():
+        target = Target(node=node)
+        if offset is None:
+            why = "no round trip to its agent, so its clock is not known"
+            found.append(Finding("NOD011", "UNJUDGED", target, why, why_unjudged=why))
+            continue
+        off = offset.offset_s - middle
+        least = max(0.0, abs(off) - offset.error_s)  # what it is off for certain
+        verdict: Verdict = "FAIL" if least >= BROKEN_S else "WARN" if least >= SUSPECT_S else "PASS"
+        text = (
+            f"clock {abs(off):.3g} s {'ahead of' if off > 0 else 'behind'} {whose}, ± {offset.error_s:.2g} s"
+        )
+        expected = Expected(f"within {SUSPECT_S:g} s", "s", _SOURCE)
+        # Not "s": a clock is not slower than its siblings' for being ahead of them.
+        found.append(Finding("NOD011", verdict, target, text, round(off, 6), "s off", expected))
+    return found

@@ -1,0 +1,95 @@
+"""The kernel's log of this node since its start: from /dev/kmsg, else the journal, else dmesg."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from seatrial.check.node.run_tool import Order, run_tool
+from seatrial.check.outputs.kernel_text import tells
+
+KMSG = Path("/dev/kmsg")
+_RECORD_BYTES = 8192  # the most that the kernel gives at once; a smaller buffer is refused
+_RECORDS = 200_000  # more than any ring buffer holds: a device that never ends ends here
+_LARGEST_BYTES = 16 << 20
+_TIMEOUT_S = 5.0
+# Bytes of log that are handed on whole. Of a longer one only the lines that tell something, and the newest.
+_WHOLE_BYTES = 50_000
+_NEWEST = 100
+
+
+def read_kernel_log(kmsg: Path = KMSG) -> dict[str, Any]:
+    """`text` is the log, None where nobody shows it, with `problem`. `lost` says that its beginning has been overwritten.
+
+    `lines` is how many lines the whole log has; `cut` says that `text` holds only those that matter and the newest.
+    """
+    lines, problem, lost = _records(kmsg)
+    source = str(kmsg)
+    if lines is None or lost:
+        # The journal keeps what the ring buffer has dropped. Short: one line a message, with its time.
+        argv = ("journalctl", "-k", "-b", "--no-pager", "-q", "-o", "short-iso")
+        journal = run_tool(Order("journalctl -k", argv, _TIMEOUT_S))
+        found = journal.out.splitlines() if journal.ok else []
+        if len(found) > len(lines or ()):
+            lines, source, lost, problem = found, "journalctl -k", False, None
+        elif lines is None:
+            told = run_tool(Order("dmesg", ("dmesg",), _TIMEOUT_S))
+            if told.ok and told.out.strip():
+                lines, source, problem = told.out.splitlines(), "dmesg", None
+            else:
+                problem = "; ".join(p for p in (problem, told.why or "dmesg prints nothing") if p)
+    if lines is None:
+        return {"source": None, "text": None, "problem": problem, "lost": False, "lines": 0, "cut": False}
+    if not lines:
+        why = f"{source} is empty: a container shows none of the host's log, or it was cleared"
+        return {"source": source, "text": None, "problem": why, "lost": False, "lines": 0, "cut": False}
+    kept, cut = lines, sum(map(len, lines)) > _WHOLE_BYTES
+    if cut:
+        kept = [x for x in lines[:-_NEWEST] if tells(x)] + lines[-_NEWEST:]
+    text = "\n".join(kept) + "\n"
+    return {
+        "source": source,
+        "text": text,
+        "problem": None,
+        "lost": lost,
+        "lines": len(lines),
+        "cut": cut,
+    }
+
+
+def _records(path: Path) -> tuple[list[str] | None, str | None, bool]:
+    """Lines, why there are none, and whether older ones are gone. Never waits for a message that is still to come."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        return None, f"{path}: {error.strerror}", False
+    lines: list[str] = []
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):  # a stand-in: many lines a read
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                lines = file.read(_LARGEST_BYTES).decode(errors="replace").splitlines()
+            return lines, None, _begins_late(lines)
+        for _ in range(_RECORDS):
+            try:
+                record = os.read(fd, _RECORD_BYTES)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:
+                continue  # overwritten while it was read; the next read is of what is left
+            except OSError as error:
+                return None, f"{path}: {error.strerror}", False
+            if not record:
+                break
+            # "priority,number,microseconds,flags;text", then lines of details.
+            lines.append(record.decode(errors="replace").partition("\n")[0])
+    finally:
+        os.close(fd)
+    return lines, None, _begins_late(lines)
+
+
+def _begins_late(lines: list[str]) -> bool:
+    """Whether the first record is not the first that there was."""
+    number = lines[0].split(",", 2)[1:2] if lines else []
+    return bool(number) and number[0].isdecimal() and int(number[0]) > 0

@@ -1,0 +1,129 @@
+"""What a process on this node may use: limits of its user, of its container, and of shared memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+from seatrial.check.node.node_files import fields_of, number_of, text_of
+
+_CAP_IPC_LOCK = 14  # linux/capability.h: its holder may lock memory without limit
+_LIMITS = {
+    "memlock": resource.RLIMIT_MEMLOCK,
+    "nofile": resource.RLIMIT_NOFILE,
+    "nproc": resource.RLIMIT_NPROC,
+}
+# cgroup v1 writes "no limit" as the largest multiple of a page.
+_V1_NO_LIMIT = 1 << 62
+
+
+def read_limits(root: Path = Path("/"), *, shm: Path = Path("/dev/shm")) -> dict[str, Any]:
+    """The limits as they are for this process. Bytes, counts and CPUs; None for no limit or not known.
+
+    `limits` has [soft, hard]. A cgroup's limit counts at every level above it, so the lowest is told.
+    """
+    capabilities = int(fields_of(root / "proc/self/status").get("CapEff") or "0", 16)
+    groups = _cgroups(root)
+    return {
+        "limits": {name: [_finite(v) for v in resource.getrlimit(which)] for name, which in _LIMITS.items()},
+        "may_lock_all": bool(capabilities >> _CAP_IPC_LOCK & 1),
+        "uid": os.getuid(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "cgroup": "v2" if (root / "sys/fs/cgroup/cgroup.controllers").exists() else "v1" if groups else None,
+        "cpu_quota": _lowest(_quota(g) for g in groups),
+        "memory_limit_bytes": _lowest(_memory(g) for g in groups),
+        "memory_used_bytes": _used(groups),
+        "memory_available_bytes": _kib(fields_of(root / "proc/meminfo").get("MemAvailable")),
+        "swap_used_bytes": _swap(root),
+        "pids_limit": _lowest(number_of(g / "pids.max") for g in groups),
+        "overcommit": number_of(root / "proc/sys/vm/overcommit_memory"),
+        "shm": _space(shm),
+        "container": _container(root),
+    }
+
+
+def _finite(value: int) -> int | None:
+    return None if value == resource.RLIM_INFINITY else value
+
+
+def _cgroups(root: Path) -> list[Path]:
+    """Folders of this process's control groups and all above them, that are visible here."""
+    found: dict[Path, None] = {}
+    for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
+        _, names, path = [*line.split(":", 2), "", ""][:3]
+        mount = root / "sys/fs/cgroup"
+        bases = [mount / names] if names else [mount / "unified", mount]
+        base = next((b for b in bases if b.is_dir()), None)
+        if base is None:
+            continue
+        # In a container the path is the host's, and what it leads to is at the mount's top.
+        inside = base / path.lstrip("/")
+        inside = inside if inside.is_dir() else base
+        while True:
+            found[inside] = None
+            if inside == base:
+                break
+            inside = inside.parent
+    return list(found)
+
+
+def _quota(group: Path) -> float | None:
+    """CPUs' worth of time, by cpu.max (v2) or cpu.cfs_quota_us (v1)."""
+    first, _, second = (text_of(group / "cpu.max") or "").partition(" ")
+    if first.isdecimal() and second.isdecimal() and int(second):
+        return int(first) / int(second)
+    quota, period = number_of(group / "cpu.cfs_quota_us"), number_of(group / "cpu.cfs_period_us")
+    return quota / period if quota and period else None
+
+
+def _memory(group: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        value = number_of(group / name)
+        if value is not None and value < _V1_NO_LIMIT:
+            return value
+    return None
+
+
+def _used(groups: list[Path]) -> int | None:
+    limited = next((g for g in groups if _memory(g) is not None), None)
+    if limited is None:
+        return None
+    used = number_of(limited / "memory.current")
+    return used if used is not None else number_of(limited / "memory.usage_in_bytes")
+
+
+def _lowest(values: Any) -> Any:
+    return min((v for v in values if v is not None), default=None)
+
+
+def _kib(text: str | None) -> int | None:
+    number = (text or "").removesuffix("kB").strip()
+    return int(number) * 1024 if number.isdecimal() else None
+
+
+def _swap(root: Path) -> int | None:
+    fields = fields_of(root / "proc/meminfo")
+    total, free = _kib(fields.get("SwapTotal")), _kib(fields.get("SwapFree"))
+    return None if total is None or free is None else total - free
+
+
+def _space(folder: Path) -> dict[str, int] | None:
+    """Size and free space in bytes; None if it is not there."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return {"size": found.f_blocks * found.f_frsize, "free": found.f_bavail * found.f_frsize}
+
+
+def _container(root: Path) -> str | None:
+    """What of container this process seems to be in; None where nothing says so."""
+    if (root / ".dockerenv").exists():
+        return "Docker"
+    if (root / "run/.containerenv").exists():
+        return "Podman"
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return "Kubernetes"
+    return next((n for n in ("APPTAINER_NAME", "SINGULARITY_NAME") if n in os.environ), None)

@@ -1,0 +1,85 @@
+"""The network of this node: its RDMA ports with their counters, and the network device that TCP goes through."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from seatrial.check.node.node_files import number_of, text_of
+from seatrial.check.node.probe_ports import ROOT
+from seatrial.check.node.run_tool import Order, Result, run_tool
+from seatrial.check.outputs import sysfs
+from seatrial.check.outputs.ports import fabric_ports
+from seatrial.check.tool import ParseError
+from seatrial.hardware.counters import Port
+
+_PORTS_S = 10.0
+_TOOL_S = 5.0
+_NET = Path("/sys/class/net")
+_COUNTERS = ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
+
+
+def read_ports(root: str = ROOT) -> Result | None:
+    """The tree of RDMA devices as text for the reader "sysfs"; None where there is none."""
+    if not os.path.isdir(root):
+        return None
+    argv = (sys.executable, "-m", "seatrial.check.node.probe_ports", root)
+    found = run_tool(Order("sysfs", argv, _PORTS_S))
+    return None if found.ok and not found.out else found
+
+
+def mlxlink_orders(text: str) -> list[Order]:
+    """`mlxlink` for each device whose fabric ports are down: why a link is down only its firmware knows."""
+    down = [p for p in fabric_of(text).values() if p.state != "ACTIVE"]
+    return [
+        Order(f"mlxlink {p.device}", ("mlxlink", "-d", p.device, "-p", str(p.number)), _TOOL_S) for p in down
+    ]
+
+
+def fabric_of(text: str) -> dict[str, Port]:
+    """ "mlx5_0/1" -> port, of the training fabric's ports in a tree's text; empty for a text that is none."""
+    try:
+        facts = sysfs.parse(text, "sysfs")
+    except ParseError:
+        return {}
+    return {each.name: each.port for each in fabric_ports(facts.ports)}
+
+
+def read_interface(
+    name: str | None, *, net: Path = _NET, route: Path = Path("/proc/net/route")
+) -> dict[str, Any]:
+    """The network device that ranks talk through: `name`, else that of the default route. Mb/s as the driver says."""
+    chosen = name or default_interface(route)
+    if chosen is None:
+        return {"name": None, "problem": "no default route and no interface named"}
+    folder = net / chosen
+    if not folder.is_dir():
+        return {"name": chosen, "problem": f"no network device {chosen}"}
+    speed = text_of(folder / "speed") or ""  # -1 where the device has none, as virtual ones
+    return {
+        "name": chosen,
+        "problem": None,
+        "state": text_of(folder / "operstate"),
+        "mbit_s": int(speed) if speed.isdecimal() and int(speed) > 0 else None,
+        "mtu": number_of(folder / "mtu"),
+        "carrier_changes": number_of(folder / "carrier_changes"),
+        "counters": {c: v for c in _COUNTERS if (v := number_of(folder / "statistics" / c)) is not None},
+    }
+
+
+def default_interface(route: Path = Path("/proc/net/route")) -> str | None:
+    """The device of the default route with the lowest metric; None without one."""
+    found = []
+    for line in (text_of(route) or "").splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 7 and fields[1] == fields[7] == "00000000":
+            found.append((int(fields[6]), fields[0]))
+    return min(found)[1] if found else None
+
+
+def is_up(interface: Mapping[str, Any]) -> bool:
+    """Whether a device carries traffic; virtual ones say "unknown"."""
+    return interface.get("problem") is None and interface.get("state") in ("up", "unknown")

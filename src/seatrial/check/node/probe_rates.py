@@ -1,0 +1,45 @@
+"""How fast this node computes and copies: `python -m seatrial.check.node.probe_rates --device cpu|cuda --seconds S`.
+
+One JSON object a line on stdout, each as soon as it is known: {"doing": ...} before each part, so that whoever ends this
+process knows what it hung in, and {"cpu": ...} or {"gpu": ...}, {"pair": ...} after it. The last line is {"done": true}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def tell(message: dict[str, Any]) -> None:
+    """One line on stdout, at once."""
+    print(json.dumps(message), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry; the exit code."""
+    parser = argparse.ArgumentParser(prog="seatrial.check.node.probe_rates", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of the CPU's rates; 0: as many as this process may use CPUs"
+    )
+    arguments = parser.parse_args(argv)
+    # Loading torch is most of the time that the CPU's rates take.
+    tell({"doing": "loading torch"})
+    if arguments.device == "cpu":
+        from seatrial.check.node.probe_cpu import measure_cpu
+
+        measure_cpu(arguments.seconds, arguments.threads, tell)
+    else:
+        from seatrial.check.node.probe_cuda import measure_cuda
+
+        measure_cuda(arguments.seconds, tell)
+    tell({"done": True})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Readers and judges of what tools print, one tool a module."""

@@ -1,0 +1,134 @@
+"""The table that `dcgmi diag` prints without -j, of DCGM 2 to 4. What it means is judged as the JSON is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from seatrial.check.outputs.dcgm_diag import CONFIG_TEXT, Diagnostic, Result, judge
+from seatrial.check.tool import ParseError, Tool, lines_of
+
+_HEAD = re.compile(r"^\|\s*Diagnostic\s*\|\s*Result\s*\|\s*$", re.MULTILINE)
+_ROW = re.compile(r"^\|(?P<name>[^|]*)\|(?P<value>.*)\|\s*$")
+_SECTION = re.compile(r"^[|+]-{3,}\s+(?P<name>\w[\w ]*?)\s+-{3,}\+-+[|+]\s*$")
+_RULE = re.compile(r"^\+[-=]+\+[-=]+\+\s*$")
+_STATUS = "Pass|Fail|Warn|Skip|Not Run"
+# "Pass - All", "Fail - GPU: 3", "Skip - GPUs: 0, 1"; DCGM 4 has one line an entity, "GPU3: Fail".
+_OLD = re.compile(
+    rf"^(?P<status>{_STATUS})(?: - (?P<who>All|[A-Z]\w*:? ?(?P<ids>[0-9]{{1,3}}(?:, ?[0-9]{{1,3}})*)))?$"
+)
+_NEW = re.compile(rf"^(?P<kind>[A-Z]\w*?) ?(?P<id>[0-9]{{1,3}}): (?P<status>{_STATUS})$")
+_TOLD = re.compile(r"^(?P<what>Warning|Error|Info)(?:: ?(?P<who>.*))?$")
+_VERSIONS = ("metadata",)
+_SETTINGS = (
+    "persistence mode",
+    "environment variables",
+    "environmental variables",
+)  # by name, where no reason is given
+
+
+def matches(text: str) -> bool:
+    """Whether the head of the table is there."""
+    return _HEAD.search(text) is not None
+
+
+def parse(text: str, file: str) -> Diagnostic:
+    """Raises ParseError where no test has a result, or where the table does not end."""
+    reader, head, closed = _Reader(), _HEAD.search(text), False
+    begin = 0 if head is None else text.count("\n", 0, head.start()) + 1
+    for number, line in enumerate(lines_of(text), 1):
+        if number <= begin or not line.strip():
+            continue
+        if section := _SECTION.match(line):
+            reader.section, closed = section["name"].lower(), False
+        elif _RULE.match(line):
+            closed = bool(reader.results)
+        elif row := _ROW.match(line):
+            reader.row(row["name"].strip(), row["value"].strip())
+            closed = False
+        elif not closed:
+            raise ParseError("a line that is none of the table", file=file, line=number, source_line=line)
+    if not reader.results:
+        raise ParseError("no test in the table of dcgmi diag", file=file)
+    if not closed:
+        raise ParseError("the table does not end: it is cut off", file=file)
+    return Diagnostic(file, tuple(reader.finished()), None, reader.version)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.section = ""
+        self.version: str | None = None
+        self.results: list[Result] = []
+        self._test = ""
+        self._about: list[int] | None = None  # results that a further line of a warning belongs to
+
+    def row(self, name: str, value: str) -> None:
+        """One line of the table."""
+        if self.section in _VERSIONS:
+            self.version = value if name == "DCGM Version" else self.version
+        elif told := _TOLD.match(name):
+            self._tell(told["what"], told["who"] or "", value)
+        elif name:
+            if name == "DCGM Version":
+                self.version = value
+            elif not name.endswith(("Detected", "Test Version")):
+                self._test, self._about = name, None
+                self._add(value)
+        elif self._about is not None:
+            self._more(value)
+        elif value:
+            self._add(value)
+
+    def _add(self, value: str) -> None:
+        if new := _NEW.match(value):
+            gpu = int(new["id"]) if new["kind"] == "GPU" else None
+            self.results.append(Result(self._test, gpu, _plain(new["status"]), (), False))
+            return
+        old = _OLD.match(value)
+        status = _plain(old["status"] if old is not None else value)
+        ids = [] if old is None or old["ids"] is None else re.findall(r"[0-9]+", old["ids"])
+        gpus: list[int | None] = [int(i) for i in ids]
+        for gpu in gpus or [None]:
+            self.results.append(Result(self._test, gpu, status, (), False))
+
+    def _tell(self, what: str, who: str, value: str) -> None:
+        own = [n for n, r in enumerate(self.results) if r.test == self._test]
+        gpus = {int(n) for n in re.findall(r"GPU ?([0-9]{1,3})", who)}
+        meant = [n for n in own if self.results[n].gpu in gpus] if gpus else []
+        self._about = (
+            (meant or [n for n in own if self.results[n].status != "pass"]) if what != "Info" else []
+        )
+        for n in self._about:
+            self.results[n] = replace(self.results[n], warnings=(*self.results[n].warnings, value))
+
+    def _more(self, value: str) -> None:
+        for n in self._about or ():
+            *before, last = self.results[n].warnings
+            self.results[n] = replace(self.results[n], warnings=(*before, f"{last} {value}"[:300]))
+
+    def finished(self) -> list[Result]:
+        """The results; of a test that DCGM 4 gives as a whole and for each GPU, the whole only where it says more."""
+        kept = []
+        for result in self.results:
+            parts = [r for r in self.results if r.test == result.test and r.gpu is not None]
+            if result.gpu is None and parts and any(r.status == result.status for r in parts):
+                continue
+            texts = tuple(" ".join(t.split()) for t in result.warnings)
+            setting = not texts and result.test.lower() in _SETTINGS
+            config = setting or (bool(texts) and all(CONFIG_TEXT.search(t) for t in texts))
+            texts = texts or (("a setting, no reason given",) if setting else ())
+            kept.append(replace(result, warnings=texts, config=config))
+        return kept
+
+
+def _plain(status: str) -> str:
+    return re.sub(r"\s", "", status.lower())
+
+
+def inventory(run: Diagnostic) -> dict[str, str | int | float]:
+    """The version of DCGM."""
+    return {} if run.version is None else {"DCGM": run.version}
+
+
+TOOLS: tuple[Tool[Diagnostic], ...] = (Tool("dcgmi diag", matches, parse, judge, inventory),)

@@ -1,0 +1,87 @@
+"""Output of ibnetdiscover as one of the outputs that are judged: leaves with fewer uplinks, links narrower than others."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from seatrial.base.errors import InputError
+from seatrial.check.blame.topology import AGGREGATION, Topology, judge_topology, parse_ibnetdiscover
+from seatrial.check.findings import Finding
+from seatrial.check.outputs.network import damaged
+from seatrial.check.tool import Context, ParseError, Tool
+
+_NODE = re.compile(r'^(?:Switch|Ca|Rt)\s+(?P<ports>\d+)\s+"(?P<id>[^"]+)"')
+_LINK = re.compile(r'^\[(?P<port>\d+)\](?:\([^)]*\))?(?:\[ext \d+\])?\s+"(?P<id>[^"]+)"\[(?P<peer>\d+)\]')
+_KNOWN = re.compile(
+    r"^(?:#.*|(?:vendid|devid|sysimgguid|switchguid|caguid|rtguid|chassisguid)=0x[0-9a-f]+.*|Chassis \d+.*)?$",
+    re.I,
+)
+
+
+@dataclass(frozen=True)
+class FabricFacts:
+    """The topology. `damage`: what is torn, and in which line."""
+
+    file: str
+    topology: Topology
+    damage: tuple[tuple[str, int | None], ...]
+
+
+def matches(text: str) -> bool:
+    """A line `Switch 64 "S-..."` or `Ca 1 "H-..."`."""
+    return re.search(r'^(?:Switch|Ca)\s+\d+\s+"[SH]-[0-9a-f]+"', text, re.MULTILINE) is not None
+
+
+def parse(text: str, file: str) -> FabricFacts:
+    """Raises ParseError where no switch with a link is in it, or a line of one cannot be read."""
+    try:
+        topology = parse_ibnetdiscover(text, file)
+    except InputError as error:
+        first = error.diagnostics[0]
+        raise ParseError(first.message, file=file, line=first.line, source_line=first.source_line) from None
+    return FabricFacts(file, topology, tuple(_damage(text)))
+
+
+def _damage(text: str) -> list[tuple[str, int | None]]:
+    """Lines that the tool does not write, more links than ports, and links that only one of their ends shows.
+
+    The tool prints each link at both ends, so an end without the other is where the output was cut off.
+    """
+    damage: list[tuple[str, int | None]] = []
+    ends: dict[tuple[str, str, str, str], int] = {}
+    ports: dict[str, int] = {}
+    inside = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.rstrip()
+        if node := _NODE.match(line):
+            inside = node["id"]
+            if inside in ports:
+                damage.append((f"{inside} twice", number))
+            ports[inside] = int(node["ports"])
+        elif link := _LINK.match(line):
+            end = (inside, link["port"], link["id"], link["peer"])
+            if end in ends:
+                damage.append((f"port {link['port']} of {inside} twice", number))
+            # What a switch's own port for SHARP leads to is not printed by all versions.
+            if not AGGREGATION.search(line):
+                ends[end] = number
+        elif _KNOWN.match(line.strip()) is None:
+            damage.append(("a line that ibnetdiscover does not write", number))
+    for (near, port, far, peer), number in ends.items():
+        if (far, peer, near, port) not in ends:
+            damage.append((f"port {port} of {near} leads to {far}, which does not show it", number))
+            break  # one says that it is cut off
+    for name, used in Counter(near for near, *_ in ends).items():
+        if used > ports.get(name, used):
+            damage.append((f"{name} has {ports[name]} ports and {used} links", None))
+    return damage
+
+
+def judge(facts: FabricFacts, context: Context) -> list[Finding]:
+    """Verdicts on leaves and links, and UNJUDGED for what is torn. They are of the fabric, so no node has them."""
+    return damaged(facts.damage, facts.file, "ibnetdiscover") + judge_topology(facts.topology)
+
+
+TOOLS: tuple[Tool[FabricFacts], ...] = (Tool("ibnetdiscover", matches, parse, judge),)

@@ -1,0 +1,187 @@
+"""Output of ibstat (infiniband-diags)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from seatrial.check.findings import Finding, Target
+from seatrial.check.outputs.network import damaged
+from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
+from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.hardware import counters
+
+_CA = re.compile(r"^\s*CA '(?P<name>[^']*)'\s*$")
+_PORT = re.compile(r"^\s*Port (?P<number>\d+):\s*$")
+_FIELD = re.compile(r"^\s+(?P<name>[A-Z][\w ]*?):(?P<value>.*)$")
+_PART = re.compile(
+    r"^[A-Za-z' ]{0,20}:|^\W*\w{0,2}\s*'"
+)  # of a field or of a CA's line, whose beginning is cut off
+_CA_FIELDS = (
+    "CA type",
+    "Number of ports",
+    "Firmware version",
+    "Hardware version",
+    "Node GUID",
+    "System image GUID",
+)
+_PORT_FIELDS = (
+    "State",
+    "Physical state",
+    "Rate",
+    "Base lid",
+    "LMC",
+    "SM lid",
+    "Capability mask",
+    "Port GUID",
+    "Link layer",
+)
+_STATES = ("Down", "Initializing", "Init", "Armed", "Active", "ActiveDefer")
+_PHYSICAL = (
+    "No state change",
+    "Sleep",
+    "Polling",
+    "Disabled",
+    "PortConfigurationTraining",
+    "LinkUp",
+    "LinkErrorRecovery",
+    "PhyTest",
+    "Phy Test",
+    "<unknown>",
+)
+_LAYERS = ("InfiniBand", "Ethernet", "IB", "Unspecified", "Unknown")
+
+
+def matches(text: str) -> bool:
+    """A line `CA 'mlx5_0'` with fields of ibstat after it."""
+    return bool(re.search(r"^\s*CA '[^'\n]*'\s*$", text, re.MULTILINE)) and bool(
+        re.search(r"^\s*(?:CA type|Number of ports|State|Physical state|Port \d+)\s*:", text, re.MULTILINE)
+    )
+
+
+@dataclass
+class _Block:
+    """A CA or a port, as its lines say it."""
+
+    name: str
+    line: int
+    fields: dict[str, str] = field(default_factory=dict)
+    ports: list[_Block] = field(default_factory=list)
+
+
+def parse(text: str, file: str) -> PortsFacts:
+    """All ports. Raises ParseError where not one CA is in it. What is torn is in `damage`."""
+    damage: list[tuple[str, int | None]] = []
+    cas: list[_Block] = []
+    block: _Block | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        if ca := _CA.match(line):
+            block = _Block(ca["name"], number)
+            cas.append(block)
+        elif not cas:
+            # A prompt or a banner is none of its lines; a field is, and then its CA is gone.
+            if _FIELD.match(line) or _PORT.match(line) or _PART.match(line):
+                damage.append(("lines before the first CA", number))
+        elif port := _PORT.match(line):
+            block = _Block(port["number"], number)
+            cas[-1].ports.append(block)
+        elif (pair := _FIELD.match(line)) and block is not None:
+            known = _PORT_FIELDS if block is not cas[-1] else _CA_FIELDS
+            if pair["name"] not in known or pair["name"] in block.fields:
+                damage.append((f"`{pair['name'][:40]}` where it does not belong", number))
+            else:
+                block.fields[pair["name"]] = pair["value"].strip()
+        else:
+            damage.append(("a line that ibstat does not write", number))
+    if not cas:
+        raise ParseError("no CA in it", file=file)
+    names = [ca.name for ca in cas]
+    if len(set(names)) < len(names):
+        damage.append(("a CA twice: outputs of several nodes in one file?", cas[0].line))
+    ports = []
+    for each in cas:
+        damage += _torn_ca(each)
+        for port_block in each.ports:
+            damage += _torn_port(each, port_block)
+            ports.append(_port(each, port_block))
+    return PortsFacts("ibstat", file, tuple(ports), tuple(damage))
+
+
+def _torn_ca(ca: _Block) -> list[tuple[str, int | None]]:
+    torn: list[tuple[str, int | None]] = [
+        (f"CA {ca.name}: no `{name}`", ca.line) for name in _CA_FIELDS if name not in ca.fields
+    ]
+    if not re.fullmatch(r"[\w.:-]+", ca.name):
+        torn.append(("a CA with a strange name", ca.line))
+    if "CA type" in ca.fields and not re.fullmatch(r"MT\d+.*|[\w. ()/-]*", ca.fields["CA type"]):
+        torn.append((f"CA {ca.name}: a strange type", ca.line))
+    if ca.fields.get("Number of ports", str(len(ca.ports))) != str(len(ca.ports)):
+        torn.append(
+            (f"CA {ca.name}: {ca.fields['Number of ports']} ports announced, {len(ca.ports)} shown", ca.line)
+        )
+    for name in ("Node GUID", "System image GUID"):
+        if name in ca.fields and not re.fullmatch(r"0x[0-9a-f]{1,16}", ca.fields[name]):
+            torn.append((f"CA {ca.name}: `{name}` is no number", ca.line))
+    return torn
+
+
+def _torn_port(ca: _Block, port: _Block) -> list[tuple[str, int | None]]:
+    where = f"{ca.name}/{port.name}"
+    torn: list[tuple[str, int | None]] = [
+        (f"{where}: no `{name}`", port.line) for name in _PORT_FIELDS if name not in port.fields
+    ]
+    for name, known in (("State", _STATES), ("Physical state", _PHYSICAL), ("Link layer", _LAYERS)):
+        if name in port.fields and port.fields[name] not in known:
+            torn.append((f"{where}: unknown `{name}`: {port.fields[name][:40]!r}", port.line))
+    for name in ("Capability mask", "Port GUID"):
+        if name in port.fields and not re.fullmatch(r"0x[0-9a-f]{1,16}", port.fields[name]):
+            torn.append((f"{where}: `{name}` is no number", port.line))
+    for name in ("Base lid", "SM lid", "LMC"):
+        if name in port.fields and not re.fullmatch(r"\d{1,6}", port.fields[name]):
+            torn.append((f"{where}: `{name}` is no number", port.line))
+    rate = _rate(port)
+    if "Rate" in port.fields and (rate is None or not known_rate(rate)):
+        torn.append((f"{where}: no port has the rate {port.fields['Rate'][:20]!r}", port.line))
+    return torn
+
+
+def _rate(port: _Block) -> float | None:
+    text = port.fields.get("Rate", "").split(" ")[0]
+    return float(text) if re.fullmatch(r"\d{1,5}(?:\.\d{1,3})?", text) else None
+
+
+def _port(ca: _Block, port: _Block) -> PortFacts:
+    state = port.fields.get("State")
+    layer = port.fields.get("Link layer")
+    return PortFacts(
+        counters.Port(
+            ca.name,
+            int(port.name),
+            ca.fields.get("CA type") or None,
+            None if state is None else state.upper(),
+            "InfiniBand" if layer == "IB" else layer,
+            _rate(port),
+        ),
+        port.fields.get("Physical state"),
+        ca.fields.get("System image GUID"),
+        ca.fields.get("Firmware version"),
+        port.line,
+    )
+
+
+def judge(facts: PortsFacts, context: Context) -> list[Finding]:
+    """The ports' verdicts, and UNJUDGED for what is torn. A CA without ports is UNJUDGED, never a pass."""
+    found = damaged(facts.damage, facts.file, facts.tool) + judge_ports(facts, context)
+    if not found:
+        why = "the output shows no port"
+        found.append(
+            Finding(
+                "NET001", "UNJUDGED", Target(node=context.node), why, why_unjudged=why, evidence=(facts.file,)
+            )
+        )
+    return found
+
+
+TOOLS = (Tool("ibstat", matches, parse, judge, inventory),)

@@ -1,0 +1,146 @@
+"""Output of ibstatus (infiniband-diags): a shell script that prints what sysfs says of each port."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from seatrial.check.findings import Finding, Target
+from seatrial.check.outputs.network import at, damaged
+from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
+from seatrial.check.outputs.sysfs import PHYSICAL, RATE, STATE, STATES
+from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.hardware import counters
+
+_TITLE = re.compile(r"^\s*Infiniband device '(?P<device>[^']*)' port (?P<port>\d{1,3}) status:\s*$")
+_FIELD = re.compile(r"^\s+(?P<name>[a-z][a-z_ ]*?):\s*(?P<value>.*?)\s*$")
+_FATAL = re.compile(
+    r"^Fatal error: +(?P<what>No devices|device '[^']*': sys files not found .*)$", re.MULTILINE
+)
+_PROMPT = re.compile(r"^.{0,80}[#$>] ?(?:sudo )?(?:\S*/)?ibstatus\b")
+_FIELDS = ("default gid", "base lid", "sm lid", "state", "phys state", "rate", "link_layer")
+# The script's word where a file of sysfs cannot be read, and what it says of the link layer where a kernel has no such file.
+_UNREAD, _OLD_KERNEL = "unknown", "IB"
+_LAYERS = ("InfiniBand", "Ethernet", "Unspecified", _OLD_KERNEL)
+
+
+@dataclass(frozen=True)
+class StatusFacts(PortsFacts):
+    """The ports, or the script's own error (`fatal`, in line `fatal_line`) where it found no device."""
+
+    fatal: str = ""
+    fatal_line: int | None = None
+
+
+@dataclass
+class _Block:
+    device: str
+    port: int
+    line: int
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+def matches(text: str) -> bool:
+    """A title "Infiniband device 'mlx5_0' port 1 status:", or the script's own error."""
+    return (
+        re.search(r"^\s*Infiniband device '[^'\n]*' port \d+ status:", text, re.MULTILINE) is not None
+        or _FATAL.search(text) is not None
+    )
+
+
+def parse(text: str, file: str) -> StatusFacts:
+    """All ports. Raises ParseError where there is neither a port nor the script's error. What is torn is in `damage`."""
+    blocks: list[_Block] = []
+    damage: list[tuple[str, int | None]] = []
+    fatal, fatal_line = "", None
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        if title := _TITLE.match(line):
+            blocks.append(_Block(title["device"], int(title["port"]), number))
+        elif error := _FATAL.match(line):
+            fatal, fatal_line = error["what"], number
+        elif not blocks and _PROMPT.match(line):
+            continue
+        elif not blocks:
+            damage.append(("lines before the first port", number))
+        elif (
+            (pair := _FIELD.match(line)) and pair["name"] in _FIELDS and pair["name"] not in blocks[-1].fields
+        ):
+            blocks[-1].fields[pair["name"]] = pair["value"]
+        else:
+            damage.append(("a line that ibstatus does not write", number))
+    if not blocks and not fatal:
+        raise ParseError("no port in it", file=file)
+    if fatal and blocks:
+        damage.append((f"it ended with an error: {fatal}", fatal_line))
+    names = [(b.device, b.port) for b in blocks]
+    if len(set(names)) < len(names):
+        damage.append(("a port twice: outputs of several nodes in one file?", blocks[0].line))
+    for block in blocks:
+        damage += _torn(block)
+    ports = tuple(_port(b) for b in blocks)
+    return StatusFacts("ibstatus", file, ports, tuple(damage), fatal, fatal_line)
+
+
+def _torn(block: _Block) -> list[tuple[str, int | None]]:
+    where = f"{block.device}/{block.port}"
+    said = block.fields
+    torn: list[tuple[str, int | None]] = [
+        (f"{where}: no `{name}`", block.line) for name in _FIELDS if not said.get(name)
+    ]
+    torn += [
+        (f"{where}: `{name}` could not be read", block.line)
+        for name in ("state", "phys state", "rate")
+        if said.get(name) == _UNREAD
+    ]
+    state, physical, rate = (said.get(n, "") for n in ("state", "phys state", "rate"))
+    if state not in ("", _UNREAD) and ((m := STATE.fullmatch(state)) is None or m["state"] not in STATES):
+        torn.append((f"{where}: unknown state {state[:40]!r}", block.line))
+    if physical not in ("", _UNREAD) and PHYSICAL.fullmatch(physical) is None:
+        torn.append((f"{where}: unknown physical state {physical[:40]!r}", block.line))
+    if rate not in ("", _UNREAD) and _rate(rate) is None:
+        torn.append((f"{where}: no port has the rate {rate[:40]!r}", block.line))
+    if said.get("link_layer", _OLD_KERNEL) not in _LAYERS:
+        torn.append((f"{where}: unknown link layer {said['link_layer'][:40]!r}", block.line))
+    if not re.fullmatch(r"[\w.-]+", block.device):
+        torn.append(("a device with a strange name", block.line))
+    for name in ("base lid", "sm lid"):
+        if said.get(name, _UNREAD) != _UNREAD and not re.fullmatch(r"0x[0-9a-f]{1,8}", said[name]):
+            torn.append((f"{where}: `{name}` is no number", block.line))
+    return torn
+
+
+def _rate(text: str) -> float | None:
+    found = RATE.fullmatch(text)
+    rate = float(found["rate"] or found["plain"]) if found else None
+    return rate if rate is not None and known_rate(rate) else None
+
+
+def _port(block: _Block) -> PortFacts:
+    state = STATE.fullmatch(block.fields.get("state", ""))
+    physical = PHYSICAL.fullmatch(block.fields.get("phys state", ""))
+    layer = block.fields.get("link_layer")
+    port = counters.Port(
+        block.device,
+        block.port,
+        None,  # the script does not say what the adapter is
+        state["state"] if state else None,
+        "InfiniBand" if layer == _OLD_KERNEL else layer,
+        _rate(block.fields.get("rate", "")),
+    )
+    return PortFacts(port, physical["state"] if physical else None, None, None, block.line)
+
+
+def judge(facts: StatusFacts, context: Context) -> list[Finding]:
+    """The ports' verdicts, UNJUDGED for what is torn, and for a host without a device."""
+    found = damaged(facts.damage, facts.file, facts.tool) + judge_ports(facts, context)
+    if facts.fatal and not facts.ports:
+        why = f"ibstatus: {facts.fatal}"
+        place = (at(facts.file, facts.fatal_line),)
+        target = Target(node=context.node)
+        found.append(Finding("NET007", "UNJUDGED", target, why, why_unjudged=why, evidence=place))
+    return found
+
+
+TOOLS: tuple[Tool[StatusFacts], ...] = (Tool("ibstatus", matches, parse, judge, inventory),)

@@ -1,0 +1,285 @@
+"""Output of ibv_devinfo (libibverbs), with -v or without; the format: rdma-core, libibverbs/examples/devinfo.c.
+
+Only with -v it says at which rate a port runs and what its physical state is.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from seatrial.check.findings import Expected, Finding, Target
+from seatrial.check.outputs.network import NetworkContext, at, damaged, gbit
+from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
+from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.hardware import counters
+
+_DEVICE = re.compile(r"^hca_id:\s*(?P<name>\S.*?)\s*$")
+_PORT = re.compile(r"^\s+port:\s*(?P<number>\d{1,3})\s*$")
+_FIELD = re.compile(r"^\s+(?P<name>[a-z][\w ]{0,60}?):\s*(?P<value>.*?)\s*$")
+# What stands below the capabilities of -v: flags in capitals or words, and sentences without a value.
+_FLAG = re.compile(r"^\s+[A-Za-z][\w \t.,()/-]{0,80}(?:[:=]\s*[\w.]*)?\s*$")
+_GID = re.compile(
+    r"^\s+GID\[\s*\d+\]:\s*(?:(?:[0-9a-f]{4}:){7}[0-9a-f]{4}|[0-9a-f:.]+(?=,))(?:, (?:RoCE v[12](?:\.\d)?|IB/RoCE v1))?\s*$"
+)
+_SECTION = re.compile(r"^\s+Device ports:\s*$")  # NVIDIA's own builds
+_PROMPT = re.compile(r"^.{0,80}[#$>] ?(?:sudo )?(?:\S*/)?ibv_devinfo\b")
+_CODED = re.compile(r"(?P<word>.*?)\s*\((?P<code>\d{1,5})\)")
+_LIST = re.compile(r"^(?P<count>\d{1,3}) HCAs? found:\s*$", re.MULTILINE)
+_LISTED = re.compile(r"\s+[\w.-]+\s*")
+# "No IB devices found" is perftest's as well, which says the same of it.
+_ERROR = re.compile(
+    r"^(?:Failed to get IB devices list: .*|IB device '[^']*' wasn't found|Failed to open device"
+    r"|Failed to query device props)\s*$",
+    re.MULTILINE,
+)
+_DEVICE_FIELDS = (
+    "transport",
+    "node_guid",
+    "sys_image_guid",
+    "vendor_id",
+    "vendor_part_id",
+    "hw_ver",
+    "phys_port_cnt",
+)
+_PORT_FIELDS = ("state", "max_mtu", "active_mtu", "sm_lid", "port_lid", "port_lmc", "link_layer")
+_VERBOSE_FIELDS = ("active_width", "active_speed")
+_PLAIN = (*_DEVICE_FIELDS, "fw_ver", "board_id")
+_STATES = {"PORT_DOWN": 1, "PORT_INIT": 2, "PORT_ARMED": 3, "PORT_ACTIVE": 4}
+# The names as ibstat and sysfs write them. devinfo.c itself writes "TRAINNING".
+_PHYSICAL = {
+    1: ("SLEEP", "Sleep"),
+    2: ("POLLING", "Polling"),
+    3: ("DISABLED", "Disabled"),
+    4: ("PORT_CONFIGURATION TRAINNING", "PortConfigurationTraining"),
+    5: ("LINK_UP", "LinkUp"),
+    6: ("LINK_ERROR_RECOVERY", "LinkErrorRecovery"),
+    7: ("PHY TEST", "PhyTest"),
+}
+_LAYERS = ("InfiniBand", "Ethernet", "Unspecified", "Unknown", "IB")
+_LANES = {1: "1X", 2: "4X", 4: "8X", 8: "12X", 16: "2X"}
+# Gb/s a lane by the code of ibv_query_port(3): SDR, DDR, QDR, FDR10, FDR, EDR, HDR, NDR, XDR. Older builds write
+# "invalid speed" for a code that they do not know.
+_LANE_GBIT_S = {1: 2.5, 2: 5.0, 4: 10.0, 8: 10.0, 16: 14.0, 32: 25.0, 64: 50.0, 128: 100.0, 256: 200.0}
+_NDR = 128
+_MELLANOX = ("0x02c9", "0x15b3")
+_XDR_ADAPTERS = ("MT4131",)
+
+
+@dataclass
+class _Block:
+    """A device or a port, as its lines say it."""
+
+    name: str
+    line: int
+    fields: dict[str, str] = field(default_factory=dict)
+    ports: list[_Block] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class DevinfoFacts(PortsFacts):
+    """The ports, or the tool's own error (`error`, in line `error_line`). `listed`: devices that -l named."""
+
+    error: str = ""
+    error_line: int | None = None
+    listed: int | None = None
+
+
+def matches(text: str) -> bool:
+    """A line "hca_id: mlx5_0", the list of -l, or the tool's own error."""
+    return (
+        re.search(r"^hca_id:\s", text, re.MULTILINE) is not None
+        or _LIST.search(text) is not None
+        or _ERROR.search(text) is not None
+    )
+
+
+def parse(text: str, file: str) -> DevinfoFacts:
+    """All ports. Raises ParseError where nothing of the tool is in it. What is torn is in `damage`."""
+    damage: list[tuple[str, int | None]] = []
+    devices: list[_Block] = []
+    verbose = re.search(r"^\s+(?:max_mr_size|active_width):", text, re.MULTILINE) is not None
+    error, error_line, listed = "", None, None
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        if device := _DEVICE.match(line):
+            devices.append(_Block(device["name"], number))
+        elif message := _ERROR.match(line):
+            error, error_line = message[0].strip(), number
+        elif found := _LIST.match(line):
+            listed = int(found["count"])
+        elif not devices and (_PROMPT.match(line) or (listed is not None and _LISTED.fullmatch(line))):
+            continue
+        elif not devices:
+            damage.append(("lines before the first device", number))
+        elif not _take(devices[-1], line, number, verbose):
+            damage.append(("a line that ibv_devinfo does not write", number))
+    if not devices and not error and listed is None:
+        raise ParseError("no device in it", file=file)
+    if error and devices:
+        damage.append((f"a device is missing: {error}", error_line))
+    names = [d.name for d in devices]
+    if len(set(names)) < len(names):
+        damage.append(("a device twice: outputs of several nodes in one file?", devices[0].line))
+    ports = []
+    for each in devices:
+        damage += _torn_device(each)
+        for port in each.ports:
+            damage += _torn_port(each, port, verbose)
+            ports.append(_port(each, port))
+    return DevinfoFacts("ibv_devinfo", file, tuple(ports), tuple(damage), error, error_line, listed)
+
+
+def _take(device: _Block, line: str, number: int, verbose: bool) -> bool:
+    """Put one line where it belongs; False if the tool does not write it."""
+    if port := _PORT.match(line):
+        device.ports.append(_Block(port["number"], number))
+        return True
+    if _SECTION.match(line):
+        return not device.ports
+    block = device.ports[-1] if device.ports else device
+    known = _PORT_FIELDS if device.ports else _PLAIN
+    if (pair := _FIELD.match(line)) and (verbose or pair["name"] in known):
+        fresh = pair["name"] not in block.fields
+        block.fields.setdefault(pair["name"], pair["value"])
+        # Capabilities repeat names ("max_sge", "supported_qp"); what is judged stands there once.
+        return fresh or pair["name"] not in (*known, *_VERBOSE_FIELDS, "phys_state")
+    if verbose and _GID.match(line):
+        block.fields.setdefault("GID", line.strip())
+        return True
+    return verbose and not device.ports and _FLAG.match(line) is not None
+
+
+def _torn_device(device: _Block) -> list[tuple[str, int | None]]:
+    said = device.fields
+    torn: list[tuple[str, int | None]] = [
+        (f"{device.name}: no `{name}`", device.line) for name in _DEVICE_FIELDS if not said.get(name)
+    ]
+    if not re.fullmatch(r"[\w.-]+", device.name):
+        torn.append(("a device with a strange name", device.line))
+    forms = {
+        "node_guid": r"(?:[0-9a-f]{4}:){3}[0-9a-f]{4}",
+        "sys_image_guid": r"(?:[0-9a-f]{4}:){3}[0-9a-f]{4}",
+        "vendor_id": r"0x[0-9a-f]{4,8}",
+        "vendor_part_id": r"\d{1,6}",
+        "hw_ver": r"0x[0-9A-F]{1,8}",
+        "phys_port_cnt": r"\d{1,3}",
+        "transport": r"[\w ]+ \(-?\d{1,3}\)",
+    }
+    torn += [
+        (f"{device.name}: `{name}` is {said[name][:40]!r}", device.line)
+        for name, form in forms.items()
+        if said.get(name) and not re.fullmatch(form, said[name])
+    ]
+    count = said.get("phys_port_cnt", "")
+    # Also where -i asked for one port of several: what the others are is then not known.
+    if count.isdecimal() and len(device.ports) != int(count):
+        text = f"{device.name}: {int(count)} ports announced, {len(device.ports)} shown"
+        torn.append((text, device.line))
+    return torn
+
+
+def _torn_port(device: _Block, port: _Block, verbose: bool) -> list[tuple[str, int | None]]:
+    where, said = f"{device.name}/{port.name}", port.fields
+    needed = (*_PORT_FIELDS, *_VERBOSE_FIELDS) if verbose else _PORT_FIELDS
+    if verbose and device.fields.get("transport", "").startswith("InfiniBand"):
+        needed = (*needed, "phys_state")
+    if verbose and said.get("link_layer") == "InfiniBand":
+        needed = (
+            *needed,
+            "GID",
+        )  # the last thing that is told of a port, and each port of InfiniBand has one
+    torn: list[tuple[str, int | None]] = [
+        (f"{where}: no `{name}`", port.line) for name in needed if not said.get(name)
+    ]
+    for name in ("max_mtu", "active_mtu", "active_width", "active_speed", "state", "phys_state"):
+        if said.get(name) and _CODED.fullmatch(said[name]) is None:
+            torn.append((f"{where}: `{name}` is {said[name][:40]!r}", port.line))
+    state = _coded(said, "state")
+    if state is not None and _STATES.get(state[0]) != state[1]:
+        torn.append((f"{where}: unknown state {said['state'][:40]!r}", port.line))
+    physical = _coded(said, "phys_state")
+    if physical is not None and _PHYSICAL.get(physical[1], ("", ""))[0] != physical[0]:
+        torn.append((f"{where}: unknown physical state {said['phys_state'][:40]!r}", port.line))
+    width, speed = _coded(said, "active_width"), _coded(said, "active_speed")
+    if width is not None and _LANES.get(width[1]) != width[0]:
+        torn.append((f"{where}: unknown width {said['active_width'][:40]!r}", port.line))
+    if speed is not None:
+        lane = _LANE_GBIT_S.get(speed[1])
+        if lane is None or speed[0] not in (f"{lane:.1f} Gbps", "invalid speed"):
+            torn.append((f"{where}: unknown speed {said['active_speed'][:40]!r}", port.line))
+    if said.get("link_layer", "IB") not in _LAYERS:
+        torn.append((f"{where}: unknown link layer {said['link_layer'][:40]!r}", port.line))
+    for name, form in (("sm_lid", r"\d{1,6}"), ("port_lid", r"\d{1,6}"), ("port_lmc", r"0x[0-9a-f]{2}")):
+        if said.get(name) and not re.fullmatch(form, said[name]):
+            torn.append((f"{where}: `{name}` is no number", port.line))
+    return torn
+
+
+def _coded(fields: dict[str, str], name: str) -> tuple[str, int] | None:
+    found = _CODED.fullmatch(fields.get(name, ""))
+    return (found["word"], int(found["code"])) if found else None
+
+
+def _adapter(device: _Block) -> str | None:
+    """ "MT4129", as sysfs calls it; another vendor's by its numbers."""
+    vendor, part = device.fields.get("vendor_id", ""), device.fields.get("vendor_part_id", "")
+    if not vendor or not part.isdecimal() or int(part) == 0:
+        return None
+    return f"MT{part}" if vendor in _MELLANOX else f"{vendor}:{part}"
+
+
+def _rate(adapter: str | None, port: _Block) -> float | None:
+    width, speed = _coded(port.fields, "active_width"), _coded(port.fields, "active_speed")
+    if width is None or speed is None or width[1] not in _LANES or speed[1] not in _LANE_GBIT_S:
+        return None
+    # ibv_query_port(3): a library that has no code for XDR says NDR instead.
+    if speed[1] == _NDR and adapter in _XDR_ADAPTERS:
+        return None
+    rate = int(_LANES[width[1]].rstrip("X")) * _LANE_GBIT_S[speed[1]]
+    return rate if known_rate(rate) else None
+
+
+def _port(device: _Block, port: _Block) -> PortFacts:
+    state, physical = _coded(port.fields, "state"), _coded(port.fields, "phys_state")
+    layer, adapter = port.fields.get("link_layer"), _adapter(device)
+    return PortFacts(
+        counters.Port(
+            device.name,
+            int(port.name),
+            adapter,
+            state[0].removeprefix("PORT_") if state else None,
+            "InfiniBand" if layer == "IB" else layer,
+            _rate(adapter, port),
+        ),
+        None if physical is None else _PHYSICAL.get(physical[1], ("", "unknown"))[1],
+        device.fields.get("sys_image_guid"),
+        device.fields.get("fw_ver"),
+        port.line,
+    )
+
+
+def judge(facts: DevinfoFacts, context: Context) -> list[Finding]:
+    """The ports' verdicts, UNJUDGED for what is torn, for a host without a device, and for a rate that is asked and not told."""
+    found = damaged(facts.damage, facts.file, facts.tool) + judge_ports(facts, context)
+    target = Target(node=context.node)
+    place = (at(facts.file, facts.error_line),)
+    if not facts.ports and (facts.error or not facts.listed):
+        why = f"ibv_devinfo: {facts.error or 'no device'}"
+        found.append(Finding("NET007", "UNJUDGED", target, why, why_unjudged=why, evidence=place))
+    elif not facts.ports:
+        why = f"{facts.listed} devices are listed; without -l the tool says what state they are in"
+        found.append(Finding("NET001", "UNJUDGED", target, why, why_unjudged=why, evidence=place))
+    asked = context.port_gbit_s if isinstance(context, NetworkContext) else None
+    if asked is not None and facts.ports and all(p.port.gbit_s is None for p in facts.ports):
+        why = "ibv_devinfo says the rate only with -v"
+        expected = Expected(asked, "Gb/s", "--port-gbit-s", "one direction")
+        text = f"whether the ports run at {gbit(asked)} Gb/s is not in the output"
+        found.append(
+            Finding("NET002", "UNJUDGED", target, text, expected=expected, why_unjudged=why, evidence=place)
+        )
+    return found
+
+
+TOOLS: tuple[Tool[DevinfoFacts], ...] = (Tool("ibv_devinfo", matches, parse, judge, inventory),)

@@ -1,0 +1,270 @@
+"""Output of mlxlink (NVIDIA Firmware Tools), text and --json: one port's physical layer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.outputs.network import at, damaged
+from seatrial.check.tool import Context, ParseError, Tool
+
+_PAIR = re.compile(r"^(?P<name>\S[^:]*?)\s*:\s?(?P<value>.*?)\s*$")
+_RULE = re.compile(r"-{3,}\s*")
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_SECTIONS = ("Operational Info", "Supported Info", "Troubleshooting Info")
+_COUNTERS = "Physical Counters and BER Info"
+_NO_ISSUE = re.compile(r"No issue was observed\.?")
+_NEEDED = ("State", "Physical state", "Speed", "Width")
+_UP = ("LinkUp", "ETH_AN_FSM_ENABLE", "Phy Test Up", "ETH_FORCE_FSM")
+# Of the slowest first. IB: InfiniBand Architecture Specification; Ethernet as mlxlink writes it.
+_IB = ("SDR", "DDR", "QDR", "FDR10", "FDR", "EDR", "HDR", "NDR", "XDR")
+_SPEED = re.compile(
+    r"^(?:IB-(?P<ib>[A-Z0-9]+)|(?:BaseTx\d*|Base\w*)?(?P<eth>\d+(?:\.\d+)?)(?P<unit>[GM])\w*)$"
+)
+_LISTED = re.compile(r"\((?P<speeds>[^)]*)\)")
+# The specification's bit error rate; what error correction leaves must be below it. 15E-255 is mlxlink's zero.
+_BIT_ERRORS = 1e-12
+
+
+@dataclass(frozen=True)
+class LinkFacts:
+    """The fields of all sections, by name, with their lines."""
+
+    file: str
+    fields: Mapping[str, tuple[str, int | None]]
+    damage: tuple[tuple[str, int | None], ...] = field(default=())
+
+    def text(self, name: str) -> str | None:
+        """A field's value; None if it is absent."""
+        found = self.fields.get(name)
+        return None if found is None else found[0]
+
+    def place(self, name: str) -> str:
+        return at(self.file, self.fields[name][1] if name in self.fields else None)
+
+
+def matches(text: str) -> bool:
+    """Its section titles, or its JSON with them."""
+    return "Operational Info" in text and (
+        "Troubleshooting Info" in text or "Supported Info" in text or "Physical state" in text
+    )
+
+
+def parse(text: str, file: str) -> LinkFacts:
+    """All fields. Raises ParseError where none is in it. What is torn is in `damage`."""
+    text = _ANSI.sub("", text)
+    fields: dict[str, tuple[str, int | None]] = {}
+    damage: list[tuple[str, int | None]] = []
+    if text.lstrip().startswith("{"):
+        sections = _from_json(text, file, fields)
+    else:
+        sections = _from_text(text, fields, damage)
+    if not fields:
+        raise ParseError("no field of mlxlink in it", file=file)
+    damage += [(f"the section `{name}` is missing", None) for name in _SECTIONS if name not in sections]
+    damage += [(f"no `{name}`", None) for name in _NEEDED if not fields.get(name, ("", 0))[0]]
+    for name in ("Status Opcode", "Recommendation"):
+        if "Troubleshooting Info" in sections and name not in fields:
+            damage.append((f"no `{name}`", None))
+    advice = fields.get("Recommendation")
+    told = advice is not None and (advice[0] or advice[1] is not None)  # in JSON it may be empty
+    if (
+        advice is not None
+        and told
+        and fields.get("Status Opcode", ("", 0))[0] == "0"
+        and not _NO_ISSUE.fullmatch(advice[0])
+    ):
+        damage.append((f"no issue by its opcode, and the recommendation {advice[0][:60]!r}", advice[1]))
+    if "Tool Information" in sections and "MFT Version" not in fields and "mstflint Version" not in fields:
+        damage.append(("`Tool Information` is not whole: cut off", None))
+    if _COUNTERS in sections and "Effective Physical BER" not in fields:
+        damage.append((f"`{_COUNTERS}` without the effective bit error rate", None))
+    return LinkFacts(file, fields, tuple(damage))
+
+
+def _from_text(
+    text: str, fields: dict[str, tuple[str, int | None]], damage: list[tuple[str, int | None]]
+) -> set[str]:
+    sections: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    section = ""
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or _RULE.fullmatch(line):
+            continue
+        if number < len(lines) and _RULE.fullmatch(lines[number]):
+            section = line.strip()
+            if section in sections:
+                damage.append(("a section twice: outputs of several ports in one file?", number))
+            sections.add(section)
+        elif pair := _PAIR.match(line):
+            if (section, pair["name"]) in seen:
+                damage.append((f"`{pair['name'][:40]}` twice", number))
+            seen.add((section, pair["name"]))
+            fields.setdefault(pair["name"], (pair["value"], number))
+        elif section in _SECTIONS and not line.startswith(" "):
+            damage.append(("a line that mlxlink does not write", number))
+    return sections
+
+
+def _from_json(text: str, file: str, fields: dict[str, tuple[str, int | None]]) -> set[str]:
+    try:
+        document: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ParseError(f"not whole JSON: {error}", file=file) from None
+    result = document.get("result") if isinstance(document, dict) else None
+    output = result.get("output") if isinstance(result, dict) else None
+    if not isinstance(output, dict):
+        raise ParseError("no result.output in mlxlink's JSON", file=file)
+    for section in output.values():
+        for name, value in section.items() if isinstance(section, dict) else ():
+            if isinstance(value, dict):  # {"mask": ..., "values": ["NDR", "HDR"]}
+                listed = value.get("values")
+                value = f"({','.join(map(str, listed))})" if isinstance(listed, list) else str(value)
+            fields.setdefault(str(name), (str(value), None))
+    return {str(name) for name in output}
+
+
+def judge(facts: LinkFacts, context: Context) -> list[Finding]:
+    """State, speed against what port and cable can do, and quality. PASS only where the link is up, at full speed and clean."""
+    target = Target(node=context.node, port=facts.text("Device") or facts.text("device"))
+    found = damaged(facts.damage, facts.file, "mlxlink")
+    found += _state(facts, target)
+    found += _speed(facts, target)
+    found += _quality(facts, target)
+    if not found:
+        text = f"{facts.text('Speed')} {facts.text('Width')}, link up, no issue told"
+        found.append(Finding("NET008", "PASS", target, text, evidence=(facts.file,)))
+    return found
+
+
+def _state(facts: LinkFacts, target: Target) -> list[Finding]:
+    state, physical = facts.text("State"), facts.text("Physical state")
+    if not state or not physical or (state == "Active" and physical in _UP):
+        return []
+    expected = Expected("Active, LinkUp", source="InfiniBand Architecture Specification, port states")
+    text = f"{state}, physical state {physical}"
+    if state == "Active" or state not in (
+        "Disable",
+        "Disabled",
+        "Polling",
+        "Down",
+        "Close port",
+        "Port PLL Down",
+    ):
+        why = f"this state is not known: {text[:80]}"
+        return [
+            Finding(
+                "NET001",
+                "UNJUDGED",
+                target,
+                text,
+                state,
+                "",
+                expected,
+                why_unjudged=why,
+                evidence=(facts.place("State"),),
+            )
+        ]
+    if advice := facts.text("Recommendation"):
+        text += f"; {advice}"
+    return [Finding("NET001", "FAIL", target, text, state, "", expected, evidence=(facts.place("State"),))]
+
+
+def _rank(speed: str) -> float | None:
+    """Something that grows with the speed; None for what is no speed. InfiniBand and Ethernet do not mix on one port."""
+    if (name := speed.removeprefix("IB-")) in _IB:
+        return float(_IB.index(name))
+    found = _SPEED.match(speed)
+    if found is None or found["eth"] is None:
+        return None
+    return float(found["eth"]) * (1.0 if found["unit"] == "G" else 1e-3)
+
+
+def _best(text: str | None) -> str | None:
+    """The fastest of a list as "0x000000f1 (NDR,HDR,EDR)"."""
+    listed = _LISTED.search(text or "")
+    speeds = [] if listed is None else [s.strip() for s in listed["speeds"].split(",")]
+    ranked = [(rank, s) for s in speeds if (rank := _rank(s)) is not None]
+    return max(ranked)[1] if ranked else None
+
+
+def _speed(facts: LinkFacts, target: Target) -> list[Finding]:
+    if facts.text("State") != "Active":
+        return []
+    speed, width = facts.text("Speed") or "", facts.text("Width") or ""
+    unknown = [
+        x
+        for x, known in ((speed, _rank(speed) is not None), (width, re.fullmatch(r"[0-9]{1,2}x", width)))
+        if not known
+    ]
+    evidence = (facts.place("Speed"),)
+    if unknown:
+        why = f"this speed or width is not known: {', '.join(unknown)[:60]!r}"
+        return [Finding("NET002", "UNJUDGED", target, why, why_unjudged=why, evidence=evidence)]
+    found = []
+    enabled = _best(facts.text("Enabled Link Speed") or facts.text("Enabled Link Speed (Ext.)"))
+    cable = _best(facts.text("Supported Cable Speed") or facts.text("Supported Cable Speed (Ext.)"))
+    if enabled is None:
+        why = "which speeds are enabled is not in the output, or not readable"
+        return [Finding("NET002", "UNJUDGED", target, why, why_unjudged=why, evidence=evidence)]
+    best = min((s for s in (enabled, cable) if s is not None), key=lambda s: _rank(s) or 0.0)
+    if (_rank(speed) or 0.0) < (_rank(best) or 0.0):
+        expected = Expected(best, "", "the fastest that both port and cable can do, as mlxlink says")
+        text = f"runs at {speed}, port and cable can do {best}"
+        found.append(Finding("NET002", "FAIL", target, text, speed, "", expected, evidence=evidence))
+    narrow = width == "1x" or (width == "2x" and (_rank(speed) or 0) < _IB.index("NDR"))
+    if narrow and speed.startswith("IB-"):
+        expected = Expected("4x", "", "the width of a port up to HDR; NDR and later are also sold with 2x")
+        text = f"runs over {width} instead of 4x lanes"
+        # HDR100: one port of a switch is split into two of two lanes. One that has lost two lanes looks the same.
+        verdict: Verdict = "WARN" if (speed, width) == ("IB-HDR", "2x") else "FAIL"
+        if verdict == "WARN":
+            text += ": lost two lanes, unless its switch's port is split (HDR100)"
+        place = (facts.place("Width"),)
+        found.append(Finding("NET002", verdict, target, text, width, "", expected, evidence=place))
+    return found
+
+
+def _quality(facts: LinkFacts, target: Target) -> list[Finding]:
+    found = []
+    opcode, advice = facts.text("Status Opcode"), facts.text("Recommendation") or ""
+    if opcode is not None and opcode != "0" and facts.text("State") == "Active":
+        place = (facts.place("Status Opcode"),)
+        if opcode.isdecimal():
+            text = f"status opcode {opcode}: {advice}"
+            found.append(
+                Finding(
+                    "NET008", "WARN", target, text, opcode, "", Expected("0", "", "mlxlink"), evidence=place
+                )
+            )
+        else:
+            why = f"the status opcode is not readable: {opcode[:40]!r}"
+            found.append(Finding("NET008", "UNJUDGED", target, why, why_unjudged=why, evidence=place))
+    for name in ("Effective Physical BER", "Symbol BER"):
+        said = facts.text(name)
+        if said is None or said in ("N/A", ""):
+            continue
+        rate = float(said) if re.fullmatch(r"\d+(?:\.\d+)?(?:[eE]-?\d{1,3})?", said) else None
+        verdict: Verdict = "PASS" if rate is not None and rate <= _BIT_ERRORS else "WARN"
+        if verdict == "PASS":
+            continue
+        if rate is None:
+            why = f"`{name}` is not readable: {said[:40]!r}"
+            found.append(
+                Finding("NET008", "UNJUDGED", target, why, why_unjudged=why, evidence=(facts.place(name),))
+            )
+            continue
+        expected = Expected(_BIT_ERRORS, "", "at most; InfiniBand Architecture Specification")
+        says = f"{name} {said}: errors are left after correction"
+        found.append(
+            Finding("NET008", "WARN", target, says, rate, "", expected, evidence=(facts.place(name),))
+        )
+    return found
+
+
+TOOLS = (Tool("mlxlink", matches, parse, judge),)

@@ -1,0 +1,351 @@
+"""Whether a collective was right, fast enough at its largest message, and ran over the links it should have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from seatrial.check.findings import Expected, Finding, Target
+from seatrial.check.floors import Floor, find_sku, highest, judge_share, shares
+from seatrial.check.outputs.nccl_log import NcclLog, Row, is_debug, is_table, parse
+from seatrial.check.tool import Context, Tool, evidence, listed, stray_findings
+
+_MIB, _GIB = 1 << 20, 1 << 30
+# From which size on the bus bandwidth is at its plateau: at 256 MiB B200s read 77 % of it, at 1 GiB 86 %, H100s 95 %
+# (reference data of stas00/ml-engineering@744d01e network/README.md, and public runs).
+_LEAST = 256 * _MIB
+_PLATEAU = _GIB
+# By the definition of busbw (nccl-tests, doc/PERFORMANCE.md) these read in a ring what an all_reduce reads. Eight healthy A100s:
+# all_gather 230, reduce_scatter 232, broadcast 235, reduce 229 (microsoft/superbenchmark, tests/data); eight healthy H100s: all_gather
+# 366, reduce_scatter 365 (xxrjun/nccl-tests-cluster).
+_ONLY_RING = ("all_gather_perf", "reduce_scatter_perf", "broadcast_perf", "reduce_perf")
+_RING = (None, "all_reduce_perf", *_ONLY_RING)
+# Between two GPUs each: a healthy H100 reads 367 and 348. What reaches a ring's floor is good, what does not may be good too.
+_LIKE_RING = ("sendrecv_perf", "alltoall_perf")
+_SAME_RATIO = 0.03  # both are printed with two decimals
+_STEADY = 64 * _MIB  # from here on the bandwidth must not fall again
+
+
+def judge(log: NcclLog, context: Context) -> list[Finding]:
+    """Findings on correctness, bandwidth and topology of every run. The average over message sizes is never used."""
+    return [f for run in (log, *log.later) for f in _run(run, context)]
+
+
+def _run(log: NcclLog, context: Context) -> list[Finding]:
+    tool = "nccl-tests" if log.table else "NCCL_DEBUG"
+    found = [*stray_findings(log.stray, context, tool), *_topology(log, context)]
+    for line, text in log.warnings[:3]:
+        place = evidence(log.file, [line])
+        found.append(
+            Finding("NCC005", "WARN", Target(node=context.node), f"NCCL WARN {text}", evidence=place)
+        )
+    if log.table:
+        found += [*_right(log, context), *_bandwidth(log, context)]
+    elif not found:
+        hosts = f"{len(log.hosts)} host{'s' * (len(log.hosts) != 1)}"
+        if log.channels:
+            text = f"{hosts}, {len(log.channels)} GPUs with {listed(sorted({c for c, _ in log.channels.values()}))} channels"
+            found.append(Finding("NCC004", "PASS", Target(node=context.node), text, evidence=(log.file,)))
+        else:
+            why = f"{hosts}, but no line about channels: NCCL_DEBUG=INFO, and the whole start-up, are needed"
+            found.append(
+                Finding(
+                    "NCC004",
+                    "UNJUDGED",
+                    Target(node=context.node),
+                    why,
+                    why_unjudged=why,
+                    evidence=(log.file,),
+                )
+            )
+    return found
+
+
+def _right(log: NcclLog, context: Context) -> Iterator[Finding]:
+    target = Target(node=context.node)
+    wrong = [r for r in log.rows if r.wrong]
+    if wrong:
+        text = f"wrong numbers at {len(wrong)} message sizes, first at {wrong[0].size} bytes"
+        places = evidence(log.file, (r.line for r in wrong))
+        yield Finding(
+            "NCC001",
+            "FAIL",
+            target,
+            text,
+            wrong[0].wrong,
+            "values",
+            Expected(0, "values", "nccl-tests"),
+            evidence=places,
+        )
+    failures = list(log.failures)
+    if log.out_of_bounds is not None and (log.out_of_bounds[1] or not log.out_of_bounds[2]):
+        failures.append((log.out_of_bounds[0], f"{log.out_of_bounds[1]} values out of bounds"))
+    if log.average is not None and log.average[2]:
+        failures.append(
+            (
+                log.average[0],
+                "the run calls itself FAILED at its average bandwidth, a limit that its user gave",
+            )
+        )
+    for line, text in sorted(failures)[:3]:
+        yield Finding("NCC001", "FAIL", target, text, evidence=evidence(log.file, [line]))
+    last, meant = (log.rows[-1].size if log.rows else 0), log.last_size()
+    if not log.rows:
+        why = "the table has no row that can be read"
+    elif log.average is None or log.out_of_bounds is None:
+        why = "the end of the run is missing: it stopped, or the output is cut off"
+    elif meant is not None and last < meant:
+        why = f"the run was to go to {meant} bytes and ends at {last}"
+    else:
+        why = ""
+    if why:
+        yield Finding("NCC001", "UNJUDGED", target, why, why_unjudged=why, evidence=(log.file,))
+    elif not wrong and not failures:
+        unchecked = all(r.wrong is None for r in log.rows)
+        if unchecked:
+            why = "the numbers were not checked (-c 0)"
+            yield Finding("NCC001", "UNJUDGED", target, why, why_unjudged=why, evidence=(log.file,))
+        else:
+            alone = (
+                "; one rank: no link was used, so this says nothing of bandwidth" if _ranks(log) == 1 else ""
+            )
+            text = f"right at all {len(log.rows)} message sizes{alone}"
+            yield Finding("NCC001", "PASS", target, text, evidence=(log.file,))
+
+
+def _ranks(log: NcclLog) -> int | None:
+    """How many ranks took part: as listed, else by what all_reduce makes of algbw, busbw = algbw x 2 (n - 1) / n."""
+    if log.ranks:
+        return len(log.ranks)
+    row = max(log.rows, key=lambda r: r.size, default=None)
+    if row is None or row.algbw <= 0 or log.test not in (None, "all_reduce_perf"):
+        return None
+    ratio = row.busbw / row.algbw
+    return round(2 / (2 - ratio)) if ratio < 1.999 else None
+
+
+def _test(log: NcclLog) -> str | None:
+    """The test's name; older versions do not say it, so by how busbw follows from algbw (nccl-tests, doc/PERFORMANCE.md).
+
+    Only all_reduce can be told so: the others share their ratios, and some print "sum" that sum nothing. None where nothing tells.
+    """
+    row = max(log.rows, key=lambda r: r.size, default=None)
+    if log.test is not None or row is None or row.algbw <= 0:
+        return log.test
+    ratio, ranks = row.busbw / row.algbw, len(log.ranks)
+    if ratio > 1 + _SAME_RATIO or (ranks > 1 and abs(ratio - 2 * (ranks - 1) / ranks) < _SAME_RATIO):
+        return "all_reduce_perf"
+    return "sendrecv_perf" if abs(ratio - 1) < _SAME_RATIO else "alltoall_perf"
+
+
+def _bandwidth(log: NcclLog, context: Context) -> Iterator[Finding]:
+    if not log.rows or _ranks(log) == 1:
+        return
+    row = max(log.rows, key=lambda r: r.size)
+    steady = [r for r in log.rows if r.size >= _STEADY]
+    best = max((r.busbw for r in steady), default=0.0)
+    target = Target(node=context.node)
+    if row.busbw < shares().broken * best:
+        text = f"{row.busbw} GB/s busbw at {row.size} bytes, {best} at a smaller message"
+        yield Finding(
+            "NCC003",
+            "WARN",
+            target,
+            text,
+            row.busbw,
+            "GB/s",
+            Expected(best, "GB/s", "the same run", "one direction", "busbw", row.size),
+            evidence=evidence(log.file, [row.line]),
+        )
+    why, test = "", _test(log)
+    floor, guess = _floor(log, context)
+    if test not in _RING and (test not in _LIKE_RING or len(_hosts(log)) > 1):
+        why = f"no floor is known for {log.test or 'this test'}"
+    elif row.size < _LEAST:
+        why = f"the largest message is {row.size} bytes: below {_LEAST} latency decides, not bandwidth"
+    elif floor is None:
+        why = "no floor is known for these GPUs"
+    else:
+        if floor.verdict(row.busbw) != "PASS" and test in _LIKE_RING:
+            why = f"{floor.value} is what a ring reads on these GPUs, and no floor is known for {log.test or 'this test'}"
+        elif floor.verdict(row.busbw) != "PASS":
+            yield from _low(log, row, floor, guess, context)
+            return
+        elif not guess and test in (None, "all_reduce_perf"):
+            why = _maybe_nvls(log, row, floor, context)
+    if why or floor is None:
+        yield Finding(
+            "NCC002",
+            "UNJUDGED",
+            target,
+            f"{row.busbw} GB/s busbw; {why}",
+            row.busbw,
+            "GB/s",
+            why_unjudged=why,
+            evidence=evidence(log.file, [row.line]),
+        )
+        return
+    of = "the highest floor of all known GPUs" if guess else "healthy GPUs of this kind"
+    text = (
+        f"{row.busbw} GB/s busbw at {row.size} bytes; {of} ({floor.algorithm}, one node) read {floor.value}"
+    )
+    yield Finding(
+        "NCC002",
+        "PASS",
+        target,
+        text,
+        row.busbw,
+        "GB/s",
+        floor.expected(),
+        evidence=evidence(log.file, [row.line]),
+    )
+
+
+def _floor(log: NcclLog, context: Context) -> tuple[Floor | None, bool]:
+    """The floor of these GPUs with the algorithm that NCCL used; where they are not named, the highest of any (True)."""
+    names = {r.gpu for r in log.ranks}
+    name = names.pop() if len(names) == 1 else context.gpu
+    if name is None:
+        return highest("all_reduce", ["ring"]), True
+    sku = find_sku(name)
+    if sku is None:
+        return None, False
+    if _test(log) not in (None, "all_reduce_perf"):
+        return sku.floor("all_reduce", algorithm="ring"), False
+    nvls = bool(log.nvls) and all(count > 0 for count, _ in log.nvls.values()) and len(_hosts(log)) == 1
+    return (sku.floor("all_reduce", algorithm="NVLS") if nvls else None) or sku.floor("all_reduce"), False
+
+
+def _maybe_nvls(log: NcclLog, row: Row, floor: Floor, context: Context) -> str:
+    """Why a bandwidth that is good for a ring may be bad all the same; empty if it is not so."""
+    sku = find_sku(next((r.gpu for r in log.ranks), context.gpu))
+    nvls = None if sku is None else sku.floor("all_reduce", algorithm="NVLS")
+    if (
+        nvls is None
+        or nvls == floor
+        or log.nvls
+        or len(_hosts(log)) != 1
+        or (_ranks(log) or 8) < 8  # fewer GPUs than the board has reach less with it
+        or nvls.verdict(row.busbw) == "PASS"
+    ):
+        return ""
+    return (
+        f"a healthy ring reads {floor.value}, but NVLS, which this hardware has, {nvls.value}: "
+        "run it with NCCL_DEBUG=INFO to see which it was"
+    )
+
+
+def _hosts(log: NcclLog) -> set[str]:
+    return {r.host for r in log.ranks} or log.hosts
+
+
+def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, context: Context) -> Iterator[Finding]:
+    """A bandwidth below the floor of one node: a fault on one node, the network's affair over several."""
+    target, place = Target(node=context.node), evidence(log.file, [row.line])
+    ranks = _ranks(log)
+    nodes = context.nodes or len(_hosts(log)) or None
+    told = f"{row.busbw} GB/s busbw at {row.size} bytes"
+    why = ""
+    if guess:
+        why = "the output does not name the kind of GPU, and not every kind reads more"
+    elif row.size < _PLATEAU:
+        why = f"the message is too small to tell: from {_PLATEAU} bytes on it is judged"
+    elif ranks is None or nodes is None:
+        why = "over how many nodes it ran is not known"
+    elif nodes > 1 and context.nic_gbit_s is None:
+        share = row.busbw * 8 * (nodes - 1) / (ranks - 1)
+        why = f"over {nodes} nodes the network limits it, {share:.0f} Gb/s a GPU, and the rate of its NIC is not known"
+    elif nodes == 1 and ranks not in (8, 16) and ranks < 8:
+        why = f"the floor is for the whole board, this ran on {ranks} GPUs"
+    if why or ranks is None or nodes is None:
+        yield Finding(
+            "NCC002",
+            "UNJUDGED",
+            target,
+            f"{told}; {why}",
+            row.busbw,
+            "GB/s",
+            why_unjudged=why,
+            evidence=place,
+        )
+    elif nodes > 1 and context.nic_gbit_s is not None:
+        rate = row.busbw * 8 * (nodes - 1) / (ranks - 1)
+        low = judge_share(rate, context.nic_gbit_s) != "PASS"
+        expected = Expected(
+            context.nic_gbit_s,
+            "Gb/s",
+            "the NIC's data sheet",
+            "one direction",
+            "busbw x (nodes - 1) / (GPUs - 1)",
+            row.size,
+        )
+        # A healthy EFA reads 74 % in an all-reduce over four nodes; ib_write_bw between two decides, not this.
+        text = f"{told} over {nodes} nodes: {rate:.0f} Gb/s a GPU of {context.nic_gbit_s:.0f}"
+        yield Finding(
+            "NCC002", "WARN" if low else "PASS", target, text, rate, "Gb/s", expected, evidence=place
+        )
+    else:
+        text = f"{told}; healthy GPUs of this kind read {floor.value} ({floor.algorithm})"
+        yield Finding(
+            "NCC002",
+            floor.verdict(row.busbw),
+            target,
+            text,
+            row.busbw,
+            "GB/s",
+            floor.expected(),
+            evidence=place,
+        )
+
+
+def _topology(log: NcclLog, context: Context) -> Iterator[Finding]:
+    hosts = _hosts(log)
+    node = Target(node=context.node)
+    for count, line in log.nodes.items():
+        if hosts and count > len(hosts):
+            text = f"NCCL counts {count} nodes on {len(hosts)} host{'s' * (len(hosts) != 1)}: GPUs without NVLink to the others count as nodes of their own"
+            yield Finding(
+                "NCC004",
+                "FAIL",
+                node,
+                text,
+                count,
+                "nodes",
+                Expected(len(hosts), "nodes", "hosts in the log"),
+                evidence=evidence(log.file, [line]),
+            )
+    for what, table in (("channels", log.channels), ("NVLS channels", log.nvls)):
+        usual = Counter(c for c, _ in table.values()).most_common(1)
+        top = max((c for c, _ in table.values()), default=0)
+        for (host, device), (count, line) in sorted(table.items()):
+            if count < top:
+                text = f"{count} {what} on {host} GPU {device}, {top} on others"
+                yield Finding(
+                    "NCC004",
+                    "FAIL",
+                    Target(node=host, gpu=device),
+                    text,
+                    count,
+                    "channels",
+                    Expected(top, "channels", "the other ranks"),
+                    float(usual[0][0]),
+                    evidence=evidence(log.file, [line]),
+                )
+    able = log.multicast | {where for where, (count, _) in log.nvls.items() if count > 0}
+    for (host, device), line in sorted(log.no_multicast.items()):
+        if able:
+            text = f"no NVLS on {host} GPU {device}, while others have it"
+            yield Finding(
+                "NCC004", "FAIL", Target(node=host, gpu=device), text, evidence=evidence(log.file, [line])
+            )
+    if "Socket" in log.network and (max(log.nodes, default=1) > 1 or len(hosts) > 1):
+        text = "NCCL goes over TCP sockets between nodes, not over RDMA"
+        yield Finding(
+            "NCC004", "WARN", node, text, "Socket", evidence=evidence(log.file, [log.network["Socket"]])
+        )
+
+
+TOOLS: tuple[Tool[NcclLog], ...] = (
+    Tool("nccl-tests", is_table, parse, judge),
+    Tool("NCCL_DEBUG", is_debug, parse, judge),
+)

@@ -1,0 +1,260 @@
+"""Output of ncclscout (oracle-quickstart/oci-hpc): NCCL all-reduce between pairs of nodes, and its accounting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.outputs.network import BROKEN, at, damaged
+from seatrial.check.tool import Context, ParseError, Tool
+
+_NODE = r"[\w.-]+"
+_PAIR = re.compile(
+    rf"^\s*(?:Testing |Cross-test |Result: )?(?P<a>{_NODE}) <-> (?P<b>{_NODE})(?:\.\.\.|:)\s*(?:(?P<gb_s>\d+(?:\.\d+)?) GB/s|(?P<failed>FAILED))\s*$"
+)
+_WITH = re.compile(
+    rf"^\s*(?:Testing unpaired node|Retesting) (?P<a>{_NODE}) with (?P<b>{_NODE})\.\.\.\s*(?:(?P<gb_s>\d+(?:\.\d+)?) GB/s|(?P<failed>FAILED))\s*$"
+)
+_FAILED_PAIR = re.compile(rf"^\s*Test failed between (?P<a>{_NODE}) and (?P<b>{_NODE})\s*$")
+_UNREACHABLE = re.compile(rf"^\s*Host (?P<node>{_NODE}) is unreachable\.\s*$")
+_COUNT = re.compile(
+    r"(?P<what>Total nodes provided|Reachable nodes|Good nodes|Bad nodes|Unreachable nodes|Successfully categorized|Never tested|Skipped \(shape issues\))"
+    r"(?: \([≥<] (?P<floor>\d+(?:\.\d+)?) GB/s[^)]*\))?: (?P<n>\d+)\s*$"
+)
+_LISTS = re.compile(r"^(?P<what>Good|Bad|Unreachable) Nodes \((?P<n>\d+)\):\s*$")
+_STATISTIC = re.compile(r"^\s*(?P<what>Maximum|Minimum|Average): (?P<gb_s>\d+(?:\.\d+)?) GB/s\s*$")
+_END = re.compile(r"^Test completed at: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\s*$")
+_BESIDE = 1e-2 / 2 + 1e-9  # printed with two decimals
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One measurement between two nodes: bus bandwidth in GB/s, None where the test failed."""
+
+    a: str
+    b: str
+    gb_s: float | None
+    line: int
+    listed: bool = False  # in the list of initial results, not where it was measured
+
+
+@dataclass
+class ScoutFacts:
+    """All measurements, and what the summary says."""
+
+    file: str
+    pairs: list[Pair] = field(default_factory=list)
+    floor: float | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    lists: dict[str, list[str]] = field(default_factory=dict)
+    unreachable: dict[str, int] = field(default_factory=dict)
+    statistics: dict[str, float] = field(default_factory=dict)
+    whole: bool = False
+    damage: list[tuple[str, int | None]] = field(default_factory=list)
+
+
+def matches(text: str) -> bool:
+    """Its title of the summary, or its line of a pair."""
+    return "COMPREHENSIVE NODE ACCOUNTING SUMMARY" in text or bool(
+        re.search(
+            rf"^\s*(?:Testing |Result: )?{_NODE} <-> {_NODE}(?:\.\.\.|:) ?(?:\d|FAILED)", text, re.MULTILINE
+        )
+    )
+
+
+def parse(text: str, file: str) -> ScoutFacts:
+    """Raises ParseError where no pair and no summary is in it."""
+    facts = ScoutFacts(file)
+    pending: str | None = None
+    # The progress bar returns to the start of its line and writes over it.
+    for number, raw in enumerate(re.split(r"\r\n|\n", text), 1):
+        for line in raw.split("\r"):
+            if pending is not None and line.strip():
+                facts.lists[pending] = [n.strip() for n in line.split(",")]
+                pending = None
+            elif found := _LISTS.match(line):
+                pending = found["what"]
+                facts.counts.setdefault(f"{pending} list", int(found["n"]))
+            else:
+                _line(facts, line, number)
+    if not facts.pairs and not facts.counts:
+        raise ParseError("no pair of nodes and no summary in it", file=file)
+    _check(facts)
+    return facts
+
+
+def _line(facts: ScoutFacts, line: str, number: int) -> None:
+    if (found := _PAIR.match(line)) or (found := _WITH.match(line)):
+        gb_s = None if found["failed"] else float(found["gb_s"])
+        listed = line.startswith("  ") and "..." not in line
+        facts.pairs.append(Pair(found["a"], found["b"], gb_s, number, listed))
+    elif found := _FAILED_PAIR.match(line):
+        facts.pairs.append(Pair(found["a"], found["b"], None, number))
+    elif found := _UNREACHABLE.match(line):
+        facts.unreachable[found["node"]] = number
+    elif found := _COUNT.search(line):
+        facts.counts[found["what"]] = int(found["n"])
+        if found["floor"]:
+            if facts.floor not in (None, float(found["floor"])):
+                facts.damage.append(("two different thresholds", number))
+            facts.floor = float(found["floor"])
+    elif found := _STATISTIC.match(line):
+        facts.statistics[found["what"]] = float(found["gb_s"])
+    elif _END.match(line):
+        facts.whole = True
+    elif "GB/s" in line or " <-> " in line:
+        facts.damage.append(("a line with a measurement that cannot be read", number))
+
+
+def _check(facts: ScoutFacts) -> None:
+    """The summary must be there, and say what the measurements say."""
+    counts = facts.counts
+    if not facts.whole:
+        facts.damage.append(("the closing line `Test completed at` is missing: cut off", None))
+    for what in ("Total nodes provided", "Good nodes", "Bad nodes", "Unreachable nodes"):
+        if what not in counts:
+            facts.damage.append((f"the count `{what}` is missing", None))
+    if {"Total nodes provided", "Good nodes", "Bad nodes", "Unreachable nodes"} <= counts.keys():
+        parts = counts["Good nodes"] + counts["Bad nodes"] + counts["Unreachable nodes"] + _untested(counts)
+        if parts != counts["Total nodes provided"]:
+            facts.damage.append((f"{counts['Total nodes provided']} nodes, {parts} accounted for", None))
+        nodes = {n for p in facts.pairs for n in (p.a, p.b)}
+        if len(nodes) != counts["Good nodes"] + counts["Bad nodes"]:
+            facts.damage.append(
+                (f"{counts['Good nodes'] + counts['Bad nodes']} nodes tested, {len(nodes)} shown", None)
+            )
+    for what in ("Good", "Bad", "Unreachable"):
+        told = counts.get(f"{what} nodes", 0)
+        if counts.get(f"{what} list", 0) != told or len(facts.lists.get(what, ())) != told:
+            facts.damage.append((f"the list of {what.lower()} nodes does not hold {told}", None))
+    measured = [p.gb_s for p in facts.pairs if p.gb_s is not None]
+    for what, value in facts.statistics.items():
+        # A pair that was tested again has replaced its first result, so any of the results may be the extreme.
+        if what != "Average" and not any(abs(value - gb_s) < _BESIDE for gb_s in measured):
+            facts.damage.append((f"`{what}` is not that of a pair", None))
+    if measured and facts.counts:
+        for what in ("Maximum", "Minimum", "Average"):
+            if what not in facts.statistics:
+                facts.damage.append((f"the statistic `{what}` is missing", None))
+    _check_results(facts)
+
+
+def _check_results(facts: ScoutFacts) -> None:
+    """Each result stands where it was measured and in the list of initial results; what differs is torn."""
+    first = next((i for i, p in enumerate(facts.pairs) if p.listed), None)
+    if first is None:
+        if facts.counts and facts.pairs:
+            facts.damage.append(("the list of initial results is missing", None))
+        return
+    listed = {(frozenset((p.a, p.b)), p.gb_s) for p in facts.pairs if p.listed}
+    before = {(frozenset((p.a, p.b)), p.gb_s) for p in facts.pairs[:first]}
+    for nodes, gb_s in listed ^ before:
+        told = "failed" if gb_s is None else f"{gb_s:.2f} GB/s"
+        facts.damage.append((f"{' and '.join(sorted(nodes))}: {told} is said once of two times", None))
+
+
+def judge(facts: ScoutFacts, context: Context) -> list[Finding]:
+    """One finding for each node that is slow in its best pair or not reachable; PASS where all are good and accounted for."""
+    found = damaged(facts.damage, facts.file, "ncclscout")
+    measured = [p.gb_s for p in facts.pairs if p.gb_s is not None]
+    usual = median(measured) if measured else None
+    for node in dict.fromkeys([*facts.unreachable, *facts.lists.get("Unreachable", ())]):
+        place = at(facts.file, facts.unreachable.get(node))
+        found.append(
+            Finding("NET010", "FAIL", Target(node=node), "unreachable, not tested", evidence=(place,))
+        )
+    if untested := _untested(facts.counts):
+        why = f"{untested} nodes were reachable and not tested"
+        found.append(Finding("NET009", "UNJUDGED", Target(), why, why_unjudged=why, evidence=(facts.file,)))
+    if facts.floor is None and facts.pairs:
+        why = "the output does not say the threshold, and no other floor is known for these GPUs"
+        text = (
+            f"{len(facts.pairs)} pairs, median {usual:.1f} GB/s" if usual is not None else "no pair measured"
+        )
+        found.append(
+            Finding(
+                "NET009", "UNJUDGED", Target(), text, usual, "GB/s", why_unjudged=why, evidence=(facts.file,)
+            )
+        )
+    else:
+        found += _nodes(facts, usual)
+    if not found and measured and facts.floor is not None:
+        nodes = len({n for p in facts.pairs for n in (p.a, p.b)})
+        text = f"{nodes} nodes in pairs, the slowest {min(measured):.1f} GB/s"
+        found.append(
+            Finding(
+                "NET009",
+                "PASS",
+                Target(),
+                text,
+                min(measured),
+                "GB/s",
+                _expected(facts.floor),
+                usual,
+                evidence=(facts.file,),
+            )
+        )
+    if not found:
+        why = "no pair of nodes was measured"
+        found.append(Finding("NET009", "UNJUDGED", Target(), why, why_unjudged=why, evidence=(facts.file,)))
+    return found
+
+
+def _untested(counts: Mapping[str, int]) -> int:
+    """Nodes that answered and were not tested."""
+    return counts.get("Never tested", 0) + counts.get("Skipped (shape issues)", 0)
+
+
+def _expected(floor: float) -> Expected:
+    return Expected(
+        floor, "GB/s", "at least; the threshold that ncclscout printed", "", "NCCL all-reduce, bus bandwidth"
+    )
+
+
+def _nodes(facts: ScoutFacts, usual: float | None) -> list[Finding]:
+    """Each node by its best pair, as ncclscout itself does: a good node is only seen beside another good one."""
+    pairs: dict[str, list[Pair]] = {}
+    for pair in facts.pairs:
+        pairs.setdefault(pair.a, []).append(pair)
+        pairs.setdefault(pair.b, []).append(pair)
+    found = []
+    floor = facts.floor or 0.0
+    for node, mine in pairs.items():
+        best = max(mine, key=lambda p: p.gb_s or 0.0)
+        gb_s = best.gb_s or 0.0
+        if gb_s >= floor:
+            continue
+        partners = sorted({p.b if p.a == node else p.a for p in mine})
+        good = [n for n in partners if any((p.gb_s or 0.0) >= floor for p in pairs[n])]
+        if best.gb_s is None:
+            says, verdict = f"every test failed, with {', '.join(partners)}", "FAIL"
+        else:
+            says = f"{gb_s:.1f} GB/s at best, with {', '.join(partners)}"
+            verdict = "FAIL" if good or gb_s < BROKEN * floor else "WARN"
+        if not good:
+            says += "; none of these is good with another, so the fault may be theirs"
+        checked: Verdict = "FAIL" if verdict == "FAIL" else "WARN"
+        found.append(
+            Finding(
+                "NET009",
+                checked,
+                Target(node=node),
+                says,
+                best.gb_s,
+                "GB/s",
+                _expected(floor),
+                usual,
+                evidence=tuple(at(facts.file, p.line) for p in mine[:4]),
+            )
+        )
+    for node in facts.lists.get("Bad", ()):
+        if node not in {f.target.node for f in found}:
+            text = "listed as bad"
+            found.append(Finding("NET009", "FAIL", Target(node=node), text, evidence=(facts.file,)))
+    return found
+
+
+TOOLS = (Tool("ncclscout", matches, parse, judge),)

@@ -1,0 +1,179 @@
+"""Outputs of perftest (ib_write_bw, ib_read_bw, ib_send_lat, ...): text of all versions, JSON old and new, errors.
+
+Formats as printed by github.com/linux-rdma/perftest, perftest_parameters.h. "MB/sec" of old versions are MiB/s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from seatrial.check.outputs.perftest_json import looks_like_json, parse_json
+from seatrial.check.outputs.perftest_judge import inventory, judge
+from seatrial.check.outputs.perftest_run import ANY_ERROR, OWN_ERROR, Row, Run, Runs, consistent
+from seatrial.check.tool import ParseError, Tool
+
+_TITLE = re.compile(
+    r"^\s*(?P<verb>(?:RDMA_(?:Write|Read|Atomic)|Write_with_immediate|WRITE_IMM|Send|ATOMIC\w*|Atomic\w*)[\w ]*?)\s*"
+    r"(?P<both>Bidirectional )?\s*(?:Post List )?(?P<kind>BW|Latency)\b[\w ]*Test\s*$"
+)
+_SETTING = re.compile(r"(?:^|\s{2,}|\t)\s*(?P<name>[A-Z][\w.*-]*(?: [\w.*-]+)*)\s*:\s*(?P<value>\S+)")
+_COLUMN = re.compile(
+    r"#\w+|BW (?:peak|average)\[[^\]]+\]|BW Port\d\[[^\]]+\]|MsgRate(?: Port\d)?\[[^\]]+\]|CPU_Util\[%+\]"
+    r"|t_\w+\[usec\]|[\d.]+% percentile\[usec\]|tps average"
+)
+_HEADER = re.compile(r"^\s*#bytes\s")
+_RULE = re.compile(r"^\s*-{20,}\s*$")
+_NUMBERS = re.compile(r"^\s*\d+\s+[\d.]")
+_ADDRESS = re.compile(r"^\s*(?P<side>local|remote) address:\s*LID (?P<lid>\S+)")
+_GID = re.compile(r"^\s*GID:\s*(?P<gid>\S+)")
+_NUMBER = re.compile(r"^\d+(?:\.\d+)?$")
+
+
+def matches(text: str) -> bool:
+    """Whether it is perftest's: a test's title, its column line, its JSON, or an error text of its own."""
+    if looks_like_json(text):
+        return True
+    lines = text.splitlines() if "Test" in text or "#bytes" in text else []
+    return any(_TITLE.match(line) or (_HEADER.match(line) and "[" in line) for line in lines) or (
+        OWN_ERROR.search(text) is not None
+    )
+
+
+def parse(text: str, file: str) -> Runs:
+    """Every run in the text, with what is damaged in it. Raises ParseError where there is no run and no error text."""
+    if looks_like_json(text):
+        return parse_json(text, file)
+    reader = _Reader(file)
+    for number, line in enumerate(text.splitlines(), 1):
+        reader.take(number, line)
+    runs = tuple(reader.finished())
+    if not runs and not reader.errors:
+        raise ParseError("no test of perftest in it", file=file)
+    return Runs(file, runs, tuple(reader.errors))
+
+
+@dataclass
+class _Open:
+    """A run that is being read."""
+
+    line: int
+    run: Run
+    columns: list[str] = field(default_factory=list)
+    gids: list[str] = field(default_factory=list)
+    lids: list[tuple[str, str]] = field(default_factory=list)
+
+
+class _Reader:
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.errors: list[tuple[str, int]] = []
+        self._done: list[_Open] = []
+        self._open: _Open | None = None
+
+    def take(self, number: int, line: str) -> None:
+        if title := _TITLE.match(line):
+            self._title(number, title)
+            return
+        if ANY_ERROR.search(line):
+            self.errors.append((line.strip(), number))
+            return
+        now = self._open
+        if now is None:
+            if not _HEADER.match(line):
+                return  # what is before the first title: "Waiting for client", a prompt, warnings
+            now = self._open = _Open(number, Run(kind="", line=number))
+        if _HEADER.match(line):
+            self._columns(now, line, number)
+        elif _RULE.match(line):
+            if now.run.rows:
+                now.run = replace(now.run, complete=True)
+        elif _NUMBERS.match(line):
+            self._row(now, line, number)
+        elif address := _ADDRESS.match(line):
+            now.lids.append((address["side"], address["lid"]))
+        elif gid := _GID.match(line):
+            now.gids.append(gid["gid"])
+        else:
+            for setting in _SETTING.finditer(line):
+                now.run.settings.setdefault(setting["name"].strip().lower(), setting["value"])
+
+    def _title(self, number: int, title: re.Match[str]) -> None:
+        kind = "latency" if title["kind"] == "Latency" else "bandwidth"
+        verb = title["verb"].replace("Bidirectional", "").strip()
+        both = "Bidirectional" in title[0]
+        # Server and client of a loopback test print over each other into one file: one run, two titles.
+        if self._open is not None and not self._open.run.rows and self._open.run.kind in ("", kind):
+            if self._open.run.verb not in ("", verb) or self._open.run.both_directions != both:
+                self._open.run = self._open.run.torn("two different tests begin, none has a result", number)
+            return
+        if self._open is not None:
+            self._done.append(self._open)
+        self._open = _Open(number, Run(kind=kind, verb=verb, both_directions=both, line=number))
+
+    def _columns(self, now: _Open, line: str, number: int) -> None:
+        columns = _COLUMN.findall(line)
+        kind = "bandwidth" if any(c.startswith("BW") for c in columns) else "latency"
+        average = [c for c in columns if c.startswith("BW average")]
+        if kind == "bandwidth" and not average:
+            now.run = now.run.torn("no column for the average bandwidth", number)
+        if now.columns and columns != now.columns:
+            now.run = now.run.torn("its column line changes", number)
+        if now.run.kind and kind != now.run.kind:
+            now.run = now.run.torn("its columns are not of its test", number)
+        now.columns = columns
+        unit = average[0][11:-1] if average else ""
+        now.run = replace(now.run, kind=kind, unit=unit)
+
+    def _row(self, now: _Open, line: str, number: int) -> None:
+        words = line.split()
+        if not now.columns:
+            now.run = now.run.torn("figures before a column line", number)
+            return
+        if len(words) != len(now.columns) or not all(_NUMBER.match(w) for w in words):
+            now.run = now.run.torn("a row that does not fit its columns", number)
+            return
+        row = Row.of(dict(zip(now.columns, words, strict=True)), now.run.unit, number)
+        if row is None:
+            now.run = now.run.torn("a row in an unknown unit", number)
+            return
+        now.run = replace(now.run, rows=(*now.run.rows, row))
+        if not consistent(row):
+            now.run = now.run.torn("a row whose figures contradict each other", number)
+
+    def finished(self) -> Iterator[Run]:
+        for each in (*self._done, *([] if self._open is None else [self._open])):
+            run = each.run
+            lids = {lid for _, lid in each.lids if int_or(lid)}
+            sides = {side for side, _ in each.lids}
+            loopback = sides == {"local", "remote"} and (
+                (len(lids) == 1 and len(each.lids) > 1 and not each.gids)
+                or (len(each.gids) > 1 and len(set(each.gids)) == 1)
+            )
+            run = replace(run, loopback=loopback)
+            if not run.verb:
+                run = run.torn("the test's title is missing", run.line)
+            if "device" not in run.settings:
+                run = run.torn("the device's name is missing", run.line)
+            if not run.rows:
+                run = run.torn("no result: the test did not end, or nobody connected", run.line)
+            elif not run.complete and not endless(run):
+                run = run.torn("the closing line is missing: cut off", run.rows[-1].line)
+            yield run
+
+
+def endless(run: Run) -> bool:
+    """Whether it is `--run_infinitely`: it prints the same size again and again, and no closing line when it is ended."""
+    return len(run.rows) > 2 and len({row.size_bytes for row in run.rows}) == 1
+
+
+def int_or(lid: str) -> int:
+    """A LID as perftest prints it ("0x01", "0000"); 0 for none and for what is no number."""
+    try:
+        return int(lid, 16)
+    except ValueError:
+        return 0
+
+
+TOOLS = (Tool("perftest", matches, parse, judge, inventory),)

@@ -1,0 +1,127 @@
+"""The JSON of perftest (--out_json): valid since mid-2023, before that with unquoted names and trailing commas.
+
+It says no unit: whether a bandwidth is in Gb/s or MiB/s is found from message rate x size. With `-a` it holds the last
+size only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from seatrial.check.outputs.perftest_run import Row, Run, Runs, consistent
+from seatrial.check.tool import ParseError
+
+_PAIR = re.compile(r'^\s*"?(?P<name>[A-Za-z][\w .*]*?)"?\s*:\s*(?P<value>"[^"]*"|[^\s,{}]+)\s*,?\s*$')
+_OPENS = re.compile(r'^\s*"?(?P<name>test_info|results)"?\s*:\s*\{\s*$')
+_SETTINGS = {"Device": "device", "Number_of_qps": "number of qps", "Link_type": "link type"}
+_TIMES = {"t_min": "min", "t_max": "max", "t_typical": "typical", "t_avg": "avg", "percentile_99": "99"}
+
+
+def looks_like_json(text: str) -> bool:
+    """Whether it is perftest's JSON, whole or not."""
+    start = text.lstrip()
+    return start.startswith("{") and re.match(r'\{\s*"?test_info"?\s*:', start) is not None
+
+
+def parse_json(text: str, file: str) -> Runs:
+    """The one run of the file. Raises ParseError where it holds no result at all."""
+    document, damage = _document(text)
+    info, results = document.get("test_info"), document.get("results")
+    if not isinstance(info, dict) or not info:
+        raise ParseError("perftest's JSON without the test's description", file=file)
+    test = str(info.get("test", ""))
+    verb = test.replace("_Bidirectional", "").partition("_BW")[0].partition("_Latency")[0].strip("_")
+    run = Run(
+        kind="latency" if "Latency" in test else "bandwidth" if "BW" in test else "",
+        line=1,
+        verb=verb if ("Latency" in test or "BW" in test) else "",
+        both_directions="Bidirectional" in test,
+        settings={_SETTINGS.get(k, k.replace("_", " ").lower()): str(v) for k, v in info.items()},
+        complete=not damage,
+    )
+    for problem in damage:
+        run = run.torn(problem, None)
+    if not run.kind:
+        run = run.torn("the test's name is missing or unknown", 1)
+    if run.device is None:
+        run = run.torn("the device's name is missing", 1)
+    row = _row(results, run.kind) if isinstance(results, dict) else None
+    if row is None:
+        return Runs(file, (run.torn("no result, or one that is not whole", None),))
+    run = Run(**{**run.__dict__, "rows": (row,)})
+    return Runs(file, (run if consistent(row) else run.torn("figures that contradict each other", None),))
+
+
+def _document(text: str) -> tuple[dict[str, Any], list[str]]:
+    """The two tables, and what is wrong with them beside missing quotation marks."""
+    try:
+        document = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        return _unquoted(text)
+    return (document, []) if isinstance(document, dict) else ({}, ["not an object"])
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({k for k, _ in pairs}) != len(pairs):
+        raise ValueError("a name twice")
+    return dict(pairs)
+
+
+def _unquoted(text: str) -> tuple[dict[str, Any], list[str]]:
+    document: dict[str, dict[str, Any]] = {}
+    damage: list[str] = []
+    depth, table = 0, None
+    for line in text.splitlines():
+        if opens := _OPENS.match(line):
+            depth += 1
+            table = document.setdefault(opens["name"], {})
+        elif pair := _PAIR.match(line):
+            if table is None:
+                damage.append("a value outside of its table")
+            elif pair["name"].strip() in table:
+                damage.append("a name twice")
+            else:
+                table[pair["name"].strip()] = pair["value"].strip('"')
+        elif line.strip() == "{":
+            depth += 1
+        elif line.strip().rstrip(",") == "}":
+            depth -= 1
+            table = None
+        elif line.strip():
+            damage.append("a line that is no value")
+    if depth:
+        damage.append("brackets do not close: cut off")
+    return document, damage
+
+
+def _row(results: dict[str, Any], kind: str) -> Row | None:
+    def number(name: str) -> float | None:
+        try:
+            value = float(str(results[name]))
+        except (KeyError, ValueError):
+            return None
+        return value if 0 <= value < 1e15 else None
+
+    size, iterations = number("MsgSize"), number("n_iterations")
+    if size is None:
+        return None
+    if kind == "latency":
+        times = {k: v for name, k in _TIMES.items() if (v := number(name)) is not None}
+        if (last := number("percentile_99.9")) is not None:
+            times["99.9"] = last
+        return (
+            Row(int(size), int(iterations or 0), None, None, 0.0, times, 1)
+            if times.keys() & {"typical", "avg"}
+            else None
+        )
+    average, rate = number("BW_average"), number("MsgRate")
+    if average is None or rate is None or not average:
+        return None
+    carried = rate * size * 8 / 1e3
+    mib = 2**20 * 8 / 1e9
+    # Gb/s with --report_gbits, else MiB/s: the factor between them is 119, nobody can mistake one for the other.
+    factor = mib if abs(average * mib - carried) < abs(average - carried) else 1.0
+    step = 0.5e-6 / rate + 0.005 / average if rate else 0.0
+    return Row(int(size), int(iterations or 0), average * factor, rate, step, {}, 1)

@@ -1,0 +1,191 @@
+"""Verdicts on runs of perftest: bandwidth of one direction against the port's rate, latency, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.outputs.network import (
+    BROKEN,
+    FABRIC_RATES_GBIT_S,
+    TARGET_SOURCE,
+    at,
+    banded,
+    damaged,
+    gbit,
+    port_rate,
+)
+from seatrial.check.outputs.perftest_run import Row, Run, Runs, classify
+from seatrial.check.tool import Context
+
+# Messages below it do not fill a link with one queue pair. Two ConnectX-7 carry 98 % of NDR at 64 KiB.
+_FILLS_BYTES = 65536
+# One queue pair has 16 reads outstanding; two healthy ConnectX-7 read 82 % of NDR so, and write 98 %.
+_READ_QUEUE_PAIRS = 4
+# Two ConnectX-7 servers: 1.27 µs for 2 bytes. Chosen here: what a few more switches and 100 m of fibre stay below.
+_LATENCY_US = 5.0
+_LATENCY_BYTES = 256  # what fits into one packet and is sent inline
+_MEASURED_AT = 1.01  # a measurement may read a little above the rate of its port: clocks, and rounding
+
+
+def judge(facts: Runs, context: Context) -> list[Finding]:
+    """One finding or more for each run and each error text."""
+    found: list[Finding] = []
+    for run in facts.runs:
+        found += damaged(run.damage, facts.file, run.name)
+        if run.rows and run.kind == "bandwidth":
+            found.append(_bandwidth(run, facts.file, context))
+        elif run.rows:
+            found.append(_latency(run, facts.file))
+    return found + _errors(facts, context)
+
+
+def inventory(facts: Runs) -> Mapping[str, str | int | float]:
+    """Nothing: what perftest measures is compared as a finding."""
+    return {}
+
+
+def _target(run: Run, context: Context) -> Target:
+    return Target(node=context.node, port=run.device)
+
+
+def _largest(run: Run) -> Row:
+    """The row of the largest message; of several the slowest."""
+    return max(run.rows, key=lambda row: (row.size_bytes, -(row.gbit_s or 0.0)))
+
+
+def _bandwidth(run: Run, file: str, context: Context) -> Finding:
+    row = _largest(run)
+    assert row.gbit_s is not None  # every row of a bandwidth test has one
+    each = row.gbit_s / 2 if run.both_directions else row.gbit_s
+    rate = port_rate(context, run.device)
+    lowest = next((r for r in FABRIC_RATES_GBIT_S if each <= r * _MEASURED_AT), None)
+    how = f"{run.name}, {row.size_bytes} bytes, {run.queue_pairs} queue pair{'s' * (run.queue_pairs > 1)}"
+    if run.both_directions:
+        how += f"; {gbit(row.gbit_s)} Gb/s is the sum of both directions"
+    if run.loopback:
+        how += "; both ends are one adapter, so cable and switch were not tested"
+
+    def finding(
+        verdict: Verdict, says: str, expected: Expected | None, why: str = "", action: str = ""
+    ) -> Finding:
+        return Finding(
+            "NET004",
+            verdict,
+            _target(run, context),
+            f"{gbit(each)} Gb/s in one direction: {says} ({how})",
+            measured=round(each, 2),
+            unit="Gb/s",
+            expected=expected,
+            why_unjudged=why,
+            action=action,
+            evidence=(at(file, row.line),),
+        )
+
+    def expect(value: float, source: str) -> Expected:
+        return Expected(value, "Gb/s", source, "one direction", run.name, row.size_bytes)
+
+    if row.size_bytes < _FILLS_BYTES:
+        text = f"messages of {row.size_bytes} bytes do not fill a link"
+        return finding("UNJUDGED", text, None, f"{text}; measure with -s 8388608")
+    reads = run.verb == "RDMA_Read" and run.queue_pairs < _READ_QUEUE_PAIRS
+    if rate is not None:
+        value, source = rate
+        if each > value * _MEASURED_AT:
+            text = f"more than the port's {gbit(value)} Gb/s can carry"
+            return finding(
+                "UNJUDGED",
+                text,
+                expect(value, source),
+                "the output and the port's rate do not belong together",
+            )
+        verdict = _banded(each / value, reads)
+        return finding(
+            verdict, f"{each / value:.0%} of {gbit(value)}", expect(value, f"{source}; {TARGET_SOURCE}")
+        )
+    if lowest is None:
+        text = "more than any port in the catalogue carries"
+        return finding("UNJUDGED", text, None, f"{text}; name the port's rate with --port-gbit-s")
+    # Nobody says what rate the port has. It is at least the lowest rate that carries what was measured, so what is
+    # too little for that one is too little for any.
+    share = each / lowest
+    says = f"{share:.0%} of {gbit(lowest)}, the lowest rate of a fabric port that can carry it; the port's own rate is not in this output"
+    source = f"the port's rate is unknown: lowest of {', '.join(gbit(r) for r in FABRIC_RATES_GBIT_S)} that can carry it; {TARGET_SOURCE}"
+    verdict = _banded(share, reads)
+    if verdict == "FAIL" and lowest == FABRIC_RATES_GBIT_S[0]:
+        verdict = "WARN"  # a port of 10 to 56 Gb/s may be healthy at it
+        says += "; broken, unless the port is slower than that by design"
+    hint = (
+        ""
+        if verdict == "PASS"
+        else "hand in ibstat of the same node, or name the rate with --port-gbit-s; then as `seatrial explain NET004` says"
+    )
+    return finding(verdict, says, expect(lowest, source), action=hint)
+
+
+def _banded(share: float, reads: bool) -> Verdict:
+    """`reads`: few queue pairs that read, whose outstanding requests are the limit and not the link."""
+    if not reads:
+        return banded(share)
+    return "PASS" if share >= BROKEN else "WARN"
+
+
+def _latency(run: Run, file: str) -> Finding:
+    row = min(run.rows, key=lambda row: row.size_bytes)
+    time = row.times_us.get("typical", row.times_us.get("avg"))
+    target = Target(port=run.device)
+    evidence = (at(file, row.line),)
+    if time is None or row.size_bytes > _LATENCY_BYTES:
+        why = f"no floor is known for messages of {row.size_bytes} bytes; measure with -s 2"
+        text = f"{run.name}, {row.size_bytes} bytes: not comparable"
+        return Finding(
+            "NET005", "UNJUDGED", target, text, measured=time, unit="µs", why_unjudged=why, evidence=evidence
+        )
+    text = f"{time:.2f} µs for {row.size_bytes} bytes ({run.name})"
+    if run.settings.get("link type", "").lower() not in ("ib", "infiniband"):
+        why = "no floor is known for RDMA over Ethernet: it depends on the switches and on whether the device is a real adapter"
+        return Finding(
+            "NET005", "UNJUDGED", target, text, measured=time, unit="µs", why_unjudged=why, evidence=evidence
+        )
+    expected = Expected(
+        _LATENCY_US,
+        "µs",
+        "at most; chosen here, four times what two ConnectX-7 servers show (1.27 µs)",
+        "one direction",
+        run.name,
+        row.size_bytes,
+    )
+    verdict: Verdict = "PASS" if 0 < time <= _LATENCY_US else "WARN"
+    return Finding(
+        "NET005", verdict, target, text, measured=time, unit="µs", expected=expected, evidence=evidence
+    )
+
+
+def _errors(facts: Runs, context: Context) -> list[Finding]:
+    """One finding for each cause: lines that only follow from another are its evidence."""
+    device = facts.runs[0].device if facts.runs else None
+    told = [(classify(text)[0], text, line) for text, line in facts.errors]
+    first = [t for t in told if not t[0].symptom] or told
+    causes: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for error, text, line in first:
+        causes.setdefault((error.code, error.says), []).append((text, line))
+    after = [line for error, _, line in told if error.symptom] if len(first) < len(told) else []
+    found = []
+    for (code, says), lines in causes.items():
+        text, _ = lines[0]
+        error, match = classify(text)
+        groups = match.groupdict()
+        port = groups.get("device") or device
+        if port is not None and (number := groups.get("number")):
+            port = f"{port}/{number}"
+        found.append(
+            Finding(
+                code,
+                error.verdict,
+                Target(node=context.node, port=port, peer=groups.get("peer")),
+                f"{says}: {text[:200]}",
+                why_unjudged=says if error.verdict == "UNJUDGED" else "",
+                evidence=tuple(at(facts.file, n) for n in [*(line for _, line in lines), *after][:4]),
+            )
+        )
+    return found

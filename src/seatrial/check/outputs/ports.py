@@ -1,0 +1,277 @@
+"""Verdicts on the RDMA ports of a node, however they were read: which are the training fabric, and which of those are ill."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_high
+
+from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.outputs.network import BROKEN, SUSPECT, TARGET_SOURCE, NetworkContext, at, gbit
+from seatrial.check.tool import Context
+from seatrial.hardware import counters
+
+# What a port of each adapter can do at most, in Gb/s. Names: pci.ids; rates: NVIDIA's user manuals of the adapters.
+# MT4126 is the virtual function of any of them, so it says nothing.
+_ADAPTER_GBIT_S = {
+    "MT4115": 100.0,  # ConnectX-4
+    "MT4119": 100.0,  # ConnectX-5
+    "MT4121": 100.0,  # ConnectX-5 Ex
+    "MT4123": 200.0,  # ConnectX-6
+    "MT4125": 200.0,  # ConnectX-6 Dx
+    "MT4127": 50.0,  # ConnectX-6 Lx
+    "MT4129": 400.0,  # ConnectX-7
+    "MT4131": 800.0,  # ConnectX-8
+    "MT41686": 200.0,  # BlueField-2
+    "MT41692": 400.0,  # BlueField-3
+}
+# Rates that ports train at: lanes of SDR (2.5) to XDR (200) times 1, 2, 4, 8 or 12, and Ethernet's.
+_RATES = frozenset(
+    {2.5, 5, 8, 10, 14, 16, 20, 25, 28, 30, 32, 40, 50, 56, 60, 64, 80, 96, 100, 112, 120, 128, 160}
+)
+_RATES_HIGH = frozenset({168, 200, 300, 400, 600, 800, 1200, 1600})
+_BRIDGE_GBIT_S = 100.0
+_BRIDGES = 4  # ConnectX-7 ports of a B200 or B300 board that belong to its NVLink
+
+
+@dataclass(frozen=True)
+class PortFacts:
+    """One port as a tool shows it. `port.state` is in capitals; what was not said is None."""
+
+    port: counters.Port
+    physical: str | None  # "LinkUp", "Polling", "Disabled", ...
+    image_guid: str | None  # the same for all ports of one card
+    firmware: str | None
+    line: int | None
+
+    @property
+    def name(self) -> str:
+        return self.port.name
+
+
+@dataclass(frozen=True)
+class PortsFacts:
+    """All ports of one node. `damage`: what is torn, and in which line."""
+
+    tool: str
+    file: str
+    ports: tuple[PortFacts, ...]
+    damage: tuple[tuple[str, int | None], ...] = ()
+
+
+def known_rate(gbit_s: float) -> bool:
+    """Whether a port can train at this rate at all; a rate that none has is a damaged text."""
+    return gbit_s in _RATES or gbit_s in _RATES_HIGH
+
+
+def fabric_ports(ports: Sequence[PortFacts]) -> list[PortFacts]:
+    """The ports of the training fabric: of all alike (adapter and link layer) those that carry most together.
+
+    NVLink bridges are left out: ports that hardware.counters.fabric() leaves out and that are four, or one card's.
+    A single ConnectX-7 at 100 Gb/s is no bridge but a port in trouble.
+    """
+    groups: dict[tuple[str | None, str | None], list[PortFacts]] = {}
+    for each in _without_bridges(ports):
+        groups.setdefault((each.port.adapter, each.port.link_layer), []).append(each)
+    if not groups:
+        return []
+
+    def carries(key: tuple[str | None, str | None]) -> tuple[float, bool]:
+        group = groups[key]
+        seen = max((p.port.gbit_s or 0.0 for p in group if p.port.state == "ACTIVE"), default=0.0)
+        return len(group) * max(seen, 0.0 if seen else _ADAPTER_GBIT_S.get(key[0] or "", 1.0)), key[
+            1
+        ] == "InfiniBand"
+
+    return groups[max(groups, key=carries)]
+
+
+def _without_bridges(ports: Sequence[PortFacts]) -> list[PortFacts]:
+    if all(p.port.adapter is None for p in ports):
+        return _without_likely_bridges(ports)
+    kept = {p.name for p in counters.fabric(p.port for p in ports)}
+    dropped = [p for p in ports if p.name not in kept]
+    cards = Counter(p.image_guid for p in dropped)
+    bridges = {
+        p.name
+        for p in dropped
+        if (len(dropped) == _BRIDGES if p.image_guid is None else cards[p.image_guid] > 1)
+    }
+    return [p for p in ports if p.name not in bridges]
+
+
+def _without_likely_bridges(ports: Sequence[PortFacts]) -> list[PortFacts]:
+    """Where nobody says what the adapters are: exactly four ports of InfiniBand at 100 Gb/s beside faster ones are bridges.
+
+    Four ports that have all trained down to 100 look the same; the number of fabric ports then shows it.
+    """
+    fabric = [p for p in ports if p.port.link_layer == "InfiniBand"]
+    slow = {p.name for p in fabric if p.port.gbit_s == _BRIDGE_GBIT_S}
+    faster = [p for p in fabric if (p.port.gbit_s or 0.0) > _BRIDGE_GBIT_S]
+    return [p for p in ports if p.name not in slow] if len(slow) == _BRIDGES and faster else list(ports)
+
+
+def judge_ports(facts: PortsFacts, context: Context) -> list[Finding]:
+    """State and rate of each fabric port, and one finding about the ports of other networks that are down."""
+    fabric = fabric_ports(facts.ports)
+    found: list[Finding] = []
+    if fabric:
+        found += _states(facts, fabric, context)
+        found += _rates(facts, fabric, context)
+    found += _others(facts, fabric, context)
+    wanted = context.fabric_ports if isinstance(context, NetworkContext) else None
+    if wanted is not None and len(fabric) < wanted:
+        expected = Expected(wanted, "ports", "the plan, or most of the siblings")
+        text = f"{len(fabric)} fabric ports of {wanted}"
+        found.append(
+            Finding(
+                "NET003",
+                "FAIL",
+                Target(node=context.node),
+                text,
+                len(fabric),
+                "ports",
+                expected,
+                evidence=(facts.file,),
+            )
+        )
+    if fabric and not any(f.verdict in ("FAIL", "WARN") for f in found):
+        rates = sorted({p.port.gbit_s for p in fabric if p.port.gbit_s is not None})
+        kind = " ".join(x for x in (fabric[0].port.adapter, fabric[0].port.link_layer) if x)
+        speed = f"at {', '.join(map(gbit, rates))} Gb/s" if rates else "(at which rate is not in the output)"
+        text = f"{len(fabric)} fabric port{'s' * (len(fabric) > 1)} ({kind}) active {speed}"
+        found.append(
+            Finding(
+                "NET001",
+                "PASS",
+                Target(node=context.node),
+                text,
+                len(fabric),
+                "ports",
+                evidence=(facts.file,),
+            )
+        )
+    return found
+
+
+def _healthy(each: PortFacts) -> bool:
+    return each.port.state == "ACTIVE" and each.physical in (None, "LinkUp")
+
+
+def _states(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> list[Finding]:
+    down = [p for p in fabric if not _healthy(p)]
+    # A second port that no card uses: nobody has put a cable in.
+    numbers = {p.port.number for p in down}
+    unused = (
+        len(numbers) == 1
+        and len(down) < len(fabric)
+        and all(p in down for p in fabric if p.port.number in numbers)
+        and {p.port.device for p in fabric if p not in down} >= {p.port.device for p in down}
+    )
+    found = []
+    for each in down:
+        state = (each.port.state or "unknown").capitalize()
+        verdict: Verdict = "WARN" if unused else "FAIL"
+        text = f"{state}, physical state {each.physical or 'unknown'}"
+        if state.startswith("Init"):
+            text += ": the link is up, no subnet manager has configured it"
+        if unused:
+            text += f"; port {each.port.number} of every adapter is so: not cabled?"
+        found.append(
+            Finding(
+                "NET001",
+                verdict,
+                Target(node=context.node, port=each.name),
+                text,
+                measured=state,
+                expected=Expected(
+                    "Active, LinkUp", source=f"{len(fabric) - len(down)} of {len(fabric)} ports like it are"
+                ),
+                evidence=(at(facts.file, each.line),),
+            )
+        )
+    return found
+
+
+def _rates(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> list[Finding]:
+    active = [(p, p.port.gbit_s) for p in fabric if _healthy(p) and p.port.gbit_s is not None]
+    if not active:
+        return []
+    usual = median_high([rate for _, rate in active])
+    word = context.port_gbit_s if isinstance(context, NetworkContext) else None
+    wanted, source = (word, "--port-gbit-s") if word is not None else (usual, "median of the ports like it")
+    found = []
+    for each, rate in active:
+        if rate >= SUSPECT * wanted:
+            continue
+        few = word is not None or sum(r < SUSPECT * wanted for _, r in active) * 2 < len(active)
+        verdict: Verdict = "FAIL" if rate < BROKEN * wanted and few else "WARN"
+        found.append(
+            Finding(
+                "NET002",
+                verdict,
+                Target(node=context.node, port=each.name),
+                f"trained at {gbit(rate)} Gb/s, {gbit(wanted)} expected",
+                measured=rate,
+                unit="Gb/s",
+                expected=Expected(wanted, "Gb/s", f"{source}; {TARGET_SOURCE}", "one direction"),
+                peers_median=usual,
+                evidence=(at(facts.file, each.line),),
+            )
+        )
+    return found
+
+
+def _others(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> list[Finding]:
+    """Ports that are down and not of the fabric: storage, management, nothing. Not a fault, unless they complete it."""
+    names = {p.name for p in fabric}
+    down = [p for p in _without_bridges(facts.ports) if p.name not in names and not _healthy(p)]
+    if not down:
+        return []
+    alike = [p for p in down if fabric and p.port.adapter == fabric[0].port.adapter]
+    whole = len(fabric) + len(alike)
+    if alike and whole in (2, 4, 8, 16) and len(fabric) not in (2, 4, 8, 16):
+        text = f"{_names(alike)} down: the same adapters as the {len(fabric)} fabric ports, on another link layer"
+        return [
+            Finding(
+                "NET001",
+                "WARN",
+                Target(node=context.node, port=p.name),
+                text,
+                evidence=(at(facts.file, p.line),),
+            )
+            for p in alike
+        ]
+    text = f"{_names(down)} down: not the training fabric, so no fault"
+    return [
+        Finding("NET001", "PASS", Target(node=context.node), text, evidence=(at(facts.file, down[0].line),))
+    ]
+
+
+def _names(ports: Sequence[PortFacts]) -> str:
+    kinds = sorted({" ".join(x for x in (p.port.adapter, p.port.link_layer) if x) for p in ports})
+    return f"{', '.join(p.name for p in ports)} ({', '.join(kinds)})"
+
+
+def inventory(facts: PortsFacts) -> Mapping[str, str | int | float]:
+    """What nodes that should be alike have in common."""
+    fabric = fabric_ports(facts.ports)
+    if not fabric:
+        return {}
+    firmware = sorted({p.firmware for p in fabric if p.firmware})
+    said: dict[str, str | int | float] = {"fabric ports": len(fabric)}
+    if firmware:
+        said["NIC firmware"] = ", ".join(firmware)
+    if all(p.port.gbit_s is not None for p in fabric) and len({p.port.gbit_s for p in fabric}) == 1:
+        said["fabric port rate, Gb/s"] = fabric[0].port.gbit_s or 0.0
+    return said
+
+
+def rates(facts: PortsFacts) -> dict[str, float]:
+    """Device -> rate of its active port in Gb/s; devices whose ports disagree are left out."""
+    seen: dict[str, set[float]] = {}
+    for each in facts.ports:
+        if _healthy(each) and each.port.gbit_s is not None:
+            seen.setdefault(each.port.device, set()).add(each.port.gbit_s)
+    return {device: rate for device, (rate, *rest) in ((d, tuple(r)) for d, r in seen.items()) if not rest}

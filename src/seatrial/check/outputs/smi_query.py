@@ -1,0 +1,246 @@
+"""What `nvidia-smi -q` says, as text or as XML (-x), whole or one of its parts (-d): every value by its path."""
+
+from __future__ import annotations
+
+import re
+import xml.parsers.expat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from seatrial.check.outputs.smi_table import inforom_lines, without_inforom
+from seatrial.check.tool import ParseError, Stray, lines_of
+from seatrial.hardware.xid import address
+
+_HEADER = re.compile(r"^=+\s*NVSMI LOG\s*=+\s*$")
+_GPU = re.compile(r"^GPU (?P<id>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])\s*$", re.ASCII)
+_NAME = re.compile(r"[\x20\tA-Za-z0-9._/()&-]+")
+_COLON = re.compile(r"\s:(?=\s|$)")
+_LOST = re.compile(
+    r"^Unable to determine the device handle for (?P<what>.{0,80}?): *(?P<why>.{0,200})$|^.{0,80}GPU is lost.{0,120}$",
+    re.IGNORECASE,
+)
+# Sections that a part of the output (-d) can have at its top: without a heading, one of them shows what it is.
+SECTIONS = (
+    "fabric",
+    "ecc_errors",
+    "ecc_mode",
+    "retired_pages",
+    "remapped_rows",
+    "clocks",
+    "clocks_event_reasons",
+    "clocks_throttle_reasons",
+    "temperature",
+    "gpu_power_readings",
+    "fb_memory_usage",
+    "pci",
+    "gpu_reset_status",
+)
+# A section that only the whole output has, and the one that then stands near its end.
+_WHOLE, _END = "product_name", "processes"
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value as it stands there, and its line."""
+
+    text: str
+    line: int
+
+
+@dataclass
+class Gpu:
+    """One GPU's section. Paths are small letters with underscores: "remapped_rows.pending"."""
+
+    pci: str | None  # None for a part without a heading
+    line: int
+    values: dict[str, Value] = field(default_factory=dict)
+
+    def get(self, *paths: str) -> Value | None:
+        """The first of `paths` that has a value other than N/A."""
+        for path in paths:
+            value = self.values.get(path)
+            if value is not None and value.text not in ("N/A", "[N/A]", "Not Supported", "Not Available", ""):
+                return value
+        return None
+
+    def below(self, path: str) -> Iterator[tuple[str, Value]]:
+        """Every value whose path begins with `path` and a dot."""
+        return ((key, v) for key, v in self.values.items() if key.startswith(path + "."))
+
+    @property
+    def name(self) -> str | None:
+        """ "NVIDIA H100 80GB HBM3"."""
+        value = self.get(_WHOLE)
+        return None if value is None else value.text
+
+    @property
+    def sections(self) -> frozenset[str]:
+        return frozenset(key.partition(".")[0] for key in self.values)
+
+
+@dataclass
+class Query:
+    """The whole output. `attached` is what it says about the number of GPUs; `lost` are GPUs the driver cannot open."""
+
+    file: str
+    xml: bool
+    head: dict[str, Value]
+    gpus: list[Gpu]
+    lost: list[tuple[int, str]]
+    whole: bool  # all sections, not -d of some
+    stray: Stray  # lines whose names cannot be nvidia-smi's
+    corrupt: list[tuple[int, str | None]] = field(default_factory=list)  # GPUs whose infoROM is, by address
+
+    @property
+    def attached(self) -> int | None:
+        value = self.head.get("attached_gpus")
+        return (
+            int(value.text) if value is not None and value.text.isdecimal() and len(value.text) < 5 else None
+        )
+
+
+def matches(text: str) -> bool:
+    """Whether this is `nvidia-smi -q` or `-q -x`, whole or in part."""
+    start = text[:20_000]
+    if "<nvidia_smi_log>" in start or re.search(r"^=+\s*NVSMI LOG\s*=+\s*$", start, re.MULTILINE):
+        return True
+    if re.search(
+        r"^GPU [0-9A-F]{4,8}:[0-9A-F]{2}:[0-9A-F]{2}\.[0-9]\s*$", start, re.MULTILINE | re.IGNORECASE
+    ):
+        return True
+    first = next((line for line in lines_of(start) if line.strip()), "")
+    part = _key(first.strip()) in SECTIONS and ":" not in first
+    return part and re.search(r"^\s+[A-Z][\w. ]{1,60}\s+: \S", start, re.MULTILINE) is not None
+
+
+def parse(text: str, file: str) -> Query:
+    """Raises ParseError where it is no such output, or where it ends before its end."""
+    clean = without_inforom(text)
+    query = _parse_xml(clean, file) if "<nvidia_smi_log" in text else _parse_text(clean, file)
+    query.corrupt = inforom_lines(text)
+    if not query.gpus and not query.lost:
+        raise ParseError("no GPU in the output of nvidia-smi -q", file=file)
+    _check_end(query, file)
+    return query
+
+
+def _check_end(query: Query, file: str) -> None:
+    """The last GPU must have what the first has, and of the whole output the section at its end."""
+    if not query.gpus:
+        return
+    first, last = query.gpus[0], query.gpus[-1]
+    if query.whole and _END not in last.sections:
+        missing: str | None = _END
+    elif query.whole and last.name != first.name:
+        missing = None  # cards of other kinds have other values
+    else:
+        missing = next((path for path in first.values if not _told(path, last)), None)
+    if missing is not None:
+        where = max((v.line for v in last.values.values()), default=last.line)
+        raise ParseError(
+            f"{missing!r} of the last GPU is missing: the output is cut off", file=file, line=where
+        )
+
+
+def _told(path: str, gpu: Gpu) -> bool:
+    """Whether a GPU has this value, or says of the section around it that it has none; processes come and go."""
+    parts = path.split(".")
+    return parts[0] in (_END, "accounted_processes", "capabilities") or any(
+        ".".join(parts[:n]) in gpu.values for n in range(1, len(parts) + 1)
+    )
+
+
+def _parse_text(text: str, file: str) -> Query:
+    head: dict[str, Value] = {}
+    gpus: list[Gpu] = []
+    lost: list[tuple[int, str]] = []
+    stray: list[tuple[int, str]] = []
+    stack: list[tuple[int, str]] = []  # indentation and name of the sections around
+    for number, line in enumerate(lines_of(text), 1):
+        if not line.strip() or _HEADER.match(line):
+            continue
+        if _LOST.match(line):
+            lost.append((number, line.strip()))
+            continue
+        if found := _GPU.match(line):
+            gpus.append(Gpu(address(found["id"]), number))
+            stack = []
+            continue
+        colon = _COLON.search(line)
+        name, value = (line, None) if colon is None else (line[: colon.start()], line[colon.end() :].strip())
+        if gpus and not _NAME.fullmatch(name):
+            stray.append((number, line))
+            continue
+        indent, key = len(line.expandtabs(8)) - len(line.expandtabs(8).lstrip()), _key(name)
+        while stack and stack[-1][0] >= indent:
+            stack.pop()
+        path = ".".join([*(name for _, name in stack), key])
+        if not gpus and indent == 0 and value is not None:
+            head[key] = Value(value, number)
+            continue
+        if not gpus:
+            if key not in SECTIONS:
+                continue  # a prompt, or what another tool wrote before
+            gpus.append(Gpu(None, number))
+        if value is not None:
+            gpus[-1].values.setdefault(path, Value(value, number))
+        stack.append((indent, key))
+    whole = any(_WHOLE in g.sections for g in gpus)
+    return Query(file, False, head, gpus, lost, whole, Stray(file, tuple(stray)))
+
+
+def _parse_xml(text: str, file: str) -> Query:
+    """By expat alone: it does not fetch the DTD that the output names, and entities are refused."""
+    head: dict[str, Value] = {}
+    gpus: list[Gpu] = []
+    path: list[str] = []
+    words: list[str] = []
+    parser = xml.parsers.expat.ParserCreate()
+
+    def start(name: str, attributes: dict[str, str]) -> None:
+        words.clear()
+        path.append(name)
+        if name == "gpu" and len(path) == 2:
+            gpus.append(Gpu(address(attributes.get("id", "")), parser.CurrentLineNumber))
+
+    def end(name: str) -> None:
+        value = "".join(words).strip()
+        words.clear()
+        inside = path[1:2] == ["gpu"]
+        key = ".".join(path[2:] if inside else path[1:])
+        if value:
+            target = gpus[-1].values if inside else head
+            target.setdefault(key, Value(value, parser.CurrentLineNumber))
+        elif inside and len(path) == 3:
+            gpus[-1].values.setdefault(f"{key}.", Value("", parser.CurrentLineNumber))  # an empty section
+        path.pop()
+
+    def entity(*_: object) -> None:
+        raise ParseError("the XML declares an entity, which nvidia-smi never does", file=file)
+
+    parser.StartElementHandler = start
+    parser.EndElementHandler = end
+    parser.CharacterDataHandler = words.append
+    parser.EntityDeclHandler = entity
+    # What the driver says of a GPU that it cannot open goes to stderr, and stands anywhere where that was kept as well.
+    lost = [(n, line.strip()) for n, line in enumerate(lines_of(text), 1) if _LOST.match(line)]
+    if lost:
+        text = "\n".join("" if _LOST.match(line) else line for line in text.split("\n"))
+    begin = max(0, text.find("<?xml"))
+    try:
+        parser.Parse(text[begin:].strip(), True)
+    except xml.parsers.expat.ExpatError as error:
+        reason = xml.parsers.expat.errors.messages[error.code]
+        line = error.lineno + text[:begin].count("\n")
+        raise ParseError(f"the XML cannot be read: {reason}", file=file, line=line) from None
+    return Query(file, True, head, gpus, lost, any(_WHOLE in g.values for g in gpus), Stray(file))
+
+
+def _key(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+
+
+def number(value: Value | None) -> float | None:
+    """The number that a value begins with ("71.97 W"); None if it is none."""
+    found = re.match(r"-?[0-9]{1,15}(?:\.[0-9]{1,9})?(?![0-9])", value.text) if value is not None else None
+    return float(found[0]) if found else None

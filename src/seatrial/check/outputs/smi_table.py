@@ -1,0 +1,217 @@
+"""The table that plain `nvidia-smi` prints: which GPUs are there, and errors where values should be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from seatrial.check.findings import Finding, Target
+from seatrial.check.floors import find_sku
+from seatrial.check.outputs.gpu_count import count_findings
+from seatrial.check.tool import Context, ParseError, Tool, evidence, lines_of
+from seatrial.hardware.xid import address
+
+_HEAD = re.compile(r"NVIDIA-SMI\s+(?P<smi>\S+)\s+(?:KMD|Driver) Version:\s*(?P<driver>\S+)")
+_ROW = re.compile(
+    r"^\|\s{0,9}(?P<index>[0-9]{1,3})\s{1,9}(?P<name>\S.{0,60}?)\s{1,60}(?:(?:On|Off|N/A|ERR!)\s{0,9})?"
+    r"\|\s{0,9}(?P<pci>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])\s"
+)
+_SECOND = re.compile(r"^\|\s*(?:N/A|ERR!|[0-9]+%)\s+(?:N/A|ERR!|[0-9]+C)\s")
+_LOST = re.compile(
+    r"GPU is lost|No devices (?:were )?found|has failed because it couldn't communicate|Unable to determine the device handle"
+    r"|Failed to initialize NVML",
+    re.IGNORECASE,
+)
+# What NVML cannot be asked for says nothing of the driver.
+_NOT_ALLOWED = re.compile(r"Failed to initialize NVML: Insufficient Permissions", re.IGNORECASE)
+_INSTEAD = re.compile(
+    r"^[ \t]*(?:No devices (?:were )?found|NVIDIA-SMI has failed|Unable to determine the device handle|Failed to initialize NVML)",
+    re.MULTILINE | re.IGNORECASE,
+)
+_INFOROM = re.compile(
+    r"^WARNING: infoROM is corrupted at gpu (?P<pci>[0-9A-Fa-f:.]{7,20})", re.MULTILINE | re.IGNORECASE
+)
+_RULE = re.compile(r"\+[-=+]{40,}\+")
+_END = re.compile(r"\+-{40,}\+")
+_LONGEST = 12  # lines of a message that comes instead of a table, with a prompt before it
+_MEMORY = re.compile(r"(?P<used>[0-9]+|N/A|ERR!)\s*(?:MiB)?\s*/\s*(?P<total>[0-9]+)\s*MiB")
+_COUNTED = re.compile(r"\|\s*(?P<ecc>[0-9]+|N/A|Off|Disabled|ERR!)\s*\|\s*$")
+
+
+@dataclass
+class Row:
+    """One GPU: what its lines say."""
+
+    index: int
+    name: str
+    pci: str | None
+    line: int
+    errors: list[tuple[int, str]] = field(default_factory=list)
+    uncorrected: int | None = None
+    memory_mib: int | None = None
+    second: bool = False  # whether its second line is there
+
+
+@dataclass
+class Table:
+    """The whole table; `lost` are lines that say that no GPU or driver answers."""
+
+    file: str
+    driver: str | None
+    rows: list[Row]
+    lost: list[tuple[int, str]]
+    closed: bool
+    ended: bool | None = None  # whether the list of processes below the GPUs is whole; None without one
+    corrupt: list[tuple[int, str | None]] = field(default_factory=list)  # GPUs by address, whose infoROM is
+
+
+def matches(text: str) -> bool:
+    """Whether this is the table, or what nvidia-smi says when it cannot print one."""
+    start = text[:20_000]
+    if re.search(r"^\|\s*NVIDIA-SMI\s+\S+", start, re.MULTILINE):
+        return True
+    lines = [line for line in lines_of(start) if line.strip()]
+    if len(lines) > _LONGEST or any(re.match(r"GPU \d+: ", line) for line in lines):
+        return _INSTEAD.match(start.lstrip()) is not None
+    return _INSTEAD.search(start) is not None
+
+
+def parse(text: str, file: str) -> Table:
+    """Raises ParseError where there is no GPU and no reason why, or where the table ends in a GPU."""
+    head = _HEAD.search(text)
+    table = Table(file, head["driver"] if head else None, [], [], False)
+    table.corrupt = inforom_lines(text)
+    inside = False
+    for number, line in enumerate(lines_of(text), 1):
+        if _LOST.search(line):
+            table.lost.append((number, line.strip()[:200]))
+        elif found := _ROW.match(line):
+            row = Row(int(found["index"]), found["name"].strip(), address(found["pci"]), number)
+            counted = _COUNTED.search(line)
+            if counted and counted["ecc"].isdecimal():
+                row.uncorrected = int(counted["ecc"])
+            table.rows.append(row)
+            inside, table.closed = True, False
+        elif _RULE.fullmatch(line.rstrip()) and table.rows:
+            inside, table.closed = False, True
+        if inside and line.startswith("|"):
+            row = table.rows[-1]
+            if "ERR!" in line or "Unknown Error" in line:
+                row.errors.append((number, _named(line)))
+            if _SECOND.match(line):
+                row.second = True
+                memory = _MEMORY.search(line)
+                row.memory_mib = int(memory["total"]) if memory else row.memory_mib
+        if re.match(r"^\|\s*(?:Compute )?Processes", line, re.IGNORECASE):
+            below = [x.rstrip() for x in lines_of(text)[number:] if x.startswith(("|", "+"))]
+            table.ended = bool(below) and _END.fullmatch(below[-1]) is not None
+            break
+    if not table.rows and not table.lost:
+        raise ParseError("no GPU in the table of nvidia-smi", file=file)
+    torn = next((r for r in table.rows if not r.second), None)
+    if torn is not None or (table.rows and not table.closed):
+        where = (torn or table.rows[-1]).line
+        raise ParseError("the table ends within a GPU: it is cut off or damaged", file=file, line=where)
+    return table
+
+
+def inforom_lines(text: str) -> list[tuple[int, str | None]]:
+    """Line and PCI address of each GPU whose infoROM nvidia-smi calls corrupt; it says so below any of its outputs."""
+    found = _INFOROM.finditer(text)
+    return [(text.count("\n", 0, m.start()) + 1, address(m["pci"])) for m in found]
+
+
+def without_inforom(text: str) -> str:
+    """The text with these lines empty, so that the others keep their numbers."""
+    return re.sub(_INFOROM.pattern + r".*$", "", text, flags=_INFOROM.flags)
+
+
+def inforom_findings(corrupt: list[tuple[int, str | None]], file: str, context: Context) -> list[Finding]:
+    """One finding for each of inforom_lines()."""
+    text = "its infoROM is corrupt"
+    return [
+        Finding("GPU013", "FAIL", Target(node=context.node, pci=pci), text, evidence=evidence(file, [line]))
+        for line, pci in corrupt
+    ]
+
+
+def _named(line: str) -> str:
+    """Which value of a GPU's line is in error: they stand in the order of the head, "Fan Temp Perf Pwr:Usage/Cap"."""
+    words = line.strip("| ").split()
+    names = ("fan", "temperature", "performance state", "power")
+    if _SECOND.match(line):
+        for name, word in zip(names, words, strict=False):
+            if word == "ERR!":
+                return name
+    return "a value"
+
+
+def judge(table: Table, context: Context) -> list[Finding]:
+    """Errors, missing GPUs; one PASS for each GPU that shows neither."""
+    found: list[Finding] = []
+    for line, text in table.lost:
+        place = evidence(table.file, [line])
+        if _NOT_ALLOWED.search(text):
+            node = Target(node=context.node)
+            found.append(Finding("GPU011", "UNJUDGED", node, text, why_unjudged=text, evidence=place))
+        else:
+            found.append(Finding("GPU002", "FAIL", Target(node=context.node), text, evidence=place))
+    found += inforom_findings(table.corrupt, table.file, context)
+    found += _cut(table, context)
+    names = {r.name for r in table.rows}
+    sku = find_sku(context.gpu) or (find_sku(next(iter(names))) if len(names) == 1 else None)
+    places = evidence(table.file, (r.line for r in table.rows))
+    found += count_findings([r.index for r in table.rows], sku, context, places)
+    for row in table.rows:
+        own = list(_of_row(row, table, context))
+        if not own:
+            text = f"{row.name} answers, no error in the table"
+            target = Target(node=context.node, gpu=row.index, pci=row.pci)
+            own.append(Finding("GPU011", "PASS", target, text, evidence=evidence(table.file, [row.line])))
+        found += own
+    return found
+
+
+def _cut(table: Table, context: Context) -> Iterator[Finding]:
+    """Without the processes below the GPUs nobody knows whether these are all, unless there can be no more of them."""
+    names = {r.name for r in table.rows}
+    sku = find_sku(context.gpu) or (find_sku(next(iter(names))) if len(names) == 1 else None)
+    full = context.gpus or max(sku.counts if sku is not None else (), default=None)
+    if table.rows and (table.ended is False or (table.ended is None and len(table.rows) != full)):
+        last = table.rows[-1].line
+        why = "the list of processes below the GPUs is not whole: cut off, or shortened, so there may be more GPUs"
+        yield Finding(
+            "GPU011",
+            "UNJUDGED",
+            Target(node=context.node),
+            why,
+            why_unjudged=why,
+            evidence=evidence(table.file, [last]),
+        )
+
+
+def _of_row(row: Row, table: Table, context: Context) -> Iterator[Finding]:
+    target = Target(node=context.node, gpu=row.index, pci=row.pci)
+    for line, what in row.errors:
+        text = f"ERR! instead of a value: {what}"
+        yield Finding("GPU002", "FAIL", target, text, "ERR!", evidence=evidence(table.file, [line]))
+    if row.uncorrected:
+        text = f"{row.uncorrected} uncorrectable memory errors since the driver was loaded"
+        place = evidence(table.file, [row.line])
+        yield Finding("GPU003", "FAIL", target, text, row.uncorrected, "errors", evidence=place)
+
+
+def inventory(table: Table) -> dict[str, str | int | float]:
+    """Number and kind of GPUs, driver, memory."""
+    found: dict[str, str | int | float] = {"GPUs": len(table.rows)}
+    if table.driver is not None:
+        found["driver"] = table.driver
+    if table.rows:
+        found["GPU"] = ", ".join(sorted({r.name for r in table.rows}))
+        sizes = sorted({r.memory_mib for r in table.rows if r.memory_mib is not None})
+        found["memory"] = ", ".join(f"{s} MiB" for s in sizes)
+    return found
+
+
+TOOLS: tuple[Tool[Table], ...] = (Tool("nvidia-smi", matches, parse, judge, inventory),)

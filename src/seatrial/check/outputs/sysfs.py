@@ -1,0 +1,159 @@
+"""The tree of /sys/class/infiniband: a copy of its folder, or `grep -r . /sys/class/infiniband` as text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from seatrial.check.findings import Finding, Target
+from seatrial.check.outputs.network import damaged
+from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
+from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.hardware import counters
+
+_LINE = re.compile(
+    r"^(?P<path>\S*?)(?P<device>[\w.-]+)/(?P<file>ports/\d+/[\w/.-]+|hca_type|fw_ver|board_id|sys_image_guid|node_guid|node_type|node_desc):(?P<value>.*)$"
+)
+_NEEDED = ("state", "phys_state", "rate", "link_layer")
+STATE = re.compile(r"\d+: (?P<state>[A-Z_]+)")
+PHYSICAL = re.compile(r"\d+: (?P<state>[A-Za-z]+)")
+RATE = re.compile(
+    r"(?P<rate>\d{1,5}(?:\.\d)?) Gb/sec \(\d+X [A-Z0-9]+\)|(?P<plain>\d{1,5}(?:\.\d)?) Gb/sec(?: \(\w+\))?"
+)
+STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
+FILES = (
+    "hca_type",
+    "fw_ver",
+    "board_id",
+    "sys_image_guid",
+    "ports/*/*",
+    "ports/*/counters/*",
+    "ports/*/hw_counters/*",
+)
+_LARGEST_BYTES = 4096  # of one file of sysfs: a page
+
+
+def is_tree(folder: Path) -> bool:
+    """Whether a folder is such a tree: devices with ports, which have a state or a rate."""
+    return any(
+        p.parent.name.isdigit() and p.is_file()
+        for name in ("state", "rate", "phys_state")
+        for p in folder.glob(f"*/ports/*/{name}")
+    )
+
+
+def read_tree(folder: Path, file: str) -> PortsFacts:
+    """The ports of a tree. What cannot be read or is absent is damage. Raises ParseError where there is no port."""
+    files: dict[str, dict[str, str]] = {}
+    damage: list[tuple[str, int | None]] = []
+    for device in sorted(p for p in folder.iterdir() if p.is_dir()):
+        mine: dict[str, str] = {}
+        # By name: on a live machine links lead from here through all of /sys.
+        for path in sorted(p for pattern in FILES for p in device.glob(pattern) if p.is_file()):
+            name = str(path.relative_to(device))
+            try:
+                with path.open("rb") as f:
+                    mine[name] = f.read(_LARGEST_BYTES).decode("ascii", "replace").strip()
+            except OSError as error:
+                damage.append((f"{device.name}/{name}: {error.strerror}", None))
+        files[device.name] = mine
+    return _ports(files, damage, "sysfs", file)
+
+
+def matches(text: str) -> bool:
+    """Lines as `/sys/class/infiniband/mlx5_0/ports/1/state:4: ACTIVE`."""
+    return bool(re.search(r"^\S*/ports/\d+/(?:state|phys_state|rate|link_layer):\S", text, re.MULTILINE))
+
+
+def parse(text: str, file: str) -> PortsFacts:
+    """As read_tree(), from the text that grep makes of the tree."""
+    files: dict[str, dict[str, str]] = {}
+    damage: list[tuple[str, int | None]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("grep: "):
+            continue
+        found = _LINE.match(line)
+        if found is None:
+            damage.append(("a line that is not `PATH:VALUE`", number))
+        elif found["file"] in files.setdefault(found["device"], {}):
+            damage.append((f"{found['device']}/{found['file']} twice", number))
+        else:
+            files[found["device"]][found["file"]] = found["value"].strip()
+    return _ports(files, damage, "sysfs", file)
+
+
+def _ports(
+    files: dict[str, dict[str, str]], damage: list[tuple[str, int | None]], tool: str, file: str
+) -> PortsFacts:
+    ports = []
+    for device, mine in files.items():
+        numbers = sorted({int(name.split("/")[1]) for name in mine if re.match(r"ports/\d+/", name)})
+        if not numbers:
+            damage.append((f"{device}: no port", None))
+        for number in numbers:
+            values = {name: mine.get(f"ports/{number}/{name}") for name in _NEEDED}
+            where = f"{device}/{number}"
+            damage += [(f"{where}: no `{name}`", None) for name, value in values.items() if not value]
+            state = STATE.fullmatch(values["state"] or "")
+            physical = PHYSICAL.fullmatch(values["phys_state"] or "")
+            rate = RATE.fullmatch(values["rate"] or "")
+            gbit_s = float(rate["rate"] or rate["plain"]) if rate else None
+            if values["state"] and (state is None or state["state"] not in STATES):
+                damage.append((f"{where}: unknown state {values['state'][:40]!r}", None))
+            if values["phys_state"] and physical is None:
+                damage.append((f"{where}: unknown physical state {values['phys_state'][:40]!r}", None))
+            if values["rate"] and (gbit_s is None or not known_rate(gbit_s)):
+                damage.append((f"{where}: no port has the rate {values['rate'][:40]!r}", None))
+            if values["link_layer"] not in (None, "", "InfiniBand", "Ethernet", "Unspecified"):
+                damage.append((f"{where}: unknown link layer", None))
+            counted: dict[str, int] = {}
+            for name, value in mine.items():
+                if re.fullmatch(rf"ports/{number}/(?:hw_)?counters/\w+", name):
+                    if value.isdecimal() and value.isascii():
+                        counted[name.rpartition("/")[2]] = int(value)
+                    elif value:
+                        damage.append((f"{where}: {name.rpartition('/')[2]} is no number", None))
+            port = counters.Port(
+                device,
+                number,
+                mine.get("hca_type") or None,
+                state["state"] if state else None,
+                values["link_layer"] or None,
+                gbit_s,
+                counted,
+            )
+            ports.append(
+                PortFacts(
+                    port,
+                    physical["state"] if physical else None,
+                    mine.get("sys_image_guid"),
+                    mine.get("fw_ver"),
+                    None,
+                )
+            )
+    if not ports:
+        raise ParseError("no port in it", file=file)
+    return PortsFacts(tool, file, tuple(ports), tuple(damage))
+
+
+def judge(facts: PortsFacts, context: Context) -> list[Finding]:
+    """The ports' verdicts. Of the error counters one reading decides nothing: that they stand at their end is told."""
+    found = damaged(facts.damage, facts.file, facts.tool) + judge_ports(facts, context)
+    for each in counters.first_findings({p.name: p.port for p in facts.ports}):
+        if each.signal != "counter_saturated":
+            continue  # what RoCE ports lack matters to those who watch them under load
+        why = "one reading of lifetime counters decides nothing, and these count no more; read them before and after a load"
+        found.append(
+            Finding(
+                "NET011",
+                "UNJUDGED",
+                Target(node=context.node),
+                each.message,
+                why_unjudged=why,
+                evidence=(facts.file,),
+            )
+        )
+    return found
+
+
+TOOLS = (Tool("sysfs", matches, parse, judge, inventory),)
