@@ -186,7 +186,12 @@ def _answers(stage: NodeStage) -> Iterator[Finding]:
         name = stage.names[node]
         yield Finding("MSR011", "FAIL", Target(node=name), f"{name} does not answer, asked several times")
     if stage.answered.all():
-        yield Finding("MSR011", "PASS", Target(), f"all {len(stage.names)} nodes answer")
+        yield Finding(
+            "MSR011",
+            "PASS",
+            Target(),
+            f"all {len(stage.names)} nodes answer" if len(stage.names) > 1 else "the node answers",
+        )
 
 
 def _missing(stage: NodeStage) -> Iterator[Finding]:
@@ -298,8 +303,10 @@ def _ports(stage: NodeStage) -> Iterator[Finding]:
         others = int(stage.port_up[:, rail].sum())
         text = f"{stage.devices[rail]} is down; the same port is up on {others} other nodes"
         yield Finding("MSR009", "FAIL", target, text, "DOWN", "", Expected("ACTIVE", "", "the other nodes"))
-    if not down.any():
-        yield Finding("MSR009", "PASS", Target(), "all ports of the fabric are up")
+    if not down.any() and stage.devices:
+        rdma = any("/" in device for device in stage.devices)  # "mlx5_0/1"; a network device has no port
+        what = "ports of the fabric" if rdma else "devices of the network (TCP; there is no RDMA)"
+        yield Finding("MSR009", "PASS", Target(), f"all {what} are up: {', '.join(stage.devices)}")
     rising = False
     for (node, rail), (before, after) in stage.counters.items():
         for error in findings({before.name: before}, {after.name: after}, stage.load_s):

@@ -108,6 +108,13 @@ def judge_clock(facts: Mapping[str, Any], node: str) -> Finding:
     return Finding("NOD010", verdict, target, text, offset, "s off" if offset is not None else "")
 
 
+def _told(seconds: float) -> str:
+    """A time that may be very short: "12 µs", "4.0 s"."""
+    unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("µs", 1e-6)
+    value = seconds / size
+    return f"{value:.1f} {unit}" if value < 10 else f"{value:,.0f} {unit}"
+
+
 @dataclass(frozen=True)
 class Offset:
     """How far a clock is ahead of ours, in seconds, and how far that can be wrong: half of the shortest round trip."""
@@ -146,9 +153,7 @@ def judge_offsets(offsets: Mapping[str, Offset | None]) -> list[Finding]:
         off = offset.offset_s - middle
         least = max(0.0, abs(off) - offset.error_s)  # what it is off for certain
         verdict: Verdict = "FAIL" if least >= BROKEN_S else "WARN" if least >= SUSPECT_S else "PASS"
-        text = (
-            f"clock {abs(off):.3g} s {'ahead of' if off > 0 else 'behind'} {whose}, ± {offset.error_s:.2g} s"
-        )
+        text = f"clock {_told(abs(off))} {'ahead of' if off > 0 else 'behind'} {whose}, ± {_told(offset.error_s)}"
         expected = Expected(f"within {SUSPECT_S:g} s", "s", _SOURCE)
         # Not "s": a clock is not slower than its siblings' for being ahead of them.
         found.append(Finding("NOD011", verdict, target, text, round(off, 6), "s off", expected))
