@@ -18,7 +18,7 @@ from seatrial.check.live.hosts import Host
 from seatrial.check.node.node_stage import NodeOptions
 from seatrial.launch.netns import Hosts, Unavailable
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 _MARK = "SEATRIAL_TEST_CHECK"
 # What a link carries in these tests: far less than this machine's processors move, so that it is the link that is measured.
@@ -59,7 +59,7 @@ class Cluster:
 
     def signal_agent(self, host: int, signum: int) -> None:
         """Send a signal to the agent of a host, and to nothing else."""
-        agents = [p for p, command in self.processes(host).items() if "check.agent" in command]
+        agents = [p for p, command in self.processes(host).items() if "check.live.agent" in command]
         assert len(agents) == 1, self.processes(host)
         os.kill(agents[0], signum)
 
