@@ -23,6 +23,8 @@ class Gpu:
     link_gb_s: float  # NVLink or Infinity Fabric, one direction
     source: str
     fp8_tflops: float | None = None
+    best_bf16_tflops: float | None = None  # the best that a matrix product was seen to reach
+    best_fp8_tflops: float | None = None
 
 
 @cache

@@ -1,0 +1,284 @@
+"""How far predictions are from published results: errors, what was left out of calibration, fit, intervals, plan regret.
+
+    python bench/plan_accuracy.py published.csv [--write bench/plan_accuracy.json] [--calibration src/seatrial/plan/calibration.toml]
+
+Any CSV with these columns will do. Four ways to know a stack's pace on a GPU, from easy to hard:
+
+    calibrated     from all rows
+    other models   from the rows of other models in the same stack and GPU
+    other sources  from the rows of other sources: zero-shot for this one
+    other GPUs     from the rows of other GPU generations
+
+The error of a row is |predicted / measured - 1|. `--calibration` writes the paces that all rows give; nothing else is fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from plan_rows import Row, read
+from seatrial.plan.calibration import Calibration, Entry, Z, shipped
+from seatrial.plan.collectives import Fabric
+from seatrial.plan.memory import FRAGMENTATION, memory
+from seatrial.plan.predict import capacity
+from seatrial.plan.stacks import stacks
+from seatrial.plan.step import step_parts
+
+GENERATION = {"A100": "Ampere", "H100": "Hopper", "H200": "Hopper"}
+# A spread from few rows says little: it is drawn towards what stacks usually have, as if four more rows had that.
+USUAL, WORTH = 0.08, 4
+
+
+def seconds(row: Row, pace: float) -> float:
+    return step_parts(row.model, row.recipe, Fabric(row.cluster), stacks()[row.stack], pace).total
+
+
+def own_pace(row: Row) -> float | None:
+    """The pace that would have predicted this row exactly; None where even infinitely fast kernels are too slow."""
+    assert row.step_s is not None
+    low, high = 0.05, 20.0
+    if seconds(row, low) >= row.step_s:
+        return None
+    for _ in range(24):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if seconds(row, middle) > row.step_s else (middle, high)
+    return math.sqrt(low * high)
+
+
+def settled(row: Row) -> Row:
+    """What the source does not say of microbatches: the fastest one that fits."""
+    recipe = row.recipe
+    if row.free_microbatch:
+        each = recipe.global_batch // recipe.data_parallel
+        choices = [replace(recipe, microbatch=m) for m in (1, 2, 4, 8) if each % m == 0]
+        rows = [replace(row, recipe=r) for r in choices] or [row]
+        able = [r for r in rows if fits(r)] or rows[:1]
+        recipe = min(able, key=lambda r: seconds(r, 1.1)).recipe
+    return replace(row, recipe=recipe)
+
+
+def fits(row: Row) -> bool:
+    return memory(row.model, row.recipe, stacks()[row.stack]).reserved <= capacity(row.cluster)
+
+
+Paces = dict[int, float | None]
+
+
+def calibrate(rows: Iterable[tuple[int, Row]], paces: Paces, like: Calibration) -> Calibration:
+    """A pace for each stack and GPU: the median over sources of each source's median."""
+    groups: dict[tuple[str, str], dict[str, list[tuple[int, Row]]]] = {}
+    for i, row in rows:
+        if paces[i] is not None:
+            groups.setdefault((row.stack, row.gpu), {}).setdefault(row.source, []).append((i, row))
+    entries = []
+    for (stack, gpu), sources in groups.items():
+        value = statistics.median(
+            statistics.median(p for i, _ in rs if (p := paces[i]) is not None) for rs in sources.values()
+        )
+        misses = sorted(
+            abs(math.log(seconds(row, value) / row.step_s))
+            for rs in sources.values()
+            for _, row in rs
+            if row.step_s
+        )
+        seen, n = misses[min(len(misses) - 1, int(0.85 * len(misses)))] / Z, len(misses)
+        spread = math.sqrt((n * seen**2 + WORTH * USUAL**2) / (n + WORTH))
+        entries.append(
+            Entry(stack, gpu, round(value, 3), round(spread, 3), len(misses), "; ".join(sorted(sources)))
+        )
+    return replace(like, entries=tuple(entries))
+
+
+def score(errors: list[float]) -> dict[str, Any]:
+    return {
+        "rows": len(errors),
+        "mean_%": round(100 * statistics.fmean(errors), 1),
+        "median_%": round(100 * statistics.median(errors), 1),
+        "worst_%": round(100 * max(errors), 1),
+    }
+
+
+class Scores:
+    """Errors and coverage of one way to know the pace."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[Row, float, bool, str]] = []
+
+    def add(self, row: Row, known: Calibration) -> None:
+        if not known.entries or row.step_s is None:
+            return
+        pace = known.pace(row.stack, row.gpu)
+        step = seconds(row, pace.value)
+        inside = abs(math.log(step / row.step_s)) <= Z * pace.spread
+        self.rows.append((row, abs(step / row.step_s - 1), inside, pace.kind))
+
+    def table(self, key: Callable[[Row], str] | None = None) -> dict[str, Any]:
+        groups: dict[str, list[tuple[float, bool]]] = {}
+        for row, error, inside, _ in self.rows:
+            groups.setdefault(key(row) if key else "all", []).append((error, inside))
+        out = {}
+        for name, found in sorted(groups.items()):
+            out[name] = score([e for e, _ in found])
+            out[name]["inside_interval_%"] = round(100 * statistics.fmean(i for _, i in found), 1)
+        return out
+
+    def kinds(self) -> dict[str, Any]:
+        found: dict[str, list[bool]] = {}
+        for _, _, inside, kind in self.rows:
+            found.setdefault(kind, []).append(inside)
+        return {
+            k: {"rows": len(v), "inside_%": round(100 * statistics.fmean(v), 1)} for k, v in found.items()
+        }
+
+
+def generation(row: Row) -> str:
+    return GENERATION.get(row.gpu.split()[0].split("-")[0], "Blackwell")
+
+
+def regret(rows: list[Row], known: Calibration) -> dict[str, Any]:
+    """Where one source tried several layouts of the same work: what the predicted best costs over the best measured."""
+    costs, choices = [], 0
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        r = row.recipe
+        groups.setdefault(
+            (row.source, row.name, row.gpu, r.world, r.global_batch, r.sequence, r.precision), []
+        ).append(row)
+    for group in groups.values():
+        layouts = {(r.recipe.tensor, r.recipe.pipeline, r.recipe.microbatch) for r in group}
+        if len(layouts) < 3:
+            continue
+        choices += 1
+        chosen = min(group, key=lambda r: seconds(r, known.pace(r.stack, r.gpu).value))
+        best = min(r.step_s for r in group if r.step_s)
+        costs.append((chosen.step_s or 0.0) / best - 1)
+    if not costs:
+        return {"groups": 0}
+    return {
+        "groups": choices,
+        "mean_%": round(100 * statistics.fmean(costs), 1),
+        "worst_%": round(100 * max(costs), 1),
+    }
+
+
+def memory_scores(rows: list[Row]) -> dict[str, Any]:
+    """Rows that say all that memory depends on: bytes against what was measured, and whether what ran out of memory was foreseen."""
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        if row.memory_bytes is not None and row.fits:
+            held = memory(row.model, row.recipe, stacks()[row.stack])
+            predicted = {
+                "allocated": held.allocated,
+                "reserved": held.allocated * (1 + FRAGMENTATION),
+                "device": held.reserved,
+            }[row.memory_kind]
+            errors.setdefault(row.source, []).append(abs(predicted / row.memory_bytes - 1))
+    missed = sum(fits(r) for r in rows if not r.fits)
+    refused = sum(not fits(r) for r in rows if r.fits)
+    return {
+        "by_source": {k: score(v) for k, v in sorted(errors.items())},
+        "all": score([e for v in errors.values() for e in v]) if errors else None,
+        "out_of_memory_rows": sum(not r.fits for r in rows),
+        "out_of_memory_missed": missed,
+        "ran_but_refused": refused,
+        "ran": sum(r.fits for r in rows),
+    }
+
+
+def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
+    timed = [r for r in rows if r.step_s is not None and r.fits]
+    numbered = list(enumerate(timed))
+    paces = {i: own_pace(row) for i, row in numbered}
+    like = shipped()
+    everything = calibrate(numbered, paces, like)
+    ways = {k: Scores() for k in ("shipped", "calibrated", "other models", "other sources", "other GPUs")}
+    held_out: dict[tuple[str, str], Calibration] = {}
+
+    def without(kind: str, value: str, keep: Callable[[Row], bool]) -> Calibration:
+        if (kind, value) not in held_out:
+            held_out[kind, value] = calibrate(((i, r) for i, r in numbered if keep(r)), paces, like)
+        return held_out[kind, value]
+
+    for row in timed:
+        ways["shipped"].add(row, like)
+        ways["calibrated"].add(row, everything)
+        peers = [r for r in timed if (r.stack, r.gpu) == (row.stack, row.gpu) and r.name != row.name]
+        if peers:
+            ways["other models"].add(row, without("model", row.name, lambda r, n=row.name: r.name != n))
+        ways["other sources"].add(row, without("source", row.source, lambda r, s=row.source: r.source != s))
+        era = generation(row)
+        ways["other GPUs"].add(row, without("GPU", era, lambda r, e=era: generation(r) != e))
+    result: dict[str, Any] = {"rows": len(rows), "timed": len(timed), "ways": {}}
+    for name, scores in ways.items():
+        result["ways"][name] = {
+            "all": scores.table().get("all"),
+            "by_source": scores.table(lambda r: r.source),
+            "by_stack": scores.table(lambda r: f"{r.stack} on {r.gpu}"),
+            "by_gpu": scores.table(lambda r: r.gpu),
+            "intervals": scores.kinds(),
+        }
+    result["regret"] = regret(timed, everything)
+    told = [r for r in rows if not (r.free_microbatch or r.free_recompute)]
+    result["memory"] = memory_scores(told)
+    return result, everything
+
+
+def toml(known: Calibration) -> str:
+    """calibration.toml with these paces."""
+    lines = [
+        "# How much longer a stack's kernels take on a GPU than good kernels alone (kernels.py). Written by bench/plan_accuracy.py",
+        "# --calibration from published results: for each stack and GPU the median over sources of each source's median, and as",
+        "# `spread` the deviation that 85 of 100 rows keep within, divided by 1.44 (drawn towards 0.08 where rows are few).",
+        "# `seatrial check` and real runs replace them.",
+        "",
+        "[kin]  # stack = the stack whose kernels it runs; used where it was not measured itself",
+        *(f'"{a}" = "{b}"' for a, b in known.kin.items()),
+        "",
+        "[alike]  # GPU = one of the same generation, of which paces are taken where it was not measured itself",
+        *(f'"{a}" = "{b}"' for a, b in known.alike.items()),
+    ]
+    for e in sorted(known.entries, key=lambda e: (e.stack, e.gpu)):
+        lines += ["", "[[pace]]", f'stack = "{e.stack}"', f'gpu = "{e.gpu}"', f"pace = {e.pace}"]
+        lines += [f"spread = {e.spread}", f"rows = {e.rows}", f"source = {json.dumps(e.source)}"]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--calibration", type=Path)
+    options = parser.parse_args()
+    rows, left = read(options.csv)
+    rows = [settled(r) for r in rows]
+    result, known = evaluate(rows)
+    result["left_out"] = left
+    if options.calibration:
+        options.calibration.write_text(toml(known), encoding="utf-8")
+    # One line for each row of scores.
+    text = re.sub(r"\{[^{}]*\}", lambda m: " ".join(m.group().split()), json.dumps(result, indent=1))
+    if options.write:
+        options.write.write_text(text + "\n", encoding="utf-8")
+    for name, way in result["ways"].items():
+        print(f"{name:14}", way["all"], way["intervals"])
+    for name, found in result["ways"]["other sources"]["by_source"].items():
+        print(f"  other sources: {name[:60]:60} {found}")
+    print("regret", result["regret"])
+    print("memory", json.dumps(result["memory"], indent=1))
+    print("left out", left)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

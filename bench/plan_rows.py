@@ -1,0 +1,275 @@
+"""Published results as the planner's own terms: model, recipe, cluster, stack, and what was measured.
+
+What a source does not say is filled from what is known of it, here and nowhere else; a row that still lacks something is left
+out, with the reason.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from seatrial.hardware.catalogue import Gpu, find_gpu
+from seatrial.hardware.networks import find_network
+from seatrial.plan.cluster import Cluster
+from seatrial.plan.model import Model
+from seatrial.plan.recipe import Precision, Recipe, Recompute, Sharding
+
+GIB = 1024**3
+
+# Beginning of a source -> (stack, network, vocabulary where the row has none).
+SOURCES = {
+    "vTrain": ("megatron-deepspeed", "InfiniBand HDR 4x200", 51200),
+    "BigScience": ("megatron-deepspeed-bf16", "Omni-Path 4x100", 250880),
+    "Narayanan": ("megatron-2021", "InfiniBand HDR 8x200", 51200),
+    "Megatron-LM README Jan-2021": ("megatron-2021", "InfiniBand HDR 8x200", 51200),
+    "Megatron-LM images": ("megatron-2021", "InfiniBand HDR 8x200", 51200),
+    "MegaScale NSDI24 Table 2 (Megatron": ("megatron-2023", "RoCE 8x200", 51200),
+    "MegaScale NSDI24 Table 2 (MegaScale": ("megascale", "RoCE 8x200", 51200),
+    "Megatron-LM README model_table": ("megatron", "InfiniBand NDR 8x400", 51200),
+    "GPT-NeoX": ("megatron-2021", "InfiniBand HDR 8x200", 50432),
+    "NVIDIA dgxc-benchmarking v25.04.02 (MaxText": ("maxtext", "InfiniBand NDR 8x400", 0),
+    "NVIDIA": ("nemo", "InfiniBand NDR 8x400", 51200),
+    "SimuMax": ("megatron", "InfiniBand NDR 8x400", 128256),
+    "MosaicML llm-foundry benchmarking README [A100": ("llm-foundry", "RoCE 8x200", 50368),
+    "MosaicML": ("llm-foundry", "InfiniBand NDR 8x400", 50368),
+    "torchtitan benchmarks": ("torchtitan", "InfiniBand NDR 8x400", 128256),
+    "torchtitan docs": ("torchtitan", "InfiniBand HDR 8x200", 0),
+    "InternEvo": ("internevo", "RoCE 4x100", 103168),
+    "stas00": ("deepspeed", "InfiniBand NDR 8x400", 128256),
+}
+GPUS = {
+    "A100-80GB": "A100-80GB SXM",
+    "A100-40GB": "A100-40GB SXM",
+    "H100": "H100 SXM",
+    "H100-80GB": "H100 SXM",
+    "H200": "H200 SXM",
+    "B200": "B200 SXM",
+    "GB200": "GB200",
+    "GB300": "GB300",
+}
+# Not in the catalogue: sold to a few, and slower than the data sheet of their name (torchtitan's benchmarks say so).
+VARIANTS = {
+    "H100-96GB(HBM2e,500W)": ("H100 SXM", 96.0, 2.4),
+    "H100-95GB(HBM2e)": ("H100 SXM", 95.0, 2.4),
+}
+GATED = ("Llama", "InternLM")
+TIED = ("MPT", "GPT", "Megatron", "BLOOM", "OPT")
+# Without sequence parallel or distributed optimizer.
+OLD = ("vTrain", "BigScience", "Narayanan", "Megatron-LM README Jan", "Megatron-LM images", "GPT-NeoX")
+# What a source's memory figure is: torch's peak of what was allocated or reserved, or what nvidia-smi showed.
+MEMORY = {
+    "SimuMax": "allocated",
+    "torchtitan": "reserved",
+    "stas00": "reserved",
+    "NVIDIA": "allocated",
+    "BigScience": "device",
+}
+RECOMPUTE: dict[str, Recompute] = {
+    "full": "full",
+    "full(inferred)": "full",
+    "none": "none",
+    "none(not listed)": "none",
+    "": "none",
+    "selective": "operators",
+    "selective(op)": "operators",
+    "selective(layer)": "alternate",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published result that can be predicted."""
+
+    source: str
+    name: str
+    gpu: str
+    model: Model
+    recipe: Recipe
+    cluster: Cluster
+    stack: str
+    free_microbatch: bool  # the source does not say it
+    free_recompute: bool
+    step_s: float | None
+    memory_bytes: float | None
+    memory_kind: str
+    fits: bool
+
+
+def read(path: Path) -> tuple[list[Row], dict[str, int]]:
+    """Every row of the CSV that can be predicted, and how many could not for each reason."""
+    rows: list[Row] = []
+    left: dict[str, int] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for raw in csv.DictReader(file):
+            try:
+                rows.append(_row({k: (v or "").strip() for k, v in raw.items()}))
+            except Unusable as why:
+                left[str(why)] = left.get(str(why), 0) + 1
+    return rows, left
+
+
+class Unusable(Exception):
+    """Why a row cannot be predicted."""
+
+
+def _number(raw: dict[str, str], key: str, default: int | None = None) -> int:
+    text = raw[key]
+    if text in ("", "n/a"):
+        if default is None:
+            raise Unusable(f"no {key}")
+        return default
+    return int(float(text))
+
+
+def _gpu(name: str) -> Gpu:
+    if name in VARIANTS:
+        base, gb, tb_s = VARIANTS[name]
+        found = find_gpu(base)
+        assert found is not None
+        return replace(found, name=f"{base} {gb:.0f} GB", hbm_gb=gb, hbm_tb_s=tb_s)
+    found = find_gpu(GPUS.get(name, name))
+    if found is None:
+        raise Unusable(f"GPU {name} is not in the catalogue")
+    return found
+
+
+def _precision(text: str) -> Precision:
+    if "nvfp4" in text:
+        raise Unusable("precision nvfp4 has no peak in the catalogue")
+    return "fp8" if "fp8" in text else "bf16"
+
+
+def _row(raw: dict[str, str]) -> Row:
+    source = raw["source"]
+    known = next((v for k, v in SOURCES.items() if source.startswith(k)), None)
+    if known is None:
+        raise Unusable(f"source not described: {source}")
+    stack, network, vocabulary = known
+    if "offload" in raw["zero_or_fsdp"]:
+        raise Unusable("optimizer on the CPU")
+    if source.startswith("torchtitan docs") and raw["gpu"].startswith("H100"):
+        network = "InfiniBand NDR 8x400"
+    if "compile" in raw["precision"] and stack == "torchtitan":
+        stack = "torchtitan-compiled"
+    if "async" in raw["precision"].lower() + raw["notes"].lower() and stack.startswith("torchtitan"):
+        stack = "torchtitan-async"
+    model = _model(raw, vocabulary)
+    gpus = _number(raw, "n_gpus")
+    recipe = _recipe(raw, source, gpus)
+    per_node = min(gpus, _number(raw, "gpus_per_node", 8))
+    cluster = Cluster(_gpu(raw["gpu"]), -(-gpus // per_node), per_node, find_network(network))
+    memory = float(raw["mem_gb_per_gpu"]) * GIB if raw["mem_gb_per_gpu"] else None
+    return Row(
+        source=source,
+        name=raw["model"],
+        gpu=cluster.gpu.name,
+        model=model,
+        recipe=recipe,
+        cluster=cluster,
+        stack=stack,
+        free_microbatch=raw["micro_batch"] == "",
+        free_recompute=raw["recompute"] == "" and not source.startswith("MegaScale"),
+        step_s=_step(raw, model, recipe),
+        memory_bytes=memory,
+        memory_kind=next((v for k, v in MEMORY.items() if source.startswith(k)), "allocated"),
+        fits=raw["outcome"] != "OOM",
+    )
+
+
+def _model(raw: dict[str, str], vocabulary: int) -> Model:
+    hidden, heads = _number(raw, "hidden"), _number(raw, "heads")
+    name = raw["model"]
+    gated = name.startswith(GATED)
+    ffn = _number(raw, "ffn_hidden", 4 * hidden)
+    vocab = _number(raw, "vocab", vocabulary or 32000)
+    plain = not gated
+    return Model(
+        layers=_number(raw, "layers"),
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=_number(raw, "kv_heads", heads),
+        head_dim=hidden // heads,
+        vocab=vocab,
+        gated=gated,
+        tied=name.startswith(TIED),
+        layer_vectors=(13 if plain else 2) * hidden,
+        positions=_number(raw, "seq_len") if plain and not name.startswith("Nemotron") else 0,
+    )
+
+
+def _recipe(raw: dict[str, str], source: str, gpus: int) -> Recipe:
+    tp, pp, cp = _number(raw, "tp"), _number(raw, "pp"), _number(raw, "cp", 1)
+    vpp = _number(raw, "vpp", 6 if source.startswith("MegaScale") else 1)
+    if gpus % (tp * pp * cp):
+        raise Unusable("layout does not divide the GPUs")
+    dp = gpus // (tp * pp * cp)
+    cut = raw["zero_or_fsdp"]
+    sharding: Sharding = "full" if "FSDP" in cut and "FSDP=0" not in cut else "optimizer"
+    if "ZeRO-2" in cut:
+        sharding = "gradients"
+    if "ZeRO-0" in cut or (cut == "" and source.startswith(OLD)):
+        sharding = "none"
+    shard = dp
+    if "groups of 8" in cut:
+        shard = min(8, dp)
+    batch = _number(raw, "global_batch")
+    micro = _number(raw, "micro_batch", 1)
+    recompute = RECOMPUTE.get(raw["recompute"])
+    if recompute is None:
+        raise Unusable(f"recompute {raw['recompute']}")
+    if source.startswith("MegaScale"):
+        recompute = "attention"
+    if pp == 1:
+        vpp = 1
+    return Recipe(
+        sequence=_number(raw, "seq_len"),
+        global_batch=batch,
+        microbatch=micro,
+        tensor=tp,
+        context=cp,
+        shard=shard,
+        replicate=dp // shard,
+        pipeline=pp,
+        stages_per_rank=vpp,
+        schedule="interleaved-1f1b" if vpp > 1 else "1f1b",
+        precision=_precision(raw["precision"]),
+        sharding=sharding,
+        reshard="SHARD_GRAD_OP" not in cut and pp == 1,
+        recompute=recompute,
+        sequence_parallel=not source.startswith(OLD),
+    )
+
+
+def _step(raw: dict[str, str], model: Model, recipe: Recipe) -> float | None:
+    """Seconds a step: as given, or from tokens/s, or from TFLOP/s and the formula that its source used."""
+    tokens = recipe.global_batch * recipe.sequence
+    gpus = recipe.world
+    if raw["step_time_s"]:
+        return float(raw["step_time_s"])
+    if raw["tokens_per_s_per_gpu"]:
+        return tokens / gpus / float(raw["tokens_per_s_per_gpu"])
+    if not raw["tflops_per_gpu"]:
+        return None
+    rate = float(raw["tflops_per_gpu"]) * 1e12 * gpus
+    convention = raw["attn_flops_convention"]
+    if "HFU" in convention:  # arXiv:2104.04473, equation 3
+        h, s, v = model.hidden, recipe.sequence, model.vocab
+        again = 96 if recipe.recompute == "full" else 72
+        flops = again * tokens * model.layers * h * h * (1 + s / (6 * h) + v / (16 * model.layers * h))
+        return flops / rate
+    if "full" in convention or "causal" in convention:
+        flops = tokens * model.flops_per_token(recipe.sequence, full_attention="full" in convention)
+        return flops / rate
+    return None
+
+
+def by(rows: list[Row], *keys: str) -> Iterator[tuple[tuple[str, ...], list[Row]]]:
+    """Rows grouped by attributes, in the order of first appearance."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(str(getattr(row, k)) for k in keys), []).append(row)
+    yield from groups.items()

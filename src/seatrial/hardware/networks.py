@@ -1,0 +1,63 @@
+"""The networks between nodes that we know: rates with their sources, and what one hop costs."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+
+@dataclass(frozen=True)
+class Network:
+    """What one node sends to others. Rates are decimal and in one direction."""
+
+    name: str
+    nics_per_node: int
+    gbps_per_nic: float
+    gpus_per_node: int
+    hop_us: float  # a message of no size from node to node
+    source: str
+    hop_source: str
+
+    @property
+    def gb_s_per_gpu(self) -> float:
+        """A GPU's share of its node's cards, GB/s in one direction."""
+        return self.nics_per_node * self.gbps_per_nic / 8 / self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """What stands in where a network's own latency is not known; microseconds."""
+
+    hop_us: float
+    hop_source: str
+    local_hop_us: float
+    local_source: str
+    start_us: float
+    start_source: str
+
+
+@cache
+def _table() -> tuple[tuple[Network, ...], Latencies]:
+    text = files("seatrial.hardware").joinpath("networks.toml").read_text(encoding="utf-8")
+    table = tomllib.loads(text)
+    assumed = Latencies(**table["assumed"])
+    default = {"hop_us": assumed.hop_us, "hop_source": assumed.hop_source}
+    return tuple(Network(**(default | entry)) for entry in table["network"]), assumed
+
+
+def networks() -> tuple[Network, ...]:
+    """Every network of networks.toml, in its order."""
+    return _table()[0]
+
+
+def latencies() -> Latencies:
+    """The assumed latencies, each with its reason."""
+    return _table()[1]
+
+
+def find_network(name: str) -> Network | None:
+    """The network with this name, whatever its case; None if unknown."""
+    wanted = " ".join(name.split()).casefold()
+    return next((n for n in networks() if n.name.casefold() == wanted), None)

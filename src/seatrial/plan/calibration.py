@@ -1,0 +1,111 @@
+"""How much longer a stack's kernels take on a GPU than good kernels alone: its pace, with spread and source (calibration.toml).
+
+What was not measured is derived, and called so: from a stack that runs the same kernels ("borrowed"), or from the same stack
+on other GPUs ("extrapolated"). Interval: pace x exp(+- z x spread), spread being the standard deviation of log(measured /
+predicted).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+Kind = Literal["calibrated", "borrowed", "extrapolated"]
+# Of the normal distribution: 85 % lie within.
+Z = 1.44
+# Added to the spread, as standard deviations: another release of the same stack, another stack, another GPU.
+DOUBT: dict[Kind, float] = {"calibrated": 0.04, "borrowed": 0.12, "extrapolated": 0.14}
+DOUBT_SOURCE = "the same configuration in another release differs by 4 % in the median of published results; the others: what leaving out a source or a GPU generation costs in bench/plan_accuracy.py"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """`value` multiplies the time of every kernel; `spread` is of the whole step."""
+
+    value: float
+    spread: float
+    kind: Kind
+    source: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stack on one GPU, as measured."""
+
+    stack: str
+    gpu: str
+    pace: float
+    spread: float
+    rows: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The measured paces, and which stacks and GPUs stand for which others."""
+
+    entries: tuple[Entry, ...]
+    kin: dict[str, str]  # stack -> the stack whose kernels it runs
+    alike: dict[str, str]  # GPU -> one of the same generation
+
+    def pace(self, stack: str, gpu: str) -> Pace:
+        """The best that is known. ValueError if there is no entry at all."""
+        if not self.entries:
+            raise ValueError("no calibration: nothing was measured")
+        names = [stack]
+        while names[-1] in self.kin and self.kin[names[-1]] not in names:
+            names.append(self.kin[names[-1]])
+        for i, name in enumerate(names):
+            found = self._find(name, gpu)
+            if found is not None:
+                kind: Kind = "calibrated" if i == 0 else "borrowed"
+                source = found.source if i == 0 else f"{name} on {gpu}: {found.source}"
+                return Pace(found.pace, math.hypot(found.spread, DOUBT[kind]), kind, source)
+        return self._extrapolate(names, gpu)
+
+    def _find(self, stack: str, gpu: str) -> Entry | None:
+        return next((e for e in self.entries if (e.stack, e.gpu) == (stack, gpu)), None)
+
+    def _extrapolate(self, names: list[str], gpu: str) -> Pace:
+        """log(pace) = stack + GPU, each relative to the mean of what was measured."""
+        mine: list[Entry] = []
+        for name in names:
+            mine = [e for e in self.entries if e.stack == name]
+            if mine:
+                break
+        base = mine or list(self.entries)
+        stack_names = {e.stack for e in base}
+        on = self.alike.get(gpu, gpu)
+        value = statistics.fmean(math.log(e.pace) for e in base)
+        # How much the GPU differs from those that the stack was measured on, by other stacks on both.
+        shifts = []
+        for other in {e.stack for e in self.entries} - stack_names:
+            there = [e for e in self.entries if e.stack == other and e.gpu in (gpu, on)]
+            here = [e for e in self.entries if e.stack == other and e.gpu in {b.gpu for b in base}]
+            if there and here:
+                shifts.append(_mean_log(there) - _mean_log(here))
+        same = [e for e in base if e.gpu == on]
+        if same:
+            value = _mean_log(same)
+        elif shifts:
+            value += statistics.fmean(shifts)
+        spread = math.hypot(statistics.fmean(e.spread for e in base), DOUBT["extrapolated"])
+        told = ", ".join(sorted({f"{e.stack} on {e.gpu}" for e in (same or base)}))
+        return Pace(math.exp(value), spread, "extrapolated", f"from {told}")
+
+
+def _mean_log(entries: Iterable[Entry]) -> float:
+    return statistics.fmean(math.log(e.pace) for e in entries)
+
+
+@cache
+def shipped() -> Calibration:
+    """calibration.toml."""
+    table = tomllib.loads(files("seatrial.plan").joinpath("calibration.toml").read_text(encoding="utf-8"))
+    return Calibration(tuple(Entry(**e) for e in table["pace"]), table["kin"], table["alike"])

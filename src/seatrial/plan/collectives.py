@@ -1,0 +1,91 @@
+"""How long collectives take, by level: rings over NVLink inside a node, over the network cards between nodes.
+
+    time = start + hops + factor x bytes / bandwidth
+    factor = 2 (n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter     (nccl-tests, doc/PERFORMANCE.md)
+
+A ring enters a node through one card and leaves through another, and NCCL makes as many rings as a group has cards:
+so a group with g ranks in each node has g cards' bandwidth, and never more than NVLink gives it. All the groups of a node
+communicate at the same time, each with the cards of its own ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from seatrial.hardware.networks import latencies
+from seatrial.plan.cluster import Cluster, Group
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+# Large all_reduces over the 8 GPUs of a node reach 230 of 300 GB/s on A100, 366 of 450 on H100 and H200, 682 of 900 on
+# B200 with rings (public nccl-tests, the floors of `seatrial check`): 0.76 to 0.81.
+LOCAL_SHARE = 0.78
+# 381 GB/s over 4 nodes of 8 x 50 GB/s (stas00/ml-engineering@744d01e network/README.md, nccl 2.27.7).
+NETWORK_SHARE = 0.95
+# What messages reach of the bandwidth of the largest, beside their latency: 16 to 64 MiB 0.68, from 256 MiB on all of it (all_reduce
+# over 8 B200, nccl 2.27.7, stas00/ml-engineering@744d01e network/README.md, 50 us taken off).
+SMALL_SHARE, SMALL_BYTES, LARGE_BYTES = 0.68, 64 * 2**20, 256 * 2**20
+
+
+def size_share(n_bytes: float) -> float:
+    """See SMALL_SHARE; in between it grows with the logarithm of the size. A message never gets faster by being larger."""
+    if n_bytes <= SMALL_BYTES:
+        return SMALL_SHARE
+    if n_bytes >= LARGE_BYTES:
+        return 1.0
+    return SMALL_SHARE + (1 - SMALL_SHARE) * math.log(n_bytes / SMALL_BYTES) / math.log(
+        LARGE_BYTES / SMALL_BYTES
+    )
+
+
+class UnknownNetworkError(ValueError):
+    """Ranks on several nodes communicate, and the network between them is not known."""
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """A cluster's links as collectives see them; `network_share` is what they reach of the cards' rate."""
+
+    cluster: Cluster
+    network_share: float = NETWORK_SHARE
+
+    def bandwidth(self, at: Group, share: float = 1.0) -> float:
+        """Bytes/s in one direction that a ring over `at` moves; messages of this size reach `share` of it over NVLink."""
+        local = self.cluster.gpu.link_gb_s * 1e9 * LOCAL_SHARE * share
+        if at.nodes == 1:
+            return local
+        # A single rank a node has its own card and NVLink plays no part.
+        between = at.per_node * self._card()
+        return between if at.per_node == 1 else min(local, between)
+
+    def _card(self) -> float:
+        network = self.cluster.network
+        if network is None:
+            raise UnknownNetworkError(f"{self.cluster.nodes} nodes, and no network between them is given")
+        return network.gb_s_per_gpu * 1e9 * self.network_share
+
+    def seconds(self, kind: Kind, n_bytes: float, at: Group) -> float:
+        """One collective over `at`; `n_bytes` is the whole tensor: what all_gather returns, what reduce_scatter takes."""
+        n = at.size
+        if n <= 1 or n_bytes <= 0:
+            return 0.0
+        rounds = 2 if kind == "all_reduce" else 1
+        assumed = latencies()
+        hop_us = (n - at.nodes) * assumed.local_hop_us
+        if at.nodes > 1:
+            self._card()
+            assert self.cluster.network is not None
+            hop_us += at.nodes * self.cluster.network.hop_us
+        wire = rounds * (n - 1) / n * n_bytes / self.bandwidth(at, size_share(n_bytes))
+        return (assumed.start_us + rounds * hop_us) * 1e-6 + wire
+
+    def send(self, n_bytes: float, *, across: bool) -> float:
+        """One message from a GPU to another, to another node if `across`; all GPUs of a node send at once."""
+        assumed = latencies()
+        if not across:
+            return assumed.start_us * 1e-6 + n_bytes / (self.cluster.gpu.link_gb_s * 1e9 * LOCAL_SHARE)
+        card = self._card()
+        assert self.cluster.network is not None
+        return (assumed.start_us + self.cluster.network.hop_us) * 1e-6 + n_bytes / card

@@ -1,0 +1,242 @@
+"""The dry run: one training step by the trainer's own code, for any rank of any world, with no GPU and no memory.
+
+What comes out is counted, not modelled: bytes of parameters, gradients and optimizer state, the highest point of
+memory and what it is made of, FLOPs, and every collective by dimension of the layout. Time is not: for that there is
+the closed form, which this one checks.
+
+torch runs in processes of its own (`seatrial.train.dryrun`); nothing here loads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from seatrial.base.errors import InputError, InternalError, RunFailed
+from seatrial.job.job import Job
+from seatrial.job.layout import Coordinates
+from seatrial.plan.dryrun_extrapolate import Grid, carry, carry_peak, grid
+
+Device = Literal["cuda", "cpu"]
+
+_WORKER = (sys.executable, "-m", "seatrial.train.dryrun")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind over one dimension, in one step of one rank."""
+
+    kind: str  # all-gather, reduce-scatter, all-reduce, send, receive, broadcast
+    dimension: str  # tensor, pipeline, shard, replicate, ends (of the pipeline: a tied embedding), world
+    dtype: str
+    ranks: int  # that take part
+    calls: int
+    payload_bytes: int  # of whole tensors: of an all-gather the output, of a reduce-scatter the input
+
+    @property
+    def sent_bytes(self) -> float:
+        """What this rank has to send: (n-1)/n of the payload, twice that for an all-reduce, all of a message.
+
+        That is the least that any algorithm needs, and what rings do (Patarasuk and Yuan 2009; the bus bandwidth of
+        nccl-tests). A broadcast is sent on once.
+        """
+        part = (self.ranks - 1) / self.ranks
+        factor = {"all-gather": part, "reduce-scatter": part, "all-reduce": 2 * part, "receive": 0.0}
+        return self.payload_bytes * factor.get(self.kind, 1.0)
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step of one rank."""
+
+    rank: int
+    at: Coordinates
+    layers: tuple[range, ...]  # of each of its stages
+    parameter_bytes: int  # fp32 shards
+    gradient_bytes: int  # as the optimizer sees them
+    optimizer_bytes: int
+    peak_bytes: int
+    peak_label: str  # where in the step that is
+    peak: Mapping[str, int]  # bytes by kind
+    flops: Mapping[tuple[str, str], int]  # (forward, backward or update; matmul, attention, other)
+    traffic: tuple[Traffic, ...]
+    traced: tuple[tuple[int, int], ...]  # (layers, microbatches) of the traces behind it
+    seconds: float  # that tracing took
+
+    @property
+    def total_flops(self) -> int:
+        """FLOPs of all phases. Attention counts the whole score matrix, also where kernels skip half of it."""
+        return sum(self.flops.values())
+
+    def sent_bytes(self, dimension: str) -> float:
+        """What this rank sends over `dimension` in a step, at least."""
+        return sum(t.sent_bytes for t in self.traffic if t.dimension == dimension)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The ranks that were asked for."""
+
+    ranks: tuple[RankStep, ...]
+    process_bytes: int  # the most that one tracing process had resident
+    notes: tuple[str, ...]  # what is not known, or not as the job has it
+
+    @property
+    def worst(self) -> RankStep:
+        """The rank that needs most memory."""
+        return max(self.ranks, key=lambda r: r.peak_bytes)
+
+
+def one_of_each(job: Job) -> list[int]:
+    """A rank of every pipeline stage: all others do as one of these.
+
+    Rank 0 of the shard group, whose shards are the largest where a dimension does not divide evenly.
+    """
+    return [job.layout.rank(Coordinates(p, 0, 0, 0)) for p in range(job.layout.pipeline)]
+
+
+def dry_run(
+    job: Job,
+    *,
+    device: Device = "cuda",
+    ranks: Sequence[int] | None = None,
+    whole: bool = False,
+    processes: int | None = None,
+    timeout_s: float = 600.0,
+) -> DryRun:
+    """One step of `ranks` (if None: `one_of_each`) as they would be on `device`.
+
+    `whole` traces all layers and microbatches instead of carrying over from a few; the result is the same. Peak memory on
+    "cuda" is what torch's allocator hands out at once (`torch.cuda.max_memory_allocated`); what CUDA, NCCL and cuBLAS
+    take for themselves, and what fragmentation costs, comes on top and is not known here.
+
+    Raises InputError for a rank that there is not, RunFailed where a process ended from outside or took too long,
+    InternalError where it failed.
+    """
+    world = job.layout.world_size
+    wanted = one_of_each(job) if ranks is None else list(ranks)
+    wrong = [r for r in wanted if not 0 <= r < world]
+    if wrong:
+        raise InputError(f"there is no rank {wrong[0]}: the layout has ranks 0 to {world - 1}")
+    at = grid(job.layout, job.architecture.num_hidden_layers, job.microbatches, whole=whole)
+    traces = [[rank, *point] for rank in wanted for point in at.points]
+    workers = max(1, min(processes or os.cpu_count() or 1, len(traces)))
+    shares = [traces[i::workers] for i in range(workers)]
+    with ThreadPoolExecutor(workers) as pool:
+        answers = list(pool.map(lambda share: _ask(job, device, at, share, timeout_s), shares))
+    found = {
+        tuple(point): traced
+        for share, answer in zip(shares, answers, strict=True)
+        for point, traced in zip(share, answer["traces"], strict=True)
+    }
+    return DryRun(
+        ranks=tuple(_rank(job, at, rank, [found[rank, *point] for point in at.points]) for rank in wanted),
+        process_bytes=max(answer["memory_bytes"] for answer in answers),
+        notes=tuple(_notes(job, device)),
+    )
+
+
+def _ask(job: Job, device: Device, at: Grid, traces: list[list[int]], timeout_s: float) -> dict[str, Any]:
+    layout = job.layout.as_dict()
+    del layout["world_size"]
+    request = {
+        "file": job.file.model_dump(mode="json"),
+        "architecture": job.architecture.as_dict(),
+        "layout": layout,
+        "device": device,
+        "edges": at.edges,
+        "traces": traces,
+    }
+    command = [*_WORKER, "--parent", str(os.getpid())]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(request), capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunFailed(
+            f"the dry run took longer than {timeout_s:.0f} s", hint="ask for fewer ranks at once"
+        ) from error
+    if done.returncode < 0:
+        raise RunFailed(
+            f"the dry run's process was ended by signal {-done.returncode}",
+            hint="if that was the kernel for want of memory: ask for fewer processes at once",
+        )
+    if done.returncode:
+        last = done.stderr.strip().splitlines()
+        raise InternalError(
+            f"the dry run failed: {last[-1] if last else f'exit code {done.returncode}'}",
+            hint="report it, with the job file",
+        )
+    return dict(json.loads(done.stdout))
+
+
+def _rank(job: Job, at: Grid, rank: int, traces: list[dict[str, Any]]) -> RankStep:
+    layout = job.layout
+    place = layout.coordinates(rank)
+    held = carry(at, [t["bytes"] for t in traces])
+    label, peak = carry_peak(at, [t["peaks"] for t in traces])
+    return RankStep(
+        rank=rank,
+        at=place,
+        layers=tuple(
+            layout.stage_layers(stage, job.architecture.num_hidden_layers)
+            for stage in layout.stage_indices(place.pipeline)
+        ),
+        parameter_bytes=held["parameters"],
+        gradient_bytes=held["gradients"],
+        optimizer_bytes=held["optimizer"],
+        peak_bytes=sum(peak.values()),
+        peak_label=label,
+        peak=peak,
+        flops=carry(at, [{(phase, kind): n for phase, kind, n in t["flops"]} for t in traces]),
+        traffic=_traffic(job, at, traces),
+        traced=tuple(at.points),
+        seconds=sum(t["seconds"] for t in traces),
+    )
+
+
+def _traffic(job: Job, at: Grid, traces: list[dict[str, Any]]) -> tuple[Traffic, ...]:
+    # Sizes of single messages may grow with the layers (all norms' gradients go in one), so sums are carried over.
+    calls: list[dict[tuple[str, str, str], int]] = []
+    payload: list[dict[tuple[str, str, str], int]] = []
+    for trace in traces:
+        calls.append({})
+        payload.append({})
+        for kind, dimension, dtype, n_bytes, n in trace["collectives"]:
+            key = (kind, dimension, dtype)
+            calls[-1][key] = calls[-1].get(key, 0) + n
+            payload[-1][key] = payload[-1].get(key, 0) + n * n_bytes
+    all_calls, all_payload = carry(at, calls), carry(at, payload)
+    sizes = {"world": job.layout.world_size, "ends": 2}
+    return tuple(
+        Traffic(
+            kind,
+            dimension,
+            dtype,
+            ranks=sizes.get(dimension) or getattr(job.layout, dimension),
+            calls=all_calls[kind, dimension, dtype],
+            payload_bytes=all_payload[kind, dimension, dtype],
+        )
+        for kind, dimension, dtype in sorted(all_calls)
+    )
+
+
+def _notes(job: Job, device: Device) -> list[str]:
+    notes = []
+    if job.train.compile:
+        notes.append(
+            "compile = true is not traced: memory and FLOPs are of the same step without compilation, which needs more "
+            "memory; collectives are the same"
+        )
+    if device == "cuda" and not job.data.attend_across_documents:
+        notes.append(
+            "attend_across_documents = false: which attention kernel CUDA takes with a bias, and what it keeps, is not "
+            "known; flash attention's memory is counted, and the bias"
+        )
+    return notes

@@ -1,0 +1,107 @@
+"""From a step to the end of the run: saving, failures and what they cost, wall-clock time and GPU hours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from seatrial.hardware.failures import Rate
+from seatrial.plan.cluster import Cluster
+from seatrial.plan.ettr import DAY_S, Branch, Case
+from seatrial.plan.formulas import renewal
+from seatrial.plan.model import Model
+from seatrial.plan.predict import Prediction, Share
+from seatrial.plan.recipe import Recipe
+from seatrial.plan.reliability import Costs
+from seatrial.record.interval import Interval, choose_interval
+
+# fp32 weights and two moments, each once: what our checkpoints hold.
+SAVED_BYTES = 12
+# A GPU's memory to its host's, while all eight do it; `seatrial check` has the floors of one alone (23 on A100, 48 on H100).
+HOST_GB_S = 20.0
+HOST_SOURCE = "assumption: below the 23 GB/s that one A100 must reach alone"
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Seconds of wall-clock time unless a name says otherwise. `low_s` and `high_s` follow from the step's interval."""
+
+    wall_s: float
+    low_s: float
+    high_s: float
+    ettr: float  # productive training time over wall-clock time
+    failures: float  # expected on the way
+    checkpoint_bytes: float
+    stall_s: float  # of one save
+    interval: Interval
+    gpu_hours: float
+    waterfall: tuple[Share, ...]  # of the wall-clock time: the step's parts, saving, failures
+
+    @property
+    def mfu(self) -> float:
+        """Of the whole run, failures included."""
+        return self.waterfall[0].share
+
+
+def finish(
+    prediction: Prediction,
+    model: Model,
+    recipe: Recipe,
+    cluster: Cluster,
+    steps: int,
+    *,
+    rate: Rate,
+    storage_gb_s: float,
+    max_unsaved_s: float = 14400.0,
+    costs: Costs | None = None,
+) -> Finish:
+    """`steps` steps on nodes that fail at `rate`, saved to storage that takes and gives `storage_gb_s`; Young's interval.
+
+    ETTR is the renewal process of `formulas.py` with one kind of failure: back to the newest checkpoint, in new processes
+    on nodes that are there. ValueError where steps, rate or bandwidth are not above 0.
+    """
+    if steps < 1 or storage_gb_s <= 0:
+        raise ValueError(f"no run of {steps} steps with storage of {storage_gb_s} GB/s")
+    costs = costs or Costs()
+    size = float(SAVED_BYTES * model.parameters())
+    # Each box of the model has one owner that saves it: replicas save nothing.
+    stall = size / (recipe.world / recipe.replicate) / (HOST_GB_S * 1e9)
+    write = size / (storage_gb_s * 1e9)
+    nodes = -(-recipe.world // cluster.gpus_per_node)
+    chosen = choose_interval(
+        save_cost_s=stall,
+        write_s=write,
+        step_time_s=prediction.step_s,
+        nodes=nodes,
+        failures=0,
+        node_days=0.0,
+        prior=rate,
+        max_unsaved_s=max_unsaved_s,
+    )
+    down = costs.new_process_s + costs.communicators_s_per_gpu * recipe.world + write
+    case = Case(
+        nodes=nodes,
+        failures_per_node_s=rate.per_node_day / DAY_S,
+        branches=(Branch(1.0, "process", down),),
+        disk_interval_s=chosen.interval_s,
+        disk_stall_s=stall,
+        disk_lag_s=write,
+    )
+    ettr = renewal(case)
+    work = steps * prediction.step_s
+    wall = work / ettr
+    saving = ettr * stall / chosen.interval_s
+    shares = [Share(s.name, s.share * ettr, s.seconds * steps) for s in prediction.waterfall]
+    shares.append(Share("saving checkpoints", saving, saving * wall))
+    shares.append(Share("failures and recovery", 1 - ettr - saving, (1 - ettr - saving) * wall))
+    return Finish(
+        wall_s=wall,
+        low_s=wall * prediction.low_s / prediction.step_s,
+        high_s=wall * prediction.high_s / prediction.step_s,
+        ettr=ettr,
+        failures=wall / case.mttf_s,
+        checkpoint_bytes=size,
+        stall_s=stall,
+        interval=chosen,
+        gpu_hours=wall / 3600 * recipe.world,
+        waterfall=tuple(shares),
+    )

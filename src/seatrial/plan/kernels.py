@@ -1,0 +1,171 @@
+"""How long kernels take on one GPU: matrix products by shape, attention, and operators that move memory.
+
+These are what good kernels reach when they are alone. What a software stack adds (its own kernels, clocks under power limits,
+gaps between kernels) is the stack's `pace`, see `calibration.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from seatrial.hardware.catalogue import Gpu
+from seatrial.plan.recipe import Precision
+
+# Output tile of the usual large kernel; both orders are tried (docs.nvidia.com, "Matrix Multiplication Background").
+TILE = (128, 256)
+# Streaming multiprocessors. Where it is unknown, no wave is counted.
+PROCESSORS = {
+    "A100": 108,
+    "H100 SXM": 132,
+    "H100 PCIe": 114,
+    "H200": 132,
+    "B200": 148,
+    "GB200": 148,
+    "B300": 148,
+    "GB300": 148,
+}
+PROCESSORS_SOURCE = "NVIDIA's white papers: A100 108; H100 SXM 132, PCIe 114; cudaDeviceProp of B200: 148; B300 and GB300 assumed as B200"
+# What a copy or an addition of large arrays reaches of the data sheet's bandwidth.
+MEMORY_SHARE = 0.85
+MEMORY_SOURCE = "assumption: STREAM-like kernels read 83 to 93 % of the data sheet on A100 and H100"
+# Rows of 128 bytes feed the tensor cores best (docs.nvidia.com, "Matrix Multiplication Background"); what it costs where they are
+# not: BigScience measured 92 to 95 TFLOP/s with hidden 14,400 over TP 8 where 14,336 gave 120 (chronicles-prequel).
+ALIGNED = 64
+UNALIGNED_SHARE = 0.78
+# Filling and draining a matrix product's pipeline, per wave of tiles.
+WAVE_S = 1.0e-6
+
+
+class UnknownSpeedError(ValueError):
+    """The GPU's speed in this precision is not known; nothing is guessed."""
+
+
+@dataclass(frozen=True)
+class AttentionSpeed:
+    """Shares of the dense bf16 peak that an attention kernel reaches on long sequences, and where it is half as fast."""
+
+    forward: float
+    backward: float
+    half_length: float
+    source: str
+
+
+_FLASH2_A100 = AttentionSpeed(
+    0.64, 0.58, 600, "FlashAttention-2, arXiv:2307.08691 figures 5-6: A100, head dimension 128"
+)
+_FLASH2_H100 = AttentionSpeed(
+    0.42, 0.34, 600, "FlashAttention-2 on H100, arXiv:2307.08691 figure 7; 2407.08608 section 4"
+)
+_CUDNN_H100 = AttentionSpeed(
+    0.62, 0.52, 1000, "FlashAttention-3 and cuDNN 9, arXiv:2407.08608 figures 5-6: H100"
+)
+_CUDNN_B200 = AttentionSpeed(
+    0.62, 0.48, 1500, "assumption: cuDNN on B200 reaches the shares that it has on H100"
+)
+_FLASH1_A100 = AttentionSpeed(
+    0.40, 0.30, 600, "FlashAttention 1: 30-50 % forward, 25-35 % backward, arXiv:2307.08691 section 1: A100"
+)
+_FLASH1_H100 = AttentionSpeed(
+    0.24, 0.18, 600, "FlashAttention 1 with Ampere's instructions, which give 0.6 of an H100's peak"
+)
+
+
+def attention_speed(gpu: Gpu, kernel: str) -> AttentionSpeed:
+    """`kernel`: "flash1", "flash2", or "cudnn" for the vendor's own."""
+    if gpu.name.startswith("A100"):
+        return _FLASH1_A100 if kernel == "flash1" else _FLASH2_A100
+    if kernel == "flash1":
+        return _FLASH1_H100
+    if gpu.name.startswith(("H100", "H200")):
+        return _CUDNN_H100 if kernel == "cudnn" else _FLASH2_H100
+    if kernel == "cudnn":
+        return _CUDNN_B200
+    # torch's FlashAttention-2 has no kernels for this generation; cuDNN is what sdpa takes there.
+    return _CUDNN_B200
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One GPU in one precision. Seconds."""
+
+    gpu: Gpu
+    precision: Precision
+    attention_kernel: str = "flash2"
+
+    @cached_property
+    def peak(self) -> float:
+        """Dense FLOP/s of matrix products, from the data sheet."""
+        tflops = self.gpu.fp8_tflops if self.precision == "fp8" else self.gpu.bf16_tflops
+        if tflops is None or self.precision == "fp32":
+            raise UnknownSpeedError(f"no peak is known for {self.precision} on {self.gpu.name}")
+        return tflops * 1e12
+
+    @cached_property
+    def best(self) -> float:
+        """The best FLOP/s that a matrix product was seen to reach; where nobody measured, the bf16 share of the peak."""
+        fp8 = self.precision == "fp8"
+        measured = self.gpu.best_fp8_tflops if fp8 else self.gpu.best_bf16_tflops
+        if measured is not None:
+            return measured * 1e12
+        if self.gpu.best_bf16_tflops is not None:
+            return self.peak * self.gpu.best_bf16_tflops / self.gpu.bf16_tflops
+        return self.peak * 0.75  # all that were measured lie between 0.71 and 0.87; `provenance` says so
+
+    @cached_property
+    def memory(self) -> float:
+        """Bytes/s that an operator bound by memory moves."""
+        return self.gpu.hbm_tb_s * 1e12 * MEMORY_SHARE
+
+    @cached_property
+    def _processors(self) -> int | None:
+        found = [n for name, n in PROCESSORS.items() if self.gpu.name.startswith(name)]
+        return found[0] if found else None
+
+    @cached_property
+    def _attention(self) -> AttentionSpeed:
+        return attention_speed(self.gpu, self.attention_kernel)
+
+    def product(self, m: int, n: int, k: int) -> float:
+        """A matrix product [m, k] x [k, n].
+
+        Whole tiles are computed, in waves of one tile a processor, of which the last is seldom full; each wave has to
+        write its tiles. Never faster than its operands can be read. Split-K and stream-K cut the last wave, so half of
+        what it leaves idle counts.
+        """
+        if min(m, n, k) <= 0:
+            return 0.0
+        size = 1 if self.precision == "fp8" else 2
+        floor = (size * (m * k + k * n) + 2 * m * n) / self.memory
+        processors = self._processors
+        if processors is None:
+            return max(2.0 * m * n * k / self.best, floor)
+        tiles = min(math.ceil(m / a) * math.ceil(n / b) for a, b in (TILE, TILE[::-1]))
+        waves = tiles / processors
+        if waves >= 1:
+            waves = (waves + math.ceil(waves)) / 2
+        else:  # smaller tiles, or parts of K, keep most processors busy
+            waves = max(waves, min(1.0, 0.5 + waves / 2))
+        area = TILE[0] * TILE[1]
+        tile_s = 2.0 * area * k / (self.best / processors) + 2.0 * area * processors / self.memory + WAVE_S
+        return max(waves * tile_s / self.aligned(n, k), floor)
+
+    def aligned(self, *widths: int) -> float:
+        """1, or the share of its speed that a product keeps whose rows do not fill whole lines of 128 bytes.
+
+        Ampere only, where it was measured: from Hopper on tiles come by TMA, which needs 16 bytes (CUDA programming guide).
+        """
+        if not self.gpu.name.startswith("A100"):
+            return 1.0
+        return UNALIGNED_SHARE if any(w % ALIGNED for w in widths) else 1.0
+
+    def move(self, n_bytes: float) -> float:
+        """An operator that reads and writes this much."""
+        return n_bytes / self.memory
+
+    def attention(self, flops: float, length: int, *, backward: bool) -> float:
+        """A fused attention core with `flops` of one pass forward; backward has 2.5 times as many (it computes scores anew)."""
+        speed = self._attention
+        share = (speed.backward if backward else speed.forward) * length / (length + speed.half_length)
+        return flops * (2.5 if backward else 1.0) / (self.gpu.bf16_tflops * 1e12 * share)

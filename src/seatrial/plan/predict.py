@@ -1,0 +1,141 @@
+"""What a layout does on a cluster: step time with an interval, speed, MFU, memory, and where the FLOPs go."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from seatrial.hardware.mfu import mfu
+from seatrial.plan.calibration import Calibration, Pace, Z, shipped
+from seatrial.plan.cluster import Cluster
+from seatrial.plan.collectives import Fabric
+from seatrial.plan.kernels import MEMORY_SHARE, MEMORY_SOURCE, PROCESSORS_SOURCE, Kernels
+from seatrial.plan.memory import FRAGMENTATION, FRAGMENTATION_SOURCE, GIB, RUNTIME_SOURCE, Memory, memory
+from seatrial.plan.model import Model
+from seatrial.plan.recipe import Recipe
+from seatrial.plan.stacks import Stack, stacks
+from seatrial.plan.step import Parts, Traffic, step_parts, traffic
+
+
+@dataclass(frozen=True)
+class Share:
+    """One bar of the waterfall: a part of the step, as a share of the peak's time in it."""
+
+    name: str
+    share: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Times in seconds, rates a GPU. `low_s` and `high_s` are to hold the measured step in 85 of 100 cases."""
+
+    step_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    mfu_full_attention: float | None
+    parts: Parts
+    waterfall: tuple[Share, ...]
+    memory: Memory
+    fits: bool
+    traffic: Traffic
+    pace: Pace
+    provenance: tuple[str, ...]
+
+
+def stack_for(recipe: Recipe, name: str = "seatrial") -> Stack:
+    """The stack by name; ours is another one when it compiles its layers."""
+    if name == "seatrial" and recipe.compiled:
+        name = "seatrial-compiled"
+    return stacks()[name]
+
+
+def predict(
+    model: Model,
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    stack: str = "seatrial",
+    calibration: Calibration | None = None,
+) -> Prediction:
+    """Raises UnknownNetworkError, UnknownSpeedError where the hardware is not known; ValueError for a layout of another size."""
+    if recipe.world > cluster.gpus:
+        raise ValueError(f"the layout has {recipe.world} ranks, the cluster {cluster.gpus} GPUs")
+    behaviour = stack_for(recipe, stack)
+    pace = (calibration or shipped()).pace(behaviour.name, cluster.gpu.name)
+    fabric = Fabric(cluster)
+    parts = step_parts(model, recipe, fabric, behaviour, pace.value)
+    step = parts.total
+    gpus = recipe.world
+    tokens = recipe.global_batch * recipe.sequence / step / gpus
+    peak = Kernels(cluster.gpu, recipe.precision).peak
+    held = memory(model, recipe, behaviour)
+    doubt = math.exp(Z * pace.spread)
+    return Prediction(
+        step_s=step,
+        low_s=step / doubt,
+        high_s=step * doubt,
+        tokens_per_s_per_gpu=tokens,
+        mfu=mfu(model.flops_per_token(recipe.sequence), tokens, peak),
+        mfu_full_attention=mfu(model.flops_per_token(recipe.sequence, full_attention=True), tokens, peak),
+        parts=parts,
+        waterfall=waterfall(model, recipe, parts, peak),
+        memory=held,
+        fits=held.reserved <= capacity(cluster),
+        traffic=traffic(model, recipe, fabric, behaviour),
+        pace=pace,
+        provenance=_provenance(cluster, behaviour, pace),
+    )
+
+
+def capacity(cluster: Cluster) -> float:
+    """Bytes that a process can have on one GPU.
+
+    Data sheets' "GB" of memory are binary: nvidia-smi shows 81,559 MiB on an 80 GB H100, 143,771 on a 141 GB H200, 183,359 on a
+    180 GB B200. All of these are above 0.99 of it.
+    """
+    return 0.99 * cluster.gpu.hbm_gb * GIB
+
+
+def waterfall(model: Model, recipe: Recipe, parts: Parts, peak: float) -> tuple[Share, ...]:
+    """From the peak to the MFU: what each part takes of the step. The shares add up to 1 exactly, the first is the MFU."""
+    total = parts.total
+    tokens = recipe.global_batch * recipe.sequence / recipe.world
+    ideal_products = 6.0 * model.matmul_parameters() * tokens / peak
+    ideal = model.flops_per_token(recipe.sequence) * tokens / peak
+    seconds = {
+        "model FLOPs": ideal,
+        "matrix products below peak": parts.products - ideal_products,
+        "attention below peak": parts.attention - (ideal - ideal_products),
+        "memory-bound operators": parts.operators,
+        "recomputation": parts.recomputation,
+        "tensor-parallel communication": parts.tensor,
+        "context-parallel communication": parts.context,
+        "pipeline communication": parts.pipeline,
+        "pipeline bubble and uneven stages": parts.bubble,
+        "data-parallel communication": parts.data,
+        "computation slowed beside communication": parts.contention,
+        "optimizer": parts.optimizer,
+    }
+    return tuple(Share(name, s / total, s) for name, s in seconds.items())
+
+
+def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
+    told = [
+        f"kernels: {cluster.gpu.name}, {cluster.gpu.source}",
+        f"pace {pace.value:.2f} ({pace.kind}): {pace.source}",
+        f"stack {stack.name}: {stack.source}",
+    ]
+    if cluster.gpu.best_bf16_tflops is None:
+        told.append("matrix products: nobody measured this GPU; 0.75 of its peak is assumed")
+    told.append(f"processors: {PROCESSORS_SOURCE}")
+    told.append(f"operators bound by memory: {MEMORY_SHARE} of the data sheet's bandwidth, {MEMORY_SOURCE}")
+    told.append(
+        f"beside what torch allocates: {RUNTIME_SOURCE}; {FRAGMENTATION:.0%} for fragmentation, {FRAGMENTATION_SOURCE}"
+    )
+    if cluster.network is not None:
+        told.append(f"network {cluster.network.name}: {cluster.network.source}")
+        told.append(f"latency {cluster.network.hop_us:g} us a hop: {cluster.network.hop_source}")
+    return tuple(told)

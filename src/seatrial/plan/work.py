@@ -1,0 +1,188 @@
+"""What one microbatch costs a GPU in one decoder layer and at the model's ends: seconds by kind, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from seatrial.plan.cluster import Group, group
+from seatrial.plan.collectives import Fabric
+from seatrial.plan.kernels import Kernels
+from seatrial.plan.model import Model
+from seatrial.plan.recipe import Recipe
+from seatrial.plan.stacks import Stack
+
+# Shares of a layer's forward pass that are done again: (matrix products, attention, other operators, communication).
+REDONE = {
+    "none": (0.0, 0.0, 0.0, 0.0),
+    "attention": (0.0, 1.0, 0.0, 0.0),
+    "operators": (0.5, 0.0, 1.0, 0.0),
+    "alternate": (0.5, 0.5, 0.5, 0.5),
+    "full": (1.0, 1.0, 1.0, 1.0),
+}
+# torch.utils.checkpoint stops once it has all that the backward pass needs: before the last product and its scatter.
+EARLY_STOP = 0.75
+# Score entries in an unfused attention: bytes that the products, softmax and dropout read and write for each, in 16 bits
+# with a byte for the mask of dropout.
+SCORES_FORWARD, SCORES_BACKWARD = 13, 17
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one pass: computing, and communication that nothing hides."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    operators: float = 0.0
+    tensor: float = 0.0  # tensor-parallel communication
+    context: float = 0.0
+
+    @property
+    def kernels(self) -> float:
+        return self.products + self.attention + self.operators
+
+    @property
+    def total(self) -> float:
+        return self.kernels + self.tensor + self.context
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, factor: float) -> Pass:
+        return Pass(*(getattr(self, f.name) * factor for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Work:
+    """One microbatch: a layer forward, its backward, what of the layer is computed again; the head with its loss."""
+
+    forward: Pass
+    backward: Pass
+    again: Pass
+    head_forward: Pass
+    head_backward: Pass
+    embedding: Pass  # forward and backward together
+    product_ideal: float  # a layer's matrix products, forward, at the data sheet's peak
+
+
+def tensor_group(recipe: Recipe, fabric: Fabric) -> Group:
+    return group(fabric.cluster, stride=1, size=recipe.tensor)
+
+
+def work(model: Model, recipe: Recipe, fabric: Fabric, stack: Stack, pace: float) -> Work:
+    """`pace` multiplies every kernel's time; communication is what `fabric` says."""
+    kernels = Kernels(fabric.cluster.gpu, recipe.precision, stack.attention)
+    return _Maker(model, recipe, fabric, stack, kernels, pace).make()
+
+
+@dataclass(frozen=True)
+class _Maker:
+    model: Model
+    recipe: Recipe
+    fabric: Fabric
+    stack: Stack
+    kernels: Kernels
+    pace: float
+
+    def make(self) -> Work:
+        r, stack, model = self.recipe, self.stack, self.model
+        n, t, h = r.tensor, r.tokens, model.hidden
+        products = [(a, b // n) if i % 2 == 0 else (a // n, b) for i, (a, b) in enumerate(model.matrices())]
+        forward = sum(self.kernels.product(t, b, a) for a, b in products)
+        backward = sum(self.kernels.product(t, a, b) + self.kernels.product(a, b, t) for a, b in products)
+        positions = t / n if r.sequence_parallel else t
+        cast = 0.0
+        if r.precision == "fp8":  # every input of a product is read in 16 bits and written in 8, twice
+            cast = 4.0 * (2 * h + (model.query_width + model.ffn) / n) * t
+        moved_f = stack.hidden_forward * h * positions + stack.ffn_forward * model.ffn / n * t + cast
+        moved_b = stack.hidden_backward * h * positions + stack.ffn_backward * model.ffn / n * t + cast
+        moved_b += stack.accumulate * model.layer_parameters() / n
+        attention_f, attention_b = self._attention()
+        tensor, context = self._tensor(), self._context(attention_f)
+        f = Pass(forward, attention_f, self.kernels.move(moved_f), tensor, context)
+        b = Pass(
+            backward, attention_b, self.kernels.move(moved_b), tensor * self._backward_gathers(), 2 * context
+        )
+        redone = REDONE[r.recompute]
+        last, sent = 0.0, redone[3]
+        if r.recompute == "full" and stack.layer_states == "ours":
+            last, sent = self.kernels.product(t, products[-1][1], products[-1][0]), EARLY_STOP
+        again = Pass(
+            f.products * redone[0] - last,
+            f.attention * redone[1],
+            f.operators * redone[2],
+            f.tensor * sent,
+            f.context * redone[1],
+        )
+        v = model.vocab // n
+        head = self.kernels.product(t, v, h)
+        grow = self.kernels.move(stack.accumulate * v * h)
+        head_back = grow + self.kernels.product(t, h, v) + self.kernels.product(h, v, t)
+        loss = self.kernels.move(stack.loss * t * v)
+        gather = self._collective(1.0) if n > 1 else 0.0
+        paced = self._paced
+        return Work(
+            forward=paced(f),
+            backward=paced(b),
+            again=paced(again),
+            head_forward=paced(Pass(head, 0.0, loss / 3, gather)),
+            head_backward=paced(Pass(head_back, 0.0, 2 * loss / 3, gather)),
+            embedding=paced(Pass(operators=self.kernels.move(12.0 * t * h), tensor=2 * gather)),
+            product_ideal=sum(2.0 * t * a * b for a, b in products) / self.kernels.peak,
+        )
+
+    def _paced(self, p: Pass) -> Pass:
+        q = self.pace
+        return Pass(p.products * q, p.attention * q, p.operators * q, p.tensor, p.context)
+
+    def _attention(self) -> tuple[float, float]:
+        """Seconds of one layer's attention core: forward, backward."""
+        r, model = self.recipe, self.model
+        share = r.microbatch / (r.tensor * r.context)
+        if self.stack.attention == "unfused":
+            # Whole score matrices: what causality would save is computed.
+            scores = share * model.heads * float(r.sequence) ** 2
+            flops = share * model.attention_flops(r.sequence, causal=False)
+            # Products whose inner or outer side is one head wide.
+            speed = self.kernels.best * 0.6 * self.kernels.aligned(model.head_dim)
+            return (
+                self.kernels.move(SCORES_FORWARD * scores) + flops / speed,
+                self.kernels.move(SCORES_BACKWARD * scores) + 2 * flops / speed,
+            )
+        flops = share * model.attention_flops(r.sequence)
+        return (
+            self.kernels.attention(flops, r.sequence, backward=False),
+            self.kernels.attention(flops, r.sequence, backward=True),
+        )
+
+    def _collective(self, count: float) -> float:
+        """Seconds that `count` gathers or reduce-scatters of a microbatch's hidden states take over the tensor group."""
+        r = self.recipe
+        n_bytes = 2.0 * r.tokens * self.model.hidden
+        return count * self.fabric.seconds("all_gather", n_bytes, tensor_group(r, self.fabric))
+
+    def _tensor(self) -> float:
+        """Exposed tensor-parallel communication of a layer's forward pass: twice in, twice out (arXiv:2205.05198)."""
+        r = self.recipe
+        if r.tensor == 1:
+            return 0.0
+        if r.sequence_parallel:
+            return self._collective(4.0) * (1 - self.stack.hide_tensor)
+        n_bytes = 2.0 * r.tokens * self.model.hidden
+        return 2 * self.fabric.seconds("all_reduce", n_bytes, tensor_group(r, self.fabric))
+
+    def _backward_gathers(self) -> float:
+        """Communication of the backward pass over that of the forward pass.
+
+        Megatron keeps only a rank's part of what it gathered, and gathers it again for the weights' gradients.
+        """
+        again = self.recipe.sequence_parallel and self.stack.layer_states == "megatron"
+        return 1.5 if again else 1.0
+
+    def _context(self, attention: float) -> float:
+        """Exposed exchange of keys and values round the context group: what attention's own time does not hide."""
+        r = self.recipe
+        if r.context == 1:
+            return 0.0
+        at = group(self.fabric.cluster, stride=r.tensor, size=r.context)
+        n_bytes = 2.0 * r.tokens * r.context * 2 * self.model.kv_width / r.tensor
+        return max(0.0, self.fabric.seconds("all_gather", n_bytes, at) - attention)

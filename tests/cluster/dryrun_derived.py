@@ -1,0 +1,131 @@
+"""The collectives of one training step by hand, from the job alone: what the dry run must count.
+
+    n tensor, S shard, R replicate, P pipeline ranks; M microbatches of B sequences; q layers on this rank
+
+Sizes are those of whole tensors: of an all-gather the output, of a reduce-scatter the input.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod
+
+from seatrial.job.job import Job
+
+Derived = dict[tuple[str, str, str], tuple[int, int]]  # (kind, dimension, dtype) -> calls, bytes
+
+
+def derived(job: Job, rank: int, device: str) -> Derived:
+    """Without reshard_after_forward in a pipeline: what torch does there is not written down here."""
+    arch, layout, train = job.architecture, job.layout, job.train
+    n, S, R, P = layout.tensor, layout.shard, layout.replicate, layout.pipeline
+    B, T, M, D = train.microbatch, train.sequence_length, job.microbatches, arch.hidden_size
+    assert P == 1 or not job.parallel.reshards
+    at = layout.coordinates(rank)
+    stages = layout.stage_indices(at.pipeline)
+    layers = sum(len(layout.stage_layers(s, arch.num_hidden_layers)) for s in stages)
+    first, last = 0 in stages, layout.stages - 1 in stages
+    dtype, width = ("bfloat16", 2) if train.precision == "bf16" else ("float32", 4)
+    out: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+
+    def add(kind: str, dimension: str, calls: int, n_bytes: int, of: str = dtype) -> None:
+        if calls:
+            out[kind, dimension, of][0] += calls
+            out[kind, dimension, of][1] += calls * n_bytes
+
+    # Tensor parallel with sequence parallel: attention and MLP each gather before and scatter after; the backward pass
+    # does the opposite of each. Embedding and head have one of the two each.
+    if n > 1:
+        hidden = B * T * D * width
+        ends = first + last
+        gathers, scatters = 4 * layers + ends, 4 * layers + ends
+        if train.activation_checkpointing == "full":
+            gathers += 2 * layers
+            scatters += layers  # the last scatter of a layer gives nothing that the backward pass wants
+        add("all-gather", "tensor", M * gathers, hidden)
+        add("reduce-scatter", "tensor", M * scatters, hidden)
+        if last:  # the loss over a split vocabulary: largest logit, then two sums
+            add("all-reduce", "tensor", M, B * T * 4, "float32")
+            add("all-reduce", "tensor", M, 2 * B * T * 4, "float32")
+
+    # Sharded data parallel: each layer is a group, and the rest of each stage is one.
+    groups = [_layer(job) for _ in range(layers)]
+    rests = {s: _rest(job, s) for s in stages}
+    groups += [g for g in rests.values() if g]
+    sharded = layout.data_parallel > 1 or train.precision == "bf16"
+    for index, group in enumerate(groups):
+        padded = sum(-(-rows // S) * S * rest for rows, rest in group)
+        if S > 1:
+            times = 1
+            if P == 1:  # weights are freed after each backward pass; a layer's after each forward pass too
+                times = M * (2 if index < layers and job.parallel.reshards else 1)
+            add("all-gather", "shard", times, padded * width)
+            add("reduce-scatter", "shard", 1, padded * 4, "float32")
+        if R > 1:
+            add("all-reduce", "replicate", 1, padded // S * 4, "float32")
+
+    # Norms see part of the positions: one sum of their gradients a step.
+    mine = S if sharded else 1
+    if n > 1:
+        norms = 2 * layers * [D] + [D] * last + (2 * layers * [arch.head_dim] if arch.qk_norm else [])
+        add("all-reduce", "tensor", 1, 4 * sum(_chunk(size, mine, at.shard) for size in norms), "float32")
+    if arch.tie_word_embeddings and P > 1 and (first or last):
+        rows = _chunk(arch.vocab_size // n, mine, at.shard)
+        add("all-reduce", "pipeline" if P == 2 else "ends", 1, rows * D * 4, "float32")
+
+    # Between stages: hidden states forward, their gradients backward.
+    message = B * (T // n) * D * width
+    ahead, back = len(stages) - last, len(stages) - first
+    add("send", "pipeline", M * (ahead + back), message)
+    add("receive", "pipeline", M * (ahead + back), message)
+
+    # The one vector of a step.
+    world = layout.world_size
+    vector = 8 * (9 + 5 * world)
+    if device == "cuda":
+        add("all-reduce", "world", int(world > 1), vector, "float64")
+    else:
+        for dimension in ("tensor", "shard", "replicate", "pipeline"):
+            add("all-reduce", dimension, int(getattr(layout, dimension) > 1), vector, "float64")
+    return {key: (calls, n_bytes) for key, (calls, n_bytes) in out.items()}
+
+
+def _chunk(size: int, parts: int, index: int) -> int:
+    """torch.chunk's sizes: equal ones, and what is left."""
+    each = -(-size // parts)
+    return max(0, min(each, size - index * each))
+
+
+Group = list[tuple[int, int]]  # rows and the rest of each parameter, as a tensor-parallel rank holds it
+
+
+def _layer(job: Job) -> Group:
+    a, n = job.architecture, job.layout.tensor
+    D, H, width = a.hidden_size, a.head_dim, a.intermediate_size
+    q, kv = a.num_attention_heads * H, a.num_key_value_heads * H
+    group = [(q // n, D), (kv // n, D), (kv // n, D), (D, q // n), (width // n, D), (width // n, D)]
+    group += [(D, width // n), (D, 1), (D, 1)]
+    if a.qkv_bias:
+        group += [(q // n, 1), (kv // n, 1), (kv // n, 1)]
+    return group + ([(H, 1), (H, 1)] if a.qk_norm else [])
+
+
+def _rest(job: Job, stage: int) -> Group:
+    """Embedding, last norm and head, where this stage has them."""
+    a, layout = job.architecture, job.layout
+    first, last = stage == 0, stage == layout.stages - 1
+    table = (a.vocab_size // layout.tensor, a.hidden_size)
+    group = [table] * first + [(a.hidden_size, 1)] * last
+    return group + [table] * (last and not (a.tie_word_embeddings and first))
+
+
+def held(job: Job, rank: int) -> int:
+    """Parameters of `rank`, in elements."""
+    layout = job.layout
+    at = layout.coordinates(rank)
+    stages = layout.stage_indices(at.pipeline)
+    layers = sum(len(layout.stage_layers(s, job.architecture.num_hidden_layers)) for s in stages)
+    groups = [_layer(job)] * layers + [_rest(job, s) for s in stages]
+    return sum(
+        _chunk(shape[0], layout.shard, at.shard) * prod(shape[1:]) for group in groups for shape in group
+    )

@@ -1,0 +1,74 @@
+"""The closed form against the dry run, which carries out the trainer's own code: within 5 %, or one of them is wrong."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from seatrial.hardware.catalogue import find_gpu
+from seatrial.hardware.networks import find_network
+from seatrial.job.loading import load_job
+from seatrial.plan.cluster import Cluster
+from seatrial.plan.collectives import Fabric
+from seatrial.plan.dryrun import dry_run
+from seatrial.plan.memory import rank_memory
+from seatrial.plan.model import Model
+from seatrial.plan.recipe import Recipe
+from seatrial.plan.stacks import stacks
+from seatrial.plan.step import rank_traffic
+
+pytestmark = pytest.mark.cluster
+
+COMMON = (
+    "model.preset=qwen2.5-0.5b",
+    "cluster.nodes=2",
+    "cluster.gpus_per_node=4",
+    "train.compile=false",
+    "train.microbatch=1",
+    "train.sequence_length=1024",
+)
+LAYOUTS = {
+    "sharded": ("train.global_batch=8", "train.activation_checkpointing=full"),
+    "tensor, replicated, recomputed": (
+        "parallel.tensor=2",
+        "parallel.replicate=2",
+        "train.global_batch=16",
+        "train.activation_checkpointing=full",
+    ),
+    "tensor, pipeline": (
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "train.global_batch=32",
+        "train.activation_checkpointing=none",
+    ),
+    "interleaved": (
+        "parallel.pipeline=2",
+        "parallel.schedule=interleaved-1f1b",
+        "parallel.stages_per_rank=2",
+        "train.global_batch=64",
+        "train.activation_checkpointing=none",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_memory_and_traffic(name: str) -> None:
+    preset = Path(str(files("seatrial.job") / "presets" / "qwen2.5-7b-h200.toml"))
+    job = load_job(preset, (*COMMON, *LAYOUTS[name]))
+    gpu = find_gpu("H200 SXM")
+    assert gpu is not None
+    model, recipe, ours = Model.of(job.architecture), Recipe.of(job), stacks()["seatrial"]
+    fabric = Fabric(Cluster(gpu, 2, 4, find_network("InfiniBand NDR 8x400")))
+    for traced in dry_run(job, processes=1).ranks:
+        said = rank_memory(model, recipe, ours, traced.at.pipeline)
+        # Sharding rounds a dimension up where it does not divide.
+        assert said.parameters == pytest.approx(traced.parameter_bytes, rel=0.005)
+        assert said.optimizer == pytest.approx(traced.optimizer_bytes, rel=0.005)
+        assert said.allocated == pytest.approx(traced.peak_bytes, rel=0.05)
+        sent = rank_traffic(model, recipe, fabric, ours, traced.at.pipeline)
+        assert sent.tensor == pytest.approx(traced.sent_bytes("tensor"), rel=0.05)
+        assert sent.pipeline == pytest.approx(traced.sent_bytes("pipeline"), rel=0.05)
+        data = traced.sent_bytes("shard") + traced.sent_bytes("replicate")
+        assert sent.data == pytest.approx(data, rel=0.05)

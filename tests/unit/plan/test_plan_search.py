@@ -1,0 +1,113 @@
+"""The search: only what the job's rules allow, sorted, with the user's own layout beside it, in a few seconds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from seatrial.hardware.catalogue import find_gpu
+from seatrial.hardware.networks import find_network
+from seatrial.job.finding import Facts
+from seatrial.job.job import Job
+from seatrial.job.loading import load_job
+from seatrial.job.rules_layout import LAYOUT_RULES
+from seatrial.plan.cluster import Cluster
+from seatrial.plan.model import Model
+from seatrial.plan.predict import capacity, predict
+from seatrial.plan.recipe import Recipe
+from seatrial.plan.search import Found, search
+
+B300, A100 = find_gpu("B300 SXM"), find_gpu("A100-40GB SXM")
+assert B300 is not None
+assert A100 is not None
+CLUSTER = Cluster(B300, 16, 8, find_network("InfiniBand NDR 8x400"))
+
+
+def job(*overrides: str) -> Job:
+    preset = files("seatrial.job") / "presets" / "qwen2.5-72b-b300.toml"
+    return load_job(Path(str(preset)), overrides)
+
+
+@cache
+def reference() -> tuple[Found, float]:
+    start = time.process_time()
+    found = search(job(), CLUSTER)
+    return found, time.process_time() - start
+
+
+def test_the_reference_cluster_in_seconds() -> None:
+    found, seconds = reference()
+    assert seconds < 5
+    assert found.tried > 1000
+    steps = [c.prediction.step_s for c in found.choices]
+    assert steps == sorted(steps)
+    assert len({(c.recipe.tensor, c.recipe.pipeline) for c in found.choices}) == len(steps) > 8
+    assert all(c.prediction.fits and c.limit for c in found.choices)
+
+
+def test_the_users_own_layout_has_a_price() -> None:
+    """TP 8 x PP 2 with single sequences is not the best for 72B on 128 B300: nothing hides its tensor-parallel traffic."""
+    found, _ = reference()
+    assert found.own is not None
+    assert (found.own.recipe.tensor, found.own.recipe.pipeline, found.own.recipe.shard) == (8, 2, 8)
+    assert found.own_costs is not None
+    assert found.own_costs > 0.1
+    best = found.choices[0]
+    assert found.own.prediction.parts.tensor > 3 * best.prediction.parts.tensor
+    assert best.recipe.tensor < 8
+
+
+def test_only_what_the_rules_allow() -> None:
+    base = job()
+    for choice in reference()[0].choices:
+        recipe = choice.recipe
+        parallel = base.parallel.model_copy(
+            update={k: v for k, v in choice.layout.as_dict().items() if k != "world_size"}
+            | {"reshard_after_forward": recipe.reshard}
+        )
+        train = base.train.model_copy(update={"microbatch": recipe.microbatch})
+        file = base.file.model_copy(update={"parallel": parallel, "train": train})
+        facts = Facts(file, base.architecture, choice.layout)
+        assert [f for rule in LAYOUT_RULES for f in rule(facts)] == []
+        assert recipe.world == 128
+        assert predict_again(choice.recipe) == choice.prediction.step_s
+
+
+def predict_again(recipe: Recipe) -> float:
+
+    return predict(Model.of(job().architecture), recipe, CLUSTER).step_s
+
+
+def test_zero_bubble_without_compilation() -> None:
+    found = search(job("train.compile=false", "cluster.nodes=2"), replace(CLUSTER, nodes=2))
+    assert "parallel.reshard_after_forward" in found.refused
+    assert found.own is not None  # shard takes the ranks that are left
+
+
+def test_what_fits_nowhere_says_how_much_is_missing() -> None:
+    small = Cluster(A100, 1, 8)
+    found = search(job("cluster.nodes=1", "parallel.pipeline=1"), small)
+    assert found.choices == ()
+    assert found.too_large == found.tried > 0
+    assert found.least_bytes > capacity(small)
+    assert found.own is not None
+    assert found.own.limit.startswith("memory")
+    assert found.own_costs is None
+
+
+def test_another_size_than_the_jobs() -> None:
+    found = search(job(), replace(CLUSTER, nodes=8))
+    assert found.own is None
+    assert found.choices
+    with pytest.raises(ValueError, match="128 ranks"):
+        predict_again_on(8)
+
+
+def predict_again_on(nodes: int) -> None:
+
+    predict(Model.of(job().architecture), Recipe.of(job()), replace(CLUSTER, nodes=nodes))

@@ -1,0 +1,111 @@
+"""What the recorder sees of operations, and the stand-ins for CUDA's kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from seatrial.base.errors import InternalError
+from seatrial.train.dryrun_kernels import cuda_kernels
+from seatrial.train.dryrun_recorder import WEIGHTS, Recorder
+from seatrial.train.dryrun_timeline import Timeline
+
+
+def recorder(**dimensions: str) -> Recorder:
+    return Recorder(Timeline(), dimensions)
+
+
+def highest(seen: Recorder) -> int:
+    return max(peak.total for peak in seen.timeline.peaks().values())
+
+
+def test_products_are_counted_and_memory_comes_and_goes() -> None:
+    a, b = torch.ones(3, 5), torch.ones(5, 7)
+    seen = recorder()
+    with seen:
+        c = a @ b
+        view = c[1:]
+        del c, view
+    assert seen.counts.flops == {("forward", "matmul"): 2 * 3 * 5 * 7}
+    assert highest(seen) == 3 * 7 * 4
+    assert seen.timeline.live_bytes == 0
+
+
+def test_attention_counts_the_whole_score_matrix_and_five_products_backward() -> None:
+    q, k = (torch.ones(2, 4, 8, 16, requires_grad=True) for _ in range(2))
+    seen = recorder()
+    with seen:
+        out = F.scaled_dot_product_attention(q, k, k, is_causal=True)
+        seen.phase = "backward"
+        out.sum().backward()
+    product = 2 * 2 * 4 * 8 * 8 * 16
+    assert seen.counts.flops == {
+        ("forward", "attention"): 2 * product,
+        ("backward", "attention"): 5 * product,
+    }
+
+
+def test_a_storage_that_gives_its_bytes_back_is_a_gathered_weight() -> None:
+    original = torch.UntypedStorage.resize_
+    seen = recorder()
+    with seen:
+        weight = torch.ones(100)
+        weight.untyped_storage().resize_(0)
+        seen.timeline.mark("freed")
+    peaks = seen.timeline.peaks()
+    assert peaks["before#+0"].kinds == {WEIGHTS: 400}
+    assert peaks["freed#+0"].total == 0
+    assert torch.UntypedStorage.resize_ is original
+
+
+def test_collectives_of_groups_that_are_no_dimension_are_refused() -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        world = torch.distributed.group.WORLD
+        assert world is not None
+        values = torch.ones(10)
+        seen = recorder(**{world.group_name: "world"})
+        with seen:
+            torch.distributed.all_reduce(values)
+        assert seen.counts.collectives == {("all-reduce", "world", "float32", 40): 1}
+        with recorder(), pytest.raises(InternalError, match="no dimension"):
+            torch.distributed.all_reduce(values)
+        with recorder(**{world.group_name: "world"}), pytest.raises(InternalError, match="does not know"):
+            torch.distributed.reduce(values, dst=0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_cuda_keeps_one_number_a_row_for_a_norm() -> None:
+    original = F.rms_norm
+    with FakeTensorMode(), cuda_kernels():
+        x, weight = torch.empty(6, 32, requires_grad=True), torch.empty(32, requires_grad=True)
+        seen = recorder()
+        with seen:
+            out = F.rms_norm(x, weight.shape, weight, 1e-6)
+            # x and weight are there before; what is new is the output and the reciprocal root of each row.
+            assert seen.timeline.live_bytes == 6 * 32 * 4 + 6 * 4
+            out.backward(torch.empty_like(out))
+        assert x.grad is not None
+        assert weight.grad is not None
+        assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
+    assert F.rms_norm is original
+
+
+@pytest.mark.parametrize("width", [16, 12])
+def test_cuda_attends_with_grouped_keys_as_they_are(width: int) -> None:
+    with FakeTensorMode(), cuda_kernels():
+        q = torch.empty(2, 4, 8, width, requires_grad=True)
+        k = torch.empty(2, 2, 8, width, requires_grad=True)
+        seen = recorder()
+        with seen:
+            out = F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+        assert out.shape == q.shape
+        padded = 16
+        assert seen.counts.flops["forward", "attention"] == 2 * 2 * 2 * 4 * 8 * 8 * padded
+        out.backward(torch.empty_like(out))
+        assert k.grad is not None
+        assert k.grad.shape == k.shape
