@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-fast check format bench clean
+.PHONY: help setup train test test-all test-fast check format bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -28,11 +28,14 @@ test: $(STAMP)  ## all tests, after the static checks
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n auto --dist loadfile -m "not alone"
-	$(BIN)/pytest -m alone
+	$(BIN)/pytest -n auto --dist loadfile -m "not alone and not long"
+	$(BIN)/pytest -m "alone and not long"
+
+test-all: test  ## and those that take very long
+	$(BIN)/pytest -n auto --dist loadfile -m long
 
 test-fast: $(STAMP)  ## the tests that start no cluster (under a minute)
-	$(BIN)/pytest -n auto --dist loadfile -m "not cluster"
+	$(BIN)/pytest -n auto --dist loadfile -m "not cluster and not long"
 
 check: $(STAMP)  ## static checks only
 	$(BIN)/ruff format --check .

@@ -67,7 +67,12 @@ def _same(few: RankStep, whole: RankStep) -> None:
     )
 
 
-@pytest.mark.parametrize("name", LARGE)
+_LONG = ("interleaved", "zero-bubble")  # many layers and microbatches, each of them traced
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in LARGE]
+)
 def test_a_step_carried_over_is_the_whole_step(name: str) -> None:
     case, layers, microbatches = LARGE[name]
     job = at_size(job_of({"name": name, "tied": False, "precision": "bf16", **case}), layers, microbatches)
