@@ -31,8 +31,18 @@ pytestmark = pytest.mark.cluster
 PYTHON = sys.executable
 
 
+BEFORE: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    """Services that other tests use may run in this process too."""
+    BEFORE.clear()
+    BEFORE.update(children())
+
+
 def children() -> set[int]:
-    """Living processes whose parent is this one."""
+    """Living processes whose parent is this one, other than those from before the test."""
     found = set()
     for entry in Path("/proc").iterdir():
         try:
@@ -41,7 +51,7 @@ def children() -> set[int]:
             continue
         if int(parent) == os.getpid() and state != b"Z":
             found.add(int(entry.name))
-    return found
+    return found - BEFORE
 
 
 def program(folder: Path, name: str, text: str) -> Path:

@@ -210,9 +210,11 @@ def _check(pair: Pair, n_bytes: int) -> tuple[int, bool, list[str]]:
                     f"{pair.bin.name}, which has {n_bytes} bytes"
                 )
                 return n_tokens, False, problems
-            ends = pointers + lengths * itemsize
-            contiguous &= int(pointers[0]) == expected and bool((pointers[1:] == ends[:-1]).all())
-            expected = int(ends[-1])
+            some = lengths > 0  # where a sequence of nothing lies says nothing
+            if some.any():
+                begins, ends = pointers[some], (pointers + lengths * itemsize)[some]
+                contiguous &= int(begins[0]) == expected and bool((begins[1:] == ends[:-1]).all())
+                expected = int(ends[-1])
             n_tokens += int(lengths.sum())
     last = 0
     for block in pair.documents():

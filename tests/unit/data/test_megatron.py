@@ -9,7 +9,7 @@ from pathlib import Path
 import megatron_format
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from seatrial.base.errors import InputError
@@ -82,6 +82,7 @@ def test_what_is_written_is_read_by_an_independent_reader(
     backwards=st.booleans(),
     copy=st.booleans(),
 )
+@example(given_=[[[], [0]]], code=4, backwards=True, copy=False)
 @pytest.mark.usefixtures("small_blocks")
 def test_what_an_independent_writer_wrote_is_read(
     tmp_path: Path, given_: Documents, code: int, backwards: bool, copy: bool
