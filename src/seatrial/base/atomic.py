@@ -21,7 +21,12 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace `path` by `text`: the old content or the new one, never a mixture, also after a power loss.
 
     Not `durable`: after a power loss anything may be there. It does not wait for the disk, which can take seconds.
+    A device or a pipe (/dev/stdout, /dev/null) is written to: a file in its place would be the end of it.
     """
+    if path.exists() and not path.is_file():
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(text)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as f:
