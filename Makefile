@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# One test process a core, a file's tests in one of them, in the order that tests/conftest.py gives.
+SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all test-fast check format bench clean
@@ -28,14 +30,14 @@ test: $(STAMP)  ## all tests, after the static checks
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n auto --dist loadfile -m "not alone and not long"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not alone and not long"
 	$(BIN)/pytest -m "alone and not long"
 
 test-all: test  ## and those that take very long
-	$(BIN)/pytest -n auto --dist loadfile -m long
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m long
 
 test-fast: $(STAMP)  ## the tests that start no cluster (under a minute)
-	$(BIN)/pytest -n auto --dist loadfile -m "not cluster and not long"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not cluster and not long"
 
 check: $(STAMP)  ## static checks only
 	$(BIN)/ruff format --check .

@@ -16,6 +16,28 @@ from moto_server import MotoServer
 settings.register_profile("seatrial", deadline=None)
 settings.load_profile("seatrial")
 
+# Files are handed to test processes in this order, then all others: one that begins late alone makes the others wait.
+_FIRST = (
+    "test_train.py",
+    "test_parity.py",
+    "test_reshard.py",
+    "test_checkpoint_kill.py",
+    "test_check_localisation.py",
+    "test_dryrun.py",
+    "test_dryrun_carried.py",
+    "test_machine_histories.py",
+    "test_prepare_kill.py",
+    "test_s3_run.py",
+    "test_data_runs.py",
+    "test_plan_agrees.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take longest begin first (with `--no-loadscope-reorder`: by default those with most tests do)."""
+    place = {name: n for n, name in enumerate(_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[MotoServer]:

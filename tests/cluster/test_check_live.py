@@ -166,31 +166,27 @@ def test_a_host_that_is_cut_off_before_the_groups_is_named(cluster: Cluster) -> 
 
 
 def test_an_agent_that_hangs_is_named(cluster: Cluster) -> None:
-    options = LiveOptions(OPTIONS.node, timeout_s=15.0)
+    options = LiveOptions(OPTIONS.node, timeout_s=10.0)
     result = cluster.check("pairs, round 2", lambda: cluster.signal_agent(3, signal.SIGSTOP), options)
     assert [(b.node, b.kind) for b in result.blames] == [("node3", "node")]
     assert failed(result) == {"node3"}
 
 
-def test_a_host_that_cannot_be_reached_is_named_with_the_reason(cluster: Cluster) -> None:
-    cluster.hosts[0] = Host("node0", cluster.net.address(0), ("ip", "netns", "exec", "no-such-namespace"))
-    result = cluster.check()
-    assert [(b.node, b.kind) for b in result.blames] == [("node0", "node")]
-    assert failed(result) == {"node0"}
-    (reason,) = of(result, "LIV001")
-    assert "no-such-namespace" in reason.message
-
-
-def test_a_host_whose_ranks_cannot_run_is_named(
+def test_hosts_that_cannot_be_reached_or_cannot_run_ranks_are_named_with_the_reason(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    cluster.hosts[0] = Host("node0", cluster.net.address(0), ("ip", "netns", "exec", "no-such-namespace"))
     folder = tmp_path_factory.mktemp("broken")
     (folder / "torch.py").write_text("raise ImportError('libtorch.so: cannot open shared object file')\n")
-    first = cluster.hosts[1]
+    second = cluster.hosts[1]
     paths = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
-    environment = {**first.environment, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    cluster.hosts[1] = Host(first.name, first.address, first.prefix, environment=environment)
+    environment = {**second.environment, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    cluster.hosts[1] = Host(second.name, second.address, second.prefix, environment=environment)
     result = cluster.check()
-    assert failed(result) == {"node1"}
+    assert [(b.node, b.kind) for b in result.blames] == [("node0", "node")]
+    assert failed(result) == {"node0", "node1"}
+    (reason,) = of(result, "LIV001")
+    assert "no-such-namespace" in reason.message
     (unable,) = of(result, "LIV004")
+    assert unable.target.node == "node1"
     assert "libtorch.so" in unable.message

@@ -57,7 +57,10 @@ def test_agents_are_steps_of_the_job_and_end_with_the_check(allocation: slurm_cl
         assert all(reply.alive for reply in greetings.values()), greetings
         argv = ["sh", "-c", "echo $SLURMD_NODENAME"]
         replies = crew.ask({(n, 0): {"do": "run", "argv": argv} for n in (0, 1)}, limit_s=WITHIN_S)
-        assert [r.value["out"] if r.value else r.problem for r in replies.values()] == ["n1\n", "n2\n"]
+        assert {n: r.value["out"] if r.value else r.problem for (n, _), r in replies.items()} == {
+            0: "n1\n",
+            1: "n2\n",
+        }
         crew.ask({(n, 0): {"do": "prepare"} for n in (0, 1)}, limit_s=120.0)
         pair = World((0, 1), ((0,), (0,)), ((0, 1, 0), (1, 0, 1)), (65536,))
         seconds = {"flow": 0.2, "sum": 0.1, "stall": 30.0}

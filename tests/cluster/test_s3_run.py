@@ -69,14 +69,17 @@ def test_saved_killed_resumed_and_retained_on_a_store(
     s3_url: str, tmp_path: Path, start: Callable[..., Run], whole: dict[int, tuple[float, float]]
 ) -> None:
     write_job(tmp_path, f'folder = "{s3_url}/team"\n')
-    run = start()
-    for _ in range(2):
-        run.wait_line("  checkpoint of step ")
-    run.kill_all()
-    run.wait()
     place = open_place(f"{s3_url}/team/small")
-    newest, *older = place.steps()
-    assert older, "two were complete"
+    newest = STEPS
+    for attempt in range(3):
+        if newest == STEPS:  # at first; or it was too quick for us, who wait for a processor
+            run = start(*["--fresh"][:attempt])
+            for _ in range(2):
+                run.wait_line("  checkpoint of step ")
+            run.kill_all()
+            run.wait()
+            newest, *older = place.steps()
+            assert older, "two were complete"
     assert newest < STEPS
     assert not list((tmp_path / "runs/small/checkpoints").glob("step-*"))
 
@@ -125,7 +128,7 @@ def test_a_store_that_is_away_does_not_stop_training_and_the_fallback_takes_over
     events = records(tmp_path / "runs/small/events.jsonl")
     failed = [e for e in events if e["kind"] == "checkpoint_failed" and e["rank"] == 0]
     assert failed
-    assert "trying" in failed[0]["message"]
+    assert any("trying" in e["message"] for e in failed)
     saved = [e for e in events if e["kind"] == "checkpoint_saved"]
     assert not saved[0]["data"]["fallback"]
     assert all(e["data"]["fallback"] for e in saved[1:])

@@ -26,7 +26,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[VirtualCluster] = []
 
     def begin(**options: Any) -> VirtualCluster:
-        kept = {"worker_module": "standin_legs", "max_restarts": 10, "resilience": ("silence_s=1.5",)}
+        kept = {"worker_module": "standin_legs", "max_restarts": 10, "resilience": ("silence_s=3.0",)}
         started.append(VirtualCluster(tmp_path, **(kept | options)))
         return started[-1]
 
@@ -147,7 +147,7 @@ def test_a_frozen_node_is_lost_after_its_silence(start: Start) -> None:
 
 def test_a_node_that_comes_back_is_used_again(start: Start) -> None:
     """Two nodes, no spare, and no smaller layout allowed: the run waits."""
-    cluster = start(resilience=("silence_s=1.5", "shrink=false", "node_wait_s=60"), returns={1: 0.5})
+    cluster = start(resilience=("silence_s=3.0", "shrink=false", "node_wait_s=60"), returns={1: 0.5})
     legs(cluster)
     os.kill(cluster.find(AGENT, node=1), signal.SIGKILL)
     replaced(cluster, 2)
@@ -174,7 +174,7 @@ def test_a_preemption_lets_the_ranks_save_and_is_exit_75(start: Start, signum: s
 
 
 def test_the_same_failure_without_progress_ends_the_run(start: Start) -> None:
-    cluster = start(resilience=("silence_s=1.5", "max_same_failure=2"))
+    cluster = start(resilience=("silence_s=3.0", "max_same_failure=2"))
     legs(cluster)
     cluster.ranks[1].tell({"exit": 7})
     (new,) = replaced(cluster, 1)

@@ -326,12 +326,14 @@ class TestResume:
 
     def test_a_damaged_last_checkpoint_is_not_called_done(self, folder: Path, start: Start) -> None:
         assert start().wait()[0] == 0
-        victim = run_of(folder) / "checkpoints/step-00000012/rank-00002.safetensors"
-        os.truncate(victim, 100)
+        checkpoints = run_of(folder) / "checkpoints"
+        before, last = sorted(checkpoints.glob("step-*"))
+        assert last.name == "step-00000012"
+        os.truncate(last / "rank-00002.safetensors", 100)
         code, _, err = start().wait()
         assert code == 0, err
         assert "rank-00002.safetensors has 100 bytes" in err
-        assert "resuming after step 8" in err
+        assert f"resuming after step {int(before.name.removeprefix('step-'))}\n" in err
 
     def test_a_run_that_lost_its_checkpoints_does_not_start_over(self, folder: Path, start: Start) -> None:
         assert start("--set", "train.steps=4").wait()[0] == 0
