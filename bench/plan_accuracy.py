@@ -28,7 +28,7 @@ from typing import Any
 from plan_rows import Row, read
 from seatrial.plan.calibration import Calibration, Entry, Z, shipped
 from seatrial.plan.collectives import Fabric
-from seatrial.plan.memory import FRAGMENTATION, memory
+from seatrial.plan.memory import memory
 from seatrial.plan.predict import capacity
 from seatrial.plan.stacks import stacks
 from seatrial.plan.step import step_parts
@@ -178,7 +178,7 @@ def memory_scores(rows: list[Row]) -> dict[str, Any]:
             held = memory(row.model, row.recipe, stacks()[row.stack])
             predicted = {
                 "allocated": held.allocated,
-                "reserved": held.allocated * (1 + FRAGMENTATION),
+                "reserved": held.held,
                 "device": held.reserved,
             }[row.memory_kind]
             errors.setdefault(row.source, []).append(abs(predicted / row.memory_bytes - 1))

@@ -7,6 +7,7 @@ out, with the reason.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ SOURCES = {
     "vTrain": ("megatron-deepspeed", "InfiniBand HDR 4x200", 51200),
     "BigScience": ("megatron-deepspeed-bf16", "Omni-Path 4x100", 250880),
     "Narayanan": ("megatron-2021", "InfiniBand HDR 8x200", 51200),
-    "Megatron-LM README Jan-2021": ("megatron-2021", "InfiniBand HDR 8x200", 51200),
+    "Megatron-LM README Jan-2021": ("megatron-2020", "InfiniBand HDR 8x200", 51200),
     "Megatron-LM images": ("megatron-2021", "InfiniBand HDR 8x200", 51200),
     "MegaScale NSDI24 Table 2 (Megatron": ("megatron-2023", "RoCE 8x200", 51200),
     "MegaScale NSDI24 Table 2 (MegaScale": ("megascale", "RoCE 8x200", 51200),
@@ -67,6 +68,11 @@ MEMORY = {
     "NVIDIA": "allocated",
     "BigScience": "device",
 }
+# BigScience trained in fp16 until then and "with BF16 optimizer" from then on (chronicles-prequel.md, "Rebalancing layers").
+BF16_SINCE = "date 02-28"
+# Microbatches of torchtitan's pipelines where none are named: as many as pipeline ranks; interleaved, two stages a rank
+# (torchtitan/parallelisms/parallelize_llama.py, "pipeline_parallel_microbatches or parallel_dims.pp").
+LOCAL_BATCH = re.compile(r"local batch (\d+)")
 RECOMPUTE: dict[str, Recompute] = {
     "full": "full",
     "full(inferred)": "full",
@@ -156,6 +162,8 @@ def _row(raw: dict[str, str]) -> Row:
         stack = "torchtitan-compiled"
     if "async" in raw["precision"].lower() + raw["notes"].lower() and stack.startswith("torchtitan"):
         stack = "torchtitan-async"
+    if stack == "megatron-deepspeed-bf16" and "date 02-2" in raw["notes"] and BF16_SINCE not in raw["notes"]:
+        stack = "megatron-deepspeed-blocking"
     model = _model(raw, vocabulary)
     gpus = _number(raw, "n_gpus")
     recipe = _recipe(raw, source, gpus)
@@ -170,8 +178,9 @@ def _row(raw: dict[str, str]) -> Row:
         recipe=recipe,
         cluster=cluster,
         stack=stack,
-        free_microbatch=raw["micro_batch"] == "",
-        free_recompute=raw["recompute"] == "" and not source.startswith("MegaScale"),
+        free_microbatch=raw["micro_batch"] == "" and not LOCAL_BATCH.search(raw["notes"]),
+        free_recompute=raw["recompute"] == ""
+        and not source.startswith(("MegaScale", "NVIDIA dgxc-benchmarking v25.04.02 (MaxText")),
         step_s=_step(raw, model, recipe),
         memory_bytes=memory,
         memory_kind=next((v for k, v in MEMORY.items() if source.startswith(k)), "allocated"),
@@ -223,6 +232,12 @@ def _recipe(raw: dict[str, str], source: str, gpus: int) -> Recipe:
         raise Unusable(f"recompute {raw['recompute']}")
     if source.startswith("MegaScale"):
         recompute = "attention"
+    if "MaxText" in source:
+        recompute = "full"  # remat_policy = save_qkv_proj: all but one product (NVIDIA/dgxc-benchmarking maxtext/configure.sh)
+    local = LOCAL_BATCH.search(raw["notes"])
+    if local and pp > 1 and raw["micro_batch"] == "":
+        micro = max(1, int(local[1]) // pp)
+        vpp = 2 if "Interleaved" in raw["notes"] else 1
     if pp == 1:
         vpp = 1
     return Recipe(

@@ -50,6 +50,15 @@ LAYOUTS = {
         "train.global_batch=64",
         "train.activation_checkpointing=none",
     ),
+    "zero-bubble": (
+        "parallel.pipeline=2",
+        "parallel.schedule=zero-bubble",
+        "parallel.stages_per_rank=2",
+        "parallel.shard=1",
+        "parallel.replicate=4",
+        "train.global_batch=32",
+        "train.activation_checkpointing=none",
+    ),
 }
 
 

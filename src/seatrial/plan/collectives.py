@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from seatrial.hardware.networks import latencies
+from seatrial.hardware.networks import REACHED, latencies
 from seatrial.plan.cluster import Cluster, Group
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -22,20 +22,21 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 # Large all_reduces over the 8 GPUs of a node reach 230 of 300 GB/s on A100, 366 of 450 on H100 and H200, 682 of 900 on
 # B200 with rings (public nccl-tests, the floors of `seatrial check`): 0.76 to 0.81.
 LOCAL_SHARE = 0.78
-# 381 GB/s over 4 nodes of 8 x 50 GB/s (stas00/ml-engineering@744d01e network/README.md, nccl 2.27.7).
-NETWORK_SHARE = 0.95
+NETWORK_SHARE = REACHED  # of the cards' rate, where a network has no measured figure
 # What messages reach of the bandwidth of the largest, beside their latency: 16 to 64 MiB 0.68, from 256 MiB on all of it (all_reduce
-# over 8 B200, nccl 2.27.7, stas00/ml-engineering@744d01e network/README.md, 50 us taken off).
-SMALL_SHARE, SMALL_BYTES, LARGE_BYTES = 0.68, 64 * 2**20, 256 * 2**20
+# over 8 B200, nccl 2.27.7, stas00/ml-engineering@744d01e network/README.md, 50 us taken off). Filling the links takes a time, not
+# a size: at 160 GB/s 64 MiB reach 0.9 already (NVIDIA/nccl issue 1411), so on slower links the sizes are smaller in proportion.
+SMALL_SHARE, SMALL_BYTES, LARGE_BYTES, FILLED_GB_S = 0.68, 64 * 2**20, 256 * 2**20, 900.0
 
 
-def size_share(n_bytes: float) -> float:
+def size_share(n_bytes: float, link_gb_s: float = FILLED_GB_S) -> float:
     """See SMALL_SHARE; in between it grows with the logarithm of the size. A message never gets faster by being larger."""
-    if n_bytes <= SMALL_BYTES:
+    size = n_bytes * FILLED_GB_S / link_gb_s
+    if size <= SMALL_BYTES:
         return SMALL_SHARE
-    if n_bytes >= LARGE_BYTES:
+    if size >= LARGE_BYTES:
         return 1.0
-    return SMALL_SHARE + (1 - SMALL_SHARE) * math.log(n_bytes / SMALL_BYTES) / math.log(
+    return SMALL_SHARE + (1 - SMALL_SHARE) * math.log(size / SMALL_BYTES) / math.log(
         LARGE_BYTES / SMALL_BYTES
     )
 
@@ -46,10 +47,9 @@ class UnknownNetworkError(ValueError):
 
 @dataclass(frozen=True)
 class Fabric:
-    """A cluster's links as collectives see them; `network_share` is what they reach of the cards' rate."""
+    """A cluster's links as collectives see them."""
 
     cluster: Cluster
-    network_share: float = NETWORK_SHARE
 
     def bandwidth(self, at: Group, share: float = 1.0) -> float:
         """Bytes/s in one direction that a ring over `at` moves; messages of this size reach `share` of it over NVLink."""
@@ -64,7 +64,7 @@ class Fabric:
         network = self.cluster.network
         if network is None:
             raise UnknownNetworkError(f"{self.cluster.nodes} nodes, and no network between them is given")
-        return network.gb_s_per_gpu * 1e9 * self.network_share
+        return network.gb_s_per_gpu * 1e9 * network.reached
 
     def seconds(self, kind: Kind, n_bytes: float, at: Group) -> float:
         """One collective over `at`; `n_bytes` is the whole tensor: what all_gather returns, what reduce_scatter takes."""
@@ -78,7 +78,8 @@ class Fabric:
             self._card()
             assert self.cluster.network is not None
             hop_us += at.nodes * self.cluster.network.hop_us
-        wire = rounds * (n - 1) / n * n_bytes / self.bandwidth(at, size_share(n_bytes))
+        bandwidth = self.bandwidth(at, size_share(n_bytes, self.cluster.gpu.link_gb_s))
+        wire = rounds * (n - 1) / n * n_bytes / bandwidth
         return (assumed.start_us + rounds * hop_us) * 1e-6 + wire
 
     def send(self, n_bytes: float, *, across: bool) -> float:

@@ -30,10 +30,11 @@ PROCESSORS_SOURCE = "NVIDIA's white papers: A100 108; H100 SXM 132, PCIe 114; cu
 # What a copy or an addition of large arrays reaches of the data sheet's bandwidth.
 MEMORY_SHARE = 0.85
 MEMORY_SOURCE = "assumption: STREAM-like kernels read 83 to 93 % of the data sheet on A100 and H100"
-# Rows of 128 bytes feed the tensor cores best (docs.nvidia.com, "Matrix Multiplication Background"); what it costs where they are
-# not: BigScience measured 92 to 95 TFLOP/s with hidden 14,400 over TP 8 where 14,336 gave 120 (chronicles-prequel).
-ALIGNED = 64
-UNALIGNED_SHARE = 0.78
+# Batched products of heads whose width is no multiple of 8 miss the tensor cores (docs.nvidia.com, "Matrix Multiplication Background"):
+# what an A100 does without them, TFLOP/s of the data sheet. BigScience (chronicles-prequel): 162.7 s with 128 heads of 108 where 96
+# of 144 took 124.8; 221 s with 96 heads of 150 in a width of 14,400 where 13,824 took 160.
+TENSOR_CORE_ROWS, WITHOUT_TENSOR_CORES = 8, 19.5
+NARROW = 64  # the narrower side of the smaller usual tiles (same document)
 # Filling and draining a matrix product's pipeline, per wave of tiles.
 WAVE_S = 1.0e-6
 
@@ -149,16 +150,12 @@ class Kernels:
             waves = max(waves, min(1.0, 0.5 + waves / 2))
         area = TILE[0] * TILE[1]
         tile_s = 2.0 * area * k / (self.best / processors) + 2.0 * area * processors / self.memory + WAVE_S
-        return max(waves * tile_s / self.aligned(n, k), floor)
+        return max(waves * tile_s, floor)
 
-    def aligned(self, *widths: int) -> float:
-        """1, or the share of its speed that a product keeps whose rows do not fill whole lines of 128 bytes.
-
-        Ampere only, where it was measured: from Hopper on tiles come by TMA, which needs 16 bytes (CUDA programming guide).
-        """
-        if not self.gpu.name.startswith("A100"):
-            return 1.0
-        return UNALIGNED_SHARE if any(w % ALIGNED for w in widths) else 1.0
+    def heads(self, head_dim: int) -> tuple[float, float]:
+        """An unfused attention's products: FLOP/s, 0.6 of the best; and by what whole tiles exceed results one head wide."""
+        speed = 0.6 * (WITHOUT_TENSOR_CORES * 1e12 if head_dim % TENSOR_CORE_ROWS else self.best)
+        return speed, math.ceil(head_dim / NARROW) * NARROW / head_dim
 
     def move(self, n_bytes: float) -> float:
         """An operator that reads and writes this much."""

@@ -23,12 +23,18 @@ from seatrial.plan.schedule import in_flight
 from seatrial.plan.stacks import Stack
 
 GIB = 1024**3
-# CUDA context, libraries' workspaces and NCCL's buffers; outside torch's allocator, so max_memory_allocated has none of it.
-RUNTIME_BYTES = 1.5 * GIB
-RUNTIME_SOURCE = "assumption: context and cuBLAS about 0.7 GiB, NCCL's channels as much again"
+# Outside torch's allocator, so max_memory_allocated has none of it: context and libraries, and NCCL's buffers for each group.
+RUNTIME_BYTES = 0.7 * GIB
+GROUP_BYTES = 688.0 * 1024**2
+RUNTIME_SOURCE = (
+    "0.7 GiB for context and libraries (assumption; 1.5 GiB before CUDA loaded kernels lazily: bigscience-workshop/bigscience "
+    "chronicles-prequel.md); 688 MiB for each of NCCL's groups (4 A100, NVIDIA/nccl issue 964)"
+)
 # What the caching allocator cannot hand out again.
 FRAGMENTATION = 0.04
-FRAGMENTATION_SOURCE = "assumption; expandable segments bring it to a few per cent"
+FRAGMENTATION_SOURCE = (
+    "reserved over allocated in 16 published runs: 2.8 to 7.9 %, in the mean 4.4 % (SimuMax, release v1.2)"
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ class Memory:
     activations: float
     logits: float
     messages: float  # buffers of what comes from other stages
+    runtime: float = RUNTIME_BYTES  # context, libraries, NCCL's buffers
+    streams: float = 0.0  # what other streams than that of computing keep reserved at this point
 
     @property
     def states(self) -> float:
@@ -52,12 +60,17 @@ class Memory:
     def allocated(self) -> float:
         """What torch's allocator reports as the peak."""
         whole: float = sum(getattr(self, f.name) for f in fields(self))
-        return whole
+        return whole - self.runtime - self.streams
 
     @property
     def reserved(self) -> float:
         """What the GPU must have."""
-        return self.allocated * (1 + FRAGMENTATION) + RUNTIME_BYTES
+        return self.held + self.runtime
+
+    @property
+    def held(self) -> float:
+        """What torch's allocator reports as reserved."""
+        return self.allocated * (1 + FRAGMENTATION) + self.streams
 
 
 def memory(model: Model, recipe: Recipe, stack: Stack) -> Memory:
@@ -90,7 +103,14 @@ def rank_memory(model: Model, recipe: Recipe, stack: Stack, rank: int) -> Memory
     points = [_backward(model, recipe, stack, rank), _end(model, recipe, stack, rank)]
     if rank == recipe.pipeline - 1:
         points.append(_loss(model, recipe, stack, rank))
-    return max(points, key=lambda m: m.allocated)
+    highest = max(points, key=lambda m: m.allocated)
+    if recipe.sharding != "full" or recipe.cut * recipe.replicate == 1:
+        return highest
+    # Weights are gathered and gradients reduced in streams of their own, and the allocator gives a stream's memory to no other
+    # (docs.pytorch.org, notes/cuda, memory management): what these held at their own highest points stays reserved.
+    other = ("gathered", "gradients", "unsharded_gradients")
+    spare = sum(max(getattr(m, f) for m in points) - getattr(highest, f) for f in other)
+    return replace(highest, streams=spare)
 
 
 def _loss(model: Model, recipe: Recipe, stack: Stack, rank: int) -> Memory:
@@ -141,7 +161,7 @@ def _width(recipe: Recipe) -> int:
 
 def _reduces_at_once(recipe: Recipe, stack: Stack) -> bool:
     """Full sharding without accumulating whole gradients: each layer's are reduced as they come."""
-    return recipe.sharding == "full" and (recipe.microbatches == 1 or not stack.reduce_once)
+    return recipe.sharding == "full" and (recipe.microbatches == 1 or not stack.reduces_once(recipe.pipeline))
 
 
 def _base(model: Model, recipe: Recipe, stack: Stack, rank: int) -> Memory:
@@ -160,8 +180,25 @@ def _base(model: Model, recipe: Recipe, stack: Stack, rank: int) -> Memory:
             optimizer /= recipe.cut
         if recipe.sharding == "gradients":
             gradients /= recipe.cut
+    parameters += _eight_bit_weights(model, recipe, stack, rank)
     messages = _messages(model, recipe, stack, rank)
-    return Memory(parameters, gradients, optimizer, 0.0, unsharded, 0.0, 0.0, messages)
+    unsharded += stack.bucket_bytes  # DeepSpeed makes its buffer even where there is nobody to reduce with
+    return Memory(
+        parameters, gradients, optimizer, 0.0, unsharded, 0.0, 0.0, messages, _runtime(recipe, stack)
+    )
+
+
+def _runtime(recipe: Recipe, stack: Stack) -> float:
+    """Context, libraries, and buffers of NCCL: one group for all ranks, one for each dimension, and one for each neighbour stage."""
+    groups = 0
+    if recipe.world > 1:
+        groups = 1 + stack.groups + min(2, recipe.pipeline - 1)
+        groups += (recipe.tensor > 1) + (recipe.context > 1)
+        full = recipe.sharding == "full"
+        groups += (recipe.cut if full else recipe.context * recipe.data_parallel) > 1
+        groups += full and recipe.replicate > 1
+    held: float = stack.context_gib * GIB + groups * GROUP_BYTES
+    return held
 
 
 def _gathered(model: Model, recipe: Recipe, rank: int, *, layers: int) -> float:
@@ -200,7 +237,34 @@ def _waiting(model: Model, recipe: Recipe, stack: Stack, rank: int) -> float:
     }[recipe.recompute]
     counts = recipe.stage_layers(model.layers)[rank :: recipe.pipeline]
     held = in_flight(recipe.schedule, recipe.pipeline, recipe.stages_per_rank, recipe.microbatches, rank)
-    return held * (sum(counts) / len(counts) * kept + kept_input)
+    return held * (sum(counts) / len(counts) * kept + kept_input) + _owed(model, recipe, rank)
+
+
+def _owed(model: Model, recipe: Recipe, rank: int) -> float:
+    """Gradients of products' and norms' outputs, which zero-bubble keeps until it makes the weights' gradients of them.
+
+    Of every stage that waits and of the one at work; beside them of the logits, whose weights are the largest.
+    """
+    if recipe.schedule != "zero-bubble" or recipe.pipeline == 1:
+        return 0.0
+    width, n, D = _width(recipe), recipe.tensor, model.hidden
+    cut = model.query_width + 2 * model.kv_width + model.ffn_in  # outputs that tensor parallel cuts
+    layer = width * recipe.tokens * (cut / n + 2 * D + 2 * D / n)
+    counts = recipe.stage_layers(model.layers)[rank :: recipe.pipeline]
+    waiting = min(rank, recipe.microbatches * recipe.stages_per_rank)
+    logits = width * recipe.tokens * model.vocab / n if rank == recipe.pipeline - 1 else 0.0
+    return (waiting + 1) * sum(counts) / len(counts) * layer + waiting * logits
+
+
+def _eight_bit_weights(model: Model, recipe: Recipe, stack: Stack, rank: int) -> float:
+    """Megatron's fp8 products keep their weights in 8 bits as well, once as they are and once transposed.
+
+    docs.nvidia.com, Transformer Engine, `is_first_microbatch`: cast in a step's first microbatch, used in all.
+    """
+    if recipe.precision != "fp8" or stack.layer_states != "megatron":
+        return 0.0
+    held = sum(recipe.stage_layers(model.layers)[rank :: recipe.pipeline])
+    return 2.0 * held * model.layer_matrix_parameters() / recipe.tensor
 
 
 def layer_activations(model: Model, recipe: Recipe, stack: Stack, width: int = 2) -> float:
@@ -219,7 +283,10 @@ def layer_activations(model: Model, recipe: Recipe, stack: Stack, width: int = 2
         if recipe.recompute == "attention":
             scores = 0.0
         return t * D * (10.0 / own + 24.0 / n) + scores
-    return width * t * (4 * D / own + (2 * NH + 2 * KH + (3 if model.gated else 2) * F) / n) + scale
+    kept = width * t * (4 * D / own + (2 * NH + 2 * KH + (3 if model.gated else 2) * F) / n) + scale
+    if recipe.precision == "fp8":  # what goes into products is kept in 8 bits; attention's output in both
+        kept -= t * (2 * D / own + F / n - NH / n)
+    return kept
 
 
 def _messages(model: Model, recipe: Recipe, stack: Stack, rank: int) -> float:

@@ -137,5 +137,8 @@ def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
     )
     if cluster.network is not None:
         told.append(f"network {cluster.network.name}: {cluster.network.source}")
+        told.append(
+            f"collectives reach {cluster.network.reached:.0%} of its rate: {cluster.network.reached_source}"
+        )
         told.append(f"latency {cluster.network.hop_us:g} us a hop: {cluster.network.hop_source}")
     return tuple(told)

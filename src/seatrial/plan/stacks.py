@@ -31,8 +31,16 @@ class Stack:
     reduce_once: bool
     contention: float
     layer_states: str
+    gap_s: float
     state_bytes: tuple[int, int, int]
+    bucket_bytes: float
+    context_gib: float
+    groups: int
     source: str
+
+    def reduces_once(self, pipeline: int) -> bool:
+        """Full sharding: are gradients reduced in the last microbatch only? torch's pipeline always does so."""
+        return self.reduce_once or pipeline > 1
 
 
 @cache

@@ -98,10 +98,10 @@ class _Maker:
         moved_b += stack.accumulate * model.layer_parameters() / n
         attention_f, attention_b = self._attention()
         tensor, context = self._tensor(), self._context(attention_f)
-        f = Pass(forward, attention_f, self.kernels.move(moved_f), tensor, context)
-        b = Pass(
-            backward, attention_b, self.kernels.move(moved_b), tensor * self._backward_gathers(), 2 * context
-        )
+        gap = stack.gap_s
+        f = Pass(forward, attention_f, self.kernels.move(moved_f) + gap, tensor, context)
+        gathers = tensor * self._backward_gathers()
+        b = Pass(backward, attention_b, self.kernels.move(moved_b) + 2 * gap, gathers, 2 * context)
         redone = REDONE[r.recompute]
         last, sent = 0.0, redone[3]
         if r.recompute == "full" and stack.layer_states == "ours":
@@ -142,11 +142,11 @@ class _Maker:
             # Whole score matrices: what causality would save is computed.
             scores = share * model.heads * float(r.sequence) ** 2
             flops = share * model.attention_flops(r.sequence, causal=False)
-            # Products whose inner or outer side is one head wide.
-            speed = self.kernels.best * 0.6 * self.kernels.aligned(model.head_dim)
+            speed, tiles = self.kernels.heads(model.head_dim)
+            # One of the two products forward and three of the four backward have results one head wide.
             return (
-                self.kernels.move(SCORES_FORWARD * scores) + flops / speed,
-                self.kernels.move(SCORES_BACKWARD * scores) + 2 * flops / speed,
+                self.kernels.move(SCORES_FORWARD * scores) + flops / speed * (1 + tiles) / 2,
+                self.kernels.move(SCORES_BACKWARD * scores) + 2 * flops / speed * (1 + 3 * tiles) / 4,
             )
         flops = share * model.attention_flops(r.sequence)
         return (

@@ -81,11 +81,32 @@ def test_more_bytes_are_never_faster_more_bandwidth_never_slower(
     assert 0 < size_share(size) <= size_share(size + more) <= 1
 
 
+@given(size=st.integers(1, 2**34), ranks=st.sampled_from([2, 4, 8]), faster=st.floats(1.0, 8.0))
+def test_faster_links_are_never_slower_though_they_fill_later(size: int, ranks: int, faster: float) -> None:
+    fast = Fabric(replace(FABRIC.cluster, gpu=replace(B200, link_gb_s=B200.link_gb_s * faster)))
+    at = Group(ranks, 8)
+    assert fast.seconds("all_reduce", size, at) <= FABRIC.seconds("all_reduce", size, at) * (1 + 1e-12)
+    assert size_share(size, 300.0) >= size_share(size, 900.0)
+
+
+def test_what_a_network_was_measured_to_reach() -> None:
+    """39.9 of 100 Gb/s a card over Omni-Path, with one rank a node and two cards' worth of ranks for each card."""
+    slow, usual = find_network("Omni-Path 4x100"), find_network("AWS P4d")
+    assert slow is not None
+    assert usual is not None
+    a100 = find_gpu("A100-80GB SXM")
+    assert a100 is not None
+    rates = [Fabric(Cluster(a100, 4, 8, n)).bandwidth(Group(4, 1)) for n in (slow, usual)]
+    assert rates[0] / rates[1] == pytest.approx(0.4 / 0.95)
+
+
 def test_every_network_has_a_source() -> None:
     assert len({n.name for n in networks()}) == len(networks())
     for network in networks():
         assert network.source
         assert network.hop_source
+        assert network.reached_source
+        assert 0 < network.reached <= 1
         assert 0 < network.gb_s_per_gpu <= 200
     reference = find_network("infiniband ndr 8x400")
     assert reference is not None

@@ -193,8 +193,11 @@ def test_kernels_follow_the_shape() -> None:
     large = 2.0 * 8192**3 / kernels.product(8192, 8192, 8192)
     assert 0.85 * kernels.best < large <= kernels.best
     assert 2.0 * 8192 * 8192 * 64 / kernels.product(8192, 8192, 64) < 0.6 * kernels.best  # short inner side
-    ampere = Kernels(gpu("A100-80GB SXM"), "bf16")
-    assert ampere.product(8192, 8184, 8192) > ampere.product(8192, 8192, 8192)  # rows that fill no lines
+    speed, tiles = Kernels(gpu("A100-80GB SXM"), "bf16").heads(96)
+    assert (tiles, Kernels(gpu("A100-80GB SXM"), "bf16").heads(128)) == (128 / 96, (speed, 1.0))
+    assert (
+        Kernels(gpu("A100-80GB SXM"), "bf16").heads(108)[0] < 0.1 * speed
+    )  # no multiple of 8: no tensor cores
     assert Kernels(gpu("H100 SXM"), "fp8").product(8192, 8192, 8192) < kernels.product(8192, 8192, 8192)
 
 
