@@ -194,6 +194,17 @@ def memory_scores(rows: list[Row]) -> dict[str, Any]:
     }
 
 
+def shortest(rows: list[Row], known: Calibration) -> float:
+    """Milliseconds of the shortest layer: kernels of one microbatch, forward and backward (plan/caution.py)."""
+    found = []
+    for row in rows:
+        r, pace = row.recipe, known.pace(row.stack, row.gpu).value
+        p = step_parts(row.model, r, Fabric(row.cluster), stacks()[row.stack], pace)
+        kernels = p.products + p.attention + p.operators
+        found.append(kernels * r.pipeline / (row.model.layers * r.microbatches))
+    return round(1e3 * min(found), 2)
+
+
 def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
     timed = [r for r in rows if r.step_s is not None and r.fits]
     numbered = list(enumerate(timed))
@@ -227,6 +238,7 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
             "intervals": scores.kinds(),
         }
     result["regret"] = regret(timed, everything)
+    result["shortest_layer_ms"] = shortest(timed, everything)
     told = [r for r in rows if not (r.free_microbatch or r.free_recompute)]
     result["memory"] = memory_scores(told)
     return result, everything

@@ -49,6 +49,7 @@ verbs:
   schema       print the JSON schema of the job file, for editors
   check        judge whether nodes are fit to train on
   explain      say what a finding of a check means
+  plan         predict layout, memory, speed and cost of a job
   data         prepare text for training
   train        run a job; the same command again resumes it
   drill        prove on a copy of the job that it survives faults
@@ -111,7 +112,7 @@ def test_help_takes_at_most_a_fifth_of_a_second_of_a_processor(run: Run) -> None
         (("trian",), "error: unknown verb `trian`\n  hint: did you mean `seatrial train`?\n"),
         (
             ("fly",),
-            "error: unknown verb `fly`\n  hint: verbs: init, schema, check, explain, data, train, drill, watch, verify, checkpoints, export\n",
+            "error: unknown verb `fly`\n  hint: verbs: init, schema, check, explain, plan, data, train, drill, watch, verify, checkpoints, export\n",
         ),
         (
             ("--fast",),

@@ -23,14 +23,19 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     Not `durable`: after a power loss anything may be there. It does not wait for the disk, which can take seconds.
     A device or a pipe (/dev/stdout, /dev/null) is written to: a file in its place would be the end of it.
     """
+    write_bytes(path, text.encode("utf-8"), durable=durable)
+
+
+def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """`write_text` of what is no text, or is encoded already."""
     if path.exists() and not path.is_file():
-        with open(path, "w", encoding="utf-8") as f:
-            f.write(text)
+        with open(path, "wb") as f:
+            f.write(content)
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as f:
-            f.write(text)
+        with open(temporary, "wb") as f:
+            f.write(content)
             f.flush()
             if durable:
                 os.fsync(f.fileno())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,5 +111,6 @@ def keep(report: Report, orders: Sequence[Order], run: Path) -> Path | None:
     folder.reports.mkdir(exist_ok=True)
     atomic.write_text(folder.reports / f"{_REPORT}.html", report_html.page(report, orders))
     file = folder.reports / f"{_REPORT}.json"
-    atomic.write_text(file, report_json.text(report, orders))
+    # A copied folder has new file times, and the planner leaves old rates alone.
+    atomic.write_text(file, report_json.text(report, orders, time=time.time()))
     return file

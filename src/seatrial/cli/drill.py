@@ -53,10 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 nothing failed, 1 a scenario failed, 2 bad input, 130 interrupted."""
     from seatrial.base.errors import InputError
+    from seatrial.cli.jobs import read_job
     from seatrial.drill.conduct import Drill
     from seatrial.drill.copies import DEFAULT_STEPS, Rhythm
     from seatrial.drill.scenarios import chosen
-    from seatrial.job import load_job
 
     scenarios = chosen(args.only)
     if args.list:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.seconds < 86400:
         raise InputError(f"--seconds {args.seconds:g} is not between 0 and a day", hint="--seconds 60")
     drill = Drill(
-        load_job(args.job, args.set),
+        read_job(args.job, args.set, args.runs),
         args.runs,
         scenarios,
         Rhythm(DEFAULT_STEPS if args.steps is None else args.steps),

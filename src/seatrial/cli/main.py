@@ -32,6 +32,7 @@ VERBS = {
     "schema": ("seatrial.cli.schema", "print the JSON schema of the job file, for editors"),
     "check": ("seatrial.cli.check", "judge whether nodes are fit to train on"),
     "explain": ("seatrial.cli.explain", "say what a finding of a check means"),
+    "plan": ("seatrial.cli.plan", "predict layout, memory, speed and cost of a job"),
     "data": ("seatrial.cli.data", "prepare text for training"),
     "train": ("seatrial.cli.train", "run a job; the same command again resumes it"),
     "drill": ("seatrial.cli.drill", "prove on a copy of the job that it survives faults"),

@@ -58,12 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 done, 1 the run failed, 2 bad input, 75 preempted (state saved), 130 interrupted."""
-    from seatrial.job import load_job
+    from seatrial.cli.jobs import read_job
     from seatrial.launch import launcher_for
     from seatrial.launch.voyage import prepare_voyage
     from seatrial.ui.console import TrainConsole
 
-    job = load_job(args.job, args.set)
+    job = read_job(args.job, args.set, args.runs, fresh=args.fresh)
     if args.render:
         sys.stdout.write(launcher_for(job).render(job, RunFolder(args.runs / job.name)))
         return EXIT_DONE

@@ -48,6 +48,19 @@ def cuda_device_count() -> int:
     return len(visible_devices())
 
 
+def driver_names(proc: Path = Path("/proc")) -> list[str]:
+    """What NVIDIA's driver calls each GPU of this host ("NVIDIA H200"); empty where it does not say."""
+    names = []
+    for file in sorted((proc / "driver/nvidia/gpus").glob("*/information")):
+        try:
+            found = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(errors="replace"), re.MULTILINE)
+        except OSError:
+            continue
+        if found is not None:
+            names.append(found[1])
+    return names
+
+
 def torch_has_cuda() -> bool:
     """Whether the installed PyTorch was built with CUDA; read from its version file, without loading it."""
     spec = importlib.util.find_spec("torch")

@@ -35,6 +35,17 @@ class Network:
 
 
 @dataclass(frozen=True)
+class ReferenceNode:
+    """The vendor's own node for a GPU, by catalogue name, and the network it is sold with."""
+
+    gpu: str
+    name: str
+    gpus_per_node: int
+    network: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Latencies:
     """What stands in where a network's own latency is not known; microseconds."""
 
@@ -69,3 +80,15 @@ def find_network(name: str) -> Network | None:
     """The network with this name, whatever its case; None if unknown."""
     wanted = " ".join(name.split()).casefold()
     return next((n for n in networks() if n.name.casefold() == wanted), None)
+
+
+@cache
+def reference_nodes() -> tuple[ReferenceNode, ...]:
+    """Every node of reference_nodes.toml, in its order."""
+    text = files("seatrial.hardware").joinpath("reference_nodes.toml").read_text(encoding="utf-8")
+    return tuple(ReferenceNode(**entry) for entry in tomllib.loads(text)["node"])
+
+
+def reference_node(gpu: str, gpus_per_node: int) -> ReferenceNode | None:
+    """The reference node of the GPU with this catalogue name; None if there is none with as many GPUs."""
+    return next((n for n in reference_nodes() if (n.gpu, n.gpus_per_node) == (gpu, gpus_per_node)), None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
 
+from seatrial.base.errors import Diagnostic, InputError, InternalError
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import shares
@@ -22,16 +24,40 @@ from seatrial.job.schema import (
     ResilienceSection,
     TrainSection,
 )
+from seatrial.job.source import Source
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job file, the model it names and the layout it asks for. Paths are absolute; nothing is left to default."""
+    """A job file, the model it names and the layout it asks for. Paths are absolute; nothing is left to default.
+
+    With `parallel = "auto"` a job is open until the planner has settled it (`settled.py`): nobody may ask for its layout.
+    """
 
     file: JobFile
     architecture: Architecture
     layout: Layout
     source: str  # the path as given, for messages
+    text: Source | None = field(default=None, compare=False, repr=False)  # what it was read from
+    chosen: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    """How `parallel = "auto"` was settled, as plan.json tells it; None where the job names its layout."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the layout is still to be chosen."""
+        return self.file.parallel == "auto"
+
+    def wrote(self, key: str) -> bool:
+        """Whether "section.key" was written in the file or set for this start, rather than left to its default."""
+        section, _, name = key.partition(".")
+        return name in getattr(self.file, section).model_fields_set
+
+    def refusal(self, key: str, message: str, hint: str) -> InputError:
+        """An error about "section.key" or "section" at its place in the job file."""
+        path = tuple(key.split("."))
+        if self.text is None:
+            return InputError(Diagnostic(message, self.source, hint=hint))
+        return InputError(self.text.value_place(path).diagnostic(message, hint))
 
     @property
     def name(self) -> str:
@@ -51,7 +77,8 @@ class Job:
 
     @property
     def parallel(self) -> ParallelSection:
-        assert isinstance(self.file.parallel, ParallelSection)  # "auto" is refused by the loader
+        if not isinstance(self.file.parallel, ParallelSection):
+            raise Unchosen.error()
         return self.file.parallel
 
     @property
@@ -102,6 +129,8 @@ class Job:
         config.json that may change; `shard` as the number it became.
         """
         out = [f"name = {_value(self.name)}", ""]
+        if self.is_open:
+            out.insert(1, 'parallel = "auto"')
         for name in type(self.file).model_fields:
             section = getattr(self.file, name)
             if not isinstance(section, BaseModel):
@@ -113,6 +142,8 @@ class Job:
                     out.append(f"# from {origin}")
                 values = {"init_from": self.model.init_from, **self.architecture.as_dict()}
             if name == "parallel":
+                if self.chosen is not None:
+                    out.append('# chosen by parallel = "auto": plan.json says why')
                 values["shard"] = self.layout.shard
                 values["reshard_after_forward"] = self.parallel.reshards
             if values:
@@ -120,6 +151,19 @@ class Job:
                 out += [f"{key} = {_value(value)}" for key, value in values.items() if value is not None]
                 out.append("")
         return "\n".join(out[:-1]) + "\n"
+
+
+class Unchosen:
+    """Stands for the layout of an open job: whatever is asked of it is a fault of ours."""
+
+    @staticmethod
+    def error() -> InternalError:
+        return InternalError('the layout of a job with parallel = "auto" was asked for before it was chosen')
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.error()
 
 
 def _origin(model: ModelSection) -> str | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from seatrial.base.errors import Diagnostic, InputError, InternalError
 from seatrial.job.finding import Facts
-from seatrial.job.job import Job
+from seatrial.job.job import Job, Unchosen
+from seatrial.job.layout import Layout
 from seatrial.job.partial import Partial, UnreadableError
 from seatrial.job.ranks import resolve_layout
 from seatrial.job.resolve import resolve_architecture
@@ -29,8 +30,8 @@ _PATHS = (
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     """The job of a job file, with `--set` overrides such as "train.steps=200".
 
-    Paths in the file are relative to its folder, paths in overrides to the current folder. Raises InputError
-    with every problem.
+    Paths in the file are relative to its folder, paths in overrides to the current folder. With `parallel = "auto"`
+    the job is open: its layout is still to be chosen. Raises InputError with every problem.
     """
     return job_from_text(read_text(path), name=str(path), base_folder=path.parent, overrides=overrides)
 
@@ -53,10 +54,12 @@ def job_from_text(text: str, *, name: str, base_folder: Path, overrides: Sequenc
     problems += [f.locate(source) for f in findings]
     if problems:
         raise InputError(sorted(dict.fromkeys(problems), key=_order))
+    if file.parallel == "auto":
+        layout = cast(Layout, Unchosen())
     for part in (file, architecture, layout):
         if isinstance(part, Partial):
             raise InternalError("a value is missing without a problem that says so")
-    return Job(file=file, architecture=architecture, layout=layout, source=name)
+    return Job(file=file, architecture=architecture, layout=layout, source=name, text=source)
 
 
 def _order(problem: Diagnostic) -> tuple[bool, int, int]:

@@ -17,6 +17,8 @@ def resolve_layout(job: JobFile) -> tuple[Layout, list[Finding]]:
         parallel = cast(ParallelSection, job.parallel)
     except UnreadableError:
         return cast(Layout, Partial({})), []
+    if job.parallel == "auto":  # nothing that needs a layout can be judged yet
+        return cast(Layout, Partial({})), []
     known: dict[str, Any] = {}
     for key in ("pipeline", "replicate", "tensor", "stages_per_rank", "schedule"):
         try:

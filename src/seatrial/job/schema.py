@@ -126,6 +126,10 @@ class ClusterSection(Section):
     gpu: Text | None = Field(
         default=None, description='name in the hardware catalogue, such as "B300 SXM"; found if missing'
     )
+    network: Text | None = Field(
+        default=None,
+        description='name of the network between nodes, such as "InfiniBand NDR 8x400", for the planner',
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda where each rank has its own GPU"
     )
@@ -340,7 +344,9 @@ class JobFile(Section):
     model: ModelSection
     data: DataSection
     cluster: ClusterSection = ClusterSection()
-    parallel: ParallelSection | Literal["auto"] = ParallelSection()
+    parallel: ParallelSection | Literal["auto"] = Field(
+        default=ParallelSection(), description='the layout; "auto": the planner chooses it'
+    )
     train: TrainSection
     optimizer: OptimizerSection
     checkpoint: CheckpointSection

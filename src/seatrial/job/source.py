@@ -60,6 +60,8 @@ class Source:
         else:
             line, column = int(found[2]), int(found[3])
         hint = next((hint for pattern, hint in _SYNTAX_HINTS if re.match(pattern, message)), None)
+        if message.startswith("cannot ") and self._says_auto_and_more(line):
+            hint = _ONE_OF_TWO
         if message.startswith("cannot "):
             message = re.sub(r"\('([^']*)',\)", r"[\1]", message)
             # tomllib points behind the second definition; the key in front of it is the one to look at.
@@ -68,6 +70,11 @@ class Source:
         return Place(self.file, line, column, 1, self.lines[line - 1]).diagnostic(
             f"not valid TOML: {message}", hint
         )
+
+    def _says_auto_and_more(self, line: int) -> bool:
+        """Whether the second of `parallel = ...` and [parallel] stands in this line."""
+        both = [any(re.match(pattern, text) for text in self.lines) for pattern in (_AUTO, _TABLE)]
+        return all(both) and re.match(f"{_AUTO}|{_TABLE}", self.lines[line - 1]) is not None
 
     def override(
         self,
@@ -100,7 +107,8 @@ class Source:
             inner = table.setdefault(str(part), {})
             if not isinstance(inner, dict):
                 name = ".".join(map(str, path[: i + 1]))
-                return Diagnostic(f"`{name}` is a value, not a section", file=label)
+                hint = _ONE_OF_TWO if inner == "auto" else None
+                return Diagnostic(f"`{name}` is a value, not a section", file=label, hint=hint)
             table = inner
         table[str(path[-1])] = value
         for old in [p for p in self.overrides if p[: len(path)] == path]:
@@ -146,6 +154,8 @@ class Source:
         return Place(label or self.file)
 
 
+_AUTO, _TABLE = r"\s*parallel\s*=", r"\s*\[\s*parallel\s*\]"
+_ONE_OF_TWO = 'parallel = "auto" chooses every key of [parallel]: keep one of the two'
 _SYNTAX_HINTS = (
     ("invalid value", 'text goes in double quotes; numbers, true and false stand alone: name = "voyage"'),
     ("cannot overwrite a value", "this key is given twice: keep one of them"),

@@ -101,18 +101,13 @@ def validate(source: Source) -> tuple[JobFile, list[Diagnostic]]:
             if not found:
                 readable[name] = raw
         elif name == "parallel" and raw == "auto":
-            problems.append(
-                source.value_place((name,)).diagnostic(
-                    'parallel = "auto" asks the planner, which is not in this version',
-                    "write a [parallel] table, for example with tensor = 1, pipeline = 1; a missing `shard` takes "
-                    "all ranks that are left",
-                )
-            )
+            readable[name] = raw
         elif not isinstance(raw, dict):
             problems.append(
                 source.value_place((name,)).diagnostic(
                     f"{name}: expected a section, found {_describe(raw)}",
-                    f"write [{name}] and its keys below it",
+                    f"write [{name}] and its keys below it"
+                    + (', or parallel = "auto"' if name == "parallel" else ""),
                 )
             )
         else:

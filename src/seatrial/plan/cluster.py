@@ -36,4 +36,6 @@ class Group:
 
 def group(cluster: Cluster, *, stride: int, size: int) -> Group:
     """The group of ranks r, r + stride, r + 2 stride, ...; neighbouring ranks fill a node."""
+    if cluster.nodes == 1:  # also where `stride` does not divide the node: ranks 0 and 2 of three
+        return Group(size, size)
     return Group(size, min(size, max(1, cluster.gpus_per_node // stride)))

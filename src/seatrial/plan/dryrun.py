@@ -128,8 +128,15 @@ def dry_run(
     traces = [[rank, *point] for rank in wanted for point in at.points]
     workers = max(1, min(processes or os.cpu_count() or 1, len(traces)))
     shares = [traces[i::workers] for i in range(workers)]
+    started: list[subprocess.Popen[str]] = []
     with ThreadPoolExecutor(workers) as pool:
-        answers = list(pool.map(lambda share: _ask(job, device, at, share, timeout_s), shares))
+        try:
+            answers = list(pool.map(lambda share: _ask(job, device, at, share, timeout_s, started), shares))
+        except BaseException:  # Ctrl-C, or one that failed: nobody waits for the others
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in started:
+                process.kill()
+            raise
     found = {
         tuple(point): traced
         for share, answer in zip(shares, answers, strict=True)
@@ -142,7 +149,14 @@ def dry_run(
     )
 
 
-def _ask(job: Job, device: Device, at: Grid, traces: list[list[int]], timeout_s: float) -> dict[str, Any]:
+def _ask(
+    job: Job,
+    device: Device,
+    at: Grid,
+    traces: list[list[int]],
+    timeout_s: float,
+    started: list[subprocess.Popen[str]],
+) -> dict[str, Any]:
     layout = job.layout.as_dict()
     del layout["world_size"]
     request = {
@@ -154,26 +168,32 @@ def _ask(job: Job, device: Device, at: Grid, traces: list[list[int]], timeout_s:
         "traces": traces,
     }
     command = [*_WORKER, "--parent", str(os.getpid())]
-    try:
-        done = subprocess.run(
-            command, input=json.dumps(request), capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RunFailed(
-            f"the dry run took longer than {timeout_s:.0f} s", hint="ask for fewer ranks at once"
-        ) from error
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as done:
+        started.append(done)
+        try:
+            out, err = done.communicate(json.dumps(request), timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            done.kill()
+            raise RunFailed(
+                f"the dry run took longer than {timeout_s:.0f} s", hint="ask for fewer ranks at once"
+            ) from error
+        except BaseException:
+            done.kill()
+            raise
     if done.returncode < 0:
         raise RunFailed(
             f"the dry run's process was ended by signal {-done.returncode}",
             hint="if that was the kernel for want of memory: ask for fewer processes at once",
         )
     if done.returncode:
-        last = done.stderr.strip().splitlines()
+        last = err.strip().splitlines()
         raise InternalError(
             f"the dry run failed: {last[-1] if last else f'exit code {done.returncode}'}",
             hint="report it, with the job file",
         )
-    return dict(json.loads(done.stdout))
+    return dict(json.loads(out))
 
 
 def _rank(job: Job, at: Grid, rank: int, traces: list[dict[str, Any]]) -> RankStep:

@@ -32,7 +32,8 @@ class Finish:
     failures: float  # expected on the way
     checkpoint_bytes: float
     stall_s: float  # of one save
-    interval: Interval
+    every_s: float  # from save to save
+    interval: Interval  # the best one
     gpu_hours: float
     waterfall: tuple[Share, ...]  # of the wall-clock time: the step's parts, saving, failures
 
@@ -53,8 +54,11 @@ def finish(
     storage_gb_s: float,
     max_unsaved_s: float = 14400.0,
     costs: Costs | None = None,
+    every_steps: int | None = None,
 ) -> Finish:
-    """`steps` steps on nodes that fail at `rate`, saved to storage that takes and gives `storage_gb_s`; Young's interval.
+    """`steps` steps on nodes that fail at `rate`, saved to storage that takes and gives `storage_gb_s`.
+
+    Saved every `every_steps`, or at Young's interval, which `interval` says either way.
 
     ETTR is the renewal process of `formulas.py` with one kind of failure: back to the newest checkpoint, in new processes
     on nodes that are there. ValueError where steps, rate or bandwidth are not above 0.
@@ -77,19 +81,20 @@ def finish(
         prior=rate,
         max_unsaved_s=max_unsaved_s,
     )
+    interval_s = chosen.interval_s if every_steps is None else every_steps * prediction.step_s
     down = costs.new_process_s + costs.communicators_s_per_gpu * recipe.world + write
     case = Case(
         nodes=nodes,
         failures_per_node_s=rate.per_node_day / DAY_S,
         branches=(Branch(1.0, "process", down),),
-        disk_interval_s=chosen.interval_s,
+        disk_interval_s=interval_s,
         disk_stall_s=stall,
         disk_lag_s=write,
     )
     ettr = renewal(case)
     work = steps * prediction.step_s
     wall = work / ettr
-    saving = ettr * stall / chosen.interval_s
+    saving = ettr * stall / interval_s
     shares = [Share(s.name, s.share * ettr, s.seconds * steps) for s in prediction.waterfall]
     shares.append(Share("saving checkpoints", saving, saving * wall))
     shares.append(Share("failures and recovery", 1 - ettr - saving, (1 - ettr - saving) * wall))
@@ -101,6 +106,7 @@ def finish(
         failures=wall / case.mttf_s,
         checkpoint_bytes=size,
         stall_s=stall,
+        every_s=interval_s,
         interval=chosen,
         gpu_hours=wall / 3600 * recipe.world,
         waterfall=tuple(shares),

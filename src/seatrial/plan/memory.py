@@ -21,6 +21,7 @@ from seatrial.plan.model import Model
 from seatrial.plan.recipe import Recipe
 from seatrial.plan.schedule import in_flight
 from seatrial.plan.stacks import Stack
+from seatrial.plan.unshard import ACTIVE_STAGES
 
 GIB = 1024**3
 # Outside torch's allocator, so max_memory_allocated has none of it: context and libraries, and NCCL's buffers for each group.
@@ -204,17 +205,34 @@ def _runtime(recipe: Recipe, stack: Stack) -> float:
 def _gathered(model: Model, recipe: Recipe, rank: int, *, layers: int) -> float:
     """Whole weights that full sharding has gathered: all, or the root's and those of `layers` layers.
 
-    Under a pipeline torch frees nothing between microbatches, whatever `reshard_after_forward` says.
+    Under a pipeline torch frees nothing between microbatches, whatever `reshard_after_forward` says, while a rank has no more
+    than three stages.
     """
     wrapped = recipe.cut * recipe.replicate > 1 or recipe.precision != "fp32"
     if recipe.sharding != "full" or not wrapped:
         return 0.0
     n = rank_parameters(model, recipe, rank)
     if not recipe.reshard or recipe.pipeline > 1:
-        return _width(recipe) * n
+        return _width(recipe) * (n - _freed(model, recipe, rank))
     held = sum(recipe.stage_layers(model.layers)[rank :: recipe.pipeline])
     layer = model.layer_share(recipe.tensor)
     return _width(recipe) * (n - (held - min(layers, held)) * layer)
+
+
+def _freed(model: Model, recipe: Recipe, rank: int) -> float:
+    """Parameters that are not whole of a rank with more stages than torch's pipeline keeps whole (`unshard.py`).
+
+    The smallest stages; less the embedding, which is there twice while its stage is gathered again beside all activations
+    (traced, `seatrial.plan.dryrun`).
+    """
+    if recipe.pipeline == 1 or recipe.stages_per_rank <= ACTIVE_STAGES:
+        return 0.0
+    layer = model.layer_share(recipe.tensor)
+    stages = [count * layer for count in recipe.stage_layers(model.layers)[rank :: recipe.pipeline]]
+    root = rank_parameters(model, recipe, rank) - sum(stages)
+    stages[0 if rank == 0 else -1] += root
+    twice = root if rank == 0 else 0.0
+    return sum(sorted(stages)[:-ACTIVE_STAGES]) - twice
 
 
 def _waiting(model: Model, recipe: Recipe, stack: Stack, rank: int) -> float:

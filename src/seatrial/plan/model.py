@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from seatrial.job.architecture import Architecture
 
@@ -64,6 +65,10 @@ class Model:
         )
 
     def layer_matrix_parameters(self) -> int:
+        return self._layer_matrix_parameters
+
+    @cached_property
+    def _layer_matrix_parameters(self) -> int:
         return sum(a * b for a, b in self.matrices())
 
     def layer_parameters(self) -> int:

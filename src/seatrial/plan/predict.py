@@ -45,8 +45,10 @@ class Prediction:
     provenance: tuple[str, ...]
 
 
-def stack_for(recipe: Recipe, name: str = "seatrial") -> Stack:
-    """The stack by name; ours is another one when it compiles its layers."""
+def stack_for(recipe: Recipe, name: str | Stack = "seatrial") -> Stack:
+    """The stack by name, ours being another one when it compiles its layers; or the one that is handed in, as it is."""
+    if isinstance(name, Stack):
+        return name
     if name == "seatrial" and recipe.compiled:
         name = "seatrial-compiled"
     return stacks()[name]
@@ -57,7 +59,7 @@ def predict(
     recipe: Recipe,
     cluster: Cluster,
     *,
-    stack: str = "seatrial",
+    stack: str | Stack = "seatrial",
     calibration: Calibration | None = None,
 ) -> Prediction:
     """Raises UnknownNetworkError, UnknownSpeedError where the hardware is not known; ValueError for a layout of another size."""

@@ -8,24 +8,24 @@ sequence, precision and compilation are the job's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from seatrial.job.finding import Facts
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
-from seatrial.job.rules_layout import LAYOUT_RULES, MANY_STAGES
-from seatrial.job.schema import ParallelSection
+from seatrial.job.rules_layout import MANY_STAGES
 from seatrial.plan.calibration import Calibration
 from seatrial.plan.cluster import Cluster
+from seatrial.plan.legal import refusal
 from seatrial.plan.memory import memory
 from seatrial.plan.model import Model
 from seatrial.plan.predict import Prediction, capacity, predict, stack_for
-from seatrial.plan.recipe import Recipe
+from seatrial.plan.recipe import Recipe, Recompute
+from seatrial.plan.stacks import Stack
 
-MICROBATCHES = (1, 2, 4, 8)
+MICROBATCHES = (1, 2, 4, 8, 16, 32)
+RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 STAGES_PER_RANK = (2, 4)
 
 
@@ -62,7 +62,16 @@ class Found:
         return self.own.prediction.step_s / self.choices[0].prediction.step_s - 1
 
 
-def search(job: Job, cluster: Cluster, *, calibration: Calibration | None = None, own: bool = True) -> Found:
+def search(
+    job: Job,
+    cluster: Cluster,
+    *,
+    calibration: Calibration | None = None,
+    own: bool = True,
+    stack: str | Stack = "seatrial",
+    microbatches: Sequence[int] = MICROBATCHES,
+    recomputes: Sequence[Recompute] = RECOMPUTES,
+) -> Found:
     """All layouts on the whole cluster. Raises UnknownNetworkError, UnknownSpeedError."""
     model = Model.of(job.architecture)
     refused: Counter[str] = Counter()
@@ -70,22 +79,26 @@ def search(job: Job, cluster: Cluster, *, calibration: Calibration | None = None
     tried = too_large = 0
     least = float("inf")
     room = capacity(cluster)
-    for recipe in _legal(job, cluster, refused):
+    for recipe in legal(job, cluster, refused, microbatches, recomputes):
         tried += 1
-        needs = memory(model, recipe, stack_for(recipe)).reserved
+        needs = memory(model, recipe, stack_for(recipe, stack)).reserved
         least = min(least, needs)
         if needs > room:
             too_large += 1
             continue
-        found = predict(model, recipe, cluster, calibration=calibration)
+        found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
         key = (recipe.tensor, recipe.pipeline)
         if key not in choices or found.step_s < choices[key].prediction.step_s:
             choices[key] = Choice(recipe, found, limit(found, room))
     mine = None
     if own and job.layout.world_size == cluster.gpus:
         recipe = Recipe.of(job)
-        found = predict(model, recipe, cluster, calibration=calibration)
+        found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
         mine = Choice(recipe, found, limit(found, room))
+        # It may have a microbatch or a number of stages that is not among those searched.
+        key = (recipe.tensor, recipe.pipeline)
+        if found.fits and (key not in choices or found.step_s < choices[key].prediction.step_s):
+            choices[key] = mine
     ranked = tuple(sorted(choices.values(), key=lambda c: c.prediction.step_s))
     return Found(ranked, mine, tried, too_large, dict(refused), least)
 
@@ -98,7 +111,14 @@ def limit(found: Prediction, room: float) -> str:
     return f"{worst.name}: {worst.share:.0%} of the step"
 
 
-def _legal(job: Job, cluster: Cluster, refused: Counter[str]) -> Iterator[Recipe]:
+def legal(
+    job: Job,
+    cluster: Cluster,
+    refused: Counter[str],
+    microbatches: Sequence[int] = MICROBATCHES,
+    recomputes: Sequence[Recompute] = RECOMPUTES,
+) -> Iterator[Recipe]:
+    """What the rules allow, for all of `cluster`; what they refuse is counted in `refused`."""
     base = Recipe.of(job)
     for tensor in divisors(cluster.gpus_per_node):
         for pipeline in divisors(cluster.gpus // tensor, most=cluster.gpus):
@@ -106,8 +126,8 @@ def _legal(job: Job, cluster: Cluster, refused: Counter[str]) -> Iterator[Recipe
                 data = cluster.gpus // tensor // pipeline
                 for replicate in divisors(data, most=data):
                     layout = Layout(pipeline, replicate, data // replicate, tensor, per_rank, schedule)
-                    for micro in MICROBATCHES:
-                        yield from _variants(job, cluster, base, layout, micro, refused)
+                    for micro in microbatches:
+                        yield from _variants(job, cluster, base, layout, micro, refused, recomputes)
 
 
 def _schedules(pipeline: int) -> Iterator[tuple[str, int]]:
@@ -119,13 +139,19 @@ def _schedules(pipeline: int) -> Iterator[tuple[str, int]]:
 
 
 def _variants(
-    job: Job, cluster: Cluster, base: Recipe, layout: Layout, micro: int, refused: Counter[str]
+    job: Job,
+    cluster: Cluster,
+    base: Recipe,
+    layout: Layout,
+    micro: int,
+    refused: Counter[str],
+    recomputes: Sequence[Recompute],
 ) -> Iterator[Recipe]:
-    """Both ways of recomputing and of resharding, where the rules allow them."""
+    """Each way of recomputing and of resharding, where the rules allow them."""
     for reshard in (True, False):
         if _refuses(job, cluster, layout, micro, reshard, refused):
             continue
-        for recompute in ("none", "full"):
+        for recompute in recomputes:
             yield replace(
                 base,
                 tensor=layout.tensor,
@@ -143,17 +169,9 @@ def _variants(
 def _refuses(
     job: Job, cluster: Cluster, layout: Layout, micro: int, reshard: bool, refused: Counter[str]
 ) -> bool:
-    """Whether a rule of the job file refuses it. The sections are copied unchecked: their values are of the right kind."""
-    sizes: dict[str, Any] = {k: v for k, v in layout.as_dict().items() if k != "world_size"}
-    parallel = ParallelSection.model_construct(
-        **{"context": 1, "expert": 1, "reshard_after_forward": reshard, **sizes}
-    )
-    train = job.train.model_copy(update={"microbatch": micro})
-    nodes = job.cluster.model_copy(update={"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node})
-    file = job.file.model_copy(update={"parallel": parallel, "train": train, "cluster": nodes})
-    facts = Facts(file, job.architecture, layout)
-    for rule in LAYOUT_RULES:
-        for finding in rule(facts):
-            refused[finding.keys[0]] += 1
-            return True
-    return False
+    """Whether a rule of the job file refuses it."""
+    finding = refusal(job, cluster, layout, microbatch=micro, reshard=reshard)
+    if finding is None:
+        return False
+    refused[finding.keys[0]] += 1
+    return True

@@ -13,6 +13,7 @@ from seatrial.plan.model import Model
 from seatrial.plan.recipe import Recipe
 from seatrial.plan.schedule import Times, span
 from seatrial.plan.stacks import Stack
+from seatrial.plan.unshard import unshards
 from seatrial.plan.work import EARLY_STOP, REDONE, Work, tensor_group, work
 
 # Weak scaling of the same layout grows a step by 0.4 to 0.7 % with every doubling, beyond what communication explains: 64 to 2,048
@@ -198,16 +199,24 @@ def _gathered_layer(
     return forward - hidden_f, backward - hidden_b, stack.contention * (hidden_f + hidden_b)
 
 
-def gathers_a_step(recipe: Recipe) -> tuple[int, int]:
+def gathers_a_step(recipe: Recipe, rank: int = 0) -> tuple[float, int]:
     """How often full sharding gathers a layer's weights in a step: (before forward passes, before backward passes).
 
     Without a pipeline weights are freed after each microbatch's backward pass. Under torch's pipeline they stay from then on,
-    and only a forward pass frees them, if it is to (traced, `seatrial.plan.dryrun`).
+    and only a forward pass frees them, if it is to; but of more than three stages only three stay (`unshard.py`, here the mean
+    over a rank's stages). Traced, `seatrial.plan.dryrun`.
     """
     m = recipe.microbatches
     if recipe.pipeline == 1:
         return m, m if recipe.reshard else 0
-    return 1, m if recipe.reshard else 0
+    each = stage_gathers(recipe, rank)
+    return sum(each) / len(each), m if recipe.reshard else 0
+
+
+def stage_gathers(recipe: Recipe, rank: int) -> tuple[float, ...]:
+    """Gathers of each stage of a pipeline rank before its passes."""
+    r = recipe
+    return unshards(r.schedule, r.pipeline, r.stages_per_rank, r.microbatches, rank)
 
 
 def _once(
@@ -262,16 +271,17 @@ def rank_traffic(model: Model, recipe: Recipe, fabric: Fabric, stack: Stack, ran
     r, m, n = recipe, recipe.microbatches, recipe.tensor
     stages = range(rank, r.stages, r.pipeline)
     layers = sum(r.stage_layers(model.layers)[s] for s in stages)
-    hidden = 2.0 * r.tokens * model.hidden
+    width = 4.0 if r.precision == "fp32" else 2.0
+    hidden = width * r.tokens * model.hidden
     # Each layer gathers twice and scatters twice, each way; embedding and head communicate once, each way.
     again = REDONE[r.recompute][3]
     if r.recompute == "full" and stack.layer_states == "ours":
         again = EARLY_STOP
     ends = (rank == 0) + (rank == r.pipeline - 1)
     tensor = m * hidden * (n - 1) / n * (layers * 4 * (2 + again) + 2 * ends)
-    context = layers * m * (3 + again) * 2.0 * r.tokens * 2 * model.kv_width / n * (r.context - 1)
+    context = layers * m * (3 + again) * width * r.tokens * 2 * model.kv_width / n * (r.context - 1)
     ways = sum((s > 0) + (s < r.stages - 1) for s in stages)
-    pipe = m * ways * _hidden_bytes(model, r)
+    pipe = m * ways * _hidden_bytes(model, r) * width / 2
     if rank in (0, r.pipeline - 1):
         pipe += _tied_bytes(model, r, stack)  # an all_reduce over two ranks: each sends its whole
     mine = rank_parameters(model, r, rank)
@@ -280,15 +290,19 @@ def rank_traffic(model: Model, recipe: Recipe, fabric: Fabric, stack: Stack, ran
     if r.sharding == "full":
         cut = (r.cut - 1) / r.cut
         # The root's weights are not freed by forward passes.
-        before, after = gathers_a_step(r)
-        gathers = 2.0 * ((mine - root) * (before + after) + root * before)
+        before, after = gathers_a_step(r, rank)
+        gathers = width * ((mine - root) * (before + after) + root * before)
+        if r.pipeline > 1:  # the embedding is in the first stage, the head in the last
+            each = stage_gathers(r, rank)
+            at_root = each[0] if rank == 0 else each[-1]
+            gathers += width * root * (at_root - before)
         sums = 1 if stack.reduces_once(r.pipeline) else m
         data = cut * (gathers + stack.gradient_bytes * mine * sums)
         copies = stack.gradient_bytes * mine / r.cut * 2 * (r.replicate - 1) / r.replicate * sums
     else:
         ranks = r.context * r.data_parallel
         whole = r.sharding == "none" or stack.reduce == "all_reduce"
-        spread = 0.0 if r.sharding == "none" else 2.0
+        spread = 0.0 if r.sharding == "none" else width
         data = ((2 if whole else 1) * stack.gradient_bytes + spread) * mine * (ranks - 1) / ranks
     at = shard_group(r, fabric) if r.sharding == "full" else data_group(r, fabric)
     between = (data if at.nodes > 1 else 0.0) + (tensor if tensor_group(r, fabric).nodes > 1 else 0.0)

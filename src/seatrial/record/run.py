@@ -79,7 +79,16 @@ def _open(job: Job, folder: RunFolder, fresh: bool, identity: Mapping[str, objec
         make_secret(folder)
         write_json(folder.identity_json, _comparable(identity))
         write_text(folder.job_toml, job.to_toml())
-        write_json(folder.plan_json, _plan(job))
+        before = _chosen_before(job, folder)
+        chosen = before if job.chosen is None else dict(job.chosen)
+        write_json(folder.plan_json, _plan(job) | ({} if chosen is None else {"chosen": chosen}))
+        if chosen is not None and job.chosen is not None:
+            text = f'parallel = "auto": {job.layout}'
+            if chosen == before:
+                notes.append(f"{text}, as an earlier start of this run chose; plan.json says why")
+            else:
+                notes.append(f"{text}: {chosen.get('why_now')}; plan.json has reasons and runners-up")
+                events.append(folder, "layout_chosen", notes[-1], generation=generation, data=chosen)
         if changes:
             text = ", ".join(f"{key} {_shown(old)} -> {_shown(new)}" for key, (old, new) in changes.items())
             notes.append(f"the job changed since the last start: {text}")
@@ -176,6 +185,17 @@ def _job_changes(job: Job, folder: RunFolder) -> dict[str, tuple[Any, Any]]:
     except (FileNotFoundError, ValueError):  # the first start, or a file that nobody can compare with
         return {}
     return _differences(_flat(old), _flat(tomllib.loads(job.to_toml())))
+
+
+def _chosen_before(job: Job, folder: RunFolder) -> dict[str, Any] | None:
+    """How an earlier start chose this very layout; None where nobody chose it."""
+    try:
+        plan = read_plan(folder)
+    except (OSError, ValueError, RecursionError):
+        return None
+    chosen = plan.get("chosen")
+    same = isinstance(chosen, dict) and chosen.get("layout") == job.layout.as_dict()
+    return chosen if same else None
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

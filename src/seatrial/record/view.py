@@ -21,6 +21,9 @@ State = Literal["not started", "running", "finished", "failed", "preempted", "st
 
 ETA_WINDOW = 20  # steps whose median time makes the ETA
 
+# What is written when a run's folder is opened, whether or not anything is started then.
+_OF_OPENING = ("job_changed", "layout_chosen")
+
 _STEP_FOLDER = re.compile(r"step-(\d+)")
 
 
@@ -129,7 +132,7 @@ def read_view(folder: RunFolder) -> RunView:
     facts, wrong_job = read_job_facts(folder)
     problems += wrong_metrics + wrong_ledger + wrong_job
     # A start that found everything done already, or was refused, did nothing that the view should be about.
-    known = [e.generation for e in events if e.kind != "job_changed"] + [m.generation for m in metrics]
+    known = [e.generation for e in events if e.kind not in _OF_OPENING] + [m.generation for m in metrics]
     opened = folder.last_generation()
     generation = max([opened, *known]) if held or not known else max(known)
     first = _first_generation(events, generation)

@@ -170,15 +170,35 @@ def test_missing_sections_are_each_one_problem() -> None:
     ]
 
 
-def test_auto_layout_is_refused_with_what_to_do() -> None:
-    text = GOOD.replace("[parallel]\ntensor = 2\npipeline = 2\n", "").replace(
-        '"trial"', '"trial"\nparallel = "auto"'
-    )
-    problem = only_problem(text=text)
-    assert "not in this version" in problem.message
-    assert "[parallel]" in (problem.hint or "")
-    assert (problem.line, problem.column) == (2, 12)
-    assert "not in this version" in only_problem("parallel=auto").message
+AUTO = GOOD.replace("[parallel]\ntensor = 2\npipeline = 2\n", "").replace(
+    '"trial"', '"trial"\nparallel = "auto"'
+)
+
+
+def test_auto_leaves_the_layout_open() -> None:
+    """What needs no layout is judged all the same."""
+    assert load(AUTO).is_open
+    assert load(GOOD, "parallel=auto").is_open
+    assert not load(GOOD).is_open
+    problem = only_problem("train.sequence_length=100000", text=AUTO)
+    assert "max_position_embeddings" in problem.message
+
+
+def test_auto_beside_keys_of_the_section_is_refused() -> None:
+    for problem in (
+        only_problem("parallel.tensor=2", text=AUTO),
+        only_problem(text=AUTO + "[parallel]\ntensor = 2\n"),
+        only_problem("parallel=auto", "parallel.tensor=2"),
+    ):
+        assert "chooses every key of [parallel]" in (problem.hint or "")
+    twice = only_problem(text=GOOD + "[parallel]\n")
+    assert "auto" not in (twice.hint or "")
+
+
+def test_another_word_than_auto_is_refused() -> None:
+    problem = only_problem("parallel=automatic")
+    assert "expected a section" in problem.message
+    assert 'parallel = "auto"' in (problem.hint or "")
 
 
 class TestOverrides:

@@ -42,9 +42,10 @@ def document(report: Report, orders: Sequence[Order] = ()) -> dict[str, Any]:
     }
 
 
-def text(report: Report, orders: Sequence[Order] = ()) -> str:
-    """The document with a final newline. A number that JSON has no word for becomes null."""
-    return json.dumps(_finite(document(report, orders)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+def text(report: Report, orders: Sequence[Order] = (), *, time: float | None = None) -> str:
+    """The document with a final newline, of unix `time` where it is kept. A number that JSON has no word for becomes null."""
+    whole = document(report, orders) | ({} if time is None else {"time": time})
+    return json.dumps(_finite(whole), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _finding(f: Finding) -> dict[str, Any]:

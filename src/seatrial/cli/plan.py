@@ -1,0 +1,389 @@
+"""`seatrial plan JOB`: which layout, whether it fits, how fast, until when, and why, before a single GPU is rented."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, Diagnostic, InputError
+
+if TYPE_CHECKING:
+    from seatrial.hardware.catalogue import Gpu
+    from seatrial.hardware.networks import Network
+    from seatrial.job import Job
+    from seatrial.plan.advice import Wanted
+    from seatrial.plan.answer import Answer, Wishes
+    from seatrial.plan.beside import Beside
+    from seatrial.plan.calibration import Calibration
+    from seatrial.plan.measured import Measured
+    from seatrial.plan.place import Place
+
+# Of a table: narrower lines say nothing, wider ones are hard to read.
+_LEAST, _MOST, _PIPE = 60, 140, 100
+_NODE = 8  # GPUs of a node, where clusters are looked for
+_MOST_NODES, _MOST_RUNS = 100_000, 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    parser.description = (
+        "Predict a job: whether its layout fits and how fast it is, the best layouts that the rules allow, when the run ends, how "
+        "it scales, what the network must carry, what would change any of it. Nothing is started. "
+        "Exit code: 0, 1 if the job's own layout does not fit, 2 for bad input."
+    )
+    parser.add_argument("job", type=Path, metavar="JOB", help="job file (see `seatrial init`)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace one key of the job"
+    )
+    where = parser.add_argument_group("where it runs")
+    where.add_argument("--network", metavar="NAME", help="between nodes, as 'InfiniBand NDR 8x400'")
+    where.add_argument(
+        "--storage-gb-s", type=float, metavar="RATE", help="of the storage of checkpoints, GB/s (20, assumed)"
+    )
+    where.add_argument("--price", type=float, metavar="P", help="of a GPU hour, in any currency")
+    where.add_argument(
+        "--stack", metavar="NAME", default="seatrial", help="predict another software's speed, as nemo"
+    )
+    where.add_argument(
+        "--nodes", type=int, nargs="+", metavar="N", help="sizes of the scaling lines (1, 2, 4, ...)"
+    )
+    ask = parser.add_argument_group("what is asked")
+    ask.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="RATE",
+        help="tokens/s/GPU (2500) or MFU (45%%): whether it is within reach, and what would bring it there",
+    )
+    ask.add_argument("--own", action="store_true", help="the job's own layout alone: no search")
+    ask.add_argument(
+        "--fit", action="store_true", help="what the model needs, and the smallest clusters that have it"
+    )
+    ask.add_argument(
+        "--dry-run",
+        type=int,
+        nargs="?",
+        const=1,
+        metavar="N",
+        help="carry out a step of the job's layout and the N best ones (1) with fake tensors: exact memory and traffic",
+    )
+    _output_arguments(parser)
+
+
+def _output_arguments(parser: argparse.ArgumentParser) -> None:
+    out = parser.add_argument_group("output")
+    out.add_argument("--full", action="store_true", help="every layout, size and source")
+    out.add_argument("--svg", metavar="FILE", help="also draw where the FLOPs go")
+    out.add_argument("--png", metavar="FILE", help="the same as a bitmap (needs matplotlib)")
+    out.add_argument("--html", metavar="FILE", help="also write the plan as a page that a browser shows")
+    out.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
+    out.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+    out.add_argument(
+        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code: 0, or 1 where the job's own layout does not fit (with --fit: where none does). Raises InputError."""
+    from seatrial.plan.answer import answer
+    from seatrial.plan.calibration import shipped
+    from seatrial.plan.measured import measured_rates
+
+    wishes, job = _read(args)
+    measured = measured_rates(args.runs / job.name, job)
+    place = _place(args, job, measured)
+    calibration = measured.calibration(shipped())
+    if job.is_open:
+        job = _settled(args, job, place, calibration)
+    if args.fit:
+        return _fit(args, job, place, calibration)
+    if wishes.storage_gb_s is None and measured.storage_gb_s is not None:
+        wishes = replace(wishes, storage_gb_s=measured.storage_gb_s, storage_source="measured")
+    with _searching(args):
+        told = answer(job, place, wishes, calibration=calibration)
+    unused = tuple(f"not used: {text}" for text in measured.unused)
+    told = replace(told, provenance=(*told.provenance, *unused))
+    # The plan is shown before anything slow begins.
+    if not args.json:
+        _show(args, plan_lines(told, args))
+    ran = _dry_runs(args, told)
+    if args.json:
+        _print_json(told, ran)
+    elif ran:
+        from seatrial.ui.plan_beside import lines
+
+        _show(args, lines(ran, _width()))
+    _pictures(args, told)
+    return EXIT_FAILED if told.own.fits is False else EXIT_DONE
+
+
+def _settled(args: argparse.Namespace, job: Job, place: Place, calibration: Calibration) -> Job:
+    """An open job with the layout that `parallel = "auto"` takes; with --fit also where there is none."""
+    from seatrial.job.settled import provisional
+    from seatrial.plan.auto import choose
+
+    try:
+        return choose(job, place, calibration=calibration).settle(job)
+    except InputError:
+        if args.fit:  # which cluster would do is what is asked
+            return provisional(job)
+        raise
+
+
+@contextmanager
+def _searching(args: argparse.Namespace) -> Iterator[None]:
+    """On a terminal a word while it computes: seconds for 128 GPUs, half a minute for a hundred thousand."""
+    from seatrial.ui.out import Out
+
+    told = Out(plain=args.plain).styled
+    if told:
+        print("searching layouts ...", end="\r", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if told:
+            print("\x1b[2K", end="\r", file=sys.stderr, flush=True)
+
+
+def _read(args: argparse.Namespace) -> tuple[Wishes, Job]:
+    """What the options ask for, and the job. Raises InputError with all that is wrong with either."""
+    from seatrial.job import load_job
+
+    problems: list[Diagnostic] = []
+    wishes = job = None
+    try:
+        wishes = _wishes(args)
+    except InputError as error:
+        problems += error.diagnostics
+    try:
+        job = load_job(args.job, args.set)
+    except InputError as error:
+        problems += error.diagnostics
+    if job is None or wishes is None:
+        raise InputError(problems)
+    return wishes, job
+
+
+def _place(args: argparse.Namespace, job: Job, measured: Measured) -> Place:
+    """Where it runs: as the job says, as it was measured, and as --network would have it."""
+    from seatrial.plan.place import place_of
+
+    return measured.at(place_of(job, args.network), keep_network=args.network is not None)
+
+
+def _wishes(args: argparse.Namespace) -> Wishes:
+    """What the options ask for. Raises InputError with all that is wrong with them."""
+    from seatrial.plan.answer import Wishes
+    from seatrial.plan.place import known_network
+    from seatrial.plan.stacks import stacks
+
+    problems: list[Diagnostic] = []
+    if args.stack not in stacks():
+        close = difflib.get_close_matches(args.stack, stacks(), n=1)
+        hint = f'did you mean "{close[0]}"? ' if close else ""
+        problems.append(
+            Diagnostic(f'no stack "{args.stack}" is known', hint=f"{hint}known: {', '.join(stacks())}")
+        )
+    if args.network is not None:
+        try:
+            known_network(args.network)
+        except InputError as error:
+            problems += error.diagnostics
+    for option, value in (("--storage-gb-s", args.storage_gb_s), ("--price", args.price)):
+        if value is not None and not (math.isfinite(value) and 0 < value < 1e9):
+            problems.append(Diagnostic(f"{option} {value:g} is no rate above 0", hint=f"{option} 20"))
+    for n in args.nodes or ():
+        if not 1 <= n <= _MOST_NODES:
+            problems.append(
+                Diagnostic(f"--nodes {n} is not between 1 and {_MOST_NODES:,}", hint="--nodes 1 2 4 8 16")
+            )
+    if args.dry_run is not None and not 0 <= args.dry_run <= _MOST_RUNS:
+        text = f"--dry-run {args.dry_run} is not between 0 and {_MOST_RUNS}"
+        problems.append(Diagnostic(text, hint="--dry-run 2"))
+    wanted: list[Wanted] = []
+    for text in args.target:
+        found = _wanted(text)
+        if isinstance(found, Diagnostic):
+            problems.append(found)
+        else:
+            wanted.append(found)
+    problems += _unwritable(args)
+    if problems:
+        raise InputError(problems)
+    return Wishes(
+        stack=args.stack,
+        storage_gb_s=args.storage_gb_s,
+        price=args.price,
+        nodes=tuple(args.nodes or ()),
+        targets=tuple(wanted),
+        look_further=not args.own,
+    )
+
+
+def _unwritable(args: argparse.Namespace) -> list[Diagnostic]:
+    problems: list[Diagnostic] = []
+    taken: set[Path] = set()
+    for file in (args.svg, args.png, args.html):
+        if file is None:
+            continue
+        path = Path(file)
+        if not path.absolute().parent.is_dir():
+            text, hint = "cannot be written: its folder is not there", "name a file in a folder that exists"
+            problems.append(Diagnostic(text, file=file, hint=hint))
+        elif path.is_dir():
+            problems.append(Diagnostic("is a folder", file=file, hint="name a file in it"))
+        elif path.resolve() == args.job.resolve():
+            problems.append(
+                Diagnostic("is the job file, which would be lost", file=file, hint="name another file")
+            )
+        elif path.resolve() in taken:
+            problems.append(Diagnostic("is named twice", file=file, hint="name one file for each"))
+        taken.add(path.resolve())
+    if args.fit and any((args.svg, args.png, args.dry_run is not None)):
+        problems.append(
+            Diagnostic("--fit has no layout to draw or to run", hint="leave --svg, --png and --dry-run out")
+        )
+    return problems
+
+
+def _wanted(text: str) -> Wanted | Diagnostic:
+    from seatrial.plan.advice import Wanted
+
+    match = re.fullmatch(r"\s*([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)\s*(%?)\s*", text)
+    value = float(match[1].replace(",", "")) if match else 0.0
+    if match is None or value <= 0 or (match[2] and value > 100):
+        return Diagnostic(
+            f'--target "{text}" is neither a rate nor a share', hint="--target 2500 or --target 45%"
+        )
+    return Wanted(value / 100, "MFU") if match[2] else Wanted(value, "tokens/s/GPU")
+
+
+def plan_lines(told: Answer, args: argparse.Namespace) -> list[tuple[str, str]]:
+    """What a person sees."""
+    from seatrial.ui.plan_table import lines
+
+    return lines(told, width=_width(), full=args.full)
+
+
+def _width() -> int:
+    return max(_LEAST, min(_MOST, shutil.get_terminal_size((_PIPE, 24)).columns))
+
+
+def _show(args: argparse.Namespace, lines: list[tuple[str, str]]) -> None:
+    from seatrial.ui.figures import printable
+    from seatrial.ui.out import Out
+    from seatrial.ui.plan_words import labelled
+
+    out = Out(sys.stdout, plain=args.plain)
+    if not out.styled:  # a plan that could not be written was not told: `main` says so
+        print(printable("\n".join(text for text, _ in lines)), flush=True)
+        return
+    for line in lines:
+        if (parts := labelled(line)) is not None:
+            out.pair(*parts)
+        else:
+            out.line(*line)
+
+
+def _print_json(told: Answer, ran: list[Beside]) -> None:
+    from seatrial.ui.plan_beside import document as dry_runs
+    from seatrial.ui.plan_json import document
+
+    whole = document(told) | {"dry_run": dry_runs(ran)}
+    print(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _fit(args: argparse.Namespace, job: Job, place: Place, calibration: Calibration) -> int:
+    from seatrial.hardware.networks import find_network, reference_node
+    from seatrial.plan.fit import account, smallest
+    from seatrial.plan.recipe import Recipe
+    from seatrial.ui.plan_fit import document, lines
+
+    def network(gpu: Gpu) -> Network | None:
+        named = args.network or job.cluster.network
+        if named is not None:
+            return find_network(named)
+        node = reference_node(gpu.name, _NODE)
+        return None if node is None else find_network(node.network)
+
+    needs = account(job.architecture, Recipe.of(job), stack=args.stack)
+    fits = smallest(job, gpus_per_node=_NODE, network_of=network, calibration=calibration, stack=args.stack)
+    if args.json:
+        print(json.dumps(document(job, needs, fits), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        _show(args, lines(job, needs, fits, width=_width()))
+    if args.html is not None:
+        from seatrial.plan.predict import capacity
+        from seatrial.ui.plan_html import fit_page
+
+        room = None if place.cluster is None else capacity(place.cluster)
+        _write(args.html, fit_page(job, needs, room, fits).encode())
+    return EXIT_DONE if any(f.recipe is not None for f in fits) else EXIT_FAILED
+
+
+def _dry_runs(args: argparse.Namespace, told: Answer) -> list[Beside]:
+    """The job's own layout and the best ones, each once. Progress goes to stderr: a large one takes a minute."""
+    if args.dry_run is None:
+        return []
+    from seatrial.plan.advice import short
+    from seatrial.plan.beside import beside
+
+    best = [c.recipe for c in told.found.choices[: args.dry_run]] if told.found is not None else []
+    wanted = list(dict.fromkeys([told.own.recipe, *best]))
+    cpu = told.place.gpu is None and told.job.cluster.launcher == "local"
+    ran = []
+    for i, recipe in enumerate(wanted, 1):
+        print(f"dry run {i} of {len(wanted)}: {short(recipe)}", file=sys.stderr, flush=True)
+        ran.append(beside(told.job, recipe, told.place.shape, device="cpu" if cpu else "cuda"))
+    return ran
+
+
+def _pictures(args: argparse.Namespace, told: Answer) -> None:
+    if args.html is not None:
+        from seatrial.ui.plan_html import page
+        from seatrial.ui.plan_table import target_words, verdict
+
+        text, style = verdict(told)
+        wishes = [target_words(t) for t in told.targets]
+        tone = {"green": "good", "yellow": "warn", "bold red": "bad"}.get(style, "")
+        _write(args.html, page(told, verdict=text, tone=tone, wishes=wishes).encode())
+    if args.svg is None and args.png is None:
+        return
+    from seatrial.plan.waterfall import waterfall_of
+
+    p = told.own.prediction
+    if p is None:
+        text = f"there is no picture of a speed that is not known: {told.own.why_unknown}"
+        raise InputError(text, hint="name GPU and network, or leave --svg and --png out")
+    shares = p.waterfall if told.ending is None else told.ending.finish.waterfall
+    shown = waterfall_of(shares)
+    title, below = f"Where the FLOPs of {told.job.name} go", f"predicted, {told.job.layout}"
+    if args.svg is not None:
+        from seatrial.ui.waterfall_svg import waterfall_svg
+
+        _write(args.svg, waterfall_svg(shown, title=title, subtitle=below).encode())
+    if args.png is not None:
+        from seatrial.ui.waterfall_png import waterfall_png
+
+        _write(args.png, waterfall_png(shown, title=title, subtitle=below))
+
+
+def _write(file: str, content: bytes) -> None:
+    from seatrial.base import atomic
+
+    try:
+        atomic.write_bytes(Path(file), content)
+    except OSError as error:
+        problem = Diagnostic(f"cannot be written: {error.strerror}", file=file, hint="name another file")
+        raise InputError(problem) from None
+    print(f"written: {file}", file=sys.stderr)

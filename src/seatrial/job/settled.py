@@ -1,0 +1,53 @@
+"""An open job (`parallel = "auto"`) with the layout that was chosen for it, checked like one that a person wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from seatrial.base.errors import Diagnostic, InputError
+from seatrial.job.finding import Facts, Finding
+from seatrial.job.job import Job
+from seatrial.job.layout import Layout
+from seatrial.job.ranks import resolve_layout
+from seatrial.job.rules_layout import LAYOUT_RULES
+from seatrial.job.schema import ParallelSection
+
+# Keys of [train] that belong to a layout: the planner may choose them with it, unless they were written.
+CHOSEN_TOO = ("microbatch", "activation_checkpointing")
+
+
+def provisional(job: Job) -> Job:
+    """`job` with all ranks in one sharded group, whether or not the rules allow it: a point from which a search begins."""
+    at = job.cluster
+    file = job.file.model_copy(update={"parallel": ParallelSection()})
+    return replace(job, file=file, layout=Layout(shard=at.nodes * at.gpus_per_node))
+
+
+def settled(
+    job: Job,
+    parallel: ParallelSection,
+    train: Mapping[str, Any],
+    chosen: Mapping[str, Any] | None = None,
+) -> Job:
+    """`job` with this [parallel] and these values of [train]; `chosen` is what plan.json tells of the choice.
+
+    Raises InputError, at the place of `parallel`, with every rule that it breaks: a choice of an earlier start may.
+    """
+    file = job.file.model_copy(
+        update={"parallel": parallel, "train": job.train.model_copy(update=dict(train))}
+    )
+    layout, findings = resolve_layout(file)
+    if not findings:
+        facts = Facts(file, job.architecture, layout)
+        findings = [finding for rule in LAYOUT_RULES for finding in rule(facts)]
+    if findings:
+        raise InputError([_located(job, finding) for finding in findings])
+    return replace(job, file=file, layout=layout, chosen=chosen)
+
+
+def _located(job: Job, finding: Finding) -> Diagnostic:
+    if job.text is None:
+        return Diagnostic(finding.message, job.source, hint=finding.hint)
+    return finding.locate(job.text)

@@ -1,0 +1,325 @@
+"""`parallel = "auto"`: the layout that the planner chooses for an open job, with reasons and runners-up for plan.json.
+
+Where the speed of the GPU and the network are known, it is the layout with the shortest predicted step. Where they are not (CPU
+ranks, a GPU outside the catalogue, fp32), nothing is said of speed: of the layouts that leave the least of the ranks' time idle it
+is the one with the least product of bytes held and bytes sent, so that twice the memory has to save half of the communication.
+That product has no unit to be known, and what cannot be known is not guessed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from seatrial.base import units
+from seatrial.job.job import Job
+from seatrial.job.layout import Layout
+from seatrial.job.schema import ParallelSection
+from seatrial.job.settled import CHOSEN_TOO, provisional, settled
+from seatrial.plan.calibration import DOUBT, Calibration
+from seatrial.plan.cluster import Cluster
+from seatrial.plan.collectives import Fabric, UnknownNetworkError
+from seatrial.plan.kernels import UnknownSpeedError
+from seatrial.plan.legal import refusal
+from seatrial.plan.memory import memory
+from seatrial.plan.model import Model
+from seatrial.plan.place import Place
+from seatrial.plan.predict import capacity, stack_for
+from seatrial.plan.recipe import Recipe, Recompute
+from seatrial.plan.schedule import Times, span
+from seatrial.plan.search import MICROBATCHES, RECOMPUTES, Choice, legal, search
+from seatrial.plan.step import traffic
+
+RUNNERS_UP = 4
+# Nearer steps cannot be told apart: the same configuration differs by as much from release to release.
+ALIKE = DOUBT["calibrated"]
+# Above this share of a GPU's memory a layout may not fit after all: over all published results memory is met within about 10 %
+# (bench/plan_accuracy.json).
+ROOM = 0.9
+Basis = Literal["speed", "memory and traffic"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout that could be. Bytes are of the GPU that has most of them; `sent` is a step's."""
+
+    recipe: Recipe
+    held_bytes: float
+    sent_bytes: float
+    idle: float | None = None  # share of the ranks' time, by the schedule alone
+    choice: Choice | None = None  # what is predicted, where it can be
+
+    @property
+    def layout(self) -> Layout:
+        r = self.recipe
+        return Layout(r.pipeline, r.replicate, r.shard, r.tensor, r.stages_per_rank, r.schedule)
+
+    def document(self, best: Candidate) -> dict[str, Any]:
+        """For plan.json; `slower` against the one that was chosen."""
+        r = self.recipe
+        told: dict[str, Any] = {
+            "layout": self.layout.as_dict(),
+            "reshard_after_forward": r.reshard,
+            "microbatch": r.microbatch,
+            "activation_checkpointing": r.recompute,
+            "memory_bytes": round(self.held_bytes),
+            "sent_bytes": round(self.sent_bytes),
+        }
+        if self.choice is not None and best.choice is not None:
+            p = self.choice.prediction
+            told |= {
+                "step_s": p.step_s,
+                "step_low_s": p.low_s,
+                "step_high_s": p.high_s,
+                "tokens_per_s_per_gpu": p.tokens_per_s_per_gpu,
+                "mfu": p.mfu,
+                "slower": p.step_s / best.choice.prediction.step_s - 1,
+                "limit": self.choice.limit,
+            }
+        else:
+            told["idle"] = self.idle
+        return told
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What `choose` found; `candidates` from the best on, at most one for each pair of tensor and pipeline sizes."""
+
+    candidates: tuple[Candidate, ...]
+    basis: Basis
+    reasons: tuple[str, ...]
+    tried: int  # legal combinations
+    too_large: int  # of them, known to need more memory than there is
+    place: Place
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def runners_up(self) -> tuple[Candidate, ...]:
+        return self.candidates[1 : 1 + RUNNERS_UP]
+
+    @property
+    def parallel(self) -> ParallelSection:
+        """The whole [parallel] section."""
+        r = self.best.recipe
+        sizes = {k: v for k, v in self.best.layout.as_dict().items() if k != "world_size"}
+        return ParallelSection(**sizes, reshard_after_forward=r.reshard)
+
+    @property
+    def train(self) -> Mapping[str, Any]:
+        """Keys of [train] that were chosen with it, or were written and stayed."""
+        r = self.best.recipe
+        return {"microbatch": r.microbatch, "activation_checkpointing": r.recompute}
+
+    def document(self) -> dict[str, Any]:
+        """`chosen` of plan.json."""
+        return {
+            "basis": self.basis,
+            "cluster": fingerprint(self.place),
+            **self.best.document(self.best),
+            "reasons": list(self.reasons),
+            "tried": self.tried,
+            "too_large": self.too_large,
+            "runners_up": [c.document(self.best) for c in self.runners_up],
+        }
+
+    def settle(self, job: Job) -> Job:
+        """`job` with this layout."""
+        return settled(job, self.parallel, self.train, self.document())
+
+
+def fingerprint(place: Place) -> dict[str, Any]:
+    """What a choice depends on that another start may have otherwise."""
+    return {
+        "nodes": place.nodes,
+        "gpus_per_node": place.gpus_per_node,
+        "gpu": None if place.gpu is None else place.gpu.name,
+        "network": None if place.network is None or place.nodes == 1 else place.network.name,
+    }
+
+
+def choose(job: Job, place: Place, *, calibration: Calibration | None = None) -> Chosen:
+    """The best layout of an open `job` at `place`. What the job wrote of microbatch and recomputation stays.
+
+    Raises InputError, at the place of `parallel`, where the rules allow no layout or none fits into the GPU's memory.
+    """
+    job, why = provisional(job), place.why_no_gpu
+    if place.cluster is not None:
+        try:
+            return _fastest(job, place, place.cluster, calibration)
+        except UnknownNetworkError:
+            why = place.why_no_network or "the network between the nodes is not known"
+        except UnknownSpeedError as error:
+            why = str(error)
+    return _leanest(job, place, why)
+
+
+def _written(job: Job) -> list[str]:
+    """Which of the keys of [train] that could have been chosen the job wrote itself, as a reason."""
+    kept = [f"{k} = {getattr(job.train, k)}" for k in CHOSEN_TOO if job.wrote(f"train.{k}")]
+    return [f"written in [train], and so not chosen: {', '.join(kept)}"] if kept else []
+
+
+def _free(job: Job) -> tuple[tuple[int, ...], tuple[Recompute, ...]]:
+    """(microbatches, ways to recompute) that may be chosen."""
+    train = job.train
+    micro = (train.microbatch,) if job.wrote("train.microbatch") else MICROBATCHES
+    if not job.wrote("train.activation_checkpointing"):
+        return micro, RECOMPUTES
+    return micro, ("full" if train.activation_checkpointing == "full" else "none",)
+
+
+def _fastest(job: Job, place: Place, cluster: Cluster, calibration: Calibration | None) -> Chosen:
+    micro, recomputes = _free(job)
+    found = search(
+        job, cluster, calibration=calibration, own=False, microbatches=micro, recomputes=recomputes
+    )
+    if not found.tried:
+        raise _no_layout(job, cluster)
+    if not found.choices:
+        raise _no_room(job, cluster, found.tried, found.least_bytes)
+    ranked, why = _safest(found.choices, capacity(cluster))
+    candidates = tuple(
+        Candidate(c.recipe, c.prediction.memory.reserved, c.prediction.traffic.sent, choice=c) for c in ranked
+    )
+    best, p = ranked[0], ranked[0].prediction
+    reasons = [
+        f"of {found.tried:,} layouts that the rules allow, {found.too_large:,} do not fit; {why}: "
+        f"{p.step_s:.3g} s ({p.low_s:.3g} to {p.high_s:.3g}), {p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+    ]
+    if len(ranked) > 1:
+        second = ranked[1]
+        more = second.prediction.step_s / p.step_s - 1
+        close = "; so small a difference cannot be told" if abs(more) < ALIKE else ""
+        reasons.append(
+            f"next is {second.layout} with {more:+.1%}{close}; that one is limited by {second.limit}"
+        )
+    tight = p.memory.reserved > ROOM * capacity(cluster)
+    doubt = (
+        ": nearly all, and predictions of memory have been off by 10 %, so it may not fit" if tight else ""
+    )
+    reasons += [
+        f"it is limited by {best.limit}",
+        f"it needs {units.memory(p.memory.reserved)} of the {units.memory(capacity(cluster))} of a GPU{doubt}",
+        f"its pace is {p.pace.kind}: {p.pace.source}",
+        *_written(job),
+        *place.told,
+    ]
+    return Chosen(candidates, "speed", tuple(reasons), found.tried, found.too_large, place)
+
+
+def _safest(choices: Sequence[Choice], room: float) -> tuple[list[Choice], str]:
+    """The choice first, then the others by speed; and why it is that one.
+
+    The fastest, unless it needs nearly all of the memory and one that cannot be told from it in speed needs less.
+    """
+    fastest = choices[0]
+    if fastest.prediction.memory.reserved > ROOM * room:
+        alike = [c for c in choices if c.prediction.step_s < (1 + ALIKE) * fastest.prediction.step_s]
+        safe = min(alike, key=lambda c: c.prediction.memory.reserved)
+        if safe is not fastest:
+            why = (
+                f"{fastest.layout} has the shortest predicted step, needs {fastest.prediction.memory.reserved / room:.0%} of the "
+                "memory, and is too near in speed to be told from this one, which needs less"
+            )
+            return [safe, *(c for c in choices if c is not safe)], why
+    return list(choices), "this one has the shortest predicted step"
+
+
+def _leanest(job: Job, place: Place, why: str) -> Chosen:
+    """By memory and traffic, see the top."""
+    model, cluster = Model.of(job.architecture), place.shape
+    room = None if place.cluster is None else capacity(place.cluster)
+    found = list(_weighed(job, model, cluster, room))
+    if not found:
+        raise _no_layout(job, cluster)
+    fitting = [c for c in found if room is None or c.held_bytes <= room]
+    if not fitting:
+        assert room is not None
+        raise _no_room(job, cluster, len(found), min(c.held_bytes for c in found))
+    too_large = len(found) - len(fitting)
+    if straight := [c for c in fitting if c.recipe.pipeline == 1]:
+        fitting = straight  # no schedule leaves less idle than none
+    fitting.sort(key=lambda c: (_idle(c.recipe, model.layers), c.held_bytes * c.sent_bytes, c.held_bytes))
+    kept: dict[tuple[int, int, int], Candidate] = {}
+    for c in fitting:
+        r = c.recipe
+        idle = _idle(r, model.layers)
+        kept.setdefault((r.tensor, r.pipeline, r.replicate), Candidate(r, c.held_bytes, c.sent_bytes, idle))
+    best = next(iter(kept.values()))
+    reasons = [
+        f"no speed is known: {why}",
+        f"of {len(found):,} layouts that the rules allow it leaves the least idle ({best.idle:.0%} of the ranks' time), and of those "
+        f"it has the least product of bytes held and bytes sent: {units.memory(best.held_bytes)} on the rank that holds most, "
+        f"{units.memory(best.sent_bytes)} a step from the rank that sends most",
+    ]
+    if room is None:
+        reasons.append("how much memory a rank may use is not known")
+    reasons += _written(job)
+    return Chosen(tuple(kept.values()), "memory and traffic", tuple(reasons), len(found), too_large, place)
+
+
+def _weighed(job: Job, model: Model, cluster: Cluster, room: float | None) -> Iterator[Candidate]:
+    """Without speeds nothing speaks for another microbatch than the job's, and for recomputation only that nothing fits else."""
+    _, recomputes = _free(job)
+    fabric = Fabric(cluster)
+    for recompute in recomputes:
+        any_fits = False
+        for recipe in legal(job, cluster, Counter(), (job.train.microbatch,), (recompute,)):
+            stack = stack_for(recipe)
+            held = memory(model, recipe, stack)
+            needs = held.allocated if room is None else held.reserved
+            any_fits |= room is None or needs <= room
+            yield Candidate(recipe, needs, traffic(model, recipe, fabric, stack).sent)
+        if any_fits:
+            return
+
+
+def _idle(recipe: Recipe, layers: int) -> float:
+    """Share of the ranks' time that the schedule leaves idle, layers alone counted, a backward pass as two forward ones."""
+    if recipe.pipeline == 1:
+        return 0.0
+    return _idle_share(
+        recipe.schedule,
+        recipe.pipeline,
+        recipe.stages_per_rank,
+        recipe.microbatches,
+        recipe.stage_layers(layers),
+    )
+
+
+@cache
+def _idle_share(
+    schedule: str, ranks: int, per_rank: int, microbatches: int, counts: tuple[int, ...]
+) -> float:
+    times = [Times(float(n), 2.0 * n) for n in counts]
+    whole = span(schedule, ranks, per_rank, microbatches, times)
+    return 1 - 3.0 * sum(counts) * microbatches / ranks / whole
+
+
+def _no_layout(job: Job, cluster: Cluster) -> Exception:
+    shard = Layout(shard=cluster.gpus)
+    why = refusal(job, cluster, shard, microbatch=job.train.microbatch, reshard=True)
+    said = "" if why is None else f"; with shard {cluster.gpus} alone: {why.message}"
+    hint = "change the batch or the number of nodes" if why is None else why.hint
+    return job.refusal(
+        "parallel", f'parallel = "auto": the rules allow no layout of these {cluster.gpus} ranks{said}', hint
+    )
+
+
+def _no_room(job: Job, cluster: Cluster, tried: int, least: float) -> Exception:
+    written = [k for k in CHOSEN_TOO if job.wrote(f"train.{k}")]
+    hint = "`seatrial plan JOB --fit` lists the smallest clusters that do"
+    if written:
+        hint += f"; or leave {' and '.join(written)} out of [train]: then the planner chooses it too"
+    return job.refusal(
+        "parallel",
+        f'parallel = "auto": none of {tried:,} layouts fits: the smallest needs {units.memory(least)} on a '
+        f"{cluster.gpu.name}, which has {units.memory(capacity(cluster))}",
+        hint,
+    )

@@ -1,0 +1,293 @@
+"""What a model needs: the account of its bytes, by kind and precision, and the smallest clusters that have them.
+
+"A 70B needs 140 GB" counts its weights, in bf16, once. Training holds gradients, weights in full precision and two moments
+of each beside them (16 bytes a parameter however a stack splits them), and then what a step works with: gathered weights,
+activations, logits. Only the first part is divided by more GPUs; the second goes by layout and microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from seatrial.hardware.catalogue import Gpu, gpus
+from seatrial.hardware.networks import Network
+from seatrial.job.architecture import Architecture
+from seatrial.job.job import Job
+from seatrial.job.layout import Layout
+from seatrial.job.numbers import divisors
+from seatrial.plan.calibration import Calibration
+from seatrial.plan.cluster import Cluster
+from seatrial.plan.kernels import UnknownSpeedError
+from seatrial.plan.legal import refusal
+from seatrial.plan.memory import FRAGMENTATION, Memory, memory, rank_memory
+from seatrial.plan.model import Model
+from seatrial.plan.predict import Prediction, capacity, predict, stack_for
+from seatrial.plan.recipe import Recipe, Recompute
+from seatrial.plan.search import MICROBATCHES
+from seatrial.plan.stacks import Stack
+
+# Bytes of one weight.
+WIDTHS = {"fp32": 4, "bf16": 2, "fp8": 1}
+# AdamW's two moments, fp32; what a stack holds as optimizer state beyond them are weights in full precision.
+MOMENTS = 8
+RECOMPUTED: tuple[Recompute, ...] = ("none", "full")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kind of bytes. `per_parameter` and `once` (one copy of the whole model) are None where layout decides."""
+
+    name: str
+    per_parameter: float | None
+    once: float | None
+    gpu: float | None  # on the GPU that needs most, at its highest point; None without a layout
+    cluster: float | None  # on all GPUs, each at its own
+    note: str
+
+
+@dataclass(frozen=True)
+class Account:
+    """Everything that training holds, bytes. `weights` are the parameters alone, by precision."""
+
+    parameters: int
+    weights: tuple[tuple[str, int], ...]
+    lines: tuple[Line, ...]
+    gpus: int | None
+    gpu_bytes: float | None  # with the allocator's loss and the runtime; what a GPU must have
+    cluster_bytes: float | None
+
+    @property
+    def states(self) -> float:
+        """One copy of weights, gradients and optimizer state."""
+        return sum(line.once for line in self.lines if line.once is not None)
+
+    @property
+    def headline(self) -> str:
+        """The account in one sentence, decimal GB."""
+        bf16 = dict(self.weights)["bf16"]
+        told = (
+            f"{self.parameters / 1e9:.3g}B parameters: {_gb(bf16)} of weights in bf16, "
+            f"{_gb(self.states)} of states to train them ({self.states / self.parameters:g} bytes a parameter)"
+        )
+        if self.cluster_bytes is not None and self.gpus is not None:
+            told += f", {_gb(self.cluster_bytes)} in all on {self.gpus} GPU{'s' if self.gpus > 1 else ''}"
+        return told
+
+
+def account(
+    architecture: Architecture, recipe: Recipe | None = None, *, stack: str | Stack = "seatrial"
+) -> Account:
+    """What a model needs, and with a `recipe` what each kind takes on a GPU and on all of them."""
+    model = Model.of(architecture)
+    n = model.parameters()
+    behaviour = stack_for(recipe, stack) if recipe is not None else stack_for(Recipe(1, 1), stack)
+    ranks = () if recipe is None else _ranks(model, recipe, behaviour)
+    most = max(ranks, key=lambda m: m.reserved) if ranks else None
+    each = 0 if recipe is None else recipe.world // recipe.pipeline
+    weight, gradient, state = behaviour.state_bytes
+    masters = state - MOMENTS
+
+    def line(name: str, of: Callable[[Memory], float], note: str, width: int | None = None) -> Line:
+        gpu = None if most is None else of(most)
+        cluster = None if most is None else each * sum(map(of, ranks))
+        return Line(name, width, None if width is None else float(width * n), gpu, cluster, note)
+
+    lines = [
+        line("weights", lambda m: m.parameters, _weights_note(weight, masters), weight),
+        line("gradients", lambda m: m.gradients, "kept from backward pass to update", gradient),
+    ]
+    if masters:
+        note = "fp32 copies that the optimizer updates"
+        lines.append(line("master weights", lambda m: m.optimizer * masters / state, note, masters))
+    lines.append(line("moments", lambda m: m.optimizer * MOMENTS / state, "AdamW's two, fp32", MOMENTS))
+    if most is not None:
+        lines += [
+            line("gathered weights", lambda m: m.gathered, "whole layers, in the precision of products"),
+            line("whole gradients", lambda m: m.unsharded_gradients, "before they are reduced and cut"),
+            line("activations", lambda m: m.activations, "kept for the backward pass"),
+            line("logits", lambda m: m.logits, "at the loss"),
+            line("stage messages", lambda m: m.messages, "between pipeline stages"),
+            line(
+                "allocator",
+                lambda m: m.allocated * FRAGMENTATION,
+                f"{FRAGMENTATION * 100:g} %, fragmentation",
+            ),
+            line(
+                "runtime",
+                lambda m: m.reserved - m.allocated * (1 + FRAGMENTATION),
+                "CUDA context, libraries, NCCL's buffers",
+            ),
+        ]
+    return Account(
+        parameters=n,
+        weights=tuple((name, width * n) for name, width in WIDTHS.items()),
+        lines=tuple(lines),
+        gpus=None if recipe is None else recipe.world,
+        gpu_bytes=None if most is None else most.reserved,
+        cluster_bytes=None if most is None else each * sum(m.reserved for m in ranks),
+    )
+
+
+def _ranks(model: Model, recipe: Recipe, stack: Stack) -> tuple[Memory, ...]:
+    """Of every pipeline rank; all ranks of a stage need the same."""
+    return tuple(rank_memory(model, recipe, stack, r) for r in range(recipe.pipeline))
+
+
+def _weights_note(width: int, masters: int) -> str:
+    return "16-bit, for the products" if masters else f"{8 * width}-bit: the ones that the optimizer updates"
+
+
+def _gb(n_bytes: float) -> str:
+    """140 GB, 1.16 TB, 980 MB; decimal, as the sentence it answers."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB")):
+        if n_bytes >= limit * 0.9995:
+            return (
+                f"{n_bytes / limit:,.3g} {unit}"
+                if n_bytes < 999.5 * limit
+                else f"{n_bytes / limit:,.0f} {unit}"
+            )
+    return f"{n_bytes / 1e6:,.3g} MB"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The fewest GPUs of one kind in which a legal layout fits; `recipe` is None where none of the sizes tried does.
+
+    The layout is the fastest of those that share out most (see `smallest`), or, where no speed is known, the one that needs
+    least memory; then `prediction` is None and `why_unknown` says why.
+    """
+
+    gpu: Gpu
+    nodes: int
+    gpus_per_node: int
+    recipe: Recipe | None
+    needs: float  # bytes a GPU; of the leanest layout tried where none fits (inf: none is legal)
+    room: float  # bytes that a GPU has
+    prediction: Prediction | None
+    why_unknown: str | None
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+def smallest(
+    job: Job,
+    *,
+    gpus_per_node: int = 8,
+    most_nodes: int = 128,
+    network_of: Callable[[Gpu], Network | None] = lambda _: None,
+    calibration: Calibration | None = None,
+    stack: str | Stack = "seatrial",
+) -> tuple[Fit, ...]:
+    """For every GPU of the catalogue the fewest GPUs that train this job: parts of one node, then whole nodes.
+
+    Tried are tensor, pipeline, microbatch, resharding and recomputation, with all of data parallel as one shard group and plain
+    1F1B: other schedules and replicas need more memory, so where these do not fit, nothing does. Sorted by GPUs,
+    those that fit nowhere last. `network_of` names the network of a cluster of a GPU; unknown, it leaves speeds unknown.
+    """
+    model = Model.of(job.architecture)
+    waiting = list(gpus())
+    found: list[Fit] = []
+    least = math.inf
+    legal = False
+    for nodes, each in _sizes(gpus_per_node, most_nodes):
+        if not waiting:
+            break
+        # States alone, in equal parts: no layout needs less, so nothing is tried that cannot be.
+        room = max(capacity(Cluster(gpu, nodes, each)) for gpu in waiting)
+        if _floor(model, nodes * each, stack) > room:
+            continue
+        at = Cluster(waiting[0], nodes, each)
+        tried = [(r, memory(model, r, stack_for(r, stack)).reserved) for r in _lean(job, at)]
+        leanest = min((needs for _, needs in tried), default=math.inf)
+        least, legal = min(least, leanest), legal or bool(tried)
+        for gpu in tuple(waiting):
+            cluster = replace(at, gpu=gpu, network=network_of(gpu))
+            if leanest <= capacity(cluster):
+                waiting.remove(gpu)
+                found.append(_fastest(model, cluster, tried, calibration, stack))
+    found.sort(key=lambda f: (f.gpus, f.gpu.hbm_gb))
+    for gpu in waiting:
+        room = capacity(Cluster(gpu, most_nodes, gpus_per_node))
+        floor = _floor(model, most_nodes * gpus_per_node, stack)
+        enough = floor <= room
+        why = f"fits in none of up to {most_nodes} nodes"
+        if enough and not legal:
+            why = f"no layout of these is legal on up to {most_nodes} nodes"
+        found.append(Fit(gpu, most_nodes, gpus_per_node, None, least if enough else floor, room, None, why))
+    return tuple(found)
+
+
+def _sizes(gpus_per_node: int, most_nodes: int) -> Iterator[tuple[int, int]]:
+    """(nodes, GPUs a node): parts of a node, a node, then more of them."""
+    for each in divisors(gpus_per_node):
+        yield 1, each
+    for nodes in range(2, most_nodes + 1):
+        yield nodes, gpus_per_node
+
+
+def _floor(model: Model, ranks: int, stack: str | Stack) -> float:
+    """Bytes that the average GPU needs at least: its part of the states, at the end of a step."""
+    per_parameter = sum(stack_for(Recipe(1, 1), stack).state_bytes)
+    return per_parameter * model.parameters() / ranks * (1 + FRAGMENTATION) + RUNTIME_BYTES
+
+
+def _lean(job: Job, cluster: Cluster) -> Iterator[Recipe]:
+    """Legal layouts with one shard group and plain 1F1B; see `smallest`."""
+    base = Recipe.of(job)
+    for tensor in divisors(cluster.gpus_per_node):
+        # More stages than layers are refused; no need to ask for each.
+        for pipeline in divisors(cluster.gpus // tensor, most=job.architecture.num_hidden_layers):
+            shard = cluster.gpus // tensor // pipeline
+            layout = Layout(pipeline, 1, shard, tensor, 1, "1f1b")
+            for micro in MICROBATCHES:
+                # Under a pipeline the weights stay gathered either way; to reshard would only gather them again.
+                ways = (True, False) if pipeline == 1 else (False,)
+                if refusal(job, cluster, layout, microbatch=micro, reshard=ways[0]) is not None:
+                    continue
+                for reshard, recompute in product(ways, RECOMPUTED):
+                    yield replace(
+                        base,
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        shard=shard,
+                        replicate=1,
+                        stages_per_rank=1,
+                        schedule="1f1b",
+                        microbatch=micro,
+                        reshard=reshard,
+                        recompute=recompute,
+                    )
+
+
+def _fastest(
+    model: Model,
+    cluster: Cluster,
+    tried: list[tuple[Recipe, float]],
+    calibration: Calibration | None,
+    stack: str | Stack,
+) -> Fit:
+    room = capacity(cluster)
+    fitting = [(r, needs) for r, needs in tried if needs <= room]
+    best: tuple[Recipe, float, Prediction] | None = None
+    # Not even by layouts that could be predicted without a network: others might be faster.
+    alone = cluster.network is None and cluster.nodes > 1
+    why = "the network between the nodes is not known"
+    for recipe, needs in () if alone else fitting:
+        try:
+            at = predict(model, recipe, cluster, stack=stack, calibration=calibration)
+        except UnknownSpeedError as error:
+            why = str(error)
+            break
+        else:
+            if best is None or at.step_s < best[2].step_s:
+                best = recipe, needs, at
+    if best is None:
+        recipe, needs = min(fitting, key=lambda pair: pair[1])
+        return Fit(cluster.gpu, cluster.nodes, cluster.gpus_per_node, recipe, needs, room, None, why)
+    recipe, needs, at = best
+    return Fit(cluster.gpu, cluster.nodes, cluster.gpus_per_node, recipe, needs, room, at, None)

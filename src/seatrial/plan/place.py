@@ -1,0 +1,105 @@
+"""Where a job is planned to run: GPU and network by their names, and what is not known of them, in words."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+
+from seatrial.base.errors import InputError
+from seatrial.hardware.catalogue import Gpu, find_gpu, gpus
+from seatrial.hardware.networks import Network, find_network, networks, reference_node
+from seatrial.job.job import Job
+from seatrial.plan.cluster import Cluster
+
+_ASSUMED = "network: assumed"
+
+
+@dataclass(frozen=True)
+class Place:
+    """`gpu` and `network` are None where they are not known, and `why_no_gpu`, `why_no_network` say why."""
+
+    nodes: int
+    gpus_per_node: int
+    gpu: Gpu | None
+    network: Network | None
+    why_no_gpu: str = ""
+    why_no_network: str = ""
+    told: tuple[str, ...] = ()  # what was assumed, and what was measured
+
+    @property
+    def network_is_assumed(self) -> bool:
+        return any(text.startswith(_ASSUMED) for text in self.told)
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """None where the GPU is not known: then there are no speeds at all."""
+        if self.gpu is None:
+            return None
+        return Cluster(self.gpu, self.nodes, self.gpus_per_node, self.network)
+
+    @property
+    def shape(self) -> Cluster:
+        """For what follows from numbers of nodes and GPUs alone, as bytes between them: an unknown GPU has no speed, NaN."""
+        nan = math.nan
+        return self.cluster or Cluster(
+            Gpu("unknown", (), nan, nan, nan, nan, ""), self.nodes, self.gpus_per_node, self.network
+        )
+
+
+def place_of(job: Job, network: str | None = None) -> Place:
+    """[cluster] of the job; its network is the one of that name, else the job's, else that of the vendor's node for its GPU.
+
+    InputError for a name that is not known.
+    """
+    at = job.cluster
+    gpu, why_gpu = _gpu(job)
+    chosen, told, why_network = None, "", ""
+    if network is not None:
+        chosen = known_network(network)
+    elif at.network is not None:
+        chosen = _of_job(job, at.network)
+    elif gpu is not None and (node := reference_node(gpu.name, at.gpus_per_node)) is not None:
+        chosen = find_network(node.network)
+        told = f"{_ASSUMED}, that of a {node.name} ({node.source}); cluster.network or --network says another"
+    if chosen is None:
+        why_network = "nobody named it; cluster.network or --network NAME does"
+    elif at.nodes == 1:
+        told = ""
+    return Place(at.nodes, at.gpus_per_node, gpu, chosen, why_gpu, why_network, (told,) if told else ())
+
+
+def _of_job(job: Job, name: str) -> Network:
+    try:
+        return known_network(name)
+    except InputError as error:
+        first = error.diagnostics[0]
+        raise job.refusal("cluster.network", first.message, first.hint or "") from None
+
+
+def known_network(name: str) -> Network:
+    """The network with this name. Raises InputError, with names that are alike."""
+    found = find_network(name)
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(name.casefold(), [n.name.casefold() for n in networks()], n=1)
+    like = next((n.name for n in networks() if close and n.name.casefold() == close[0]), None)
+    hint = (f'did you mean "{like}"? ' if like else "") + f"known: {', '.join(n.name for n in networks())}"
+    raise InputError(f'no network "{name}" is known', hint=hint)
+
+
+def _gpu(job: Job) -> tuple[Gpu | None, str]:
+    at = job.cluster
+    if at.device == "cpu":
+        return None, 'ranks are CPU processes (device = "cpu"), whose speed nobody predicts'
+    if at.gpu is None:
+        return (
+            None,
+            'the job names no GPU, and CPU ranks are not predicted; --set cluster.gpu="H100 SXM" names one',
+        )
+    found = find_gpu(at.gpu)
+    if found is not None:
+        return found, ""
+    close = difflib.get_close_matches(at.gpu, [g.name for g in gpus()], n=1)
+    like = f'; one of a like name is "{close[0]}"' if close else ""
+    return None, f'"{at.gpu}" is not in the catalogue{like}'

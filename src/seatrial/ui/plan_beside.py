@@ -1,0 +1,94 @@
+"""A dry run beside the closed form, as lines and as a document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from seatrial.plan.beside import TOLD, Beside, Pair
+from seatrial.ui.plan_json import finite, recipe
+from seatrial.ui.plan_words import (
+    HEAD,
+    Line,
+    brief,
+    data,
+    flop,
+    gib,
+    many,
+    note,
+    pair,
+    percent,
+    seconds,
+    table,
+)
+
+
+def lines(told: Sequence[Beside], width: int) -> list[Line]:
+    """A table for each layout, and every difference above 5 %."""
+    out: list[Line] = []
+    for one in told:
+        out += [("", ""), (f"dry run of {brief(one.recipe)}", HEAD)]
+        rows = [
+            [
+                str(rank.rank) if i == 0 else "",
+                p.what,
+                _figure(p, p.closed),
+                _figure(p, p.counted),
+                _off(p) + ("" if p.agrees else " !"),
+            ]
+            for rank in one.ranks
+            for i, p in enumerate(p for p in rank.pairs if p.closed or p.counted)
+        ]
+        out += table(["rank", "", "closed form", "counted", "difference"], rows, width, left=(1,))
+        apart = [f"rank {rank}: {p.what} {_off(p)}" for rank, p in one.apart]
+        verdict = (
+            f"all within {percent(TOLD)}"
+            if not apart
+            else f"apart by more than {percent(TOLD)}: {'; '.join(apart)}"
+        )
+        out += pair("verdict", verdict, width, "yellow" if apart else "green")
+        out += note("; ".join([_how(one), *one.notes]), width)
+    return out
+
+
+def _how(one: Beside) -> str:
+    traced = "the whole step traced" if one.exact else "carried over from four small traces, in whole numbers"
+    return f"{many(len(one.ranks), 'rank')}, {traced}, {seconds(one.seconds)} of tracing, {gib(one.process_bytes)} a process"
+
+
+def _figure(p: Pair, value: float) -> str:
+    if p.unit == "FLOP":
+        return flop(value)
+    return gib(value) if p.unit == "bytes" else data(value)
+
+
+def _off(p: Pair) -> str:
+    return "only one of them" if p.off == float("inf") else f"{p.off * 100:+.1f} %"
+
+
+def document(told: Sequence[Beside]) -> list[dict[str, Any]]:
+    """`dry_run` of the plan's JSON document."""
+    return [
+        dict(
+            finite(
+                {
+                    "recipe": recipe(one.recipe),
+                    "exact": one.exact,
+                    "trace_s": one.seconds,
+                    "process_bytes": one.process_bytes,
+                    "notes": one.notes,
+                    "ranks": [
+                        {
+                            "rank": r.rank,
+                            "pipeline": r.pipeline,
+                            "peak_at": r.peak_at,
+                            "pairs": [asdict(p) | {"difference": p.off, "agrees": p.agrees} for p in r.pairs],
+                        }
+                        for r in one.ranks
+                    ],
+                }
+            )
+        )
+        for one in told
+    ]

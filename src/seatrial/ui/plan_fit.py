@@ -1,0 +1,122 @@
+"""What a model needs and the smallest clusters that have it, as lines and as a document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from seatrial.job.job import Job
+from seatrial.plan.fit import Account, Fit
+from seatrial.ui import figures
+from seatrial.ui.plan_json import SCHEMA_VERSION, finite, recipe
+from seatrial.ui.plan_words import HEAD, Line, brief, data, gib, note, pair, table
+
+
+def lines(job: Job, told: Account, fits: Sequence[Fit], *, width: int) -> list[Line]:
+    """The account, then the clusters from the smallest."""
+    return [*_account(job, told, width), ("", ""), *_clusters(job, fits, width)]
+
+
+def _account(job: Job, told: Account, width: int) -> Iterator[Line]:
+    yield f"what {job.name} needs", HEAD
+    yield from pair("", told.headline, width)
+    weights = ", ".join(f"{data(n)} in {name}" for name, n in told.weights)
+    yield from pair("weights", f"{weights}: one copy, to compute with and nothing else", width)
+    yield "", ""
+    rows = [
+        [
+            line.name,
+            "" if line.per_parameter is None else f"{line.per_parameter:g}",
+            "" if line.once is None else data(line.once),
+            "" if line.gpu is None else gib(line.gpu),
+            "" if line.cluster is None else data(line.cluster),
+            line.note,
+        ]
+        for line in told.lines
+        if line.once or line.gpu or line.cluster
+    ]
+    total = "" if told.gpu_bytes is None else gib(told.gpu_bytes)
+    whole = "" if told.cluster_bytes is None else data(told.cluster_bytes)
+    rows.append(["in all", "", data(told.states), total, whole, "one copy: states alone"])
+    head = ["to train it", "bytes each", "one copy", "a GPU", "all GPUs", ""]
+    if told.gpus is None:
+        rows = [[*row[:3], row[5]] for row in rows]
+        head = [*head[:3], ""]
+    yield from table(head, rows, width)
+    if told.gpus is not None:
+        yield from note(
+            f"a GPU, all GPUs: {brief_layout(job)}; the GPU that needs most, at its highest point", width
+        )
+
+
+def brief_layout(job: Job) -> str:
+    """The job's layout with the number of its ranks."""
+    n = job.layout.world_size
+    return f"{job.layout} on {n:,} GPU{'s' * (n != 1)}"
+
+
+def _clusters(job: Job, fits: Sequence[Fit], width: int) -> Iterator[Line]:
+    yield "the smallest clusters in which a layout fits", HEAD
+    rows = [
+        [
+            f.gpu.name,
+            f"{f.gpus:,}",
+            f"{f.nodes:,} x {f.gpus_per_node}",
+            brief(f.recipe),
+            f"{f.needs / f.room:.0%}".replace("%", " %"),
+            "unknown" if f.prediction is None else figures.rate(f.prediction.tokens_per_s_per_gpu),
+        ]
+        for f in fits
+        if f.recipe is not None
+    ]
+    head = ["GPU", "GPUs", "nodes", "layout", "of memory", "tok/s/GPU"]
+    yield from _plain(head, rows, width)
+    for f in fits:
+        if f.recipe is None:
+            # What is illegal everywhere needs nothing that could be told.
+            needs = f"; the leanest needs {gib(f.needs)} a GPU" if math.isfinite(f.needs) else ""
+            yield from pair(f.gpu.name, f"{f.why_unknown}{needs}", width, "dim")
+    missing = [f for f in fits if f.recipe is not None and f.prediction is None]
+    unknown = dict.fromkeys((f.why_unknown or "").removesuffix(f" on {f.gpu.name}") for f in missing)
+    if any(unknown):
+        yield from note(f"speed unknown: {'; '.join(unknown)}", width)
+    micro, sequence = job.train.global_batch, job.train.sequence_length
+    yield from note(f"at the job's batch of {micro:,} x {sequence:,} tokens; mb: microbatch", width)
+
+
+def _plain(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[Line]:
+    """As `table`, with figures in the last column too."""
+    if not rows:
+        return []
+    last = max(len(r[-1]) for r in (head, *rows))
+    return table(
+        [*head[:-1], f"{head[-1]:>{last}}"], [[*r[:-1], f"{r[-1]:>{last}}"] for r in rows], width, left=(0, 3)
+    )
+
+
+def document(job: Job, told: Account, fits: Sequence[Fit]) -> dict[str, Any]:
+    """The same as one JSON document."""
+    whole = {
+        "schema_version": SCHEMA_VERSION,
+        "name": job.name,
+        "account": asdict(told) | {"weights": dict(told.weights), "states": told.states},
+        "clusters": [
+            {
+                "gpu": f.gpu.name,
+                "nodes": f.nodes,
+                "gpus_per_node": f.gpus_per_node,
+                "gpus": f.gpus,
+                "fits": f.recipe is not None,
+                "recipe": None if f.recipe is None else recipe(f.recipe),
+                "needs_bytes": f.needs,
+                "room_bytes": f.room,
+                "tokens_per_s_per_gpu": None if f.prediction is None else f.prediction.tokens_per_s_per_gpu,
+                "step_s": None if f.prediction is None else f.prediction.step_s,
+                "why_unknown": f.why_unknown,
+            }
+            for f in fits
+        ],
+    }
+    return dict(finite(whole))

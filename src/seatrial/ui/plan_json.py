@@ -1,0 +1,231 @@
+"""A plan as one JSON document: bytes, seconds, decimal bytes/s; null for what is not known, with the reason beside it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from seatrial.plan.advice import Advice, Target, Way
+from seatrial.plan.answer import Answer, Ending, Own
+from seatrial.plan.caution import too_short
+from seatrial.plan.finish import Finish
+from seatrial.plan.memory import Memory
+from seatrial.plan.place import Place
+from seatrial.plan.predict import Prediction, Share
+from seatrial.plan.recipe import Recipe
+from seatrial.plan.scaling import Scaling
+from seatrial.plan.search import Choice, Found
+from seatrial.plan.step import Traffic
+
+SCHEMA_VERSION = 1
+
+
+def document(answer: Answer) -> dict[str, Any]:
+    """Plain values only; numbers are finite or null."""
+    job, arch, train = answer.job, answer.job.architecture, answer.job.train
+    tokens = train.global_batch * train.sequence_length
+    whole = {
+        "schema_version": SCHEMA_VERSION,
+        "name": job.name,
+        "model": {
+            "parameters": arch.parameters(),
+            "flops_per_token": arch.flops_per_token(train.sequence_length),
+            "flops_per_token_full_attention": arch.flops_per_token(
+                train.sequence_length, full_attention=True
+            ),
+            "architecture": arch.as_dict(),
+        },
+        "work": {"steps": train.steps, "tokens_per_step": tokens, "tokens": train.steps * tokens},
+        "cluster": _place(answer.place),
+        "stack": answer.stack,
+        "own": _own(answer.own),
+        "search": None if answer.found is None else _found(answer.found),
+        "network": {
+            "bytes_per_gpu_per_step": answer.carried.a_gpu,
+            "needed_bytes_per_s_per_node": answer.carried.mean,
+            "capacity_bytes_per_s_per_node": answer.carried.capacity,
+            "enough_bytes_per_s_per_node": answer.carried.enough,
+            "nodes": answer.carried.nodes,
+        },
+        "finish": None if answer.ending is None else _ending(answer.ending),
+        "scaling": {
+            "weak": None if answer.weak is None else _scaling(answer.weak),
+            "strong": None if answer.strong is None else _scaling(answer.strong),
+            "best_layouts": None if answer.best_scaled is None else _scaling(answer.best_scaled),
+        },
+        "advice": None if answer.advice is None else _advice(answer.advice),
+        "targets": [_target(t) for t in answer.targets],
+        "provenance": list(answer.provenance),
+        "cautions": _cautions(answer),
+    }
+    return dict(finite(whole))
+
+
+def _cautions(answer: Answer) -> list[str]:
+    p = answer.own.prediction
+    told = None if p is None else too_short(answer.model, answer.own.recipe, p)
+    return [] if told is None else [told]
+
+
+def finite(value: Any) -> Any:
+    """Infinities and NaN, which JSON does not have, become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value
+
+
+def _place(place: Place) -> dict[str, Any]:
+    return {
+        "nodes": place.nodes,
+        "gpus_per_node": place.gpus_per_node,
+        "gpu": None if place.gpu is None else asdict(place.gpu),
+        "why_no_gpu": place.why_no_gpu or None,
+        "network": None if place.network is None else asdict(place.network),
+        "why_no_network": place.why_no_network or None,
+    }
+
+
+def recipe(r: Recipe) -> dict[str, Any]:
+    """A layout with its settings."""
+    return asdict(r) | {"world_size": r.world, "microbatches": r.microbatches}
+
+
+def held(m: Memory) -> dict[str, Any]:
+    """Bytes on the GPU that needs most, by kind."""
+    return asdict(m) | {"allocated": m.allocated, "reserved": m.reserved}
+
+
+def _shares(shares: tuple[Share, ...]) -> list[dict[str, Any]]:
+    return [asdict(s) for s in shares]
+
+
+def prediction(p: Prediction) -> dict[str, Any]:
+    """The interval holds the measured step in 85 of 100 cases."""
+    return {
+        "step_s": p.step_s,
+        "low_s": p.low_s,
+        "high_s": p.high_s,
+        "tokens_per_s_per_gpu": p.tokens_per_s_per_gpu,
+        "mfu": p.mfu,
+        "mfu_full_attention": p.mfu_full_attention,
+        "fits": p.fits,
+        "pace": asdict(p.pace),
+        "parts_s": asdict(p.parts),
+        "waterfall": _shares(p.waterfall),
+        "memory_bytes": held(p.memory),
+        "traffic_bytes": _traffic(p.traffic),
+    }
+
+
+def _traffic(t: Traffic) -> dict[str, Any]:
+    return asdict(t) | {"sent": t.sent}
+
+
+def _own(own: Own) -> dict[str, Any]:
+    return {
+        "recipe": recipe(own.recipe),
+        "fits": own.fits,
+        "memory_bytes": held(own.memory),
+        "room_bytes": own.room,
+        "traffic_bytes": _traffic(own.traffic),
+        "prediction": None if own.prediction is None else prediction(own.prediction),
+        "why_unknown": own.why_unknown or None,
+        "limit": own.limit,
+    }
+
+
+def _choice(c: Choice) -> dict[str, Any]:
+    return {"recipe": recipe(c.recipe), "limit": c.limit, "prediction": prediction(c.prediction)}
+
+
+def _found(found: Found) -> dict[str, Any]:
+    return {
+        "legal": found.tried,
+        "too_large": found.too_large,
+        "refused": found.refused,
+        "least_bytes": found.least_bytes,
+        "own_costs": found.own_costs,
+        "choices": [_choice(c) for c in found.choices],
+    }
+
+
+def _finish(f: Finish) -> dict[str, Any]:
+    return asdict(f) | {"waterfall": _shares(f.waterfall), "mfu": f.mfu}
+
+
+def _ending(e: Ending) -> dict[str, Any]:
+    return {
+        "own": _finish(e.finish),
+        "every_steps": e.every_steps,
+        "best": _finish(e.best),
+        "storage_tenth": _finish(e.slow),
+        "storage_gb_s": e.storage_gb_s,
+        "storage_source": e.storage_source,
+        "failure_rate": asdict(e.rate),
+        "price_per_gpu_hour": e.price,
+        "cost": e.cost,
+    }
+
+
+def _scaling(s: Scaling) -> dict[str, Any]:
+    points = [
+        {
+            "nodes": p.nodes,
+            "gpus": p.gpus,
+            "recipe": None if p.recipe is None else recipe(p.recipe),
+            "why_not": p.why_not,
+            "global_batch": p.global_batch,
+            "tokens_per_s": p.tokens_per_s,
+            "efficiency": p.efficiency,
+            "doubling": p.doubling,
+            "speedup": p.speedup,
+            "exposed": p.exposed,
+            "step_s": None if p.prediction is None else p.prediction.step_s,
+        }
+        for p in s.points
+    ]
+    return {
+        "points": points,
+        "grows": s.grows,
+        "assumes": list(s.assumes),
+        "communication_shows_at_gpus": None if s.shows_at is None else s.shows_at.gpus,
+        "targets": [asdict(v) for v in s.verdicts],
+    }
+
+
+def _way(way: Way | None) -> dict[str, Any] | None:
+    if way is None:
+        return None
+    p = way.prediction
+    return {
+        "what": way.what,
+        "built": way.built,
+        "gain": way.gain,
+        "recipe": recipe(way.recipe),
+        "step_s": p.step_s,
+        "tokens_per_s_per_gpu": p.tokens_per_s_per_gpu,
+        "mfu": p.mfu,
+    }
+
+
+def _advice(a: Advice) -> dict[str, Any]:
+    return {
+        "ways": [_way(w) for w in a.ways],
+        "turns": [asdict(t) for t in a.turns],
+        "alike": [recipe(r) for r in a.alike],
+    }
+
+
+def _target(t: Target) -> dict[str, Any]:
+    return {
+        "value": t.wanted.value,
+        "of": t.wanted.of,
+        "own": t.own,
+        "inside_with": _way(t.inside),
+        "met_with": _way(t.met),
+    }

@@ -1,0 +1,178 @@
+"""The job's own layout in a plan: does it fit, how fast, until when, what it asks of network and storage, how it scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from seatrial.base import units
+from seatrial.plan.answer import ENOUGH, Answer, Ending
+from seatrial.plan.caution import too_short
+from seatrial.plan.scaling import Scaling
+from seatrial.ui.plan_words import (
+    CASES,
+    HEAD,
+    Line,
+    data,
+    gib,
+    held,
+    many,
+    mfu_span,
+    pair,
+    percent,
+    rate_span,
+    seconds,
+    span,
+)
+
+_KINDS_SHOWN = 5
+
+
+def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
+    """`full`: every kind of memory and traffic."""
+    mine = answer.own
+    r = mine.recipe
+    auto = answer.job.chosen is not None
+    yield 'the layout that parallel = "auto" takes' if auto else "the job's own layout", HEAD
+    again = ", full recomputation" if r.recompute == "full" else ""
+    yield from pair(
+        "layout",
+        f"{answer.job.layout}; {many(r.microbatches, 'microbatch', 'microbatches')} of {r.microbatch}{again}",
+        width,
+    )
+    kinds = held(mine.memory, most=None if full else _KINDS_SHOWN)
+    if mine.fits is None:
+        yield from pair("memory", f"{gib(mine.memory.allocated)} a rank: {kinds}", width)
+    else:
+        assert mine.room is not None
+        fits = "fits" if mine.fits else "does not fit"
+        text = f"{fits}: {gib(mine.memory.reserved)} of {gib(mine.room)} a GPU: {kinds}"
+        yield from pair("memory", text, width, "" if mine.fits else "bold red")
+    p = mine.prediction
+    if p is None:
+        yield from pair("speed", f"unknown: {mine.why_unknown}", width, "yellow")
+    else:
+        whole = units.count(p.tokens_per_s_per_gpu * r.world)
+        known = "" if p.pace.kind == "calibrated" else f" ({p.pace.kind})"
+        if mine.fits is False:
+            yield from pair("speed", f"if it fitted: {rate_span(p)}, {seconds(p.step_s)} a step", width)
+            return
+        yield from pair("step", f"{seconds(p.step_s)}, {span(p.low_s, p.high_s)} {CASES}{known}", width)
+        yield from pair("speed", f"{rate_span(p)}, {whole} tokens/s in all", width)
+        yield from pair("MFU", mfu_span(p), width)
+        if short := too_short(answer.model, r, p):
+            yield from pair("caution", short, width, "yellow")
+    if answer.ending is not None:
+        yield from _ending(answer.ending, width, full=full)
+    yield from pair("network", _network(answer, full=full), width)
+    if not full and answer.weak is not None and answer.strong is not None:
+        yield from pair("scaling", _brief(answer.weak, answer.strong, answer.best_scaled), width)
+
+
+def _network(answer: Answer, *, full: bool) -> str:
+    """What is needed beside what there is. Nothing crosses nodes where there is one."""
+    c, t = answer.carried, answer.own.traffic
+    kinds = (("tensor", t.tensor), ("pipeline", t.pipeline), ("data", t.data), ("context", t.context))
+    by = [f"{name} {data(n)}" for name, n in kinds if n >= 0.5]
+    who = "a rank" if answer.place.gpu is None else "a GPU"
+    sent = f"{who} sends {data(t.sent)} a step ({', '.join(by)})" if by else f"{who} sends nothing"
+    if c.nodes == 1:
+        return sent + (", all inside the node" if by else "")
+    told = [f"{sent}, {data(c.a_gpu)} of it to other nodes"] if full or c.mean is None else []
+    if c.capacity is not None:
+        told.append(
+            f"there is {data(c.capacity * c.nodes)}/s: {c.nodes} nodes x {data(c.capacity)}/s in one direction"
+        )
+    if c.mean is not None:
+        share = "" if c.capacity is None else f", {percent(c.mean / c.capacity, 1)} of it"
+        text = f"needed {data(c.mean * c.nodes)}/s averaged over a step{share}"
+        if c.enough is not None:
+            text += f"; {data(c.enough * c.nodes)}/s for it to cost no more than {percent(ENOUGH)} of a step"
+        told.append(text)
+    return "\n".join(told)
+
+
+def _ending(e: Ending, width: int, *, full: bool) -> Iterator[Line]:
+    f = e.finish
+    failures = "less than one failure" if f.failures < 0.95 else f"about {many(round(f.failures), 'failure')}"
+    lost = (1 - f.ettr) * 100
+    yield from pair(
+        "finish",
+        f"{units.duration(f.wall_s)} ({units.duration(f.low_s)} to {units.duration(f.high_s)}); {failures} on the way, "
+        f"{lost:.2g} % lost to that and to saving",
+        width,
+    )
+    cost = f"{e.cost:,.0f} at {e.price:g} each" if e.cost is not None else "unknown without --price"
+    yield from pair("cost", f"{f.gpu_hours:,.0f} GPU hours: {cost}", width)
+    more = f.wall_s / e.best.wall_s - 1
+    best = f"every {e.best.interval.steps:,} steps ({units.duration(e.best.every_s)})"
+    if e.best.interval.limited_by:
+        best += f", limited by {e.best.interval.limited_by}"
+    text = f"{data(f.checkpoint_bytes)} every {e.every_steps:,} steps ({units.duration(f.every_s)}); "
+    if e.every_steps == e.best.interval.steps:
+        text += "the best interval"
+    elif more < 5e-4:
+        text += f"as good as the best, {best}"
+    else:
+        text += f"{percent(more, 1)} longer than with the best, {best}"
+    if full:
+        slower = e.slow.wall_s / f.wall_s - 1
+        text += (
+            f"\nstorage of {e.storage_gb_s:g} GB/s ({e.storage_source}); with a tenth of that a run takes "
+            f"{percent(slower, 1)} longer. A save stops training for {seconds(f.stall_s)}"
+        )
+    yield from pair("checkpoints", text, width)
+
+
+def _brief(weak: Scaling, strong: Scaling, best: Scaling | None) -> str:
+    if len(weak.known) < 2:
+        return "not known at two sizes"
+    first, last = weak.known[0], weak.known[-1]
+    told = f"from {first.gpus:,} to {last.gpus:,} GPUs {percent(last.efficiency)} efficient with a growing batch (weak)"
+    if len(strong.known) > 1:
+        end = strong.known[-1]
+        told += f", {percent(end.efficiency)} with the same (strong" + (
+            f", to {end.gpus:,})" if end.gpus != last.gpus else ")"
+        )
+    shows = [(name, c.shows_at) for name, c in (("weak", weak), ("strong", strong))]
+    seen = [f"from {p.gpus:,} on ({name})" for name, p in shows if p is not None]
+    told += f"; communication shows {', '.join(seen)}" if seen else "; communication does not begin to show"
+    if best is not None and len(best.known) > 1:
+        one, all_ = best.known[0], best.known[-1]
+        told += f"\nthe best layout of each size: {all_.speedup:.1f} times from {one.gpus:,} to {all_.gpus:,} GPUs"
+    return told
+
+
+def scaling(answer: Answer, width: int) -> Iterator[Line]:
+    """Both curves, size by size, with what they assume."""
+    if answer.weak is None or answer.strong is None or answer.own.fits is False:
+        return
+    yield "scaling of this layout: tokens/s/GPU over the smallest cluster's, by GPUs", HEAD
+    yield from _curve("weak", answer.weak, width)
+    yield from _curve("strong", answer.strong, width)
+    if answer.best_scaled is not None:
+        yield from _curve("best layouts", answer.best_scaled, width)
+    lost = [p for p in (*answer.weak.points, *answer.strong.points) if p.efficiency is None]
+    for why in dict.fromkeys(p.why_not for p in lost):
+        sizes = dict.fromkeys(f"{p.gpus:,}" for p in lost if p.why_not == why)
+        yield from pair("", f"{', '.join(sizes)} GPUs: {why}", width, "dim")
+    yield from pair("assumed", "; ".join(answer.weak.assumes), width, "dim")
+
+
+def _curve(name: str, curve: Scaling, width: int) -> Iterator[Line]:
+    # Figures that belong together stay on one line.
+    points = [
+        "\N{NO-BREAK SPACE}".join((f"{p.gpus:,}:", *percent(p.efficiency).split())) for p in curve.known
+    ]
+    text = "  ".join(points) or "not known"
+    shows = curve.shows_at
+    if shows is not None:
+        text += f"\ncommunication shows from {shows.gpus:,} GPUs on" + (
+            f": {shows.costs}" if shows.costs else ""
+        )
+    elif len(curve.known) > 1:
+        text += f"\ncommunication does not begin to show up to {curve.known[-1].gpus:,} GPUs"
+    for v in curve.verdicts:
+        met = {True: "met", False: "missed", None: "not told"}[v.met]
+        text += f"\n{met}: {v.target}; {v.predicted}"
+    text += f"\n{curve.grows}"
+    yield from pair(name, text, width)

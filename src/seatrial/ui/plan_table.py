@@ -1,0 +1,299 @@
+"""A plan as lines for a person, each with its style: the job's own layout, better ones, why, and the verdict last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from seatrial.base import units
+from seatrial.plan.advice import ALIKE, FURTHEST, OVERLAP, Target, Turn, Way, difference, excess, short
+from seatrial.plan.answer import Answer
+from seatrial.plan.predict import Prediction
+from seatrial.plan.recipe import Recipe
+from seatrial.plan.search import Choice
+from seatrial.plan.stacks import stacks
+from seatrial.plan.waterfall import waterfall_of
+from seatrial.ui import figures
+from seatrial.ui.plan_own import own, scaling
+from seatrial.ui.plan_words import (
+    HEAD,
+    Line,
+    brief,
+    figure,
+    flop,
+    gib,
+    many,
+    note,
+    pair,
+    part,
+    percent,
+    rate_span,
+    seconds,
+    settings,
+    table,
+)
+from seatrial.ui.waterfall import STYLES, waterfall_lines
+
+_LAYOUTS, _WAYS = 5, 6
+_WIDE = 110
+_KEPT = "\N{NO-BREAK SPACE}"
+# A part of the run that takes less is told in the full plan only.
+_SMALL = 0.005
+
+
+def lines(answer: Answer, *, width: int, full: bool = False) -> list[Line]:
+    """The plan. `full`: every layout, size and source, not only the first ones."""
+    sections = (
+        _header(answer, width),
+        own(answer, width, full=full),
+        _layouts(answer, width, full=full),
+        _faster(answer, width, full=full),
+        _turns(answer, width),
+        scaling(answer, width) if full else iter(()),
+        _where(answer, width, full=full),
+        _sources(answer, width, full=full),
+        _verdict(answer, width),
+    )
+    out: list[Line] = []
+    for section in sections:
+        shown = list(section)
+        if shown and out:
+            out.append(("", ""))
+        out += shown
+    return out
+
+
+def _header(answer: Answer, width: int) -> Iterator[Line]:
+    job, place, arch, train = answer.job, answer.place, answer.job.architecture, answer.job.train
+    tokens = train.global_batch * train.sequence_length
+    yield f"plan of {job.name}", HEAD
+    yield from pair(
+        "model",
+        f"{arch.family}, {units.count(arch.parameters())} parameters, {many(arch.num_hidden_layers, 'layer')}; "
+        f"{flop(arch.flops_per_token(train.sequence_length))} a token",
+        width,
+    )
+    yield from pair(
+        "work",
+        f"{many(train.steps, 'step')} of {train.global_batch:,} x {train.sequence_length:,} tokens: "
+        f"{units.count(train.steps * tokens)} tokens, {train.precision}",
+        width,
+    )
+    text = f"{many(place.nodes, 'node')} x {place.gpus_per_node} "
+    text += place.gpu.name if place.gpu is not None else "ranks; GPU unknown"
+    if place.nodes > 1 and place.network is not None:
+        text += f"; {place.network.name}" + (" (assumed)" if place.network_is_assumed else "")
+    elif place.nodes > 1:
+        text += "; network unknown"
+    yield from pair("cluster", text, width)
+
+
+def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
+    found = answer.found
+    if found is None:
+        return
+    yield f"layouts: {found.tried:,} that the rules allow, {found.too_large:,} of them do not fit", HEAD
+    if not found.choices:
+        if found.tried:
+            yield from pair(
+                "none fits", f"the leanest needs {gib(found.least_bytes)} a GPU", width, "bold red"
+            )
+        return
+    wide = width >= _WIDE
+    best = found.choices[0].prediction
+    shown = found.choices if full else found.choices[:_LAYOUTS]
+    rows = [_row(str(i), c, best, wide) for i, c in enumerate(shown, 1)]
+    if found.own is not None:
+        rows.append(_row("own", found.own, best, wide))
+    if wide:
+        head = ["", "layout", "settings", "step", "tok/s/GPU", "MFU", "GiB", "slower", "why"]
+    else:
+        head = ["", "layout", "mb", "tok/s/GPU", "MFU", "slower", "why"]
+    yield from table(head, rows, width, left=(0, 1, *((2,) if wide else ())))
+    rest = len(found.choices) - len(shown)
+    told = [f"{rest} more pairs of tensor and pipeline sizes are slower: --full"] if rest > 0 else []
+    told.insert(0, "mb: microbatch" + ("" if wide else ", r: recomputes"))
+    if any(c.recipe.stages_per_rank > 1 for c in shown):
+        told.insert(0, "PP2x4: 4 stages a rank")
+    if told:
+        yield from note("; ".join(told), width)
+    if answer.advice is not None and answer.advice.alike:
+        near = [short(r) for r in answer.advice.alike]
+        names = ", ".join(near[:3]) + (f" and {len(near) - 3} more" if len(near) > 3 else "")
+        yield from pair(
+            "alike", f"{names}: within {percent(ALIKE)} of the best, too near to tell apart", width
+        )
+
+
+def _row(name: str, choice: Choice, best: Prediction, wide: bool) -> list[str]:
+    p, r = choice.prediction, choice.recipe
+    slower = p.step_s / best.step_s - 1
+    if not p.fits:
+        why = "does not fit"
+    elif abs(slower) < 5e-4:
+        most = max(p.waterfall[1:], key=lambda s: s.share)
+        why = f"{part(most.name)} {percent(most.share)}"
+    else:
+        more = excess(p, best)
+        # Number and unit stay together.
+        why = "" if more is None else f"{part(more.name)} +{seconds(more.seconds)}".replace(" ", _KEPT)
+        why = why.replace(f"{_KEPT}+", " +")
+    row = [
+        name,
+        short(r),
+        settings(r, short=True) if wide else f"{r.microbatch}{'r' if r.recompute == 'full' else ''}",
+    ]
+    row += [seconds(p.step_s)] if wide else []
+    row += [figures.rate(p.tokens_per_s_per_gpu), figures.mfu(p.mfu)]
+    row += [figure(p.memory.reserved / 1024**3)] if wide else []
+    return [*row, "" if not p.fits else "-" if abs(slower) < 5e-4 else percent(slower), why]
+
+
+def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
+    more = answer.advice
+    if more is None or not more.ways:
+        return
+    wishes = [t.wanted for t in answer.targets]
+    shown = more.ways if full else more.ways[:_WAYS]
+    fits = answer.own.fits is not False
+    yield "faster than the job's own layout" if fits else "changes with which it fits", HEAD
+    rows = [
+        [
+            *([f"{way.gain * 100:+.0f} %"] if fits else []),
+            figures.rate(way.prediction.tokens_per_s_per_gpu),
+            figures.mfu(way.prediction.mfu),
+            *(w.by(way.prediction) for w in wishes),
+            _told(way.what, way.recipe) + ("" if way.built else " *"),
+        ]
+        for way in shown
+    ]
+    wanted = [f"{w.value:,.0f}?" if w.of == "tokens/s/GPU" else f"{percent(w.value)}?" for w in wishes]
+    head = [*([""] if fits else []), "tok/s/GPU", "MFU", *wanted, "with"]
+    yield from table(head, rows, width, left=())
+    if any(not w.built for w in shown):
+        yield from note(
+            f"* not as things are: another network, other software, or {percent(stacks()[OVERLAP].hide_tensor)} of TP communication "
+            f"behind computation, as {OVERLAP} has it and this trainer has not",
+            width,
+        )
+
+
+def _told(what: str, recipe: Recipe) -> str:
+    return f"{what}: {brief(recipe)}" if what.startswith("the best") else what
+
+
+def _turns(answer: Answer, width: int) -> Iterator[Line]:
+    if answer.advice is None or not answer.advice.turns:
+        return
+    yield "when another layout would be the best", HEAD
+    for what in dict.fromkeys(t.what for t in answer.advice.turns):
+        turns = [t for t in answer.advice.turns if t.what == what]
+        text = "; ".join([f"{figure(turns[0].now)} {turns[0].unit} here", *(_turn(t) for t in turns if t.at)])
+        if not any(t.at for t in turns):
+            text += f"; never, within a factor of {FURTHEST:g}"
+        yield from pair(what, text, width)
+
+
+def _turn(turn: Turn) -> str:
+    assert turn.at is not None
+    way = "below" if turn.at < turn.now else "above"
+    return f"{way} {figure(turn.at)} {'none fits' if turn.becomes is None else short(turn.becomes)}"
+
+
+def _where(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
+    p = answer.own.prediction
+    if p is None or answer.own.fits is False:
+        return
+    shares = p.waterfall if answer.ending is None else answer.ending.finish.waterfall
+    shown = waterfall_of(shares)
+    what = "a step" if answer.ending is None else "the whole run"
+    yield f"where the FLOPs go in {what}", HEAD
+    small = 0
+    for line, bar in zip(waterfall_lines(shown, width), shown.bars, strict=True):
+        if full or bar.kind in ("peak", "result") or abs(bar.share) >= _SMALL:
+            yield line, STYLES[bar.kind]
+        else:
+            small += 1
+    if small:
+        yield f"  and {many(small, 'part')} below {percent(_SMALL, 1)}: --full", "dim"
+
+
+def _sources(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
+    if full and answer.provenance:
+        yield "where this is from", HEAD
+        for told in answer.provenance:
+            yield from pair("", told, width)
+        return
+    p = answer.own.prediction
+    if p is None:
+        return
+    text = f"{p.pace.kind} for {answer.stack} on {_gpu(answer)} {p.pace.source}"
+    if p.pace.kind == "calibrated":
+        text = f"calibrated: {answer.stack} on {_gpu(answer)}, {p.pace.source}"
+    assumed = sum("assum" in told for told in answer.provenance)
+    yield from pair("speeds", f"{text}; {many(assumed, 'number')} assumed: --full", width)
+
+
+def _gpu(answer: Answer) -> str:
+    return "an unknown GPU" if answer.place.gpu is None else answer.place.gpu.name
+
+
+def _verdict(answer: Answer, width: int) -> Iterator[Line]:
+    for target in answer.targets:
+        yield from pair("target", target_words(target), width)
+    text, style = verdict(answer)
+    yield from pair("verdict", text, width, style)
+
+
+def verdict(answer: Answer) -> Line:
+    """The last word, and its style: green, yellow or red."""
+    mine, best = answer.own, answer.best
+    p = mine.prediction
+    if mine.fits is False:
+        assert mine.room is not None
+        over = mine.memory.reserved / mine.room - 1
+        text = (
+            f"does not fit: {gib(mine.memory.reserved)} a GPU of {gib(mine.room)}, {percent(over)} too much"
+        )
+        if best is not None:
+            text += f". The fastest that fits: {brief(best.recipe)}"
+        elif answer.found is not None:
+            text += ". No layout fits on this cluster: --fit lists clusters that do"
+        return text, "bold red"
+    if p is None:
+        known = "fits; " if mine.fits else ""
+        return f"{known}memory and traffic are known, speed is not", "yellow"
+    if best is None:
+        return f"fits; {rate_span(p)}", "green"
+    slower = p.step_s / best.prediction.step_s - 1
+    if slower < 5e-4:
+        return "fits, and no layout that the rules allow is faster", "green"
+    if slower <= ALIKE:
+        return f"fits, and is within {percent(slower, 1)} of the best, too near to tell them apart", "green"
+    text = f"fits, but a step takes {percent(slower)} longer than with the best layout: "
+    return text + difference(answer.own.recipe, best.recipe), "yellow"
+
+
+def target_words(target: Target) -> str:
+    """Whether a wish is within reach, and with what it would be."""
+    w = target.wanted
+    name = f"{w.value:,.0f} tokens/s/GPU" if w.of == "tokens/s/GPU" else f"MFU {percent(w.value)}"
+    text = {
+        "yes": f"{name} is met by the prediction",
+        "inside": f"{name} is above the prediction, inside its interval",
+        "no": f"{name} is outside the interval",
+    }[target.own]
+    if target.own == "yes":
+        return text
+    if target.own == "no" and target.inside is not None:
+        text += f"; inside with {_way(target.inside)}"
+    if target.met is not None:
+        text += f"; met with {_way(target.met)}"
+    elif target.inside is None and target.own == "no":
+        text += "; nothing that was looked at brings it there"
+    return text
+
+
+def _way(way: Way) -> str:
+    p = way.prediction
+    built = "" if way.built else " (not as things are)"
+    return f"{_told(way.what, way.recipe)}{built}: {figures.rate(p.tokens_per_s_per_gpu)}"

@@ -1,0 +1,222 @@
+"""The words and figures of a plan: lines with a label, wrapped to a width; layouts, rates and intervals."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import fields
+
+from seatrial.base import units
+from seatrial.plan.advice import short
+from seatrial.plan.memory import Memory
+from seatrial.plan.predict import Prediction
+from seatrial.plan.recipe import Recipe
+from seatrial.ui import figures
+
+Line = tuple[str, str]  # text and style
+LABEL = 13
+LABELLED = "labelled"
+HEAD = "bold"
+# A prediction's interval, in words (plan/calibration.py: Z).
+CASES = "in 85 of 100 cases"
+
+
+def pair(label: str, text: str, width: int, style: str = "") -> list[Line]:
+    """`label` and its text, whose further lines stand below the first. The style of the first tells that it has a label."""
+    head = f"{label:<{LABEL}}" if len(label) < LABEL else f"{label}  "
+    texts = spaced(text).split("\n")
+    lines: list[Line] = []
+    for i, part in enumerate(texts):
+        start = head if i == 0 else " " * LABEL
+        wrapped = textwrap.wrap(
+            start + part if i == 0 else part,
+            max(20, width - 2 - (0 if i == 0 else LABEL)),
+            subsequent_indent=" " * LABEL if i == 0 else "",
+            break_on_hyphens=False,
+        )
+        for j, line in enumerate(wrapped):
+            shown = line if i == 0 else " " * LABEL + line
+            first = i == 0 and j == 0
+            lines.append((f"  {shown}".rstrip(), f"{LABELLED} {style}".strip() if first else style))
+    return lines
+
+
+def spaced(text: str) -> str:
+    """One way to write shares, whoever wrote the sentence: 4 %."""
+    return re.sub(r"(\d)%", r"\1 %", text)
+
+
+def labelled(line: Line) -> tuple[str, str, str] | None:
+    """(label, text, style) of a line that `pair` began; None of any other."""
+    text, style = line
+    if style.split(" ")[0] != LABELLED:
+        return None
+    return text[2 : 2 + LABEL], text[2 + LABEL :], style.removeprefix(LABELLED).strip()
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, left: Sequence[int] = (0,)
+) -> list[Line]:
+    """Columns under headings, figures to the right; the last one, of words, goes on below itself where the width ends."""
+    if not rows:
+        return []
+    last = len(head) - 1
+    wide = [max(len(r[i]) for r in (head, *rows)) for i in range(last)]
+    start = 2 + sum(w + 2 for w in wide)
+    lines: list[Line] = []
+    for row in (head, *rows):
+        cells = [
+            f"{cell:<{w}}" if i in left else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(row[:last], wide, strict=True))
+        ]
+        words = textwrap.wrap(spaced(row[last]), max(12, width - start), break_long_words=False) or [""]
+        style = "dim" if row is head else ""
+        lines.append(("  " + "  ".join([*cells, words[0]]).rstrip(), style))
+        lines += [(" " * start + more, style) for more in words[1:]]
+    return lines
+
+
+def gib(n_bytes: float) -> str:
+    """131 GiB, 837 KiB."""
+    return f"{n_bytes / 1024:.3g} KiB" if 1024 <= n_bytes < 1024**2 else figures.memory(n_bytes)
+
+
+def data(n_bytes: float) -> str:
+    """Decimal, as networks and storage count: 872 GB, 6.4 TB."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if n_bytes >= limit * 0.9995:
+            value = n_bytes / limit
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def seconds(s: float) -> str:
+    """23.6 s, 350 ms, 1 min 12 s; three digits, which is more than any prediction is worth."""
+    if s < 1:
+        return f"{s * 1000:.3g} ms"
+    return f"{s:.3g} s" if s < 60 else units.duration(s)
+
+
+def span(low: float, high: float) -> str:
+    """19.8 to 28.1 s; in one unit where both have the same."""
+    a, b = seconds(low), seconds(high)
+    unit = b.rpartition(" ")[2]
+    if a.endswith(f" {unit}") and a.count(" ") == b.count(" ") == 1:
+        a = a.rpartition(" ")[0]
+    return f"{a} to {b}"
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """33 %; unknown stays unknown."""
+    return "unknown" if share is None else f"{share * 100:.{digits}f} %"
+
+
+def mfu_span(p: Prediction) -> str:
+    """27.5 % (22.7 to 33.4)."""
+    if p.mfu is None:
+        return "unknown"
+    low, high = p.mfu * p.step_s / p.high_s, p.mfu * p.step_s / p.low_s
+    return f"{p.mfu * 100:.1f} % ({low * 100:.1f} to {high * 100:.1f})"
+
+
+def rate_span(p: Prediction) -> str:
+    """1,390 tokens/s/GPU (1,146 to 1,687)."""
+    each = p.tokens_per_s_per_gpu
+    low, high = each * p.step_s / p.high_s, each * p.step_s / p.low_s
+    return f"{figures.rate(each)} tokens/s/GPU ({figures.rate(low)} to {figures.rate(high)})"
+
+
+def settings(recipe: Recipe, *, short: bool = False) -> str:
+    """What a layout has beside its sizes: microbatch, schedule, recomputation, resharding."""
+    told = [f"{'mb' if short else 'microbatch'} {recipe.microbatch}"]
+    if recipe.pipeline > 1:
+        told.append(recipe.schedule.removesuffix("-1f1b") if short else recipe.schedule)
+    if recipe.recompute != "none":
+        told.append("recomputes" if recipe.recompute == "full" else f"recomputes {recipe.recompute}")
+    if recipe.pipeline == 1 and recipe.shard > 1:
+        told.append("reshards" if recipe.reshard else "no reshard")
+    return ", ".join(told)
+
+
+_HELD = {
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "gathered": "gathered weights",
+    "unsharded_gradients": "whole gradients",
+    "activations": "activations",
+    "logits": "logits",
+    "messages": "stage messages",
+    "runtime": "CUDA and NCCL",
+    "streams": "other streams' memory",
+}
+
+
+def held(memory: Memory, *, most: int | None = None) -> str:
+    """The kinds of a GPU's memory, from the largest, in GiB where they are that large; `most` of them, and the rest as one."""
+    kinds = sorted(
+        ((getattr(memory, f.name), _HELD.get(f.name, f.name)) for f in fields(memory)), reverse=True
+    )
+    kinds = [k for k in kinds if k[0] >= 0.01 * memory.allocated]
+    rest = sum(n for n, _ in kinds[most:]) if most is not None else 0
+    if most is not None and len(kinds) > most + 1:
+        kinds = [*kinds[:most], (rest, "other")]
+    if not kinds or kinds[0][0] < 1024**3:
+        return ", ".join(f"{name} {gib(n)}" for n, name in kinds)
+    return ", ".join(f"{name} {figure(n / 1024**3)}" for n, name in kinds) + " GiB"
+
+
+_PARTS = {
+    "matrix products below peak": "products",
+    "attention below peak": "attention",
+    "memory-bound operators": "operators",
+    "recomputation": "recomputation",
+    "tensor-parallel communication": "TP comm",
+    "context-parallel communication": "CP comm",
+    "pipeline communication": "PP comm",
+    "pipeline bubble and uneven stages": "bubble",
+    "data-parallel communication": "DP comm",
+    "computation slowed beside communication": "contention",
+}
+
+
+def part(name: str) -> str:
+    """A part of the step, in few letters."""
+    return _PARTS.get(name, name)
+
+
+def flop(n: float) -> str:
+    """445 GFLOP, 2.8 TFLOP."""
+    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if n >= limit * 0.9995:
+            return f"{n / limit:.3g} {unit}FLOP"
+    return f"{n:.0f} FLOP"
+
+
+def figure(value: float) -> str:
+    """Three digits, without powers of ten: 36.5, 738, 2,650."""
+    return f"{value:.3g}" if value < 999.5 else f"{float(f'{value:.3g}'):,.0f}"
+
+
+def many(n: int, one: str, several: str | None = None) -> str:
+    """1 node, 16 nodes."""
+    return f"{n:,} {one if n == 1 else several or one + 's'}"
+
+
+def brief(recipe: Recipe) -> str:
+    """TP2 PP2x4 FSDP32, mb 2: a layout with what its sizes do not say."""
+    told = [short(recipe), f"mb {recipe.microbatch}"]
+    if recipe.schedule == "zero-bubble":
+        told.append("zero-bubble")
+    if recipe.recompute != "none":
+        told.append("recomputes")
+    return ", ".join(told)
+
+
+def note(text: str, width: int) -> list[Line]:
+    """A dim remark below a table."""
+    return [
+        (f"  {line}", "dim")
+        for line in textwrap.wrap(spaced(text), max(20, width - 2), break_on_hyphens=False)
+    ]

@@ -1,0 +1,42 @@
+"""`plan.beside`: a layout whose stages torch's pipeline cannot keep whole, by the closed form and by the trainer's own code."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from seatrial.job.loading import load_job
+from seatrial.plan.beside import beside, job_with, ranks_of
+from seatrial.plan.place import place_of
+from seatrial.plan.recipe import Recipe
+
+pytestmark = pytest.mark.cluster
+
+
+def test_four_stages_a_rank() -> None:
+    """Weights are gathered seven times and more in a step, not once: most of the layout's data-parallel traffic."""
+    preset = Path(str(files("seatrial.job") / "presets" / "qwen2.5-7b-h200.toml"))
+    job = load_job(
+        preset,
+        (
+            "model.preset=qwen2.5-0.5b",
+            "cluster.gpus_per_node=4",
+            "train.compile=false",
+            "train.sequence_length=512",
+            "train.microbatch=1",
+            "train.global_batch=32",
+            "train.activation_checkpointing=none",
+            "parallel.pipeline=2",
+            "parallel.schedule=interleaved-1f1b",
+            "parallel.stages_per_rank=4",
+        ),
+    )
+    recipe = Recipe.of(job)
+    assert job_with(job, recipe).layout == job.layout
+    told = beside(job, recipe, place_of(job).shape, processes=2)
+    assert [r.pipeline for r in told.ranks] == ranks_of(recipe) == [0, 1]
+    assert told.apart == ()
+    sent = {p.what: p for p in told.ranks[0].pairs}["data parallel"]
+    assert sent.closed == pytest.approx(sent.counted, rel=0.001)

@@ -1,0 +1,217 @@
+"""A run keeps the layout that was chosen for it until the cluster changes; plan.json, notes and events tell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from auto_cases import edit, gpu_rates, made, open_job, rails, report
+
+from seatrial.base.errors import InputError
+from seatrial.hardware import devices
+from seatrial.job import Job, load_job
+from seatrial.plan import settle as settle_module
+from seatrial.plan.settle import place_here, settle
+from seatrial.record.events import read_events
+from seatrial.record.folder import RunFolder
+from seatrial.record.run import open_run
+from seatrial.record.view import read_view
+
+
+def voyage(*overrides: str) -> Job:
+    return open_job("first-voyage", "cluster.device=cpu", *overrides)
+
+
+def start(job: Job, root: Path, **how: Any) -> tuple[Job, list[str]]:
+    """One start of a run: the job as it is settled, and what the user is told."""
+    settled = settle(job, RunFolder(root / job.name), **how)
+    with open_run(settled, root, fresh=how.get("fresh", False)) as opened:
+        return settled, opened.notes
+
+
+def plan(root: Path) -> dict[str, Any]:
+    found = json.loads((root / "first-voyage" / "plan.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def told(root: Path) -> list[str]:
+    return [e.message for e in read_events(RunFolder(root / "first-voyage"))[0] if e.kind == "layout_chosen"]
+
+
+def test_a_job_with_a_layout_stays_as_it_is(tmp_path: Path) -> None:
+    settled = settle(voyage(), RunFolder(tmp_path / "x"))
+    assert settle(settled, RunFolder(tmp_path / "x")) is settled
+
+
+def test_the_choice_is_in_plan_json_job_toml_and_events(tmp_path: Path) -> None:
+    settled, notes = start(voyage(), tmp_path)
+    chosen = plan(tmp_path)["chosen"]
+    assert chosen["layout"] == plan(tmp_path)["layout"] == settled.layout.as_dict()
+    assert chosen["why_now"] == "the first choice of this run"
+    assert chosen["basis"] == "memory and traffic"
+    assert chosen["runners_up"]
+    assert chosen["reasons"]
+    assert any('parallel = "auto"' in note for note in notes)
+    assert len(told(tmp_path)) == 1
+    text = RunFolder(tmp_path / "first-voyage").job_toml.read_text()
+    assert '# chosen by parallel = "auto"' in text
+    again = load_job(RunFolder(tmp_path / "first-voyage").job_toml)
+    assert (again.layout, again.is_open) == (settled.layout, False)
+
+
+def test_a_resume_takes_the_recorded_choice(tmp_path: Path) -> None:
+    """Also one that would not be chosen today."""
+    start(voyage(), tmp_path)
+    other = {**plan(tmp_path)["layout"], "tensor": 2, "shard": 4}
+    chosen = {**plan(tmp_path)["chosen"], "layout": other}
+    edit(tmp_path / "first-voyage" / "plan.json", chosen=chosen, layout=other)
+    settled, notes = start(voyage("train.steps=300"), tmp_path)
+    assert (settled.layout.tensor, settled.layout.shard) == (2, 4)
+    assert any("as an earlier start of this run chose" in note for note in notes)
+    assert plan(tmp_path)["chosen"] == chosen
+    assert len(told(tmp_path)) == 1
+
+
+def test_another_cluster_is_planned_anew_and_said(tmp_path: Path) -> None:
+    start(voyage(), tmp_path)
+    settled, notes = start(voyage("cluster.nodes=1"), tmp_path)
+    assert settled.layout.world_size == 4
+    assert any("the cluster changed: nodes 2 -> 1" in note for note in notes)
+    assert plan(tmp_path)["chosen"]["why_now"] == "the cluster changed: nodes 2 -> 1"
+    assert len(told(tmp_path)) == 2
+    assert "nodes 2 -> 1" in told(tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("train.microbatch=2", "train.microbatch changed: 4 -> 2"),
+        ("train.activation_checkpointing=full", "train.activation_checkpointing changed: none -> full"),
+    ],
+)
+def test_what_was_chosen_with_it_and_is_now_written(tmp_path: Path, override: str, why: str) -> None:
+    start(voyage(), tmp_path)
+    settled, _ = start(voyage(override), tmp_path)
+    assert settled.chosen is not None
+    assert settled.chosen["why_now"] == why
+
+
+def test_a_recorded_layout_that_the_rules_refuse_now(tmp_path: Path) -> None:
+    start(voyage(), tmp_path)
+    other = {**plan(tmp_path)["layout"], "tensor": 3}
+    edit(tmp_path / "first-voyage" / "plan.json", chosen={**plan(tmp_path)["chosen"], "layout": other})
+    settled, _ = start(voyage(), tmp_path)
+    assert settled.chosen is not None
+    assert str(settled.chosen["why_now"]).startswith("the rules refuse the layout of the start before")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"layout": None},
+        {"layout": {"tensor": "x"}},
+        {"layout": {"strange": 1}},
+        {"cluster": 5},
+        {"microbatch": -1},
+        {"activation_checkpointing": "half"},
+        {"reshard_after_forward": "perhaps"},
+    ],
+)
+def test_a_damaged_record_is_chosen_anew(tmp_path: Path, damage: dict[str, object]) -> None:
+    first, _ = start(voyage(), tmp_path)
+    path = tmp_path / "first-voyage" / "plan.json"
+    edit(path, chosen={**plan(tmp_path)["chosen"], **damage})
+    if "microbatch" in damage or "activation_checkpointing" in damage:
+        j = open_job("first-voyage", "cluster.device=cpu", drop=("microbatch", "activation_checkpointing"))
+    else:
+        j = voyage()
+    settled = settle(j, RunFolder(tmp_path / "first-voyage"))
+    assert settled.layout.world_size == first.layout.world_size
+    path.write_text("{")
+    assert settle(voyage(), RunFolder(tmp_path / "first-voyage")).layout == first.layout
+
+
+def test_fresh_chooses_anew(tmp_path: Path) -> None:
+    start(voyage(), tmp_path)
+    settled, _ = start(voyage(), tmp_path, fresh=True)
+    assert settled.chosen is not None
+    assert settled.chosen["why_now"] == "the first choice of this run"
+    assert len(told(tmp_path)) == 1  # in the new folder
+
+
+def test_the_reasons_stay_with_the_layout_however_it_is_started(tmp_path: Path) -> None:
+    """torchrun reads job.toml, where the layout is written out."""
+    start(voyage(), tmp_path)
+    chosen = plan(tmp_path)["chosen"]
+    by_hand = load_job(RunFolder(tmp_path / "first-voyage").job_toml)
+    with open_run(by_hand, tmp_path):
+        pass
+    assert plan(tmp_path)["chosen"] == chosen
+    assert len(told(tmp_path)) == 1
+    other = load_job(RunFolder(tmp_path / "first-voyage").job_toml, ["parallel.tensor=2", "parallel.shard=4"])
+    with open_run(other, tmp_path):
+        pass
+    assert "chosen" not in plan(tmp_path)
+
+
+def test_a_start_that_chose_and_did_nothing_is_not_what_a_view_shows(tmp_path: Path) -> None:
+    """As a start that finds all steps done: the view is of the one that did something."""
+    folder = made(tmp_path, settle(voyage(), RunFolder(tmp_path / "first-voyage")), 1.0)
+    before = read_view(folder).generation
+    start(voyage("cluster.nodes=1"), tmp_path)
+    assert read_view(folder).generation == before
+
+
+def test_the_virtual_cluster_computes_on_what_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    j = open_job("qwen2.5-7b-h200")
+    monkeypatch.setattr(
+        settle_module, "choose_device", lambda cluster: ("cpu", "no CUDA device on this host")
+    )
+    here = place_here(j)
+    assert here.gpu is None
+    assert "no CUDA device on this host" in here.why_no_gpu
+    monkeypatch.setattr(settle_module, "choose_device", lambda cluster: ("cuda", "8 GPUs"))
+    monkeypatch.setattr(settle_module, "driver_names", lambda: ["NVIDIA H100 80GB HBM3"] * 8)
+    gpu = place_here(j).gpu
+    assert gpu is not None
+    assert gpu.name == "H100 SXM"
+    monkeypatch.setattr(settle_module, "driver_names", lambda: ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
+    gpu = place_here(j).gpu
+    assert gpu is not None
+    assert gpu.name == "H200 SXM"  # unlike cards: the job's word stands
+
+
+def test_other_launchers_compute_on_what_the_job_names() -> None:
+    gpu = place_here(open_job("llama3-8b-h100")).gpu
+    assert gpu is not None
+    assert gpu.name == "H100 SXM"
+
+
+def test_what_the_check_measured_is_what_is_chosen_for(tmp_path: Path) -> None:
+    j = open_job("llama3-8b-h100", "cluster.nodes=2")
+    report(tmp_path / j.name, {"gpu": gpu_rates(gemm=600.0), "rail": rails(50.0)})
+    settled = settle(j, RunFolder(tmp_path / j.name))
+    assert settled.chosen is not None
+    assert any("measured" in reason and "600" in reason for reason in settled.chosen["reasons"])
+    assert settled.chosen["basis"] == "speed"
+
+
+def test_nothing_is_begun_where_nothing_fits(tmp_path: Path) -> None:
+    j = open_job("qwen2.5-72b-b300", "cluster.nodes=1", "cluster.gpu=A100-40GB SXM")
+    with pytest.raises(InputError):
+        settle(j, RunFolder(tmp_path / j.name))
+    assert not (tmp_path / j.name).exists()
+
+
+def test_names_as_the_driver_tells_them(tmp_path: Path) -> None:
+    for i, text in enumerate(("Model: \t\t NVIDIA H200\nIRQ: 5\n", "Model:  NVIDIA H200\n", "IRQ: 7\n")):
+        folder = tmp_path / "driver/nvidia/gpus" / f"0000:{i}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(text)
+    assert devices.driver_names(tmp_path) == ["NVIDIA H200", "NVIDIA H200"]
+    assert devices.driver_names(tmp_path / "none") == []

@@ -1,0 +1,133 @@
+"""The pace of runs that were made: with it the prediction of such a run is what it took."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from auto_cases import all_reduce, gpu_rates, job, made, report
+
+from seatrial.hardware.catalogue import find_gpu
+from seatrial.hardware.networks import find_network
+from seatrial.plan.calibration import shipped
+from seatrial.plan.cluster import Cluster
+from seatrial.plan.measured import measured_rates
+from seatrial.plan.model import Model
+from seatrial.plan.predict import predict
+from seatrial.plan.recipe import Recipe
+
+H100 = find_gpu("H100 SXM")
+assert H100 is not None
+CLUSTER = Cluster(H100, 2, 8, find_network("InfiniBand NDR 8x400"))
+
+
+def usual() -> float:
+    """The step that the shipped calibration predicts."""
+    j = job()
+    return predict(Model.of(j.architecture), Recipe.of(j), CLUSTER).step_s
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.5])
+def test_the_prediction_of_a_run_that_was_made_is_what_it_took(tmp_path: Path, factor: float) -> None:
+    j, step = job(), usual() * factor
+    made(tmp_path, j, step)
+    found = measured_rates(tmp_path / "auto", j)
+    calibration = found.calibration(shipped())
+    p = predict(Model.of(j.architecture), Recipe.of(j), CLUSTER, calibration=calibration)
+    assert p.step_s == pytest.approx(step, rel=1e-4)
+    assert p.pace.kind == "calibrated"
+    assert "auto (55 steps" in p.pace.source
+    assert p.high_s / p.low_s < math.exp(2 * 1.44 * 0.1)
+    assert found.told == tuple(t for t in found.told if t.startswith("pace"))
+
+
+def test_the_rates_of_a_check_and_the_pace_belong_together(tmp_path: Path) -> None:
+    j, step = job(), usual() * 1.2
+    made(tmp_path, j, step)
+    report(tmp_path / "auto", {"gpu": gpu_rates(gemm=600.0), "all_reduce": [all_reduce(2, 150.0)]})
+    found = measured_rates(tmp_path / "auto", j)
+    at = found.apply(CLUSTER)
+    assert at != CLUSTER
+    p = predict(Model.of(j.architecture), Recipe.of(j), at, calibration=found.calibration(shipped()))
+    assert p.step_s == pytest.approx(step, rel=1e-4)
+
+
+def test_runs_beside_it_count_and_other_paces_stay(tmp_path: Path) -> None:
+    """Another name, layout and batch, the same model: a pace is of the stack and the GPU."""
+    made(tmp_path, job("name=one", "parallel.tensor=2"), 30.0)
+    made(tmp_path, job("name=two", "train.global_batch=64"), 30.0)
+    found = measured_rates(tmp_path / "auto", job())
+    (entry,) = found.paces
+    assert (entry.stack, entry.gpu, entry.rows) == ("seatrial-compiled", "H100 SXM", 2)
+    assert "one" in entry.source
+    assert "two" in entry.source
+    after = found.calibration(shipped())
+    assert len(after.entries) == len(shipped().entries) + 1
+    assert set(shipped().entries) < set(after.entries)
+    # Runs that disagree make a wide interval.
+    assert entry.spread > 0.08
+
+
+def test_without_compilation_it_is_another_stack(tmp_path: Path) -> None:
+    made(tmp_path, job("train.compile=false"), 40.0)
+    found = measured_rates(tmp_path / "auto", job())
+    assert [e.stack for e in found.paces] == ["seatrial"]
+    # Ours without compilation is kin of ours with it in neither direction.
+    assert found.calibration(shipped()).pace("seatrial", "H100 SXM").kind == "calibrated"
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"device": "NVIDIA H200"}, "it ran on NVIDIA H200"),
+        ({"device": "cpu"}, "it ran on cpu"),
+        ({"steps": 20}, "15 steps that count, and 20 are needed"),
+        ({"ranks": 8}, "0 steps that count"),
+        ({"wait_s": 5.0}, "waited for data"),
+    ],
+)
+def test_runs_that_tell_of_something_else(tmp_path: Path, more: dict[str, object], text: str) -> None:
+    made(tmp_path, job(), 25.0, **more)  # type: ignore[arg-type]
+    found = measured_rates(tmp_path / "auto", job())
+    assert found.paces == ()
+    assert text in found.unused[0]
+    assert found.calibration(shipped()) is shipped()
+
+
+def test_steps_that_no_pace_explains(tmp_path: Path) -> None:
+    made(tmp_path, job(), 1e-3)
+    found = measured_rates(tmp_path / "auto", job())
+    assert "no pace explains" in found.unused[0]
+
+
+def test_another_model_is_none_of_ours(tmp_path: Path) -> None:
+    other = job("model.num_hidden_layers=16")
+    made(tmp_path, other, 25.0)
+    assert measured_rates(tmp_path / "auto", job()).unused == ()
+
+
+def test_damaged_runs_are_passed_over(tmp_path: Path) -> None:
+    folder = made(tmp_path, job(), 25.0)
+    folder.job_toml.write_text("name = 1\n")
+    (tmp_path / "no-run").mkdir()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "plan.json").write_text("{")
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "plan.json").write_text(json.dumps([1]))
+    found = measured_rates(tmp_path / "auto", job())
+    assert len(found.unused) == 1
+    assert "job.toml cannot be read" in found.unused[0]
+    assert measured_rates(tmp_path / "nowhere" / "auto", job()).paces == ()
+
+
+def test_a_recovery_with_fewer_replicas_does_not_count(tmp_path: Path) -> None:
+    """Steps of a smaller world are told by their tokens a GPU."""
+    j = job()
+    made(tmp_path, j, 25.0, steps=40)
+    again = replace(j)
+    made(tmp_path, again, 50.0, steps=60, ranks=8)  # a second start, all of it on half of the ranks
+    found = measured_rates(tmp_path / "auto", j)
+    assert found.paces == ()

@@ -1,0 +1,259 @@
+"""Rates of a check in place of the catalogue's: each where it means the same, and nothing that is old, simulated or of others."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from auto_cases import GIB, all_reduce, edit, gpu_rates, job, rails, report, storage
+
+from seatrial.hardware.catalogue import find_gpu
+from seatrial.hardware.networks import find_network
+from seatrial.plan.cluster import Cluster, Group
+from seatrial.plan.collectives import Fabric
+from seatrial.plan.kernels import Kernels
+from seatrial.plan.measured import Measured, measured_rates
+from seatrial.plan.place import place_of
+
+H100 = find_gpu("H100 SXM")
+NDR = find_network("InfiniBand NDR 8x400")
+assert H100 is not None
+assert NDR is not None
+CLUSTER = Cluster(H100, 2, 8, NDR)
+
+
+def test_a_run_that_was_never_checked_changes_nothing(tmp_path: Path) -> None:
+    found = measured_rates(tmp_path / "auto", job())
+    assert found == Measured()
+    assert found.apply(CLUSTER) == CLUSTER
+    place = place_of(job())
+    assert found.at(place) == place
+
+
+def test_the_model_reaches_what_was_measured(tmp_path: Path) -> None:
+    """Whatever shares of a rate the model reckons with: what comes out is what the check read."""
+    measured = {
+        "gpu": gpu_rates(gemm=650.0, hbm=2600.0, h2d=50.0, p2p=370.0),
+        "all_reduce": [all_reduce(1, 340.0), all_reduce(2, 280.0), all_reduce(2, 90.0, size=1 << 20)],
+        "rail": rails(390.0),
+        "node": storage(2.0, 2.4),
+    }
+    report(tmp_path / "auto", measured)
+    found = measured_rates(tmp_path / "auto", job())
+    after = found.apply(CLUSTER)
+    assert after.gpu.best_bf16_tflops == 650.0
+    assert after.gpu.bf16_tflops == H100.bf16_tflops  # the peak that MFU is of stays
+    assert Kernels(after.gpu, "bf16").memory == pytest.approx(2600e9)
+    fabric = Fabric(after)
+    assert fabric.bandwidth(Group(8, 8)) == pytest.approx(340e9)
+    assert fabric.bandwidth(Group(16, 8)) == pytest.approx(280e9)
+    assert after.network is not None
+    assert (after.network.nics_per_node, after.network.name) == (8, NDR.name)
+    assert found.storage_gb_s == pytest.approx(4.4)
+    assert len(found.told) == 4
+    assert len(found.told_network) == 1
+    assert all("check.json" in text for text in (*found.told, *found.told_network))
+    assert found.unused == ()
+
+
+def test_three_shapes_miss_a_few_per_cent_of_the_best_of_many(tmp_path: Path) -> None:
+    report(tmp_path / "auto", {"gpu": gpu_rates(gemm=760.0)})
+    found = measured_rates(tmp_path / "auto", job())
+    assert found.apply(CLUSTER).gpu.best_bf16_tflops == H100.best_bf16_tflops
+    assert "three shapes" in found.unused[0]
+    report(tmp_path / "auto", {"gpu": gpu_rates(gemm=810.0)})
+    assert measured_rates(tmp_path / "auto", job()).apply(CLUSTER).gpu.best_bf16_tflops == 810.0
+
+
+def test_a_slow_gpu_among_good_ones_is_told(tmp_path: Path) -> None:
+    rates = gpu_rates(gemm=700.0)
+    rates["gemm"]["min"] = 500.0
+    report(tmp_path / "auto", {"gpu": rates})
+    assert any(
+        "the slowest GPU reaches 500" in text for text in measured_rates(tmp_path / "auto", job()).told
+    )
+
+
+def test_sums_inside_the_switch_say_nothing_of_gathers(tmp_path: Path) -> None:
+    report(tmp_path / "auto", {"gpu": gpu_rates(p2p=376.0), "all_reduce": [all_reduce(1, 475.0)]})
+    found = measured_rates(tmp_path / "auto", job())
+    assert found.ring_gb_s is None
+    assert "switch" in found.unused[0]
+    # But no ring is faster than a copy.
+    report(tmp_path / "auto", {"gpu": gpu_rates(p2p=200.0), "all_reduce": [all_reduce(1, 475.0)]})
+    found = measured_rates(tmp_path / "auto", job())
+    assert Fabric(found.apply(CLUSTER)).bandwidth(Group(8, 8)) == pytest.approx(200e9)
+
+
+def test_a_network_nobody_named_is_known_by_its_ports(tmp_path: Path) -> None:
+    report(tmp_path / "auto", {"gpu": gpu_rates(), "rail": rails(380.0)})
+    found = measured_rates(tmp_path / "auto", job())
+    network = found.apply(Cluster(CLUSTER.gpu, 2, 8, None)).network
+    assert network is not None
+    assert (network.name, network.nics_per_node) == ("measured", 8)
+    fabric = Fabric(found.apply(CLUSTER))
+    assert fabric._card() == pytest.approx(380e9 / 8)
+    assert network.gb_s_per_gpu == fabric.cluster.network.gb_s_per_gpu  # type: ignore[union-attr]
+
+
+def test_a_network_that_somebody_asks_about_stays(tmp_path: Path) -> None:
+    report(tmp_path / "auto", {"gpu": gpu_rates(hbm=2600.0), "rail": rails(380.0)})
+    found = measured_rates(tmp_path / "auto", job())
+    asked = place_of(job(), "RoCE 4x100")
+    place = found.at(asked, keep_network=True)
+    assert place.network == asked.network
+    assert place.gpu != asked.gpu
+    assert not any("network ports" in text for text in place.told)
+    assert any("network ports" in text for text in found.at(asked).told)
+
+
+def test_ports_that_do_not_divide_by_nodes_say_too_little(tmp_path: Path) -> None:
+    report(tmp_path / "auto", {"gpu": gpu_rates(), "rail": rails(380.0, ports=15)})
+    found = measured_rates(tmp_path / "auto", job())
+    assert found.node_gb_s is None
+    assert "15 ports on 2 nodes" in found.unused[0]
+
+
+def test_a_sum_over_nodes_as_fast_as_inside_one_is_no_rate_of_the_network(tmp_path: Path) -> None:
+    report(tmp_path / "auto", {"gpu": gpu_rates(), "all_reduce": [all_reduce(2, 360.0)]})
+    found = measured_rates(tmp_path / "auto", job())
+    assert found.node_gb_s is None
+    assert "no slower" in found.unused[0]
+
+
+def test_a_sum_that_no_ring_over_these_cards_reaches(tmp_path: Path) -> None:
+    """Over two nodes a sum inside each node first halves what crosses: 300 GB/s say nothing of cards of 200."""
+    named = job("cluster.network=InfiniBand HDR 8x200")
+    report(tmp_path / "auto", {"gpu": gpu_rates(), "all_reduce": [all_reduce(2, 300.0)]})
+    found = measured_rates(tmp_path / "auto", named)
+    assert found.node_gb_s is None
+    assert "more than the cards carry in rings, 200 GB/s" in found.unused[0]
+    report(
+        tmp_path / "auto", {"gpu": gpu_rates(), "all_reduce": [all_reduce(2, 300.0)], "rail": rails(195.0)}
+    )
+    assert measured_rates(tmp_path / "auto", named).node_gb_s == pytest.approx(195.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        (all_reduce(2, 100.0, ranks=2), "not all GPUs took part"),
+        (all_reduce(2, 100.0, size=1 << 20), "small"),
+        ({**all_reduce(2, 100.0), "algorithm": "gloo all-reduce, busbw"}, "not what GPUs use"),
+        ({**all_reduce(2, 100.0), "median": None}, "no number"),
+        ({**all_reduce(2, 100.0), "unit": "MB/s"}, "another unit"),
+        ("text", "no rate at all"),
+    ],
+)
+def test_sums_that_are_not_what_training_does(tmp_path: Path, one: object, why: str) -> None:
+    report(tmp_path / "auto", {"gpu": gpu_rates(), "all_reduce": [one]})
+    assert measured_rates(tmp_path / "auto", job()).node_gb_s is None, why
+
+
+def test_send_and_receive_where_nothing_else_is(tmp_path: Path) -> None:
+    def pair(how: str) -> dict[str, object]:
+        return {**rails(800.0, ports=2), "algorithm": f"{how} send and receive"}
+
+    report(tmp_path / "auto", {"gpu": gpu_rates(), "send_recv": pair("nccl")})
+    assert measured_rates(tmp_path / "auto", job()).node_gb_s == pytest.approx(100.0)
+    report(tmp_path / "auto", {"gpu": gpu_rates(), "send_recv": pair("gloo")})
+    found = measured_rates(tmp_path / "auto", job())
+    assert found.node_gb_s is None
+    assert "not what GPUs send by" in found.unused[0]
+
+
+def test_another_gpu_than_the_jobs_is_said_and_only_its_storage_used(tmp_path: Path) -> None:
+    report(tmp_path / "auto", {"gpu": gpu_rates("NVIDIA H200", gemm=700.0), "node": storage(3.0)})
+    found = measured_rates(tmp_path / "auto", job())
+    assert found.gpu is None
+    assert found.apply(CLUSTER) == CLUSTER
+    assert found.storage_gb_s == 3.0
+    assert "H200" in found.unused[0]
+    assert "H100" in found.unused[0]
+    report(tmp_path / "auto", {"gpu": gpu_rates("NVIDIA H100 NVL", gemm=700.0)})
+    assert "not in the catalogue" in measured_rates(tmp_path / "auto", job()).unused[0]
+
+
+def test_a_job_that_names_no_gpu_gets_the_one_that_was_checked(tmp_path: Path) -> None:
+    nameless = job("cluster.gpu=unheard of")
+    assert place_of(nameless).gpu is None
+    report(tmp_path / "auto", {"gpu": gpu_rates("NVIDIA H200", gemm=600.0), "rail": rails(380.0)})
+    place = measured_rates(tmp_path / "auto", nameless).at(place_of(nameless))
+    assert place.gpu is not None
+    assert (place.gpu.name, place.why_no_gpu) == ("H200 SXM", "")
+    assert place.cluster is not None
+    assert any("600" in text for text in place.told)
+
+
+def test_an_assumed_network_that_was_measured_is_no_assumption(tmp_path: Path) -> None:
+    named = job(preset="qwen2.5-72b-b300")
+    cluster = named.cluster.model_copy(update={"network": None})
+    nameless = replace(named, file=named.file.model_copy(update={"cluster": cluster}))
+    assumed = place_of(nameless)
+    assert assumed.network_is_assumed
+    report(tmp_path / "r", {"gpu": gpu_rates("NVIDIA B300 SXM6 AC"), "rail": rails(390.0)})
+    place = measured_rates(tmp_path / "r", nameless).at(assumed)
+    assert not place.network_is_assumed
+    assert place.network is not None
+    assert place.network.gb_s_per_gpu * 0.95 == pytest.approx(390 / 8)
+
+
+@pytest.mark.parametrize(
+    ("days", "simulated", "text"),
+    [(31.0, "", "31 days old"), (0.0, "cluster.toml", "simulated")],
+)
+def test_what_is_old_or_invented_is_not_used(tmp_path: Path, days: float, simulated: str, text: str) -> None:
+    report(tmp_path / "auto", {"gpu": gpu_rates(gemm=500.0)}, days=days, simulated=simulated)
+    found = measured_rates(tmp_path / "auto", job())
+    assert found.products_tflops is None
+    assert text in found.unused[0]
+
+
+def test_a_report_that_does_not_say_when_is_as_old_as_its_file(tmp_path: Path) -> None:
+    file = report(tmp_path / "auto", {"gpu": gpu_rates(gemm=500.0)})
+    edit(file, time=None)
+    assert measured_rates(tmp_path / "auto", job()).products_tflops == 500.0
+    then = file.stat().st_mtime - 31 * 86400
+    os.utime(file, (then, then))
+    assert "31 days old" in measured_rates(tmp_path / "auto", job()).unused[0]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"schema_version": 2}', '{"schema_version": 1, "measured": []}', "[" * 100000]
+)
+def test_a_damaged_report_is_said_and_left(tmp_path: Path, content: str) -> None:
+    report(tmp_path / "auto", {}).write_text(content)
+    found = measured_rates(tmp_path / "auto", job())
+    assert found.told == ()
+    assert len(found.unused) == 1
+    assert "check.json" in found.unused[0]
+
+
+def test_strange_values_inside_a_report_are_passed_over(tmp_path: Path) -> None:
+    file = report(tmp_path / "auto", {"gpu": gpu_rates(gemm=650.0)})
+    measured = json.loads(file.read_text())["measured"]
+    for strange in (
+        None,
+        "x",
+        -1,
+        True,
+        [],
+        {"median": "fast", "unit": "TFLOP/s"},
+        {"median": GIB**40, "unit": "GB/s"},
+    ):
+        for key in ("gemm", "hbm", "p2p"):
+            edit(file, measured={**measured, "gpu": {**measured["gpu"], key: strange}})
+            measured_rates(tmp_path / "auto", job())
+        for key in ("all_reduce", "rail", "send_recv", "node", "gpu"):
+            edit(file, measured={**measured, key: strange})
+            measured_rates(tmp_path / "auto", job())
+        edit(file, measured=measured, measured_nodes=strange)
+        measured_rates(tmp_path / "auto", job())
+
+
+def test_cpu_ranks_take_nothing(tmp_path: Path) -> None:
+    report(tmp_path / "auto", {"gpu": gpu_rates(gemm=500.0)})
+    assert measured_rates(tmp_path / "auto", job("cluster.device=cpu")) == Measured()

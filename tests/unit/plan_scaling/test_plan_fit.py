@@ -1,0 +1,185 @@
+"""The account of bytes adds up and is the planner's own memory; the smallest clusters are legal, fit, and are the smallest."""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from seatrial.hardware.catalogue import Gpu, find_gpu, gpus
+from seatrial.hardware.networks import Network, find_network
+from seatrial.job.job import Job
+from seatrial.job.layout import Layout
+from seatrial.job.loading import load_job
+from seatrial.job.models import model_presets
+from seatrial.plan.cluster import Cluster
+from seatrial.plan.fit import Account, Fit, account, smallest
+from seatrial.plan.legal import refusal
+from seatrial.plan.memory import memory
+from seatrial.plan.model import Model
+from seatrial.plan.predict import capacity, predict, stack_for
+from seatrial.plan.recipe import Recipe
+from seatrial.plan.search import search
+from seatrial.plan.stacks import stacks
+
+NDR = find_network("InfiniBand NDR 8x400")
+
+
+@cache
+def job(name: str = "qwen2.5-72b-b300", *overrides: str) -> Job:
+    return load_job(Path(str(files("seatrial.job") / "presets" / f"{name}.toml")), overrides)
+
+
+@cache
+def voyage() -> tuple[tuple[Fit, ...], float]:
+    start = time.process_time()
+    found = smallest(job(), network_of=lambda _: NDR)
+    return found, time.process_time() - start
+
+
+def by_name(told: Account) -> dict[str, float | None]:
+    return {li.name: li.gpu for li in told.lines}
+
+
+def test_a_70b_needs_140_gb_and_eight_times_that_to_train() -> None:
+    told = account(model_presets()["llama3-70b"])
+    assert dict(told.weights)["bf16"] == 2 * told.parameters == pytest.approx(141e9, rel=0.005)
+    assert dict(told.weights) == {
+        "fp32": 4 * told.parameters,
+        "bf16": 2 * told.parameters,
+        "fp8": told.parameters,
+    }
+    assert told.states == 16 * told.parameters
+    assert told.headline == (
+        "70.6B parameters: 141 GB of weights in bf16, 1.13 TB of states to train them (16 bytes a parameter)"
+    )
+    assert told.gpu_bytes is None
+    assert [li.name for li in told.lines] == ["weights", "gradients", "moments"]
+
+
+@pytest.mark.parametrize("stack", sorted(stacks()))
+def test_the_account_adds_up_to_the_planners_memory(stack: str) -> None:
+    recipe = Recipe.of(job())
+    told = account(job().architecture, recipe, stack=stack)
+    needs = memory(Model.of(job().architecture), recipe, stack_for(recipe, stack)).reserved
+    assert told.gpu_bytes == needs
+    assert sum(li.gpu or 0.0 for li in told.lines) == pytest.approx(needs, rel=1e-12)
+    assert told.cluster_bytes == pytest.approx(sum(li.cluster or 0.0 for li in told.lines), rel=1e-12)
+    assert told.cluster_bytes is not None
+    assert told.cluster_bytes <= needs * recipe.world
+    # However a stack splits them: sums of what it says of itself.
+    assert told.states / told.parameters == sum(stacks()[stack_for(recipe, stack).name].state_bytes)
+
+
+def test_states_are_shared_out_once_over_all_gpus() -> None:
+    told = account(job().architecture, Recipe.of(job()))
+    for li in told.lines:
+        if li.once is not None:
+            # Norms are on every tensor-parallel rank: a little more than one copy.
+            assert li.once <= (li.cluster or 0.0) < li.once * 1.001
+
+
+def test_other_stacks_keep_copies_in_full_precision() -> None:
+    names = [li.name for li in account(job().architecture, stack="megatron").lines]
+    assert names == ["weights", "gradients", "master weights", "moments"]
+
+
+def test_every_gpu_of_the_catalogue_is_answered_in_a_second() -> None:
+    found, seconds = voyage()
+    assert seconds < 2
+    assert {f.gpu.name for f in found} == {g.name for g in gpus()}
+    sizes = [f.gpus for f in found if f.recipe is not None]
+    assert sizes == sorted(sizes)
+
+
+def test_what_is_said_to_fit_is_legal_and_fits() -> None:
+    for fit in voyage()[0]:
+        r = fit.recipe
+        assert r is not None
+        cluster = Cluster(fit.gpu, fit.nodes, fit.gpus_per_node, NDR)
+        assert r.world == fit.gpus
+        layout = Layout(r.pipeline, r.replicate, r.shard, r.tensor, r.stages_per_rank, r.schedule)
+        assert refusal(job(), cluster, layout, microbatch=r.microbatch, reshard=r.reshard) is None
+        again = predict(Model.of(job().architecture), r, cluster)
+        assert again.fits
+        assert fit.needs == again.memory.reserved <= fit.room == capacity(cluster)
+        assert fit.prediction == again
+
+
+def test_the_search_finds_none_in_anything_smaller() -> None:
+    """Other schedules, replicas, more stages a rank: nothing that is legal fits where `smallest` says that nothing does."""
+    for fit in voyage()[0]:
+        if fit.gpu.name not in ("B300 SXM", "H200 SXM", "A100-40GB SXM"):
+            continue
+        smaller = Cluster(fit.gpu, fit.nodes - 1, 8, NDR) if fit.nodes > 1 else Cluster(fit.gpu, 1, 4)
+        assert search(job(), smaller, own=False).choices == ()
+
+
+def test_a_small_model_fits_on_one_gpu_where_no_network_is_needed() -> None:
+    small = job("first-voyage", "train.precision=bf16")
+    found = smallest(small)
+    assert {f.gpus for f in found} == {1}
+    assert all(f.prediction is not None and f.why_unknown is None for f in found)
+
+
+def test_speed_over_an_unknown_network_is_unknown_and_the_leanest_layout_is_named() -> None:
+    for fit in smallest(job()):
+        assert fit.recipe is not None
+        assert (fit.prediction is None) == (fit.nodes > 1)
+        assert fit.why_unknown == ("the network between the nodes is not known" if fit.nodes > 1 else None)
+
+
+def test_a_precision_without_a_known_peak_has_no_speed() -> None:
+    found = smallest(job("first-voyage", "train.precision=fp32"))
+    assert all(f.prediction is None and f.why_unknown and "fp32" in f.why_unknown for f in found)
+    assert all(f.recipe is not None for f in found)
+
+
+def test_what_fits_nowhere_says_what_it_needs() -> None:
+    start = time.process_time()
+    found = smallest(job(), most_nodes=2, network_of=lambda _: NDR)
+    none = {f.gpu.name: f for f in found if f.recipe is None}
+    assert "A100-40GB SXM" in none
+    fit = none["A100-40GB SXM"]
+    assert fit.needs > fit.room
+    assert fit.why_unknown == "fits in none of up to 2 nodes"
+    assert [f.recipe is None for f in found] == sorted(f.recipe is None for f in found)
+    assert time.process_time() - start < 2
+
+
+def test_what_no_layout_can_share_out_is_said_to_be_illegal() -> None:
+    """One sequence, one head, one layer: nothing to cut, so more GPUs than one are never legal, and one is too small."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 128}
+    sizes |= {"hidden_size": 32768, "intermediate_size": 300001, "vocab_size": 257}
+    keys = [f"model.{key}={value}" for key, value in sizes.items()]
+    alone = [f"{key}=1" for key in ("cluster.nodes", "cluster.gpus_per_node")]
+    alone += [f"parallel.{key}=1" for key in ("tensor", "pipeline", "shard")]
+    odd = job(
+        "first-voyage", *keys, *alone, "train.global_batch=1", "train.microbatch=1", "train.precision=bf16"
+    )
+    found = smallest(odd, most_nodes=4)
+    assert {f.why_unknown for f in found} == {"no layout of these is legal on up to 4 nodes"}
+    assert {f.needs for f in found} == {math.inf}
+
+
+def test_one_node_of_three_gpus_needs_no_network_for_the_ends_of_its_pipeline() -> None:
+    """Ranks 0 and 2 share a tied embedding; the stride of 2 does not divide the node."""
+    gpu = find_gpu("H100 PCIe")
+    assert gpu is not None
+    recipe = Recipe(4096, 24, pipeline=3)
+    assert predict(Model.of(model_presets()["qwen2.5-3b"]), recipe, Cluster(gpu, 1, 3)).step_s > 0
+
+
+def test_the_network_may_differ_by_gpu() -> None:
+    h200 = find_gpu("H200 SXM")
+
+    def network(gpu: Gpu) -> Network | None:
+        return NDR if gpu == h200 else None
+
+    found = smallest(job(), network_of=network)
+    many = [f for f in found if f.nodes > 1]
+    assert [f.gpu.name for f in many if f.prediction is not None] == ["H200 SXM"]

@@ -1,0 +1,162 @@
+"""`seatrial plan` as a command: options, exit codes, files, a dry run, and what ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from verb_cases import NDR, preset
+
+import seatrial
+from seatrial.cli.main import main
+
+SMALL = str(preset("llama3-8b-h100"))
+VOYAGE = str(preset("qwen2.5-72b-b300"))
+CPU = str(preset("first-voyage"))
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def test_exit_codes(capsys: Captured) -> None:
+    assert main(["plan", SMALL, "--own"]) == 0
+    assert "verdict      fits" in capsys.readouterr().out
+    assert main(["plan", SMALL, "--own", "--set", "train.microbatch=8"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+    assert main(["plan", CPU]) == 0
+    assert "speed is not" in capsys.readouterr().out
+
+
+def test_all_that_is_wrong_at_once(capsys: Captured) -> None:
+    wrong = ["--network", "foo", "--target", "abc", "--price", "-1", "--storage-gb-s", "0", "--nodes", "0"]
+    more = ["--stack", "nemmo", "--dry-run", "99", "--html", "nowhere/plan.html"]
+    assert main(["plan", "missing.toml", *wrong, *more]) == 2
+    err = capsys.readouterr().err
+    for words in (
+        'no network "foo"',
+        '"abc" is neither a rate nor a share',
+        "--price -1",
+        "--storage-gb-s 0",
+        "--nodes 0",
+        'did you mean "nemo"?',
+        "--dry-run 99",
+        "nowhere/plan.html: error: cannot be written",
+        "missing.toml: error: no such file",
+        "9 problems",
+    ):
+        assert words in err, words
+
+
+@pytest.mark.parametrize("target", ["nan", "-5", "0", "120%", "45 per cent", "1e400", ""])
+def test_a_target_is_a_rate_or_a_share(target: str, capsys: Captured) -> None:
+    assert main(["plan", SMALL, f"--target={target}"]) == 2
+    assert "neither a rate nor a share" in capsys.readouterr().err
+
+
+def test_a_target_with_a_comma_or_per_cent(capsys: Captured) -> None:
+    assert main(["plan", SMALL, "--own", "--target", "2,500", "--target", "45 %"]) == 0
+    out = capsys.readouterr().out
+    assert "2,500 tokens/s/GPU is met by the prediction" in out
+    assert "MFU 45 % is outside the interval" in out
+
+
+def test_json(capsys: Captured) -> None:
+    assert main(["plan", SMALL, "--json", "--price", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["schema_version"] == 1
+    assert told["finish"]["cost"] == pytest.approx(2 * told["finish"]["own"]["gpu_hours"])
+    assert told["dry_run"] == []
+
+
+def test_fit(capsys: Captured) -> None:
+    assert main(["plan", SMALL, "--fit"]) == 0
+    out = capsys.readouterr().out
+    assert "8.03B parameters: 16.1 GB of weights in bf16, 128 GB of states to train them" in out
+    assert "the smallest clusters in which a layout fits" in out
+    assert all(len(line) <= 100 for line in out.splitlines())
+    assert main(["plan", SMALL, "--fit", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["account"]["weights"]["bf16"] == 2 * told["account"]["parameters"]
+    assert all(c["needs_bytes"] <= c["room_bytes"] for c in told["clusters"] if c["fits"])
+    assert main(["plan", SMALL, "--fit", "--svg", "a.svg"]) == 2
+
+
+def test_pictures_and_page(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["plan", SMALL, "--own", "--svg", "w.svg", "--html", "p.html"]) == 0
+    assert "written: p.html" in capsys.readouterr().err
+    assert ElementTree.parse(tmp_path / "w.svg").getroot().tag.endswith("svg")
+    page = (tmp_path / "p.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "Plan of llama3-8b-h100" in page
+    assert "<script" not in page
+    # Of a speed that is not known there is no picture; the page says what is known.
+    assert main(["plan", CPU, "--svg", "c.svg"]) == 2
+    assert "no picture of a speed that is not known" in capsys.readouterr().err
+    assert main(["plan", CPU, "--html", "c.html"]) == 0
+
+
+def test_what_was_measured_is_used(tmp_path: Path, capsys: Captured) -> None:
+    reports = tmp_path / "runs" / "llama3-8b-h100" / "reports"
+    reports.mkdir(parents=True)
+    report = {"schema_version": 1, "measured": {"gpu": {"kind": "NVIDIA A100-SXM4-80GB"}}}
+    (reports / "check.json").write_text(json.dumps(report))
+    assert main(["plan", SMALL, "--own", "--full"]) == 0
+    assert "the job is planned for H100 SXM" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_open_job_is_planned(tmp_path: Path, capsys: Captured) -> None:
+    text = Path(SMALL).read_text()
+    start, end = text.index("[parallel]"), text.index("[train]")
+    (tmp_path / "open.toml").write_text('parallel = "auto"\n' + text[:start] + text[end:])
+    assert main(["plan", "open.toml"]) == 0
+    out = capsys.readouterr().out
+    assert 'the layout that parallel = "auto" takes' in out
+    assert "verdict      fits" in out
+
+
+def test_another_network_is_another_speed(capsys: Captured) -> None:
+    steps = []
+    for name in (NDR, "RoCE 4x100"):
+        nodes = ["--set", "cluster.nodes=4", "--set", "train.activation_checkpointing=none"]
+        assert main(["plan", SMALL, "--own", "--json", "--network", name, *nodes]) in (0, 1)
+        steps.append(json.loads(capsys.readouterr().out)["own"]["prediction"]["step_s"])
+    assert steps[0] < steps[1]
+
+
+@pytest.mark.cluster
+def test_a_dry_run_beside_the_closed_form(capsys: Captured) -> None:
+    """On CPU the highest point may differ, other kernels being at work; all that is sent and held is the same."""
+    assert main(["plan", CPU, "--dry-run", "0", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["dry_run"]
+    assert len(told) == 1
+    for rank in told[0]["ranks"]:
+        for pair in rank["pairs"]:
+            if pair["what"] != "highest point of memory":
+                assert pair["agrees"], pair
+    assert any("on CPU" in note for note in told[0]["notes"])
+
+
+def test_no_torch_and_an_ordinary_pipe() -> None:
+    """As a process: no torch, plain lines, and a reader that goes away is no error of ours."""
+    code = (
+        "import sys; from seatrial.cli.main import main; "
+        f"code = main(['plan', {VOYAGE!r}, '--own']); sys.stdout.flush(); "
+        "print('torch' in sys.modules, code, file=sys.stderr)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(seatrial.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stderr.strip().endswith("False 0")
+    assert "\x1b" not in done.stdout
+    assert "verdict" in done.stdout

@@ -1,0 +1,125 @@
+"""What a person sees: within the width, in a fixed order, and nothing that is not known."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from verb_cases import EVERY, must_change, nowhere, small, too_large, voyage
+
+from seatrial.plan.answer import Answer
+from seatrial.ui.plan_json import document
+from seatrial.ui.plan_table import lines, verdict
+from seatrial.ui.plan_words import data, figure, flop, gib, percent, seconds, span
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("full", [False, True], ids=["short", "full"])
+@pytest.mark.parametrize("case", EVERY, ids=lambda c: c.__name__)
+def test_lines_keep_to_the_width(case: Any, full: bool, width: int) -> None:
+    shown = lines(case(), width=width, full=full)
+    # At 60 columns a table of figures is what it is.
+    most = max(width, 80)
+    assert [text for text, _ in shown if len(text) > most] == []
+    assert not any(text != text.rstrip() for text, _ in shown)
+    text = "\n".join(text for text, _ in shown)
+    for wrong in ("nan", "inf ", "None", "%%", "{", "e+0"):
+        assert wrong not in text, wrong
+    assert text.startswith("plan of ")
+    assert "\n  verdict" in text
+
+
+def text_of(told: Answer, **options: Any) -> str:
+    return "\n".join(text for text, _ in lines(told, width=100, **options))
+
+
+def test_the_first_screen_is_short_and_the_full_one_says_more() -> None:
+    short, full = lines(voyage(), width=120), lines(voyage(), width=120, full=True)
+    assert len(short) < 70 < len(full)
+    told = text_of(voyage())
+    order = ["the job's own layout", "layouts: ", "faster than", "where the FLOPs go", "speeds", "verdict"]
+    assert [told.index(word) for word in order] == sorted(told.index(word) for word in order)
+
+
+def test_the_reference_voyage_in_words() -> None:
+    told = text_of(voyage())
+    for words in (
+        "there is 6.4 TB/s: 16 nodes x 400 GB/s in one direction",
+        "needed ",
+        "2,500 tokens/s/GPU is outside the interval",
+        "in 85 of 100 cases (extrapolated)",
+        "872 GB every 500 steps",
+        "TP8 PP2 FSDP8",
+        "dense peak",
+    ):
+        assert words in told, words
+    assert "at 3 each" in text_of(small())
+    assert "0.00379 a node and day" in text_of(voyage(), full=True)
+
+
+def test_verdicts() -> None:
+    assert verdict(voyage())[0].startswith("fits, but a step takes ")
+    assert verdict(nowhere()) == ("memory and traffic are known, speed is not", "yellow")
+    text, style = verdict(too_large())
+    assert "No layout fits on this cluster" in text
+    assert style == "bold red"
+    text, style = verdict(must_change())
+    assert "The fastest that fits: " in text
+    assert style == "bold red"
+
+
+def test_nothing_is_promised_of_what_does_not_fit() -> None:
+    for case in (too_large, must_change):
+        told = text_of(case())
+        for words in ("finish ", "cost ", "where the FLOPs go", "faster than"):
+            assert words not in told
+        assert "does not fit" in told
+
+
+def test_without_a_gpu_only_what_is_known() -> None:
+    told = text_of(nowhere())
+    assert "GPU unknown; network unknown" in told
+    assert "tokens/s" not in told
+    assert "a rank sends " in told
+
+
+@pytest.mark.parametrize("case", EVERY, ids=lambda c: c.__name__)
+def test_the_document_is_plain_and_whole(case: Any) -> None:
+    told = case()
+    text = json.dumps(document(told), allow_nan=False)
+    back = json.loads(text)
+    assert back["schema_version"] == 1
+    assert back["own"]["fits"] == told.own.fits
+    assert (back["own"]["prediction"] is None) == (told.own.prediction is None)
+    if told.own.prediction is not None:
+        shares = back["own"]["prediction"]["waterfall"]
+        assert sum(s["share"] for s in shares) == pytest.approx(1)
+        assert shares[0]["share"] == pytest.approx(back["own"]["prediction"]["mfu"])
+    if told.found is not None:
+        assert len(back["search"]["choices"]) == len(told.found.choices)
+    assert back["provenance"] == list(told.provenance)
+
+
+def test_figures() -> None:
+    assert [data(n) for n in (0, 900, 5.584e8, 872e9, 6.4e12)] == [
+        "0 B",
+        "900 B",
+        "558 MB",
+        "872 GB",
+        "6.4 TB",
+    ]
+    assert [figure(x) for x in (36.51, 738.2, 2650.3, 0.123)] == ["36.5", "738", "2,650", "0.123"]
+    assert flop(444.8e9) == "445 GFLOP"
+    assert gib(837 * 1024) == "837 KiB"
+    assert percent(0.4913) == "49 %"
+    assert percent(None) == "unknown"
+    assert [seconds(s) for s in (0.0351, 23.58, 111.9)] == ["35.1 ms", "23.6 s", "1 min 52 s"]
+    assert span(17.04, 32.6) == "17 to 32.6 s"
+    assert span(0.9, 1.2) == "900 ms to 1.2 s"
+
+
+def test_small_is_not_told_what_it_has_not() -> None:
+    told = text_of(small())
+    assert "all inside the node" in told
+    assert "there is " not in told

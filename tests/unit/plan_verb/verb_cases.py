@@ -1,0 +1,62 @@
+"""Jobs that the tests of the verb plan, each answered once."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from seatrial.job.job import Job
+from seatrial.job.loading import load_job
+from seatrial.plan.advice import Wanted
+from seatrial.plan.answer import Answer, Wishes, answer
+from seatrial.plan.place import place_of
+
+NDR = "InfiniBand NDR 8x400"
+
+
+def preset(name: str) -> Path:
+    return Path(str(files("seatrial.job") / "presets" / f"{name}.toml"))
+
+
+def job(name: str, *overrides: str) -> Job:
+    return load_job(preset(name), overrides)
+
+
+@cache
+def voyage() -> Answer:
+    """The reference voyage, with its wishes; docs/plan.md shows it."""
+    of = job("qwen2.5-72b-b300")
+    wishes = Wishes(targets=(Wanted(2500, "tokens/s/GPU"), Wanted(0.45, "MFU")))
+    return answer(of, place_of(of), wishes)
+
+
+@cache
+def small() -> Answer:
+    """One node, with the price of a GPU hour."""
+    of = job("llama3-8b-h100")
+    return answer(of, place_of(of), Wishes(price=3.0))
+
+
+@cache
+def nowhere() -> Answer:
+    """CPU ranks: nothing is known of their speed."""
+    of = job("first-voyage")
+    return answer(of, place_of(of))
+
+
+@cache
+def too_large() -> Answer:
+    """72B on one node of 40 GB: no layout fits."""
+    of = job("qwen2.5-72b-b300", "cluster.nodes=1", "parallel.pipeline=1", "cluster.gpu=A100-40GB SXM")
+    return answer(of, place_of(of))
+
+
+@cache
+def must_change() -> Answer:
+    """Its own layout does not fit; others do."""
+    of = job("llama3-8b-h100", "train.activation_checkpointing=none", "train.microbatch=4")
+    return answer(of, place_of(of))
+
+
+EVERY = (voyage, small, nowhere, too_large, must_change)
