@@ -22,7 +22,7 @@ from seatrial.plan.calibration import Calibration
 from seatrial.plan.cluster import Cluster
 from seatrial.plan.kernels import UnknownSpeedError
 from seatrial.plan.legal import refusal
-from seatrial.plan.memory import FRAGMENTATION, Memory, memory, rank_memory
+from seatrial.plan.memory import FRAGMENTATION, RUNTIME_BYTES, Memory, memory, rank_memory
 from seatrial.plan.model import Model
 from seatrial.plan.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.recipe import Recipe, Recompute
