@@ -115,11 +115,8 @@ def account(
                 lambda m: m.allocated * FRAGMENTATION,
                 f"{FRAGMENTATION * 100:g} %, fragmentation",
             ),
-            line(
-                "runtime",
-                lambda m: m.reserved - m.allocated * (1 + FRAGMENTATION),
-                "CUDA context, libraries, NCCL's buffers",
-            ),
+            line("other streams", lambda m: m.streams, "reserved where nothing else gets it"),
+            line("runtime", lambda m: m.runtime, "CUDA context, libraries, NCCL's buffers"),
         ]
     return Account(
         parameters=n,

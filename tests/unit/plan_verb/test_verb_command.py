@@ -134,7 +134,6 @@ def test_another_network_is_another_speed(capsys: Captured) -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.cluster  # for its time only
 def test_a_dry_run_beside_the_closed_form(capsys: Captured) -> None:
     """On CPU the highest point may differ, other kernels being at work; all that is sent and held is the same."""
     assert main(["plan", CPU, "--dry-run", "0", "--json"]) == 0
