@@ -25,6 +25,7 @@ _TOGETHER = {
     "logits": "logits, messages",
     "stage messages": "logits, messages",
     "allocator": "allocator, runtime",
+    "other streams": "allocator, runtime",
     "runtime": "allocator, runtime",
 }
 
