@@ -162,6 +162,8 @@ def _row(raw: dict[str, str]) -> Row:
         stack = "torchtitan-compiled"
     if "async" in raw["precision"].lower() + raw["notes"].lower() and stack.startswith("torchtitan"):
         stack = "torchtitan-async"
+    if "PURE" in raw["precision"] and stack == "llm-foundry":
+        stack = "llm-foundry-pure"
     if stack == "megatron-deepspeed-bf16" and "date 02-2" in raw["notes"] and BF16_SINCE not in raw["notes"]:
         stack = "megatron-deepspeed-blocking"
     model = _model(raw, vocabulary)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -72,16 +72,27 @@ class Calibration:
     def _find(self, stack: str, gpu: str) -> Entry | None:
         return next((e for e in self.entries if (e.stack, e.gpu) == (stack, gpu)), None)
 
+    def _first(self, names: list[str], fits: Callable[[Entry], bool]) -> list[Entry]:
+        """The entries of the first of these stacks that has any that `fits`."""
+        found = ([e for e in self.entries if e.stack == name and fits(e)] for name in names)
+        return next((entries for entries in found if entries), [])
+
+    def _chip(self, gpu: str) -> str:
+        """One name for all GPUs of `gpu`'s generation that `alike` joins."""
+        seen = [gpu]
+        while seen[-1] in self.alike and self.alike[seen[-1]] not in seen:
+            seen.append(self.alike[seen[-1]])
+        return seen[-1]
+
     def _extrapolate(self, names: list[str], gpu: str) -> Pace:
         """log(pace) = stack + GPU, each relative to the mean of what was measured."""
-        mine: list[Entry] = []
-        for name in names:
-            mine = [e for e in self.entries if e.stack == name]
-            if mine:
-                break
+        mine = self._first(names, lambda e: True)
         base = mine or list(self.entries)
-        stack_names = {e.stack for e in base}
         on = self.alike.get(gpu, gpu)
+        if not any(e.gpu == on for e in base):
+            # The same kernels on the same chip, with another memory or on another board, say more than other chips do.
+            base = self._first(names, lambda e: self._chip(e.gpu) == self._chip(gpu)) or base
+        stack_names = {e.stack for e in base}
         value = statistics.fmean(math.log(e.pace) for e in base)
         # How much the GPU differs from those that the stack was measured on, by other stacks on both.
         shifts = []
@@ -90,7 +101,7 @@ class Calibration:
             here = [e for e in self.entries if e.stack == other and e.gpu in {b.gpu for b in base}]
             if there and here:
                 shifts.append(_mean_log(there) - _mean_log(here))
-        same = [e for e in base if e.gpu == on]
+        same = [e for e in base if e.gpu == on] or [e for e in base if self._chip(e.gpu) == self._chip(gpu)]
         if same:
             value = _mean_log(same)
         elif shifts:

@@ -96,14 +96,16 @@ def rank_parameters(model: Model, recipe: Recipe, rank: int) -> float:
 
 
 def rank_memory(model: Model, recipe: Recipe, stack: Stack, rank: int) -> Memory:
-    """Of pipeline rank `rank`: the highest of three points of a step.
+    """Of pipeline rank `rank`: the highest of a step's points.
 
     The loss of the last stage (logits, all activations), the beginning of a backward pass (all activations, one layer's
-    gradients on their way), and the end of the step's last one (gradients, one layer).
+    gradients on their way), the end of the step's last one (gradients, one layer), and what looks at logits after it.
     """
     points = [_backward(model, recipe, stack, rank), _end(model, recipe, stack, rank)]
     if rank == recipe.pipeline - 1:
         points.append(_loss(model, recipe, stack, rank))
+        if stack.metrics:
+            points.append(_metrics(model, recipe, stack, rank))
     highest = max(points, key=lambda m: m.allocated)
     if recipe.sharding != "full" or recipe.cut * recipe.replicate == 1:
         return highest
@@ -128,6 +130,13 @@ def _loss(model: Model, recipe: Recipe, stack: Stack, rank: int) -> Memory:
         activations=_waiting(model, recipe, stack, rank),
         logits=each * values,
     )
+
+
+def _metrics(model: Model, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+    """After the backward pass, when metrics of training look at the logits once more: activations are gone."""
+    held = stack.metrics * recipe.tokens * model.vocab / recipe.tensor
+    end = _end(model, recipe, stack, rank)
+    return replace(end, gathered=_gathered(model, recipe, rank, layers=0), activations=0.0, logits=held)
 
 
 def _backward(model: Model, recipe: Recipe, stack: Stack, rank: int) -> Memory:

@@ -37,6 +37,7 @@ class Stack:
     context_gib: float
     groups: int
     source: str
+    metrics: float = 0.0
 
     def reduces_once(self, pipeline: int) -> bool:
         """Full sharding: are gradients reduced in the last microbatch only? torch's pipeline always does so."""

@@ -109,6 +109,7 @@ def test_buckets_and_pipelines_of_full_sharding() -> None:
         for s in ("megatron-2021", "megatron-deepspeed")
     ]
     assert held == [0.0, bucket]
+    assert stacks()["megatron-deepspeed-bf16"].bucket_bytes == 2 * bucket  # as many values, in fp32
     titan = stacks()["torchtitan"]
     assert not titan.reduces_once(1)
     assert titan.reduces_once(2)
@@ -126,3 +127,16 @@ def test_memory_of_other_streams_stays_reserved() -> None:
     assert one.held == pytest.approx(1.04 * one.allocated + one.streams)
     assert one.reserved == one.held + one.runtime
     assert rank_memory(large, Recipe(4096, 8), OURS, 0).streams == 0  # nothing is gathered or reduced
+
+
+def test_metrics_of_training_see_logits_after_the_backward_pass() -> None:
+    """They count where their copies of the logits outweigh the activations that the loss stands beside."""
+    foundry = stacks()["llm-foundry"]
+    small = Model.of(model_presets()["qwen2.5-0.5b"])
+    logits = 16 * 4096 * small.vocab
+    recipe = Recipe(4096, 128, 16, shard=8)
+    kept = [rank_memory(small, replace(recipe, recompute=r), foundry, 0) for r in ("full", "none")]
+    assert [m.logits for m in kept] == [foundry.metrics * logits, foundry.logits[1] * logits]
+    assert kept[0].activations == 0 < kept[1].activations
+    silent = rank_memory(small, replace(recipe, recompute="full"), replace(foundry, metrics=0.0), 0)
+    assert silent.allocated < kept[0].allocated

@@ -224,6 +224,23 @@ def test_a_pace_is_found_borrowed_or_extrapolated() -> None:
         Calibration((), {}, {}).pace("a", "H100 SXM")
 
 
+def test_the_same_kernels_on_the_same_chip_come_before_other_chips() -> None:
+    """A stack that was measured on H100 only, and whose kin was on the A100 with the smaller memory."""
+    known = Calibration(
+        (
+            Entry("amp", "H100 SXM", 1.3, 0.05, 10, "x"),
+            Entry("pure", "A100-40GB SXM", 1.0, 0.05, 10, "y"),
+            Entry("other", "A100-80GB SXM", 2.0, 0.05, 10, "z"),
+        ),
+        kin={"amp": "pure", "pure": "amp"},
+        alike={"A100-40GB SXM": "A100-80GB SXM"},
+    )
+    found = known.pace("amp", "A100-80GB SXM")
+    assert (found.value, found.kind) == (pytest.approx(1.0), "extrapolated")
+    assert found.source == "from pure on A100-40GB SXM"
+    assert known.pace("amp", "H200 SXM").value == pytest.approx(1.3)  # no kin on that chip: its own
+
+
 def test_below_a_millisecond_and_without_torch() -> None:
     code = "import sys, seatrial.plan.predict; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
