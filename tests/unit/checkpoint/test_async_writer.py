@@ -304,7 +304,7 @@ def test_one_that_died_while_it_had_nothing_to_do_is_not_noticed(ranks: Ranks, r
     for writer in ranks.writers:
         assert writer.pid is not None
         os.kill(writer.pid, signal.SIGKILL)
-        writer.wait(WAIT_S)
+        writer.wait(1.0)  # its end is nothing to tell: where it has been seen already, nothing more comes
         assert writer.poll() == []
     ranks.save(2, state(2))
     assert LocalPlace(run.checkpoints).steps() == [2, 1]
