@@ -298,3 +298,21 @@ def test_a_reader_that_leaves_causes_no_traceback(tmp_path: Path, arguments: lis
     with process.stderr:
         assert process.stderr.read() == b""
     assert process.wait(timeout=60) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_an_answer_that_a_full_disk_did_not_take_was_not_given(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "seatrial", "explain", "MSR005"],
+            cwd=tmp_path,
+            env=environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import TYPE_CHECKING, TextIO
@@ -48,8 +49,11 @@ class Out:
         elif not self._unread:
             try:
                 print(text, file=self.stream, flush=True)
-            except OSError:
-                # `| head`, or a `tee` that died: a run must not end because nobody looks at it.
+            except OSError as error:
+                # `| head`, or a `tee` that died: a run must not end because nobody looks at it. But an answer that a full disk
+                # has not taken was not given.
+                if self.stream is sys.stdout and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+                    raise
                 self._unread = True
 
     def pair(self, label: str, text: str, style: str = "") -> None:
