@@ -39,7 +39,7 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         f"{answer.job.layout}; {many(r.microbatches, 'microbatch', 'microbatches')} of {r.microbatch}{again}",
         width,
     )
-    kinds = held(mine.memory, most=None if full else _KINDS_SHOWN)
+    kinds = held(mine.memory, gpu=mine.fits is not None, most=None if full else _KINDS_SHOWN)
     if mine.fits is None:
         yield from pair("memory", f"{gib(mine.memory.allocated)} a rank: {kinds}", width)
     else:

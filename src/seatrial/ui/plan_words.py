@@ -9,7 +9,7 @@ from dataclasses import fields
 
 from seatrial.base import units
 from seatrial.plan.advice import short
-from seatrial.plan.memory import Memory
+from seatrial.plan.memory import FRAGMENTATION, Memory
 from seatrial.plan.predict import Prediction
 from seatrial.plan.recipe import Recipe
 from seatrial.ui import figures
@@ -151,18 +151,27 @@ _HELD = {
     "runtime": "CUDA and NCCL",
     "streams": "other streams' memory",
 }
+_GPU_ALONE = (_HELD["runtime"], _HELD["streams"])
 
 
-def held(memory: Memory, *, most: int | None = None) -> str:
-    """The kinds of a GPU's memory, from the largest, in GiB where they are that large; `most` of them, and the rest as one."""
-    kinds = sorted(
-        ((getattr(memory, f.name), _HELD.get(f.name, f.name)) for f in fields(memory)), reverse=True
-    )
-    kinds = [k for k in kinds if k[0] >= 0.01 * memory.allocated]
-    rest = sum(n for n, _ in kinds[most:]) if most is not None else 0
+def held(memory: Memory, *, gpu: bool, most: int | None = None) -> str:
+    """The kinds of a rank's memory, from the largest; `most` of them, and the rest as one.
+
+    On a `gpu` they make up what it must have (`Memory.reserved`), elsewhere what torch's allocator hands out.
+    """
+    kinds = [(getattr(memory, f.name), _HELD.get(f.name, f.name)) for f in fields(memory)]
+    if gpu:
+        kinds.append((memory.allocated * FRAGMENTATION, "fragmentation"))
+    else:
+        kinds = [k for k in kinds if k[1] not in _GPU_ALONE]
+    whole = sum(n for n, _ in kinds)
+    kinds = [k for k in sorted(kinds, reverse=True) if k[0] >= 0.01 * whole]
     if most is not None and len(kinds) > most + 1:
-        kinds = [*kinds[:most], (rest, "other")]
-    if not kinds or kinds[0][0] < 1024**3:
+        kinds = kinds[:most]
+    rest = whole - sum(n for n, _ in kinds)
+    if rest >= 0.01 * whole:
+        kinds.append((rest, "other"))
+    if not kinds or min(n for n, _ in kinds) < 0.1 * 1024**3:
         return ", ".join(f"{name} {gib(n)}" for n, name in kinds)
     return ", ".join(f"{name} {figure(n / 1024**3)}" for n, name in kinds) + " GiB"
 
