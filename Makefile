@@ -36,7 +36,7 @@ test: $(STAMP)  ## all tests, after the static checks
 test-all: test  ## and those that take very long
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m long
 
-test-fast: $(STAMP)  ## the tests that start no cluster (under a minute)
+test-fast: $(STAMP)  ## the tests that start no cluster (about two minutes on two cores)
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not cluster and not long"
 
 check: $(STAMP)  ## static checks only
