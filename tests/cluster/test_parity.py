@@ -113,7 +113,7 @@ def _cases() -> list[dict[str, Any]]:
     return [{"steps": _STEPS if _is_long(case["name"]) else _FEW, **case} for case in cases]
 
 
-_STEPS, _FEW = 20, 4
+_STEPS, _FEW = 20, 6
 
 
 def _is_long(name: str) -> bool:

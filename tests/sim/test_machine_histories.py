@@ -61,14 +61,13 @@ def test_a_few_hundred_histories() -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("count", [2500, pytest.param(10_000, marks=pytest.mark.long)])
-def test_thousands_of_histories(count: int) -> None:
-    ends = play(range(300, 300 + count))
+def test_ten_thousand_histories() -> None:
+    ends = play(range(300, 10_300))
     # The histories are worth something: most runs get through, all ends occur, and the machine has a lot to do.
-    assert ends["done"] > 0.5 * count
-    assert min(ends["failed"], ends["preempted"], ends["interrupted"]) > 0.01 * count
-    assert ends["starts"] > 2.5 * count
-    assert ends["nodes"] > 0.025 * count
+    assert ends["done"] > 5000
+    assert min(ends["failed"], ends["preempted"], ends["interrupted"]) > 100
+    assert ends["starts"] > 25_000
+    assert ends["nodes"] > 250
 
 
 @pytest.mark.parametrize("machine_type", BROKEN, ids=lambda t: t.__name__)

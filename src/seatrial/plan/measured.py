@@ -14,13 +14,13 @@ Nothing is used that is old, simulated, or of another GPU; `unused` says so.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from seatrial.base.documents import read_json
 from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.hardware.networks import Network, find_network, latencies
 from seatrial.job.job import Job
@@ -137,7 +137,7 @@ def measured_rates(folder: Path, job: Job, *, now: float | None = None) -> Measu
 
 def _checked(file: Path, job: Job, wanted: Gpu | None, now: float) -> Measured:
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = read_json(file)
         said = document.get("time") if isinstance(document, dict) else None
         written = _number(said) or file.stat().st_mtime
     except FileNotFoundError:

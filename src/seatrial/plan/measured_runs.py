@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from seatrial.base.documents import read_json
 from seatrial.base.errors import InputError
 from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.job.job import Job
@@ -94,7 +95,7 @@ def _same_model(folder: Path, job: Job) -> Iterator[RunFolder]:
     dated: list[tuple[float, RunFolder]] = []
     for run in near:
         try:
-            plan = json.loads(run.plan_json.read_text(encoding="utf-8"))
+            plan = read_json(run.plan_json)
             if isinstance(plan, dict) and plan.get("architecture") == wanted:
                 dated.append((run.metrics.stat().st_mtime, run))
         except (OSError, ValueError, RecursionError):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
+from seatrial.base.documents import read_json
 from seatrial.base.errors import InputError
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.devices import choose_device, driver_names
@@ -58,12 +58,17 @@ def place_here(job: Job) -> Place:
 
 
 def _recorded(folder: RunFolder) -> dict[str, Any] | None:
+    """What an earlier start chose; None where none did. What cannot be read is an empty choice, which nobody can take."""
     try:
-        plan = json.loads(folder.plan_json.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        plan = read_json(folder.plan_json)
+    except FileNotFoundError:
         return None
-    found = plan.get("chosen") if isinstance(plan, dict) else None
-    return found if isinstance(found, dict) else None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(plan, dict):
+        return {}
+    found = plan.get("chosen")
+    return found if found is None or isinstance(found, dict) else {}
 
 
 def _taken(job: Job, place: Place, recorded: Mapping[str, Any]) -> tuple[Job | None, str]:

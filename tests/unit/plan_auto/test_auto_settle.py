@@ -215,3 +215,12 @@ def test_names_as_the_driver_tells_them(tmp_path: Path) -> None:
         (folder / "information").write_text(text)
     assert devices.driver_names(tmp_path) == ["NVIDIA H200", "NVIDIA H200"]
     assert devices.driver_names(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"chosen": 7}', '{"chosen": {"cluster": [], "layout": 7'])
+def test_a_record_that_cannot_be_read_is_not_called_the_first_choice(tmp_path: Path, text: str) -> None:
+    start(voyage(), tmp_path)
+    RunFolder(tmp_path / "first-voyage").plan_json.write_text(text)
+    settled = settle(voyage(), RunFolder(tmp_path / "first-voyage"))
+    assert settled.chosen is not None
+    assert settled.chosen["why_now"] == "what an earlier start chose cannot be read"

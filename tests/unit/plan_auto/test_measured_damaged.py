@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,3 +76,14 @@ def test_any_wrong_figure_of_a_run_is_left_out(wrong: Any, tmp_path: Path) -> No
         found = measured_rates(tmp_path / "auto", JOB)
         p = predict(MODEL, RECIPE, cluster, calibration=found.calibration(shipped()))
         assert 0 < p.low_s < p.high_s < math.inf
+
+
+def test_nobody_waits_for_a_report_that_is_a_pipe(tmp_path: Path) -> None:
+    reports = tmp_path / JOB.name / "reports"
+    reports.mkdir(parents=True)
+    os.mkfifo(reports / "check.json")
+    other = tmp_path / "other"
+    other.mkdir()
+    os.mkfifo(other / "plan.json")
+    found = measured_rates(tmp_path / JOB.name, JOB)
+    assert "is no file" in found.unused[0]
