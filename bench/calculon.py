@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from calculon_peer import RECOMPUTED, VOCABULARY, Calculon, Refused, app_of, execution_of, model_of, recipe_of
-from plan_accuracy import Paces, calibrate, own_pace, score, seconds, settled
+from plan_accuracy import score, settled
+from plan_fit import Lines, calibrate, line, predicted
 from plan_rows import Row, read
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
@@ -102,12 +103,12 @@ def step_times(peer: Calculon) -> dict[str, Any]:
             inside += found.low_s <= truth <= found.high_s
             shipped_ones.append((f"{name} {mode}", truth, theirs, found.step_s))
             rows.append((row, theirs))
-    paces: Paces = {i: own_pace(row) for i, (row, _) in enumerate(rows)}
+    lines: Lines = {i: line(row) for i, (row, _) in enumerate(rows)}
     for row, theirs in rows:
         others = ((i, r) for i, (r, _) in enumerate(rows) if r.name != row.name)
-        pace = calibrate(others, paces, shipped()).pace(STACK, row.gpu)
+        pace = calibrate(others, lines, shipped()).pace(STACK, row.gpu)
         assert row.step_s is not None
-        tuned.append((row.name, row.step_s, theirs, seconds(row, pace.value)))
+        tuned.append((row.name, row.step_s, theirs, predicted(row, pace)))
     result = compared(shipped_ones)
     result["ours"]["inside_interval_%"] = round(100 * inside / len(rows), 1)
     result["ours_paced_by_the_other_models"] = compared(tuned)["ours"]
@@ -205,11 +206,11 @@ def published(peer: Calculon, path: Path) -> dict[str, Any]:
     """Rows by source: errors of both on the rows that Calculon takes."""
     rows = [settled(r) for r in read(path)[0]]
     timed = [r for r in rows if r.step_s is not None and r.fits]
-    paces: Paces = {i: own_pace(r) for i, r in enumerate(timed)}
+    lines: Lines = {i: line(r) for i, r in enumerate(timed)}
     errors: dict[str, list[tuple[float, float]]] = {}
     refused = asked = 0
     for source in sorted({r.source for r in timed if expressible(r)}):
-        known = calibrate(((i, r) for i, r in enumerate(timed) if r.source != source), paces, shipped())
+        known = calibrate(((i, r) for i, r in enumerate(timed) if r.source != source), lines, shipped())
         for row in (r for r in timed if r.source == source and expressible(r)):
             asked += 1
             network = row.cluster.network
@@ -222,7 +223,7 @@ def published(peer: Calculon, path: Path) -> dict[str, Any]:
             except Refused:
                 refused += 1
                 continue
-            mine = seconds(row, known.pace(row.stack, row.gpu).value)
+            mine = predicted(row, known.pace(row.stack, row.gpu))
             errors.setdefault(source, []).append((abs(theirs / row.step_s - 1), abs(mine / row.step_s - 1)))
 
     def both(found: list[tuple[float, float]]) -> dict[str, Any]:

@@ -5,7 +5,8 @@
 Any CSV with these columns will do. Four ways to know a stack's pace on a GPU, from easy to hard:
 
     calibrated     from all rows
-    other models   from the rows of other models in the same stack and GPU
+    other models   from the rows of other models in the same stack and GPU; and those rows of which two or more are left, for one
+                   other model does not calibrate a stack
     other sources  from the rows of other sources: zero-shot for this one
     other GPUs     from the rows of other GPU generations
 
@@ -20,38 +21,22 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plan_fit import calibrate, line, predicted, seconds
 from plan_rows import Row, read
-from seatrial.plan.calibration import Calibration, Entry, Z, shipped
+from seatrial.plan.calibration import Calibration, Z, shipped
 from seatrial.plan.collectives import Fabric
 from seatrial.plan.memory import memory
 from seatrial.plan.predict import capacity
 from seatrial.plan.stacks import stacks
 from seatrial.plan.step import step_parts
 
+WAYS = ("shipped", "calibrated", "other models", "two or more other models", "other sources", "other GPUs")
 GENERATION = {"A100": "Ampere", "H100": "Hopper", "H200": "Hopper"}
-# A spread from few rows says little: it is drawn towards what stacks usually have, as if four more rows had that.
-USUAL, WORTH = 0.08, 4
-
-
-def seconds(row: Row, pace: float) -> float:
-    return step_parts(row.model, row.recipe, Fabric(row.cluster), stacks()[row.stack], pace).total
-
-
-def own_pace(row: Row) -> float | None:
-    """The pace that would have predicted this row exactly; None where even infinitely fast kernels are too slow."""
-    assert row.step_s is not None
-    low, high = 0.05, 20.0
-    if seconds(row, low) >= row.step_s:
-        return None
-    for _ in range(24):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if seconds(row, middle) > row.step_s else (middle, high)
-    return math.sqrt(low * high)
 
 
 def settled(row: Row) -> Row:
@@ -68,34 +53,6 @@ def settled(row: Row) -> Row:
 
 def fits(row: Row) -> bool:
     return memory(row.model, row.recipe, stacks()[row.stack]).reserved <= capacity(row.cluster)
-
-
-Paces = dict[int, float | None]
-
-
-def calibrate(rows: Iterable[tuple[int, Row]], paces: Paces, like: Calibration) -> Calibration:
-    """A pace for each stack and GPU: the median over sources of each source's median."""
-    groups: dict[tuple[str, str], dict[str, list[tuple[int, Row]]]] = {}
-    for i, row in rows:
-        if paces[i] is not None:
-            groups.setdefault((row.stack, row.gpu), {}).setdefault(row.source, []).append((i, row))
-    entries = []
-    for (stack, gpu), sources in groups.items():
-        value = statistics.median(
-            statistics.median(p for i, _ in rs if (p := paces[i]) is not None) for rs in sources.values()
-        )
-        misses = sorted(
-            abs(math.log(seconds(row, value) / row.step_s))
-            for rs in sources.values()
-            for _, row in rs
-            if row.step_s
-        )
-        seen, n = misses[min(len(misses) - 1, int(0.85 * len(misses)))] / Z, len(misses)
-        spread = math.sqrt((n * seen**2 + WORTH * USUAL**2) / (n + WORTH))
-        entries.append(
-            Entry(stack, gpu, round(value, 3), round(spread, 3), len(misses), "; ".join(sorted(sources)))
-        )
-    return replace(like, entries=tuple(entries))
 
 
 def score(errors: list[float]) -> dict[str, Any]:
@@ -117,7 +74,7 @@ class Scores:
         if not known.entries or row.step_s is None:
             return
         pace = known.pace(row.stack, row.gpu)
-        step = seconds(row, pace.value)
+        step = predicted(row, pace)
         inside = abs(math.log(step / row.step_s)) <= Z * pace.spread
         self.rows.append((row, abs(step / row.step_s - 1), inside, pace.kind))
 
@@ -158,7 +115,7 @@ def regret(rows: list[Row], known: Calibration) -> dict[str, Any]:
         if len(layouts) < 3:
             continue
         choices += 1
-        chosen = min(group, key=lambda r: seconds(r, known.pace(r.stack, r.gpu).value))
+        chosen = min(group, key=lambda r: predicted(r, known.pace(r.stack, r.gpu)))
         best = min(r.step_s for r in group if r.step_s)
         costs.append((chosen.step_s or 0.0) / best - 1)
     if not costs:
@@ -198,8 +155,8 @@ def shortest(rows: list[Row], known: Calibration) -> float:
     """Milliseconds of the shortest layer: kernels of one microbatch, forward and backward (plan/caution.py)."""
     found = []
     for row in rows:
-        r, pace = row.recipe, known.pace(row.stack, row.gpu).value
-        p = step_parts(row.model, r, Fabric(row.cluster), stacks()[row.stack], pace)
+        r, pace = row.recipe, known.pace(row.stack, row.gpu)
+        p = step_parts(row.model, r, Fabric(row.cluster), stacks()[row.stack], pace.value, pace.factors)
         kernels = p.products + p.attention + p.operators
         found.append(kernels * r.pipeline / (row.model.layers * r.microbatches))
     return round(1e3 * min(found), 2)
@@ -208,15 +165,15 @@ def shortest(rows: list[Row], known: Calibration) -> float:
 def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
     timed = [r for r in rows if r.step_s is not None and r.fits]
     numbered = list(enumerate(timed))
-    paces = {i: own_pace(row) for i, row in numbered}
+    lines = {i: line(row) for i, row in numbered}
     like = shipped()
-    everything = calibrate(numbered, paces, like)
-    ways = {k: Scores() for k in ("shipped", "calibrated", "other models", "other sources", "other GPUs")}
+    everything = calibrate(numbered, lines, like)
+    ways = {k: Scores() for k in WAYS}
     held_out: dict[tuple[str, str], Calibration] = {}
 
     def without(kind: str, value: str, keep: Callable[[Row], bool]) -> Calibration:
         if (kind, value) not in held_out:
-            held_out[kind, value] = calibrate(((i, r) for i, r in numbered if keep(r)), paces, like)
+            held_out[kind, value] = calibrate(((i, r) for i, r in numbered if keep(r)), lines, like)
         return held_out[kind, value]
 
     for row in timed:
@@ -224,7 +181,10 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
         ways["calibrated"].add(row, everything)
         peers = [r for r in timed if (r.stack, r.gpu) == (row.stack, row.gpu) and r.name != row.name]
         if peers:
-            ways["other models"].add(row, without("model", row.name, lambda r, n=row.name: r.name != n))
+            known = without("model", row.name, lambda r, n=row.name: r.name != n)
+            ways["other models"].add(row, known)
+            if len({r.name for r in peers}) > 1:
+                ways["two or more other models"].add(row, known)
         ways["other sources"].add(row, without("source", row.source, lambda r, s=row.source: r.source != s))
         era = generation(row)
         ways["other GPUs"].add(row, without("GPU", era, lambda r, e=era: generation(r) != e))
@@ -247,9 +207,10 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
 def toml(known: Calibration) -> str:
     """calibration.toml with these paces."""
     lines = [
-        "# How much longer a stack's kernels take on a GPU than good kernels alone (kernels.py). Written by bench/plan_accuracy.py",
-        "# --calibration from published results: for each stack and GPU the median over sources of each source's median, and as",
-        "# `spread` the deviation that 85 of 100 rows keep within, divided by 1.44 (drawn towards 0.08 where rows are few).",
+        "# How much longer a stack's kernels take on a GPU than good kernels alone (kernels.py): `pace` multiplies the time of all,",
+        "# `operators` that of operators bound by memory once more, `attention` that of attention. Written by bench/plan_accuracy.py",
+        "# --calibration from published results, as bench/plan_fit.py says; `spread` is the deviation that 85 of 100 rows keep within,",
+        "# divided by 1.44 (drawn towards 0.08 where rows are few).",
         "# `seatrial check` and real runs replace them.",
         "",
         "[kin]  # stack = the stack whose kernels it runs; used where it was not measured itself",
@@ -260,6 +221,7 @@ def toml(known: Calibration) -> str:
     ]
     for e in sorted(known.entries, key=lambda e: (e.stack, e.gpu)):
         lines += ["", "[[pace]]", f'stack = "{e.stack}"', f'gpu = "{e.gpu}"', f"pace = {e.pace}"]
+        lines += [f"operators = {e.operators}", f"attention = {e.attention}"]
         lines += [f"spread = {e.spread}", f"rows = {e.rows}", f"source = {json.dumps(e.source)}"]
     return "\n".join(lines) + "\n"
 
@@ -283,7 +245,7 @@ def main() -> int:
     if options.write:
         options.write.write_text(text + "\n", encoding="utf-8")
     for name, way in result["ways"].items():
-        print(f"{name:14}", way["all"], way["intervals"])
+        print(f"{name:24}", way["all"], way["intervals"])
     for name, found in result["ways"]["other sources"]["by_source"].items():
         print(f"  other sources: {name[:60]:60} {found}")
     print("regret", result["regret"])

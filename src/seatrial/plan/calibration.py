@@ -1,5 +1,8 @@
 """How much longer a stack's kernels take on a GPU than good kernels alone: its pace, with spread and source (calibration.toml).
 
+Three numbers: the pace multiplies every kernel's time; `operators` and `attention` multiply that of their kind once more, for
+stacks differ in what they fuse and in whose attention they call more than in matrix products, which are the vendor's in all of them.
+
 What was not measured is derived, and called so: from a stack that runs the same kernels ("borrowed"), or from the same stack
 on other GPUs ("extrapolated"). Interval: pace x exp(+- z x spread), spread being the standard deviation of log(measured /
 predicted).
@@ -11,7 +14,7 @@ import math
 import statistics
 import tomllib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
 from typing import Literal
@@ -25,13 +28,25 @@ DOUBT_SOURCE = "the same configuration in another release differs by 4 % in the 
 
 
 @dataclass(frozen=True)
+class Factors:
+    """What multiplies the time of operators bound by memory, and of attention, beside the pace of all kernels."""
+
+    operators: float = 1.0
+    attention: float = 1.0
+
+
+EVEN = Factors()
+
+
+@dataclass(frozen=True)
 class Pace:
-    """`value` multiplies the time of every kernel; `spread` is of the whole step."""
+    """`value` multiplies the time of every kernel, `factors` that of some kinds; `spread` is of the whole step."""
 
     value: float
     spread: float
     kind: Kind
     source: str
+    factors: Factors = EVEN
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,12 @@ class Entry:
     spread: float
     rows: int
     source: str
+    operators: float = 1.0
+    attention: float = 1.0
+
+    @property
+    def factors(self) -> Factors:
+        return Factors(self.operators, self.attention)
 
 
 @dataclass(frozen=True)
@@ -66,7 +87,8 @@ class Calibration:
             if found is not None:
                 kind: Kind = "calibrated" if i == 0 else "borrowed"
                 source = found.source if i == 0 else f"{name} on {gpu}: {found.source}"
-                return Pace(found.pace, math.hypot(found.spread, DOUBT[kind]), kind, source)
+                spread = math.hypot(found.spread, DOUBT[kind])
+                return Pace(found.pace, spread, kind, source, found.factors)
         return self._extrapolate(names, gpu)
 
     def _find(self, stack: str, gpu: str) -> Entry | None:
@@ -108,7 +130,13 @@ class Calibration:
             value += statistics.fmean(shifts)
         spread = math.hypot(statistics.fmean(e.spread for e in base), DOUBT["extrapolated"])
         told = ", ".join(sorted({f"{e.stack} on {e.gpu}" for e in (same or base)}))
-        return Pace(math.exp(value), spread, "extrapolated", f"from {told}")
+        factors = Factors(
+            *(math.exp(statistics.fmean(math.log(getattr(e, name)) for e in same or base)) for name in _KINDS)
+        )
+        return Pace(math.exp(value), spread, "extrapolated", f"from {told}", factors)
+
+
+_KINDS = tuple(f.name for f in fields(Factors))
 
 
 def _mean_log(entries: Iterable[Entry]) -> float:

@@ -20,7 +20,7 @@ from seatrial.base.errors import InputError
 from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.job.job import Job
 from seatrial.job.loading import load_job
-from seatrial.plan.calibration import Entry
+from seatrial.plan.calibration import Entry, shipped
 from seatrial.plan.cluster import Cluster
 from seatrial.plan.collectives import Fabric, UnknownNetworkError
 from seatrial.plan.kernels import UnknownSpeedError
@@ -150,9 +150,10 @@ def _pace(run: _Run, gpu: Gpu, apply: Callable[[Cluster], Cluster]) -> tuple[str
     stack = stack_for(recipe)
     network = place_of(job).network
     fabric = Fabric(apply(Cluster(gpu, job.cluster.nodes, job.cluster.gpus_per_node, network)))
+    factors = shipped().pace(stack.name, gpu.name).factors
 
     def seconds(pace: float) -> float:
-        return step_parts(model, recipe, fabric, stack, pace).total
+        return step_parts(model, recipe, fabric, stack, pace, factors).total
 
     low, high = _PACES
     try:
@@ -176,4 +177,15 @@ def _entry(stack: str, gpu: Gpu, runs: list[tuple[_Run, float]]) -> Entry:
         f"{run.name} ({run.steps} steps, {time.strftime('%Y-%m-%d', time.gmtime(run.time))})"
         for run, _ in runs
     )
-    return Entry(stack, gpu.name, value, spread, len(runs), f"runs made here: {named}")
+    # One time a step does not tell kinds of kernels apart: how they differ stays what published results say.
+    factors = shipped().pace(stack, gpu.name).factors
+    return Entry(
+        stack,
+        gpu.name,
+        value,
+        spread,
+        len(runs),
+        f"runs made here: {named}",
+        factors.operators,
+        factors.attention,
+    )

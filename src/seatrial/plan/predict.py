@@ -68,7 +68,7 @@ def predict(
     behaviour = stack_for(recipe, stack)
     pace = (calibration or shipped()).pace(behaviour.name, cluster.gpu.name)
     fabric = Fabric(cluster)
-    parts = step_parts(model, recipe, fabric, behaviour, pace.value)
+    parts = step_parts(model, recipe, fabric, behaviour, pace.value, pace.factors)
     step = parts.total
     gpus = recipe.world
     tokens = recipe.global_batch * recipe.sequence / step / gpus
@@ -127,7 +127,8 @@ def waterfall(model: Model, recipe: Recipe, parts: Parts, peak: float) -> tuple[
 def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
     told = [
         f"kernels: {cluster.gpu.name}, {cluster.gpu.source}",
-        f"pace {pace.value:.2f} ({pace.kind}): {pace.source}",
+        f"pace {pace.value:.2f}, of operators bound by memory x {pace.factors.operators:.2f}, of attention x "
+        f"{pace.factors.attention:.2f} ({pace.kind}): {pace.source}",
         f"stack {stack.name}: {stack.source}",
     ]
     if cluster.gpu.best_bf16_tflops is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from seatrial.plan.calibration import EVEN, Factors
 from seatrial.plan.cluster import Group, group
 from seatrial.plan.collectives import Fabric
 from seatrial.plan.kernels import MEMORY_SHARE
@@ -86,9 +87,11 @@ def data_group(recipe: Recipe, fabric: Fabric) -> Group:
     return group(fabric.cluster, stride=recipe.tensor, size=size)
 
 
-def step_parts(model: Model, recipe: Recipe, fabric: Fabric, stack: Stack, pace: float) -> Parts:
+def step_parts(
+    model: Model, recipe: Recipe, fabric: Fabric, stack: Stack, pace: float, factors: Factors = EVEN
+) -> Parts:
     """Raises UnknownNetworkError, UnknownSpeedError."""
-    w = work(model, recipe, fabric, stack, pace * slowest(recipe.world))
+    w = work(model, recipe, fabric, stack, pace * slowest(recipe.world), factors)
     counts = recipe.stage_layers(model.layers)
     p2p = _send(model, recipe, fabric, stack)
     gathers = _gathered_layer(model, recipe, fabric, stack, w)

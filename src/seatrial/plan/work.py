@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from seatrial.plan.calibration import EVEN, Factors
 from seatrial.plan.cluster import Group, group
 from seatrial.plan.collectives import Fabric
 from seatrial.plan.kernels import Kernels
@@ -81,10 +82,12 @@ def tensor_group(recipe: Recipe, fabric: Fabric) -> Group:
     return group(fabric.cluster, stride=1, size=recipe.tensor)
 
 
-def work(model: Model, recipe: Recipe, fabric: Fabric, stack: Stack, pace: float) -> Work:
-    """`pace` multiplies every kernel's time; communication is what `fabric` says."""
+def work(
+    model: Model, recipe: Recipe, fabric: Fabric, stack: Stack, pace: float, factors: Factors = EVEN
+) -> Work:
+    """`pace` multiplies every kernel's time, `factors` that of some kinds; communication is what `fabric` says."""
     kernels = Kernels(fabric.cluster.gpu, recipe.precision, stack.attention)
-    return _Maker(model, recipe, fabric, stack, kernels, pace).make()
+    return _Maker(model, recipe, fabric, stack, kernels, pace, factors).make()
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class _Maker:
     stack: Stack
     kernels: Kernels
     pace: float
+    factors: Factors
 
     def make(self) -> Work:
         r, stack, model = self.recipe, self.stack, self.model
@@ -144,8 +148,14 @@ class _Maker:
         )
 
     def _paced(self, p: Pass) -> Pass:
-        q = self.pace
-        return Pass(p.products * q, p.attention * q, p.operators * q, p.tensor, p.context)
+        q, kinds = self.pace, self.factors
+        return Pass(
+            p.products * q,
+            p.attention * q * kinds.attention,
+            p.operators * q * kinds.operators,
+            p.tensor,
+            p.context,
+        )
 
     def _attention(self) -> tuple[float, float]:
         """Seconds of one layer's attention core: forward, backward."""

@@ -1,0 +1,134 @@
+"""Calibration from rows: what a stack's numbers are is found again, and what is odd about a row is left to the row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from seatrial.hardware.catalogue import find_gpu
+from seatrial.hardware.networks import find_network
+from seatrial.plan.calibration import EVEN, Calibration, Factors, Pace, shipped
+from seatrial.plan.cluster import Cluster
+from seatrial.plan.collectives import Fabric
+from seatrial.plan.model import Model
+from seatrial.plan.recipe import Recipe
+from seatrial.plan.stacks import stacks
+from seatrial.plan.step import step_parts
+
+BENCH = Path(__file__).parents[3] / "bench"
+STACK, GPU = "llm-foundry", "H100 SXM"
+WIDTHS = {"small": 1024, "middle": 2048, "large": 4096, "wide": 8192}
+
+
+@pytest.fixture(scope="module")
+def fit() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCH))
+        import plan_fit
+
+        yield plan_fit
+
+
+def row(fit: ModuleType, name: str, sequence: int, pace: float, factors: Factors) -> Any:
+    """A row that took what `pace` and `factors` predict."""
+    hidden, gpu = WIDTHS[name], find_gpu(GPU)
+    assert gpu is not None
+    model = Model(
+        layers=24,
+        hidden=hidden,
+        ffn=4 * hidden,
+        heads=hidden // 128,
+        kv_heads=hidden // 128,
+        head_dim=128,
+        vocab=50368,
+        gated=False,
+        tied=True,
+        layer_vectors=2 * hidden,
+        positions=0,
+    )
+    recipe = Recipe(sequence, 64, shard=16, microbatch=2)
+    cluster = Cluster(gpu, 2, 8, find_network("InfiniBand NDR 8x400"))
+    step = step_parts(model, recipe, Fabric(cluster), stacks()[STACK], pace, factors).total
+    return fit.Row(
+        source="made",
+        name=name,
+        gpu=GPU,
+        model=model,
+        recipe=recipe,
+        cluster=cluster,
+        stack=STACK,
+        free_microbatch=False,
+        free_recompute=False,
+        step_s=step,
+        memory_bytes=None,
+        memory_kind="allocated",
+        fits=True,
+    )
+
+
+def found(fit: ModuleType, rows: list[Any]) -> Pace:
+    lines = {i: fit.line(r) for i, r in enumerate(rows)}
+    known: Calibration = fit.calibrate(enumerate(rows), lines, shipped())
+    assert [(e.stack, e.gpu, e.rows) for e in known.entries] == [(STACK, GPU, len(rows))]
+    return known.pace(STACK, GPU)
+
+
+TRUE = Factors(operators=0.7, attention=1.15)
+MADE = [(name, sequence) for name in WIDTHS for sequence in (1024, 4096, 16384)]
+
+
+def test_three_numbers_are_found_again(fit: ModuleType) -> None:
+    """Near, and not exactly: operators and attention are drawn towards 1."""
+    rows = [row(fit, name, length, 1.2, TRUE) for name, length in MADE]
+    pace = found(fit, rows)
+    assert pace.value == pytest.approx(1.2, rel=0.02)
+    assert pace.factors.operators == pytest.approx(0.7, rel=0.1)
+    assert pace.factors.attention == pytest.approx(1.15, rel=0.05)
+    assert max(abs(fit.predicted(r, pace) / r.step_s - 1) for r in rows) < 0.02
+    even = fit.own_pace(rows[0]), fit.own_pace(rows[-1])
+    assert abs(even[0] / even[1] - 1) > 0.1  # one number would not do
+
+
+def test_an_odd_row_moves_little(fit: ModuleType) -> None:
+    rows = [row(fit, name, length, 1.2, EVEN) for name, length in MADE]
+    odd = replace(rows[4], step_s=2 * rows[4].step_s)
+    pace = found(fit, [*rows[:4], odd, *rows[5:]])
+    assert pace.value == pytest.approx(1.2, rel=0.03)
+
+
+def test_two_rows_have_a_middle(fit: ModuleType) -> None:
+    """The sum of distances alone would be as small anywhere between them."""
+    a, b = (row(fit, "large", 4096, pace, EVEN) for pace in (1.0, 1.4))
+    assert found(fit, [a, b]).value == pytest.approx(math.sqrt(1.4), rel=0.03)
+
+
+def test_one_row_says_nothing_of_kinds(fit: ModuleType) -> None:
+    pace = found(fit, [row(fit, "large", 4096, 1.3, EVEN)])
+    assert pace.value == pytest.approx(1.3, rel=1e-3)
+    assert pace.factors == EVEN
+
+
+def test_many_rows_of_one_model_do_not_outvote_others(fit: ModuleType) -> None:
+    """Nine rows of one model count as three of others: with six of others the pace is nearer to theirs."""
+    many = [row(fit, "large", 1024 + 256 * i, 1.0, EVEN) for i in range(9)]
+    others = [row(fit, n, length, 1.4, EVEN) for n in ("small", "middle", "wide") for length in (2048, 4096)]
+    assert found(fit, many + others).value > math.sqrt(1.4)
+
+
+def test_factors_multiply_their_kind_alone() -> None:
+    gpu = find_gpu(GPU)
+    assert gpu is not None
+    at = Fabric(Cluster(gpu, 1, 8))
+    model = Model(8, 2048, 8192, 16, 16, 128, 32000, True, False, 4096, 0)
+    recipe = Recipe(4096, 64, shard=8, recompute="none")
+    plain = step_parts(model, recipe, at, stacks()[STACK], 1.1)
+    other = step_parts(model, recipe, at, stacks()[STACK], 1.1, Factors(operators=2.0, attention=3.0))
+    assert other.products == plain.products
+    assert other.attention == pytest.approx(3 * plain.attention)
+    assert other.operators == pytest.approx(2 * plain.operators)
