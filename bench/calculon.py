@@ -34,7 +34,7 @@ from typing import Any
 from calculon_peer import RECOMPUTED, VOCABULARY, Calculon, Refused, app_of, execution_of, model_of, recipe_of
 from plan_accuracy import score, settled
 from plan_fit import Lines, calibrate, line, predicted
-from plan_rows import Row, read
+from plan_rows import Guessed, Row, read
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
 from seatrial.job.numbers import divisors
@@ -204,7 +204,7 @@ def expressible(row: Row) -> bool:
 
 def published(peer: Calculon, path: Path) -> dict[str, Any]:
     """Rows by source: errors of both on the rows that Calculon takes."""
-    rows = [settled(r) for r in read(path)[0]]
+    rows = [settled(r) for r in read(path)[0] if not isinstance(r, Guessed)]
     timed = [r for r in rows if r.step_s is not None and r.fits]
     lines: Lines = {i: line(r) for i, r in enumerate(timed)}
     errors: dict[str, list[tuple[float, float]]] = {}

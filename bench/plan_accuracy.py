@@ -10,7 +10,9 @@ Any CSV with these columns will do. Four ways to know a stack's pace on a GPU, f
     other sources  from the rows of other sources: zero-shot for this one
     other GPUs     from the rows of other GPU generations
 
-The error of a row is |predicted / measured - 1|. `--calibration` writes the paces that all rows give; nothing else is fitted.
+The error of a row is |predicted / measured - 1|. `--calibration` writes the paces that all rows give, and beside them
+memory_error.toml, how far memory was above its prediction; nothing else is fitted. Rows of sources that nobody has described
+are a group of their own (`guessed`): they set no pace and no limit.
 """
 
 from __future__ import annotations
@@ -27,11 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from plan_fit import calibrate, line, predicted, seconds
-from plan_rows import Row, read
+from plan_memory import errors_toml, fits, memory_errors, memory_scores, score
+from plan_rows import Guessed, Row, read
 from seatrial.plan.calibration import Calibration, Z, shipped
 from seatrial.plan.collectives import Fabric
-from seatrial.plan.memory import memory
-from seatrial.plan.predict import capacity
 from seatrial.plan.stacks import stacks
 from seatrial.plan.step import step_parts
 
@@ -49,19 +50,6 @@ def settled(row: Row) -> Row:
         able = [r for r in rows if fits(r)] or rows[:1]
         recipe = min(able, key=lambda r: seconds(r, 1.1)).recipe
     return replace(row, recipe=recipe)
-
-
-def fits(row: Row) -> bool:
-    return memory(row.model, row.recipe, stacks()[row.stack]).reserved <= capacity(row.cluster)
-
-
-def score(errors: list[float]) -> dict[str, Any]:
-    return {
-        "rows": len(errors),
-        "mean_%": round(100 * statistics.fmean(errors), 1),
-        "median_%": round(100 * statistics.median(errors), 1),
-        "worst_%": round(100 * max(errors), 1),
-    }
 
 
 class Scores:
@@ -127,30 +115,6 @@ def regret(rows: list[Row], known: Calibration) -> dict[str, Any]:
     }
 
 
-def memory_scores(rows: list[Row]) -> dict[str, Any]:
-    """Rows that say all that memory depends on: bytes against what was measured, and whether what ran out of memory was foreseen."""
-    errors: dict[str, list[float]] = {}
-    for row in rows:
-        if row.memory_bytes is not None and row.fits:
-            held = memory(row.model, row.recipe, stacks()[row.stack])
-            predicted = {
-                "allocated": held.allocated,
-                "reserved": held.held,
-                "device": held.reserved,
-            }[row.memory_kind]
-            errors.setdefault(row.source, []).append(abs(predicted / row.memory_bytes - 1))
-    missed = sum(fits(r) for r in rows if not r.fits)
-    refused = sum(not fits(r) for r in rows if r.fits)
-    return {
-        "by_source": {k: score(v) for k, v in sorted(errors.items())},
-        "all": score([e for v in errors.values() for e in v]) if errors else None,
-        "out_of_memory_rows": sum(not r.fits for r in rows),
-        "out_of_memory_missed": missed,
-        "ran_but_refused": refused,
-        "ran": sum(r.fits for r in rows),
-    }
-
-
 def shortest(rows: list[Row], known: Calibration) -> float:
     """Milliseconds of the shortest layer: kernels of one microbatch, forward and backward (plan/caution.py)."""
     found = []
@@ -199,9 +163,24 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
         }
     result["regret"] = regret(timed, everything)
     result["shortest_layer_ms"] = shortest(timed, everything)
-    told = [r for r in rows if not (r.free_microbatch or r.free_recompute)]
-    result["memory"] = memory_scores(told)
+    result["memory"] = memory_scores(rows)
     return result, everything
+
+
+def guessed_scores(rows: list[Row], known: Calibration, described: list[Row]) -> dict[str, Any]:
+    """Of rows whose stack and network were read from their words, by what the described ones gave; in no other score."""
+    scores = Scores()
+    for row in rows:
+        if row.fits:
+            scores.add(row, known)
+    return {
+        "rows": len(rows),
+        "timed": len(scores.rows),
+        "all": scores.table().get("all"),
+        "by_source": scores.table(lambda r: r.source),
+        "by_stack": scores.table(lambda r: f"{r.stack} on {r.gpu}"),
+        "memory": memory_scores(rows, memory_errors(described)),
+    }
 
 
 def toml(known: Calibration) -> str:
@@ -234,12 +213,20 @@ def main() -> int:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--calibration", type=Path)
     options = parser.parse_args()
-    rows, left = read(options.csv)
+    try:
+        rows, left = read(options.csv)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     rows = [settled(r) for r in rows]
-    result, known = evaluate(rows)
+    described = [r for r in rows if not isinstance(r, Guessed)]
+    result, known = evaluate(described)
+    result["guessed"] = guessed_scores([r for r in rows if isinstance(r, Guessed)], known, described)
     result["left_out"] = left
     if options.calibration:
         options.calibration.write_text(toml(known), encoding="utf-8")
+        doubt = errors_toml(memory_errors(described))
+        options.calibration.with_name("memory_error.toml").write_text(doubt, encoding="utf-8")
     # One line for each row of scores.
     text = re.sub(r"\{[^{}]*\}", lambda m: " ".join(m.group().split()), json.dumps(result, indent=1))
     if options.write:
@@ -250,6 +237,7 @@ def main() -> int:
         print(f"  other sources: {name[:60]:60} {found}")
     print("regret", result["regret"])
     print("memory", json.dumps(result["memory"], indent=1))
+    print("guessed stacks", json.dumps(result["guessed"], indent=1))
     print("left out", left)
     return 0
 

@@ -1,20 +1,24 @@
 """Published results as the planner's own terms: model, recipe, cluster, stack, and what was measured.
 
 What a source does not say is filled from what is known of it, here and nowhere else; a row that still lacks something is left
-out, with the reason.
+out, with the reason. Rows of a source that nobody has described get the stack and the network that their own words name
+(`plan_words.py`), and are marked as guessed.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from plan_words import as_stack, has_experts, memory_kind, network_of, stack_of
 from seatrial.hardware.catalogue import Gpu, find_gpu
-from seatrial.hardware.networks import find_network
+from seatrial.hardware.networks import Network, find_network
 from seatrial.plan.cluster import Cluster
+from seatrial.plan.kernels import Kernels, UnknownSpeedError
 from seatrial.plan.model import Model
 from seatrial.plan.recipe import Precision, Recipe, Recompute, Sharding
 
@@ -50,13 +54,32 @@ GPUS = {
     "B200": "B200 SXM",
     "GB200": "GB200",
     "GB300": "GB300",
+    "B300": "B300 SXM",
+    "H100-SXM": "H100 SXM",
+    "H100 80GB": "H100 SXM",
+    "H200-141GB": "H200 SXM",
+    "A100 80GB": "A100-80GB SXM",
+    "A100 40GB": "A100-40GB SXM",
 }
 # Not in the catalogue: sold to a few, and slower than the data sheet of their name (torchtitan's benchmarks say so).
 VARIANTS = {
     "H100-96GB(HBM2e,500W)": ("H100 SXM", 96.0, 2.4),
     "H100-95GB(HBM2e)": ("H100 SXM", 95.0, 2.4),
 }
-GATED = ("Llama", "InternLM")
+# How models' names begin that have a gated MLP; those of one matrix for both ends.
+GATED = (
+    "Llama",
+    "InternLM",
+    "Qwen",
+    "Mistral",
+    "Gemma",
+    "Yi-",
+    "Baichuan",
+    "OLMo",
+    "PaLM",
+    "CodeLlama",
+    "TinyLlama",
+)
 TIED = ("MPT", "GPT", "Megatron", "BLOOM", "OPT")
 # Without sequence parallel or distributed optimizer.
 OLD = ("vTrain", "BigScience", "Narayanan", "Megatron-LM README Jan", "Megatron-LM images", "GPT-NeoX")
@@ -104,14 +127,35 @@ class Row:
     fits: bool
 
 
+@dataclass(frozen=True)
+class Guessed(Row):
+    """One of a source that nobody has described: stack, network and what else is not said come from its words."""
+
+
+# What is looked at; a file may have more.
+COLUMNS = next(
+    csv.reader(
+        [
+            "source,url_or_ref,model,layers,hidden,ffn_hidden,heads,kv_heads,vocab,seq_len,gpu,n_gpus,gpus_per_node,"
+            "interconnect,tp,pp,vpp,dp,cp,ep,zero_or_fsdp,micro_batch,global_batch,precision,recompute,seq_parallel,"
+            "tflops_per_gpu,tokens_per_s_per_gpu,step_time_s,mem_gb_per_gpu,attn_flops_convention,outcome,notes"
+        ]
+    )
+)
+
+
 def read(path: Path) -> tuple[list[Row], dict[str, int]]:
-    """Every row of the CSV that can be predicted, and how many could not for each reason."""
+    """Every row of the CSV that can be predicted, and how many could not for each reason. ValueError names missing columns."""
     rows: list[Row] = []
     left: dict[str, int] = {}
     with path.open(newline="", encoding="utf-8") as file:
-        for raw in csv.DictReader(file):
+        reader = csv.DictReader(file)
+        missing = [c for c in COLUMNS if c not in (reader.fieldnames or ())]
+        if missing:
+            raise ValueError(f"{path}: no column {', '.join(missing)}")
+        for raw in reader:
             try:
-                rows.append(_row({k: (v or "").strip() for k, v in raw.items()}))
+                rows.append(_row({k: (raw[k] or "").strip() for k in COLUMNS}))
             except Unusable as why:
                 left[str(why)] = left.get(str(why), 0) + 1
     return rows, left
@@ -127,7 +171,17 @@ def _number(raw: dict[str, str], key: str, default: int | None = None) -> int:
         if default is None:
             raise Unusable(f"no {key}")
         return default
-    return int(float(text))
+    return int(_float(raw, key))
+
+
+def _float(raw: dict[str, str], key: str) -> float:
+    try:
+        value = float(raw[key])
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value <= 0:
+        raise Unusable(f"{key} is no number above 0: {raw[key]}")
+    return value
 
 
 def _gpu(name: str) -> Gpu:
@@ -151,9 +205,12 @@ def _precision(text: str) -> Precision:
 def _row(raw: dict[str, str]) -> Row:
     source = raw["source"]
     known = next((v for k, v in SOURCES.items() if source.startswith(k)), None)
-    if known is None:
-        raise Unusable(f"source not described: {source}")
-    stack, network, vocabulary = known
+    guessed = stack_of(raw) if known is None else None
+    if known is None and guessed is None:
+        raise Unusable(f"stack not known from the words of its source: {source}")
+    if known is None and has_experts(raw):
+        raise Unusable("experts")
+    stack, network, vocabulary = known or (str(guessed), None, 0)
     if "offload" in raw["zero_or_fsdp"]:
         raise Unusable("optimizer on the CPU")
     if source.startswith("torchtitan docs") and raw["gpu"].startswith("H100"):
@@ -169,10 +226,20 @@ def _row(raw: dict[str, str]) -> Row:
     model = _model(raw, vocabulary)
     gpus = _number(raw, "n_gpus")
     recipe = _recipe(raw, source, gpus)
-    per_node = min(gpus, _number(raw, "gpus_per_node", 8))
-    cluster = Cluster(_gpu(raw["gpu"]), -(-gpus // per_node), per_node, find_network(network))
-    memory = float(raw["mem_gb_per_gpu"]) * GIB if raw["mem_gb_per_gpu"] else None
-    return Row(
+    if known is None:
+        if recipe.global_batch % (recipe.data_parallel * recipe.microbatch):
+            raise Unusable("the batch is no multiple of microbatch and data parallel")
+        recipe = as_stack(raw, recipe, stack)
+    gpu, each = _gpu(raw["gpu"]), _number(raw, "gpus_per_node", 8)
+    per_node = min(gpus, each)
+    nodes = -(-gpus // per_node)
+    cluster = Cluster(gpu, nodes, per_node, _network(raw, network, gpu.name, each, alone=nodes == 1))
+    try:
+        _ = Kernels(gpu, recipe.precision).peak
+    except UnknownSpeedError as why:
+        raise Unusable(str(why)) from None
+    memory = _float(raw, "mem_gb_per_gpu") * GIB if raw["mem_gb_per_gpu"] else None
+    row = Row(
         source=source,
         name=raw["model"],
         gpu=cluster.gpu.name,
@@ -188,13 +255,27 @@ def _row(raw: dict[str, str]) -> Row:
         memory_kind=next((v for k, v in MEMORY.items() if source.startswith(k)), "allocated"),
         fits=raw["outcome"] != "OOM",
     )
+    if known is not None:
+        return row
+    found = Guessed(**{f.name: getattr(row, f.name) for f in fields(row)})
+    return replace(found, memory_kind=memory_kind(raw, stack))
+
+
+def _network(raw: dict[str, str], usual: str | None, gpu: str, each: int, *, alone: bool) -> Network | None:
+    """What the row says, else what its source usually has; of an unknown source the vendor's own node where nothing is said."""
+    text = raw["interconnect"]
+    default = None if usual is None else find_network(usual)
+    found = network_of(text, gpu, each, default) if text or default is None else None
+    if (found or default) is None and not alone:
+        raise Unusable(f"network not known: {text or f'none named, and no usual one of {gpu}'}")
+    return found or default
 
 
 def _model(raw: dict[str, str], vocabulary: int) -> Model:
     hidden, heads = _number(raw, "hidden"), _number(raw, "heads")
     name = raw["model"]
-    gated = name.startswith(GATED)
-    ffn = _number(raw, "ffn_hidden", 4 * hidden)
+    gated = name.casefold().startswith(tuple(g.casefold() for g in GATED))
+    ffn = _number(raw, "ffn_hidden", None if gated else 4 * hidden)
     vocab = _number(raw, "vocab", vocabulary or 32000)
     plain = not gated
     return Model(
@@ -213,7 +294,11 @@ def _model(raw: dict[str, str], vocabulary: int) -> Model:
 
 
 def _recipe(raw: dict[str, str], source: str, gpus: int) -> Recipe:
-    tp, pp, cp = _number(raw, "tp"), _number(raw, "pp"), _number(raw, "cp", 1)
+    cp = _number(raw, "cp", 1)
+    # Where data parallel is said to make up the rest, the others are 1.
+    rest = gpus // cp // _number(raw, "dp") if raw["dp"] not in ("", "n/a") else 0
+    tp = _number(raw, "tp", 1 if rest == 1 else None)
+    pp = _number(raw, "pp", 1 if rest == tp else None)
     vpp = _number(raw, "vpp", 6 if source.startswith("MegaScale") else 1)
     if gpus % (tp * pp * cp):
         raise Unusable("layout does not divide the GPUs")
@@ -266,12 +351,12 @@ def _step(raw: dict[str, str], model: Model, recipe: Recipe) -> float | None:
     tokens = recipe.global_batch * recipe.sequence
     gpus = recipe.world
     if raw["step_time_s"]:
-        return float(raw["step_time_s"])
+        return _float(raw, "step_time_s")
     if raw["tokens_per_s_per_gpu"]:
-        return tokens / gpus / float(raw["tokens_per_s_per_gpu"])
+        return tokens / gpus / _float(raw, "tokens_per_s_per_gpu")
     if not raw["tflops_per_gpu"]:
         return None
-    rate = float(raw["tflops_per_gpu"]) * 1e12 * gpus
+    rate = _float(raw, "tflops_per_gpu") * 1e12 * gpus
     convention = raw["attn_flops_convention"]
     if "HFU" in convention:  # arXiv:2104.04473, equation 3
         h, s, v = model.hidden, recipe.sequence, model.vocab

@@ -19,6 +19,7 @@ from seatrial.plan.model import Model
 from seatrial.plan.place import Place
 from seatrial.plan.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.recipe import Recipe
+from seatrial.plan.room import Verdict, judge
 from seatrial.plan.scaling import Scaling, best_scaling, scaling
 from seatrial.plan.search import Choice, Found, limit, search
 from seatrial.plan.step import Traffic, traffic
@@ -50,6 +51,11 @@ class Own:
     @property
     def fits(self) -> bool | None:
         return None if self.room is None else self.memory.reserved <= self.room
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """How sure it is that it fits; None where a GPU's memory is not known."""
+        return None if self.room is None else judge(self.memory.reserved, self.room)
 
 
 @dataclass(frozen=True)

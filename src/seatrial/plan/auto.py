@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from seatrial.plan.model import Model
 from seatrial.plan.place import Place
 from seatrial.plan.predict import capacity, stack_for
 from seatrial.plan.recipe import Recipe, Recompute
+from seatrial.plan.room import Verdict, judge
 from seatrial.plan.schedule import Times, span
 from seatrial.plan.search import MICROBATCHES, RECOMPUTES, Choice, legal, search
 from seatrial.plan.step import traffic
@@ -36,9 +37,6 @@ from seatrial.plan.step import traffic
 RUNNERS_UP = 4
 # Nearer steps cannot be told apart: the same configuration differs by as much from release to release.
 ALIKE = DOUBT["calibrated"]
-# Above this share of a GPU's memory a layout may not fit after all: over all published results memory is met within about 10 %
-# (bench/plan_accuracy.json).
-ROOM = 0.9
 Basis = Literal["speed", "memory and traffic"]
 
 
@@ -51,6 +49,7 @@ class Candidate:
     sent_bytes: float
     idle: float | None = None  # share of the ranks' time, by the schedule alone
     choice: Choice | None = None  # what is predicted, where it can be
+    verdict: Verdict | None = None  # whether it fits, where a GPU's memory is known
 
     @property
     def layout(self) -> Layout:
@@ -67,6 +66,7 @@ class Candidate:
             "activation_checkpointing": r.recompute,
             "memory_bytes": round(self.held_bytes),
             "sent_bytes": round(self.sent_bytes),
+            "memory_verdict": None if self.verdict is None else self.verdict.document(),
         }
         if self.choice is not None and best.choice is not None:
             p = self.choice.prediction
@@ -183,9 +183,16 @@ def _fastest(job: Job, place: Place, cluster: Cluster, calibration: Calibration 
         raise _no_layout(job, cluster)
     if not found.choices:
         raise _no_room(job, cluster, found.tried, found.least_bytes)
-    ranked, why = _safest(found.choices, capacity(cluster))
+    ranked, why = _safest(found.choices, found.sure)
     candidates = tuple(
-        Candidate(c.recipe, c.prediction.memory.reserved, c.prediction.traffic.sent, choice=c) for c in ranked
+        Candidate(
+            c.recipe,
+            c.prediction.memory.reserved,
+            c.prediction.traffic.sent,
+            choice=c,
+            verdict=c.prediction.verdict,
+        )
+        for c in ranked
     )
     best, p = ranked[0], ranked[0].prediction
     reasons = [
@@ -199,13 +206,9 @@ def _fastest(job: Job, place: Place, cluster: Cluster, calibration: Calibration 
         reasons.append(
             f"next is {second.layout} with {more:+.1%}{close}; that one is limited by {second.limit}"
         )
-    tight = p.memory.reserved > ROOM * capacity(cluster)
-    doubt = (
-        ": nearly all, and predictions of memory have been off by 10 %, so it may not fit" if tight else ""
-    )
     reasons += [
         f"it is limited by {best.limit}",
-        f"it needs {units.memory(p.memory.reserved)} of the {units.memory(capacity(cluster))} of a GPU{doubt}",
+        f"it needs {units.memory(p.memory.reserved)} of the {units.memory(p.room)} of a GPU{_doubt(best, found.sure)}",
         f"its pace is {p.pace.kind}: {p.pace.source}",
         *_written(job),
         *place.told,
@@ -213,22 +216,38 @@ def _fastest(job: Job, place: Place, cluster: Cluster, calibration: Calibration 
     return Chosen(candidates, "speed", tuple(reasons), found.tried, found.too_large, place)
 
 
-def _safest(choices: Sequence[Choice], room: float) -> tuple[list[Choice], str]:
+def _safest(choices: Sequence[Choice], sure: Sequence[Choice]) -> tuple[list[Choice], str]:
     """The choice first, then the others by speed; and why it is that one.
 
-    The fastest, unless it needs nearly all of the memory and one that cannot be told from it in speed needs less.
+    The fastest, unless it is tight and one that cannot be told from it in speed is not. `sure` are those that surely fit,
+    by speed; of each pair of sizes one stays.
     """
     fastest = choices[0]
-    if fastest.prediction.memory.reserved > ROOM * room:
-        alike = [c for c in choices if c.prediction.step_s < (1 + ALIKE) * fastest.prediction.step_s]
-        safe = min(alike, key=lambda c: c.prediction.memory.reserved)
-        if safe is not fastest:
+    if not fastest.prediction.verdict.sure and sure:
+        safe = sure[0]
+        if safe.prediction.step_s < (1 + ALIKE) * fastest.prediction.step_s:
             why = (
-                f"{fastest.layout} has the shortest predicted step, needs {fastest.prediction.memory.reserved / room:.0%} of the "
-                "memory, and is too near in speed to be told from this one, which needs less"
+                f"{fastest.layout} with microbatch {fastest.recipe.microbatch} has the shortest predicted step but "
+                f"{fastest.prediction.verdict.why}; it is too near in speed to be told from this one, which fits"
             )
-            return [safe, *(c for c in choices if c is not safe)], why
+            sizes = safe.recipe.tensor, safe.recipe.pipeline
+            others = (c for c in choices if (c.recipe.tensor, c.recipe.pipeline) != sizes)
+            return [safe, *others], why
     return list(choices), "this one has the shortest predicted step"
+
+
+def _doubt(best: Choice, sure: Sequence[Choice]) -> str:
+    """What is said of a choice that is tight: how often that went wrong, and what it costs to be sure."""
+    p = best.prediction
+    if p.verdict.sure:
+        return ""
+    if not sure:
+        return f": tight, {p.verdict.why}; no layout here surely fits"
+    more = sure[0].prediction.step_s / p.step_s - 1
+    return (
+        f": tight, {p.verdict.why}; the fastest that fits is {sure[0].layout} with microbatch {sure[0].recipe.microbatch}, "
+        f"{more:+.1%}"
+    )
 
 
 def _leanest(job: Job, place: Place, why: str) -> Chosen:
@@ -243,6 +262,9 @@ def _leanest(job: Job, place: Place, why: str) -> Chosen:
         assert room is not None
         raise _no_room(job, cluster, len(found), min(c.held_bytes for c in found))
     too_large = len(found) - len(fitting)
+    # Without speeds nothing speaks for a layout that may run out of memory.
+    if surely := [c for c in fitting if c.verdict is not None and c.verdict.sure]:
+        fitting = surely
     if straight := [c for c in fitting if c.recipe.pipeline == 1]:
         fitting = straight  # no schedule leaves less idle than none
     fitting.sort(key=lambda c: (_idle(c.recipe, model.layers), c.held_bytes * c.sent_bytes, c.held_bytes))
@@ -250,7 +272,7 @@ def _leanest(job: Job, place: Place, why: str) -> Chosen:
     for c in fitting:
         r = c.recipe
         idle = _idle(r, model.layers)
-        kept.setdefault((r.tensor, r.pipeline, r.replicate), Candidate(r, c.held_bytes, c.sent_bytes, idle))
+        kept.setdefault((r.tensor, r.pipeline, r.replicate), replace(c, idle=idle))
     best = next(iter(kept.values()))
     reasons = [
         f"no speed is known: {why}",
@@ -260,12 +282,14 @@ def _leanest(job: Job, place: Place, why: str) -> Chosen:
     ]
     if room is None:
         reasons.append("how much memory a rank may use is not known")
+    elif best.verdict is not None and best.verdict.why:
+        reasons.append(f"it is tight, {best.verdict.why}; no layout here surely fits")
     reasons += _written(job)
     return Chosen(tuple(kept.values()), "memory and traffic", tuple(reasons), len(found), too_large, place)
 
 
 def _weighed(job: Job, model: Model, cluster: Cluster, room: float | None) -> Iterator[Candidate]:
-    """Without speeds nothing speaks for another microbatch than the job's, and for recomputation only that nothing fits else."""
+    """Without speeds nothing speaks for another microbatch than the job's, and for recomputation only that nothing surely fits else."""
     _, recomputes = _free(job)
     fabric = Fabric(cluster)
     for recompute in recomputes:
@@ -274,8 +298,9 @@ def _weighed(job: Job, model: Model, cluster: Cluster, room: float | None) -> It
             stack = stack_for(recipe)
             held = memory(model, recipe, stack)
             needs = held.allocated if room is None else held.reserved
-            any_fits |= room is None or needs <= room
-            yield Candidate(recipe, needs, traffic(model, recipe, fabric, stack).sent)
+            verdict = None if room is None else judge(needs, room)
+            any_fits |= verdict is None or verdict.sure
+            yield Candidate(recipe, needs, traffic(model, recipe, fabric, stack).sent, verdict=verdict)
         if any_fits:
             return
 

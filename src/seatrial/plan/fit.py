@@ -26,6 +26,7 @@ from seatrial.plan.memory import FRAGMENTATION, RUNTIME_BYTES, Memory, memory, r
 from seatrial.plan.model import Model
 from seatrial.plan.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.recipe import Recipe, Recompute
+from seatrial.plan.room import Verdict, judge
 from seatrial.plan.search import MICROBATCHES
 from seatrial.plan.stacks import Stack
 
@@ -153,8 +154,9 @@ def _gb(n_bytes: float) -> str:
 class Fit:
     """The fewest GPUs of one kind in which a legal layout fits; `recipe` is None where none of the sizes tried does.
 
-    The layout is the fastest of those that share out most (see `smallest`), or, where no speed is known, the one that needs
-    least memory; then `prediction` is None and `why_unknown` says why.
+    The layout is the fastest of those that share out most (see `smallest`) and surely fit, or, where no speed is known, the one that
+    needs least memory; then `prediction` is None and `why_unknown` says why. Where none surely fits it is the one that needs least,
+    `verdict` is tight, and `safe` has the fewest GPUs in which one does.
     """
 
     gpu: Gpu
@@ -165,6 +167,12 @@ class Fit:
     room: float  # bytes that a GPU has
     prediction: Prediction | None
     why_unknown: str | None
+    safe: Fit | None = None  # None too where none of the sizes tried is large enough
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of `needs` against `room`."""
+        return judge(self.needs, self.room)
 
     @property
     def gpus(self) -> int:
@@ -189,6 +197,7 @@ def smallest(
     model = Model.of(job.architecture)
     waiting = list(gpus())
     found: list[Fit] = []
+    tight: dict[str, Fit] = {}  # fits, but not surely, by GPU
     least = math.inf
     legal = False
     for nodes, each in _sizes(gpus_per_node, most_nodes):
@@ -204,11 +213,23 @@ def smallest(
         least, legal = min(least, leanest), legal or bool(tried)
         for gpu in tuple(waiting):
             cluster = replace(at, gpu=gpu, network=network_of(gpu))
-            if leanest <= capacity(cluster):
-                waiting.remove(gpu)
-                found.append(_fastest(model, cluster, tried, calibration, stack))
+            if leanest > capacity(cluster):
+                continue
+            sure = judge(leanest, capacity(cluster)).sure
+            if not sure and gpu.name in tight:
+                continue
+            at_best = _fastest(model, cluster, tried, calibration, stack)
+            if not sure:
+                tight[gpu.name] = at_best
+                continue
+            waiting.remove(gpu)
+            smaller = tight.pop(gpu.name, None)
+            found.append(at_best if smaller is None else replace(smaller, safe=at_best))
+    found += tight.values()
     found.sort(key=lambda f: (f.gpus, f.gpu.hbm_gb))
     for gpu in waiting:
+        if gpu.name in tight:
+            continue
         room = capacity(Cluster(gpu, most_nodes, gpus_per_node))
         floor = _floor(model, most_nodes * gpus_per_node, stack)
         enough = floor <= room
@@ -269,7 +290,9 @@ def _fastest(
     stack: str | Stack,
 ) -> Fit:
     room = capacity(cluster)
-    fitting = [(r, needs) for r, needs in tried if needs <= room]
+    fitting = [(r, needs) for r, needs in tried if judge(needs, room).sure]
+    if not fitting:  # then memory alone decides
+        fitting = [min(tried, key=lambda pair: pair[1])]
     best: tuple[Recipe, float, Prediction] | None = None
     # Not even by layouts that could be predicted without a network: others might be faster.
     alone = cluster.network is None and cluster.nodes > 1

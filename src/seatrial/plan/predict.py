@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from seatrial.hardware.mfu import mfu
 from seatrial.plan.calibration import Calibration, Pace, Z, shipped
@@ -13,6 +14,7 @@ from seatrial.plan.kernels import MEMORY_SHARE, MEMORY_SOURCE, PROCESSORS_SOURCE
 from seatrial.plan.memory import FRAGMENTATION, FRAGMENTATION_SOURCE, GIB, RUNTIME_SOURCE, Memory, memory
 from seatrial.plan.model import Model
 from seatrial.plan.recipe import Recipe
+from seatrial.plan.room import SURE, Verdict, judge, shipped_errors
 from seatrial.plan.stacks import Stack, stacks
 from seatrial.plan.step import Parts, Traffic, step_parts, traffic
 
@@ -39,10 +41,20 @@ class Prediction:
     parts: Parts
     waterfall: tuple[Share, ...]
     memory: Memory
-    fits: bool
+    room: float  # bytes that a process can have on one GPU
     traffic: Traffic
     pace: Pace
     provenance: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the prediction is within the memory there is; how sure that is says `verdict`."""
+        return self.memory.reserved <= self.room
+
+    @property
+    def verdict(self) -> Verdict:
+        """Fits, tight or does not fit."""
+        return judge(self.memory.reserved, self.room)
 
 
 def stack_for(recipe: Recipe, name: str | Stack = "seatrial") -> Stack:
@@ -85,7 +97,7 @@ def predict(
         parts=parts,
         waterfall=waterfall(model, recipe, parts, peak),
         memory=held,
-        fits=held.reserved <= capacity(cluster),
+        room=capacity(cluster),
         traffic=traffic(model, recipe, fabric, behaviour),
         pace=pace,
         provenance=_provenance(cluster, behaviour, pace),
@@ -138,6 +150,7 @@ def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
     told.append(
         f"beside what torch allocates: {RUNTIME_SOURCE}; {FRAGMENTATION:.0%} for fragmentation, {FRAGMENTATION_SOURCE}"
     )
+    told.append(_memory_told())
     if cluster.network is not None:
         told.append(f"network {cluster.network.name}: {cluster.network.source}")
         told.append(
@@ -145,3 +158,12 @@ def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
         )
         told.append(f"latency {cluster.network.hop_us:g} us a hop: {cluster.network.hop_source}")
     return tuple(told)
+
+
+@cache
+def _memory_told() -> str:
+    known = shipped_errors()
+    return (
+        f"memory: fits up to {known.full:.0%} of a GPU's, tight above: there {SURE:.0%} and more of {known.figures} published figures "
+        f"were so far above their prediction ({'; '.join(s.name for s in known.sources)})"
+    )

@@ -53,6 +53,7 @@ class Found:
     too_large: int  # of them, without enough memory
     refused: dict[str, int]  # combinations that a rule refuses, by the key it points at
     least_bytes: float  # what the smallest of all needs on a GPU
+    sure: tuple[Choice, ...] = ()  # as `choices`, of the layouts that surely fit alone
 
     @property
     def own_costs(self) -> float | None:
@@ -76,6 +77,7 @@ def search(
     model = Model.of(job.architecture)
     refused: Counter[str] = Counter()
     choices: dict[tuple[int, int], Choice] = {}
+    sure: dict[tuple[int, int], Choice] = {}
     tried = too_large = 0
     least = float("inf")
     room = capacity(cluster)
@@ -90,6 +92,8 @@ def search(
         key = (recipe.tensor, recipe.pipeline)
         if key not in choices or found.step_s < choices[key].prediction.step_s:
             choices[key] = Choice(recipe, found, limit(found, room))
+        if found.verdict.sure and (key not in sure or found.step_s < sure[key].prediction.step_s):
+            sure[key] = Choice(recipe, found, limit(found, room))
     mine = None
     if own and job.layout.world_size == cluster.gpus:
         recipe = Recipe.of(job)
@@ -99,8 +103,13 @@ def search(
         key = (recipe.tensor, recipe.pipeline)
         if found.fits and (key not in choices or found.step_s < choices[key].prediction.step_s):
             choices[key] = mine
-    ranked = tuple(sorted(choices.values(), key=lambda c: c.prediction.step_s))
-    return Found(ranked, mine, tried, too_large, dict(refused), least)
+        if found.verdict.sure and (key not in sure or found.step_s < sure[key].prediction.step_s):
+            sure[key] = mine
+    return Found(_ranked(choices), mine, tried, too_large, dict(refused), least, _ranked(sure))
+
+
+def _ranked(choices: dict[tuple[int, int], Choice]) -> tuple[Choice, ...]:
+    return tuple(sorted(choices.values(), key=lambda c: c.prediction.step_s))
 
 
 def limit(found: Prediction, room: float) -> str:

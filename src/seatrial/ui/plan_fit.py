@@ -9,9 +9,10 @@ from typing import Any
 
 from seatrial.job.job import Job
 from seatrial.plan.fit import Account, Fit
+from seatrial.plan.room import shipped_errors
 from seatrial.ui import figures
 from seatrial.ui.plan_json import SCHEMA_VERSION, finite, recipe
-from seatrial.ui.plan_words import HEAD, Line, brief, data, gib, note, pair, table
+from seatrial.ui.plan_words import HEAD, TIGHT, TIGHT_NOTE, Line, brief, data, gib, note, pair, table
 
 
 def lines(job: Job, told: Account, fits: Sequence[Fit], *, width: int) -> list[Line]:
@@ -60,16 +61,10 @@ def brief_layout(job: Job) -> str:
 def _clusters(job: Job, fits: Sequence[Fit], width: int) -> Iterator[Line]:
     yield "the smallest clusters in which a layout fits", HEAD
     rows = [
-        [
-            f.gpu.name,
-            f"{f.gpus:,}",
-            f"{f.nodes:,} x {f.gpus_per_node}",
-            brief(f.recipe),
-            f"{f.needs / f.room:.0%}".replace("%", " %"),
-            "unknown" if f.prediction is None else figures.rate(f.prediction.tokens_per_s_per_gpu),
-        ]
+        row
         for f in fits
-        if f.recipe is not None
+        for row in (_cluster(f, f.gpu.name), *([] if f.safe is None else [_cluster(f.safe, "  surely")]))
+        if row
     ]
     head = ["GPU", "GPUs", "nodes", "layout", "of memory", "tok/s/GPU"]
     yield from _plain(head, rows, width)
@@ -78,12 +73,32 @@ def _clusters(job: Job, fits: Sequence[Fit], width: int) -> Iterator[Line]:
             # What is illegal everywhere needs nothing that could be told.
             needs = f"; the leanest needs {gib(f.needs)} a GPU" if math.isfinite(f.needs) else ""
             yield from pair(f.gpu.name, f"{f.why_unknown}{needs}", width, "dim")
+    if any(f.recipe is not None and not f.verdict.sure for f in fits):
+        known = shipped_errors()
+        text = (
+            f"{TIGHT_NOTE}: 1 in 100 or more of {known.figures} published figures were that far above their prediction; "
+            f"up to {known.full * 100:.0f} % of a GPU's memory fewer were. surely: the smallest that stays below"
+        )
+        yield from note(text, width)
     missing = [f for f in fits if f.recipe is not None and f.prediction is None]
     unknown = dict.fromkeys((f.why_unknown or "").removesuffix(f" on {f.gpu.name}") for f in missing)
     if any(unknown):
         yield from note(f"speed unknown: {'; '.join(unknown)}", width)
     micro, sequence = job.train.global_batch, job.train.sequence_length
     yield from note(f"at the job's batch of {micro:,} x {sequence:,} tokens; mb: microbatch", width)
+
+
+def _cluster(f: Fit, name: str) -> list[str]:
+    if f.recipe is None:
+        return []
+    return [
+        name,
+        f"{f.gpus:,}",
+        f"{f.nodes:,} x {f.gpus_per_node}",
+        brief(f.recipe),
+        f"{f.needs / f.room * 100:.0f} %" + f" {' ' if f.verdict.sure else TIGHT}",
+        "unknown" if f.prediction is None else figures.rate(f.prediction.tokens_per_s_per_gpu),
+    ]
 
 
 def _plain(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[Line]:
@@ -103,20 +118,25 @@ def document(job: Job, told: Account, fits: Sequence[Fit]) -> dict[str, Any]:
         "name": job.name,
         "account": asdict(told) | {"weights": dict(told.weights), "states": told.states},
         "clusters": [
-            {
-                "gpu": f.gpu.name,
-                "nodes": f.nodes,
-                "gpus_per_node": f.gpus_per_node,
-                "gpus": f.gpus,
-                "fits": f.recipe is not None,
-                "recipe": None if f.recipe is None else recipe(f.recipe),
-                "needs_bytes": f.needs,
-                "room_bytes": f.room,
-                "tokens_per_s_per_gpu": None if f.prediction is None else f.prediction.tokens_per_s_per_gpu,
-                "step_s": None if f.prediction is None else f.prediction.step_s,
-                "why_unknown": f.why_unknown,
-            }
+            _fit(f)
+            | {"memory_verdict": f.verdict.document(), "safe": None if f.safe is None else _fit(f.safe)}
             for f in fits
         ],
     }
     return dict(finite(whole))
+
+
+def _fit(f: Fit) -> dict[str, Any]:
+    return {
+        "gpu": f.gpu.name,
+        "nodes": f.nodes,
+        "gpus_per_node": f.gpus_per_node,
+        "gpus": f.gpus,
+        "fits": f.recipe is not None,
+        "recipe": None if f.recipe is None else recipe(f.recipe),
+        "needs_bytes": f.needs,
+        "room_bytes": f.room,
+        "tokens_per_s_per_gpu": None if f.prediction is None else f.prediction.tokens_per_s_per_gpu,
+        "step_s": None if f.prediction is None else f.prediction.step_s,
+        "why_unknown": f.why_unknown,
+    }

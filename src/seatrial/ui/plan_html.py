@@ -16,7 +16,18 @@ from seatrial.plan.search import Choice
 from seatrial.plan.waterfall import waterfall_of
 from seatrial.ui import figures
 from seatrial.ui.account_svg import account_svg
-from seatrial.ui.plan_words import CASES, data, mfu_span, part, percent, seconds, settings, span
+from seatrial.ui.plan_words import (
+    CASES,
+    TIGHT_NOTE,
+    data,
+    marked,
+    mfu_span,
+    part,
+    percent,
+    seconds,
+    settings,
+    span,
+)
 from seatrial.ui.scaling_svg import scaling_svg
 from seatrial.ui.svg import style as picture_style
 from seatrial.ui.waterfall_svg import waterfall_svg
@@ -126,6 +137,8 @@ def _big(answer: Answer) -> Iterator[tuple[str, str]]:
             yield percent(p.mfu, 1), f"MFU; {mfu_span(p).partition('(')[2].removesuffix(')')}"
     needs = own.memory.reserved if own.room is not None else own.memory.allocated
     of = "a rank" if own.room is None else f"a GPU, of {figures.memory(own.room)}"
+    if own.verdict is not None and own.verdict.why:
+        of += f"; {own.verdict.word}, {own.verdict.why}"
     yield figures.memory(needs), of
     if answer.ending is not None:
         f = answer.ending.finish
@@ -151,13 +164,17 @@ def _layouts(answer: Answer) -> Iterator[str]:
         yield _choice(choice, best)
     if found.own is not None:
         yield _choice(found.own, best, own=True)
+    if any(
+        c.prediction.verdict.word == "tight" for c in (*found.choices[:_ROWS], *filter(None, [found.own]))
+    ):
+        told += f". {TIGHT_NOTE}"
     yield f'</table><p class="soft">{told}. The fastest of each pair of tensor and pipeline sizes is shown. Why: what takes'
     yield "most of the best step; of the others, what takes most more than there.</p></div>"
 
 
 def _choice(choice: Choice, best: Prediction, *, own: bool = False) -> str:
     p = choice.prediction
-    name = short(choice.recipe) + (" (the job's own)" if own else "")
+    name = marked(choice.recipe, p) + (" (the job's own)" if own else "")
     slower = p.step_s / best.step_s - 1
     # The largest part for the best one; for the others the one that costs most more than there.
     most = max(p.waterfall[1:], key=lambda share: share.share)
@@ -199,7 +216,7 @@ def _changes(answer: Answer) -> Iterator[str]:
         p = way.prediction
         cells = (figures.rate(p.tokens_per_s_per_gpu), figures.mfu(p.mfu), f"{way.gain * 100:+.0f} %")
         row = "".join(f"<td>{cell}</td>" for cell in cells)
-        layout = f"{short(way.recipe)}, {settings(way.recipe)}"
+        layout = f"{marked(way.recipe, p)}, {settings(way.recipe)}"
         built = "" if way.built else "not this trainer, or not this cluster"
         yield (
             f'<tr><td class="l">{escape(way.what)}</td><td class="w">{escape(layout)}</td>{row}'
@@ -309,16 +326,19 @@ def _fits(fits: Sequence[Fit]) -> Iterator[str]:
         return
     yield '<h2>The smallest clusters that fit</h2><div class="card wide"><table><tr><th class="l">GPU</th><th>GPUs</th><th>nodes</th>'
     yield '<th class="w">layout</th><th>memory a GPU</th><th>of</th><th>tok/s/GPU</th><th class="w"></th></tr>'
-    for fit in fits:
+    for fit in (f for main in fits for f in (main, main.safe) if f is not None):
         r, p = fit.recipe, fit.prediction
         layout = "none" if r is None else f"{short(r)}, {settings(r)}"
         needs = figures.memory(fit.needs) if fit.needs < float("inf") else "unknown"
         speed = "unknown" if p is None else figures.rate(p.tokens_per_s_per_gpu)
         off = ' class="off"' if r is None else ""
+        told = fit.why_unknown or ""
+        if r is not None and fit.verdict.why:
+            told = "; ".join(filter(None, (f"tight, {fit.verdict.why}", told)))
         yield (
             f'<tr{off}><td class="l">{escape(fit.gpu.name)}</td><td>{fit.gpus:,}</td><td>{fit.nodes}</td><td class="w">{escape(layout)}</td>'
             f"<td>{needs}</td><td>{figures.memory(fit.room)}</td><td>{speed}</td>"
-            f'<td class="w soft">{escape(fit.why_unknown or "")}</td></tr>'
+            f'<td class="w soft">{escape(told)}</td></tr>'
         )
     yield "</table></div>"
 

@@ -114,6 +114,7 @@ def prediction(p: Prediction) -> dict[str, Any]:
         "mfu": p.mfu,
         "mfu_full_attention": p.mfu_full_attention,
         "fits": p.fits,
+        "memory_verdict": p.verdict.document(),
         "pace": asdict(p.pace),
         "parts_s": asdict(p.parts),
         "waterfall": _shares(p.waterfall),
@@ -130,6 +131,7 @@ def _own(own: Own) -> dict[str, Any]:
     return {
         "recipe": recipe(own.recipe),
         "fits": own.fits,
+        "memory_verdict": None if own.verdict is None else own.verdict.document(),
         "memory_bytes": held(own.memory),
         "room_bytes": own.room,
         "traffic_bytes": _traffic(own.traffic),
@@ -151,6 +153,7 @@ def _found(found: Found) -> dict[str, Any]:
         "least_bytes": found.least_bytes,
         "own_costs": found.own_costs,
         "choices": [_choice(c) for c in found.choices],
+        "sure": [_choice(c) for c in found.sure],
     }
 
 
@@ -186,6 +189,7 @@ def _scaling(s: Scaling) -> dict[str, Any]:
             "speedup": p.speedup,
             "exposed": p.exposed,
             "step_s": None if p.prediction is None else p.prediction.step_s,
+            "memory_verdict": None if p.prediction is None else p.prediction.verdict.document(),
         }
         for p in s.points
     ]
@@ -210,6 +214,7 @@ def _way(way: Way | None) -> dict[str, Any] | None:
         "step_s": p.step_s,
         "tokens_per_s_per_gpu": p.tokens_per_s_per_gpu,
         "mfu": p.mfu,
+        "memory_verdict": p.verdict.document(),
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from seatrial.base import units
 from seatrial.plan.answer import ENOUGH, Answer, Ending
 from seatrial.plan.caution import too_short
-from seatrial.plan.scaling import Scaling
+from seatrial.plan.scaling import Point, Scaling
 from seatrial.ui.plan_words import (
     CASES,
     HEAD,
@@ -44,9 +44,11 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         yield from pair("memory", f"{gib(mine.memory.allocated)} a rank: {kinds}", width)
     else:
         assert mine.room is not None
-        fits = "fits" if mine.fits else "does not fit"
-        text = f"{fits}: {gib(mine.memory.reserved)} of {gib(mine.room)} a GPU: {kinds}"
-        yield from pair("memory", text, width, "" if mine.fits else "bold red")
+        verdict = mine.verdict
+        assert verdict is not None
+        text = f"{verdict.word}: {gib(mine.memory.reserved)} of {gib(mine.room)} a GPU: {kinds}"
+        style = {"fits": "", "tight": "yellow", "does not fit": "bold red"}[verdict.word]
+        yield from pair("memory", f"{text}\n{verdict.why}" if verdict.why else text, width, style)
     p = mine.prediction
     if p is None:
         yield from pair("speed", f"unknown: {mine.why_unknown}", width, "yellow")
@@ -136,10 +138,16 @@ def _brief(weak: Scaling, strong: Scaling, best: Scaling | None) -> str:
     shows = [(name, c.shows_at) for name, c in (("weak", weak), ("strong", strong))]
     seen = [f"from {p.gpus:,} on ({name})" for name, p in shows if p is not None]
     told += f"; communication shows {', '.join(seen)}" if seen else "; communication does not begin to show"
+    if sizes := sorted({p.gpus for c in (weak, strong) for p in c.known if _tight(p)}):
+        told += f"; may run out of memory on {' and '.join(f'{n:,}' for n in sizes)} GPUs"
     if best is not None and len(best.known) > 1:
         one, all_ = best.known[0], best.known[-1]
         told += f"\nthe best layout of each size: {all_.speedup:.1f} times from {one.gpus:,} to {all_.gpus:,} GPUs"
     return told
+
+
+def _tight(point: Point) -> bool:
+    return point.prediction is not None and point.prediction.verdict.word == "tight"
 
 
 def scaling(answer: Answer, width: int) -> Iterator[Line]:
@@ -151,6 +159,11 @@ def scaling(answer: Answer, width: int) -> Iterator[Line]:
     yield from _curve("strong", answer.strong, width)
     if answer.best_scaled is not None:
         yield from _curve("best layouts", answer.best_scaled, width)
+    curves = (c for c in (answer.weak, answer.strong, answer.best_scaled) if c is not None)
+    doubts = [(p.gpus, p.prediction.verdict.why) for c in curves for p in c.known if p.prediction is not None]
+    for doubt in dict.fromkeys(why for _, why in doubts if why):
+        sizes = dict.fromkeys(f"{n:,}" for n, why in sorted(doubts) if why == doubt)
+        yield from pair("", f"{', '.join(sizes)} GPUs: tight, {doubt}", width, "dim")
     lost = [p for p in (*answer.weak.points, *answer.strong.points) if p.efficiency is None]
     for why in dict.fromkeys(p.why_not for p in lost):
         sizes = dict.fromkeys(f"{p.gpus:,}" for p in lost if p.why_not == why)

@@ -16,12 +16,15 @@ from seatrial.ui import figures
 from seatrial.ui.plan_own import own, scaling
 from seatrial.ui.plan_words import (
     HEAD,
+    TIGHT,
+    TIGHT_NOTE,
     Line,
     brief,
     figure,
     flop,
     gib,
     many,
+    marked,
     note,
     pair,
     part,
@@ -110,18 +113,19 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         head = ["", "layout", "mb", "tok/s/GPU", "MFU", "slower", "why"]
     yield from table(head, rows, width, left=(0, 1, *((2,) if wide else ())))
     rest = len(found.choices) - len(shown)
-    told = [f"{rest} more pairs of tensor and pipeline sizes are slower: --full"] if rest > 0 else []
+    told = [f"{rest} more pairs of tensor and pipeline sizes: --full"] if rest > 0 else []
     told.insert(0, "mb: microbatch" + ("" if wide else ", r: recomputes"))
     if any(c.recipe.stages_per_rank > 1 for c in shown):
         told.insert(0, "PP2x4: 4 stages a rank")
+    listed = [*shown, *([found.own] if found.own is not None else [])]
+    if any(c.prediction.verdict.word == "tight" for c in listed):
+        told.insert(0, TIGHT_NOTE)
     if told:
         yield from note("; ".join(told), width)
     if answer.advice is not None and answer.advice.alike:
         near = [short(r) for r in answer.advice.alike]
         names = ", ".join(near[:3]) + (f" and {len(near) - 3} more" if len(near) > 3 else "")
-        yield from pair(
-            "alike", f"{names}: within {percent(ALIKE)} of the best, too near to tell apart", width
-        )
+        yield from pair("alike", f"{names}: within {percent(ALIKE)}, too near to tell apart", width)
 
 
 def _row(name: str, choice: Choice, best: Prediction, wide: bool) -> list[str]:
@@ -139,7 +143,7 @@ def _row(name: str, choice: Choice, best: Prediction, wide: bool) -> list[str]:
         why = why.replace(f"{_KEPT}+", " +")
     row = [
         name,
-        short(r),
+        marked(r, p),
         settings(r, short=True) if wide else f"{r.microbatch}{'r' if r.recompute == 'full' else ''}",
     ]
     row += [seconds(p.step_s)] if wide else []
@@ -162,19 +166,26 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
             figures.rate(way.prediction.tokens_per_s_per_gpu),
             figures.mfu(way.prediction.mfu),
             *(w.by(way.prediction) for w in wishes),
-            _told(way.what, way.recipe) + ("" if way.built else " *"),
+            _told(way.what, way.recipe) + _doubt(way) + ("" if way.built else " *"),
         ]
         for way in shown
     ]
     wanted = [f"{w.value:,.0f}?" if w.of == "tokens/s/GPU" else f"{percent(w.value)}?" for w in wishes]
     head = [*([""] if fits else []), "tok/s/GPU", "MFU", *wanted, "with"]
     yield from table(head, rows, width, left=())
+    listed = [] if answer.found is None else answer.found.choices[:_LAYOUTS]
+    if any(map(_doubt, shown)) and all(c.prediction.verdict.word != "tight" for c in listed):
+        yield from note(TIGHT_NOTE, width)
     if any(not w.built for w in shown):
         yield from note(
             f"* not as things are: another network, other software, or {percent(stacks()[OVERLAP].hide_tensor)} of TP communication "
-            f"behind computation, as {OVERLAP} has it and this trainer has not",
+            f"behind computation, as {OVERLAP} has it",
             width,
         )
+
+
+def _doubt(way: Way) -> str:
+    return f" {TIGHT}" if way.prediction.verdict.word == "tight" else ""
 
 
 def _told(what: str, recipe: Recipe) -> str:
@@ -248,6 +259,7 @@ def verdict(answer: Answer) -> Line:
     """The last word, and its style: green, yellow or red."""
     mine, best = answer.own, answer.best
     p = mine.prediction
+    sure = answer.found.sure[0] if answer.found is not None and answer.found.sure else None
     if mine.fits is False:
         assert mine.room is not None
         over = mine.memory.reserved / mine.room - 1
@@ -256,21 +268,42 @@ def verdict(answer: Answer) -> Line:
         )
         if best is not None:
             text += f". The fastest that fits: {brief(best.recipe)}"
+            if best.prediction.verdict.word == "tight":
+                text += f" (tight); that surely fits: {'none' if sure is None else brief(sure.recipe)}"
         elif answer.found is not None:
             text += ". No layout fits on this cluster: --fit lists clusters that do"
         return text, "bold red"
+    fits, fine, doubt = "", "green", ""
+    if mine.verdict is not None:
+        fits = mine.verdict.word
+        if mine.verdict.why:
+            fine, doubt = "yellow", f". It {mine.verdict.why}"
+            if sure is not None:
+                doubt += f". The fastest that surely fits: {brief(sure.recipe)}"
     if p is None:
-        known = "fits; " if mine.fits else ""
-        return f"{known}memory and traffic are known, speed is not", "yellow"
+        known = f"{fits}; " if fits else ""
+        return f"{known}memory and traffic are known, speed is not{doubt}", "yellow"
     if best is None:
-        return f"fits; {rate_span(p)}", "green"
+        return f"{fits}; {rate_span(p)}{doubt}", fine
     slower = p.step_s / best.prediction.step_s - 1
     if slower < 5e-4:
-        return "fits, and no layout that the rules allow is faster", "green"
+        return f"{fits}, and no layout that the rules allow is faster{doubt}", fine
     if slower <= ALIKE:
-        return f"fits, and is within {percent(slower, 1)} of the best, too near to tell them apart", "green"
-    text = f"fits, but a step takes {percent(slower)} longer than with the best layout: "
-    return text + difference(answer.own.recipe, best.recipe), "yellow"
+        text = f"{fits}, and is within {percent(slower, 1)} of the best, too near to tell them apart"
+        return text + doubt, fine
+    text = f"{fits}, but a step takes {percent(slower)} longer than with the best layout: "
+    text += difference(answer.own.recipe, best.recipe)
+    if best.prediction.verdict.word == "tight":
+        text += " (tight)"
+        # `doubt` names it already.
+        if sure is not None and not doubt:
+            more = p.step_s / sure.prediction.step_s - 1
+            text += (
+                "; none that surely fits is faster"
+                if more < 5e-4
+                else f"; {percent(more)} longer than with {brief(sure.recipe)}, which surely fits"
+            )
+    return f"{text}{doubt}", "yellow"
 
 
 def target_words(target: Target) -> str:
@@ -296,4 +329,5 @@ def target_words(target: Target) -> str:
 def _way(way: Way) -> str:
     p = way.prediction
     built = "" if way.built else " (not as things are)"
-    return f"{_told(way.what, way.recipe)}{built}: {figures.rate(p.tokens_per_s_per_gpu)}"
+    tight = ", tight" if _doubt(way) else ""
+    return f"{_told(way.what, way.recipe)}{tight}{built}: {figures.rate(p.tokens_per_s_per_gpu)}"

@@ -223,6 +223,16 @@ def brief(recipe: Recipe) -> str:
     return ", ".join(told)
 
 
+# Beside a layout that is tight, and what it says below a table.
+TIGHT = "!"
+TIGHT_NOTE = f"{TIGHT}: may run out of memory"
+
+
+def marked(recipe: Recipe, p: Prediction) -> str:
+    """A layout's sizes, with the mark of one that is tight."""
+    return short(recipe) + (f" {TIGHT}" if p.verdict.word == "tight" else "")
+
+
 def note(text: str, width: int) -> list[Line]:
     """A dim remark below a table."""
     return [

@@ -17,9 +17,10 @@ from seatrial.job.finding import Facts
 from seatrial.job.job import Job
 from seatrial.job.rules_layout import LAYOUT_RULES
 from seatrial.job.settled import provisional
-from seatrial.plan.auto import ALIKE, ROOM, Chosen, _safest, choose
+from seatrial.plan.auto import ALIKE, Chosen, _doubt, _safest, choose
 from seatrial.plan.place import place_of
 from seatrial.plan.predict import capacity
+from seatrial.plan.room import shipped_errors
 from seatrial.plan.search import Choice, search
 
 
@@ -65,30 +66,61 @@ def test_the_fastest_one_where_speeds_are_known() -> None:
     assert "limited by" in " ".join(found.reasons)
 
 
-def test_of_two_that_cannot_be_told_apart_the_one_that_is_sure_to_fit() -> None:
-    """Memory is predicted no better than within 10 %: nearly all of it is taken only where that is worth something."""
+def test_of_two_that_cannot_be_told_apart_the_one_that_surely_fits() -> None:
+    """Predictions of memory have been wrong: a tight layout is taken only where it is faster than every sure one."""
     j = open_job("llama3-8b-h100", "cluster.nodes=2")
     place = place_of(j)
     assert place.cluster is not None
     some = search(provisional(j), place.cluster, own=False).choices[0]
-    room = capacity(place.cluster)
+    full = shipped_errors().full
 
-    def one(step_s: float, share: float) -> Choice:
-        scale = share * room / some.prediction.memory.allocated
-        held = replace(
-            some.prediction.memory, **{k: v * scale for k, v in vars(some.prediction.memory).items()}
-        )
-        return replace(some, prediction=replace(some.prediction, step_s=step_s, memory=held))
+    def one(step_s: float, share: float, tensor: int) -> Choice:
+        p = some.prediction
+        room = p.memory.reserved / share
+        recipe = replace(some.recipe, tensor=tensor)
+        return replace(some, recipe=recipe, prediction=replace(p, step_s=step_s, room=room))
 
-    tight, near, far = one(10.0, 0.93), one(10.3, 0.5), one(11.0, 0.3)
-    ranked, why = _safest((tight, near, far), room)
+    tight, near, far = one(10.0, 0.97, 1), one(10.3, 0.5, 2), one(11.0, 0.3, 4)
+    ranked, why = _safest((tight, near, far), (near, far))
     assert ranked == [near, tight, far]
+    assert "may run out of memory" in why
     assert "too near in speed" in why
-    ranked, why = _safest((tight, far), room)
+    # One with the same sizes stands for both, so that no pair of sizes is listed twice.
+    slower = one(10.2, 0.5, 1)
+    assert _safest((tight, near, far), (slower, near, far))[0] == [slower, near, far]
+    ranked, why = _safest((tight, far), (far,))
     assert ranked == [tight, far]
     assert "shortest" in why
-    roomy = one(10.0, ROOM - 0.1)
-    assert _safest((roomy, near), room)[0] == [roomy, near]
+    assert "+10.0%" in _doubt(tight, (far,))
+    assert "no layout here surely fits" in _doubt(tight, ())
+    assert _safest((tight,), ())[0] == [tight]
+    for share, sure in ((full * 0.999, True), (full * 1.001, False)):
+        fastest = one(10.0, share, 1)
+        assert fastest.prediction.verdict.sure == sure
+        assert (_safest((fastest, near), (near,))[0] == [fastest, near]) == sure
+        assert (_doubt(fastest, (near,)) == "") == sure
+
+
+def test_a_job_whose_fastest_layout_is_tight_gets_one_that_is_not_or_is_told() -> None:
+    """Llama-3 8B on 8 A100 of 40 GB: memory is scarce."""
+    j = open_job(
+        "llama3-8b-h100",
+        "cluster.nodes=1",
+        "cluster.gpu=A100-40GB SXM",
+        drop=("microbatch", "activation_checkpointing"),
+    )
+    found = chosen(j)
+    verdict = found.best.verdict
+    assert verdict is not None
+    document = found.document()
+    assert document["memory_verdict"] == verdict.document()
+    said = [r for r in found.reasons if "tight" in r]
+    assert bool(said) == (verdict.word == "tight")
+    sure = search(provisional(j), found.place.cluster, own=False).sure  # type: ignore[arg-type]
+    if not verdict.sure and sure:
+        best = found.best.choice
+        assert best is not None
+        assert sure[0].prediction.step_s >= (1 + ALIKE) * best.prediction.step_s
 
 
 def test_what_was_written_stays() -> None:

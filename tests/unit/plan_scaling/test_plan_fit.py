@@ -17,14 +17,17 @@ from seatrial.job.layout import Layout
 from seatrial.job.loading import load_job
 from seatrial.job.models import model_presets
 from seatrial.plan.cluster import Cluster
-from seatrial.plan.fit import Account, Fit, account, smallest
+from seatrial.plan.fit import Account, Fit, _lean, account, smallest
 from seatrial.plan.legal import refusal
 from seatrial.plan.memory import memory
 from seatrial.plan.model import Model
 from seatrial.plan.predict import capacity, predict, stack_for
 from seatrial.plan.recipe import Recipe
+from seatrial.plan.room import judge
 from seatrial.plan.search import search
 from seatrial.plan.stacks import stacks
+from seatrial.ui.plan_fit import document, lines
+from seatrial.ui.plan_html import fit_page
 
 NDR = find_network("InfiniBand NDR 8x400")
 
@@ -117,6 +120,61 @@ def test_the_search_finds_none_in_anything_smaller() -> None:
             continue
         smaller = Cluster(fit.gpu, fit.nodes - 1, 8, NDR) if fit.nodes > 1 else Cluster(fit.gpu, 1, 4)
         assert search(job(), smaller, own=False).choices == ()
+
+
+def test_where_the_smallest_is_tight_the_smallest_that_surely_fits_is_named_too() -> None:
+    found = voyage()[0]
+    assert {f.verdict.word for f in found} == {"fits", "tight"}
+    for fit in found:
+        assert (fit.safe is None) == fit.verdict.sure
+        if fit.safe is None:
+            continue
+        safe = fit.safe
+        assert safe.safe is None
+        assert safe.gpu == fit.gpu
+        assert safe.gpus > fit.gpus
+        assert safe.verdict.sure
+        assert safe.recipe is not None
+        assert safe.recipe.world == safe.gpus
+        # At the tight size nothing that was tried needs less.
+        assert fit.recipe is not None
+        cluster = Cluster(fit.gpu, fit.nodes, fit.gpus_per_node, NDR)
+        assert all(not judge(needs, fit.room).sure for _, needs in _all_lean(cluster))
+        assert fit.needs == min(needs for _, needs in _all_lean(cluster))
+
+
+def _all_lean(cluster: Cluster) -> list[tuple[Recipe, float]]:
+    model = Model.of(job().architecture)
+    return [(r, memory(model, r, stack_for(r)).reserved) for r in _lean(job(), cluster)]
+
+
+def test_where_even_the_largest_size_is_tight_there_is_no_safe_one() -> None:
+    """72B on at most 3 nodes of H100: fits there, but not surely."""
+    found = {f.gpu.name: f for f in smallest(job(), most_nodes=3, network_of=lambda _: NDR)}
+    fit = found["H100 SXM"]
+    assert (fit.nodes, fit.verdict.word, fit.safe) == (3, "tight", None)
+    assert len(found) == len(gpus())
+    told = document(job(), account(job().architecture), tuple(found.values()))
+    one = next(c for c in told["clusters"] if c["gpu"] == "H100 SXM")
+    assert (one["fits"], one["memory_verdict"]["verdict"], one["safe"]) == (True, "tight", None)
+    shown = [text for text, _ in lines(job(), account(job().architecture), tuple(found.values()), width=100)]
+    assert any("H100 SXM " in text and " % !" in text for text in shown)
+    assert any(text.startswith("  !: may run out of memory") for text in shown)
+
+
+def test_both_sizes_stand_in_the_table_and_the_page() -> None:
+    told = account(job().architecture)
+    found = voyage()[0]
+    shown = [text for text, _ in lines(job(), told, found, width=100)]
+    assert (
+        sum("surely " in text and " % " in text for text in shown)
+        >= sum(f.safe is not None for f in found)
+        > 0
+    )
+    page = fit_page(job(), told, None, found)
+    assert page.count("tight, may run out of memory") == sum(not f.verdict.sure for f in found)
+    nested = [c["safe"] for c in document(job(), told, found)["clusters"]]
+    assert [n is not None for n in nested] == [f.safe is not None for f in found]
 
 
 def test_a_small_model_fits_on_one_gpu_where_no_network_is_needed() -> None:

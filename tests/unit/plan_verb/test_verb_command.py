@@ -78,6 +78,14 @@ def test_json(capsys: Captured) -> None:
     assert told["dry_run"] == []
 
 
+def test_a_tight_layout_is_no_failure(capsys: Captured) -> None:
+    assert main(["plan", SMALL, "--own", "--set", "train.microbatch=2"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "memory tight: " in out
+    assert "verdict tight; " in out
+    assert out.count("were that far above their prediction") == 2
+
+
 def test_fit(capsys: Captured) -> None:
     assert main(["plan", SMALL, "--fit"]) == 0
     out = capsys.readouterr().out

@@ -1,0 +1,117 @@
+"""Predicted memory beside published figures, and what is said of layouts that ran and of those that ran out of memory.
+
+The three answers (plan/room.py) follow from the errors themselves. When a row is scored, the errors of its own source are left
+out: what one source measured must not set the limit that its own rows are judged by.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from plan_rows import Guessed, Row
+from seatrial.plan.memory import Memory, memory
+from seatrial.plan.predict import capacity
+from seatrial.plan.room import SURE, Errors, Tail, judge
+from seatrial.plan.stacks import stacks
+
+
+def held(row: Row) -> Memory:
+    return memory(row.model, row.recipe, stacks()[row.stack])
+
+
+def fits(row: Row) -> bool:
+    return held(row).reserved <= capacity(row.cluster)
+
+
+def told(rows: Iterable[Row]) -> list[Row]:
+    """Those that say all that memory depends on."""
+    return [r for r in rows if not (r.free_microbatch or r.free_recompute)]
+
+
+def ratio(row: Row) -> float | None:
+    """Measured over predicted, both of the same kind; None where nothing was measured."""
+    if row.memory_bytes is None or not row.fits:
+        return None
+    of = held(row)
+    predicted = {"allocated": of.allocated, "reserved": of.held, "device": of.reserved}[row.memory_kind]
+    return row.memory_bytes / predicted
+
+
+def memory_errors(rows: Iterable[Row]) -> Errors:
+    """Of the rows that say all; a stack that was guessed says nothing of how wrong the planner is."""
+    found: dict[str, list[float]] = {}
+    for row in told(rows):
+        r = ratio(row)
+        if r is not None and not isinstance(row, Guessed):
+            found.setdefault(row.source, []).append(r)
+    tails = (
+        Tail(name, len(rs), tuple(sorted((round(r, 4) for r in rs if round(r, 4) > 1), reverse=True)))
+        for name, rs in sorted(found.items())
+    )
+    return Errors(tuple(tails))
+
+
+def score(errors: list[float]) -> dict[str, Any]:
+    return {
+        "rows": len(errors),
+        "mean_%": round(100 * statistics.fmean(errors), 1),
+        "median_%": round(100 * statistics.median(errors), 1),
+        "worst_%": round(100 * max(errors), 1),
+    }
+
+
+def memory_scores(rows: Iterable[Row], doubt: Errors | None = None) -> dict[str, Any]:
+    """Bytes against what was measured, and which of the three answers rows got, by what came of them.
+
+    `doubt`: errors to judge by; without, those of the rows themselves, less those of each row's own source.
+    """
+    known = told(rows)
+    errors: dict[str, list[float]] = {}
+    for row in known:
+        r = ratio(row)
+        if r is not None:
+            errors.setdefault(row.source, []).append(abs(1 / r - 1))
+    doubt = memory_errors(known) if doubt is None else doubt
+    answers = {"out_of_memory": _answers(r for r in known if not r.fits)}
+    answers["ran"] = _answers(r for r in known if r.fits)
+    shares: list[float] = []
+    figures = above = 0
+    for row in known:
+        others = doubt.without(row.source)
+        verdict = judge(held(row).reserved, capacity(row.cluster), others)
+        answers["ran" if row.fits else "out_of_memory"][verdict.word] += 1
+        if verdict.word == "tight" and verdict.share is not None:
+            shares.append(verdict.share)
+        r = ratio(row)
+        figures += r is not None
+        above += r is not None and r * others.full > 1
+    return {
+        "by_source": {k: score(v) for k, v in sorted(errors.items())},
+        "all": score([e for v in errors.values() for e in v]) if errors else None,
+        "fits_up_to_%": round(100 * doubt.full, 1),
+        "answers": answers,
+        "tight_mean_share_%": round(100 * statistics.fmean(shares), 1) if shares else None,
+        "above_the_limit_of_other_sources": {"figures": figures, "above": above},
+    }
+
+
+def _answers(rows: Iterable[Row]) -> dict[str, int]:
+    return {"rows": sum(1 for _ in rows), "does not fit": 0, "tight": 0, "fits": 0}
+
+
+def errors_toml(errors: Errors) -> str:
+    """memory_error.toml with these."""
+    lines = [
+        "# How far published memory figures were above their prediction: measured over predicted (memory.py), both of the same kind",
+        "# (allocated, reserved, or what the device showed). Written by bench/plan_accuracy.py --calibration from the rows that say all",
+        "# that memory depends on. `figures` counts all of a source, `above` has those beyond 1, from the largest. plan/room.py calls a",
+        f"# layout tight where {SURE * 100:g} % of all figures or more were as far above as the GPU's memory is above what the layout needs.",
+    ]
+    for s in errors.sources:
+        lines += ["", "[[source]]", f"name = {json.dumps(s.name)}", f"figures = {s.figures}"]
+        parts = [f"    {', '.join(map(str, s.above[i : i + 12]))}," for i in range(0, len(s.above), 12)]
+        lines += ["above = [", *parts, "]"] if parts else ["above = []"]
+    return "\n".join(lines) + "\n"
