@@ -1,6 +1,6 @@
 """The collectives of one training step by hand, from the job alone: what the dry run must count.
 
-    n tensor, S shard, R replicate, P pipeline ranks; M microbatches of B sequences; q layers on this rank
+    n tensor (p parts), S shard, R replicate, P pipeline ranks; M microbatches of B sequences; q layers on this rank
 
 Sizes are those of whole tensors: of an all-gather the output, of a reduce-scatter the input.
 """
@@ -11,6 +11,7 @@ from collections import defaultdict
 from math import prod
 
 from seatrial.job.job import Job
+from seatrial.job.parts import parts
 
 Derived = dict[tuple[str, str, str], tuple[int, int]]  # (kind, dimension, dtype) -> calls, bytes
 
@@ -42,8 +43,11 @@ def derived(job: Job, rank: int, device: str) -> Derived:
         if train.activation_checkpointing == "full":
             gathers += 2 * layers
             scatters += layers  # the last scatter of a layer gives nothing that the backward pass wants
-        add("all-gather", "tensor", M * gathers, hidden)
-        add("reduce-scatter", "tensor", M * scatters, hidden)
+        # Asynchronous tensor parallel sends each of those of the layers in p parts.
+        p = parts(B, T // n) if job.parallel.async_tensor else 1
+        for kind, calls in (("all-gather", gathers), ("reduce-scatter", scatters)):
+            add(kind, "tensor", M * ends, hidden)
+            add(kind, "tensor", M * (calls - ends) * p, hidden // p)
         if last:  # the loss over a split vocabulary: largest logit, then two sums
             add("all-reduce", "tensor", M, B * T * 4, "float32")
             add("all-reduce", "tensor", M, 2 * B * T * 4, "float32")

@@ -58,19 +58,24 @@ def job_of(case: dict[str, Any]) -> Job:
         parallel=ParallelSection(
             **{k: v for k, v in layout.as_dict().items() if k != "world_size"},
             reshard_after_forward=case.get("reshard_after_forward"),
+            async_tensor=case.get("async_tensor", False),
         ),
         train=TrainSection(
             steps=STEPS,
             sequence_length=LENGTH,
             global_batch=SEQUENCES if layout.data_parallel != 3 else 24,
-            microbatch=MICROBATCH,
+            microbatch=case.get("microbatch", MICROBATCH),
             precision=case["precision"],
             activation_checkpointing=case.get("activation_checkpointing", "none"),
         ),
         optimizer=OptimizerSection(lr=1e-3),
         checkpoint=CheckpointSection(every_steps=100),
     )
-    arch = replace(parity_ranks.arch_of(case), num_hidden_layers=case.get("layers", 4))
+    arch = replace(
+        parity_ranks.arch_of(case),
+        num_hidden_layers=case.get("layers", 4),
+        num_key_value_heads=case.get("kv_heads", parity_ranks.ARCH.num_key_value_heads),
+    )
     return Job(file, arch, layout, "dry")
 
 

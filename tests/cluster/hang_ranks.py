@@ -2,8 +2,8 @@
 
     python hang_ranks.py      {"rank", "log", "env", "plan"} a line
 
-A rank trains the small model of parity_ranks.py, leg after leg. Its plan: {"layout", "steps", "fault": {"step",
-"kind"}}; before the forward pass of its first block in that step it says {"fault": kind} and does what `kind` says.
+A rank trains the small model of parity_ranks.py, leg after leg. Its plan: {"layout", "steps", "async_tensor",
+"fault": {"step", "kind"}}; before the forward pass of its first block in that step it says {"fault": kind} and does what `kind` says.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Rank:
             wait_for_store("127.0.0.1", leg["master_port"], timeout_s=30.0)
         dist.init_process_group("gloo", timeout=small.TIMEOUT)
         mesh = build_mesh(layout, torch.device("cpu"), small.TIMEOUT)
-        case = {"tied": True}
+        case = {"tied": True, "async_tensor": self.plan.get("async_tensor", False)}
         model = small.build(case, mesh, small.NoisyWeights(small.arch_of(case), seed=1))
         optimizer = ShardedAdamW(model.shards, OptimizerSection(lr=small.LR))
         self.plant(model)

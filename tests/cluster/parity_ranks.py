@@ -14,11 +14,14 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import async_order
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +34,7 @@ from seatrial.job.layout import Layout
 from seatrial.job.schema import OptimizerSection
 from seatrial.model.hf import HuggingFaceWeights
 from seatrial.model.initialise import RandomWeights
+from seatrial.parallel import overlap, overlap_grad
 from seatrial.parallel.build import ParallelModel, Settings
 from seatrial.parallel.mesh import Mesh, build_mesh
 from seatrial.train.optimizer import ShardedAdamW
@@ -93,13 +97,14 @@ def build(case: dict[str, Any], mesh: Mesh, source: Any) -> ParallelModel:
     share = SEQUENCES // mesh.layout.data_parallel
     settings = Settings(
         sequence_length=LENGTH,
-        microbatch=MICROBATCH,
-        microbatches=share // MICROBATCH,
+        microbatch=case.get("microbatch", MICROBATCH),
+        microbatches=share // case.get("microbatch", MICROBATCH),
         global_tokens=SEQUENCES * LENGTH,
         precision=case.get("precision", "fp32"),
         activation_checkpointing=case.get("activation_checkpointing", "none"),
         compile=case.get("compile", False),
         reshard_after_forward=case.get("reshard_after_forward", True),
+        async_tensor=case.get("async_tensor", False),
     )
     model = ParallelModel(arch_of(case), mesh, settings, source, timeout=TIMEOUT)
     sabotage(model, case.get("sabotage"))
@@ -129,6 +134,27 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
                 return whole(ids_BT, target_BT, document_BT.roll(MICROBATCH, 0))
 
             pipeline.forward_backward = shifted  # type: ignore[method-assign, assignment]
+    elif what == "positions left in the order of parts":
+        overlap.Cut.in_order = lambda cut, x: x.reshape(cut.sequences, -1, x.shape[-1])  # type: ignore[method-assign]
+    elif what == "a rank that ends before its second part":
+        if model.mesh.at.tensor == 1:
+            calls, launch = count(), overlap.all_gather_single
+
+            def ending(*args: Any, **kwargs: Any) -> Any:
+                if next(calls) == 1:
+                    os._exit(1)
+                return launch(*args, **kwargs)
+
+            overlap.all_gather_single = ending
+    elif what == "weight gradients of the first part only":
+        whole_gradients = overlap_grad.gather_products_backward
+
+        def first_part(grads: Any, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+            of_input, _, of_biases = whole_gradients(grads, rows, *args, **kwargs)
+            n = rows.shape[0] // args[1].parts
+            return of_input, [grad[:n].t() @ rows[:n] for grad in grads], of_biases
+
+        overlap_grad.gather_products_backward = first_part
     elif what is not None:
         raise ValueError(what)
 
@@ -149,23 +175,37 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 
     optimizer.update = keep_gradients  # type: ignore[method-assign]
     history = []
+    order: list[str] = []
     share = SEQUENCES // mesh.layout.data_parallel
     for step in range(case.get("steps", STEPS)):
         mine = slice(mesh.data_rank * share, (mesh.data_rank + 1) * share)
         rows = batch(step)[mine]
-        result = train_step(
-            model,
-            optimizer,
-            rows[:, :-1].contiguous(),
-            rows[:, 1:].contiguous(),
-            documents(step)[mine] if case.get("documents") else None,
-            lr=LR,
-            clip_norm=CLIP,
-        )
+        last = step == case.get("steps", STEPS) - 1
+        with async_order.recorded() if last and case.get("order") else nullcontext(order) as order:
+            result = train_step(
+                model,
+                optimizer,
+                rows[:, :-1].contiguous(),
+                rows[:, 1:].contiguous(),
+                documents(step)[mine] if case.get("documents") else None,
+                lr=LR,
+                clip_norm=CLIP,
+            )
         loss, norm, _ = result.read()
         history.append((loss, norm))
     weights = [(s.name, s.box, s.local.clone()) for s in model.shards]
-    return {"history": history, "gradients": _plain(gradients), "weights": _plain(weights)}
+    logits = []
+    if case.get("evaluate"):
+        with torch.no_grad():
+            # Other batches than in training, as an evaluation has them.
+            logits = [model.stages[0](rows[:n, :-1].contiguous()) for n in (1, 3, 4, 5)]
+    return {
+        "logits": logits,
+        "history": history,
+        "gradients": _plain(gradients),
+        "weights": _plain(weights),
+        "order": "".join(order),
+    }
 
 
 def _plain(items: list[tuple[str, Box, Tensor]]) -> list[tuple[str, tuple[int, ...], Tensor]]:

@@ -33,6 +33,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-pp2-fsdp2-recompute": {"layout": FULL, "precision": "bf16", "activation_checkpointing": "full"},
     "interleaved": {"layout": {**MANY, "shard": 2, "schedule": "interleaved-1f1b"}, "precision": "bf16"},
     "zero-bubble": {"layout": {**MANY, "shard": 2, "schedule": "zero-bubble"}, "precision": "fp32"},
+    "tp2-async": {"layout": {"tensor": 2}, "precision": "fp32", "async_tensor": True},
+    "tp4-async-positions": {
+        "layout": {"tensor": 4},
+        "precision": "fp32",
+        "microbatch": 1,
+        "kv_heads": 4,
+        "async_tensor": True,
+    },
+    "tp2-pp2-fsdp2-recompute-async": {
+        "layout": FULL,
+        "precision": "bf16",
+        "activation_checkpointing": "full",
+        "async_tensor": True,
+    },
+    "zero-bubble-tp2": {"layout": {**MANY, "tensor": 2, "schedule": "zero-bubble"}, "precision": "fp32"},
+    "zero-bubble-tp2-async": {
+        "layout": {**MANY, "tensor": 2, "schedule": "zero-bubble"},
+        "precision": "fp32",
+        "async_tensor": True,
+    },
     "documents": {"layout": {"tensor": 2, "pipeline": 2}, "precision": "fp32", "documents": True},
 }
 CASES = {name: {"name": name, "tied": False, **case} for name, case in LAYOUTS.items()}
@@ -102,6 +122,20 @@ def test_collectives_are_those_derived_by_hand(name: str, out: Path) -> None:
 def test_flops_are_exact(name: str, out: Path) -> None:
     for real, dry in _both(out, name):
         assert dry["flops"] == real["flops"]
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp2-pp2-fsdp2-recompute", "zero-bubble-tp2"])
+def test_asynchronous_tensor_parallel_computes_and_sends_as_much_as_without(name: str, out: Path) -> None:
+    """Nothing twice, where a layer is recomputed or where a schedule comes for the weights' gradients later."""
+    told = []
+    for case in (name, f"{name}-async"):
+        payload: list[Counter[tuple[str, str, str]]] = []
+        for _, dry in _both(out, case):
+            payload.append(Counter())
+            for kind, dimension, dtype, n_bytes, calls in dry["collectives"]:
+                payload[-1][kind, dimension, dtype] += calls * n_bytes
+        told.append((payload, [dry["flops"] for _, dry in _both(out, case)]))
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -33,9 +33,11 @@ def begin(forker: Forker, tmp_path: Path) -> Iterator[Begin]:
     """Start four ranks; the culprit hangs in its third step, in the way given."""
     agents: list[RankAgent] = []
 
-    def start(fault: str | None = None, *, culprit: int = CULPRIT, layout: Any = LAYOUT) -> RankAgent:
+    def start(
+        fault: str | None = None, *, culprit: int = CULPRIT, layout: Any = LAYOUT, **plan: Any
+    ) -> RankAgent:
         planted = {"rank": culprit, "step": 3, "kind": fault} if fault is not None else None
-        agent = RankAgent(forker, tmp_path, {"layout": layout, "steps": 1000, "fault": planted})
+        agent = RankAgent(forker, tmp_path, {"layout": layout, "steps": 1000, "fault": planted, **plan})
         agents.append(agent)
         agent.fork(*range(agent.layout.world_size))
         agent.leg(1)
@@ -56,6 +58,16 @@ def test_a_rank_that_does_not_arrive_is_found_behind_others_that_wait_too(begin:
     assert blame.operation.waiting == (0,)
     assert str(blame.operation).startswith("all_gather number ")
     assert "of the shard group of ranks 0, 1" in str(blame)
+    assert "hang_ranks.py" in str(blame)  # the line that hangs
+    assert "2 more wait through others" in str(blame)
+
+
+def test_a_rank_is_found_for_whom_others_wait_with_several_collectives_under_way(begin: Begin) -> None:
+    """Asynchronous tensor parallel: all gathers of a layer are launched before the first one is waited for."""
+    blame = begin("sleep", layout={"tensor": 2, "shard": 2}, async_tensor=True).blame(CULPRIT)
+    assert (blame.ranks, blame.kind) == ((CULPRIT,), "not_arrived"), blame
+    assert blame.operation is not None
+    assert 0 in blame.operation.waiting
     assert "hang_ranks.py" in str(blame)  # the line that hangs
     assert "2 more wait through others" in str(blame)
 

@@ -79,6 +79,17 @@ def _sequence(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _async_tensor(facts: Facts) -> Iterator[Finding]:
+    # That something can be cut is sure: `_sequence` demands an even number of positions on each rank.
+    parallel = _parallel(facts)
+    if parallel.async_tensor and parallel.tensor == 1:
+        yield Finding(
+            ("parallel.async_tensor",),
+            "async_tensor = true has no effect: tensor is 1",
+            "remove it, or set tensor = 2 or more",
+        )
+
+
 def _stages(facts: Facts) -> Iterator[Finding]:
     layers, stages = facts.architecture.num_hidden_layers, facts.layout.stages
     if layers < stages:
@@ -204,6 +215,7 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _tensor_vocabulary,
     _tensor_node,
     _sequence,
+    _async_tensor,
     _stages,
     _schedule,
     _split_backward_sharded,

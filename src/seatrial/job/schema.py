@@ -165,6 +165,10 @@ class ParallelSection(Section):
         description="free the gathered weights between forward and backward: less memory, more communication; "
         "if missing, true without a pipeline and false with one, which would gather them for every microbatch",
     )
+    async_tensor: bool = Field(
+        default=False,
+        description="Cut tensor-parallel products into parts, and send one part while the next is computed",
+    )
 
     @property
     def reshards(self) -> bool:

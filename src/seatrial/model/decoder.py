@@ -6,6 +6,7 @@ Letters in tensor names, here and in parallel/:
     T  positions in a sequence        F  width of the MLP
     D  width of the model             H  width of one attention head
     N  query heads                    K  key and value heads (N is a multiple of K)
+    E  width of all heads, N H or K H
 
 Parameters are called as in Hugging Face's files (`model.layers.3.self_attn.q_proj.weight`), also in a part of the
 model: a pipeline stage keeps the numbers of its layers in the whole.
@@ -14,7 +15,7 @@ model: a pipeline stage keeps the numbers of its layers in the whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 
@@ -24,6 +25,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from seatrial.job.architecture import Architecture, RopeScaling
+
+Projections = Callable[..., Sequence[Tensor]]
+"""(x [B, T, D], modules) -> what each of these linear modules makes of x, [B, T, width of its own]."""
+
+
+def each(x_BTD: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
+    """Several projections of one tensor."""
+    return [linear(x_BTD) for linear in linears]
 
 
 class RMSNorm(nn.Module):
@@ -118,17 +127,17 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, N * H, bias=arch.qkv_bias)
         self.k_proj = nn.Linear(D, K * H, bias=arch.qkv_bias)
         self.v_proj = nn.Linear(D, K * H, bias=arch.qkv_bias)
-        self.o_proj = nn.Linear(N * H, D, bias=False)
+        self.o_proj: nn.Module = nn.Linear(N * H, D, bias=False)
         self.q_norm = RMSNorm(H, arch.rms_norm_eps) if arch.qk_norm else None
         self.k_norm = RMSNorm(H, arch.rms_norm_eps) if arch.qk_norm else None
+        self.project: Projections = each  # or what a parallel layout puts in its place
 
     def forward(
         self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, bias_B1TT: Tensor | None = None
     ) -> Tensor:
-        heads = (*x_BTD.shape[:2], -1, self.head_dim)
-        q_BTNH = self.q_proj(x_BTD).view(heads)
-        k_BTKH = self.k_proj(x_BTD).view(heads)
-        v_BTKH = self.v_proj(x_BTD).view(heads)
+        q_BTE, k_BTE, v_BTE = self.project(x_BTD, self.q_proj, self.k_proj, self.v_proj)
+        heads = (*q_BTE.shape[:2], -1, self.head_dim)
+        q_BTNH, k_BTKH, v_BTKH = q_BTE.view(heads), k_BTE.view(heads), v_BTE.view(heads)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         q_BTNH, k_BTKH = rotate(q_BTNH, cos_TH, sin_TH), rotate(k_BTKH, cos_TH, sin_TH)
@@ -151,10 +160,12 @@ class MLP(nn.Module):
         D, width = arch.hidden_size, arch.intermediate_size
         self.gate_proj = nn.Linear(D, width, bias=False)
         self.up_proj = nn.Linear(D, width, bias=False)
-        self.down_proj = nn.Linear(width, D, bias=False)
+        self.down_proj: nn.Module = nn.Linear(width, D, bias=False)
+        self.project: Projections = each  # as in attention; the order of the positions is no matter here
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        gate_BTF, up_BTF = self.project(x_BTD, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate_BTF) * up_BTF)
 
 
 class Block(nn.Module):

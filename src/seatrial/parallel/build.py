@@ -35,6 +35,7 @@ class Settings:
     activation_checkpointing: str = "none"
     compile: bool = False
     reshard_after_forward: bool = True
+    async_tensor: bool = False
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -217,7 +218,13 @@ def build_stage(
             last=index == layout.stages - 1,
         )
     if mesh.tensor is not None:
-        apply_tensor_parallel(model, mesh.tensor, mesh.at.tensor, settings.sequence_length)
+        apply_tensor_parallel(
+            model,
+            mesh.tensor,
+            mesh.at.tensor,
+            settings.sequence_length,
+            overlapped=settings.async_tensor,
+        )
     for block in model.blocks:
         block.recompute = settings.activation_checkpointing == "full"
         if settings.compile:

@@ -15,8 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 # torch 2.13 renamed these two and deprecates the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def wait(work: dist.Work) -> None:
+    """For a collective that is under way. A place of its own: who asks what a rank is doing knows it by this function."""
+    work.wait()
 
 
 def gather_positions(x_BtD: Tensor, group: ProcessGroup) -> Tensor:
@@ -24,7 +29,7 @@ def gather_positions(x_BtD: Tensor, group: ProcessGroup) -> Tensor:
     n = group.size()
     B, t, D = x_BtD.shape
     out_nBtD = x_BtD.new_empty(n, B, t, D)
-    _all_gather(out_nBtD.view(n * B, t, D), x_BtD.contiguous(), group=group)
+    all_gather_single(out_nBtD.view(n * B, t, D), x_BtD.contiguous(), group=group)
     return out_nBtD.transpose(0, 1).reshape(B, n * t, D)
 
 
@@ -34,7 +39,7 @@ def scatter_sum_positions(x_BTD: Tensor, group: ProcessGroup) -> Tensor:
     B, T, D = x_BTD.shape
     parts_nBtD = x_BTD.view(B, n, T // n, D).transpose(0, 1).contiguous()
     out_BtD = x_BTD.new_empty(B, T // n, D)
-    _reduce_scatter(out_BtD, parts_nBtD.view(n * B, T // n, D), group=group)
+    reduce_scatter_single(out_BtD, parts_nBtD.view(n * B, T // n, D), group=group)
     return out_BtD
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from seatrial.base.box import Box
-from seatrial.model.decoder import Decoder
+from seatrial.model.decoder import Block, Decoder
 from seatrial.parallel.collectives import GatherPositions, ScatterSumPositions
+from seatrial.parallel.overlap_grad import Overlap, ScatteringLinear
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _ROW = ("o_proj", "down_proj")
@@ -68,8 +69,13 @@ class SplitEmbedding(nn.Module):
         return ScatterSumPositions.apply(rows_BTD, self._group)
 
 
-def apply_tensor_parallel(model: Decoder, group: ProcessGroup, rank: int, sequence_length: int) -> None:
-    """Cut the weights of `model` (on the meta device) to this rank's part and put the communication in its place."""
+def apply_tensor_parallel(
+    model: Decoder, group: ProcessGroup, rank: int, sequence_length: int, *, overlapped: bool = False
+) -> None:
+    """Cut the weights of `model` (on the meta device) to this rank's part and put the communication in its place.
+
+    `overlapped`: that of the layers goes beside their products, part by part (see `overlap`).
+    """
     size = group.size()
     for name, parameter in list(model.named_parameters()):
         path, _, leaf = name.rpartition(".")
@@ -83,8 +89,12 @@ def apply_tensor_parallel(model: Decoder, group: ProcessGroup, rank: int, sequen
     def scatter(_module: nn.Module, _args: tuple[Any, ...], out: Tensor) -> Tensor:
         return ScatterSumPositions.apply(out, group)
 
+    overlap = Overlap(group) if overlapped else None
     # One gather feeds q, k and v, and one feeds gate and up.
     for block in model.blocks:
+        if overlap is not None:
+            _overlap(block, overlap)
+            continue
         block.self_attn.register_forward_pre_hook(gather)
         block.self_attn.o_proj.register_forward_hook(scatter)
         block.mlp.register_forward_pre_hook(gather)
@@ -95,3 +105,11 @@ def apply_tensor_parallel(model: Decoder, group: ProcessGroup, rank: int, sequen
     if model.lm_head is not None:
         model.lm_head.register_forward_pre_hook(gather)
     model.sequence_length = sequence_length
+
+
+def _overlap(block: Block, overlap: Overlap) -> None:
+    attention, mlp = block.self_attn, block.mlp
+    attention.project = overlap.project_in_order
+    attention.o_proj = ScatteringLinear(attention.o_proj.get_parameter("weight"), overlap, in_order=True)
+    mlp.project = overlap.project
+    mlp.down_proj = ScatteringLinear(mlp.down_proj.get_parameter("weight"), overlap, in_order=False)

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from seatrial.parallel import collectives
+
 _TORCH = str(Path(torch.__file__).parent)
 _DISTRIBUTED = f"{_TORCH}/distributed/"
 # Here a rank also waits for others where no collective is recorded: a store, a rendezvous, a group being made.
@@ -34,6 +36,8 @@ _DEVICE = (
     f"{_TORCH}/_inductor/",
     "torchinductor",
 )
+# Where a rank of ours waits for a collective that it has launched before.
+_WAIT = (collectives.__file__, collectives.wait.__name__)
 _P2P = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "_batch_p2p", "_wait_batch_p2p"}
 _P2P_NAME = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
@@ -128,14 +132,19 @@ def position(frames: dict[int, FrameType], main_thread: int, *, waiting: bool) -
     kind, peers = "python", None
     if function in _P2P and file.startswith(_DISTRIBUTED):
         kind, peers = "communication", _peers(frame)
-    elif file in _MEETING or (file.startswith(_DISTRIBUTED) and waiting):
+    elif file in _MEETING or (waiting and _may_wait(frame)):
         kind = "communication"
     elif any(part in file for part in _DEVICE):
         # A backward pass on a device runs in a thread of its own, and the main thread only waits for it.
-        inner = (f.f_code.co_filename for t, f in frames.items() if t != main_thread)
-        elsewhere = waiting and any(f.startswith(_DISTRIBUTED) for f in inner)
+        elsewhere = waiting and any(_may_wait(f) for t, f in frames.items() if t != main_thread)
         kind = "communication" if elsewhere else "device"
     return {"in": kind, "frame": _place(frame), "caller": _place(_caller(frame)), "peers": peers}
+
+
+def _may_wait(frame: FrameType) -> bool:
+    """Whether this is a place where collectives are waited for."""
+    code = frame.f_code
+    return code.co_filename.startswith(_DISTRIBUTED) or (code.co_filename, code.co_name) == _WAIT
 
 
 def _caller(frame: FrameType) -> FrameType:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from seatrial.hardware.catalogue import find_gpu, peak_flops
 from seatrial.hardware.mfu import mfu
 from seatrial.job import Job
+from seatrial.model.decoder import MLP, Attention
 from seatrial.parallel.build import ParallelModel
+from seatrial.parallel.overlap_grad import ScatteringLinear
 from seatrial.record.metrics import MetricsRecord
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -43,6 +45,7 @@ class OwnTime:
         self._begun: float | torch.cuda.Event | None = None
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._handles: list[RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
 
     def start(self) -> None:
         self._begun = self._mark() if self._cuda else time.perf_counter()
@@ -75,11 +78,18 @@ class OwnTime:
         """Count the forward passes of attention, MLP and output head: between them ranks talk, inside they do not.
 
         One block of each stage stands for all. A compiled one lets nobody look inside: there only the head counts.
+        Asynchronous tensor parallel talks within the projections: there what lies between them counts.
         """
         for stage in model.stages:
             for block in [] if model.settings.compile else stage.blocks[:1]:
-                self._span(block.self_attn, block.self_attn.o_proj)
-                self._span(block.mlp, block.mlp.down_proj)
+                for first, last in (
+                    (block.self_attn, block.self_attn.o_proj),
+                    (block.mlp, block.mlp.down_proj),
+                ):
+                    if isinstance(last, ScatteringLinear):
+                        self._span_between(first, last)
+                    else:
+                        self._span(first, last)
             if stage.lm_head is not None:
                 self._span(stage.lm_head, stage.lm_head)
 
@@ -88,12 +98,30 @@ class OwnTime:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
 
     def _span(self, first: nn.Module, last: nn.Module) -> None:
         # Registered after tensor parallel's hooks: what it gathers before `first` has arrived, and what it
         # scatters after `last` comes later.
         self._handles.append(first.register_forward_pre_hook(lambda *_: self.start()))
         self._handles.append(last.register_forward_hook(lambda *_: self.stop(), prepend=True))
+
+    def _span_between(self, module: Attention | MLP, last: ScatteringLinear) -> None:
+        project = module.project
+
+        def projected(x_BtD: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
+            out = project(x_BtD, *linears)
+            self.start()
+            return out
+
+        def restore() -> None:
+            module.project = project
+
+        module.project = projected
+        self._undo.append(restore)
+        self._handles.append(last.register_forward_pre_hook(lambda *_: self.stop()))
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

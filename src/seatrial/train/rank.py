@@ -246,4 +246,5 @@ def settings_of(job: Job) -> Settings:
         activation_checkpointing=train.activation_checkpointing,
         compile=train.compile,
         reshard_after_forward=job.parallel.reshards,
+        async_tensor=job.parallel.async_tensor,
     )

@@ -34,6 +34,7 @@ from jobs import GOOD, load, only_problem, problems
         (("parallel.schedule=gpipe", "parallel.stages_per_rank=2"), "--set parallel.stages_per_rank=2", 'schedule "gpipe" has one stage on each rank, not 2', "parallel.stages_per_rank=1"),
         (("parallel.pipeline=1", "parallel.schedule=gpipe"), "--set parallel.schedule=gpipe", 'schedule "gpipe" has no effect: pipeline is 1', "parallel.schedule=1f1b"),
         (("parallel.pipeline=1", "parallel.stages_per_rank=2"), "--set parallel.stages_per_rank=2", "stages_per_rank 2 has no effect: pipeline is 1", "parallel.stages_per_rank=1"),
+        (("parallel.tensor=1", "parallel.async_tensor=true"), "--set parallel.async_tensor=true", "async_tensor = true has no effect: tensor is 1", "parallel.async_tensor=false"),
         (("optimizer.warmup_steps=201",), "--set optimizer.warmup_steps=201", "warmup_steps 201 is more than train.steps 200", "optimizer.warmup_steps=200"),
         (("optimizer.decay=wsd", "optimizer.decay_steps=150", "optimizer.warmup_steps=51"), "--set optimizer.decay_steps=150", "warmup_steps 51 + decay_steps 150 are more than train.steps 200", "optimizer.warmup_steps=50"),
         (("optimizer.decay=wsd", "optimizer.warmup_steps=181"), "--set optimizer.warmup_steps=181", "warmup_steps 181 + decay_steps 20 (a tenth of the steps) are more than train.steps 200", "optimizer.warmup_steps=180"),

@@ -85,7 +85,7 @@ def test_every_key_is_written() -> None:
     values = tomllib.loads(load(GOOD).to_toml())
     assert values["parallel"] == {
         "tensor": 2, "pipeline": 2, "context": 1, "expert": 1, "replicate": 1, "shard": 2, "schedule": "1f1b",
-        "stages_per_rank": 1, "reshard_after_forward": False,
+        "stages_per_rank": 1, "reshard_after_forward": False, "async_tensor": False,
     }  # fmt: skip
     assert values["model"]["hidden_size"] == 128
     assert "preset" not in values["model"]

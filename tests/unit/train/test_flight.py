@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from seatrial.parallel import collectives
 from seatrial.train import flight
 
 TIMEOUT_S = 20.0
@@ -107,6 +109,25 @@ def test_where_a_rank_waits_and_where_it_works(
     assert at["in"] == wanted
     assert at["frame"].endswith(f"in {function}")
     assert "test_attendant" not in at["frame"]
+
+
+def test_a_collective_launched_before_is_waited_for_in_a_place_that_is_known() -> None:
+    """Asynchronous tensor parallel waits in our own code, which otherwise counts as computing."""
+    lock = threading.Lock()
+    lock.acquire()
+    work = SimpleNamespace(wait=lock.acquire)  # no frame of Python's inside, as in torch
+    thread = threading.Thread(target=collectives.wait, args=(work,), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + TIMEOUT_S
+    while sys._current_frames()[thread.ident or 0].f_code is not collectives.wait.__code__:
+        assert time.monotonic() < deadline
+    frames = sys._current_frames()
+    try:
+        assert flight.position(frames, thread.ident or 0, waiting=True)["in"] == "communication"
+        assert flight.position(frames, thread.ident or 0, waiting=False)["in"] == "python"
+    finally:
+        lock.release()
+        thread.join()
 
 
 def test_the_other_side_of_a_send_or_receive_is_read_from_the_stack(

@@ -1,0 +1,177 @@
+"""Products and collectives of tensor parallel side by side: positions in parts, one part sent while another is computed.
+
+What Megatron-LM calls tp_comm_overlap and torchtitan asynchronous tensor parallel, on ordinary collectives: no
+memory that GPUs share, so it is the same on gloo and on NCCL. The sums are those of `collectives`; parts only cut rows.
+
+    gather, products     all parts' gathers are under way; the products of a part follow when it is there
+      backward           a part's input gradient is computed, its reduce-scatter is under way beside the next part's,
+                         and beside the gradients of the weights
+    product, scatter     a part's product is computed, its reduce-scatter is under way beside the next part's product
+      backward           all parts' gathers are under way; the input gradient of a part follows when it is there
+
+Between the two, rows stand in the order of parts: [part, rank, sequence, position]. What works on rows alone (the MLP)
+leaves them so; attention needs [sequence, position] (`Cut.in_order`, `Cut.in_parts`).
+
+    R  rows: all positions of a microbatch      O  output features of a rank      t  positions of one rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from seatrial.job.parts import parts, sequence_parts
+from seatrial.parallel.collectives import all_gather_single, reduce_scatter_single, wait
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the positions of one microbatch are cut, in n ranks and in parts of sequences or of positions."""
+
+    ranks: int
+    sequences: int  # B
+    positions: int  # t
+    sequence_parts: int
+    position_parts: int
+
+    @classmethod
+    def of(cls, sequences: int, positions: int, ranks: int) -> Cut:
+        """For `sequences` of a microbatch and `positions` of each on one rank."""
+        between = sequence_parts(sequences)
+        return cls(ranks, sequences, positions, between, parts(sequences, positions) // between)
+
+    @property
+    def parts(self) -> int:
+        return self.sequence_parts * self.position_parts
+
+    @property
+    def rows(self) -> int:
+        return self.ranks * self.sequences * self.positions
+
+    def in_order(self, rows_RO: Tensor) -> Tensor:
+        """Rows in the order of parts -> [B, T, O]; a view where parts are single sequences."""
+        P, Q = self.sequence_parts, self.position_parts
+        b, s = self.sequences // P, self.positions // Q
+        split = rows_RO.reshape(P, Q, self.ranks, b, s, -1)
+        return split.permute(0, 3, 2, 1, 4, 5).reshape(self.sequences, self.ranks * self.positions, -1)
+
+    def in_parts(self, x_BTO: Tensor) -> Tensor:
+        """[B, T, O] -> rows in the order of parts [R, O]."""
+        P, Q = self.sequence_parts, self.position_parts
+        b, s = self.sequences // P, self.positions // Q
+        split = x_BTO.reshape(P, b, self.ranks, Q, s, -1)
+        return split.permute(0, 3, 2, 1, 4, 5).reshape(self.rows, -1)
+
+    def pieces(self, x_BtD: Tensor) -> Iterator[Tensor]:
+        """This rank's positions, part by part [B/P, t/Q, D]: views."""
+        for sequences in x_BtD.chunk(self.sequence_parts):
+            yield from sequences.chunk(self.position_parts, dim=1)
+
+
+class _Gathering:
+    """All-gathers of the parts of [B, t, D], all under way; rows [R, D] that are whole when each was waited for."""
+
+    def __init__(self, x_BtD: Tensor, cut: Cut, group: ProcessGroup) -> None:
+        self.rows_RD = x_BtD.new_empty(cut.rows, x_BtD.shape[-1])
+        # The parts that are sent are kept until they are: nobody else may hold them.
+        self._sent = [piece.contiguous() for piece in cut.pieces(x_BtD)]
+        self._under_way = [
+            all_gather_single(into, sent.flatten(0, 1), group=group, async_op=True)
+            for into, sent in zip(self.rows_RD.chunk(cut.parts), self._sent, strict=True)
+        ]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Each part's rows when they are there."""
+        for work, rows in zip(self._under_way, self.rows_RD.chunk(len(self._under_way)), strict=True):
+            wait(work)
+            yield rows
+
+
+class _Scattering:
+    """Reduce-scatters of parts into [B, t, D], each under way from when it was given."""
+
+    def __init__(self, like: Tensor, width: int, cut: Cut, group: ProcessGroup) -> None:
+        self._out_BtD = like.new_empty(cut.sequences, cut.positions, width)
+        self._targets = cut.pieces(self._out_BtD)
+        self._group = group
+        self._under_way: list[tuple[Any, Tensor, Tensor, Tensor]] = []
+
+    def send(self, rows_RD: Tensor) -> None:
+        """Sum the next part over the group; each rank gets its own positions."""
+        target = next(self._targets)
+        into = target if target.is_contiguous() else torch.empty_like(target)
+        work = reduce_scatter_single(into.flatten(0, 1), rows_RD, group=self._group, async_op=True)
+        self._under_way.append((work, rows_RD, into, target))
+
+    def finish(self) -> Tensor:
+        """[B, t, D], when all parts are there."""
+        for work, _, into, target in self._under_way:
+            wait(work)
+            if into is not target:
+                target.copy_(into)
+        return self._out_BtD
+
+
+def gather_products(
+    x_BtD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], cut: Cut, group: ProcessGroup
+) -> tuple[Tensor, list[Tensor]]:
+    """Gathered rows [R, D], and their product with each weight [O, D], plus its bias if there are any: [R, O] each."""
+    gathering = _Gathering(x_BtD, cut, group)
+    outs = [x_BtD.new_empty(cut.rows, weight.shape[0]) for weight in weights]
+    into = zip(*(out.chunk(cut.parts) for out in outs), strict=True)
+    for rows, targets in zip(gathering, into, strict=True):
+        for i, (weight, target) in enumerate(zip(weights, targets, strict=True)):
+            if biases:
+                torch.addmm(biases[i], rows, weight.t(), out=target)
+            else:
+                torch.mm(rows, weight.t(), out=target)
+    return gathering.rows_RD, outs
+
+
+def gather_products_backward(
+    grads_RO: Sequence[Tensor],
+    rows_RD: Tensor,
+    weights: Sequence[Tensor],
+    cut: Cut,
+    group: ProcessGroup,
+    *,
+    of_input: bool = True,
+    of_weights: bool = True,
+    biased: bool = False,
+) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
+    """Gradients of x [B, t, D], and of the weights and biases, as far as they are wanted."""
+    scattering = _Scattering(rows_RD, rows_RD.shape[1], cut, group)
+    if of_input:
+        for grads in zip(*(g.chunk(cut.parts) for g in grads_RO), strict=True):
+            # In the order in which autograd would add them up, last product first, so that the sums have the same bits.
+            total = torch.mm(grads[-1], weights[-1])
+            for grad, weight in zip(grads[-2::-1], weights[-2::-1], strict=True):
+                total += torch.mm(grad, weight)
+            scattering.send(total)
+    of_each = [torch.mm(grad.t(), rows_RD) for grad in grads_RO] if of_weights else []
+    of_biases = [grad.sum(0) for grad in grads_RO] if of_weights and biased else []
+    return scattering.finish() if of_input else None, of_each, of_biases
+
+
+def product_scatter(rows_RO: Tensor, weight: Tensor, cut: Cut, group: ProcessGroup) -> Tensor:
+    """The product of rows with a weight [D, O], summed over the group: this rank's positions [B, t, D]."""
+    scattering = _Scattering(rows_RO, weight.shape[0], cut, group)
+    for rows in rows_RO.chunk(cut.parts):
+        scattering.send(torch.mm(rows, weight.t()))
+    return scattering.finish()
+
+
+def product_scatter_backward(
+    grad_BtD: Tensor, weight: Tensor, cut: Cut, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the rows [R, O], and that of the product [R, D], of which the weight's gradient is made."""
+    gathering = _Gathering(grad_BtD, cut, group)
+    grad_RO = grad_BtD.new_empty(cut.rows, weight.shape[1])
+    for grad, target in zip(gathering, grad_RO.chunk(cut.parts), strict=True):
+        torch.mm(grad, weight, out=target)
+    return grad_RO, gathering.rows_RD

@@ -1,0 +1,161 @@
+"""The pairs of products and collectives of `overlap`, with gradients: what a layer calls.
+
+Two ways to the same functions. Uncompiled, autograd functions that know which gradients are wanted, since a zero-bubble
+pipeline asks for those of the weights later. Compiled, operators that the compiler cannot look into: it would be free
+to move a collective behind the product that is to hide it (`overlap_ops`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from seatrial.parallel.overlap import (
+    Cut,
+    gather_products,
+    gather_products_backward,
+    product_scatter,
+    product_scatter_backward,
+)
+from seatrial.parallel.overlap_ops import gather_products_op, product_scatter_op
+
+
+class Overlap:
+    """What takes the place of a layer's projections: gather and project, or project and scatter, in one."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.ranks = group.size()
+        self.name = group.group_name  # how a compiled layer names the group
+
+    def project(self, x_BtD: Tensor, *linears: nn.Module) -> list[Tensor]:
+        """This rank's positions -> products of all positions with each rank's weights, rows in the order of parts.
+
+        Each has the shape [B, T, O]; `Cut.in_order` puts its positions in order.
+        """
+        weights = [linear.get_parameter("weight") for linear in linears]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        assert len(biases) in (0, len(weights))
+        if torch.compiler.is_compiling():
+            outs = gather_products_op(x_BtD, weights, biases, self.name)[1:]
+        else:
+            cut = Cut.of(x_BtD.shape[0], x_BtD.shape[1], self.ranks)
+            # As seen from the products, transposed: what is a view of a weight has a node of its own, see `_wanted`.
+            views = [weight.t() for weight in weights]
+            outs = _GatherProducts.apply(x_BtD, *views, *biases, cut, self.group, len(views))
+        shape = (x_BtD.shape[0], x_BtD.shape[1] * self.ranks, -1)
+        return [out.view(shape) for out in outs]
+
+    def project_in_order(self, x_BtD: Tensor, *linears: nn.Module) -> list[Tensor]:
+        """`project` for whom positions must be in order."""
+        cut = Cut.of(x_BtD.shape[0], x_BtD.shape[1], self.ranks)
+        return [cut.in_order(out) for out in self.project(x_BtD, *linears)]
+
+
+class ScatteringLinear(nn.Module):
+    """A projection whose input features are cut: the products of all ranks are summed, each keeps its positions."""
+
+    def __init__(self, weight: nn.Parameter, overlap: Overlap, *, in_order: bool) -> None:
+        """`in_order`: the positions of its input are, otherwise they are in the order of parts."""
+        super().__init__()
+        self.weight = weight
+        self._overlap, self._in_order = overlap, in_order
+
+    def forward(self, h_BTO: Tensor) -> Tensor:
+        B, T, width = h_BTO.shape
+        n = self._overlap.ranks
+        cut = Cut.of(B, T // n, n)
+        rows_RO = cut.in_parts(h_BTO) if self._in_order else h_BTO.reshape(B * T, width)
+        if torch.compiler.is_compiling():
+            return product_scatter_op(rows_RO, self.weight, B, self._overlap.name)
+        group = self._overlap.group
+        view = self.weight.t()
+        marker = _Keep.apply(rows_RO, view, cut, group)
+        return _ProductScatter.apply(marker, rows_RO.detach(), view.detach(), cut, group)
+
+
+def _wanted(ctx: Any, index: int) -> bool:
+    """Whether the pass that is under way wants the gradient of tensor argument `index`.
+
+    `needs_input_grad` says what might be wanted ever. torch cannot be asked of a leaf, so of a leaf it is always.
+    """
+    if not ctx.needs_input_grad[index]:
+        return False
+    node = ctx.next_functions[index][0]
+    return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)
+
+
+class _GatherProducts(torch.autograd.Function):
+    """`gather_products`. Arguments: x, each weight transposed [D, O], each bias; then what is no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BtD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *tensors, ctx.cut, ctx.group, ctx.weights = rest
+        views, biases = tensors[: ctx.weights], tensors[ctx.weights :]
+        rows_RD, outs = gather_products(x_BtD, [v.t() for v in views], biases, ctx.cut, ctx.group)
+        ctx.biased = bool(biases)
+        ctx.save_for_backward(rows_RD, *views)
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, *views = ctx.saved_tensors
+        of_weights = _wanted(ctx, 1)
+        of_input, of_each, of_biases = gather_products_backward(
+            [grad.contiguous() for grad in grads],
+            rows_RD,
+            [view.t() for view in views],
+            ctx.cut,
+            ctx.group,
+            of_input=_wanted(ctx, 0),
+            of_weights=of_weights,
+            biased=ctx.biased,
+        )
+        nothing = [None] * (1 + ctx.biased) * ctx.weights
+        of_tensors = [*(g.t() for g in of_each), *of_biases] if of_weights else nothing
+        return of_input, *of_tensors, None, None, None
+
+
+class _Keep(torch.autograd.Function):
+    """Keeps what the gradients of `product_scatter` need, and makes them; forward it computes nothing.
+
+    A layer that is recomputed is computed again until the last tensor is kept that its backward pass needs. Were it kept
+    with the product, the product and its reduce-scatter would be done again for nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_RO: Tensor, view_OD: Tensor, cut: Cut, group: ProcessGroup) -> Tensor:
+        ctx.cut, ctx.group, ctx.gathered = cut, group, None
+        ctx.save_for_backward(rows_RO, view_OD)
+        # As large as the result in shape only: the gradient of the result comes back through it.
+        return rows_RO.new_empty(()).expand(cut.sequences, cut.positions, view_OD.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        rows_RO, view_OD = ctx.saved_tensors
+        of_rows, of_weight = _wanted(ctx, 0), _wanted(ctx, 1)
+        grad_RO, gathered, ctx.gathered = None, ctx.gathered, None
+        if of_rows or gathered is None:
+            grad_RO, gathered = product_scatter_backward(grads[0], view_OD.t(), ctx.cut, ctx.group)
+        if not of_weight:
+            if ctx.needs_input_grad[1]:
+                ctx.gathered = gathered  # for the pass that comes for the weights
+            return grad_RO, None, None, None
+        return grad_RO if of_rows else None, torch.mm(gathered.t(), rows_RO).t(), None, None
+
+
+class _ProductScatter(torch.autograd.Function):
+    """`product_scatter`, whose gradients `_Keep` makes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, marker: Tensor, rows_RO: Tensor, view_OD: Tensor, cut: Cut, group: ProcessGroup
+    ) -> Tensor:
+        return product_scatter(rows_RO, view_OD.t(), cut, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grads[0], None, None, None, None

@@ -1,0 +1,141 @@
+"""The pairs of products and collectives of `overlap` as operators, for layers that are compiled.
+
+The compiler cannot look into them, so what they launch and wait for keeps its order. Groups go by name: a compiled layer has
+no other way to say which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from seatrial.parallel.overlap import (
+    Cut,
+    gather_products,
+    gather_products_backward,
+    product_scatter,
+    product_scatter_backward,
+)
+
+
+def _resolve(name: str) -> ProcessGroup:
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+
+
+def _cut(x_BtD: Tensor, group: ProcessGroup) -> Cut:
+    return Cut.of(x_BtD.shape[0], x_BtD.shape[1], group.size())
+
+
+def _cut_rows(rows_RO: Tensor, sequences: int, group: ProcessGroup) -> Cut:
+    return Cut.of(sequences, rows_RO.shape[0] // (sequences * group.size()), group.size())
+
+
+@torch.library.custom_op(
+    "seatrial::gather_products",
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] weights, Tensor[] biases, str group) -> Tensor[]",
+)
+def gather_products_op(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: str
+) -> list[Tensor]:
+    members = _resolve(group)
+    rows, outs = gather_products(x, weights, biases, _cut(x, members), members)
+    return [rows, *outs]
+
+
+@gather_products_op.register_fake
+def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: str) -> list[Tensor]:
+    rows = x.shape[0] * x.shape[1] * _resolve(group).size()
+    return [x.new_empty(rows, x.shape[2]), *(x.new_empty(rows, w.shape[0]) for w in weights)]
+
+
+@torch.library.custom_op(
+    "seatrial::gather_products_backward",
+    mutates_args=(),
+    schema="(Tensor[] grads, Tensor rows, Tensor[] weights, bool biased, int sequences, str group) -> Tensor[]",
+)
+def _gather_products_backward_op(
+    grads: Sequence[Tensor], rows: Tensor, weights: Sequence[Tensor], biased: bool, sequences: int, group: str
+) -> list[Tensor]:
+    members = _resolve(group)
+    cut = _cut_rows(rows, sequences, members)
+    whole = [grad.contiguous() for grad in grads]
+    of_input, of_each, of_biases = gather_products_backward(whole, rows, weights, cut, members, biased=biased)
+    assert of_input is not None
+    return [of_input, *of_each, *of_biases]
+
+
+@_gather_products_backward_op.register_fake
+def _(
+    grads: Sequence[Tensor], rows: Tensor, weights: Sequence[Tensor], biased: bool, sequences: int, group: str
+) -> list[Tensor]:
+    n = _resolve(group).size()
+    of_input = rows.new_empty(sequences, rows.shape[0] // (sequences * n), rows.shape[1])
+    of_each = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights]
+    return [of_input, *of_each, *(w.new_empty(w.shape[0]) for w in weights if biased)]
+
+
+def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, biases, ctx.group = inputs
+    ctx.sequences, ctx.biased = x.shape[0], bool(biases)
+    ctx.save_for_backward(output[0], *weights)
+
+
+def _gather_gradient(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    rows, *weights = ctx.saved_tensors
+    of_input, *rest = _gather_products_backward_op(
+        grads[1:], rows, weights, ctx.biased, ctx.sequences, ctx.group
+    )
+    return of_input, rest[: len(weights)], rest[len(weights) :], None
+
+
+gather_products_op.register_autograd(_gather_gradient, setup_context=_keep_gather)
+
+
+@torch.library.custom_op(
+    "seatrial::product_scatter",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor weight, int sequences, str group) -> Tensor",
+)
+def product_scatter_op(rows: Tensor, weight: Tensor, sequences: int, group: str) -> Tensor:
+    members = _resolve(group)
+    return product_scatter(rows.contiguous(), weight, _cut_rows(rows, sequences, members), members)
+
+
+@product_scatter_op.register_fake
+def _(rows: Tensor, weight: Tensor, sequences: int, group: str) -> Tensor:
+    positions = rows.shape[0] // (sequences * _resolve(group).size())
+    return rows.new_empty(sequences, positions, weight.shape[0])
+
+
+@torch.library.custom_op(
+    "seatrial::product_scatter_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor rows, Tensor weight, str group) -> Tensor[]",
+)
+def _product_scatter_backward_op(grad: Tensor, rows: Tensor, weight: Tensor, group: str) -> list[Tensor]:
+    members = _resolve(group)
+    of_rows, gathered = product_scatter_backward(grad, weight, _cut(grad, members), members)
+    return [of_rows, torch.mm(gathered.t(), rows)]
+
+
+@_product_scatter_backward_op.register_fake
+def _(grad: Tensor, rows: Tensor, weight: Tensor, group: str) -> list[Tensor]:
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (rows, weight)]
+
+
+def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weight, _, ctx.group = inputs
+    ctx.save_for_backward(rows, weight)
+
+
+def _product_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, weight = ctx.saved_tensors
+    return *_product_scatter_backward_op(grad, rows, weight, ctx.group), None, None
+
+
+product_scatter_op.register_autograd(_product_gradient, setup_context=_keep_product)
