@@ -29,6 +29,7 @@ from torch import Tensor
 from seatrial.base.box import Box
 from seatrial.checkpoint import write
 from seatrial.checkpoint.manifest import Manifest, Progress
+from seatrial.job import parts
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
 from seatrial.job.schema import OptimizerSection
@@ -40,6 +41,8 @@ from seatrial.parallel.mesh import Mesh, build_mesh
 from seatrial.train.optimizer import ShardedAdamW
 from seatrial.train.step import train_step
 
+# What is small here is cut into as many parts as what is large elsewhere.
+parts.ENOUGH = 1
 TIMEOUT = timedelta(seconds=60)
 STEPS = 20
 SEQUENCES, LENGTH, MICROBATCH = 16, 64, 2

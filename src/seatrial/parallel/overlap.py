@@ -42,7 +42,7 @@ class Cut:
     @classmethod
     def of(cls, sequences: int, positions: int, ranks: int) -> Cut:
         """For `sequences` of a microbatch and `positions` of each on one rank."""
-        between = sequence_parts(sequences)
+        between = sequence_parts(sequences, positions)
         return cls(ranks, sequences, positions, between, parts(sequences, positions) // between)
 
     @property

@@ -14,6 +14,7 @@ from seatrial.plan.collectives import UnknownNetworkError
 from seatrial.plan.kernels import UnknownSpeedError
 from seatrial.plan.legal import refusal
 from seatrial.plan.model import Model
+from seatrial.plan.overlap import able
 from seatrial.plan.predict import Prediction, Share, predict, stack_for
 from seatrial.plan.recipe import Recipe
 from seatrial.plan.search import MICROBATCHES, STAGES_PER_RANK, Found
@@ -23,8 +24,8 @@ from seatrial.plan.stacks import Stack, stacks
 ALIKE = 0.04
 # Less than this is not worth a line.
 _WORTH = 0.01
-# Whose overlap of tensor-parallel communication stands for what is possible: the most that a stack here has on published results.
-OVERLAP = "nemo"
+# The stack that stands for what other software does: it hides the most communication of those with published results on many GPUs.
+OTHER = "nemo"
 FURTHEST = 64.0  # a turn is looked for within this factor of what there is
 
 Reached = Literal["yes", "inside", "no"]
@@ -159,7 +160,15 @@ def targets(
 
 def allowed(job: Job, cluster: Cluster, recipe: Recipe) -> str | None:
     """Why our trainer refuses a recipe of this job; None if it does not."""
-    found = refusal(job, cluster, layout_of(recipe), microbatch=recipe.microbatch, reshard=recipe.reshard)
+    r = recipe
+    found = refusal(
+        job,
+        cluster,
+        layout_of(r),
+        microbatch=r.microbatch,
+        reshard=r.reshard,
+        async_tensor=r.async_tensor,
+    )
     if found is None and recipe.compiled and recipe.schedule == "zero-bubble" and recipe.pipeline > 1:
         return "zero-bubble with compile = true gives wrong gradients"
     return None if found is None else found.message
@@ -191,7 +200,7 @@ def _ways(asker: _Asker, own: Recipe, base: Prediction, found: Found | None) -> 
             return
         ways.append(Way(what, recipe, p, gain, built))
 
-    for kind in _settings(own):
+    for kind in _settings(own, stack_for(own, asker.stack)):
         tried = [(what, r, p) for what, r in kind if (p := asker.ask(r)) is not None]
         if tried:
             add(*min(tried, key=lambda t: t[2].step_s))
@@ -203,11 +212,10 @@ def _ways(asker: _Asker, own: Recipe, base: Prediction, found: Found | None) -> 
             add("the best with its tensor and pipeline sizes", mine.recipe, mine.prediction)
         if best.recipe != own:
             add("the best layout", best.recipe, best.prediction)
-    _add_overlap(asker, own, found, add)
-    other = stacks()[OVERLAP]
-    if stack_for(own, asker.stack).name != OVERLAP and (tuned := _tuned(asker, own, other)) is not None:
-        changed = "" if tuned[0] == own else f", {difference(own, tuned[0])}"
-        add(f"{OVERLAP} in place of this trainer{changed}", *tuned, built=False)
+    other, plain = stacks()[OTHER], replace(own, async_tensor=False)
+    if stack_for(own, asker.stack).name != OTHER and (tuned := _tuned(asker, plain, other)) is not None:
+        changed = "" if tuned[0] == plain else f", {difference(plain, tuned[0])}"
+        add(f"{OTHER} in place of this trainer{changed}", *tuned, built=False)
     network = asker.cluster.network
     if network is not None and asker.cluster.nodes > 1:
         twice = replace(asker.cluster, network=replace(network, gbps_per_nic=2 * network.gbps_per_nic))
@@ -217,30 +225,7 @@ def _ways(asker: _Asker, own: Recipe, base: Prediction, found: Found | None) -> 
     return sorted(seen.values(), key=lambda w: -w.gain)
 
 
-def _add_overlap(asker: _Asker, own: Recipe, found: Found | None, add: Callable[..., None]) -> None:
-    """What tensor-parallel communication behind computation would bring: to this layout as it is, in its best settings, to any."""
-    ours, model = stack_for(own, asker.stack), stacks()[OVERLAP]
-    if ours.hide_tensor >= model.hide_tensor:
-        return
-    hidden = replace(ours, hide_tensor=model.hide_tensor, name=ours.name)
-    told = "TP communication overlapped"
-    if own.tensor > 1:
-        add(told, own, asker.ask(own, stack=hidden), built=False)
-        tuned = _tuned(asker, own, hidden)
-        if tuned is not None and tuned[0] != own:
-            add(f"{told}, and {difference(own, tuned[0])}", *tuned, built=False)
-    if found is None:
-        return
-    others = [(c.recipe, p) for c in found.choices if (p := asker.ask(c.recipe, stack=hidden)) is not None]
-    others.sort(key=lambda pair: pair[1].step_s)
-    fine = [t for recipe, _ in others[:3] if (t := _tuned(asker, recipe, hidden)) is not None]
-    if fine:
-        recipe, p = min(fine, key=lambda pair: pair[1].step_s)
-        if recipe.tensor > 1 and _pair(recipe) != _pair(own):
-            add(f"the best layout, {told}", recipe, p, built=False)
-
-
-def _settings(own: Recipe) -> Iterator[list[tuple[str, Recipe]]]:
+def _settings(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
     """One setting of the job's own layout changed: by kind, everything that it may become."""
     yield [(f"microbatch {m}", replace(own, microbatch=m)) for m in MICROBATCHES if m != own.microbatch]
     if own.recompute == "full":
@@ -251,6 +236,9 @@ def _settings(own: Recipe) -> Iterator[list[tuple[str, Recipe]]]:
         yield [("compile = true", replace(own, compiled=True))]
     if own.reshard:
         yield [("reshard_after_forward = false", replace(own, reshard=False))]
+    if able(own, stack):
+        other = replace(own, async_tensor=not own.async_tensor)
+        yield [(difference(own, other), other)]
     shapes = [replace(own, schedule=s, stages_per_rank=n) for s, n in _schedules(own)]
     yield [(difference(own, r), r) for r in shapes]
 
@@ -350,9 +338,12 @@ def _pair(recipe: Recipe) -> tuple[int, int]:
 
 
 def short(recipe: Recipe) -> str:
-    """TP8 PP2 FSDP8, as the field writes layouts; with replicas "FSDP8 DP4", with several stages a rank "PP2x4"."""
+    """TP8 PP2 FSDP8, as the field writes layouts; with replicas "FSDP8 DP4", with several stages a rank "PP2x4",
+    "TP8 async" with communication behind products.
+    """
     stages = f"x{recipe.stages_per_rank}" if recipe.stages_per_rank > 1 else ""
-    words = [f"TP{recipe.tensor}", f"PP{recipe.pipeline}{stages}", f"FSDP{recipe.shard}"]
+    behind = " async" if recipe.async_tensor and recipe.tensor > 1 else ""
+    words = [f"TP{recipe.tensor}{behind}", f"PP{recipe.pipeline}{stages}", f"FSDP{recipe.shard}"]
     if recipe.replicate > 1:
         words.append(f"DP{recipe.replicate}")
     return " ".join(words)
@@ -375,6 +366,8 @@ def difference(a: Recipe, b: Recipe) -> str:
         told.append("full recomputation" if b.recompute == "full" else "no recomputation")
     if a.reshard != b.reshard:
         told.append(f"reshard_after_forward = {str(b.reshard).lower()}")
+    if a.async_tensor != b.async_tensor:
+        told.append(f"async_tensor = {str(b.async_tensor).lower()}")
     if a.compiled != b.compiled:
         told.append("compile = true" if b.compiled else "compile = false")
     return ", ".join(told) or "nothing"

@@ -16,12 +16,13 @@ from seatrial.plan.finish import HOST_SOURCE, Finish, finish
 from seatrial.plan.kernels import UnknownSpeedError
 from seatrial.plan.memory import Memory, memory
 from seatrial.plan.model import Model
+from seatrial.plan.overlap import SOURCE as OVERLAP_SOURCE
 from seatrial.plan.place import Place
 from seatrial.plan.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.recipe import Recipe
 from seatrial.plan.room import Verdict, judge
 from seatrial.plan.scaling import Scaling, best_scaling, scaling
-from seatrial.plan.search import Choice, Found, limit, search
+from seatrial.plan.search import Choice, Found, limit, own_recipe, search
 from seatrial.plan.step import Traffic, traffic
 
 # Of shared storage, where nobody measured it. It decides how long a checkpoint is under way, and little else: `slow` tells how much.
@@ -178,7 +179,7 @@ def answer(
         best_scaled=best,
         advice=more,
         targets=told,
-        provenance=_provenance(model, mine, ending, place),
+        provenance=_provenance(model, mine, found, ending, place),
     )
 
 
@@ -190,7 +191,7 @@ def usual_nodes(cluster: Cluster) -> tuple[int, ...]:
 
 
 def _own(job: Job, place: Place, model: Model, w: Wishes, calibration: Calibration | None) -> Own:
-    recipe, cluster = Recipe.of(job), place.cluster
+    recipe, cluster = own_recipe(job, w.stack), place.cluster
     behaviour = stack_for(recipe, w.stack)
     held = memory(model, recipe, behaviour)
     prediction, why = None, place.why_no_gpu
@@ -274,10 +275,15 @@ def _ending(
     return Ending(whole, own, best, slow, rate, source, w.rate, w.price)
 
 
-def _provenance(model: Model, mine: Own, ending: Ending | None, place: Place) -> tuple[str, ...]:
+def _provenance(
+    model: Model, mine: Own, found: Found | None, ending: Ending | None, place: Place
+) -> tuple[str, ...]:
     told = place.told
     if mine.prediction is not None:
         told += mine.prediction.provenance
+        chosen = () if found is None else tuple(c.recipe for c in found.choices)
+        if any(r.async_tensor for r in (mine.recipe, *chosen)):
+            told += (OVERLAP_SOURCE,)
         if short := too_short(model, mine.recipe, mine.prediction):
             told += (f"{short}; {SHORTEST_SOURCE}",)
     if ending is not None:

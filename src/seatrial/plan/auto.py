@@ -62,6 +62,7 @@ class Candidate:
         told: dict[str, Any] = {
             "layout": self.layout.as_dict(),
             "reshard_after_forward": r.reshard,
+            "async_tensor": r.async_tensor,
             "microbatch": r.microbatch,
             "activation_checkpointing": r.recompute,
             "memory_bytes": round(self.held_bytes),
@@ -108,7 +109,7 @@ class Chosen:
         """The whole [parallel] section."""
         r = self.best.recipe
         sizes = {k: v for k, v in self.best.layout.as_dict().items() if k != "world_size"}
-        return ParallelSection(**sizes, reshard_after_forward=r.reshard)
+        return ParallelSection(**sizes, reshard_after_forward=r.reshard, async_tensor=r.async_tensor)
 
     @property
     def train(self) -> Mapping[str, Any]:

@@ -77,7 +77,7 @@ def job_with(job: Job, recipe: Recipe) -> Job:
     """`job` with the layout and settings of a recipe, as if they stood in its file. InputError where a rule refuses them."""
     r = recipe
     sizes = {k: v for k, v in layout_of(r).as_dict().items() if k != "world_size"}
-    parallel = ParallelSection(**sizes, reshard_after_forward=r.reshard)
+    parallel = ParallelSection(**sizes, reshard_after_forward=r.reshard, async_tensor=r.async_tensor)
     again = "full" if r.recompute == "full" else "none"
     return settled(job, parallel, {"microbatch": r.microbatch, "activation_checkpointing": again})
 

@@ -19,6 +19,7 @@ def refusal(
     *,
     microbatch: int,
     reshard: bool,
+    async_tensor: bool = False,
     global_batch: int | None = None,
 ) -> Finding | None:
     """The first rule that refuses `job` with this layout and batch (its own if None) on `cluster`; None if all allow it.
@@ -27,7 +28,13 @@ def refusal(
     """
     sizes: dict[str, Any] = {k: v for k, v in layout.as_dict().items() if k != "world_size"}
     parallel = ParallelSection.model_construct(
-        **{"context": 1, "expert": 1, "reshard_after_forward": reshard, **sizes}
+        **{
+            "context": 1,
+            "expert": 1,
+            "reshard_after_forward": reshard,
+            "async_tensor": async_tensor,
+            **sizes,
+        }
     )
     batch = job.train.global_batch if global_batch is None else global_batch
     train = job.train.model_copy(update={"microbatch": microbatch, "global_batch": batch})

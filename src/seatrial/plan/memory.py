@@ -5,7 +5,7 @@ microbatch, n tensor-parallel ranks, D hidden, N H queries, K H keys, F the MLP)
 
     two inputs of norms, this rank's positions      e t 2 D / n
     two gathered inputs of products, all positions  e t 2 D          a gather's output is kept, so this part does not shrink with n
-    queries, keys (turned), values, attention out   e t (2 N H + 2 K H) / n
+    queries, keys (turned), values, attention out   e t (2 N H + 2 K H) / n        and N H more, where `overlap.reorders`
     gate, silu(gate), up and their product          e t 4 F / n
     log-sum-exp of attention, two roots of norms    4 t N / n + 8 t / n
 
@@ -16,8 +16,10 @@ dropout and scores); "megatron-2021" is that paper's equation 1 with dropout and
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from seatrial.plan.model import Model
+from seatrial.plan.overlap import reorders
 from seatrial.plan.recipe import Recipe
 from seatrial.plan.schedule import in_flight
 from seatrial.plan.stacks import Stack
@@ -74,6 +76,8 @@ class Memory:
         return self.allocated * (1 + FRAGMENTATION) + self.streams
 
 
+# A search asks whether a layout fits, and then predicts it, which asks again.
+@lru_cache(maxsize=1)
 def memory(model: Model, recipe: Recipe, stack: Stack) -> Memory:
     """Of the pipeline rank that needs most."""
     ranks = [
@@ -303,7 +307,8 @@ def layer_activations(model: Model, recipe: Recipe, stack: Stack, width: int = 2
         mlp = 4 if model.gated else 2
         if recipe.compiled and model.gated:
             mlp = 3  # one kernel makes the product of gate and up; silu(gate) is not kept
-        return width * t * (2 * D / n + 2 * D + (2 * NH + 2 * KH + mlp * F) / n) + scale + 8.0 * t / n
+        heads = (3 if reorders(recipe, stack) else 2) * NH
+        return width * t * (2 * D / n + 2 * D + (heads + 2 * KH + mlp * F) / n) + scale + 8.0 * t / n
     own = n if recipe.sequence_parallel else 1
     if stack.layer_states == "megatron-2021":
         scores = 5.0 * recipe.microbatch * model.heads * float(recipe.sequence) ** 2 / n

@@ -39,6 +39,9 @@ class Recipe:
     recompute: Recompute = "none"
     sequence_parallel: bool = True
     compiled: bool = False
+    async_tensor: bool = (
+        False  # our trainer: gathers and scatters behind products, part by part (`overlap.py`)
+    )
 
     @classmethod
     def of(cls, job: Job, layout: Layout | None = None) -> Recipe:
@@ -58,6 +61,7 @@ class Recipe:
             reshard=job.parallel.reshards,
             recompute="full" if train.activation_checkpointing == "full" else "none",
             compiled=train.compile,
+            async_tensor=job.parallel.async_tensor,
         )
 
     @property

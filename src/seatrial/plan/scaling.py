@@ -209,7 +209,13 @@ def _refused(job: Job, recipe: Recipe, cluster: Cluster) -> str | None:
     r = recipe
     layout = Layout(r.pipeline, r.replicate, r.shard, r.tensor, r.stages_per_rank, r.schedule)
     found = refusal(
-        job, cluster, layout, microbatch=r.microbatch, reshard=r.reshard, global_batch=r.global_batch
+        job,
+        cluster,
+        layout,
+        microbatch=r.microbatch,
+        reshard=r.reshard,
+        async_tensor=r.async_tensor,
+        global_batch=r.global_batch,
     )
     return None if found is None else found.message
 

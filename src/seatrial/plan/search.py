@@ -1,13 +1,13 @@
 """Every legal layout of a job on a cluster, predicted: the best, runners-up, why, and what the user's own costs against it.
 
 Legal is what the rules of the job file allow (`job.rules_layout`), so nothing is proposed that our trainer refuses. Searched are
-tensor, pipeline, stages per rank, schedule, replicate, shard, microbatch, recomputation and resharding; model, global batch,
-sequence, precision and compilation are the job's.
+tensor, pipeline, stages per rank, schedule, replicate, shard, microbatch, recomputation and resharding, and whether tensor-parallel
+communication goes behind products; model, global batch, sequence, precision and compilation are the job's.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +20,7 @@ from seatrial.plan.cluster import Cluster
 from seatrial.plan.legal import refusal
 from seatrial.plan.memory import memory
 from seatrial.plan.model import Model
+from seatrial.plan.overlap import able, copied, cut, overlaps
 from seatrial.plan.predict import Prediction, capacity, predict, stack_for
 from seatrial.plan.recipe import Recipe, Recompute
 from seatrial.plan.stacks import Stack
@@ -49,7 +50,7 @@ class Found:
 
     choices: tuple[Choice, ...]
     own: Choice | None  # the job's layout, where it has as many ranks
-    tried: int  # legal layouts
+    tried: int  # legal layouts, with asynchronous tensor parallel or without counted once
     too_large: int  # of them, without enough memory
     refused: dict[str, int]  # combinations that a rule refuses, by the key it points at
     least_bytes: float  # what the smallest of all needs on a GPU
@@ -81,6 +82,15 @@ def search(
     tried = too_large = 0
     least = float("inf")
     room = capacity(cluster)
+    # Of each pair of sizes, layouts that asynchronous tensor parallel could make faster, and below what no step of theirs comes.
+    waiting: defaultdict[tuple[int, int], list[tuple[float, Recipe]]] = defaultdict(list)
+
+    def take(recipe: Recipe, found: Prediction) -> None:
+        key = (recipe.tensor, recipe.pipeline)
+        for kept in (choices, sure) if found.verdict.sure else (choices,):
+            if key not in kept or found.step_s < kept[key].prediction.step_s:
+                kept[key] = Choice(recipe, found, limit(found, room))
+
     for recipe in legal(job, cluster, refused, microbatches, recomputes):
         tried += 1
         needs = memory(model, recipe, stack_for(recipe, stack)).reserved
@@ -89,27 +99,55 @@ def search(
             too_large += 1
             continue
         found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
-        key = (recipe.tensor, recipe.pipeline)
-        if key not in choices or found.step_s < choices[key].prediction.step_s:
-            choices[key] = Choice(recipe, found, limit(found, room))
-        if found.verdict.sure and (key not in sure or found.step_s < sure[key].prediction.step_s):
-            sure[key] = Choice(recipe, found, limit(found, room))
+        take(recipe, found)
+        if able(recipe, behaviour := stack_for(recipe, stack)):
+            least_s = _least_step(model, recipe, behaviour, found)
+            waiting[recipe.tensor, recipe.pipeline].append((least_s, recipe))
+    for key, plain in waiting.items():
+        for least_s, recipe in sorted(plain, key=lambda pair: pair[0]):
+            # It needs no less memory: where nothing is sure without it, nothing is with it.
+            if least_s >= max(kept[key].prediction.step_s for kept in (choices, sure) if key in kept):
+                break  # nor can any further one be faster
+            recipe = replace(recipe, async_tensor=True)
+            if _refuses(job, cluster, recipe):
+                continue
+            found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
+            if found.fits:
+                take(recipe, found)
     mine = None
     if own and job.layout.world_size == cluster.gpus:
-        recipe = Recipe.of(job)
+        recipe = own_recipe(job, stack)
         found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
         mine = Choice(recipe, found, limit(found, room))
         # It may have a microbatch or a number of stages that is not among those searched.
-        key = (recipe.tensor, recipe.pipeline)
-        if found.fits and (key not in choices or found.step_s < choices[key].prediction.step_s):
-            choices[key] = mine
-        if found.verdict.sure and (key not in sure or found.step_s < sure[key].prediction.step_s):
-            sure[key] = mine
+        if found.fits:
+            take(recipe, found)
     return Found(_ranked(choices), mine, tried, too_large, dict(refused), least, _ranked(sure))
 
 
 def _ranked(choices: dict[tuple[int, int], Choice]) -> tuple[Choice, ...]:
     return tuple(sorted(choices.values(), key=lambda c: c.prediction.step_s))
+
+
+def own_recipe(job: Job, stack: str | Stack = "seatrial") -> Recipe:
+    """The job's own layout on a stack; another stack than our trainer hides what it hides, whatever the job says."""
+    recipe = Recipe.of(job)
+    return replace(recipe, async_tensor=overlaps(recipe, stack_for(recipe, stack)))
+
+
+def _least_step(model: Model, recipe: Recipe, stack: Stack, found: Prediction) -> float:
+    """Below this no step with asynchronous tensor parallel comes; `found` is without it.
+
+    It takes from tensor-parallel communication and from copies, and from the bubble, which is made of the same passes. At six of
+    a layer's eight places, forward and backward, at least one part stays in sight, and what is hidden slows what hides it.
+    """
+    p = found.parts
+    hidden = (1 - stack.contention) * (1 - 6 / 8 / cut(recipe))
+    copies = copied(model, recipe, stack)
+    moved = stack.hidden_forward * model.hidden + stack.ffn_forward * model.ffn
+    share = copies / (copies + moved * recipe.tokens / recipe.tensor)
+    again = 2 if recipe.recompute == "full" else 1
+    return found.step_s - hidden * p.tensor - share * again * p.operators - max(hidden, share) * p.bubble
 
 
 def limit(found: Prediction, room: float) -> str:
@@ -127,8 +165,8 @@ def legal(
     microbatches: Sequence[int] = MICROBATCHES,
     recomputes: Sequence[Recompute] = RECOMPUTES,
 ) -> Iterator[Recipe]:
-    """What the rules allow, for all of `cluster`; what they refuse is counted in `refused`."""
-    base = Recipe.of(job)
+    """What the rules allow, for all of `cluster`, without asynchronous tensor parallel; what they refuse is counted in `refused`."""
+    base = replace(Recipe.of(job), async_tensor=False)
     for tensor in divisors(cluster.gpus_per_node):
         for pipeline in divisors(cluster.gpus // tensor, most=cluster.gpus):
             for schedule, per_rank in _schedules(pipeline):
@@ -158,7 +196,9 @@ def _variants(
 ) -> Iterator[Recipe]:
     """Each way of recomputing and of resharding, where the rules allow them."""
     for reshard in (True, False):
-        if _refuses(job, cluster, layout, micro, reshard, refused):
+        finding = refusal(job, cluster, layout, microbatch=micro, reshard=reshard)
+        if finding is not None:
+            refused[finding.keys[0]] += 1
             continue
         for recompute in recomputes:
             yield replace(
@@ -175,12 +215,10 @@ def _variants(
             )
 
 
-def _refuses(
-    job: Job, cluster: Cluster, layout: Layout, micro: int, reshard: bool, refused: Counter[str]
-) -> bool:
+def _refuses(job: Job, cluster: Cluster, r: Recipe) -> bool:
     """Whether a rule of the job file refuses it."""
-    finding = refusal(job, cluster, layout, microbatch=micro, reshard=reshard)
-    if finding is None:
-        return False
-    refused[finding.keys[0]] += 1
-    return True
+    layout = Layout(r.pipeline, r.replicate, r.shard, r.tensor, r.stages_per_rank, r.schedule)
+    found = refusal(
+        job, cluster, layout, microbatch=r.microbatch, reshard=r.reshard, async_tensor=r.async_tensor
+    )
+    return found is not None

@@ -89,10 +89,10 @@ def _taken(job: Job, place: Place, recorded: Mapping[str, Any]) -> tuple[Job | N
     if not isinstance(layout, dict):
         return None, "what an earlier start chose cannot be read"
     sizes = {key: value for key, value in layout.items() if key != "world_size"}
+    sizes["reshard_after_forward"] = recorded.get("reshard_after_forward")
+    sizes["async_tensor"] = recorded.get("async_tensor", False)  # an older record has none
     try:
-        parallel = ParallelSection.model_validate(
-            {**sizes, "reshard_after_forward": recorded.get("reshard_after_forward")}
-        )
+        parallel = ParallelSection.model_validate(sizes)
         type(job.train).model_validate({**job.train.model_dump(), **train})
     except ValidationError:
         return None, "what an earlier start chose cannot be read"

@@ -106,8 +106,8 @@ def step_parts(
     sends = 2 * p2p * each * max(0, recipe.stages - 1)
     data_in, slowed_in = (gathers[0] + gathers[1]) * model.layers * each, gathers[2] * model.layers * each
     once = _once(model, recipe, fabric, stack, w, counts)
-    redone_tensor = again.tensor + again.context
-    known = both.total + again.kernels + redone_tensor + sends + data_in + slowed_in
+    redone_beside = again.tensor + again.context + again.slowed
+    known = both.total + again.kernels + redone_beside + sends + data_in + slowed_in
     return Parts(
         products=both.products,
         attention=both.attention,
@@ -118,7 +118,7 @@ def step_parts(
         pipeline=sends + _tied(model, recipe, fabric, stack),
         bubble=max(0.0, makespan - known),
         data=data_in + once.exposed,
-        contention=slowed_in + once.slowed,
+        contention=slowed_in + once.slowed + both.slowed + again.slowed,
         optimizer=_optimizer(model, recipe, fabric, stack),
     )
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from seatrial.plan.calibration import EVEN, Factors
 from seatrial.plan.cluster import Group, group
 from seatrial.plan.collectives import Fabric
 from seatrial.plan.kernels import Kernels
 from seatrial.plan.model import Model
+from seatrial.plan.overlap import copied, cut, gathered, overlaps, scattered
 from seatrial.plan.recipe import Recipe
 from seatrial.plan.stacks import Stack
 
@@ -36,6 +38,7 @@ class Pass:
     operators: float = 0.0
     tensor: float = 0.0  # tensor-parallel communication
     context: float = 0.0
+    slowed: float = 0.0  # computation beside tensor-parallel communication takes longer by this
 
     @property
     def kernels(self) -> float:
@@ -43,7 +46,7 @@ class Pass:
 
     @property
     def total(self) -> float:
-        return self.kernels + self.tensor + self.context
+        return self.kernels + self.tensor + self.context + self.slowed
 
     def __add__(self, other: Pass) -> Pass:
         # Written out: a search adds and scales some hundred thousand of them.
@@ -53,6 +56,7 @@ class Pass:
             self.operators + other.operators,
             self.tensor + other.tensor,
             self.context + other.context,
+            self.slowed + other.slowed,
         )
 
     def times(self, factor: float) -> Pass:
@@ -62,6 +66,7 @@ class Pass:
             self.operators * factor,
             self.tensor * factor,
             self.context * factor,
+            self.slowed * factor,
         )
 
 
@@ -104,8 +109,12 @@ class _Maker:
         r, stack, model = self.recipe, self.stack, self.model
         n, t, h = r.tensor, r.tokens, model.hidden
         products = [(a, b // n) if i % 2 == 0 else (a // n, b) for i, (a, b) in enumerate(model.matrices())]
-        forward = sum(self.kernels.product(t, b, a) for a, b in products)
-        backward = sum(self.kernels.product(t, a, b) + self.kernels.product(a, b, t) for a, b in products)
+        parts = cut(r) if overlaps(r, stack) else 1
+        ahead = [self.kernels.product(t // parts, b, a) for a, b in products]  # of one part
+        back = [self.kernels.product(t // parts, a, b) for a, b in products]
+        weights = [self.kernels.product(a, b, t) for a, b in products]
+        forward = sum(parts * k for k in ahead)
+        backward = sum(parts * k + w for k, w in zip(back, weights, strict=True))
         positions = t / n if r.sequence_parallel else t
         cast = 0.0
         if r.precision == "fp8":  # every input of a product is read in 16 bits and written in 8, twice
@@ -113,16 +122,17 @@ class _Maker:
         moved_f = stack.hidden_forward * h * positions + stack.ffn_forward * model.ffn / n * t + cast
         moved_b = stack.hidden_backward * h * positions + stack.ffn_backward * model.ffn / n * t + cast
         moved_b += stack.accumulate * model.layer_parameters() / n
+        copies = copied(model, r, stack)
         attention_f, attention_b = self._attention()
         tensor, context = self._tensor(), self._context(attention_f)
         gap = stack.gap_s
-        f = Pass(forward, attention_f, self.kernels.move(moved_f) + gap, tensor, context)
+        f = Pass(forward, attention_f, self.kernels.move(moved_f + copies) + gap, tensor, context)
         gathers = tensor * self._backward_gathers()
-        b = Pass(backward, attention_b, self.kernels.move(moved_b) + 2 * gap, gathers, 2 * context)
+        b = Pass(backward, attention_b, self.kernels.move(moved_b + copies) + 2 * gap, gathers, 2 * context)
         redone = REDONE[r.recompute]
         last, sent = 0.0, redone[3]
         if r.recompute == "full" and stack.layer_states == "ours":
-            last, sent = self.kernels.product(t, products[-1][1], products[-1][0]), EARLY_STOP
+            last, sent = parts * ahead[-1], EARLY_STOP
         again = Pass(
             f.products * redone[0] - last,
             f.attention * redone[1],
@@ -137,10 +147,13 @@ class _Maker:
         loss = self.kernels.move(stack.loss * t * v)
         gather = self._collective(1.0) if n > 1 else 0.0
         paced = self._paced
+        passes = paced(f), paced(b), paced(again)
+        if parts > 1:
+            passes = self._beside(passes, parts, ahead, back, weights)
         return Work(
-            forward=paced(f),
-            backward=paced(b),
-            again=paced(again),
+            forward=passes[0],
+            backward=passes[1],
+            again=passes[2],
             head_forward=paced(Pass(head, 0.0, loss / 3, gather)),
             head_backward=paced(Pass(head_back, 0.0, 2 * loss / 3, gather)),
             embedding=paced(Pass(operators=self.kernels.move(12.0 * t * h), tensor=2 * gather)),
@@ -192,6 +205,42 @@ class _Maker:
             return self._collective(4.0) * (1 - self.stack.hide_tensor)
         n_bytes = 2.0 * r.tokens * self.model.hidden
         return 2 * self.fabric.seconds("all_reduce", n_bytes, tensor_group(r, self.fabric))
+
+    def _beside(
+        self,
+        passes: tuple[Pass, Pass, Pass],
+        parts: int,
+        ahead: Sequence[float],
+        back: Sequence[float],
+        weights: Sequence[float],
+    ) -> tuple[Pass, Pass, Pass]:
+        """Forward, backward and once more forward with communication behind products (`overlap.py`).
+
+        `ahead`, `back`: seconds of one part of each of a layer's products; `weights`: of their weights' gradients. Not paced yet.
+        """
+        r, q = self.recipe, self.pace
+        # Weights' gradients come in passes of their own, and hide no scatters.
+        later = r.schedule == "zero-bubble" and r.pipeline > 1
+        n_bytes = 2.0 * r.tokens * self.model.hidden / parts
+        c = self.fabric.seconds("all_gather", n_bytes, tensor_group(r, self.fabric))
+        # Products in turn have a gather before them and a scatter after them; in the backward pass it is the other way round.
+        forward = [
+            gathered(parts, c, q * k) if i % 2 == 0 else scattered(parts, q * k, c)
+            for i, k in enumerate(ahead)
+        ]
+        backward = [
+            scattered(parts, q * k, c, 0.0 if later else q * w) if i % 2 == 0 else gathered(parts, c, q * k)
+            for i, (k, w) in enumerate(zip(back, weights, strict=True))
+        ]
+        whole = REDONE[r.recompute][3]
+        again = forward[:-1] if r.recompute == "full" else forward
+
+        def told(p: Pass, exposed: list[float], share: float = 1.0) -> Pass:
+            seen = sum(exposed)
+            slowed = self.stack.contention * (len(exposed) * parts * c - seen)
+            return replace(p, tensor=seen * share, slowed=slowed * share)
+
+        return told(passes[0], forward), told(passes[1], backward), told(passes[2], again, whole)
 
     def _backward_gathers(self) -> float:
         """Communication of the backward pass over that of the forward pass.

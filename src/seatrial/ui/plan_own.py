@@ -34,9 +34,10 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     auto = answer.job.chosen is not None
     yield 'the layout that parallel = "auto" takes' if auto else "the job's own layout", HEAD
     again = ", full recomputation" if r.recompute == "full" else ""
+    behind = ", async_tensor" if r.async_tensor else ""
     yield from pair(
         "layout",
-        f"{answer.job.layout}; {many(r.microbatches, 'microbatch', 'microbatches')} of {r.microbatch}{again}",
+        f"{answer.job.layout}; {many(r.microbatches, 'microbatch', 'microbatches')} of {r.microbatch}{behind}{again}",
         width,
     )
     kinds = held(mine.memory, gpu=mine.fits is not None, most=None if full else _KINDS_SHOWN)

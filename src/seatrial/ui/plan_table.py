@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from seatrial.base import units
-from seatrial.plan.advice import ALIKE, FURTHEST, OVERLAP, Target, Turn, Way, difference, excess, short
+from seatrial.plan.advice import ALIKE, FURTHEST, Target, Turn, Way, difference, excess, short
 from seatrial.plan.answer import Answer
 from seatrial.plan.predict import Prediction
 from seatrial.plan.recipe import Recipe
 from seatrial.plan.search import Choice
-from seatrial.plan.stacks import stacks
 from seatrial.plan.waterfall import waterfall_of
 from seatrial.ui import figures
 from seatrial.ui.plan_own import own, scaling
@@ -115,6 +114,8 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     rest = len(found.choices) - len(shown)
     told = [f"{rest} more pairs of tensor and pipeline sizes: --full"] if rest > 0 else []
     told.insert(0, "mb: microbatch" + ("" if wide else ", r: recomputes"))
+    if any(c.recipe.async_tensor for c in shown):
+        told.insert(0, "async: async_tensor = true")
     if any(c.recipe.stages_per_rank > 1 for c in shown):
         told.insert(0, "PP2x4: 4 stages a rank")
     listed = [*shown, *([found.own] if found.own is not None else [])]
@@ -177,11 +178,7 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if any(map(_doubt, shown)) and all(c.prediction.verdict.word != "tight" for c in listed):
         yield from note(TIGHT_NOTE, width)
     if any(not w.built for w in shown):
-        yield from note(
-            f"* not as things are: another network, other software, or {percent(stacks()[OVERLAP].hide_tensor)} of TP communication "
-            f"behind computation, as {OVERLAP} has it",
-            width,
-        )
+        yield from note("* not as things are: another network or other software", width)
 
 
 def _doubt(way: Way) -> str:

@@ -12,8 +12,10 @@ from seatrial.job.parts import MOST, parts, sequence_parts
 @pytest.mark.parametrize(
     ("microbatch", "positions", "expected"),
     [
-        (1, 512, 4), (1, 6, 3), (1, 2, 2), (1, 7, 1), (2, 512, 2), (3, 512, 3), (4, 512, 4), (6, 512, 3),
-        (8, 512, 4), (5, 512, 4), (5, 7, 1), (10, 512, 2),
+        (1, 4096, 4), (1, 3072, 3), (1, 2, 2), (1, 7, 1), (2, 512, 2), (3, 512, 3), (4, 1024, 4), (6, 512, 3),
+        (8, 512, 4), (5, 4096, 4), (5, 7, 1), (10, 4096, 2),
+        # Parts of fewer than 1,024 positions of a rank: as few as can be.
+        (1, 512, 2), (1, 4092, 3), (1, 9, 3), (4, 512, 2), (6, 128, 2), (9, 1, 3), (8, 511, 2),
     ],
 )  # fmt: skip
 def test_sequences_first_then_positions(microbatch: int, positions: int, expected: int) -> None:
@@ -22,7 +24,7 @@ def test_sequences_first_then_positions(microbatch: int, positions: int, expecte
 
 @given(st.integers(1, 10_000), st.integers(1, 100_000))
 def test_parts_are_equal(microbatch: int, positions: int) -> None:
-    number, between = parts(microbatch, positions), sequence_parts(microbatch)
+    number, between = parts(microbatch, positions), sequence_parts(microbatch, positions)
     assert 1 <= number <= MOST
     assert microbatch % between == 0
     assert number in (between, number * (between == 1))

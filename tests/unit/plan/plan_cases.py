@@ -83,6 +83,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         recompute=draw(st.sampled_from(["none", "attention", "operators", "alternate", "full"])),
         sequence_parallel=draw(st.booleans()),
         compiled=draw(st.booleans()),
+        async_tensor=draw(st.booleans()),
     )
 
 

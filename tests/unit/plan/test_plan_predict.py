@@ -143,7 +143,7 @@ def test_the_reference_voyage() -> None:
     assert ours.fits
     assert ours.pace.kind == "extrapolated"  # nobody published a run on B300
     shares = {s.name: s.share for s in ours.waterfall}
-    # Nothing hides it in our trainer: as large as all that matrix products lose, twice a stack that overlaps it.
+    # Nothing hides it without async_tensor: as large as all that matrix products lose, twice a stack that overlaps it.
     assert shares["tensor-parallel communication"] > 0.2
     theirs = {s.name: s.share for s in overlapped.waterfall}
     assert shares["tensor-parallel communication"] > 2 * theirs["tensor-parallel communication"]

@@ -118,6 +118,7 @@ def test_a_recorded_layout_that_the_rules_refuse_now(tmp_path: Path) -> None:
         {"microbatch": -1},
         {"activation_checkpointing": "half"},
         {"reshard_after_forward": "perhaps"},
+        {"async_tensor": "perhaps"},
     ],
 )
 def test_a_damaged_record_is_chosen_anew(tmp_path: Path, damage: dict[str, object]) -> None:
@@ -132,6 +133,36 @@ def test_a_damaged_record_is_chosen_anew(tmp_path: Path, damage: dict[str, objec
     assert settled.layout.world_size == first.layout.world_size
     path.write_text("{")
     assert settle(voyage(), RunFolder(tmp_path / "first-voyage")).layout == first.layout
+
+
+def test_asynchronous_tensor_parallel_is_chosen_recorded_and_taken_over(tmp_path: Path) -> None:
+    """70B on four nodes of H100 needs tensor parallel; the choice stands in plan.json and job.toml, and a resume takes it."""
+    j = open_job(
+        "llama3-8b-h100", "name=auto", "model.preset=llama3-70b", "cluster.nodes=4", "cluster.launcher=slurm",
+        drop=("microbatch", "activation_checkpointing"),
+    )  # fmt: skip
+    first = settle(j, RunFolder(tmp_path / "auto"))
+    assert first.parallel.tensor > 1
+    assert first.parallel.async_tensor
+    with open_run(first, tmp_path) as opened:
+        folder = opened.folder
+    chosen = json.loads(folder.plan_json.read_text())["chosen"]
+    assert chosen["async_tensor"] is True
+    assert all(isinstance(r["async_tensor"], bool) for r in chosen["runners_up"])
+    assert "async_tensor = true" in folder.job_toml.read_text()
+    again = settle(j, folder)
+    assert again.chosen == chosen
+    assert again.parallel == first.parallel
+    # A record of a version that did not know it: then it was not so.
+    edit(folder.plan_json, chosen={k: v for k, v in chosen.items() if k != "async_tensor"})
+    assert settle(j, folder).parallel == first.parallel.model_copy(update={"async_tensor": False})
+
+
+def test_where_no_speed_is_known_it_is_left_out() -> None:
+    settled = settle(voyage("cluster.nodes=2"), RunFolder(Path("/nowhere")))
+    assert settled.chosen is not None
+    assert settled.chosen["async_tensor"] is False
+    assert not settled.parallel.async_tensor
 
 
 def test_fresh_chooses_anew(tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def test_the_jobs_own_size_is_its_own_prediction(mode: Mode) -> None:
 def test_weak_keeps_the_microbatches_and_strong_the_batch() -> None:
     for p in voyage("weak").known:
         assert p.recipe is not None
-        assert p.recipe.microbatches == 128
-        assert p.global_batch == 128 * p.recipe.data_parallel
+        assert p.recipe.microbatches == 16
+        assert p.global_batch == 16 * 8 * p.recipe.data_parallel
     assert {p.global_batch for p in voyage("strong").known} == {1024}
 
 
@@ -99,8 +99,8 @@ def test_efficiency_speedup_and_doubling_agree(mode: Mode) -> None:
 def test_strong_scaling_ends_where_the_batch_does() -> None:
     """512 sequences, a pipeline of 2: no replica may have fewer microbatches than stages."""
     found = scaling(
-        job("train.global_batch=512"), replace(Recipe.of(job()), global_batch=512), CLUSTER, mode="strong",
-        nodes=(512, 1024),
+        job("train.global_batch=512"), replace(Recipe.of(job()), global_batch=512, microbatch=1), CLUSTER,
+        mode="strong", nodes=(512, 1024),
     )  # fmt: skip
     assert found.points[0].why_not is None
     assert found.points[1].why_not is not None

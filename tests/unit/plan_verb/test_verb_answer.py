@@ -21,7 +21,7 @@ def test_the_reference_voyage_is_answered() -> None:
     assert told.found is not None
     assert told.best is not None
     assert told.own.fits
-    assert short(told.own.recipe) == "TP8 PP2 FSDP8"
+    assert short(told.own.recipe) == "TP8 async PP2 FSDP8"
     costs = told.found.own_costs
     assert costs is not None
     assert costs > ALIKE
@@ -211,6 +211,30 @@ def test_differences_in_the_words_of_the_job_file() -> None:
     for word in ("tensor 4", "shard 16", "microbatch 2", "full recomputation", "reshard_after_forward"):
         assert word in told
     assert difference(a, a) == "nothing"
+
+
+def test_asynchronous_tensor_parallel_is_a_setting_like_others() -> None:
+    """With it a job is told what it does not hide; without it, what it would; never what this trainer has not."""
+    plain = job("qwen2.5-72b-b300", "parallel.async_tensor=false")
+    told = answer(plain, place_of(plain))
+    assert told.advice is not None
+    ways = {w.what: w for w in told.advice.ways}
+    way = ways["async_tensor = true"]
+    assert way.built
+    assert way.gain > ALIKE
+    assert way.recipe == voyage().own.recipe
+    assert {w.what.split(" ")[0] for w in told.advice.ways if not w.built} <= {"nemo", "a"}
+    assert difference(told.own.recipe, way.recipe) == "async_tensor = true"
+    assert "async_tensor = false" in difference(way.recipe, told.own.recipe)
+    # In the full plan it is called an assumption, as soon as any layout that is shown has it.
+    for one in (told, voyage()):
+        assert any("async_tensor" in text and "assum" in text for text in one.provenance)
+    assert not any("async_tensor" in text for text in nowhere().provenance)
+    # Other software hides what it hides.
+    of = job("qwen2.5-72b-b300")
+    other = answer(of, place_of(of), Wishes(stack="nemo", look_further=False))
+    assert short(other.own.recipe) == "TP8 PP2 FSDP8"
+    assert not any("async_tensor" in text for text in other.provenance)
 
 
 def test_excess_is_the_part_that_grew_most() -> None:

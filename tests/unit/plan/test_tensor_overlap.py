@@ -1,0 +1,316 @@
+"""Asynchronous tensor parallel in the plan: a pipeline of parts over links and processors, and what the search makes of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import NDR, Case, gpu, models, recipes
+
+from seatrial.hardware.catalogue import gpus
+from seatrial.hardware.networks import networks
+from seatrial.job.job import Job
+from seatrial.job.loading import load_job
+from seatrial.job.models import model_presets
+from seatrial.job.parts import MOST, parts
+from seatrial.plan import work as work_module
+from seatrial.plan.cluster import Cluster
+from seatrial.plan.collectives import Fabric
+from seatrial.plan.kernels import Kernels
+from seatrial.plan.memory import layer_activations
+from seatrial.plan.model import Model
+from seatrial.plan.overlap import OURS, able, copied, cut, gathered, overlaps, scattered
+from seatrial.plan.predict import predict, stack_for
+from seatrial.plan.recipe import Recipe
+from seatrial.plan.search import legal, search
+from seatrial.plan.stacks import stacks
+from seatrial.plan.step import rank_traffic
+from seatrial.plan.work import tensor_group, work
+
+EXAMPLES = settings(max_examples=40, deadline=None)
+SLACK = 1 + 1e-9
+MODEL = Model.of(model_presets()["qwen2.5-72b"])
+B300 = Cluster(gpu("B300 SXM"), 16, 8, NDR)
+PLAIN = Recipe(4096, 1024, 8, tensor=8, pipeline=2, shard=8, reshard=False, compiled=True)
+ASYNC = replace(PLAIN, async_tensor=True)
+
+seconds = st.floats(0.0, 1.0)
+
+
+def played(n: int, send_s: float, compute_s: float, then_s: float, *, gathers: bool) -> float:
+    """Two machines and n parts, event by event: until all is sent and computed."""
+    links = processors = 0.0
+    for _ in range(n):
+        if gathers:
+            links += send_s
+            processors = max(processors, links) + compute_s
+        else:
+            processors += compute_s
+            links = max(links, processors) + send_s
+    return max(links, processors + then_s)
+
+
+@given(n=st.integers(1, 8), send_s=seconds, compute_s=seconds, then_s=seconds)
+def test_the_closed_form_is_the_pipeline(n: int, send_s: float, compute_s: float, then_s: float) -> None:
+    before, after = gathered(n, send_s, compute_s), scattered(n, compute_s, send_s, then_s)
+    assert n * compute_s + before == pytest.approx(played(n, send_s, compute_s, 0.0, gathers=True))
+    whole = played(n, send_s, compute_s, then_s, gathers=False)
+    assert n * compute_s + then_s + after == pytest.approx(whole)
+    # Never less than nothing, never more than there is; hidden is at most what is computed meanwhile.
+    for seen, meanwhile in ((before, (n - 1) * compute_s), (after, (n - 1) * compute_s + then_s)):
+        assert 0 <= seen <= n * send_s * SLACK
+        assert n * send_s - seen <= meanwhile + 1e-9
+
+
+def test_by_hand() -> None:
+    """Parts of 3 s on the links and 2 s in the product, then the other way round."""
+    assert (
+        gathered(2, 3.0, 2.0) == 4.0
+    )  # links until 3 and 6, products until 5 and 8, of which 4 is computing
+    assert gathered(2, 2.0, 3.0) == 2.0  # only the first is waited for
+    assert scattered(2, 2.0, 3.0) == 4.0  # products until 2 and 4, links until 5 and 8
+    assert scattered(2, 2.0, 3.0, then_s=3.0) == 1.0  # weights' gradients until 7
+    assert scattered(2, 2.0, 3.0, then_s=5.0) == 0.0
+    assert gathered(1, 3.0, 2.0) == 3.0
+
+
+def test_a_layer_of_the_reference_voyage_by_hand() -> None:
+    """Each place of a layer from the times of its parts; products of the width that a tensor-parallel rank has."""
+    stack, fabric = stacks()["seatrial-compiled"], Fabric(B300)
+    kernels, pace, n = Kernels(B300.gpu, "bf16", "flash2"), 1.25, cut(ASYNC)
+    rows, h = 8 * 4096 // n, 8192
+    c = fabric.seconds("all_gather", 2.0 * rows * h, tensor_group(ASYNC, fabric))
+    qkv, out, up, down = (8192 + 2 * 1024) // 8, 8192 // 8, 2 * 29568 // 8, 29568 // 8
+    made = work(MODEL, ASYNC, fabric, stack, pace)
+
+    def product(width: int, depth: int) -> float:
+        return pace * kernels.product(rows, width, depth)
+
+    def weights(width: int, depth: int) -> float:
+        return pace * kernels.product(depth, width, 8 * 4096)
+
+    forward = [
+        gathered(n, c, product(qkv, h)),
+        scattered(n, product(h, out), c),
+        gathered(n, c, product(up, h)),
+        scattered(n, product(h, down), c),
+    ]
+    backward = [
+        scattered(n, product(h, qkv), c, weights(qkv, h)),
+        gathered(n, c, product(out, h)),
+        scattered(n, product(h, up), c, weights(up, h)),
+        gathered(n, c, product(down, h)),
+    ]
+    assert made.forward.tensor == pytest.approx(sum(forward))
+    assert made.backward.tensor == pytest.approx(sum(backward))
+    assert made.forward.slowed == pytest.approx(stack.contention * (4 * n * c - sum(forward)))
+    assert made.forward.products == pytest.approx(
+        n * (product(qkv, h) + product(h, out) + product(up, h) + product(h, down))
+    )
+    # Computed again: all but the last product and its scatter.
+    again = work(MODEL, replace(ASYNC, recompute="full"), fabric, stack, pace).again
+    assert again.tensor == pytest.approx(sum(forward[:3]))
+    assert again.products == pytest.approx(made.forward.products - n * product(h, down))
+    # What is gathered for the weights comes later in a zero-bubble pipeline: nothing but products hides the scatters.
+    late = replace(ASYNC, schedule="zero-bubble", stages_per_rank=2, compiled=False)
+    later = work(MODEL, late, fabric, stack, pace).backward.tensor
+    assert later == pytest.approx(
+        sum(backward[1::2]) + scattered(n, product(h, qkv), c) + scattered(n, product(h, up), c)
+    )
+
+
+def test_only_this_trainer_hides_it_so() -> None:
+    for name, stack in stacks().items():
+        assert able(ASYNC, stack) == (name in OURS)
+        assert overlaps(ASYNC, stack) == (name in OURS)
+        assert not overlaps(PLAIN, stack)
+        one = replace(ASYNC, tensor=1, shard=64)
+        assert not able(one, stack)
+        if name not in OURS:
+            steps = [predict(MODEL, r, B300, stack=name).parts for r in (ASYNC, PLAIN)]
+            assert steps[0] == steps[1]
+
+
+def test_the_reference_voyage_is_faster_with_it() -> None:
+    plain, hidden = (predict(MODEL, r, B300) for r in (PLAIN, ASYNC))
+    assert hidden.step_s < 0.95 * plain.step_s
+    assert hidden.parts.tensor < 0.6 * plain.parts.tensor
+    assert hidden.parts.contention > plain.parts.contention
+    assert hidden.parts.products >= plain.parts.products  # in parts they are no faster
+    assert hidden.traffic == plain.traffic
+
+
+def test_copies_for_the_order_of_positions() -> None:
+    """parallel/collectives.py and parallel/overlap.py: 16-bit values, read and written."""
+    ours, theirs = stacks()["seatrial"], stacks()["torchtitan"]
+    tokens = 8 * 4096
+    assert copied(MODEL, PLAIN, ours) == 4 * 4 * tokens * 8192
+    assert copied(MODEL, PLAIN, theirs) == 0
+    assert copied(MODEL, replace(PLAIN, tensor=1, shard=64), ours) == 0
+    assert copied(MODEL, replace(PLAIN, microbatch=1), ours) == 0
+    assert copied(MODEL, ASYNC, ours) == 4 * tokens * (8192 + 2 * 1024 + 8192) / 8
+    assert copied(MODEL, replace(ASYNC, microbatch=2), ours) == 0  # parts of one sequence stand in order
+    plain, more = (work(MODEL, r, Fabric(B300), ours, 1.0).forward.operators for r in (ASYNC, PLAIN))
+    moved = copied(MODEL, PLAIN, ours) - copied(MODEL, ASYNC, ours)
+    assert more - plain == pytest.approx(Kernels(B300.gpu, "bf16").move(moved))
+
+
+def test_attention_keeps_its_output_in_both_orders() -> None:
+    """Two bytes for each position and query of a rank; not where parts are single sequences. Traced, `seatrial.plan.dryrun`."""
+    for stack in (stacks()[name] for name in OURS):
+        more = [
+            layer_activations(MODEL, replace(ASYNC, microbatch=m), stack)
+            - layer_activations(MODEL, replace(PLAIN, microbatch=m), stack)
+            for m in (1, 2, 8)
+        ]
+        assert more == [2 * 4096 * 8192 / 8, 0, 2 * 8 * 4096 * 8192 / 8]
+
+
+def test_the_number_of_parts_is_near_the_best() -> None:
+    """What job/parts.py says of its limits."""
+    small = Model.of(model_presets()["llama3-8b"])
+    for model, name, tensor in ((MODEL, "B300 SXM", 8), (MODEL, "H100 SXM", 8), (small, "H200 SXM", 4)):
+        at = replace(B300, gpu=gpu(name))
+        for micro in (1, 2, 4, 8):
+            recipe = replace(ASYNC, tensor=tensor, shard=64 // tensor, microbatch=micro)
+            steps, chosen = {}, parts(micro, 4096 // tensor)
+            for n in (2, 3, 4, 8):
+                with patch.object(work_module, "cut", lambda _, n=n: n):
+                    steps[n] = predict(model, recipe, at).step_s
+            assert steps[chosen] <= 1.02 * min(steps.values())
+    with patch.object(work_module, "cut", lambda _: 4):
+        four = predict(MODEL, replace(ASYNC, microbatch=1), B300).step_s
+    assert four > predict(MODEL, replace(PLAIN, microbatch=1), B300).step_s
+
+
+def test_the_only_published_pair_gained_less() -> None:
+    """torchtitan, December 2024: 829 tokens/s/GPU without and 876 with its own overlap, in fp8. What docs/plan.md tells of it."""
+    model, at = (
+        Model.of(model_presets()["llama3-70b"]),
+        Cluster(gpu("H100 SXM"), 32, 8, NDR),
+    )
+    recipe = Recipe(8192, 512, 16, tensor=8, shard=32, precision="fp8", recompute="full", compiled=True)
+
+    def gain() -> float:
+        plain, hidden = (predict(model, replace(recipe, async_tensor=a), at).step_s for a in (False, True))
+        return plain / hidden - 1
+
+    with patch.object(work_module, "copied", lambda *_: 0.0):
+        beside_copies = gain()
+    assert 876 / 829 - 1 < beside_copies < gain()
+    assert beside_copies == pytest.approx(0.14, abs=0.01)
+    assert gain() == pytest.approx(0.23, abs=0.02)
+
+
+@st.composite
+def overlapped(draw: st.DrawFn) -> Case:
+    """Layouts of our own trainer that hide communication."""
+    recipe = replace(draw(recipes()), async_tensor=True, sequence_parallel=True, context=1, sharding="full")
+    recipe = replace(
+        recipe, tensor=draw(st.sampled_from([2, 4, 8])), recompute=draw(st.sampled_from(["none", "full"]))
+    )
+    network = draw(st.sampled_from(networks()))
+    cluster = Cluster(draw(st.sampled_from(gpus())), -(-recipe.world // 8), 8, network)
+    return Case(draw(models()), recipe, cluster, "seatrial")
+
+
+@given(case=overlapped(), factor=st.floats(1.0, 8.0))
+@EXAMPLES
+def test_better_links_and_processors_are_never_slower(case: Case, factor: float) -> None:
+    plain = predict(case.model, case.recipe, case.cluster).step_s
+    card = case.cluster.gpu
+    fast = card.best_bf16_tflops
+    for better in (
+        replace(card, link_gb_s=card.link_gb_s * factor),
+        replace(
+            card,
+            bf16_tflops=card.bf16_tflops * factor,
+            best_bf16_tflops=None if fast is None else fast * factor,
+        ),
+        replace(card, hbm_tb_s=card.hbm_tb_s * factor),
+    ):
+        at = replace(case.cluster, gpu=better)
+        assert predict(case.model, case.recipe, at).step_s <= plain * SLACK
+
+
+@given(case=overlapped())
+@EXAMPLES
+def test_nothing_is_hidden_that_nothing_is_computed_beside(case: Case) -> None:
+    """Of every pass: communication in sight and hidden is all there is, and hidden is no longer than products."""
+    recipe, stack, fabric = case.recipe, stack_for(case.recipe), Fabric(case.cluster)
+    made = work(case.model, recipe, fabric, stack, 1.0)
+    n = cut(recipe)
+    n_bytes = 2.0 * recipe.tokens * case.model.hidden
+    group = tensor_group(recipe, fabric)
+    each = fabric.seconds("all_gather", n_bytes / n, group)
+    for one in (made.forward, made.backward):
+        hidden = one.slowed / stack.contention
+        assert one.tensor + hidden == pytest.approx(4 * n * each)
+        assert 0 <= hidden <= one.products * SLACK
+        # Cut into parts, messages take no less time than whole.
+        assert n * each >= fabric.seconds("all_gather", n_bytes, group) / SLACK
+    sent = [
+        rank_traffic(case.model, r, fabric, stack, 0) for r in (recipe, replace(recipe, async_tensor=False))
+    ]
+    assert sent[0] == sent[1]
+
+
+@given(st.integers(1, 64), st.integers(1, 4096))
+def test_parts_divide_what_they_cut(microbatch: int, positions: int) -> None:
+    n = parts(microbatch, positions)
+    assert 1 <= n <= MOST
+    assert microbatch % n == 0 or positions % n == 0
+    if n == 1:
+        assert all(microbatch % k and positions % k for k in range(2, MOST + 1))
+
+
+# ---- the search ----
+
+
+def job(preset: str, *overrides: str) -> Job:
+    return load_job(Path(str(files("seatrial.job") / "presets" / f"{preset}.toml")), overrides)
+
+
+def test_the_search_loses_nothing_by_not_trying_all() -> None:
+    """Every legal layout with and without, predicted one by one, gives the same best ones."""
+    base = job("llama3-8b-h100")
+    model, cluster = Model.of(base.architecture), Cluster(gpu("H100 SXM"), 1, 8)
+    best: dict[tuple[int, int], float] = {}
+    for recipe in legal(base, cluster, Counter()):
+        for one in (recipe, replace(recipe, async_tensor=True)):
+            if one.async_tensor and not able(one, stack_for(one)):
+                continue
+            found = predict(model, one, cluster)
+            key = (one.tensor, one.pipeline)
+            if found.fits and found.step_s < best.get(key, float("inf")):
+                best[key] = found.step_s
+    choices = search(base, cluster, own=False).choices
+    assert {(c.recipe.tensor, c.recipe.pipeline): c.prediction.step_s for c in choices} == best
+    assert any(c.recipe.async_tensor for c in choices)
+
+
+def test_it_is_chosen_where_there_is_much_to_hide_and_not_where_parts_are_tiny() -> None:
+    large = job("qwen2.5-72b-b300", "cluster.nodes=4")
+    found = search(large, replace(B300, nodes=4), own=False, microbatches=(1, 2, 4, 8), recomputes=("none",))
+    assert all(c.recipe.async_tensor for c in found.choices if c.recipe.tensor >= 4)
+    tiny = job(
+        "qwen2.5-7b-h200", "model.preset=qwen2.5-0.5b", "train.sequence_length=256", "train.microbatch=1"
+    )
+    few = search(
+        tiny, Cluster(gpu("H200 SXM"), 1, 8), own=False, microbatches=(1,), recomputes=("none",)
+    ).choices
+    assert any(c.recipe.tensor > 1 for c in few)
+    assert not any(c.recipe.async_tensor for c in few)
+
+
+def test_other_software_is_asked_without() -> None:
+    found = search(job("qwen2.5-72b-b300"), B300, stack="nemo", microbatches=(2,), recomputes=("none",))
+    assert found.own is not None
+    assert not found.own.recipe.async_tensor
+    assert not any(c.recipe.async_tensor for c in found.choices)
