@@ -180,7 +180,7 @@ _PARTS = {
     "matrix products below peak": "products",
     "attention below peak": "attention",
     "memory-bound operators": "operators",
-    "recomputation": "recomputation",
+    "recomputation": "recompute",
     "tensor-parallel communication": "TP comm",
     "context-parallel communication": "CP comm",
     "pipeline communication": "PP comm",

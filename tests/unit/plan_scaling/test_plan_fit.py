@@ -150,7 +150,12 @@ def _all_lean(cluster: Cluster) -> list[tuple[Recipe, float]]:
 
 def test_where_even_the_largest_size_is_tight_there_is_no_safe_one() -> None:
     """72B on at most 3 nodes of H100: fits there, but not surely."""
-    found = {f.gpu.name: f for f in smallest(job(), most_nodes=3, network_of=lambda _: NDR)}
+    found = {
+        f.gpu.name: f
+        for f in smallest(
+            job("qwen2.5-72b-b300", "train.global_batch=1024"), most_nodes=3, network_of=lambda _: NDR
+        )
+    }
     fit = found["H100 SXM"]
     assert (fit.nodes, fit.verdict.word, fit.safe) == (3, "tight", None)
     assert len(found) == len(gpus())

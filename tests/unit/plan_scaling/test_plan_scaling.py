@@ -65,7 +65,7 @@ def test_no_size_is_dropped_and_each_says_why_not(mode: Mode) -> None:
 def test_the_jobs_own_size_is_its_own_prediction(mode: Mode) -> None:
     own = predict(Model.of(job().architecture), Recipe.of(job()), CLUSTER)
     at = next(p for p in voyage(mode).points if p.nodes == 16)
-    assert at.global_batch == 1024
+    assert at.global_batch == 2048
     assert at.prediction is not None
     assert at.prediction.step_s == own.step_s
     assert at.tokens_per_s == pytest.approx(own.tokens_per_s_per_gpu * 128)
@@ -75,9 +75,9 @@ def test_the_jobs_own_size_is_its_own_prediction(mode: Mode) -> None:
 def test_weak_keeps_the_microbatches_and_strong_the_batch() -> None:
     for p in voyage("weak").known:
         assert p.recipe is not None
-        assert p.recipe.microbatches == 16
-        assert p.global_batch == 16 * 8 * p.recipe.data_parallel
-    assert {p.global_batch for p in voyage("strong").known} == {1024}
+        assert p.recipe.microbatches == 32
+        assert p.global_batch == 32 * 8 * p.recipe.data_parallel
+    assert {p.global_batch for p in voyage("strong").known} == {2048}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -179,7 +179,7 @@ def test_replicas_are_added_where_there_are_replicas() -> None:
     grown, why = resized(base, 256, mode="weak")
     assert why is None
     assert grown is not None
-    assert (grown.shard, grown.replicate, grown.global_batch) == (4, 4, 2048)
+    assert (grown.shard, grown.replicate, grown.global_batch) == (4, 4, 4096)
     fewer, _ = resized(base, 32, mode="weak")
     assert fewer is not None
     assert (fewer.shard, fewer.replicate) == (2, 1)

@@ -55,7 +55,7 @@ def test_the_reference_voyage_in_words() -> None:
         "there is 6.4 TB/s: 16 nodes x 400 GB/s in one direction",
         "needed ",
         f"2,500 tokens/s/GPU is {_REACHED[voyage().targets[0].own]}",
-        "16 microbatches of 8, async_tensor",
+        "32 microbatches of 8, async_tensor",
         "in 85 of 100 cases (extrapolated)",
         "872 GB every 500 steps",
         "TP8 async PP2 FSDP8",
