@@ -115,15 +115,15 @@ def regret(rows: list[Row], known: Calibration) -> dict[str, Any]:
     }
 
 
-def shortest(rows: list[Row], known: Calibration) -> float:
-    """Milliseconds of the shortest layer: kernels of one microbatch, forward and backward (plan/caution.py)."""
+def shortest(rows: list[Row], known: Calibration) -> float | None:
+    """Milliseconds of the shortest layer: kernels of one microbatch, forward and backward (plan/caution.py); None without rows."""
     found = []
     for row in rows:
         r, pace = row.recipe, known.pace(row.stack, row.gpu)
         p = step_parts(row.model, r, Fabric(row.cluster), stacks()[row.stack], pace.value, pace.factors)
         kernels = p.products + p.attention + p.operators
         found.append(kernels * r.pipeline / (row.model.layers * r.microbatches))
-    return round(1e3 * min(found), 2)
+    return round(1e3 * min(found), 2) if found else None
 
 
 def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:

@@ -14,7 +14,7 @@ from typing import Any
 from plan_rows import Guessed, Row
 from seatrial.plan.memory import Memory, memory
 from seatrial.plan.predict import capacity
-from seatrial.plan.room import SURE, Errors, Tail, judge
+from seatrial.plan.room import SURE, Errors, Tail, judge, shipped_errors
 from seatrial.plan.stacks import stacks
 
 
@@ -66,7 +66,8 @@ def score(errors: list[float]) -> dict[str, Any]:
 def memory_scores(rows: Iterable[Row], doubt: Errors | None = None) -> dict[str, Any]:
     """Bytes against what was measured, and which of the three answers rows got, by what came of them.
 
-    `doubt`: errors to judge by; without, those of the rows themselves, less those of each row's own source.
+    `doubt`: errors to judge by; without, those of the rows themselves and what is shipped of other sources. Those of a row's own
+    source never judge it.
     """
     known = told(rows)
     errors: dict[str, list[float]] = {}
@@ -74,7 +75,7 @@ def memory_scores(rows: Iterable[Row], doubt: Errors | None = None) -> dict[str,
         r = ratio(row)
         if r is not None:
             errors.setdefault(row.source, []).append(abs(1 / r - 1))
-    doubt = memory_errors(known) if doubt is None else doubt
+    doubt = _with_shipped(memory_errors(known)) if doubt is None else doubt
     answers = {"out_of_memory": _answers(r for r in known if not r.fits)}
     answers["ran"] = _answers(r for r in known if r.fits)
     shares: list[float] = []
@@ -96,6 +97,12 @@ def memory_scores(rows: Iterable[Row], doubt: Errors | None = None) -> dict[str,
         "tight_mean_share_%": round(100 * statistics.fmean(shares), 1) if shares else None,
         "above_the_limit_of_other_sources": {"figures": figures, "above": above},
     }
+
+
+def _with_shipped(errors: Errors) -> Errors:
+    """A file of few rows says little of how wrong predictions can be."""
+    here = {s.name for s in errors.sources}
+    return Errors((*errors.sources, *(s for s in shipped_errors().sources if s.name not in here)))
 
 
 def _answers(rows: Iterable[Row]) -> dict[str, int]:

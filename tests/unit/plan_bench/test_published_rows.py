@@ -286,6 +286,21 @@ def test_a_source_does_not_set_the_limit_that_its_own_rows_are_judged_by(tmp_pat
     assert scores["above_the_limit_of_other_sources"] == {"figures": 2, "above": 1}
 
 
+def test_rows_of_a_file_without_figures_are_judged_by_what_is_shipped(tmp_path: Path) -> None:
+    rows = [replace(r, memory_bytes=None) for r in rows_with_memory(tmp_path, {"SimuMax a": [1.0]})]
+    gpu, needs = rows[0].cluster.gpu, held(rows[0]).reserved / capacity(rows[0].cluster)
+    for full, word in ((0.5, "fits"), (0.9, "tight"), (1.1, "does not fit")):
+        at = replace(rows[0].cluster, gpu=replace(gpu, hbm_gb=gpu.hbm_gb * needs / full))
+        lost = replace(rows[0], fits=False, cluster=at)
+        assert memory_scores([lost])["answers"]["out_of_memory"][word] == 1
+
+
+def test_a_file_without_rows_has_no_scores(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("sys.argv", ["plan_accuracy.py", str(written(tmp_path / "none.csv"))])
+    assert plan_accuracy.main() == 0
+    assert "shipped                  None {}" in capsys.readouterr().out
+
+
 def test_errors_survive_their_file() -> None:
     known = shipped_errors()
     assert errors_from(errors_toml(known)) == known
