@@ -41,8 +41,6 @@ from seatrial.parallel.mesh import Mesh, build_mesh
 from seatrial.train.optimizer import ShardedAdamW
 from seatrial.train.step import train_step
 
-# What is small here is cut into as many parts as what is large elsewhere.
-parts.ENOUGH = 1
 TIMEOUT = timedelta(seconds=60)
 STEPS = 20
 SEQUENCES, LENGTH, MICROBATCH = 16, 64, 2
@@ -288,6 +286,7 @@ def run_case(case: dict[str, Any], out: Path, work: Work) -> bool:
 def main(work: Work | None = None) -> int:
     """All cases, each rank doing `work`."""
     torch.set_num_threads(1)
+    parts.ENOUGH = 1  # what is small here is cut into as many parts as what is large elsewhere
     gc.freeze()
     cases = json.loads(Path(sys.argv[1]).read_text())
     failed = [

@@ -43,7 +43,7 @@ LARGE: dict[str, tuple[dict[str, Any], int, int]] = {
     "replicate2": ({"layout": {"replicate": 2}}, 7, 5),
     "pp2-tied": ({"layout": {"pipeline": 2, "shard": 2, "tensor": 2}, "tied": True}, 13, 7),
     "pp2-gpipe": ({"layout": {"pipeline": 2, "schedule": "gpipe"}}, 13, 7),
-    "pp2-async": ({"layout": {"pipeline": 2, "tensor": 2}, "async_tensor": True}, 9, 5),
+    "pp2-async": ({"layout": {"pipeline": 2, "tensor": 2}, "async_tensor": True}, 13, 7),
     "interleaved": (
         {
             "layout": {**MANY, "schedule": "interleaved-1f1b"},
