@@ -19,6 +19,7 @@ from seatrial.ui.account_svg import account_svg
 from seatrial.ui.plan_words import (
     CASES,
     TIGHT_NOTE,
+    batches,
     data,
     marked,
     mfu_span,
@@ -115,7 +116,7 @@ def _head(answer: Answer, verdict: str, tone: str, wishes: Sequence[str]) -> Ite
     if place.network is not None:
         where += f", {place.network.name}"
     yield f'<div class="card head {escape(tone)}"><h1>Plan of {escape(job.name)}</h1>'
-    yield f'<div class="soft">{escape(where)} · {escape(str(job.layout))}, microbatch {own.recipe.microbatch}</div>'
+    yield f'<div class="soft">{escape(where)} · {escape(str(job.layout))}; {escape(batches(own.recipe))}</div>'
     if verdict:
         yield f'<p class="said {escape(tone)}">{escape(verdict)}</p>'
     yield from (f"<p>{escape(wish)}</p>" for wish in wishes)

@@ -12,6 +12,7 @@ from seatrial.ui.plan_words import (
     CASES,
     HEAD,
     Line,
+    batches,
     data,
     gib,
     held,
@@ -33,13 +34,7 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     r = mine.recipe
     auto = answer.job.chosen is not None
     yield 'the layout that parallel = "auto" takes' if auto else "the job's own layout", HEAD
-    again = ", full recomputation" if r.recompute == "full" else ""
-    behind = ", async_tensor" if r.async_tensor else ""
-    yield from pair(
-        "layout",
-        f"{answer.job.layout}; {many(r.microbatches, 'microbatch', 'microbatches')} of {r.microbatch}{behind}{again}",
-        width,
-    )
+    yield from pair("layout", f"{answer.job.layout}; {batches(r)}", width)
     kinds = held(mine.memory, gpu=mine.fits is not None, most=None if full else _KINDS_SHOWN)
     if mine.fits is None:
         yield from pair("memory", f"{gib(mine.memory.allocated)} a rank: {kinds}", width)

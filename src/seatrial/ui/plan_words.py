@@ -127,6 +127,13 @@ def rate_span(p: Prediction) -> str:
     return f"{figures.rate(each)} tokens/s/GPU ({figures.rate(low)} to {figures.rate(high)})"
 
 
+def batches(recipe: Recipe) -> str:
+    """How a layout's batch goes through it: "32 microbatches of 8, async_tensor"."""
+    behind = ", async_tensor" if recipe.async_tensor else ""
+    again = ", full recomputation" if recipe.recompute == "full" else ""
+    return f"{many(recipe.microbatches, 'microbatch', 'microbatches')} of {recipe.microbatch}{behind}{again}"
+
+
 def settings(recipe: Recipe, *, short: bool = False) -> str:
     """What a layout has beside its sizes: microbatch, schedule, recomputation, resharding."""
     told = [f"{'mb' if short else 'microbatch'} {recipe.microbatch}"]

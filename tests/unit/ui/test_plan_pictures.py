@@ -222,6 +222,11 @@ def test_the_page_needs_nothing_else_and_says_everything() -> None:
     assert "prefers-color-scheme:dark" in html
 
 
+def test_the_page_says_how_the_batch_goes_through() -> None:
+    html = page(told("qwen2.5-72b-b300"), verdict="v")
+    assert "tensor 8 x pipeline 2 x shard 8, 1f1b; 32 microbatches of 8, async_tensor</div>" in html
+
+
 @pytest.mark.parametrize("which", ["plan", "fit"])
 def test_the_page_is_well_formed(which: str) -> None:
     a = told()
