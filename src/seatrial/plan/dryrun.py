@@ -12,20 +12,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from seatrial.base.errors import InputError, InternalError, RunFailed
+from seatrial.base.process import python
 from seatrial.job.job import Job
 from seatrial.job.layout import Coordinates
 from seatrial.plan.dryrun_extrapolate import Grid, carry, carry_peak, grid
 
 Device = Literal["cuda", "cpu"]
 
-_WORKER = (sys.executable, "-m", "seatrial.train.dryrun")
+_WORKER = "seatrial.train.dryrun"
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _ask(
         "edges": at.edges,
         "traces": traces,
     }
-    command = [*_WORKER, "--parent", str(os.getpid())]
+    command = python(_WORKER, "--parent", str(os.getpid()))
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as done:

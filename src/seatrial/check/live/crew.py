@@ -57,7 +57,8 @@ class _Line:
         self.err = b""
         self.ended = ""  # why, once it has
         self.hello: Mapping[str, Any] | None = None
-        command = host.command(python, "-m", "seatrial.check.live.agent", environment={process.MARK: mark})
+        agent = process.python("seatrial.check.live.agent", interpreter=python)
+        command = host.command(*agent, environment={process.MARK: mark})
         try:
             # A group of its own: Ctrl-C is for the conductor, which then ends its agents.
             self.process: subprocess.Popen[bytes] | None = subprocess.Popen(
