@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from seatrial.base.atomic import write_json
+from seatrial.base.atomic import json_text, write_output
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.check.compare import HIGHER_IS_BETTER, LOWER_IS_BETTER
 from seatrial.check.findings import Direction, Expected, Finding, Target
@@ -36,7 +36,7 @@ def save_baseline(report: Report, path: Path) -> int:
             "nothing was measured that could be a baseline",
             hint="hand in outputs that hold a bandwidth or a time",
         )
-    write_json(path, {"schema_version": SCHEMA_VERSION, "values": entries})
+    write_output(path, json_text({"schema_version": SCHEMA_VERSION, "values": entries}))
     return len(entries)
 
 

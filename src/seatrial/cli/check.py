@@ -238,7 +238,7 @@ def _files(report: Report, orders: Sequence[Order], args: argparse.Namespace, jo
         from seatrial.check.reports import report_html
 
         page = report_html.page(report, orders)
-        _written(args.html, lambda path: atomic.write_text(path, page))
+        _written(args.html, lambda path: atomic.write_output(path, page))
         print(f"report: {args.html}", file=sys.stderr)
     if job is not None and report.course is not None:
         from seatrial.cli.check_measure import keep
@@ -250,7 +250,7 @@ def _files(report: Report, orders: Sequence[Order], args: argparse.Namespace, jo
 
         nodes = report_exclude.failed_nodes(report)
         form = report_exclude.slurm if args.exclude_file.endswith(".slurm") else report_exclude.hostfile
-        _written(args.exclude_file, lambda path: atomic.write_text(path, form(nodes)))
+        _written(args.exclude_file, lambda path: atomic.write_output(path, form(nodes)))
         print(f"{len(nodes)} nodes to exclude: {args.exclude_file}", file=sys.stderr)
         nameless = sum(f.verdict == "FAIL" and f.target.node is None for f in report.findings)
         if nameless and report.course is None:

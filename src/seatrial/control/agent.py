@@ -32,6 +32,7 @@ from seatrial.control.wire import Incoming, Link, Listener
 from seatrial.control.worker import Worker
 from seatrial.control.workers import Workers
 from seatrial.job import Job, load_job
+from seatrial.record.secret import read_secret
 
 
 class Agent:
@@ -63,7 +64,7 @@ class Agent:
         self.workers.snapshot_fds = self.vault.fds()
         self.workers.start_nursery()  # first: it needs two seconds, during which we find each other
         self.job: Job = load_job(spec.job)
-        self.secret = bytes.fromhex(spec.folder.secret.read_text().strip())
+        self.secret = read_secret(spec.folder)
         self.vault.unlock(self.secret)
         self.listener = Listener(spec.address, self.secret)
         self.reception = Reception(self.listener, self.watch, self.unwatch, self._on_visitor)
