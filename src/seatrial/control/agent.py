@@ -253,9 +253,10 @@ class Agent:
     def _order_stop(self, order: dict[str, Any]) -> None:
         generation = order["generation"]
         self.stopping = generation
-        self.vault.call_off()  # of a start that still waits for snapshots
-        for rank in order.get("kill", ()):
-            self.workers.signal(rank, signal.SIGKILL)
+        if generation >= self.generation:  # an older one's end leaves the current one alone
+            self.vault.call_off()  # of a start that still waits for snapshots
+            for rank in order.get("kill", ()):
+                self.workers.signal(rank, signal.SIGKILL)
         self.workers.stop(generation, order["grace_s"], park=order["park"])
         self._tell_stopped()
 
@@ -319,9 +320,8 @@ class Agent:
 
     def _tell_stopped(self) -> None:
         """Once nothing of the generation that was to stop runs any more."""
-        workers = self.workers.workers.values()
-        if self.stopping is not None and not any(w.runs for w in workers):
-            parked = sum(w.waits for w in workers)
+        if self.stopping is not None and not self.workers.at_work(self.stopping):
+            parked = sum(w.waits for w in self.workers.workers.values())
             stopped = {"generation": self.stopping, "parked": parked, "offer_port": free_port()}
             self.journal.tell({"stopped": stopped})
             self.stopping = None

@@ -93,7 +93,6 @@ class Coordinator:
         if memory is not None and memory.get("world"):
             world = World.from_dict(memory["world"], self.shapes, spec.ranks_per_node)
             self.executor.world, self.recorder.generation = world, world.generation
-            self.executor.halted = self.machine.phase != "adopting"
             self.verdicts.began(world.generation)
             self.executor.roster = {
                 int(node): (address, port) for node, (address, port) in memory["roster"].items()
@@ -375,7 +374,7 @@ class Coordinator:
 
     def _current(self, generation: int) -> bool:
         """Whether that generation is at work, as far as we have decided."""
-        return self.world is not None and generation == self.world.generation and not self.executor.halted
+        return self.world is not None and self.machine.at_work(generation)
 
     def _fail(self, node: int, rank: int | None, signal: str, cause: str) -> None:
         if self.world is None or self.ending.outcome is not None:
@@ -404,7 +403,7 @@ class Coordinator:
                 self.recorder.log(self._events[0], actions)
             if any(not isinstance(action, m.Note) for action in actions):
                 self.executor.remember(self.machine.memory())  # before any of it is done
-            if self.machine.phase == "running" and not self.executor.halted and not self.hangs.watching:
+            if self.machine.phase == "running" and not self.hangs.watching:
                 self.hangs.began(time.monotonic(), whole=True)  # what an earlier coordinator started runs on
             for action in actions:
                 if not self.deposed:
@@ -421,9 +420,11 @@ class Coordinator:
                 self.hangs.began(time.monotonic(), whole=not action.in_place)
                 self.verdicts.began(action.generation)
             case m.Stop():
-                self._peers_gone = None
                 self.executor.stop(action, self._kill, self.machine.memory())
-                self.hangs.ended()
+                if not self.machine.at_work(self.machine.generation):
+                    # Otherwise a node is to end what it still has of an older generation, and the current one goes on.
+                    self._peers_gone = None
+                    self.hangs.ended()
             case m.Yield():
                 self.executor.do(action)
                 self.hangs.ended()  # saving takes its time; the machine has a limit of its own for it

@@ -7,6 +7,7 @@ import json
 import os
 import selectors
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -234,8 +235,30 @@ def test_a_loss_that_shows_while_orders_are_given_is_handled_after_them(
     assert term.coordinator.world.generation == GENERATION + 1
     memory = term.memory()
     assert (memory["world"]["generation"], memory["machine"]["phase"]) == (GENERATION + 1, "running")
-    assert not term.coordinator.executor.halted
     assert term.coordinator.hangs.watching, "its steps are watched"
+
+
+@pytest.mark.parametrize("older", [GENERATION - 1, GENERATION])
+def test_a_stop_of_an_older_generation_leaves_the_current_one_at_work(begin: Begin, older: int) -> None:
+    """A node comes back and says that it still runs what the others left long ago."""
+    term = running(begin)
+    if older == GENERATION:
+        term.agents[1].exits(3, GENERATION)
+        term.agents[0].stops(GENERATION)
+        term.agents[1].stops(GENERATION)
+        for node in (0, 1):
+            term.agents[node].beat(GENERATION + 1, 5)
+    newest = term.coordinator.machine.generation
+    term.orders("stop")
+    term.agents[2].close()
+    term.join(2, running=older)
+    assert {n: [o["generation"] for o in orders] for n, orders in term.orders("stop").items()} == {2: [older]}
+    assert term.coordinator.hangs.watching, "its steps are still watched"
+    limit = term.coordinator.hangs.deadline
+    assert limit is not None
+    assert limit - time.monotonic() < 100, "as closely as before, not as at a start"
+    term.agents[0].exits(1, newest)
+    assert set(term.orders("stop")) >= {0, 1}, "and a failure has its consequence"
 
 
 def test_a_smaller_start_follows_where_there_is_nothing_to_flush(begin: Begin) -> None:

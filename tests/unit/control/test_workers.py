@@ -206,6 +206,17 @@ def test_ranks_park_when_they_are_told_to_stop_and_the_deaf_are_killed(node: Nod
     assert node.values("exited", 11)["signalled"] is not None
 
 
+def test_a_stop_of_an_older_generation_ends_no_newer_worker(node: Node) -> None:
+    node.start(2, {0: [], 1: ["park"]})
+    node.pump.until(node.state("running", "parked"))
+    node.workers.stop(1, 0.0, park=True)
+    assert node.workers.deadline is None, "nobody is waited for"
+    assert node.workers.at_work(1) == []
+    node.workers.stop(2, 0.0, park=True)
+    node.pump.until(node.state("exited", "parked"))
+    assert node.values("exited", 10)["signalled"] is not None
+
+
 def test_what_was_said_of_an_earlier_generation_does_not_count(node: Node) -> None:
     stale = {"parked": {"generation": 1, "step": 9, "message": "late"}}
     node.start(2, {0: [{"say": stale}, "beat"]})
@@ -224,6 +235,8 @@ def test_a_stop_before_there_is_a_rank_waits_for_nobody(gate: Path, node: Node) 
     assert node.state("exited", "exited")()
     assert all(node.values("exited", rank)["never_began"] for rank in (10, 11))
     assert all(w.status != 0 for w in node.workers.workers.values()), "nobody has left in order"
+    signalled = [w.signalled is not None for w in node.workers.workers.values()]
+    assert all(signalled), "killed by us: the agent must not say that they still run"
     nursery = node.workers.nursery
     node.start(2, {0: ["beat"], 1: ["beat"]})
     assert node.workers.nursery == nursery
