@@ -16,6 +16,7 @@ from seatrial.checkpoint.place import checkpoint_urls
 from seatrial.control import lease as leases
 from seatrial.control import machine_types as m
 from seatrial.control.absent import Absent
+from seatrial.control.confirm import Confirmations
 from seatrial.control.ending import Ending
 from seatrial.control.executor import Executor, recall
 from seatrial.control.hangs import Culprit, HangWatch
@@ -71,6 +72,7 @@ class Coordinator:
         self.deposed = False
         self.resigned = False
         self.round_trips = RoundTrips(self.lease.node)
+        self._confirmed = Confirmations()
         self._silent: set[int] = set()  # lost, perhaps only to us
         self._kill: dict[int, list[int]] = {}  # node -> ranks that will not stop by themselves
         self._events: deque[m.Event] = deque()  # the first is being handled
@@ -236,11 +238,21 @@ class Coordinator:
 
     def _beat(self, peer: Peer, message: dict[str, Any]) -> None:
         peer.generation, peer.step = message["generation"], message["step"]
-        slow = self.round_trips.add(peer.node, message["round_trip_s"])
+        slow = self.round_trips.add(peer.node, peer.link.round_trip_s)
         if slow is not None:
             values = {"signal": "congestion", "message": str(slow), "evidence": asdict(slow)}
             self.recorder.finding(values, peer.node, rule_for("congestion"))
+        self._confirm(peer.node, message)
         self._progress()
+
+    def _confirm(self, node: int, beat: dict[str, Any]) -> None:
+        if not self.machine.works(node):
+            self._confirmed.forget(node)
+            return
+        wanted, now = self.machine.generation, time.monotonic()
+        wrong = self._confirmed.beat(node, wanted, beat["generation"], beat["failed"], now)
+        if wrong is not None:
+            self._fail(node, None, "worker_exit", wrong)
 
     def _progress(self) -> None:
         world = self.world
@@ -270,6 +282,10 @@ class Coordinator:
             self._on_finding(peer, values)
             return
         current = self._current(generation)
+        if kind == "stopped":
+            if current:
+                self._fail_for_hang(self.hangs.stopped(peer.node, rank, values))
+            return
         if kind == "parked":
             if current and self._peers_gone is None:
                 message = f"rank {rank} lost its peers: {values['message']}"

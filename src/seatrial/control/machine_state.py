@@ -104,6 +104,6 @@ class State:
         """Whether `generation` is the one at work: what its ranks report is then news, not the effect of a stop."""
         return generation == self.generation and self.phase in ("running", "adopting")
 
-    def _works(self, node: int) -> bool:
-        """Whether the node has work in the generation that runs."""
+    def works(self, node: int) -> bool:
+        """Whether the node has work in the generation that runs, and has not left it in order."""
         return node in self._members and self.at_work(self.generation) and node not in self.finished

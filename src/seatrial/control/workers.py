@@ -40,6 +40,7 @@ class Workers:
         self.nursery: int | None = None  # pid
         self.nursery_ready = spec.device != "cpu"
         self._nursery_channel: Channel | None = None
+        self._nursery_owes = 0  # answers to `ask_nursery`
         self._watch, self._unwatch = watch, unwatch
         self._oom = OomWatch()
         self._grace: Grace | None = (
@@ -76,8 +77,16 @@ class Workers:
             return
         finally:
             theirs.close()
-        self._nursery_channel = ours
+        self._nursery_channel, self._nursery_owes = ours, 0
         self._watch(ours, self._on_nursery)
+
+    def ask_nursery(self) -> int:
+        """Ask the nursery for a sign of life, if it is ready; how many times it was asked since its last one."""
+        if self._nursery_channel is None or not self.nursery_ready:
+            return 0
+        self._nursery_channel.post({"ping": {}})
+        self._nursery_owes += 1
+        return self._nursery_owes
 
     def start(self, generation: int, legs: Mapping[int, Leg], *, in_place: bool) -> None:
         """Have each local number work on its leg. Parked workers go on in place, where allowed; others are new."""
@@ -291,6 +300,7 @@ class Workers:
                     worker.state = "parked"
                 elif kind == "finished" and worker.runs:
                     worker.state, worker.how = "finished", values["how"]
+                    worker.done = worker.how == "done"
                 self.tell(kind, worker, values)
 
     def _on_nursery(self) -> None:
@@ -302,6 +312,8 @@ class Workers:
                 case {"ready": _pid}:
                     self.nursery_ready = True
                     self.tell("nursery_ready", _NOBODY, {})
+                case {"pong": _}:
+                    self._nursery_owes = 0
                 case {"forked": {"token": token, "pid": pid}}:
                     self._forked(token, pid)
                 case {"exited": {"pid": pid, "status": status, "time": when}}:
