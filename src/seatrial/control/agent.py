@@ -27,6 +27,7 @@ from seatrial.control.reception import Reception
 from seatrial.control.spec import AgentSpec, LocalOptions, parse_agent_arguments
 from seatrial.control.vault import Vault
 from seatrial.control.warden import Warden
+from seatrial.control.watchdog import Watchdog
 from seatrial.control.watching import Watching, allow_files
 from seatrial.control.wire import Incoming, Link, Listener
 from seatrial.control.worker import Worker
@@ -86,6 +87,13 @@ class Agent:
         self.journal = Journal(self.member)
         self._member_source: Link | Any | None = None
         self.inspection: Inspection | None = None
+        self.watchdog = Watchdog(
+            self.workers,
+            self._transfers,
+            options.parent,
+            rank_stopped=lambda worker, why: self._on_worker("stopped", worker, {"message": why}),
+            tell=self._stood_still,
+        )
         self.warden = Warden(spec, resilience, self.journal.tell_once, self.watch, self.unwatch)
 
     # -- the loop
@@ -110,6 +118,7 @@ class Agent:
             self.workers.deadline,
             self.warden.deadline,
             self.reception.deadline,
+            self.watchdog.deadline,
         ]
         if self.coordinator is not None:
             deadlines.append(self.coordinator.deadline)
@@ -128,6 +137,7 @@ class Agent:
             self.member.valid_until = time.monotonic() + 1e9
         self._inspect()
         self.warden.tick()
+        self.watchdog.tick()
         self.reception.tick()
         if self.coordinator is not None:
             self.coordinator.tick()
@@ -191,9 +201,12 @@ class Agent:
         }
 
     def _beat(self) -> dict[str, Any]:
-        steps = [w.step for w in self.workers.workers.values() if w.runs]
-        step = min(steps, default=0)
-        return {"generation": self.generation, "step": step, "round_trip_s": self.member.round_trip_s}
+        workers = self.workers.workers.values()
+        return {
+            "generation": self.generation,
+            "step": min((w.step for w in workers if w.runs), default=0),
+            "failed": sum(w.generation == self.generation and w.failed for w in workers),
+        }
 
     def _tell(self, message: dict[str, Any]) -> None:
         self.member.send(message)
@@ -210,6 +223,14 @@ class Agent:
         """
         workers = self.workers.workers.values()
         return any(w.signalled is None and w.state != "finished" and w.status != 0 for w in workers)
+
+    def _transfers(self) -> dict[int, str]:
+        found = self.vault.transfers()
+        return found if self.coordinator is None else found | self.coordinator.snapshots.transfers()
+
+    def _stood_still(self, message: str, data: dict[str, Any]) -> None:
+        message = f"node {self.spec.node}: {message}"
+        self.journal.tell_once({"external": {"kind": "process_stopped", "message": message, "data": data}})
 
     # -- orders
 
@@ -254,9 +275,10 @@ class Agent:
     def _order_stop(self, order: dict[str, Any]) -> None:
         generation = order["generation"]
         self.stopping = generation
-        self.vault.call_off()  # of a start that still waits for snapshots
-        for rank in order.get("kill", ()):
-            self.workers.signal(rank, signal.SIGKILL)
+        if generation >= self.generation:  # an older one's end leaves the current one alone
+            self.vault.call_off()  # of a start that still waits for snapshots
+            for rank in order.get("kill", ()):
+                self.workers.signal(rank, signal.SIGKILL)
         self.workers.stop(generation, order["grace_s"], park=order["park"])
         self._tell_stopped()
 
@@ -294,7 +316,7 @@ class Agent:
                 self._tell({"ready": {}})
             case "started":
                 self._tell({"worker": {"kind": "started", **about, **values, "pid": worker.pid}})
-            case "parked" | "finding":
+            case "parked" | "finding" | "stopped":
                 self.journal.tell({"worker": {"kind": kind, **about, **values}})
             case "beat":
                 if values["first"]:
@@ -320,9 +342,8 @@ class Agent:
 
     def _tell_stopped(self) -> None:
         """Once nothing of the generation that was to stop runs any more."""
-        workers = self.workers.workers.values()
-        if self.stopping is not None and not any(w.runs for w in workers):
-            parked = sum(w.waits for w in workers)
+        if self.stopping is not None and not self.workers.at_work(self.stopping):
+            parked = sum(w.waits for w in self.workers.workers.values())
             stopped = {"generation": self.stopping, "parked": parked, "offer_port": free_port()}
             self.journal.tell({"stopped": stopped})
             self.stopping = None
@@ -336,9 +357,7 @@ class Agent:
         for worker in workers:
             if worker.generation != self.generation:
                 continue
-            ended = worker.state == "exited" and worker.status == 0
-            waits = worker.state == "finished" and worker.how != "done"
-            if not (ended or waits):
+            if not worker.left:
                 return
             ways.add(worker.how)
         if len(ways) == 1:
