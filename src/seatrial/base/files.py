@@ -15,6 +15,7 @@ from seatrial.base import units
 
 # Far above any record that is read as a whole: the manifest of a checkpoint of a thousand ranks has some tens of MiB.
 LARGEST_BYTES = 256 << 20
+_LARGEST_NAMED_BYTES = 64 << 20
 
 _KINDS = (
     (stat.S_ISLNK, "a link"),
@@ -74,6 +75,18 @@ def read_bytes(path: Path, *, most: int = LARGEST_BYTES, links: bool = False) ->
         if size > most:
             raise OSError(errno.EFBIG, f"has {units.memory(size)}, more than such a file can have", str(path))
         return file.read()
+
+
+def read_named(path: Path) -> bytes:
+    """All of what the user has named: a file, or a pipe, as the shell's <(...) is one. Raises OSError.
+
+    Of a device that never ends not more than a file of that kind can have.
+    """
+    with open(path, "rb") as file:
+        data = file.read(_LARGEST_NAMED_BYTES + 1)
+    if len(data) > _LARGEST_NAMED_BYTES:
+        raise OSError(errno.EFBIG, "is larger than such a file can be", str(path))
+    return data
 
 
 def read_text(path: Path, *, most: int = LARGEST_BYTES, links: bool = False) -> str:

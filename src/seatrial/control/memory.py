@@ -34,7 +34,9 @@ class _Counts(BaseModel):
     same: list[tuple[str, str, int, int]]
 
 
-class _Machine(BaseModel):
+class MachineMemory(BaseModel):
+    """`State.memory`: what the control machine of one term leaves to the next."""
+
     phase: Literal["idle", "flushing", "adopting", "running", "finished"]
     generation: int
     highest: int
@@ -57,7 +59,7 @@ class _Memory(BaseModel):
     launch: int
     world: _World | None
     roster: dict[str, tuple[str, int]]
-    machine: _Machine
+    machine: MachineMemory
 
 
 def recall(spec: AgentSpec, shapes: Sequence[Shape]) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from seatrial.base.atomic import fsync_folder
 from seatrial.base.errors import Diagnostic, InputError, RunFailed
+from seatrial.base.files import open_file
 from seatrial.data.store import TokenStore
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -67,7 +68,7 @@ class Pair:
 
     def sequences(self) -> Iterator[tuple[Positions, Positions]]:
         """(first token in the .bin, tokens) of the sequences, some at a time."""
-        with open(self.idx, "rb", buffering=0) as f:
+        with open(open_file(self.idx, links=True), "rb", buffering=0) as f:
             for first in range(0, self.n_sequences, _ENTRIES):
                 n = min(_ENTRIES, self.n_sequences - first)
                 lengths = _column(f, _HEADER.size + 4 * first, n, "<i4")
@@ -77,7 +78,7 @@ class Pair:
     def documents(self) -> Iterator[Positions]:
         """Entries of the document index, some at a time; each block begins with the last entry of the one before."""
         begin = _HEADER.size + 12 * self.n_sequences
-        with open(self.idx, "rb", buffering=0) as f:
+        with open(open_file(self.idx, links=True), "rb", buffering=0) as f:
             for first in range(0, self.n_documents, _ENTRIES):
                 n = min(_ENTRIES, self.n_documents - first) + 1
                 yield _column(f, begin + 8 * first, n, "<i8")
@@ -133,7 +134,7 @@ def find_pair(path: Path) -> Path | None:
     if not prefix.with_name(prefix.name + ".bin").is_file():
         return None
     try:
-        with open(idx, "rb") as f:
+        with open(open_file(idx, links=True), "rb") as f:
             return prefix if f.read(len(MAGIC)) == MAGIC else None
     except OSError:
         return None
@@ -142,10 +143,14 @@ def find_pair(path: Path) -> Path | None:
 def open_pair(path: Path) -> Pair:
     """The pair that `path` names, its index read once and checked; InputError with everything that is wrong."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    if not prefix.name:
+        raise InputError(
+            f"{path} has no name, so it is no Megatron dataset", hint="give NAME of NAME.bin and NAME.idx"
+        )
     idx, data = prefix.with_name(prefix.name + ".idx"), prefix.with_name(prefix.name + ".bin")
     try:
         n_bytes, idx_bytes = data.stat().st_size, idx.stat().st_size
-        with open(idx, "rb") as f:
+        with open(open_file(idx, links=True), "rb") as f:
             header = f.read(_HEADER.size)
         kind, n_sequences, entries = _header(header, idx, idx_bytes)
         pair = Pair(prefix, kind, n_sequences, entries - 1, 0, True)
@@ -195,7 +200,7 @@ def _check(pair: Pair, n_bytes: int) -> tuple[int, bool, list[str]]:
     if n_bytes % itemsize:
         problems.append(f"{pair.bin.name} has {n_bytes} bytes, which are no whole number of {pair.kind.name}")
     n_tokens, expected, contiguous, number = 0, 0, True, 0
-    with open(pair.idx, "rb", buffering=0) as f:
+    with open(open_file(pair.idx, links=True), "rb", buffering=0) as f:
         for first in range(0, pair.n_sequences, _ENTRIES):
             n = min(_ENTRIES, pair.n_sequences - first)
             lengths = _column(f, _HEADER.size + 4 * first, n, "<i4")

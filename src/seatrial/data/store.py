@@ -27,6 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import open_file, read_bytes
 from seatrial.data.chunks import CHUNK_BYTES, RESTORE_HINT, ChunkHashes, MadeHashes, parse
 from seatrial.data.documents import DocumentIndex, Positions
 from seatrial.data.manifest import IndexFile, Manifest, ShardFile, prepare_hint, read_manifest
@@ -251,7 +252,7 @@ def _hashes_of(folder: Path, shard: ShardFile, made: MadeHashes | None) -> Calla
 
     def read() -> ChunkHashes:
         try:
-            return parse(stored, shard.bytes, place.read_bytes(), str(place))
+            return parse(stored, shard.bytes, read_bytes(place, links=True), str(place))
         except OSError as e:
             raise InputError(
                 Diagnostic(f"cannot be read: {e.strerror}", file=str(place), hint=RESTORE_HINT)
@@ -284,6 +285,6 @@ def _hash(state: _Hash, blocks: Iterable[bytes]) -> str:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb", buffering=0) as f:
+    with open(open_file(path, links=True), "rb", buffering=0) as f:
         while block := f.read(_HASH_BLOCK):
             yield block

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from seatrial.base.errors import Diagnostic, InputError
-from seatrial.base.files import read_json
+from seatrial.base.files import parse_json, read_named
 from seatrial.plan.ettr import DAY_S, Branch, Case, Remedy
 from seatrial.plan.formulas import spares_for
 from seatrial.record.interval import young
@@ -126,7 +126,7 @@ class Measured:
         """From a JSON file {"measured": {...}, "machine": text, "date": text}; InputError names all that is missing."""
         file, hint = str(path), "write it with bench/recovery.py, on the machine whose times you want"
         try:
-            document = read_json(path, links=True)
+            document = parse_json(read_named(path))
         except (OSError, ValueError) as error:
             raise InputError(Diagnostic(f"cannot be read: {error}", file=file, hint=hint)) from error
         if not isinstance(document, dict) or not isinstance(document.get("measured"), dict):
