@@ -143,21 +143,24 @@ _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENOTDIR, errno.E
 
 def from_machine(error: Exception) -> SeatrialError | None:
     """What the machine refused, or a path that cannot be one, in words; None where it may be a bug of ours."""
-    if isinstance(error, MemoryError):
-        return SeatrialError(f"no memory is left{_limit(resource.RLIMIT_AS)}", hint=HINTS[errno.ENOMEM])
+    if isinstance(error, MemoryError) or (isinstance(error, ImportError) and "map segment" in str(error)):
+        return SeatrialError("no memory is left", hint=address_limit() or HINTS[errno.ENOMEM])
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return SeatrialError("no thread can be started", hint=HINTS[errno.EAGAIN])
     if not isinstance(error, OSError) or error.errno is None:
         return None
     where = "" if error.filename is None else f"{error.filename}: "
     message = f"{where}{error.strerror}"
+    if "No usable temporary directory" in message:
+        return InputError(message, hint="set TMPDIR to a local folder that is writable")
     if error.errno in _NO_PATH:
         return InputError(message, hint="give another path")
-    if error.errno == errno.EMFILE:
-        message += _limit(resource.RLIMIT_NOFILE)
     return SeatrialError(message, hint=HINTS[error.errno]) if error.errno in HINTS else None
 
 
-def _limit(kind: int) -> str:
-    soft = resource.getrlimit(kind)[0]
-    return "" if soft == resource.RLIM_INFINITY else f" (this process is limited to {soft:,})"
+def address_limit() -> str | None:
+    """What to do where memory addresses are limited, of which each library tells in words of its own; else None."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return f"a process may have {limit >> 20:,} MiB of addresses here (`ulimit -v`), too little for torch: lift that limit"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import sys
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from seatrial.base.errors import InputError
 from seatrial.base.files import open_file
 
 MARK = "SEATRIAL_AGENT"  # names the agent that a process belongs to
@@ -57,6 +59,19 @@ def python(module: str, *arguments: str, interpreter: str = sys.executable) -> l
     -P: the folder that it is started in is not searched, so that a `random.py` lying there is not executed.
     """
     return [interpreter, "-P", "-m", module, *arguments]
+
+
+def allow_files(count: int, what: str) -> None:
+    """Let this process, and those that it starts, have `count` files open, which `what` needs.
+
+    Raises InputError where that is more than it may have.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < count:
+        if resource.RLIM_INFINITY != hard < count:
+            message = f"a process may have {hard} files open here, and {what} need {count}"
+            raise InputError(message, hint="raise the limit, as with `ulimit -Hn 65536`, or start fewer")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def signal_group(pid: int, signum: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -22,7 +21,6 @@ from types import TracebackType
 from typing import IO, Any
 
 from seatrial.base import process
-from seatrial.base.errors import InputError
 from seatrial.check.live.agent_tasks import last_words
 from seatrial.check.live.hosts import Host
 
@@ -183,17 +181,6 @@ def _pipes(started: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[b
     return started.stdin, started.stdout, started.stderr
 
 
-def _allow_files(count: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        if hard != resource.RLIM_INFINITY and hard < count:
-            raise InputError(
-                f"this process may have {hard} open files, and agents on so many hosts need {count}",
-                hint="raise the limit (ulimit -Hn), or check the hosts in parts",
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
-
-
 class Crew:
     """An agent on every host. A context: when it ends nothing of it runs any more."""
 
@@ -209,7 +196,7 @@ class Crew:
     def __enter__(self) -> Crew:
         """Start the agents. Those that cannot be started reply so. Raises InputError for more hosts than this process may have
         pipes to: they would all look as if they were at fault."""
-        _allow_files(_FILES_A_HOST * len(self.hosts) + _OTHER_FILES)
+        process.allow_files(_FILES_A_HOST * len(self.hosts) + _OTHER_FILES, "agents on so many hosts")
         try:
             for number, host in enumerate(self.hosts):
                 self.lines.append(_Line(host, self.python, f"{self._mark}-{number}"))
