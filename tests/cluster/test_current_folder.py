@@ -70,6 +70,7 @@ class Place:
         (folder / "job.toml").write_text(SMALL)
         (folder / "big.toml").write_text(preset_text("llama3-8b-h100"))
         write_corpus(folder)
+        (folder / "matplotlibrc").write_text("text.usetex: True\n")  # would start latex
         (folder / "hosts").write_text("127.0.0.2\n127.0.0.3\n")
         (folder / "bin").mkdir()
         (folder / "bin/ssh").write_text(SSH)

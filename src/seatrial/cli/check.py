@@ -162,7 +162,7 @@ def _verify(args: argparse.Namespace) -> None:
     """Raises InputError for options that contradict each other, all at once."""
     problems: list[Diagnostic] = []
     ways = {"--from": args.sources, "--simulate": args.simulate}
-    given = [option for option, value in ways.items() if value]
+    given = [option for option, value in ways.items() if value not in (None, [])]
     if len(given) > 1:
         problems.append(Diagnostic("--from and --simulate exclude each other", hint="choose one"))
     for way in given:
@@ -218,7 +218,7 @@ def _job(file: str | None) -> Job | None:
 
 
 def _report(args: argparse.Namespace, job: Job | None) -> Report:
-    if args.simulate:
+    if args.simulate is not None:
         from seatrial.check.blame.simulated_file import simulate
 
         return simulate(Path(args.simulate))

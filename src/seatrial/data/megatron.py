@@ -40,6 +40,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _LONGEST = 2**31 - 1  # tokens of a sequence
 _ENTRIES = 1 << 20  # read or written at once
 _TOKENS = 1 << 22
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 Positions = npt.NDArray[np.int64]
 Progress = Callable[[int, int, str], None]
@@ -255,7 +256,7 @@ def export_pair(
     temporary = [path.with_name(f".{path.name}.tmp-{os.getpid()}") for path in names]
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary[0], "wb") as data:
+        with open(open_file(temporary[0], _NEW), "wb") as data:
             for first in range(0, store.n_tokens, _TOKENS):
                 n = min(_TOKENS, store.n_tokens - first)
                 # An id below 2^31 has the same bytes as uint32 and as int32.
@@ -263,7 +264,7 @@ def export_pair(
                 if progress is not None:
                     progress(first + n, store.n_tokens, names[0].name)
             _sync(data)
-        with open(temporary[1], "wb") as index:
+        with open(open_file(temporary[1], _NEW), "wb") as index:
             _write_index(index, store, code)
             _sync(index)
         # The index last: without it the other is no dataset, and an old index beside new data would be wrong.

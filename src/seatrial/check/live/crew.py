@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from seatrial.base import process
+from seatrial.base.files import parse_json
 from seatrial.check.live.agent_tasks import last_words
 from seatrial.check.live.hosts import Host
 
@@ -91,7 +92,7 @@ class _Line:
         found = []
         for line in lines:
             try:
-                message = json.loads(line)
+                message = parse_json(line)
             except ValueError:
                 message = None
             if isinstance(message, dict):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from seatrial.base.files import parse_json
 from seatrial.base.process import python
 from seatrial.check.node.run_tool import Order, Result, run_tools
 
@@ -58,7 +58,7 @@ def _document(result: Result) -> dict[str, Any]:
     if not result.ok:
         return {"problem": result.why, "ended": result.ended}
     try:
-        found: dict[str, Any] = json.loads(result.out)
+        found: dict[str, Any] = parse_json(result.out)
     except ValueError:
         return {"problem": "NVML: the probe's answer cannot be read", "ended": "failed"}
     return found | {"ended": "ok"}

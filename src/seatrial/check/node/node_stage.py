@@ -6,7 +6,6 @@ is read from a node at rest, then the load, then what the load has changed.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from seatrial.base.files import parse_json
 from seatrial.base.process import python
 from seatrial.check.node import node_gpu
 from seatrial.check.node.node_clock import read_clock
@@ -227,7 +227,7 @@ def collect_rates(text: str) -> dict[str, Any]:
     whole = False
     for line in text.splitlines():
         try:
-            message = json.loads(line)
+            message = parse_json(line)
         except ValueError:
             continue  # a line that was cut off by the end, or a library's word
         match message:
