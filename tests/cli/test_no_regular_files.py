@@ -32,7 +32,7 @@ KINDS = {
     "zero": "a link",  # to a device that never ends
     "socket": "a socket",
 }
-RECORDS = ("job_toml", "plan_json", "events", "metrics", "ledger", "interval_json", "lock", "generation_file", "identity_json", "secret",
+RECORDS = ("job_toml", "plan_json", "events", "metrics", "ledger", "interval_json", "lock", "generation_file", "identity_json", "inputs_json", "secret",
            "control_state", "coordinator_log")  # fmt: skip
 VERBS = (["watch", "RUN", "--once"], ["verify", "RUN"], ["checkpoints", "RUN"], ["export", "RUN", "--out", "hf"],
          ["train", "first-voyage.toml", "--plain"])  # fmt: skip

@@ -32,7 +32,8 @@ from seatrial.control.watching import Watching, allow_files
 from seatrial.control.wire import Incoming, Link, Listener
 from seatrial.control.worker import Worker
 from seatrial.control.workers import Workers
-from seatrial.job import Job, load_job
+from seatrial.job import Job
+from seatrial.record import inputs
 from seatrial.record.secret import read_secret
 
 
@@ -64,7 +65,8 @@ class Agent:
         self.vault = Vault(spec, self._tell)
         self.workers.snapshot_fds = self.vault.fds()
         self.workers.start_nursery()  # first: it needs two seconds, during which we find each other
-        self.job: Job = load_job(spec.job)
+        self.inputs = inputs.frozen(spec.folder)
+        self.job: Job = inputs.job_of(spec.folder, self.inputs)
         self.secret = read_secret(spec.folder)
         self.vault.unlock(self.secret)
         self.listener = Listener(spec.address, self.secret)
@@ -178,7 +180,7 @@ class Agent:
         if self.coordinator is not None:
             self.coordinator.close()
         self.coordinator = Coordinator(
-            self.spec, self.job, lease, self.secret, self.watch, self.unwatch, dead=dead
+            self.spec, self.job, self.inputs, lease, self.secret, self.watch, self.unwatch, dead=dead
         )
 
     def _on_member(self) -> None:
@@ -250,6 +252,7 @@ class Agent:
             "layout",
             "master_addr",
             "master_port",
+            "inputs",
         )
         for local, rank in enumerate(order["ranks"]):
             legs[local] = {key: order[key] for key in common} | {

@@ -36,6 +36,7 @@ from seatrial.control.world import World
 from seatrial.job import Job
 from seatrial.job.shapes import shapes
 from seatrial.record.folder import RunFolder
+from seatrial.record.inputs import Digests
 
 _RENEW_S = 0.25  # nobody hears of us for longer than this after the next term has begun
 
@@ -51,6 +52,7 @@ class Coordinator:
         self,
         spec: AgentSpec,
         job: Job,
+        inputs: Digests,
         lease: Lease,
         secret: bytes,
         watch: Callable[..., None],
@@ -58,7 +60,10 @@ class Coordinator:
         *,
         dead: int | None = None,
     ) -> None:
-        """`dead`: the node that coordinated before, if its process is gone for certain."""
+        """`inputs`: of the job and the plan that every rank must read.
+
+        `dead`: the node that coordinated before, if its process is gone for certain.
+        """
         self.spec, self.job, self.lease = spec, job, lease
         self.folder: RunFolder = spec.folder
         self.shapes = shapes(job)
@@ -91,7 +96,7 @@ class Coordinator:
             self.folder, places, job.checkpoint.read_back, self.peers.send, self._flushed
         )
         self.hangs = HangWatch(job.resilience, self.peers.send, self.recorder, last_step=job.train.steps)
-        self.executor = Executor(spec, job, self.shapes, self.peers, self.snapshots, self.recorder)
+        self.executor = Executor(spec, job, inputs, self.shapes, self.peers, self.snapshots, self.recorder)
         self.ending = Ending(spec.node, lease.term, self.peers, self.executor, self.verdicts)
         if memory is not None and memory.get("world"):
             world = World.from_dict(memory["world"], self.shapes, spec.ranks_per_node)

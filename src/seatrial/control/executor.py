@@ -17,6 +17,7 @@ from seatrial.control.spec import AgentSpec
 from seatrial.control.world import World
 from seatrial.job import Job
 from seatrial.job.shapes import Shape
+from seatrial.record.inputs import Digests
 
 
 class Executor:
@@ -26,6 +27,7 @@ class Executor:
         self,
         spec: AgentSpec,
         job: Job,
+        inputs: Digests,
         shapes: Sequence[Shape],
         peers: Peers,
         snapshots: SnapshotMap,
@@ -34,7 +36,7 @@ class Executor:
         self.world: World | None = None  # that was started last
         self.roster: dict[int, tuple[str, int]] = {}  # where each agent listens, or did last
         self.gpus: dict[int, str] = {}  # node -> PCI address of the GPU that a signal last named
-        self._spec, self._job, self._shapes = spec, job, shapes
+        self._spec, self._job, self._inputs, self._shapes = spec, job, inputs, shapes
         self._peers, self._snapshots, self._recorder = peers, snapshots, recorder
 
     def start(self, action: m.Start, memory: dict[str, Any]) -> None:
@@ -67,6 +69,7 @@ class Executor:
             "master_addr": first.address,
             "master_port": self._job.cluster.port or first.offer_port,
             "in_place": action.in_place,
+            "inputs": dict(self._inputs),
             "again": action.generation > self._spec.generation,
         }
         for slot, node in sorted(action.slots.items()):

@@ -49,6 +49,11 @@ class RunFolder:
         return self.control / "identity.json"
 
     @property
+    def inputs_json(self) -> Path:
+        """Digests of job.toml and plan.json as the last launch was begun with them; see `record.inputs`."""
+        return self.control / "inputs.json"
+
+    @property
     def generation_file(self) -> Path:
         """The number of the last start."""
         return self.control / "generation"
@@ -97,8 +102,9 @@ class RunFolder:
     def check_records(self) -> None:
         """Raise InputError for every record that is there and is no regular file: a link among them, a pipe, a folder."""
         records = (self.job_toml, self.plan_json, self.events, self.metrics, self.ledger, self.interval_json)
-        control = (self.lock, self.generation_file, self.identity_json, self.secret, self.control_state)
-        wrong = [error for path in (*records, *control, self.coordinator_log) if (error := not_a_file(path))]
+        control = (self.lock, self.generation_file, self.identity_json, self.inputs_json, self.secret)
+        more = (self.control_state, self.coordinator_log)
+        wrong = [error for path in (*records, *control, *more) if (error := not_a_file(path))]
         hint = "Seatrial writes regular files there: put the file back, or remove what stands in its place"
         if wrong:
             raise InputError([Diagnostic(f"{e.filename} {e.strerror}", hint=hint) for e in wrong])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from seatrial.base.errors import InputError, RunFailed
 from seatrial.checkpoint.manifest import Progress
@@ -89,7 +91,7 @@ def train_rank(folder: RunFolder, generation: int | None, place: Place) -> None:
     device = join(place)
     mesh = build_mesh(job.layout, device, TIMEOUT)
     torch.manual_seed(job.train.seed + mesh.rank)
-    loader = make_loader(job, folder)
+    loader = make_loader(job, folder, read_plan(folder))
     begun = nullcontext(generation) if generation is not None else _unsupervised(job, folder, mesh, loader)
     with begun as number:
         _train(job, folder, number, mesh, loader)
@@ -174,16 +176,22 @@ def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, loader: BatchLoader) 
             opened.close()
 
 
-def join(place: Place) -> torch.device:
-    """Become a member of the world; the device of this rank."""
+def join(place: Place, store: Store | None = None) -> torch.device:
+    """Become a member of the world; the device of this rank. Without a `store`, at the one that torchrun made."""
     if place.device == "cuda":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    backend = "nccl" if place.device == "cuda" else "gloo"
+    if store is not None:
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT
+        )
+        return device
     try:
-        dist.init_process_group("nccl" if place.device == "cuda" else "gloo", timeout=TIMEOUT)
+        dist.init_process_group(backend, timeout=TIMEOUT)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise InputError(
@@ -194,11 +202,11 @@ def join(place: Place) -> torch.device:
     return device
 
 
-def make_loader(job: Job, folder: RunFolder) -> BatchLoader:
-    """The batches of the run, from the stores that the launcher found or else prepared here."""
+def make_loader(job: Job, folder: RunFolder, plan: Mapping[str, Any]) -> BatchLoader:
+    """The batches of the run, from the stores that the launcher found, as plan.json says, or else prepared here."""
     train = job.train
     cache, blend = data_cache(folder.path.parent), blend_of(job.data)
-    known = read_plan(folder).get("data")
+    known = plan.get("data")
     if known is not None:
         # The launcher has found, prepared and checked them.
         stores = open_stores(known["stores"], cache, job.data.cache_gb)

@@ -26,7 +26,6 @@ class Node:
         self.pump = Pump()
         self.spec = AgentSpec(
             run=folder,
-            job=folder / "job.toml",
             generation=1,
             node=0,
             nodes=1,

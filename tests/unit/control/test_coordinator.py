@@ -55,6 +55,7 @@ lr = 1e-2
 every_steps = 50
 """
 GENERATION = 3  # the first of this launch
+INPUTS = {"job.toml": "ab", "plan.json": "cd"}
 
 
 class Agent:
@@ -97,7 +98,6 @@ class Term:
         self.pump, self.folder, self.agents = pump, folder, dict[int, Agent]()
         spec = AgentSpec(
             folder.path,
-            folder.job_toml,
             GENERATION,
             node=2,
             nodes=2,
@@ -109,7 +109,7 @@ class Term:
         folder.leases.mkdir(exist_ok=True)
         assert leases.claim(folder.leases, lease)
         self.listener = Listener("127.0.0.1", SECRET)  # where the agents are said to listen
-        self.coordinator = Coordinator(spec, job, lease, SECRET, pump.watch, pump.unwatch, **more)
+        self.coordinator = Coordinator(spec, job, INPUTS, lease, SECRET, pump.watch, pump.unwatch, **more)
         self.pump.ticks.append(self.coordinator.tick)
 
     def join(self, *nodes: int, **hello: Any) -> None:
@@ -183,6 +183,7 @@ def test_what_each_node_is_told(begin: Begin) -> None:
     for order in orders.values():
         assert (order["generation"], order["world_size"], order["master_port"]) == (GENERATION, 4, 7000)
         assert (order["in_place"], order["again"], order["fetch"]) == (False, False, [])
+        assert order["inputs"] == INPUTS
     assert term.memory()["machine"]["generation"] == GENERATION
     assert term.folder.generation_file.read_text() == f"{GENERATION}\n"
 
