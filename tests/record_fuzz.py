@@ -83,9 +83,7 @@ class World:
         prepare([str(root / "corpus.txt")], "bytes", root / "store", shard_tokens=200)
         assert seatrial(["data", "export", str(root / "store"), "--out", str(root / "pair")]) == 0
         self._weights(root / "hf")
-        self.spec = AgentSpec(
-            self.run.path, self.run.job_toml, 2, node=1, nodes=2, ranks_per_node=4, device="cpu"
-        )
+        self.spec = AgentSpec(self.run.path, 2, node=1, nodes=2, ranks_per_node=4, device="cpu")
 
     def _run(self) -> RunFolder:
         with open_run(self.job, self.root / "runs") as opened:
@@ -458,9 +456,7 @@ class _World(World):
     def __init__(self, other: World, root: Path) -> None:
         self.root, self.job = root, other.job
         self.run = RunFolder(root / other.run.path.relative_to(other.root))
-        self.spec = AgentSpec(
-            self.run.path, self.run.job_toml, 2, node=1, nodes=2, ranks_per_node=4, device="cpu"
-        )
+        self.spec = AgentSpec(self.run.path, 2, node=1, nodes=2, ranks_per_node=4, device="cpu")
 
 
 def campaign(root: Path, count: int, seed: int, only: int | None = None) -> tuple[Counter[str], list[str]]:

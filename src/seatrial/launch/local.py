@@ -55,7 +55,8 @@ class LocalLauncher:
             )
         device, _reason = choose_device(job.cluster)
         _check_spare_gpus(job, device)
-        process.allow_files(_FILES + _FILES_A_RANK * job.layout.world_size, "the ranks")
+        ranks = job.cluster.nodes * job.cluster.gpus_per_node
+        process.allow_files(_FILES + _FILES_A_RANK * ranks, "the ranks")
         check_loopback()
         if job.cluster.port is not None:
             check_port(job.cluster.port)
