@@ -28,7 +28,7 @@ import xxhash
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import open_file, read_bytes
-from seatrial.data.chunks import CHUNK_BYTES, RESTORE_HINT, ChunkHashes, MadeHashes, parse
+from seatrial.data.chunks import CHUNK_BYTES, RESTORE_HINT, ChunkHasher, ChunkHashes, MadeHashes, parse
 from seatrial.data.documents import DocumentIndex, Positions
 from seatrial.data.manifest import IndexFile, Manifest, ShardFile, prepare_hint, read_manifest
 from seatrial.data.shards import VerifiedFile
@@ -176,17 +176,25 @@ class TokenStore:
         known = {place for place, _ in problems}
         files = self._files()
         total, done = sum(size for _, size, _, _ in files), 0
+        hashed = {s.file: s.chunks for s in self.manifest.shards if s.chunks is not None}
         for file, size, kind, expected in files:
             if self.where(file) not in known:
+                chunks = hashed.get(file)
+                # By chunks too: a wrong length of them makes every hash of one wrong.
+                by_chunk = None if chunks is None else ChunkHasher(chunks.chunk_bytes)
                 try:
                     state = hashlib.sha256() if kind == "SHA-256" else xxhash.xxh3_128()
-                    actual = _hash(state, self._blocks(file))
+                    actual = _hash(state, self._blocks(file), by_chunk)
                 except OSError as e:
                     problems.append((self.where(file), f"cannot be read: {e.strerror}"))
                 else:
                     if actual != expected:
                         problem = f"damaged: {kind} {actual}, the manifest says {expected}"
                         problems.append((self.where(file), problem))
+                    elif chunks is not None and by_chunk is not None:
+                        found = xxhash.xxh3_128_hexdigest(by_chunk.finish())
+                        if found != chunks.xxh3_128:
+                            problems.append((self.where(chunks.file), f"not the hashes of {file}"))
             done += size
             if progress is not None:
                 progress(done, total, file)
@@ -283,9 +291,11 @@ class _Hash(Protocol):
     def hexdigest(self) -> str: ...
 
 
-def _hash(state: _Hash, blocks: Iterable[bytes]) -> str:
+def _hash(state: _Hash, blocks: Iterable[bytes], by_chunk: ChunkHasher | None = None) -> str:
     for block in blocks:
         state.update(block)
+        if by_chunk is not None:
+            by_chunk.update(block)
     return state.hexdigest()
 
 

@@ -6,6 +6,7 @@ A crash can leave the last line torn; the next writer starts a new line first, a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -121,12 +122,13 @@ def each_numbered(path: Path, noun: str, problems: list[Problem]) -> Iterator[tu
     """As `read_numbered`, one object after the other and none of them kept; what is wrong is added to `problems`."""
     try:
         with open(open_file(path), "rb") as f:
-            for number, (line, _, whole) in enumerate(_lines(f), 1):
+            for number, line in enumerate(_lines(f), 1):
                 # A whole object without its newline is a whole object; the next writer adds the newline.
                 value, reason = _parse_line(line)
                 if value is not None:
                     yield number, value
                 elif reason is not None:
+                    whole = line.endswith(b"\n")
                     what = f"not {noun} ({reason})" if whole else f"unfinished line, not used ({reason})"
                     problems.append(Problem(path.name, number, what))
     except FileNotFoundError:
@@ -162,26 +164,27 @@ class Tail:
                 self._offset, self._lines, self._inode = 0, 0, status.st_ino
             f.seek(self._offset)
             values = []
-            for line, size, whole in _lines(f):
-                if not whole:
-                    break
-                self._offset += size
-                self._lines += 1
-                value, reason = _parse_line(line)
-                if value is not None:
-                    values.append((self._lines, value))
-                elif reason is not None:
-                    self.problems.append(Problem(self.path.name, self._lines, f"not {self.noun} ({reason})"))
+            with contextlib.suppress(OSError):  # `read` tells of it
+                for line in _lines(f):
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    self._lines += 1
+                    value, reason = _parse_line(line)
+                    if value is not None:
+                        values.append((self._lines, value))
+                    elif reason is not None:
+                        problem = f"not {self.noun} ({reason})"
+                        self.problems.append(Problem(self.path.name, self._lines, problem))
         return values
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[bytes, int, bool]]:
-    """Each line, how many bytes it takes, and whether it has its newline. Of one that is too long only the beginning."""
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Each line, the last perhaps without its newline. OSError at what is longer than any: 20 GB of zeros, say."""
     while line := file.readline(_LONGEST_LINE):
-        size, last = len(line), line
-        while not last.endswith(b"\n") and (last := file.readline(_LONGEST_LINE)):
-            size += len(last)
-        yield line.removesuffix(b"\n"), size, last.endswith(b"\n")
+        if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+            raise OSError(errno.EFBIG, "a line is longer than any record; from there on nothing is read")
+        yield line
 
 
 def _ends_torn(fd: int) -> bool:
@@ -194,7 +197,7 @@ def _parse_line(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
     if not line.strip():
         return None, None
     try:
-        value = parse_json(line.decode("utf-8"))
+        value = parse_json(line.removesuffix(b"\n").decode("utf-8"))
     except UnicodeDecodeError:
         return None, "not UTF-8 text"
     except json.JSONDecodeError as error:

@@ -58,14 +58,17 @@ def told_marks(folder: RunFolder) -> set[str]:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """The file in pieces that end where a line ends; nothing of one that cannot be read."""
+    """The file in pieces that end where a line ends; nothing of one that cannot be read, or from a line without end on."""
     rest = b""
     with contextlib.suppress(OSError), open(open_file(path), "rb") as f:
-        while data := rest + f.read(_BLOCK_BYTES):
-            # Without the end of any line it is no record that stands there; it must not be kept for ever.
-            end = data.rfind(b"\n") + 1 or len(data)
+        while block := f.read(_BLOCK_BYTES):
+            data = rest + block
+            end = data.rfind(b"\n") + 1
+            if not end and rest:
+                return
             yield data[:end]
             rest = data[end:]
+        yield rest
 
 
 def _last_lines(path: Path, count: int) -> list[bytes]:
