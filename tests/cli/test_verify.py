@@ -198,11 +198,13 @@ class TestARun:
         empty.control.mkdir(parents=True)
         (empty.control / "lock").touch()
         empty.job_toml.write_text(f"[train]\nglobal_batch = {BATCH}\n")
-        assert main(["verify", "empty"]) == 0
-        assert plain(capsys.readouterr().out) == [
-            "  ledger       empty: no step was done",
-            "  result       verified",
-        ]
+        assert main(["verify", "empty"]) == 1
+        out, err = capsys.readouterr()
+        assert plain(out) == ["  ledger       empty: no step was done", "  result       not verified"]
+        assert err.startswith("error: no step was done, so nothing is proven\n  hint: ")
+        assert main(["verify", "empty", "--ledger", "--json"]) == 1
+        told = json.loads(capsys.readouterr().out)
+        assert (told["ok"], told["ledger"]["verdict"]) == (False, "empty")
 
 
 class TestACheckpoint:

@@ -16,6 +16,7 @@ from history import HANG_S, KILL_S, RULES, History
 from watcher import Watcher
 
 from seatrial.control import machine as m
+from seatrial.control.memory import MachineMemory
 
 
 @dataclass(slots=True)
@@ -95,7 +96,12 @@ class Cluster:
             return
         self.seat = self.random.choice(able).number
         self.term += 1
-        memory = None if self.memory is None else json.loads(json.dumps(self.memory))
+        text = None if self.memory is None else json.dumps(self.memory)
+        if text is not None:
+            MachineMemory.model_validate_json(
+                text, strict=True
+            )  # else a real coordinator would not believe it
+        memory = None if text is None else json.loads(text)
         self.machine = self.machine_type(self.settings, memory, RULES.__getitem__)
         self.heard, self.moved, self.halfway = {}, self.now, False
         self.watcher.elected()

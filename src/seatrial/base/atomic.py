@@ -21,20 +21,17 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace `path` by `text`: the old content or the new one, never a mixture, also after a power loss.
 
     Not `durable`: after a power loss anything may be there. It does not wait for the disk, which can take seconds.
-    A device or a pipe (/dev/stdout, /dev/null) is written to: a file in its place would be the end of it.
+    Whatever stood there, a link or a pipe, is replaced, and nothing is written through it.
     """
     write_bytes(path, text.encode("utf-8"), durable=durable)
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """`write_text` of what is no text, or is encoded already."""
-    if path.exists() and not path.is_file():
-        with open(path, "wb") as f:
-            f.write(content)
-        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # of a dead process that had our number
     try:
-        with open(temporary, "wb") as f:
+        with open(temporary, "xb") as f:
             f.write(content)
             f.flush()
             if durable:
@@ -47,6 +44,24 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
         fsync_folder(path.parent)
 
 
+def write_output(path: Path, content: str | bytes) -> None:
+    """Write to where the user has said: as `write_bytes`, but what is no file (/dev/stdout, a pipe) is written to.
+
+    A file in the place of a device would be the end of it.
+    """
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        with open(path, "wb") as f:
+            f.write(data)
+    else:
+        write_bytes(path, data)
+
+
 def write_json(path: Path, value: Any) -> None:
     """`write_text` of `value` as indented JSON with a final newline."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """`value` as indented JSON with a final newline."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

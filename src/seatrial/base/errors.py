@@ -8,6 +8,9 @@ SeatrialError              exit 1: a run, check or test failed
 
 from __future__ import annotations
 
+import errno
+import resource
+import unicodedata
 from dataclasses import dataclass
 
 EXIT_DONE = 0
@@ -18,6 +21,15 @@ EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 
 _LONGEST_LINE = 200  # characters of the user's file that an error shows
+
+
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey: a model, a log or a damaged file may hold escape sequences."""
+    # Cc and Cf: control and format characters (also those that reverse the direction); Cs: lone surrogates.
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else "\N{REPLACEMENT CHARACTER}"
+        for c in text.replace("\r\n", "\n")
+    )
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,7 @@ class Diagnostic:
             )
         if self.hint is not None:
             out.append(f"  hint: {self.hint}")
-        return "\n".join(out)
+        return printable("\n".join(out))
 
 
 class SeatrialError(Exception):
@@ -78,7 +90,7 @@ class SeatrialError(Exception):
     def render(self) -> str:
         """The whole text for stderr."""
         text = f"error: {self.message}"
-        return text if self.hint is None else f"{text}\n  hint: {self.hint}"
+        return printable(text if self.hint is None else f"{text}\n  hint: {self.hint}")
 
 
 class InputError(SeatrialError):
@@ -108,3 +120,47 @@ class InternalError(SeatrialError):
     """Something that cannot happen did: a bug of ours (exit 3)."""
 
     exit_code = EXIT_INTERNAL
+
+
+# What the kernel refuses, and what to do about it.
+HINTS = {
+    errno.ENOSPC: "free space there, or give another place",
+    errno.EDQUOT: "your quota there is used up: free space, or ask for more",
+    errno.EROFS: "the file system is mounted read-only; the kernel does that after a disk error (see dmesg)",
+    errno.EIO: "the disk or its server failed; the kernel log (dmesg) says more",
+    errno.ESTALE: "the file server has forgotten the folder: is it still mounted?",
+    errno.ENOTCONN: "the process behind the mount has ended: mount it again",
+    errno.EACCES: "check the permissions, and whose it is",
+    errno.EPERM: "check the permissions, and whose it is",
+    errno.EMFILE: "too many files are open at once: allow more of them, as with `ulimit -n 65536`",
+    errno.ENFILE: "this machine has too many files open: end what holds them, or raise fs.file-max",
+    errno.ENOMEM: "free memory, or raise what limits it: `ulimit -v`, the limit of the container or job",
+    errno.EAGAIN: "no more processes or threads can be had: `ulimit -u`, the limit of the container or job",
+    errno.EFBIG: "the size of files is limited: `ulimit -f`, or the file system",
+}
+_NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENOTDIR, errno.EISDIR)
+
+
+def from_machine(error: Exception) -> SeatrialError | None:
+    """What the machine refused, or a path that cannot be one, in words; None where it may be a bug of ours."""
+    if isinstance(error, MemoryError) or (isinstance(error, ImportError) and "map segment" in str(error)):
+        return SeatrialError("no memory is left", hint=address_limit() or HINTS[errno.ENOMEM])
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return SeatrialError("no thread can be started", hint=HINTS[errno.EAGAIN])
+    if not isinstance(error, OSError) or error.errno is None:
+        return None
+    where = "" if error.filename is None else f"{error.filename}: "
+    message = f"{where}{error.strerror}"
+    if "No usable temporary directory" in message:
+        return InputError(message, hint="set TMPDIR to a local folder that is writable")
+    if error.errno in _NO_PATH:
+        return InputError(message, hint="give another path")
+    return SeatrialError(message, hint=HINTS[error.errno]) if error.errno in HINTS else None
+
+
+def address_limit() -> str | None:
+    """What to do where memory addresses are limited, of which each library tells in words of its own; else None."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return f"a process may have {limit >> 20:,} MiB of addresses here (`ulimit -v`), too little for torch: lift that limit"

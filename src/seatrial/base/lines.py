@@ -8,6 +8,8 @@ import socket
 import threading
 from typing import Any
 
+from seatrial.base.files import parse_json
+
 LONGEST_BYTES = 1 << 26  # of one message: more than any of ours has, less than would hurt
 
 
@@ -121,7 +123,7 @@ def _encode(message: dict[str, Any]) -> bytes:
 
 
 def _decode(line: bytes) -> dict[str, Any]:
-    message = json.loads(line)
+    message = parse_json(line)
     if not isinstance(message, dict):
         raise ValueError(f"not a message: {line[:80]!r}")
     return message

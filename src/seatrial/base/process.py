@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import sys
@@ -20,6 +21,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
+
+from seatrial.base.errors import InputError
+from seatrial.base.files import open_file
 
 MARK = "SEATRIAL_AGENT"  # names the agent that a process belongs to
 
@@ -49,17 +53,38 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def python(module: str, *arguments: str, interpreter: str = sys.executable) -> list[str]:
+    """The command that runs `module` with `arguments` in a Python of its own.
+
+    -P: the folder that it is started in is not searched, so that a `random.py` lying there is not executed.
+    """
+    return [interpreter, "-P", "-m", module, *arguments]
+
+
+def allow_files(count: int, what: str) -> None:
+    """Let this process, and those that it starts, have `count` files open, which `what` needs.
+
+    Raises InputError where that is more than it may have.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < count:
+        if resource.RLIM_INFINITY != hard < count:
+            message = f"a process may have {hard} files open here, and {what} need {count}"
+            raise InputError(message, hint="raise the limit, as with `ulimit -Hn 65536`, or start fewer")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+
+
 def signal_group(pid: int, signum: int) -> None:
     """Send `signum` to the process group `pid`; nothing happens if it is gone."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signum)
 
 
-def fork(body: Callable[[], int], *, log: Path | None = None) -> int:
+def fork(body: Callable[[], int], *, log: Path | int | None = None) -> int:
     """Fork a child that runs `body`, exits with its value, and dies with this process; its pid.
 
     The child leads a process group of its own, has default signal handlers, reads from /dev/null, and writes stdout
-    and stderr, line by line, to `log`. An exception that escapes from `body` leaves its traceback there and exit
+    and stderr, line by line, to `log`, a file or an open descriptor. An exception that escapes from `body` leaves its traceback there and exit
     code 1. The child ends without `atexit` handlers: those belong to the parent. Call it from the main thread: the
     child dies when the calling thread does.
     """
@@ -82,7 +107,7 @@ def fork(body: Callable[[], int], *, log: Path | None = None) -> int:
 
 
 def _run_child(
-    body: Callable[[], int], parent: int, log: Path | None, mask: set[signal.Signals] | set[int]
+    body: Callable[[], int], parent: int, log: Path | int | None, mask: set[signal.Signals] | set[int]
 ) -> NoReturn:
     code = 1
     try:
@@ -94,7 +119,7 @@ def _run_child(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _redirect(os.open(os.devnull, os.O_RDONLY), 0)
         if log is not None:
-            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            fd = open_log(log) if isinstance(log, Path) else log
             os.dup2(fd, 1)
             _redirect(fd, 2)
         for stream in (sys.stdout, sys.stderr):
@@ -116,6 +141,11 @@ def _run_child(
             sys.stderr.flush()
         finally:
             os._exit(code)
+
+
+def open_log(path: Path) -> int:
+    """A descriptor that appends to a log, made where it is missing. Raises OSError, also for a link or a pipe."""
+    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 def _redirect(fd: int, target: int) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from seatrial.base.atomic import write_json
+from seatrial.base.atomic import json_text, write_output
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import parse_json, read_named
 from seatrial.check.compare import HIGHER_IS_BETTER, LOWER_IS_BETTER
 from seatrial.check.findings import Direction, Expected, Finding, Target
 from seatrial.check.outputs.network import banded
@@ -36,7 +36,7 @@ def save_baseline(report: Report, path: Path) -> int:
             "nothing was measured that could be a baseline",
             hint="hand in outputs that hold a bandwidth or a time",
         )
-    write_json(path, {"schema_version": SCHEMA_VERSION, "values": entries})
+    write_output(path, json_text({"schema_version": SCHEMA_VERSION, "values": entries}))
     return len(entries)
 
 
@@ -89,10 +89,10 @@ def _load(path: Path) -> dict[Key, tuple[Target, float]]:
         return InputError(Diagnostic(message, file=str(path), hint=hint))
 
     try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
+        document: Any = parse_json(read_named(path))
     except OSError as error:
         raise bad(f"cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise bad(f"not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
         raise bad(f"not a baseline of version {SCHEMA_VERSION}")

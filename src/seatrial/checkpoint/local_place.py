@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seatrial.base import atomic
+from seatrial.base.files import read_json
 from seatrial.checkpoint.commit import (
     SAVED_ANEW,
     Fence,
@@ -241,7 +242,7 @@ def commit(temporary: Path, final: Path, manifest: Manifest, world_size: int, fe
 
 def _read_index(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = read_json(path)
     except FileNotFoundError:
         raise Damaged(f"{path} is missing: that rank's part is not there") from None
     return content

@@ -16,6 +16,7 @@ are keys, see `objects.py`.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -25,7 +26,9 @@ from typing import Any
 
 from seatrial.base.box import Box
 from seatrial.base.errors import RunFailed, SeatrialError
+from seatrial.base.files import NotAFile, parse_json, read_text
 from seatrial.checkpoint.hashing import HEX_DIGITS
+from seatrial.storage.errors import StorageError, from_os_error
 
 SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
@@ -165,7 +168,7 @@ class Manifest:
 
         OtherVersion where it is the whole manifest of another version.
         """
-        body = json.loads(text)
+        body = parse_json(text)
         told = body.pop("sha256")
         if told != _hash(body):
             raise ValueError(f"its content has sha256 {_hash(body)}, it says {told}")
@@ -248,17 +251,32 @@ def leftovers(checkpoints: Path) -> list[Path]:
     return sorted(p for p in checkpoints.iterdir() if _TEMPORARY.fullmatch(p.name))
 
 
+# A disk that cannot give back one sector has lost that file; everything else that can go wrong with storage is no
+# reason to set a checkpoint aside.
+_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
+
+
+def lost_or_refused(path: Path, error: OSError) -> Damaged | StorageError:
+    """What to raise for a file of a checkpoint that is there and cannot be read: is it lost, or only out of reach?"""
+    if error.errno in _LOST or isinstance(error, NotAFile):
+        return Damaged(f"{path} cannot be read: {error.strerror}")
+    return from_os_error("read", str(path), error)
+
+
 def read_manifest(folder: Path) -> Manifest:
-    """Read manifest.json; Damaged if it is missing or not a manifest, OtherVersion if it is another version's."""
+    """Read manifest.json; Damaged if it is missing or not a manifest, OtherVersion if it is another version's.
+
+    StorageError where it cannot be read, which says nothing about it.
+    """
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, links=True)
     except FileNotFoundError:
         raise Damaged(f"{path} is missing: this checkpoint is not complete") from None
     except UnicodeDecodeError as error:
         raise Damaged(f"{path} is not a checkpoint manifest: {error!r}") from None
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+        raise lost_or_refused(path, error) from None
     return parse_manifest(text, str(path), step_of(folder))
 
 
@@ -271,7 +289,7 @@ def parse_manifest(text: str, where: str, step: int | None) -> Manifest:
         manifest = Manifest.from_text(text)
     except OtherVersion as error:
         raise OtherVersion(f"{where}: {error.message}", hint=error.hint) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{where} is not a checkpoint manifest: {error!r}") from None
     if step not in (None, manifest.progress.step):
         raise Damaged(f"{where} is of step {manifest.progress.step}, not of the step in its folder's name")

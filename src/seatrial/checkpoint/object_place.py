@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seatrial.base.errors import SeatrialError
+from seatrial.base.files import parse_json
 from seatrial.checkpoint.commit import (
     SAVED_ANEW,
     Fence,
@@ -169,7 +170,7 @@ class ObjectPlace:
         below = self._below(step, generation, origin)
         keys = [self._key(step, below + index_name(rank)) for rank in range(world_size)]
         with ThreadPoolExecutor(_REQUESTS) as pool:
-            indices = [json.loads(data) for data in pool.map(self.store.read, keys)]
+            indices = [parse_json(data) for data in pool.map(self.store.read, keys)]
         manifest = assemble(manifest, indices, below)
         data = manifest.to_text().encode()
         fence()  # reading may have taken as long as it takes others to give this generation up
@@ -285,7 +286,7 @@ class ObjectPlace:
             if child.startswith(_ASIDE):
                 key = self._key(step, child)
                 try:
-                    kept |= {key, *json.loads(self.store.read(key))["keys"]}
+                    kept |= {key, *parse_json(self.store.read(key))["keys"]}
                 except (ValueError, KeyError, TypeError):
                     kept.add(key)
         return kept

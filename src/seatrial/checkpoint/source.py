@@ -8,13 +8,9 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
-from seatrial.checkpoint.manifest import Damaged
+from seatrial.base.files import open_file
+from seatrial.checkpoint.manifest import Damaged, lost_or_refused
 from seatrial.storage import StorageError, Store
-from seatrial.storage.errors import from_os_error
-
-# A disk that cannot give back one sector has lost that file; everything else that can go wrong with storage is no
-# reason to set a checkpoint aside.
-_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 
 
 class Source(Protocol):
@@ -76,16 +72,14 @@ class FolderSource:
     def _fd(self, file: str) -> int:
         with self._opening:
             if file not in self._fds:
-                self._fds[file] = os.open(self.folder / file, os.O_RDONLY | os.O_CLOEXEC)
+                self._fds[file] = open_file(self.folder / file, links=True)
             return self._fds[file]
 
     def _told(self, file: str, error: OSError) -> Damaged | StorageError:
         path = self.folder / file
         if error.errno == errno.ENOENT and self.folder.is_dir():
             return Damaged(f"{path} is missing")
-        if error.errno in _LOST:
-            return Damaged(f"{path} cannot be read: {error.strerror}")
-        return from_os_error("read", str(path), error)
+        return lost_or_refused(path, error)
 
 
 class StoreSource:

@@ -5,13 +5,13 @@ Without torch.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from seatrial.base.errors import SeatrialError
+from seatrial.base.files import parse_toml, read_text
 from seatrial.checkpoint.manifest import (
     MANIFEST,
     Damaged,
@@ -203,7 +203,7 @@ def place_at(address: str) -> Place | None:
 def places_of(folder: RunFolder) -> list[tuple[Role, Place]]:
     """Where a run keeps its checkpoints, as its job.toml says. Raises SeatrialError where an address is none."""
     try:
-        job: dict[str, Any] = tomllib.loads(folder.job_toml.read_text(encoding="utf-8"))
+        job: dict[str, Any] = parse_toml(read_text(folder.job_toml))
     except (OSError, ValueError):  # whoever reads the run's records tells it
         job = {}
     values, name = job.get("checkpoint"), job.get("name")

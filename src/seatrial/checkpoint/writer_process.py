@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,10 +41,9 @@ class WriterProcess:
         """`memory`: the file that it reads. Raises OSError."""
         ours, theirs = Channel.pair()
         try:
-            command = [sys.executable, "-P", "-m", WRITER_MODULE]
-            command += ["--channel", str(theirs.fileno()), "--memory", str(memory)]
+            told = ("--channel", str(theirs.fileno()), "--memory", str(memory), "--parent", str(os.getpid()))
             self._process = subprocess.Popen(
-                [*command, "--parent", str(os.getpid())],
+                process.python(WRITER_MODULE, *told),
                 pass_fds=(theirs.fileno(), memory),
                 stdin=subprocess.DEVNULL,
             )

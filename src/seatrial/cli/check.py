@@ -162,7 +162,7 @@ def _verify(args: argparse.Namespace) -> None:
     """Raises InputError for options that contradict each other, all at once."""
     problems: list[Diagnostic] = []
     ways = {"--from": args.sources, "--simulate": args.simulate}
-    given = [option for option, value in ways.items() if value]
+    given = [option for option, value in ways.items() if value not in (None, [])]
     if len(given) > 1:
         problems.append(Diagnostic("--from and --simulate exclude each other", hint="choose one"))
     for way in given:
@@ -218,7 +218,7 @@ def _job(file: str | None) -> Job | None:
 
 
 def _report(args: argparse.Namespace, job: Job | None) -> Report:
-    if args.simulate:
+    if args.simulate is not None:
         from seatrial.check.blame.simulated_file import simulate
 
         return simulate(Path(args.simulate))
@@ -238,7 +238,7 @@ def _files(report: Report, orders: Sequence[Order], args: argparse.Namespace, jo
         from seatrial.check.reports import report_html
 
         page = report_html.page(report, orders)
-        _written(args.html, lambda path: atomic.write_text(path, page))
+        _written(args.html, lambda path: atomic.write_output(path, page))
         print(f"report: {args.html}", file=sys.stderr)
     if job is not None and report.course is not None:
         from seatrial.cli.check_measure import keep
@@ -250,7 +250,7 @@ def _files(report: Report, orders: Sequence[Order], args: argparse.Namespace, jo
 
         nodes = report_exclude.failed_nodes(report)
         form = report_exclude.slurm if args.exclude_file.endswith(".slurm") else report_exclude.hostfile
-        _written(args.exclude_file, lambda path: atomic.write_text(path, form(nodes)))
+        _written(args.exclude_file, lambda path: atomic.write_output(path, form(nodes)))
         print(f"{len(nodes)} nodes to exclude: {args.exclude_file}", file=sys.stderr)
         nameless = sum(f.verdict == "FAIL" and f.target.node is None for f in report.findings)
         if nameless and report.course is None:

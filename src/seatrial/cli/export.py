@@ -7,12 +7,12 @@ import json
 import re
 import sys
 import time
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seatrial.base import units
 from seatrial.base.errors import EXIT_DONE, InputError, RunFailed, SeatrialError
+from seatrial.base.files import parse_toml, read_text
 from seatrial.record.folder import RunFolder
 from seatrial.storage import StorageError, is_remote
 
@@ -184,9 +184,12 @@ def _tokenizer(given: Path | None, run_folder: RunFolder | None) -> tuple[Path |
     if run_folder is None or not run_folder.job_toml.is_file():
         return None, "none: the checkpoint lies in no run folder (--tokenizer names one)"
     # Read as plain TOML: of an older version's job only this one key matters here.
-    text = run_folder.job_toml.read_text(encoding="utf-8")
-    name = tomllib.loads(text).get("data", {}).get("tokenizer", "bytes")
-    if name == "bytes":
+    try:
+        data = parse_toml(read_text(run_folder.job_toml)).get("data")
+    except (OSError, ValueError) as error:
+        return None, f"none: {run_folder.job_toml} cannot be used ({error})"
+    name = data.get("tokenizer", "bytes") if isinstance(data, dict) else "bytes"
+    if name == "bytes" or not isinstance(name, str):
         return None, "none: the run was trained on bytes"
     path = Path(name)
     if not path.is_file():

@@ -57,7 +57,7 @@ def _write(out: Path, text: str, force: bool) -> None:
     if out.exists() and not force:
         raise InputError(f"{out} exists", hint="--force replaces it; --out FILE writes elsewhere")
     try:
-        atomic.write_text(out, text)
+        atomic.write_output(out, text)
     except OSError as error:
         raise InputError(
             f"{out} cannot be written: {error.strerror}",

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import errno
 import importlib
+import io
 import json
 import os
 import sys
@@ -22,6 +23,8 @@ from seatrial.base.errors import (
     EXIT_INTERRUPTED,
     InputError,
     SeatrialError,
+    from_machine,
+    printable,
 )
 
 SCHEMA_VERSION = 1
@@ -56,6 +59,8 @@ def entry() -> NoReturn:
 def main(argv: list[str]) -> int:
     """Run one command line; returns the exit code. Errors go to stderr, with `--json` as JSON."""
     as_json = "--json" in argv
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name of a file need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _dispatch(argv)
         if sys.stdout is not None:  # a supervisor may start us with it closed
@@ -72,17 +77,16 @@ def main(argv: list[str]) -> int:
         # The reader of our stdout has gone (`seatrial ... | head`); the interpreter's own flush must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    except OSError as error:
-        if error.errno not in _OUTPUT_LOST:
+    except Exception as error:  # noqa: BLE001 - the last resort
+        if isinstance(error, OSError) and error.errno in _OUTPUT_LOST:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        told = from_machine(error)
+        if told is None:  # whatever it is, it is our bug and is told as one
             _tell_internal(error, as_json)
             return EXIT_INTERNAL
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         with contextlib.suppress(OSError):
-            print(f"error: {error.strerror}", file=sys.stderr)
-        return EXIT_FAILED
-    except Exception as error:  # noqa: BLE001 - the last resort: whatever it is, it is our bug and is told as one
-        _tell_internal(error, as_json)
-        return EXIT_INTERNAL
+            _tell(told, as_json)
+        return told.exit_code
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -165,5 +169,4 @@ def _tell_internal(error: Exception, as_json: bool) -> None:
         }
         print(json.dumps(document), file=sys.stderr)
         return
-    traceback.print_exc()
-    print(f"{message}\n  hint: {hint}", file=sys.stderr)
+    print(printable(f"{traceback.format_exc()}{message}\n  hint: {hint}"), file=sys.stderr)

@@ -382,7 +382,7 @@ def _write(file: str, content: bytes) -> None:
     from seatrial.base import atomic
 
     try:
-        atomic.write_bytes(Path(file), content)
+        atomic.write_output(Path(file), content)
     except OSError as error:
         problem = Diagnostic(f"cannot be written: {error.strerror}", file=file, hint="name another file")
         raise InputError(problem) from None

@@ -116,7 +116,7 @@ def _tell(
 ) -> int:
     proof = None if audited is None else audited.proof
     bad = [item for item in found if item.state != "verified"]
-    ok = not bad and not problems and (proof is None or proof.verdict in ("proven", "empty"))
+    ok = not bad and not problems and (proof is None or proof.verdict == "proven")
     if args.json:
         document = {
             "schema_version": SCHEMA_VERSION,
@@ -235,5 +235,10 @@ def _tell_what_to_do(bad: list[Found], proof: Proof | None) -> None:
         print(
             "error: the records do not prove that every sample was seen once\n"
             "  hint: events.jsonl and control/coordinator.log tell what happened around these steps",
+            file=sys.stderr,
+        )
+    if proof is not None and proof.verdict == "empty":
+        print(
+            "error: no step was done, so nothing is proven\n  hint: ask again when the run has done some",
             file=sys.stderr,
         )

@@ -34,6 +34,7 @@ from seatrial.control.worker import Worker
 from seatrial.control.workers import Workers
 from seatrial.job import Job
 from seatrial.record import inputs
+from seatrial.record.secret import read_secret
 
 
 class Agent:
@@ -67,7 +68,7 @@ class Agent:
         self.workers.start_nursery()  # first: it needs two seconds, during which we find each other
         self.inputs = inputs.frozen(spec.folder)
         self.job: Job = inputs.job_of(spec.folder, self.inputs)
-        self.secret = bytes.fromhex(spec.folder.secret.read_text().strip())
+        self.secret = read_secret(spec.folder)
         self.vault.unlock(self.secret)
         self.listener = Listener(spec.address, self.secret)
         self.reception = Reception(self.listener, self.watch, self.unwatch, self._on_visitor)

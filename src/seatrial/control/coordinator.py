@@ -18,11 +18,12 @@ from seatrial.control import machine_types as m
 from seatrial.control.absent import Absent
 from seatrial.control.confirm import Confirmations
 from seatrial.control.ending import Ending
-from seatrial.control.executor import Executor, recall
+from seatrial.control.executor import Executor
 from seatrial.control.hangs import Culprit, HangWatch
 from seatrial.control.lease import Lease
 from seatrial.control.links import RoundTrips
 from seatrial.control.machine import Machine
+from seatrial.control.memory import recall
 from seatrial.control.peers import Peer, Peers
 from seatrial.control.policy import rule_for
 from seatrial.control.recorder import Recorder
@@ -88,7 +89,7 @@ class Coordinator:
         self._peers_gone: tuple[float, int, int | None, str] | None = (
             None  # when believed, node, rank, message
         )
-        memory = recall(spec)
+        memory = recall(spec, self.shapes)
         settings = machine_settings(spec, job, self.shapes)
         self.machine = Machine(settings, None if memory is None else memory["machine"], rule_for)
         self.recorder = Recorder(self.folder, spec.generation, lease)

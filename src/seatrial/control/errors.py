@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from seatrial.base.files import open_file, read_json
 from seatrial.control.worker import Worker
 from seatrial.record.folder import RunFolder
 
@@ -19,7 +19,7 @@ def error_of(folder: RunFolder, worker: Worker) -> dict[str, Any]:
     path = folder.rank_error(worker.generation, int(worker.leg["node"]), worker.rank)
     error: dict[str, Any] | None
     try:
-        error = json.loads(path.read_text())
+        error = read_json(path)
         assert isinstance(error, dict)
         error["time"] = float(error["time"])
     except (OSError, ValueError, KeyError, TypeError, AssertionError):
@@ -31,7 +31,7 @@ def error_of(folder: RunFolder, worker: Worker) -> dict[str, Any]:
 def tail_of(log: Path) -> str:
     """The last lines of `log`; empty where it cannot be read."""
     try:
-        with open(log, "rb") as f:
+        with open(open_file(log), "rb") as f:
             f.seek(max(0, f.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return last_lines(f.read().decode(errors="replace"), _TAIL_LINES)
     except OSError:

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from seatrial.base.files import open_file
+
 _HZ = os.sysconf("SC_CLK_TCK")
 _LONGEST_STACK = 32_000  # characters: the main thread comes last
 _STACK_BEGINS = re.compile(rb"^(Stack|Current thread|Thread) .*\(most recent call first\)", re.MULTILINE)
@@ -184,7 +186,7 @@ def _size(path: Path) -> int:
 def _written_since(log: Path, offset: int) -> str:
     """The stacks in what was written to `log` after `offset`."""
     try:
-        with open(log, "rb") as f:
+        with open(open_file(log), "rb") as f:
             f.seek(offset)
             written = f.read(2 * _LONGEST_STACK)
     except OSError:

@@ -157,15 +157,3 @@ class Executor:
             # A full disk must not stop the supervision that it needs. Only a second fault, the loss of this
             # coordinator, would meet old memory; the agents' own word corrects that.
             complain(f"could not write {path}: {error}")
-
-
-def recall(spec: AgentSpec) -> dict[str, Any] | None:
-    """What the holder of the term before put there; None if there was none in this launch."""
-    try:
-        memory = json.loads(spec.folder.control_state.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    # What an earlier launch left is not ours: its failures have been answered by starting again.
-    if not isinstance(memory, dict) or memory.get("launch") != spec.generation:
-        return None
-    return memory

@@ -9,12 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from seatrial.base import atomic
+from seatrial.base.files import NotAFile, read_json
+from seatrial.record.typed import decode
+
+_NAME = re.compile(r"([0-9]{8,})\.json")
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,12 @@ def newest(folder: Path) -> Lease | None:
     if term == 0:
         return None
     try:
-        values = json.loads(_path(folder, term).read_text(encoding="utf-8"))
-        return Lease(**values)
-    except (ValueError, TypeError):
+        lease = decode(Lease, read_json(_path(folder, term)))
+    except (ValueError, TypeError, NotAFile):
+        lease = None
+    if lease is None or lease.term != term or not 0 <= lease.port < 1 << 16:
         return Lease(term, -1, "", 0, time.time())
+    return lease
 
 
 def last_term(folder: Path) -> int:
@@ -64,7 +71,7 @@ def last_term(folder: Path) -> int:
         names = os.listdir(folder)
     except OSError:
         return 0
-    return max((int(n[:-5]) for n in names if n.endswith(".json") and n[:-5].isdigit()), default=0)
+    return max((int(name[1]) for name in map(_NAME.fullmatch, names) if name), default=0)
 
 
 def _path(folder: Path, term: int) -> Path:
@@ -74,13 +81,13 @@ def _path(folder: Path, term: int) -> Path:
 def renew(folder: Path, term: int) -> bool:
     """Say that the holder of `term` lives; False once there is a newer term, whose holder decides now."""
     with contextlib.suppress(OSError):
-        os.utime(_path(folder, term))
+        os.utime(_path(folder, term), follow_symlinks=False)
     return last_term(folder) <= term  # a folder that cannot be read tells of none
 
 
 def renewed(folder: Path, term: int) -> int:
     """When `term` was last renewed, on the file system's clock (nanoseconds; only whether it changes matters)."""
     try:
-        return _path(folder, term).stat().st_mtime_ns
+        return _path(folder, term).lstat().st_mtime_ns
     except OSError:
         return 0

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from seatrial.base.complain import complain
+from seatrial.base.process import open_log
 from seatrial.control.lease import Lease
 from seatrial.control.policy import Rule
 from seatrial.record import events
@@ -96,7 +97,7 @@ class Recorder:
             "actions": [_shown(a) for a in actions],
         }
         try:
-            with open(self.folder.coordinator_log, "a", encoding="utf-8") as f:
+            with open(open_log(self.folder.coordinator_log), "a", encoding="utf-8") as f:
                 f.write(json.dumps(line, default=str) + "\n")
         except OSError as error:
             complain(f"could not write the coordinator's log: {error}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from seatrial.base import process
 from seatrial.record.folder import RunFolder
 
 WORKER_MODULE = "seatrial.train.worker"
@@ -62,7 +62,7 @@ class AgentSpec:
     def agent_command(self) -> list[str]:
         """The agent's command line, without the options that only a launcher on this machine adds."""
         command = [
-            *_python(AGENT_MODULE),
+            *process.python(AGENT_MODULE),
             *("--run", str(self.run)),
             *("--generation", str(self.generation)),
             *("--node", str(self.node)),
@@ -79,7 +79,7 @@ class AgentSpec:
         return command
 
     def nursery_command(self) -> list[str]:
-        return [*_python(NURSERY_MODULE), "--worker-module", self.worker_module]
+        return process.python(NURSERY_MODULE, "--worker-module", self.worker_module)
 
     def worker_arguments(self, generation: int) -> list[str]:
         """What a rank that begins in `generation` is given, forked or not."""
@@ -87,7 +87,7 @@ class AgentSpec:
 
     def worker_command_prefix(self) -> list[str]:
         """The command of one rank that is not forked, before its arguments."""
-        return _python(self.worker_module)
+        return process.python(self.worker_module)
 
     def node_environment(self) -> dict[str, str]:
         """What the environment of every process of this node has beyond the agent's own."""
@@ -128,11 +128,6 @@ class AgentSpec:
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` without what an outer torchrun left: with it torch would join the wrong store."""
     return {k: v for k, v in environment.items() if not k.startswith("TORCHELASTIC_")}
-
-
-def _python(module: str) -> list[str]:
-    # -P: the folder we are started in is not searched, so that a `random.py` lying there is not imported.
-    return [sys.executable, "-P", "-m", module]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, address_limit
 from seatrial.base.process import status_text
 from seatrial.control.machine import Finish
 from seatrial.control.policy import signal_of_exception
@@ -130,7 +130,7 @@ class Verdicts:
             "exit_code": finding.exit_code,
             "log": log,
             "tail": tail,
-            "hint": finding.hint or self._disk_hint() or gave_up or f"the whole log is {log}",
+            "hint": finding.hint or self._host_hint() or gave_up or f"the whole log is {log}",
         }
 
     def _plain(self, message: str) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Verdicts:
             "exit_code": EXIT_FAILED,
             "log": log,
             "tail": "",
-            "hint": self._disk_hint() or (message if message not in text else f"why it decided so: {log}"),
+            "hint": self._host_hint() or (message if message not in text else f"why it decided so: {log}"),
         }
 
     def _known(self) -> tuple[int, int | None, str, float] | None:
@@ -158,15 +158,15 @@ class Verdicts:
         lost = None if self._lost is None else (self._lost[0], None, *self._lost[1:])
         return min((k for k in (lost, self._blamed) if k is not None), key=lambda k: k[3], default=None)
 
-    def _disk_hint(self) -> str | None:
-        """A rank that could write nothing of its end may have had no room to."""
+    def _host_hint(self) -> str | None:
+        """A rank that could write nothing of its end may have had no room to, and one without memory says all sorts."""
         try:
             disk = os.statvfs(self._folder.path)
         except OSError:
             return f"{self._folder.path} cannot be reached: was it moved, or unmounted?"
         if disk.f_bavail * disk.f_frsize < _LITTLE_SPACE:
             return f"the disk of {self._folder.path} is full: make room, then run the same command again"
-        return None
+        return address_limit()
 
 
 def _signal_of(report: Report, error: dict[str, Any] | None) -> str:

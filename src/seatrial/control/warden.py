@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from seatrial.base import process
 from seatrial.control.external import External, ExternalResult
 from seatrial.control.policy import drain_command, reset_command
 from seatrial.control.sources import KMSG, Sources, gpu_addresses
@@ -149,7 +149,7 @@ class Warden:
         self._start(list(command.argv), command.timeout_s, drained)
 
     def _qualify(self) -> None:
-        argv = [sys.executable, "-P", "-m", "seatrial.train.qualify", "--device", self._spec.device]
+        argv = process.python("seatrial.train.qualify", "--device", self._spec.device)
         # As many as we use: one that is missing must fail the test too.
         argv += ["--count", str(self._spec.ranks_per_node), "--timeout", str(_QUALIFY_S - 10)]
 

@@ -289,6 +289,8 @@ class Outgoing(_Handshake):
             pass
         except OSError as error:
             self.why = error.strerror or str(error)
+        except (ValueError, OverflowError) as error:  # out of a damaged record: no address, or no port
+            self.why = str(error)
 
     @property
     def events(self) -> int:

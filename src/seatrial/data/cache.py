@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from seatrial.base.errors import InputError
+from seatrial.base.private import private_folder
 
 _PART = ".part"
 _USED = ".used"
@@ -25,21 +25,8 @@ Check = Callable[[bytes], str | None]
 
 
 def cache_folder() -> Path:
-    """The folder for data of this user on this node: in TMPDIR or /tmp, which are local disks.
-
-    Raises InputError where somebody else made it: others must not be able to put files there.
-    """
-    folder = Path(tempfile.gettempdir()) / f"seatrial-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-    except OSError as e:
-        raise InputError(
-            f"cannot keep streamed data in {folder}: {e.strerror}", hint="set TMPDIR to a local folder"
-        ) from e
-    if status.st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
-        raise InputError(f"{folder} is not a folder of this user", hint="set TMPDIR to another local folder")
-    return folder / "stream"
+    """The folder for data of this user on this node: in TMPDIR or /tmp, which are local disks. Raises InputError."""
+    return private_folder() / "stream"
 
 
 class DiskCache:

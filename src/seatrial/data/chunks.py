@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import xxhash
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import NotAFile, open_file, read_bytes
 from seatrial.data.manifest import ChunkFile, ShardFile
 from seatrial.storage.local import LocalStore
 
@@ -130,8 +132,8 @@ class MadeHashes:
 
     def _kept(self, path: Path, shard: ShardFile) -> bytes | None:
         try:
-            data = path.read_bytes()
-        except FileNotFoundError:
+            data = read_bytes(path)
+        except (FileNotFoundError, NotAFile):
             return None
         own, digests = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         whole = len(digests) == DIGEST_BYTES * -(-shard.bytes // CHUNK_BYTES)
@@ -141,14 +143,14 @@ class MadeHashes:
     def _locked(self, kept: Path) -> Iterator[None]:
         LocalStore(self._folder, create=True)
         try:
-            file = open(self._folder / f".{kept.stem}.lock", "w", encoding="utf-8")  # noqa: SIM115  closed below
+            fd = open_file(self._folder / f".{kept.stem}.lock", os.O_RDWR | os.O_CREAT)
         except OSError as e:
             raise InputError(
                 f"cannot keep hashes of the data in {self._folder}: {e.strerror}",
                 hint="prepare the data again with this version: then they stand beside it",
             ) from e
-        with file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with open(fd, "rb+"):
+            fcntl.flock(fd, fcntl.LOCK_EX)
             yield
 
 
@@ -156,7 +158,7 @@ def _hash_shard(shard: ShardFile, path: Path) -> bytes:
     """The chunk hashes of the file at `path`; InputError where it is not the shard."""
     whole, chunks = hashlib.sha256(), ChunkHasher()
     try:
-        with open(path, "rb", buffering=0) as f:
+        with open(open_file(path, links=True), "rb", buffering=0) as f:
             while block := f.read(_BLOCK):
                 whole.update(block)
                 chunks.update(block)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import open_file
 from seatrial.data.chunks import RESTORE_HINT
 
 _ENTRY = np.dtype("<u8")
@@ -80,7 +81,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self._fd = -1
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_file(path, links=True)
 
     def __del__(self) -> None:
         if self._fd >= 0:

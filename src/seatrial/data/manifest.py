@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import parse_json, read_bytes
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
@@ -16,6 +17,7 @@ SCHEMA_VERSION = 1
 Count = Annotated[int, Field(ge=0)]
 # A plain name: a manifest must not make us read, or hash, a file outside its folder.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # names a file of hashes, too
 
 
 class _Strict(BaseModel):
@@ -54,7 +56,7 @@ class ShardFile(_Strict):
 
     file: FileName
     n_tokens: Annotated[int, Field(ge=1)]
-    sha256: str
+    sha256: Sha256
     bytes: Count
     max_token: Count
     index: IndexFile
@@ -93,7 +95,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of the store in `folder`; InputError where there is none or it contradicts itself."""
     path = folder / MANIFEST
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, links=True)
     except (FileNotFoundError, NotADirectoryError) as e:
         raise InputError(_absent(folder), hint=prepare_hint(folder)) from e
     except OSError as e:
@@ -104,9 +106,7 @@ def read_manifest(folder: Path) -> Manifest:
 def parse_manifest(data: bytes, path: str, *, hint: str) -> Manifest:
     """The manifest in `data`, the content of `path`; InputError where it is none or contradicts itself."""
     try:
-        content = json.loads(data.decode("utf-8"))
-    except UnicodeDecodeError as e:
-        raise InputError(f"cannot read {path}: {e}", hint=hint) from e
+        content = parse_json(data.decode("utf-8"))
     except json.JSONDecodeError as e:
         raise InputError(
             Diagnostic(
@@ -117,6 +117,8 @@ def parse_manifest(data: bytes, path: str, *, hint: str) -> Manifest:
                 hint=f"{hint} --force",
             )
         ) from e
+    except ValueError as e:  # no text, too deep, a number of thousands of digits
+        raise InputError(f"cannot read {path}: {e}", hint=hint) from e
     if (
         isinstance(content, dict)
         and isinstance(version := content.get("schema_version"), int)

@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from seatrial.base.atomic import fsync_folder
 from seatrial.base.errors import Diagnostic, InputError, RunFailed
+from seatrial.base.files import open_file
 from seatrial.data.store import TokenStore
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -39,6 +40,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _LONGEST = 2**31 - 1  # tokens of a sequence
 _ENTRIES = 1 << 20  # read or written at once
 _TOKENS = 1 << 22
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 Positions = npt.NDArray[np.int64]
 Progress = Callable[[int, int, str], None]
@@ -67,7 +69,7 @@ class Pair:
 
     def sequences(self) -> Iterator[tuple[Positions, Positions]]:
         """(first token in the .bin, tokens) of the sequences, some at a time."""
-        with open(self.idx, "rb", buffering=0) as f:
+        with open(open_file(self.idx, links=True), "rb", buffering=0) as f:
             for first in range(0, self.n_sequences, _ENTRIES):
                 n = min(_ENTRIES, self.n_sequences - first)
                 lengths = _column(f, _HEADER.size + 4 * first, n, "<i4")
@@ -77,7 +79,7 @@ class Pair:
     def documents(self) -> Iterator[Positions]:
         """Entries of the document index, some at a time; each block begins with the last entry of the one before."""
         begin = _HEADER.size + 12 * self.n_sequences
-        with open(self.idx, "rb", buffering=0) as f:
+        with open(open_file(self.idx, links=True), "rb", buffering=0) as f:
             for first in range(0, self.n_documents, _ENTRIES):
                 n = min(_ENTRIES, self.n_documents - first) + 1
                 yield _column(f, begin + 8 * first, n, "<i8")
@@ -133,7 +135,7 @@ def find_pair(path: Path) -> Path | None:
     if not prefix.with_name(prefix.name + ".bin").is_file():
         return None
     try:
-        with open(idx, "rb") as f:
+        with open(open_file(idx, links=True), "rb") as f:
             return prefix if f.read(len(MAGIC)) == MAGIC else None
     except OSError:
         return None
@@ -142,10 +144,14 @@ def find_pair(path: Path) -> Path | None:
 def open_pair(path: Path) -> Pair:
     """The pair that `path` names, its index read once and checked; InputError with everything that is wrong."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    if not prefix.name:
+        raise InputError(
+            f"{path} has no name, so it is no Megatron dataset", hint="give NAME of NAME.bin and NAME.idx"
+        )
     idx, data = prefix.with_name(prefix.name + ".idx"), prefix.with_name(prefix.name + ".bin")
     try:
         n_bytes, idx_bytes = data.stat().st_size, idx.stat().st_size
-        with open(idx, "rb") as f:
+        with open(open_file(idx, links=True), "rb") as f:
             header = f.read(_HEADER.size)
         kind, n_sequences, entries = _header(header, idx, idx_bytes)
         pair = Pair(prefix, kind, n_sequences, entries - 1, 0, True)
@@ -195,7 +201,7 @@ def _check(pair: Pair, n_bytes: int) -> tuple[int, bool, list[str]]:
     if n_bytes % itemsize:
         problems.append(f"{pair.bin.name} has {n_bytes} bytes, which are no whole number of {pair.kind.name}")
     n_tokens, expected, contiguous, number = 0, 0, True, 0
-    with open(pair.idx, "rb", buffering=0) as f:
+    with open(open_file(pair.idx, links=True), "rb", buffering=0) as f:
         for first in range(0, pair.n_sequences, _ENTRIES):
             n = min(_ENTRIES, pair.n_sequences - first)
             lengths = _column(f, _HEADER.size + 4 * first, n, "<i4")
@@ -250,7 +256,7 @@ def export_pair(
     temporary = [path.with_name(f".{path.name}.tmp-{os.getpid()}") for path in names]
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary[0], "wb") as data:
+        with open(open_file(temporary[0], _NEW), "wb") as data:
             for first in range(0, store.n_tokens, _TOKENS):
                 n = min(_TOKENS, store.n_tokens - first)
                 # An id below 2^31 has the same bytes as uint32 and as int32.
@@ -258,7 +264,7 @@ def export_pair(
                 if progress is not None:
                     progress(first + n, store.n_tokens, names[0].name)
             _sync(data)
-        with open(temporary[1], "wb") as index:
+        with open(open_file(temporary[1], _NEW), "wb") as index:
             _write_index(index, store, code)
             _sync(index)
         # The index last: without it the other is no dataset, and an old index beside new data would be wrong.

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from seatrial.base.errors import InputError, RunFailed
+from seatrial.base.files import open_file
 from seatrial.data.megatron import Pair, Positions, Progress, open_pair
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenise import token_type
@@ -81,7 +82,7 @@ def _copied(pair: Pair) -> Iterator[tuple[Positions, Positions]]:
     """(tokens, where documents begin among them): the sequences in order, some megabytes at a time."""
     starts = _Starts(pair)
     at = 0
-    with open(pair.bin, "rb", buffering=0) as f:
+    with open(open_file(pair.bin, links=True), "rb", buffering=0) as f:
         for begins, lengths in pair.sequences():
             # Runs of sequences that follow each other in the file are read as one.
             breaks = np.flatnonzero(begins[1:] != begins[:-1] + lengths[:-1]) + 1

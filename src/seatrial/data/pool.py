@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import selectors
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from types import TracebackType
 
 from seatrial.base.errors import RunFailed
 from seatrial.base.lines import Channel
-from seatrial.base.process import status_text
+from seatrial.base.process import python, status_text
 from seatrial.data.parts import Part
 from seatrial.data.readers import Reader
 from seatrial.data.tokenise import PartResult, tokenise_part
@@ -129,10 +128,13 @@ class _Worker:
         self._part: Part | None = None
         try:
             self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "seatrial.data.part_worker"),
-                    *("--channel", str(theirs.fileno()), "--parent", str(os.getpid())),
-                ],
+                python(
+                    "seatrial.data.part_worker",
+                    "--channel",
+                    str(theirs.fileno()),
+                    "--parent",
+                    str(os.getpid()),
+                ),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **_ONE_THREAD},
                 pass_fds=(theirs.fileno(),),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from seatrial.base.errors import Diagnostic, InputError, RunFailed
+from seatrial.base.files import open_file
 from seatrial.data.assembly import Assembly, Progress
 from seatrial.data.blend import Blend
 from seatrial.data.manifest import is_store
@@ -278,14 +279,14 @@ def _locked(folder: Path) -> Iterator[None]:
     lock = folder.parent / f".{folder.name}.lock"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        file = open(lock, "w", encoding="utf-8")  # noqa: SIM115  closed below
+        fd = open_file(lock, os.O_RDWR | os.O_CREAT)
     except OSError as e:
         raise InputError(
             f"cannot keep prepared data in {folder.parent}: {e.strerror}",
             hint="prepare it elsewhere with `seatrial data prepare` and name that folder as data.train",
         ) from e
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with open(fd, "rb+"):
+        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
 
 

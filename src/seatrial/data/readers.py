@@ -124,9 +124,9 @@ class Reader:
         place, column, hint = str(file.path), None, None
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as e:
+        except (ValueError, RecursionError) as e:
             problem = (
-                f"bad JSON: {e.msg}" if isinstance(e, json.JSONDecodeError) else "bad JSON: nested too deeply"
+                f"bad JSON: {e.msg if isinstance(e, json.JSONDecodeError) else 'beyond what can be read'}"
             )
             column = e.colno if isinstance(e, json.JSONDecodeError) else None
         else:

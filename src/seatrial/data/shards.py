@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import open_file
 from seatrial.data.chunks import RESTORE_HINT, ChunkHashes
 
 
@@ -28,7 +29,7 @@ class VerifiedFile:
         self._chunk_bytes = chunk_bytes
         self._fd = -1
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_file(path, links=True)
         except OSError as e:
             raise self._lost(e.strerror or str(e)) from e
 

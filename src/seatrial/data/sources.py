@@ -97,6 +97,8 @@ def _find_one(source: str, found: Found) -> None:
             raise InputError(f"no built-in corpus {source!r}", hint=f"there is {BUILTIN_LIBRARY}")
         _find_library(found)
         return
+    if not source:
+        raise InputError("an empty path names no file or folder")  # to Path it is the current folder
     path = Path(source)
     if path.is_dir():
         _find_in_folder(path, found)

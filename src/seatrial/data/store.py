@@ -27,7 +27,8 @@ import numpy.typing as npt
 import xxhash
 
 from seatrial.base.errors import Diagnostic, InputError
-from seatrial.data.chunks import CHUNK_BYTES, RESTORE_HINT, ChunkHashes, MadeHashes, parse
+from seatrial.base.files import open_file, read_bytes
+from seatrial.data.chunks import CHUNK_BYTES, RESTORE_HINT, ChunkHasher, ChunkHashes, MadeHashes, parse
 from seatrial.data.documents import DocumentIndex, Positions
 from seatrial.data.manifest import IndexFile, Manifest, ShardFile, prepare_hint, read_manifest
 from seatrial.data.shards import VerifiedFile
@@ -175,17 +176,25 @@ class TokenStore:
         known = {place for place, _ in problems}
         files = self._files()
         total, done = sum(size for _, size, _, _ in files), 0
+        hashed = {s.file: s.chunks for s in self.manifest.shards if s.chunks is not None}
         for file, size, kind, expected in files:
             if self.where(file) not in known:
+                chunks = hashed.get(file)
+                # By chunks too: a wrong length of them makes every hash of one wrong.
+                by_chunk = None if chunks is None else ChunkHasher(chunks.chunk_bytes)
                 try:
                     state = hashlib.sha256() if kind == "SHA-256" else xxhash.xxh3_128()
-                    actual = _hash(state, self._blocks(file))
+                    actual = _hash(state, self._blocks(file), by_chunk)
                 except OSError as e:
                     problems.append((self.where(file), f"cannot be read: {e.strerror}"))
                 else:
                     if actual != expected:
                         problem = f"damaged: {kind} {actual}, the manifest says {expected}"
                         problems.append((self.where(file), problem))
+                    elif chunks is not None and by_chunk is not None:
+                        found = xxhash.xxh3_128_hexdigest(by_chunk.finish())
+                        if found != chunks.xxh3_128:
+                            problems.append((self.where(chunks.file), f"not the hashes of {file}"))
             done += size
             if progress is not None:
                 progress(done, total, file)
@@ -256,7 +265,7 @@ def _hashes_of(folder: Path, shard: ShardFile, made: MadeHashes | None) -> Calla
 
     def read() -> ChunkHashes:
         try:
-            return parse(stored, shard.bytes, place.read_bytes(), str(place))
+            return parse(stored, shard.bytes, read_bytes(place, links=True), str(place))
         except OSError as e:
             raise InputError(
                 Diagnostic(f"cannot be read: {e.strerror}", file=str(place), hint=RESTORE_HINT)
@@ -282,13 +291,15 @@ class _Hash(Protocol):
     def hexdigest(self) -> str: ...
 
 
-def _hash(state: _Hash, blocks: Iterable[bytes]) -> str:
+def _hash(state: _Hash, blocks: Iterable[bytes], by_chunk: ChunkHasher | None = None) -> str:
     for block in blocks:
         state.update(block)
+        if by_chunk is not None:
+            by_chunk.update(block)
     return state.hexdigest()
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb", buffering=0) as f:
+    with open(open_file(path, links=True), "rb", buffering=0) as f:
         while block := f.read(_HASH_BLOCK):
             yield block

@@ -20,6 +20,7 @@ import xxhash
 
 from seatrial.base.atomic import write_text
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import open_file, read_json
 from seatrial.data.parts import Part
 from seatrial.data.readers import Reader
 from seatrial.data.tokenizer import Tokenizer
@@ -120,11 +121,11 @@ def tokenise_part(
 def find_part(part: Part, folder: Path) -> PartResult | None:
     """What an earlier attempt made of `part`; None where it made nothing, or what is there is damaged."""
     try:
-        result = PartResult.from_json(json.loads(_result_file(folder, part.number).read_bytes()))
+        result = PartResult.from_json(read_json(_result_file(folder, part.number)))
         if result.fingerprint != part.fingerprint:
             return None
         hashed = xxhash.xxh3_128()
-        with open(_data_file(folder, part.number), "rb", buffering=0) as f:
+        with open(open_file(_data_file(folder, part.number)), "rb", buffering=0) as f:
             while block := f.read(1 << 22):
                 hashed.update(block)
     except (OSError, ValueError, TypeError, KeyError):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from seatrial.base.errors import InputError
+from seatrial.base.files import read_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,7 +86,7 @@ class FileTokenizer:
         from tokenizers import Tokenizer as Engine
 
         try:
-            definition = path.read_bytes()
+            definition = read_bytes(path, links=True)
         except OSError as e:
             raise InputError(
                 f"cannot read the tokenizer {path}: {e.strerror}",
@@ -129,6 +131,6 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     path = Path(spec)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / "tokenizer.json"
     return FileTokenizer(path)

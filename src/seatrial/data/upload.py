@@ -11,6 +11,7 @@ from pathlib import Path
 
 from seatrial.base.atomic import write_text
 from seatrial.base.errors import InputError
+from seatrial.base.files import read_json
 from seatrial.data.assembly import Progress
 from seatrial.data.manifest import MANIFEST, Manifest, is_store
 from seatrial.data.parts import plan_parts
@@ -120,7 +121,7 @@ def upload_store(
 
 def _arrived(folder: Path, url: str) -> list[str]:
     try:
-        content = json.loads((folder / _ARRIVED).read_bytes())
+        content = read_json(folder / _ARRIVED)
         return list(content["files"]) if content["url"] == url else []
     except (OSError, ValueError, TypeError, KeyError):
         return []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from pydantic import ValidationError
 
 from seatrial.base.atomic import write_json
 from seatrial.base.errors import InputError, RunFailed
+from seatrial.base.files import open_file, read_json
 from seatrial.data.manifest import ShardFile
 from seatrial.data.parts import Part
 from seatrial.data.tokenise import PartResult, drop_part, find_part
@@ -80,7 +80,9 @@ class Workspace:
     def __enter__(self) -> Workspace:
         try:
             self.parts.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / _LOCK, "a+", encoding="utf-8")
+            self._lock = open(
+                open_file(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8"
+            )
         except OSError as e:
             raise InputError(
                 f"cannot write beside {self._out}: {e.strerror}",
@@ -164,7 +166,7 @@ class Workspace:
 
     def _complete_shards(self, parts: Sequence[Part]) -> Done:
         try:
-            state = json.loads(self._state_file.read_bytes())
+            state = read_json(self._state_file)
             reached = Reached(**state["reached"])
             shards = [ShardFile.model_validate(s) for s in state["shards"]]
             fits = (
@@ -197,7 +199,7 @@ def _digest(parts: Sequence[Part], reached: Reached) -> str:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as f:
+    with open(open_file(path), "rb", buffering=0) as f:
         while block := f.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()

@@ -64,7 +64,7 @@ def command(
     hosts: Hosts | None,
 ) -> list[str]:
     """The command line of one run. `returns`: node -> seconds after which its agent, once dead, is started again."""
-    words = [sys.executable, "-P", "-m", MODULE, str(job), "--runs", str(runs), "--parent", str(parent)]
+    words = process.python(MODULE, str(job), "--runs", str(runs), "--parent", str(parent))
     words += ["--worker-module", worker_module]
     for node, seconds in returns.items():
         words += ["--return", f"{node}={seconds:g}"]

@@ -112,7 +112,7 @@ class Stage:
             returns=self._returns,
             hosts=self._hosts,
         )
-        with open(self.log, "ab") as log:
+        with open(process.open_log(self.log), "ab") as log:
             self._process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, process_group=0
             )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import parse_json, read_text
 from seatrial.job.architecture import Architecture, Family, RopeScaling
 
 _FAMILIES: dict[str, Family] = {"qwen2": "qwen2", "llama": "llama", "qwen3": "qwen3"}
@@ -25,9 +27,9 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def read_config(path: Path) -> Architecture:
     """The architecture of a config.json, or of the folder that holds one; InputError if it cannot be used."""
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(read_text(file, links=True))
     except FileNotFoundError:
         raise InputError(
             Diagnostic("no such file", str(file), hint="name a config.json, or the folder that holds one")
@@ -36,7 +38,7 @@ def read_config(path: Path) -> Architecture:
         raise InputError(
             Diagnostic(f"cannot be read: {error.strerror}", str(file), hint="check its permissions")
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         line, column = (
             (error.lineno, error.colno) if isinstance(error, json.JSONDecodeError) else (None, None)
         )

@@ -6,6 +6,7 @@ the layout of ranks stand in `rules_layout.py`, about the data in `rules_data.py
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -86,12 +87,12 @@ def _init_from(facts: Facts) -> Iterator[Finding]:
         return
     keys, folder = ("model.init_from",), Path(given)
     hint = "name the folder of a Hugging Face checkpoint: config.json and *.safetensors"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         yield Finding(keys, f"init_from: no folder {folder}", hint)
         return
     if not any(folder.glob("*.safetensors")):
         yield Finding(keys, f"init_from: no *.safetensors in {folder}", hint)
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         yield Finding(keys, f"init_from: no config.json in {folder}", hint)
         return
     try:

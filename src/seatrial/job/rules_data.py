@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from pathlib import Path
 
 from seatrial.job.finding import Facts, Finding
 from seatrial.job.numbers import shares
@@ -83,8 +83,8 @@ def _byte_vocabulary(facts: Facts) -> Iterator[Finding]:
 
 def _tokenizer(facts: Facts) -> Iterator[Finding]:
     tokenizer = facts.job.data.tokenizer
-    if tokenizer != "bytes" and not Path(tokenizer).is_file():
-        what = "is a folder" if Path(tokenizer).is_dir() else "does not exist"
+    if tokenizer != "bytes" and not os.path.isfile(tokenizer):
+        what = "is a folder" if os.path.isdir(tokenizer) else "does not exist"
         yield Finding(
             ("data.tokenizer",),
             f"the tokenizer {tokenizer} {what}",

@@ -10,6 +10,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import read_named
 from seatrial.job import scanner
 from seatrial.job.scanner import Path, Span
 
@@ -170,7 +171,7 @@ _SYNTAX_HINTS = (
 def read_text(path: FilePath) -> str:
     """The text of a job file; raises InputError where there is none to read."""
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return read_named(path).decode("utf-8-sig")
     except FileNotFoundError:
         raise InputError(
             Diagnostic(

@@ -78,7 +78,7 @@ def start_agent(
         *("--parent", str(os.getpid())),
     ]
     try:
-        with open(spec.log, "ab") as log:
+        with open(process.open_log(spec.log), "ab") as log:
             popen = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

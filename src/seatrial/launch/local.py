@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from seatrial.base import process
 from seatrial.base.errors import InputError
 from seatrial.base.signals import SignalQueue
 from seatrial.control.ports import check_loopback, check_port
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from seatrial.job import Job
 
 _LOOPBACK = "127.0.0.1"
+# Of a process: gloo ranks are connected with each other once for each group (measured: 4 ranks need 50, 8 need 70).
+_FILES, _FILES_A_RANK = 32, 6
 
 
 class LocalLauncher:
@@ -44,7 +47,7 @@ class LocalLauncher:
         self.returns = dict(returns or {})
 
     def check(self, job: Job) -> None:
-        """Raise InputError if the port is taken or the device cannot be had; changes nothing."""
+        """Raise InputError if the port is taken, the device cannot be had, or too few files may be open."""
         if not sys.platform.startswith("linux"):
             raise InputError(
                 f"the virtual cluster needs Linux, and this is {sys.platform}",
@@ -52,6 +55,8 @@ class LocalLauncher:
             )
         device, _reason = choose_device(job.cluster)
         _check_spare_gpus(job, device)
+        ranks = job.cluster.nodes * job.cluster.gpus_per_node
+        process.allow_files(_FILES + _FILES_A_RANK * ranks, "the ranks")
         check_loopback()
         if job.cluster.port is not None:
             check_port(job.cluster.port)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seatrial.base.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from seatrial.base.private import private_folder
 from seatrial.checkpoint.manifest import Damaged
 from seatrial.checkpoint.place import Place, checkpoint_urls, open_place
 from seatrial.data.prepare import blend_of, check_stores, data_cache, resolve_stores, stores_identity
@@ -124,6 +125,8 @@ def prepare_voyage(job: Job, root: Path, *, fresh: bool = False, progress: Progr
     """
     launcher_for(job).check(job)
     device, reason = choose_device(job.cluster)
+    if job.train.compile:
+        private_folder()  # where ranks keep what they compile; refused here rather than by each of them
     stores = resolve_stores(job.data, data_cache(root), Path.cwd(), progress)
     check_stores(
         stores,

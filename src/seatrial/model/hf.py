@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from seatrial.base.box import Box
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import read_json
 from seatrial.job.architecture import Architecture
 from seatrial.model.decoder import whole_shapes
 
@@ -20,6 +20,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+_FILE = re.compile(r"(?!\.\.?$)[^/\x00-\x1f\x7f\ud800-\udfff]+")  # a plain name, and text
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -95,7 +96,7 @@ class HuggingFaceWeights:
                 Diagnostic("there are no safetensors weights in this folder", str(folder), hint=hint)
             )
         try:
-            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = read_json(path, links=True)["weight_map"]
             index = {str(name): str(file) for name, file in weight_map.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
@@ -105,9 +106,9 @@ class HuggingFaceWeights:
                     hint="copy the folder again",
                 )
             ) from error
-        outside = sorted({file for file in index.values() if Path(file).name != file})
+        outside = sorted({file for file in index.values() if not _FILE.fullmatch(file)})
         if outside:
-            raise InputError(Diagnostic(f"names files outside the folder: {_some(outside)}", str(path)))
+            raise InputError(Diagnostic(f"does not name files in the folder: {_some(outside)}", str(path)))
         return index
 
     def names(self) -> list[str]:

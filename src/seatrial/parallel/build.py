@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from seatrial.base.box import Box, chunk
 from seatrial.base.errors import InternalError
+from seatrial.base.private import keep_compiler_private
 from seatrial.job.architecture import Architecture
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.source import WeightSource
@@ -225,6 +226,8 @@ def build_stage(
             settings.sequence_length,
             overlapped=settings.async_tensor,
         )
+    if settings.compile:
+        keep_compiler_private()
     for block in model.blocks:
         block.recompute = settings.activation_checkpointing == "full"
         if settings.compile:

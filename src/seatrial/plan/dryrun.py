@@ -12,20 +12,21 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from seatrial.base.errors import InputError, InternalError, RunFailed
+from seatrial.base.errors import InputError, InternalError, RunFailed, address_limit
+from seatrial.base.process import python
 from seatrial.job.job import Job
 from seatrial.job.layout import Coordinates
 from seatrial.plan.dryrun_extrapolate import Grid, carry, carry_peak, grid
 
 Device = Literal["cuda", "cpu"]
 
-_WORKER = (sys.executable, "-m", "seatrial.train.dryrun")
+_WORKER = "seatrial.train.dryrun"
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ def _ask(
         "edges": at.edges,
         "traces": traces,
     }
-    command = [*_WORKER, "--parent", str(os.getpid())]
+    tempfile.gettempdir()  # torch will not start without one, and cannot say so as well
+    command = python(_WORKER, "--parent", str(os.getpid()))
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as done:
@@ -189,10 +191,10 @@ def _ask(
         )
     if done.returncode:
         last = err.strip().splitlines()
-        raise InternalError(
-            f"the dry run failed: {last[-1] if last else f'exit code {done.returncode}'}",
-            hint="report it, with the job file",
-        )
+        told = f"the dry run failed: {last[-1] if last else f'exit code {done.returncode}'}"
+        if (limit := address_limit()) is not None:
+            raise RunFailed(told, hint=limit)
+        raise InternalError(told, hint="report it, with the job file")
     return dict(json.loads(out))
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from seatrial.base.documents import read_json
+from seatrial.base.files import read_json
 from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.hardware.networks import Network, find_network, latencies
 from seatrial.job.job import Job
@@ -142,7 +142,7 @@ def _checked(file: Path, job: Job, wanted: Gpu | None, now: float) -> Measured:
         written = _number(said) or file.stat().st_mtime
     except FileNotFoundError:
         return Measured()
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         return Measured(unused=(f"{file} cannot be used: {error}",))
     why = _unusable(document, now - written)
     if why is not None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from seatrial.base.documents import read_json
 from seatrial.base.errors import InputError
+from seatrial.base.files import read_json
 from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.job.job import Job
 from seatrial.job.loading import load_job
@@ -98,7 +98,7 @@ def _same_model(folder: Path, job: Job) -> Iterator[RunFolder]:
             plan = read_json(run.plan_json)
             if isinstance(plan, dict) and plan.get("architecture") == wanted:
                 dated.append((run.metrics.stat().st_mtime, run))
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError):
             continue
     for _, run in sorted(dated, key=lambda d: -d[0])[:_MOST_RUNS]:
         yield run

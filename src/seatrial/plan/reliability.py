@@ -6,13 +6,13 @@ missing one. What nobody measured for us is called an assumption.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import parse_json, read_named
 from seatrial.plan.ettr import DAY_S, Branch, Case, Remedy
 from seatrial.plan.formulas import spares_for
 from seatrial.record.interval import young
@@ -126,7 +126,7 @@ class Measured:
         """From a JSON file {"measured": {...}, "machine": text, "date": text}; InputError names all that is missing."""
         file, hint = str(path), "write it with bench/recovery.py, on the machine whose times you want"
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = parse_json(read_named(path))
         except (OSError, ValueError) as error:
             raise InputError(Diagnostic(f"cannot be read: {error}", file=file, hint=hint)) from error
         if not isinstance(document, dict) or not isinstance(document.get("measured"), dict):

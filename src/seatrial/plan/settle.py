@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from seatrial.base.documents import read_json
 from seatrial.base.errors import InputError
+from seatrial.base.files import read_json
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.devices import choose_device, driver_names
 from seatrial.job.job import Job
@@ -63,7 +63,7 @@ def _recorded(folder: RunFolder) -> dict[str, Any] | None:
         plan = read_json(folder.plan_json)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
     if not isinstance(plan, dict):
         return {}

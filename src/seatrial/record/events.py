@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from seatrial.base.files import open_file
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import Problem, append_line, read_numbered
 from seatrial.record.typed import decode_all
@@ -33,7 +34,7 @@ class Event:
 def sync(folder: RunFolder) -> None:
     """Make durable what any process has appended so far. Raises OSError; where there are no events nothing happens."""
     try:
-        fd = os.open(folder.events, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_file(folder.events)
     except FileNotFoundError:
         return
     try:

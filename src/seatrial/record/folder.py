@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
+import re
 from pathlib import Path
 
-from seatrial.base.errors import InputError
+from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import not_a_file, read_text
 
 # Any of these makes a folder a run folder. job.toml alone does not: `seatrial init` writes such files anywhere.
 _MARKS = ("control/lock", "control/identity.json", "plan.json", "events.jsonl", "metrics.jsonl")
+
+_COUNT = re.compile(r"[0-9]{1,18}")  # int() would take digits of any script
+_COUNT_BYTES = 64
 
 
 class RunFolder:
@@ -82,22 +88,33 @@ class RunFolder:
 
     def last_generation(self) -> int:
         """The highest generation ever started here, 0 for none. A damaged file is outvoted by the log folders."""
-        known = [0]
+        told: list[str] = []
         with contextlib.suppress(OSError, ValueError):
-            known.append(int(self.generation_file.read_text(encoding="utf-8")))
+            told.append(read_text(self.generation_file, most=_COUNT_BYTES).strip())
         with contextlib.suppress(OSError):
-            known += [int(p.name) for p in self.logs.iterdir() if p.name.isascii() and p.name.isdigit()]
-        return max(known)
+            told += os.listdir(self.logs)
+        return max((int(text) for text in told if _COUNT.fullmatch(text)), default=0)
 
     def is_run(self) -> bool:
         """Whether a run was ever started in this folder."""
-        return any((self.path / mark).exists() for mark in _MARKS)
+        return any(os.path.lexists(self.path / mark) for mark in _MARKS)
+
+    def check_records(self) -> None:
+        """Raise InputError for every record that is there and is no regular file: a link among them, a pipe, a folder."""
+        records = (self.job_toml, self.plan_json, self.events, self.metrics, self.ledger, self.interval_json)
+        control = (self.lock, self.generation_file, self.identity_json, self.inputs_json, self.secret)
+        more = (self.control_state, self.coordinator_log)
+        wrong = [error for path in (*records, *control, *more) if (error := not_a_file(path))]
+        hint = "Seatrial writes regular files there: put the file back, or remove what stands in its place"
+        if wrong:
+            raise InputError([Diagnostic(f"{e.filename} {e.strerror}", hint=hint) for e in wrong])
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """The run folder at `path`, for readers. Raises InputError where there is none."""
+        """The run folder at `path`, for readers. Raises InputError where there is none, and as `check_records`."""
         folder = cls(path)
         if folder.is_run():
+            folder.check_records()
             return folder
         if path.is_dir():
             what = f"{path} is not a run folder"
@@ -112,7 +129,7 @@ class RunFolder:
         """The run folder at the path `name`, or else the run called `name` under `root`. Raises InputError."""
         for path in (Path(name), root / name):
             if cls(path).is_run():
-                return cls(path)
+                return cls.open(path)
         # Neither: tell of the one that was most likely meant.
         return cls.open(Path(name) if Path(name).exists() or "/" in name else root / name)
 

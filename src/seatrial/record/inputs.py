@@ -7,12 +7,12 @@ other numbers than its peers.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from seatrial.base.atomic import write_json
 from seatrial.base.errors import InputError
+from seatrial.base.files import read_bytes, read_json
 from seatrial.job import Job, job_from_text
 from seatrial.record.folder import RunFolder
 
@@ -21,15 +21,15 @@ Digests = Mapping[str, str]  # file name -> SHA-256 of its content
 
 def freeze(folder: RunFolder) -> None:
     """Write down what job.toml and plan.json hold now. Whoever holds the run's lock does so before anything starts."""
-    write_json(folder.inputs_json, {path.name: _sha256(path.read_bytes()) for path in _files(folder)})
+    write_json(folder.inputs_json, {path.name: _sha256(read_bytes(path)) for path in _files(folder)})
 
 
 def frozen(folder: RunFolder) -> Digests:
     """The digests of the launch under way. InputError where they cannot be read."""
     try:
-        found = json.loads(folder.inputs_json.read_text(encoding="utf-8"))
+        found = read_json(folder.inputs_json)
         return {path.name: str(found[path.name]) for path in _files(folder)}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "stop the run; the same command writes it anew"
         raise InputError(f"cannot read {folder.inputs_json}: {error}", hint=hint) from error
 
@@ -37,7 +37,7 @@ def frozen(folder: RunFolder) -> Digests:
 def read_unchanged(path: Path, digests: Digests) -> str:
     """The text of `path`. InputError where it is not what the launch was begun with."""
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     if _sha256(content) != digests[path.name]:

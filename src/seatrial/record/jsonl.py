@@ -6,6 +6,7 @@ A crash can leave the last line torn; the next writer starts a new line first, a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -13,7 +14,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from seatrial.base.files import open_file, parse_json
+
+_LONGEST_LINE = 16 << 20  # bytes; no record comes near it
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class LineWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         # Readable too: the last byte must be looked at.
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._torn = _ends_torn(self._fd)
 
     def write(self, value: Mapping[str, Any]) -> None:
@@ -109,31 +114,17 @@ def read_numbered(
     path: Path, noun: str = "a record"
 ) -> tuple[list[tuple[int, dict[str, Any]]], list[Problem]]:
     """As `read`, each object with its line number (from 1); `noun` is what a line should have been."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return [], []
-    except OSError as error:
-        return [], [Problem(path.name, 0, f"cannot be read ({error.strerror})")]
-    lines = data.split(b"\n")
-    torn = lines.pop()  # what stands after the last newline
-    values, problems = _parse(path.name, lines, 1, noun)
-    if torn:
-        # A whole object without its newline is a whole object; the next writer adds the newline.
-        value, reason = _parse_line(torn)
-        if value is not None:
-            values.append((len(lines) + 1, value))
-        elif reason is not None:
-            problems.append(Problem(path.name, len(lines) + 1, f"unfinished line, not used ({reason})"))
-    return values, problems
+    problems: list[Problem] = []
+    return list(each_numbered(path, noun, problems)), problems
 
 
 def each_numbered(path: Path, noun: str, problems: list[Problem]) -> Iterator[tuple[int, dict[str, Any]]]:
     """As `read_numbered`, one object after the other and none of them kept; what is wrong is added to `problems`."""
     try:
-        with path.open("rb") as f:
-            for number, line in enumerate(f, 1):
-                value, reason = _parse_line(line.removesuffix(b"\n"))
+        with open(open_file(path), "rb") as f:
+            for number, line in enumerate(_lines(f), 1):
+                # A whole object without its newline is a whole object; the next writer adds the newline.
+                value, reason = _parse_line(line)
                 if value is not None:
                     yield number, value
                 elif reason is not None:
@@ -164,7 +155,7 @@ class Tail:
     def poll_numbered(self) -> list[tuple[int, dict[str, Any]]]:
         """As `poll`, each object with its line number (from 1)."""
         try:
-            fd = os.open(self.path, os.O_RDONLY)
+            fd = open_file(self.path)
         except OSError:  # not there yet, or moved aside; `read` tells of lasting trouble
             return []
         with open(fd, "rb") as f:
@@ -172,16 +163,28 @@ class Tail:
             if status.st_ino != self._inode or status.st_size < self._offset:
                 self._offset, self._lines, self._inode = 0, 0, status.st_ino
             f.seek(self._offset)
-            data = f.read()
-        end = data.rfind(b"\n") + 1
-        if not end:
-            return []
-        lines = data[: end - 1].split(b"\n")
-        values, problems = _parse(self.path.name, lines, self._lines + 1, self.noun)
-        self._offset += end
-        self._lines += len(lines)
-        self.problems += problems
+            values = []
+            with contextlib.suppress(OSError):  # `read` tells of it
+                for line in _lines(f):
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    self._lines += 1
+                    value, reason = _parse_line(line)
+                    if value is not None:
+                        values.append((self._lines, value))
+                    elif reason is not None:
+                        problem = f"not {self.noun} ({reason})"
+                        self.problems.append(Problem(self.path.name, self._lines, problem))
         return values
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Each line, the last perhaps without its newline. OSError at what is longer than any: 20 GB of zeros, say."""
+    while line := file.readline(_LONGEST_LINE):
+        if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+            raise OSError(errno.EFBIG, "a line is longer than any record; from there on nothing is read")
+        yield line
 
 
 def _ends_torn(fd: int) -> bool:
@@ -189,31 +192,17 @@ def _ends_torn(fd: int) -> bool:
     return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
-def _parse(
-    file: str, lines: list[bytes], first_line: int, noun: str
-) -> tuple[list[tuple[int, dict[str, Any]]], list[Problem]]:
-    values: list[tuple[int, dict[str, Any]]] = []
-    problems: list[Problem] = []
-    for number, line in enumerate(lines, first_line):
-        value, reason = _parse_line(line)
-        if value is not None:
-            values.append((number, value))
-        elif reason is not None:
-            problems.append(Problem(file, number, f"not {noun} ({reason})"))
-    return values, problems
-
-
 def _parse_line(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
     """(object, None), or (None, what is wrong), or (None, None) for an empty line, which means nothing."""
     if not line.strip():
         return None, None
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = parse_json(line.removesuffix(b"\n").decode("utf-8"))
     except UnicodeDecodeError:
         return None, "not UTF-8 text"
     except json.JSONDecodeError as error:
         return None, f"not JSON: {error.msg} at column {error.colno}"
-    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+    except ValueError as error:  # a number or a nesting beyond Python's limits
         return None, f"not JSON: {error}"
     if not isinstance(value, dict):
         return None, f"a JSON {type(value).__name__} where an object belongs"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
 from pathlib import Path
 
+from seatrial.base.files import open_file, read_text
+
 # Readers take the lock in shared mode for an instant to see whether it is free; a start outwaits that.
 _PATIENCE_S = 0.2
+_LONGEST = 32  # bytes of a pid and its newline
 
 
 class LockHeld(Exception):
@@ -22,13 +26,14 @@ class LockHeld(Exception):
 def acquire(path: Path) -> int:
     """Lock `path` (made where missing), write our pid inside, return the descriptor that holds it.
 
-    Raises LockHeld, or OSError where the file system has no locks. A child that is forked without exec
-    shares the lock.
+    Raises LockHeld, or OSError where the file system has no locks, or what stands there is no lock. A child that is
+    forked without exec shares the lock.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        fd = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
+            _check_ours(path, fd)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_still(path, fd):
                 os.ftruncate(fd, 0)
@@ -50,7 +55,7 @@ def acquire(path: Path) -> int:
 def is_held(path: Path) -> bool:
     """Whether some process holds the lock now; False where it was never made."""
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = open_file(path)
     except OSError:
         return False
     try:
@@ -71,9 +76,16 @@ def holder(path: Path) -> int | None:
 
 def _pid_in(path: Path) -> int | None:
     try:
-        return int(path.read_text())
+        return int(read_text(path, most=_LONGEST))
     except (OSError, ValueError):
         return None
+
+
+def _check_ours(path: Path, fd: int) -> None:
+    # A hard link leads to somebody's file as well as any other; what it holds would be overwritten.
+    content = os.pread(fd, _LONGEST + 1, 0)
+    if len(content) > _LONGEST or (not content.strip().isdigit() and content):
+        raise OSError(errno.EINVAL, "is no lock of Seatrial: it holds something else than a pid", str(path))
 
 
 def _is_still(path: Path, fd: int) -> bool:

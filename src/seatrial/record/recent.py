@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from seatrial.base.files import open_file, parse_json
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import encode
 from seatrial.record.ledger import LedgerRecord
@@ -17,6 +18,7 @@ from seatrial.record.typed import decode
 
 Record = TypeVar("Record")
 
+_BLOCK_BYTES = 16 << 20
 _BYTES_A_RECORD = 600  # more than one takes
 _TOLD = re.compile(rb'"told":"([\w-]+)"')  # a text that looks like it has its quotation marks escaped
 _SKIPPED = encode({"skipped": True})[1:-2]  # as it stands in a line
@@ -39,33 +41,40 @@ def recent_ledger(folder: RunFolder, count: int) -> list[LedgerRecord]:
 
 def skipped_steps(folder: RunFolder) -> list[int]:
     """The steps that were left out on purpose, each once. Searches the whole ledger, but reads those lines only."""
-    try:
-        data = folder.ledger.read_bytes()
-    except OSError:
-        return []
     lines = []
-    at = data.find(_SKIPPED)
-    while at >= 0:
-        end = data.find(b"\n", at)
-        end = len(data) if end < 0 else end
-        lines.append(data[data.rfind(b"\n", 0, at) + 1 : end])
-        at = data.find(_SKIPPED, end)
+    for data in _blocks(folder.ledger):
+        at = data.find(_SKIPPED)
+        while at >= 0:
+            end = data.find(b"\n", at)
+            end = len(data) if end < 0 else end
+            lines.append(data[data.rfind(b"\n", 0, at) + 1 : end])
+            at = data.find(_SKIPPED, end)
     return sorted({r.step for r in _usable(LedgerRecord, lines) if r.skipped})
 
 
 def told_marks(folder: RunFolder) -> set[str]:
     """The marks ("told") of all events that have one. Searches the file without reading its lines."""
-    try:
-        found: list[bytes] = _TOLD.findall(folder.events.read_bytes())
-    except OSError:
-        return set()
-    return {mark.decode() for mark in found}
+    return {mark.decode() for data in _blocks(folder.events) for mark in _TOLD.findall(data)}
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The file in pieces that end where a line ends; nothing of one that cannot be read, or from a line without end on."""
+    rest = b""
+    with contextlib.suppress(OSError), open(open_file(path), "rb") as f:
+        while block := f.read(_BLOCK_BYTES):
+            data = rest + block
+            end = data.rfind(b"\n") + 1
+            if not end and rest:
+                return
+            yield data[:end]
+            rest = data[end:]
+        yield rest
 
 
 def _last_lines(path: Path, count: int) -> list[bytes]:
     """At most the last `count` lines; none of a file that is not there."""
     try:
-        with path.open("rb") as f:
+        with open(open_file(path), "rb") as f:
             start = max(0, f.seek(0, os.SEEK_END) - count * _BYTES_A_RECORD)
             f.seek(start)
             lines = f.read().split(b"\n")
@@ -78,7 +87,7 @@ def _usable(cls: type[Record], lines: list[bytes]) -> Iterator[Record]:
     """The records among `lines`. What else stands there is told by whoever reads the whole file."""
     for line in lines:
         try:
-            values: Any = json.loads(line)
+            values: Any = parse_json(line)
             yield decode(cls, values)
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError):
             continue

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from seatrial.base.atomic import fsync_folder, write_json, write_text
 from seatrial.base.errors import InputError, RunFailed
+from seatrial.base.files import parse_toml, read_json, read_text
 from seatrial.record import events, lock
 from seatrial.record.folder import RunFolder
 from seatrial.record.secret import make_secret
@@ -103,6 +104,7 @@ def _open(job: Job, folder: RunFolder, fresh: bool, identity: Mapping[str, objec
 
 def _refuse_foreign(folder: RunFolder) -> None:
     """A folder with something in it that is no run is never written to."""
+    folder.check_records()
     path = folder.path
     hint = "give the job another `name`, or empty that place; it was not touched"
     if path.is_symlink() and not path.exists():
@@ -152,7 +154,7 @@ def _check_identity(identity: Mapping[str, object], folder: RunFolder) -> None:
         "start over with --fresh (the old run is moved aside, not deleted), or give the job another `name`"
     )
     try:
-        stored = json.loads(folder.identity_json.read_text(encoding="utf-8"))
+        stored = read_json(folder.identity_json)
         if not isinstance(stored, dict):
             raise ValueError("no JSON object")
     except FileNotFoundError:
@@ -163,7 +165,7 @@ def _check_identity(identity: Mapping[str, object], folder: RunFolder) -> None:
                 hint=f"put the file back, or {fresh_hint}",
             ) from None
         return
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(
             f"{folder.identity_json} is damaged ({error}), so it cannot be told whether this is the same run",
             hint=f"put the file back, or {fresh_hint}",
@@ -181,7 +183,7 @@ def _check_identity(identity: Mapping[str, object], folder: RunFolder) -> None:
 def _job_changes(job: Job, folder: RunFolder) -> dict[str, tuple[Any, Any]]:
     """Keys of job.toml that differ from the last start's; none at a first start."""
     try:
-        old = tomllib.loads(folder.job_toml.read_text(encoding="utf-8"))
+        old = parse_toml(read_text(folder.job_toml))
     except (FileNotFoundError, ValueError):  # the first start, or a file that nobody can compare with
         return {}
     return _differences(_flat(old), _flat(tomllib.loads(job.to_toml())))
@@ -191,7 +193,7 @@ def _chosen_before(job: Job, folder: RunFolder) -> dict[str, Any] | None:
     """How an earlier start chose this very layout; None where nobody chose it."""
     try:
         plan = read_plan(folder)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return None
     chosen = plan.get("chosen")
     same = isinstance(chosen, dict) and chosen.get("layout") == job.layout.as_dict()
@@ -247,7 +249,7 @@ def _unwritable(folder: RunFolder, error: OSError) -> InputError:
 
 def read_plan(folder: RunFolder) -> dict[str, Any]:
     """The content of plan.json."""
-    value = json.loads(folder.plan_json.read_text(encoding="utf-8"))
+    value = read_json(folder.plan_json)
     if not isinstance(value, dict):
         raise ValueError(f"{folder.plan_json} is not a JSON object")
     return value

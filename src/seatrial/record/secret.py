@@ -6,11 +6,16 @@ It is in the run folder, readable by its owner alone, and nowhere else: no comma
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import stat
+import tempfile
+from pathlib import Path
 
 from seatrial.base.atomic import fsync_folder
 from seatrial.base.errors import InputError
+from seatrial.base.files import open_file
 from seatrial.record.folder import RunFolder
 
 _BYTES = 32
@@ -39,12 +44,34 @@ def make_secret(folder: RunFolder) -> None:
 def read_secret(folder: RunFolder) -> bytes:
     """The secret of this start. Raises InputError where there is none, or none that can be used."""
     try:
-        secret = bytes.fromhex(folder.secret.read_text(encoding="ascii"))
+        secret = bytes.fromhex(_owned(folder.secret))
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder.secret} cannot be used: {error}", hint=_HINT) from error
+        raise InputError(
+            f"{folder.secret} cannot be used: {getattr(error, 'strerror', None) or error}", hint=_HINT
+        ) from error
     if len(secret) != _BYTES:
         raise InputError(f"{folder.secret} has {len(secret)} bytes, not {_BYTES}", hint=_HINT)
     return secret
+
+
+def _owned(path: Path) -> str:
+    """The text of a file that is ours and that nobody else can read or write. Raises OSError."""
+    with open(open_file(path), "rb") as file:
+        told = _whose(file.fileno())
+        if told != (os.geteuid(), 0):
+            # Some file servers give all our files to another user, or show every mode as open: then a new one too.
+            with tempfile.TemporaryFile(dir=path.parent) as new:
+                if told != _whose(new.fileno()):
+                    raise PermissionError(
+                        errno.EPERM, "others than its owner may read it, or have made it", str(path)
+                    )
+        return file.read(4 * _BYTES).decode("ascii")
+
+
+def _whose(fd: int) -> tuple[int, int]:
+    """Its owner, and what it allows to others."""
+    status = os.fstat(fd)
+    return status.st_uid, stat.S_IMODE(status.st_mode) & 0o077
 
 
 _HINT = "start the run again: each start writes a new one"

@@ -14,6 +14,7 @@ from seatrial.record.jsonl import Problem
 
 Record = TypeVar("Record")
 
+_LAST_TIME = 1e11  # unix seconds that a calendar can show; a NaN is none either
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -31,7 +32,7 @@ def decode(cls: type[Record], values: Mapping[str, Any]) -> Record:
         value = values[name]
         if float in kinds:
             value = _as_float(value)
-        if type(value) not in kinds:
+        if type(value) not in kinds or (name == "time" and not 0 <= value < _LAST_TIME):
             wrong.append(f"`{name}` is {values[name]!r:.40}")
         fields[name] = value
     if wrong:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from seatrial.base.files import parse_toml, read_json, read_text
 from seatrial.record import lock
 from seatrial.record.events import Event, read_events
 from seatrial.record.folder import RunFolder
@@ -167,7 +166,7 @@ def read_view(folder: RunFolder) -> RunView:
 def read_job_facts(folder: RunFolder) -> tuple[JobFacts, list[Problem]]:
     """From job.toml, without checking it: a run of another version must still be seen."""
     try:
-        train = tomllib.loads(folder.job_toml.read_text(encoding="utf-8")).get("train")
+        train = parse_toml(read_text(folder.job_toml)).get("train")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         return JobFacts(), [Problem(folder.job_toml.name, 0, f"cannot be used ({reason})")]
@@ -202,7 +201,7 @@ def read_checkpoints(
             continue
     found.sort(key=lambda c: c.step)
     try:
-        named = (folder.checkpoints / "latest").read_text(encoding="utf-8").strip()
+        named = read_text(folder.checkpoints / "latest", links=True).strip()
     except (OSError, ValueError):
         named = ""
     latest = next((c for c in found if Path(c.where).name == named), found[-1] if found else None)
@@ -314,7 +313,7 @@ def _text(value: object) -> str | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -7,7 +7,7 @@ import errno
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from seatrial.base.errors import SeatrialError
+from seatrial.base.errors import HINTS, SeatrialError
 
 # missing      the object, the bucket or the folder is not there
 # denied       no credentials, or not these; no permission; a read-only file system
@@ -87,15 +87,6 @@ _KINDS: dict[int, Kind] = {
     ),
 }
 
-_HINTS = {
-    errno.ENOSPC: "free space there, or give another place",
-    errno.EDQUOT: "your quota there is used up: free space, or ask for more",
-    errno.EROFS: "the file system is mounted read-only; the kernel does that after a disk error (see dmesg)",
-    errno.EIO: "the disk or its server failed; the kernel log (dmesg) says more",
-    errno.ESTALE: "the file server has forgotten the folder: is it still mounted?",
-    errno.ENOTCONN: "the process behind the mount has ended: mount it again",
-}
-
 
 def from_os_error(operation: str, url: str, error: OSError) -> StorageError:
     """The same as a StorageError: its kind by its number."""
@@ -109,7 +100,7 @@ def from_os_error(operation: str, url: str, error: OSError) -> StorageError:
         operation,
         url,
         f"{cause} ({name})",
-        hint=_HINTS.get(number),
+        hint=HINTS.get(number),
         errno=number,
     )
 

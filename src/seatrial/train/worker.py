@@ -20,6 +20,7 @@ from pathlib import Path
 from seatrial.base import atomic
 from seatrial.base.complain import complain
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, SeatrialError
+from seatrial.base.process import open_log
 from seatrial.checkpoint.write import PeerSaveFailed
 from seatrial.record.folder import RunFolder
 from seatrial.train.attendant import Attendant
@@ -86,7 +87,7 @@ def _reopen_log(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    fd = open_log(path)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import unicodedata
 from collections.abc import Sequence
 
 from seatrial.base import units
+from seatrial.base.errors import printable as printable
 from seatrial.record.metrics import MetricsRecord
 
 
@@ -78,12 +78,3 @@ def spark(values: Sequence[float], width: int = 40) -> str:
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(bars) - 1) / (high - low) if high > low else 0.0
     return "".join("!" if math.isnan(m) else bars[round((m - low) * scale)] for m in means)
-
-
-def printable(text: str) -> str:
-    """`text` without what a terminal would obey: a model, a log or a damaged file may hold escape sequences."""
-    # Cc and Cf: control and format characters (also those that reverse the direction); Cs: lone surrogates.
-    return "".join(
-        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else "\N{REPLACEMENT CHARACTER}"
-        for c in text.replace("\r\n", "\n")
-    )

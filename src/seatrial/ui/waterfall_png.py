@@ -58,6 +58,7 @@ def waterfall_png(shown: Waterfall, *, title: str, subtitle: str = "") -> bytes:
 
 def _matplotlib() -> tuple[Any, Any]:
     try:
+        import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -65,6 +66,7 @@ def _matplotlib() -> tuple[Any, Any]:
             f"pictures as PNG need matplotlib, which cannot be loaded: {error}",
             hint="pip install 'seatrial[plots]', or write SVG instead, which needs nothing",
         ) from error
+    matplotlib.rcdefaults()  # not what a matplotlibrc in the current folder says: it could start programs (usetex)
     return Figure, FigureCanvasAgg
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from seatrial.base.errors import InputError
-from seatrial.data import cache as cache_module
-from seatrial.data.cache import DiskCache, cache_folder
+from seatrial.data.cache import DiskCache
 
 SIZE = 1000
 
@@ -195,15 +194,3 @@ def test_processes_that_are_killed_leave_a_cache_that_works(tmp_path: Path) -> N
     left = kept(tmp_path)
     assert not [name for name in left if name.endswith(".part")]
     assert sum(left.values()) <= limit
-
-
-def test_the_folder_is_this_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder = cache_folder()
-    assert folder.parent.parent == tmp_path
-    assert folder.parent.stat().st_mode & 0o777 == 0o700
-    assert cache_folder() == folder
-    folder.parent.rmdir()
-    folder.parent.symlink_to("/")
-    with pytest.raises(InputError, match="not a folder of this user"):
-        cache_folder()

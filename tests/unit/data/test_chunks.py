@@ -101,6 +101,18 @@ def test_every_flipped_bit_is_named_before_it_is_used(tmp_path: Path) -> None:
     assert TokenStore.open(tmp_path / "s").read(0, 1000).tolist() == expected
 
 
+def test_chunks_of_another_length_are_found_by_verify(tmp_path: Path) -> None:
+    """The manifest says it, and nothing hashes the manifest."""
+    assert write(tmp_path / "store").verify() == []
+    path = tmp_path / "store" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["shards"][1]["chunks"]["chunk_bytes"] = CHUNK - 1  # as many chunks as before
+    path.write_text(json.dumps(manifest))
+    assert TokenStore.open(tmp_path / "store").verify() == [
+        (str(tmp_path / "store" / "shard-00001.xxh3"), "not the hashes of shard-00001.bin")
+    ]
+
+
 def test_a_swapped_shard_is_damage(tmp_path: Path) -> None:
     write(tmp_path / "s")
     a, b = tmp_path / "s/shard-00000.bin", tmp_path / "s/shard-00001.bin"

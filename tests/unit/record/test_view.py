@@ -210,7 +210,9 @@ def test_everything_damaged_at_once(folder: RunFolder) -> None:
 def test_unreadable_file_is_a_problem(folder: RunFolder) -> None:
     folder.metrics.mkdir()
     folder.job_toml.write_text(JOB)
-    assert [p.message for p in read_view(folder).problems] == ["cannot be read (Is a directory)"]
+    assert [p.message for p in read_view(folder).problems] == [
+        "cannot be read (is a folder, not a regular file)"
+    ]
 
 
 def test_eta_is_the_median_of_the_last_twenty() -> None:

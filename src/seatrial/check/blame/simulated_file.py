@@ -30,13 +30,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import parse_json, parse_toml, read_named
 from seatrial.check import report
 from seatrial.check.blame.faults import Fault, Shape, verify
 from seatrial.check.blame.localise import Report, localise
@@ -66,13 +66,13 @@ class Scenario:
 def read_scenario(path: Path) -> Scenario:
     """The scenario in a file. Raises InputError with every problem."""
     try:
-        text = path.read_text(encoding="utf-8")
-        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        text = read_named(path).decode("utf-8")
+        table = parse_json(text) if path.suffix == ".json" else parse_toml(text)
     except OSError as error:
         raise InputError(Diagnostic(f"cannot be read: {error.strerror}", file=str(path))) from error
     except json.JSONDecodeError as error:
         raise InputError(Diagnostic(f"no JSON: {error.msg}", str(path), error.lineno, error.colno)) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(Diagnostic(f"cannot be read: {error}", file=str(path))) from error
     return _Reader(str(path)).scenario(table)
 

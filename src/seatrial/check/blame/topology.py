@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import read_named
 from seatrial.check.findings import Expected, Finding, Target
 
 T = TypeVar("T", int, str)
@@ -59,7 +60,7 @@ class Topology:
 def read_topology(path: Path) -> Topology:
     """The topology in a file of either kind, told by its content. Raises InputError if it is neither, or damaged."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_named(path).decode("utf-8", errors="replace")
     except OSError as error:
         raise InputError(Diagnostic(f"cannot read the topology: {error.strerror}", file=str(path))) from error
     return parse_topology(text, str(path))

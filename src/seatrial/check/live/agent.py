@@ -125,8 +125,7 @@ class Agent:
             self._cancel(int(order["order"]))
         elif do == "node":
             told = json.dumps([order["options"], order["toward"]])
-            command = [sys.executable, "-m", "seatrial.check.live.agent", "--node", told]
-            self._start(number, command, limit_s)
+            self._start(number, process.python("seatrial.check.live.agent", "--node", told), limit_s)
         elif do == "run":
             self._run(number, [str(word) for word in order["argv"]], limit_s, order.get("listen"))
         elif do == "reach":
@@ -163,7 +162,7 @@ class Agent:
     def _forward(self, number: int, order: dict[str, Any], limit_s: float) -> None:
         if self.channel is None:
             self.channel, other = Channel.pair()
-            command = [sys.executable, "-m", "seatrial.check.live.probe_forge", str(other.fileno())]
+            command = process.python("seatrial.check.live.probe_forge", str(other.fileno()))
             body = executes(command, {**os.environ, "OMP_NUM_THREADS": "1"})
             # It lives as long as this process; what it is at has deadlines of its own.
             self.forge = start(-1, body, float("inf"), keep=[other.fileno()])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from seatrial.base import process
-from seatrial.base.errors import InputError
+from seatrial.base.files import parse_json
 from seatrial.check.live.agent_tasks import last_words
 from seatrial.check.live.hosts import Host
 
@@ -57,7 +56,8 @@ class _Line:
         self.err = b""
         self.ended = ""  # why, once it has
         self.hello: Mapping[str, Any] | None = None
-        command = host.command(python, "-m", "seatrial.check.live.agent", environment={process.MARK: mark})
+        agent = process.python("seatrial.check.live.agent", interpreter=python)
+        command = host.command(*agent, environment={process.MARK: mark})
         try:
             # A group of its own: Ctrl-C is for the conductor, which then ends its agents.
             self.process: subprocess.Popen[bytes] | None = subprocess.Popen(
@@ -92,7 +92,7 @@ class _Line:
         found = []
         for line in lines:
             try:
-                message = json.loads(line)
+                message = parse_json(line)
             except ValueError:
                 message = None
             if isinstance(message, dict):
@@ -182,17 +182,6 @@ def _pipes(started: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[b
     return started.stdin, started.stdout, started.stderr
 
 
-def _allow_files(count: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        if hard != resource.RLIM_INFINITY and hard < count:
-            raise InputError(
-                f"this process may have {hard} open files, and agents on so many hosts need {count}",
-                hint="raise the limit (ulimit -Hn), or check the hosts in parts",
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
-
-
 class Crew:
     """An agent on every host. A context: when it ends nothing of it runs any more."""
 
@@ -208,7 +197,7 @@ class Crew:
     def __enter__(self) -> Crew:
         """Start the agents. Those that cannot be started reply so. Raises InputError for more hosts than this process may have
         pipes to: they would all look as if they were at fault."""
-        _allow_files(_FILES_A_HOST * len(self.hosts) + _OTHER_FILES)
+        process.allow_files(_FILES_A_HOST * len(self.hosts) + _OTHER_FILES, "agents on so many hosts")
         try:
             for number, host in enumerate(self.hosts):
                 self.lines.append(_Line(host, self.python, f"{self._mark}-{number}"))

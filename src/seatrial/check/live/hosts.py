@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.files import read_named
 from seatrial.check.blame.topology import hostlist
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def read_hostfile(path: Path) -> list[str]:
     there twice, an unknown key, an empty file.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_named(path).decode("utf-8-sig")
     except OSError as error:
         raise InputError(Diagnostic(f"cannot read the hostfile: {error.strerror}", file=str(path))) from error
     except UnicodeDecodeError as error:

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,7 +113,6 @@ class Forge:
     def _fork(self, spec: dict[str, Any], number: int, local: int, limit_s: float) -> _Rank:
         ours, theirs = Channel.pair()
         log = os.memfd_create(f"rank{number}")
-        log_path = Path(f"/proc/self/fd/{log}")
 
         def body() -> int:
             ours.close()
@@ -122,7 +120,7 @@ class Forge:
             self.signals.close_in_child()
             return probe_pair.run(spec, number, local, limit_s, theirs)
 
-        pid = process.fork(body, log=log_path)
+        pid = process.fork(body, log=log)
         theirs.close()
         return _Rank(number, pid, ours, log)
 

@@ -5,11 +5,11 @@ Called before every round, so that nobody measures with a host that is gone: a r
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from seatrial.base.files import parse_json
 from seatrial.check.live.crew import Crew, Key, Order, Reply
 from seatrial.check.live.hosts import Host
 from seatrial.check.live.reach import cut_off, partners
@@ -78,7 +78,7 @@ def printed(reply: Reply) -> tuple[Facts | None, str]:
     if reply.value["rc"] != 0:
         return None, f"ended with {reply.value['rc']}: {reply.value['err'].strip()[-300:]}"
     try:
-        found = json.loads(reply.value["out"])
+        found = parse_json(reply.value["out"])
     except ValueError:
         found = None
     return (found, "") if isinstance(found, dict) else (None, "said nothing that can be read")

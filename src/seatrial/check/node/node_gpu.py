@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from seatrial.base.files import parse_json
+from seatrial.base.process import python
 from seatrial.check.node.run_tool import Order, Result, run_tools
 
 # Without persistence mode the driver initialises every GPU first, which takes seconds.
@@ -51,14 +51,14 @@ def _smi(name: str, arguments: Sequence[str], limit_s: float) -> Order:
 
 
 def _nvml(limit_s: float) -> Order:
-    return Order("NVML", (sys.executable, "-m", "seatrial.check.node.probe_nvml"), limit_s)
+    return Order("NVML", python("seatrial.check.node.probe_nvml"), limit_s)
 
 
 def _document(result: Result) -> dict[str, Any]:
     if not result.ok:
         return {"problem": result.why, "ended": result.ended}
     try:
-        found: dict[str, Any] = json.loads(result.out)
+        found: dict[str, Any] = parse_json(result.out)
     except ValueError:
         return {"problem": "NVML: the probe's answer cannot be read", "ended": "failed"}
     return found | {"ended": "ok"}

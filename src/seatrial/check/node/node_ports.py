@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from seatrial.base.process import python
 from seatrial.check.node.node_files import number_of, text_of
 from seatrial.check.node.probe_ports import ROOT
 from seatrial.check.node.run_tool import Order, Result, run_tool
@@ -26,8 +26,7 @@ def read_ports(root: str = ROOT) -> Result | None:
     """The tree of RDMA devices as text for the reader "sysfs"; None where there is none."""
     if not os.path.isdir(root):
         return None
-    argv = (sys.executable, "-m", "seatrial.check.node.probe_ports", root)
-    found = run_tool(Order("sysfs", argv, _PORTS_S))
+    found = run_tool(Order("sysfs", python("seatrial.check.node.probe_ports", root), _PORTS_S))
     return None if found.ok and not found.out else found
 
 

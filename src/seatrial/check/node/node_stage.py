@@ -6,16 +6,16 @@ is read from a node at rest, then the load, then what the load has changed.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from seatrial.base.files import parse_json
+from seatrial.base.process import python
 from seatrial.check.node import node_gpu
 from seatrial.check.node.node_clock import read_clock
 from seatrial.check.node.node_files import FACTS_VERSION
@@ -207,11 +207,10 @@ class _Stage:
         limit = max(_LEAST_S, self.left() - _AFTER_S)
         seconds = limit - min(_LOADING_S, limit / 3)
         seconds = min(_CPU_S, seconds) if device == "cpu" else seconds
-        argv = ["-m", "seatrial.check.node.probe_rates", "--device", device, "--seconds", f"{seconds:.2f}"]
-        argv += ["--threads", str(threads)]
+        options = ("--device", device, "--seconds", f"{seconds:.2f}", "--threads", str(threads))
         # Threads are this program's own; what a launcher has set for ranks would only slow down its loading.
         environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        order = Order("rates", (sys.executable, *argv), limit, environment)
+        order = Order("rates", python("seatrial.check.node.probe_rates", *options), limit, environment)
         done = run_tool(order)
         return {
             "device": device,
@@ -228,7 +227,7 @@ def collect_rates(text: str) -> dict[str, Any]:
     whole = False
     for line in text.splitlines():
         try:
-            message = json.loads(line)
+            message = parse_json(line)
         except ValueError:
             continue  # a line that was cut off by the end, or a library's word
         match message:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from seatrial.base.process import python
 from seatrial.check.node.node_files import text_of
 from seatrial.check.node.run_tool import Order, run_tool
 
@@ -43,8 +44,8 @@ def read_storage(folder: str, seconds: float, *, rates: bool = True) -> dict[str
     if mib < 4:
         return facts | {"problem": "too little is free to measure its speed", "ended": "failed"}
     name = f"{_PREFIX}{secrets.token_hex(8)}"
-    argv = ("-m", "seatrial.check.node.probe_storage", facts["at"], str(mib), f"{seconds / 2:.3f}", name)
-    order = Order("storage probe", (sys.executable, *argv), seconds + _GRACE_S)
+    argv = python("seatrial.check.node.probe_storage", facts["at"], str(mib), f"{seconds / 2:.3f}", name)
+    order = Order("storage probe", argv, seconds + _GRACE_S)
     done = run_tool(order)
     if done.ended != "stuck":  # then whatever touches it hangs as well
         _clear(Path(facts["at"]), name)

@@ -31,7 +31,7 @@ class Order:
     """One call. `name` is what reports call it: "nvidia-smi nvlink -s"."""
 
     name: str
-    argv: tuple[str, ...]
+    argv: Sequence[str]
     timeout_s: float
     environment: Mapping[str, str] = field(default_factory=dict)
 
