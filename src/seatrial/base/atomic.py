@@ -49,4 +49,6 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """`write_text` of `value` as indented JSON with a final newline."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    # A file's name that is no UTF-8 has characters that UTF-8 cannot write: JSON has escapes of the same form.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))

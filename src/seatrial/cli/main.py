@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import errno
 import importlib
+import io
 import json
 import os
 import sys
@@ -50,6 +51,9 @@ _USAGE = "usage: seatrial VERB [options]"
 
 def entry() -> NoReturn:
     """The console script: `main` over the command line, with its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As stderr does: a name that is no UTF-8, or that the locale lacks, is shown with escapes.
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main(sys.argv[1:]))
 
 
@@ -145,7 +149,7 @@ def _tell(error: SeatrialError, as_json: bool) -> None:
         return
     if isinstance(error, InputError):
         errors = [
-            {"message": d.message, "file": d.file, "line": d.line, "column": d.column, "hint": d.hint}
+            {"message": d.told, "file": d.file, "line": d.line, "column": d.column, "hint": d.hint}
             for d in error.diagnostics
         ]
     else:

@@ -117,6 +117,10 @@ def parse_manifest(data: bytes, path: str, *, hint: str) -> Manifest:
                 hint=f"{hint} --force",
             )
         ) from e
+    except (ValueError, RecursionError) as e:  # a number or a nesting beyond Python's limits
+        raise InputError(
+            Diagnostic(f"bad JSON in the manifest of a token store: {e}", path, hint=hint)
+        ) from e
     if (
         isinstance(content, dict)
         and isinstance(version := content.get("schema_version"), int)

@@ -36,7 +36,7 @@ def read_config(path: Path) -> Architecture:
         raise InputError(
             Diagnostic(f"cannot be read: {error.strerror}", str(file), hint="check its permissions")
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         line, column = (
             (error.lineno, error.colno) if isinstance(error, json.JSONDecodeError) else (None, None)
         )
