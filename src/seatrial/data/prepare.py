@@ -158,7 +158,17 @@ def open_stores(addresses: Sequence[str], cache_root: Path, cache_gb: float) -> 
     Whoever resolved them has compared the sizes of all files, which can take seconds: that is not done again. What is
     read is verified in any case.
     """
-    return [_open(address, cache_root, cache_gb, check_sizes=False) for address in addresses]
+    return [_held(_open(address, cache_root, cache_gb, check_sizes=False)) for address in addresses]
+
+
+def _held(store: TokenStore, note: Note | None = None) -> TokenStore:
+    """`store`, which nobody replaces as long as it is referred to."""
+    try:
+        store.hold()
+    except OSError as e:
+        if note is not None:
+            note(f"{store.place} cannot be locked ({e.strerror}): nothing keeps others from replacing it")
+    return store
 
 
 def _open(place: str, cache_root: Path, cache_gb: float, *, check_sizes: bool = True) -> TokenStore:
@@ -182,8 +192,8 @@ def resolve_stores(
 
     A source is a store itself, here or on an object store, or prepared once into `cache_root` and reused. Relative
     paths are taken from `base_folder`. The cache's name holds a digest of the source's files (paths, sizes, times) and
-    of the tokenizer. Of several callers at once one prepares, the others wait. InputError names every source that
-    cannot be used.
+    of the tokenizer. Of several callers at once one prepares, the others wait. As long as a store is referred to,
+    nobody replaces it. InputError names every source that cannot be used.
     """
     tokenizer_spec = data.tokenizer if data.tokenizer == "bytes" else str(base_folder / data.tokenizer)
     stores: list[TokenStore] = []
@@ -191,7 +201,7 @@ def resolve_stores(
     for source in _sources(data):
         try:
             store = _resolve(source, data, tokenizer_spec, cache_root, base_folder, progress, note)
-            stores.append(store)
+            stores.append(_held(store, note))
         except InputError as e:
             problems.extend(e.diagnostics)
     if problems:
