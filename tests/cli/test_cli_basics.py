@@ -316,3 +316,12 @@ def test_an_answer_that_a_full_disk_did_not_take_was_not_given(tmp_path: Path) -
         )
     assert done.returncode == 1
     assert "No space left on device" in done.stderr
+
+
+def test_names_that_are_no_utf8(run: Run, tmp_path: Path) -> None:
+    source, out = os.fsdecode(b"caf\xe9.txt"), os.fsdecode(b"store-\xe9")
+    (tmp_path / source).write_text("text")
+    made = run("data", "prepare", source, "--out", out)
+    assert (made.returncode, made.stdout.splitlines()[0]) == (0, "folder      store-\\udce9")
+    shown = run("data", "show", out, "--json")
+    assert (shown.returncode, json.loads(shown.stdout)["folder"]) == (0, out)

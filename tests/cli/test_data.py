@@ -80,8 +80,10 @@ def test_the_summary_says_what_was_left_out(cli: Callable[..., Result], tmp_path
     (tmp_path / "in/a.txt").write_bytes(b"a\xff")
     (tmp_path / "in/b.txt").write_bytes(b"")
     (tmp_path / "in/c.bin").write_bytes(b"")
+    (tmp_path / "in/c2.bin").write_bytes(b"")
+    (tmp_path / "in/d.txt").write_bytes(bytes(100))
     out = cli("prepare", tmp_path / "in", "--out", tmp_path / "store").out
-    assert "skipped     1 .bin\n" in out
+    assert "skipped     2 suffix .bin (c.bin, ...)\n            1 not text: binary data (d.txt)\n" in out
     assert "empty       1 documents without text were left out\n" in out
     assert "replaced    1 bytes or characters that are no UTF-8, in 1 files\n" in out
 

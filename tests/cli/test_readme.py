@@ -16,6 +16,7 @@ import pytest
 
 from seatrial.cli.main import VERBS, main
 from seatrial.job import job_from_text, preset_text
+from seatrial.record.ledger import LedgerRecord, LedgerWriter
 from seatrial.record.run import open_run
 
 ROOT = Path(__file__).parents[2]
@@ -97,8 +98,11 @@ def test_the_cheap_commands_run(
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("a text of the corpus\n")
     (tmp_path / "corpus" / "b.jsonl").write_text('{"text": "another one"}\n')
-    # What `watch`, `verify` and `checkpoints` look at: the folder of a run that was opened and has not begun.
-    open_run(job_from_text(preset_text("first-voyage"), name="preset", base_folder=tmp_path)).close()
+    # What `watch`, `verify` and `checkpoints` look at: the folder of a run that has done one step.
+    with open_run(job_from_text(preset_text("first-voyage"), name="preset", base_folder=tmp_path)) as run:
+        ledger = LedgerWriter(run.folder)
+        ledger.write(LedgerRecord(1, 0, 32, 1))
+        ledger.close()
     ran = []
     for arguments, _ in COMMANDS:
         if is_cheap(arguments):

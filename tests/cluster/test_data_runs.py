@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,3 +67,32 @@ def test_a_killed_run_goes_on_with_the_same_samples(blended: Path, start: Callab
     code, _, err = run.wait()
     assert code == 0, err
     assert losses(blended) == undisturbed
+
+
+def seatrial(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "seatrial", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def test_the_stores_of_a_live_run_are_not_replaced(blended: Path, start: Callable[..., Run]) -> None:
+    run = start("--set", "train.steps=500")
+    run.wait_line("step   1/500")
+    again = ("data", "prepare", "lines.jsonl", "--force", "--out")
+    before = (blended / "store" / "manifest.json").read_bytes()
+    (blended / "lines.jsonl").write_text('{"text": "other data"}\n' * 4000)
+    refused = seatrial(blended, *again, "store")
+    assert refused.returncode == 1
+    assert f"store is in use by the run {blended}/runs/small (process {run.process.pid})" in refused.stderr
+    (own,) = (p for p in (blended / "runs" / ".data").glob("corpus-*") if p.is_dir())
+    assert seatrial(blended, *again, str(own)).returncode == 1
+    # Nor by another run that finds it damaged.
+    shard = own / "shard-00000.bin"
+    shard.write_bytes(content := shard.read_bytes() + b"x")
+    second = seatrial(blended, "train", "job.toml", "--set", "name=second", "--plain")
+    assert second.returncode == 1
+    assert "runs/small" in second.stderr
+    assert shard.read_bytes() == content
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    assert (blended / "store" / "manifest.json").read_bytes() == before
+    assert seatrial(blended, *again, "store").returncode == 0

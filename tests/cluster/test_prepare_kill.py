@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import lzma
 import os
 import random
 import select
@@ -30,6 +32,8 @@ def write_corpus(folder: Path) -> Path:
         (folder / f"{i:02}.txt").write_text(text, encoding="utf-8")
     rows = [f'{{"text": "row {i} {"x" * rng.randrange(90)}"}}' for i in range(600)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+    (folder / "text.txt.xz").write_bytes(lzma.compress("\n".join(rows).encode()))
     return folder
 
 

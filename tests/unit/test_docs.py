@@ -17,6 +17,8 @@ from seatrial.check.registry import tools
 from seatrial.checkpoint.manifest import Entry, File, Manifest, Part, Progress
 from seatrial.cli import check
 from seatrial.cli.main import VERBS
+from seatrial.data import sources
+from seatrial.data.packed import PACKINGS
 from seatrial.job.schema import JobFile, RopeScalingSection
 from seatrial.job.validate import SECTIONS
 from seatrial.record.events import Event
@@ -313,3 +315,19 @@ def test_every_tool_that_the_check_reads_is_documented() -> None:
         t.name for t in tools() if not all(word in text for word in t.name.split() if word != "nvidia-smi")
     ]
     assert unknown == []
+
+
+# -- the suffixes of sources
+
+
+def test_the_suffixes_of_sources_are_listed() -> None:
+    text = part(read("docs/job-file.md"), "[data]")
+    table = {
+        row[0].strip(): set(re.findall(r"`(\.\w+)`", row[1]))
+        for row in (line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| "))
+        if len(row) == 3
+    }
+    kinds = {kind: {s for s, k in sources._KINDS.items() if k == kind} for kind in ("jsonl", "parquet")}
+    assert table["text"] == sources._TEXT_SUFFIXES
+    assert (table["JSONL"], table["Parquet"]) == (kinds["jsonl"], kinds["parquet"])
+    assert table["compressed"] == set(PACKINGS)

@@ -59,7 +59,8 @@ def write_output(path: Path, content: str | bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """`write_text` of `value` as indented JSON with a final newline."""
-    write_text(path, json_text(value))
+    # A file's name that is no UTF-8 has characters that UTF-8 cannot write: JSON has escapes of the same form.
+    write_bytes(path, json_text(value).encode("utf-8", "backslashreplace"))
 
 
 def json_text(value: Any) -> str:

@@ -37,7 +37,8 @@ class Diagnostic:
     """One problem in what the user gave, with the place and what to do about it.
 
     `line` and `column` count from 1; they are None where the problem has no place in a file
-    (a missing folder, an environment variable). `source_line` is the text of that line.
+    (a missing folder, an environment variable). `source_line` is the text of that line. `count` lines have the
+    problem, of which this is the first.
     """
 
     message: str
@@ -47,6 +48,12 @@ class Diagnostic:
     length: int = 1
     source_line: str | None = None
     hint: str | None = None
+    count: int = 1
+
+    @property
+    def told(self) -> str:
+        """The message, with how many lines it is about."""
+        return f"{self.message} ({self.count:,} such lines were read)" if self.count > 1 else self.message
 
     def render(self) -> str:
         """The problem as text: `file:line:col: error: ...`, the line with a caret, then the hint."""
@@ -58,7 +65,7 @@ class Diagnostic:
                 if self.column is not None:
                     place += f":{self.column}"
             place += ": "
-        out = [f"{place}error: {self.message}"]
+        out = [f"{place}error: {self.told}"]
         if self.source_line is not None and self.line is not None and self.column is not None:
             gutter = f"{self.line} | "
             # Tabs keep their width, so that the caret stands under the right character.
@@ -104,7 +111,7 @@ class InputError(SeatrialError):
         elif isinstance(problems, Diagnostic):
             problems = [problems]
         self.diagnostics: list[Diagnostic] = problems
-        super().__init__("; ".join(d.message for d in problems), hint=hint)
+        super().__init__("; ".join(d.told for d in problems), hint=hint)
 
     def render(self) -> str:
         text = "\n".join(d.render() for d in self.diagnostics)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from seatrial.base import units
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED
 from seatrial.cli.progress import Progress
+from seatrial.ui.figures import printable
 
 if TYPE_CHECKING:
     from seatrial.data.manifest import Manifest
@@ -31,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         nargs="+",
         metavar="SOURCE",
-        help="text file, .jsonl, .parquet, a folder of them, or builtin:python-library",
+        help="text, .jsonl or .parquet file, also as .gz, .bz2, .xz or .zst; a folder of them; or "
+        "builtin:python-library",
     )
     make.add_argument(
         "--out", required=True, metavar="FOLDER", help="where the token store goes; or s3://BUCKET/PREFIX"
@@ -261,6 +263,8 @@ def _bytes(m: Manifest) -> int:
 
 
 def _print_summary(place: str, m: Manifest) -> None:
+    from seatrial.data.sources import told_skipped
+
     source = m.source
     end = m.tokenizer.end_of_document
     print(f"folder      {place}")
@@ -274,8 +278,10 @@ def _print_summary(place: str, m: Manifest) -> None:
     print(
         f"source      {', '.join(source.get('sources', [])) or 'unknown'} ({source.get('n_files', '?')} files)"
     )
-    if skipped := source.get("skipped_files"):
-        print(f"skipped     {', '.join(f'{n} {what}' for what, n in skipped.items())}")
+    for i, line in enumerate(
+        told_skipped(source.get("skipped_files", {}), source.get("skipped_examples", {}))
+    ):
+        print(f"{'skipped' if i == 0 else '':<12}{printable(line)}")
     if empty := source.get("empty_documents"):
         print(f"empty       {empty} documents without text were left out")
     if replaced := source.get("replaced_characters"):

@@ -53,6 +53,9 @@ _USAGE = "usage: seatrial VERB [options]"
 
 def entry() -> NoReturn:
     """The console script: `main` over the command line, with its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As stderr does: a name that is no UTF-8, or that the locale lacks, is shown with escapes.
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main(sys.argv[1:]))
 
 
@@ -149,7 +152,7 @@ def _tell(error: SeatrialError, as_json: bool) -> None:
         return
     if isinstance(error, InputError):
         errors = [
-            {"message": d.message, "file": d.file, "line": d.line, "column": d.column, "hint": d.hint}
+            {"message": d.told, "file": d.file, "line": d.line, "column": d.column, "hint": d.hint}
             for d in error.diagnostics
         ]
     else:

@@ -10,7 +10,7 @@ from seatrial.base.errors import Diagnostic, InputError
 from seatrial.data import pool
 from seatrial.data.manifest import ShardFile
 from seatrial.data.parts import Part
-from seatrial.data.readers import MAX_PROBLEMS
+from seatrial.data.readers import MAX_PROBLEMS, foreign_problem, merged
 from seatrial.data.tokenise import PartResult, load_part
 from seatrial.data.workspace import Done, Reached, Workspace
 from seatrial.data.writer import Begun, StoreWriter
@@ -62,16 +62,16 @@ class Assembly:
         self._take(writer)
         for result in team.results(missing, self._read):
             self._waiting[result.number] = result
-            if result.problems and not self._stopped:
-                self._stopped = True
-                team.only_check()
+            self._stopped |= bool(result.problems)
             part = self._parts[result.number]
             self._under_way.pop(part.number, None)
             self._finished += part.size
             self._tell(part.spans[-1].file.name)
             self._take(writer)
+            if self._stopped:
+                team.only_check()
         if self._problems:
-            raise InputError(self._problems)
+            raise InputError(merged(self._problems))
         return self._reached
 
     def _read(self, part: Part, done: int, name: str) -> None:
@@ -86,21 +86,27 @@ class Assembly:
         """Deal with the results that are there without a gap."""
         while (result := self._waiting.pop(self._reached.part, None)) is not None:
             part, now = self._parts[result.number], self._reached
-            # Line numbers of a file that is cut into parts go on from one part to the next.
-            before = now.lines if part.goes_on else 0
+            # What is counted in a file that is cut into parts goes on from one part to the next.
+            if not part.goes_on:
+                now = replace(now, lines=0, read=0, foreign=0)
             self._problems += [
-                problem if problem.line is None else replace(problem, line=problem.line + before)
+                problem if problem.line is None else replace(problem, line=problem.line + now.lines)
                 for problem in result.problems
             ]
             if len(self._problems) >= MAX_PROBLEMS:
-                raise InputError(self._problems[:MAX_PROBLEMS])
+                raise InputError(merged(self._problems)[:MAX_PROBLEMS])
             if not self._stopped:
-                tokens, starts = load_part(result, self._space.parts, writer.dtype)
                 self._part_begins = writer.n_tokens - now.tokens
-                self._appending = True
-                writer.append(tokens[now.tokens :], starts[starts >= now.tokens] - now.tokens)
+                self._appending, done = True, 0
+                for tokens, starts in load_part(result, self._space.parts, writer.dtype):
+                    first = max(0, now.tokens - done)  # those before are in the store already
+                    writer.append(tokens[first:], starts[starts >= first] - first)
+                    done += len(tokens)
                 self._appending = False
-            self._reached = _counted(now, result, before)
+            self._reached = now = _counted(now, result)
+            if not self._stopped and (problem := _rubbish(part, now)) is not None:
+                self._problems.append(problem)
+                self._stopped = True
 
     def _shard_done(self, shards: list[ShardFile]) -> None:
         reached = self._reached
@@ -109,13 +115,25 @@ class Assembly:
         self._space.save(self._parts, reached, shards)
 
 
-def _counted(now: Reached, result: PartResult, lines_before: int) -> Reached:
+def _rubbish(part: Part, reached: Reached) -> Diagnostic | None:
+    """What is wrong with a file that is cut into parts if so much of it, up to `part`, is no text."""
+    file, last = part.spans[0].file, part.spans[0].end is None
+    if last and not part.goes_on:
+        return None  # a file in one part: its reader has judged it
+    if not last and file.kind == "parquet":
+        return None  # how much text is in it is known at its end
+    return foreign_problem(file.path, reached.foreign, reached.read if last else file.size)
+
+
+def _counted(now: Reached, result: PartResult) -> Reached:
     """`now` with one more part."""
     replaced = {file: n for file, n in result.replaced.items() if n}
     return Reached(
         part=now.part + 1,
         tokens=0,
-        lines=lines_before + result.lines,
+        lines=now.lines + result.lines,
+        read=now.read + result.read,
+        foreign=now.foreign + result.foreign,
         empty=now.empty + result.empty,
         replaced=now.replaced + sum(replaced.values()),
         replaced_files=now.replaced_files + sum(file != now.last_replaced for file in replaced),

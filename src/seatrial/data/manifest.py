@@ -118,7 +118,9 @@ def parse_manifest(data: bytes, path: str, *, hint: str) -> Manifest:
             )
         ) from e
     except ValueError as e:  # no text, too deep, a number of thousands of digits
-        raise InputError(f"cannot read {path}: {e}", hint=hint) from e
+        raise InputError(
+            Diagnostic(f"bad JSON in the manifest of a token store: {e}", path, hint=hint)
+        ) from e
     if (
         isinstance(content, dict)
         and isinstance(version := content.get("schema_version"), int)

@@ -46,7 +46,7 @@ class _Worker:
     def __init__(self, channel: Channel, about: dict[str, Any]) -> None:
         self._channel = channel
         self._folder = Path(about["folder"])
-        self._reader = Reader(about["text_key"], about["piece_bytes"])
+        self._reader = Reader(about["text_key"], self._folder, about["piece_bytes"])
         try:
             self._tokenizer = load_tokenizer(about["tokenizer"])
         except InputError as error:

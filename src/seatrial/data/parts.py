@@ -16,7 +16,7 @@ from seatrial.data import readers
 from seatrial.data.sources import Found, SourceFile, Span
 
 # Goes into fingerprints: a change of what a part holds must not meet the parts of an older version.
-_FORMAT = 1
+_FORMAT = 2
 _FEWEST_BYTES, _MOST_BYTES = 1 << 22, 1 << 25
 _PARTS = 256  # of a source whose parts are between the two
 _MOST_FILES = 4096
@@ -39,8 +39,9 @@ class Part:
     def as_json(self) -> dict[str, Any]:
         """For a worker."""
         spans = [
-            [str(s.file.path), s.file.name, s.file.kind, s.file.size, s.file.mtime_ns, s.begin, s.end]
+            [str(f.path), f.name, f.kind, f.size, f.mtime_ns, f.packing, s.begin, s.end]
             for s in self.spans
+            for f in [s.file]
         ]
         return {
             "number": self.number,
@@ -53,8 +54,8 @@ class Part:
     def from_json(cls, content: dict[str, Any]) -> Part:
         """The part that `as_json` described."""
         spans = tuple(
-            Span(SourceFile(Path(path), name, kind, size, mtime_ns), begin, end)
-            for path, name, kind, size, mtime_ns, begin, end in content["spans"]
+            Span(SourceFile(Path(path), *of_file), begin, end)
+            for path, *of_file, begin, end in content["spans"]
         )
         return cls(content["number"], spans, content["size"], content["fingerprint"])
 
@@ -71,8 +72,9 @@ def plan_parts(found: Found, *, tokenizer_digest: str, text_key: str) -> list[Pa
     parts: list[Part] = []
     for spans, size in _grouped(found.files, limit):
         described = [
-            [str(s.file.path.absolute()), s.file.kind, s.file.size, s.file.mtime_ns, s.begin, s.end]
+            [str(f.path.absolute()), f.kind, f.size, f.mtime_ns, f.packing, s.begin, s.end]
             for s in spans
+            for f in [s.file]
         ]
         content = json.dumps([_FORMAT, readers.PIECE_BYTES, tokenizer_digest, text_key, described])
         parts.append(Part(len(parts), spans, size, hashlib.sha256(content.encode()).hexdigest()))
@@ -83,7 +85,8 @@ def _grouped(files: list[SourceFile], limit: int) -> Iterator[tuple[tuple[Span, 
     group: list[Span] = []
     size = 0
     for file in files:
-        spans = list(_cut_file(file, limit)) if file.size > limit else [(Span(file), file.size)]
+        whole = file.size <= limit or file.packing is not None
+        spans = [(Span(file), file.size)] if whole else list(_cut_file(file, limit))
         if len(spans) > 1 or size + file.size > limit or len(group) == _MOST_FILES:
             if group:
                 yield tuple(group), size

@@ -13,6 +13,7 @@ from types import TracebackType
 from seatrial.base.errors import RunFailed
 from seatrial.base.lines import Channel
 from seatrial.base.process import python, status_text
+from seatrial.data import readers
 from seatrial.data.parts import Part
 from seatrial.data.readers import Reader
 from seatrial.data.tokenise import PartResult, tokenise_part
@@ -55,7 +56,7 @@ class Here:
     def results(self, parts: Sequence[Part], progress: Progress) -> Iterator[PartResult]:
         """The result of each of `parts`; OSError where one cannot be written."""
         work = self._work
-        reader = Reader(work.text_key)
+        reader = Reader(work.text_key, work.folder)
         for part in parts:
 
             def told(done: int, name: str, part: Part = part) -> None:
@@ -149,7 +150,7 @@ class _Worker:
                 "tokenizer": work.tokenizer_spec,
                 "tokenizer_digest": work.tokenizer.digest,
                 "text_key": work.text_key,
-                "piece_bytes": Reader(work.text_key).piece_bytes,
+                "piece_bytes": readers.PIECE_BYTES,
                 "folder": str(work.folder),
             }
         )

@@ -33,7 +33,7 @@ from seatrial.data.writer import DEFAULT_SHARD_TOKENS, StoreWriter, check_target
 from seatrial.storage.names import is_remote
 
 # Goes into the names of cached stores: a change of what `prepare` writes must not meet an old cache.
-_FORMAT = 1
+_FORMAT = 2
 _WORTH_A_WORKER = 1 << 27  # bytes of source
 
 
@@ -48,6 +48,9 @@ class DataSection(Protocol):
 
     @property
     def tokenizer(self) -> str: ...
+
+    @property
+    def text_key(self) -> str: ...
 
     @property
     def cache_gb(self) -> float: ...
@@ -97,6 +100,7 @@ def prepare(
             ):
                 counted = assembly.run(team, writer)
                 if writer.n_tokens == 0:
+                    space.clear_up()  # nothing to go on from
                     raise InputError(
                         f"no text in {', '.join(sources)}: {len(found.files)} files, every document empty",
                         hint="name files that hold text",
@@ -108,6 +112,7 @@ def prepare(
                         "n_files": len(found.files),
                         "n_bytes": sum(f.size for f in found.files),
                         "skipped_files": dict(sorted(found.skipped.items())),
+                        "skipped_examples": dict(sorted(found.examples.items())),
                         "empty_documents": counted.empty,
                         "replaced_characters": counted.replaced,
                         "files_with_replaced_characters": counted.replaced_files,
@@ -154,7 +159,17 @@ def open_stores(addresses: Sequence[str], cache_root: Path, cache_gb: float) -> 
     Whoever resolved them has compared the sizes of all files, which can take seconds: that is not done again. What is
     read is verified in any case.
     """
-    return [_open(address, cache_root, cache_gb, check_sizes=False) for address in addresses]
+    return [_held(_open(address, cache_root, cache_gb, check_sizes=False)) for address in addresses]
+
+
+def _held(store: TokenStore, note: Note | None = None) -> TokenStore:
+    """`store`, which nobody replaces as long as it is referred to."""
+    try:
+        store.hold()
+    except OSError as e:
+        if note is not None:
+            note(f"{store.place} cannot be locked ({e.strerror}): nothing keeps others from replacing it")
+    return store
 
 
 def _open(place: str, cache_root: Path, cache_gb: float, *, check_sizes: bool = True) -> TokenStore:
@@ -178,17 +193,16 @@ def resolve_stores(
 
     A source is a store itself, here or on an object store, or prepared once into `cache_root` and reused. Relative
     paths are taken from `base_folder`. The cache's name holds a digest of the source's files (paths, sizes, times) and
-    of the tokenizer. Of several callers at once one prepares, the others wait. InputError names every source that
-    cannot be used.
+    of the tokenizer. Of several callers at once one prepares, the others wait. As long as a store is referred to,
+    nobody replaces it. InputError names every source that cannot be used.
     """
     tokenizer_spec = data.tokenizer if data.tokenizer == "bytes" else str(base_folder / data.tokenizer)
     stores: list[TokenStore] = []
     problems: list[Diagnostic] = []
     for source in _sources(data):
         try:
-            stores.append(
-                _resolve(source, tokenizer_spec, cache_root, base_folder, data.cache_gb, progress, note)
-            )
+            store = _resolve(source, data, tokenizer_spec, cache_root, base_folder, progress, note)
+            stores.append(_held(store, note))
         except InputError as e:
             problems.extend(e.diagnostics)
     if problems:
@@ -214,28 +228,26 @@ def stores_identity(stores: Sequence[TokenStore]) -> dict[str, object]:
 
 def _resolve(
     source: str,
+    data: DataSection,
     tokenizer_spec: str,
     cache_root: Path,
     base_folder: Path,
-    cache_gb: float,
     progress: Progress | None,
     note: Note | None,
 ) -> TokenStore:
     if is_remote(source):
-        return _open(source, cache_root, cache_gb)
+        return _open(source, cache_root, data.cache_gb)
     pair: Path | None = None
     if not source.startswith("builtin:"):
         path = base_folder / source
         if is_store(path):
-            return _open(str(path), cache_root, cache_gb)
+            return _open(str(path), cache_root, data.cache_gb)
         pair = find_pair(path)
         source = str(path)
     tokenizer = load_tokenizer(tokenizer_spec)
-    if pair is None:
-        found = find([source])
-    else:
-        found = find([f"{pair}.bin", f"{pair}.idx"])
-    digest = _source_digest(source, found, tokenizer)
+    # What is prepared already is found by what files are called and how large they are.
+    found = find([source] if pair is None else [f"{pair}.bin", f"{pair}.idx"], look_inside=False)
+    digest = _source_digest(source, found, tokenizer, data.text_key)
     stem = "python-library" if source == BUILTIN_LIBRARY else Path(source).name
     folder = cache_root / f"{re.sub(r'[^A-Za-z0-9._-]', '-', stem).lstrip('.-') or 'data'}-{digest[:12]}"
     if (cached := _open_cached(folder)) is not None:
@@ -249,10 +261,18 @@ def _resolve(
             shutil.rmtree(left, ignore_errors=True)
         if pair is not None:
             return import_pair(pair, tokenizer_spec, folder, progress=progress, force=True)
-        return prepare([source], tokenizer_spec, folder, progress=progress, note=note, force=True)
+        return prepare(
+            [source],
+            tokenizer_spec,
+            folder,
+            text_key=data.text_key,
+            progress=progress,
+            note=note,
+            force=True,
+        )
 
 
-def _source_digest(source: str, found: Found, tokenizer: Tokenizer) -> str:
+def _source_digest(source: str, found: Found, tokenizer: Tokenizer, text_key: str) -> str:
     files: list[list[Any]]
     if source == BUILTIN_LIBRARY:
         # No times: another installation of the same Python is the same corpus.
@@ -261,7 +281,8 @@ def _source_digest(source: str, found: Found, tokenizer: Tokenizer) -> str:
     else:
         files = [[f.name, f.size, f.mtime_ns] for f in found.files]
         version = ""
-    return hashlib.sha256(json.dumps([_FORMAT, version, tokenizer.digest, files]).encode()).hexdigest()
+    content = json.dumps([_FORMAT, version, tokenizer.digest, text_key, files])
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _open_cached(folder: Path) -> TokenStore | None:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import json
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import BinaryIO
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.data.content import too_foreign
+from seatrial.data.packed import Unpacked, unpack
 from seatrial.data.sources import SourceFile, Span
 
 MAX_PROBLEMS = 20
 # Larger documents are cut at a line's end, so that memory stays bounded: a tokenizer keeps about 100 bytes a
 # token while it works. Only a merge across such a cut differs from one call on the whole document.
 PIECE_BYTES = 1 << 22
+_LONGEST_LINE = 1 << 27  # of JSONL: a line is in memory several times while it is read
 _PARQUET_ROWS = 4096
+_COPIED = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _REPLACEMENT = "\ufffd".encode()
 
@@ -26,30 +36,32 @@ Pieces = Iterator[bytes | None]
 class Reader:
     """Reads documents and keeps count; what cannot be read is collected in `problems`, up to MAX_PROBLEMS."""
 
-    def __init__(self, text_key: str, piece_bytes: int | None = None) -> None:
+    def __init__(self, text_key: str, scratch: Path, piece_bytes: int | None = None) -> None:
+        """`scratch`: a folder that has room for a compressed Parquet file, unpacked."""
         self.text_key = text_key
         self.piece_bytes = PIECE_BYTES if piece_bytes is None else piece_bytes
         self.problems: list[Diagnostic] = []
-        self.bytes_done = 0
+        self.bytes_done = 0  # of the files as they are, compressed or not
         self.lines = 0  # of the last span, if it was JSONL
+        self.read = 0  # bytes of the last span, unpacked
+        self.foreign = 0  # of those, what no text has
         self.replaced: dict[str, int] = {}  # path of a file -> bytes or characters that were no UTF-8
+        self._scratch = scratch
 
     def documents(self, span: Span) -> Pieces:
         """The documents of `span`; InputError once MAX_PROBLEMS are found.
 
         A span of text that does not reach the file's end breaks off inside its document, without a None.
-        Lines are counted from the span's begin.
+        Lines are counted from the span's begin. OSError where the scratch folder has no room.
         """
         file = span.file
-        done_before, self.lines = self.bytes_done, 0
+        self._before, self.read, self.lines, self.foreign = self.bytes_done, 0, 0, 0
         self._path = str(file.path)
         try:
-            if file.kind == "parquet":
-                yield from self._parquet(span)
-            else:
-                with open(file.path, "rb") as f:
-                    if f.read(len(_BOM)) != _BOM:
-                        f.seek(0)
+            with self._opened(file) as f:
+                if file.kind == "parquet":
+                    yield from self._parquet(span, f)
+                else:
                     yield from self._jsonl(span, f) if file.kind == "jsonl" else self._text(span, f)
             status = file.path.stat()
             if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
@@ -61,29 +73,57 @@ class Reader:
                         hint="run it again when nothing writes to it any more, or name a copy",
                     )
                 )
+            whole = span.begin == 0 and span.end is None
+            if whole and (problem := foreign_problem(file.path, self.foreign, self.read)) is not None:
+                self._problem(problem)
         except OSError as e:
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise  # of the scratch folder: reading needs no room
             self._problem(Diagnostic(f"cannot be read: {e.strerror or e}", file=self._path))
         if span.begin == 0 and span.end is None:
-            self.bytes_done = done_before + file.size
+            self.bytes_done = self._before + file.size
+
+    @contextlib.contextmanager
+    def _opened(self, file: SourceFile) -> Iterator[BinaryIO]:
+        """What is in the file, behind a byte order mark; seekable unless it is compressed text."""
+        with contextlib.ExitStack() as stack:
+            f = stack.enter_context(_open(file))
+            if file.kind == "parquet" and file.packing is not None:
+                # Parquet is read from its end. A file without a name: it goes with this process.
+                packed, f = f, stack.enter_context(tempfile.TemporaryFile(dir=self._scratch))
+                shutil.copyfileobj(packed, f, _COPIED)
+            elif file.kind != "parquet" and f.read(len(_BOM)) != _BOM:
+                f = stack.enter_context(_open(file))
+            yield f
+
+    def _has_read(self, f: BinaryIO, n: int) -> None:
+        """Note `n` more bytes of text, taken from `f`."""
+        self.read += n
+        raw = getattr(f, "raw", None)
+        self.bytes_done = self._before + (raw.position if isinstance(raw, Unpacked) else self.read)
 
     def _problem(self, problem: Diagnostic) -> None:
         self.problems.append(problem)
+        self.problems[:] = merged(self.problems)
         if len(self.problems) >= MAX_PROBLEMS:
             raise InputError(self.problems)
 
     def _text(self, span: Span, f: BinaryIO) -> Pieces:
         for block in cut(f, self.piece_bytes, span.begin, span.end):
-            self.bytes_done += len(block)
+            self._has_read(f, len(block))
             yield self._valid(block)
         if span.end is None:
             yield None
 
     def _valid(self, raw: bytes) -> bytes:
+        self.foreign += raw.count(0)
         try:
             raw.decode("utf-8")
         except UnicodeDecodeError:
             fixed = raw.decode("utf-8", errors="replace").encode("utf-8")
-            self._count_replaced(fixed.count(_REPLACEMENT) - raw.count(_REPLACEMENT))
+            n = fixed.count(_REPLACEMENT) - raw.count(_REPLACEMENT)
+            self.foreign += n
+            self._count_replaced(n)
             return fixed
         return raw
 
@@ -97,6 +137,7 @@ class Reader:
             # JSON can spell half of a surrogate pair ("\ud800"), which is no character.
             data = text.encode("utf-8", errors="replace")
             self._count_replaced(sum("\ud800" <= c <= "\udfff" for c in text))
+        self.foreign += data.count(0)
         if len(data) <= self.piece_bytes:
             yield data
         else:
@@ -107,13 +148,20 @@ class Reader:
         if span.begin:
             # The line that holds the byte before began in the span before.
             f.seek(span.begin - 1)
-            f.readline()
-        at = f.tell()
-        while (span.end is None or at < span.end) and (line := f.readline()):
-            at += len(line)
+            _skip_line(f)
+        at = f.tell() if f.seekable() else 0
+        while (span.end is None or at < span.end) and (line := f.readline(_LONGEST_LINE)):
+            n = len(line)
             self.lines += 1
-            self.bytes_done += len(line)
-            if line.isspace():
+            if n == _LONGEST_LINE and not line.endswith(b"\n"):
+                n += _skip_line(f)
+                self._problem(
+                    Diagnostic(f"a line longer than {_LONGEST_LINE:,} bytes", self._path, self.lines)
+                )
+                line = b""
+            at += n
+            self._has_read(f, n)
+            if not line or line.isspace():
                 continue
             text = self._line(span.file, self.lines, self._valid(line).decode("utf-8").rstrip("\r\n"))
             if text is not None:
@@ -124,11 +172,12 @@ class Reader:
         place, column, hint = str(file.path), None, None
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as e:
-            problem = (
-                f"bad JSON: {e.msg if isinstance(e, json.JSONDecodeError) else 'beyond what can be read'}"
-            )
-            column = e.colno if isinstance(e, json.JSONDecodeError) else None
+        except json.JSONDecodeError as e:
+            problem, column = f"bad JSON: {e.msg}", e.colno
+        except RecursionError:
+            problem = "bad JSON: nested too deeply"
+        except ValueError:
+            problem = "bad JSON: a number of thousands of digits"
         else:
             if not isinstance(row, dict):
                 problem = f"a line must be a JSON object, not {_json_type(row)}"
@@ -143,16 +192,17 @@ class Reader:
         self._problem(Diagnostic(problem, place, number, column, source_line=shown, hint=hint))
         return None
 
-    def _parquet(self, span: Span) -> Pieces:
+    def _parquet(self, span: Span, f: BinaryIO) -> Pieces:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         file = span.file
         try:
-            with pq.ParquetFile(file.path) as table:
+            source = file.path if file.packing is None else f
+            with pq.ParquetFile(source, page_checksum_verification=True) as table:
                 if not self._has_text(file, table.schema_arrow):
                     return
-                rows, done, base = table.metadata.num_rows, 0, self.bytes_done
+                rows, done = table.metadata.num_rows, 0
                 groups = range(table.metadata.num_row_groups)[span.begin : span.end]
                 for batch in table.iter_batches(
                     batch_size=_PARQUET_ROWS, row_groups=groups, columns=[self.text_key]
@@ -161,9 +211,10 @@ class Reader:
                         if text is None:
                             yield None
                         else:
+                            self.read += len(text)
                             yield from self._document(text)
                     done += len(batch)
-                    self.bytes_done = base + file.size * done // rows
+                    self.bytes_done = self._before + file.size * done // rows
         except (pa.ArrowException, UnicodeDecodeError) as e:
             self._problem(Diagnostic(f"bad Parquet file: {e}", file=str(file.path)))
 
@@ -186,6 +237,42 @@ class Reader:
             problem = f"no column {self.text_key!r}"
         self._problem(Diagnostic(problem, file=str(file.path), hint=_other_key("string columns", texts)))
         return False
+
+
+def merged(problems: Sequence[Diagnostic]) -> list[Diagnostic]:
+    """`problems`, of which those that many lines may have are told once, with their number."""
+    found: dict[object, Diagnostic] = {}
+    for i, problem in enumerate(problems):
+        # What has a column shows its line, so each is told by itself.
+        key = problem.message if problem.line is not None and problem.column is None else i
+        known = found.get(key)
+        found[key] = problem if known is None else replace(known, count=known.count + problem.count)
+    return list(found.values())
+
+
+def foreign_problem(path: Path, foreign: int, size: int) -> Diagnostic | None:
+    """What is wrong if `foreign` of the `size` bytes in a file are none of a text; None if that is a handful."""
+    if not too_foreign(foreign, size):
+        return None
+    return Diagnostic(
+        f"is not text: at least {foreign:,} of its {size:,} bytes are NUL or no UTF-8",
+        file=str(path),
+        hint="leave it out, or convert it: iconv -f ENCODING -t UTF-8",
+    )
+
+
+def _open(file: SourceFile) -> BinaryIO:
+    return open(file.path, "rb") if file.packing is None else unpack(file.path, file.packing)
+
+
+def _skip_line(f: BinaryIO) -> int:
+    """Read on to behind the next line's end; how many bytes that is."""
+    n = 0
+    while part := f.readline(_COPIED):
+        n += len(part)
+        if part.endswith(b"\n"):
+            break
+    return n
 
 
 def cut(f: BinaryIO, limit: int, first: int = 0, last: int | None = None) -> Iterator[bytes]:
@@ -234,4 +321,8 @@ def _json_type(value: object) -> str:
 
 def _other_key(what: str, names: object) -> str | None:
     found = [str(n) for n in names][:8] if isinstance(names, list | dict) else []
-    return f"{what} there: {', '.join(found)}; choose one with --text-key" if found else None
+    return (
+        f"{what} there: {', '.join(found)}; choose one with --text-key, or data.text_key of a job"
+        if found
+        else None
+    )

@@ -1,20 +1,18 @@
-"""Which files a source means: a file, a folder, or `builtin:python-library`."""
+"""Which files a source means: a file, a folder, or `builtin:python-library`; and of what kind they are."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from seatrial.base.errors import Diagnostic, InputError
+from seatrial.data.content import Kind, NotTextError, look
+from seatrial.data.packed import PACKINGS, Packing
 
 BUILTIN_LIBRARY = "builtin:python-library"
-
-Kind = Literal["text", "jsonl", "parquet"]
 
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 # What a folder is searched for. A file that is named itself is read as text whatever its suffix.
@@ -26,6 +24,7 @@ _TEXT_SUFFIXES = frozenset({
     ".yaml", ".yml", ".cfg", ".ini", ".proto",
 })
 # fmt: on
+_REASONS_TOLD = 20
 _LIBRARY_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -38,6 +37,7 @@ class SourceFile:
     kind: Kind
     size: int
     mtime_ns: int
+    packing: Packing | None = None  # how it is compressed: then it can only be read from its begin
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,33 @@ class Span:
 
 @dataclass
 class Found:
-    """Files in a fixed order, and what was left out: reason -> how many."""
+    """Files in a fixed order, and what was left out: reason -> how many, and the first of them."""
 
     files: list[SourceFile] = field(default_factory=list)
-    skipped: Counter[str] = field(default_factory=Counter)
+    skipped: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def skip(self, reason: str, name: str, n: int = 1) -> None:
+        """Leave `n` out, `name` among them."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + n
+        self.examples.setdefault(reason, name)
+
+    def add(self, other: Found) -> None:
+        """All of `other`, behind what is here."""
+        self.files += other.files
+        for reason, n in other.skipped.items():
+            self.skip(reason, other.examples[reason], n)
+
+
+def told_skipped(skipped: Mapping[str, int], examples: Mapping[str, str]) -> list[str]:
+    """What was left out, for people: the most frequent reasons first, each with an example."""
+    told = [
+        f"{n} {reason}" + (f" ({examples[reason]}{', ...' if n > 1 else ''})" if reason in examples else "")
+        for reason, n in sorted(skipped.items(), key=lambda item: -item[1])
+    ]
+    if len(told) > _REASONS_TOLD:
+        told[_REASONS_TOLD:] = [f"and for {len(told) - _REASONS_TOLD} other reasons (--json has all)"]
+    return told
 
 
 def refuse_remote(path: str, hint: str = "") -> None:
@@ -71,26 +94,30 @@ def refuse_remote(path: str, hint: str = "") -> None:
         )
 
 
-def find(sources: Sequence[str]) -> Found:
-    """The files of all `sources`, in the order given, sorted within each; InputError lists every unusable one."""
+def find(sources: Sequence[str], *, look_inside: bool = True) -> Found:
+    """The files of all `sources`, in the order given, sorted within each; InputError lists every unusable one.
+
+    Without `look_inside` no file is opened, and what is known of them is what their names say.
+    """
     found = Found()
     problems: list[Diagnostic] = []
     for source in sources:
+        here = Found()
         try:
-            before, skipped_before = len(found.files), found.skipped.copy()
-            _find_one(source, found)
-            if len(found.files) == before:
-                problems.append(_nothing_in(source, found.skipped - skipped_before))
+            _find_one(source, here, look_inside)
+            if not here.files:
+                problems.append(_nothing_in(source, here))
         except InputError as e:
             problems.extend(e.diagnostics)
         except OSError as e:
             problems.append(Diagnostic(f"cannot read {e.filename or source}: {e.strerror}"))
+        found.add(here)
     if problems:
         raise InputError(problems)
     return found
 
 
-def _find_one(source: str, found: Found) -> None:
+def _find_one(source: str, found: Found, look_inside: bool) -> None:
     refuse_remote(source, f" (aws s3 sync {source} FOLDER); the token store made of it may be at s3://")
     if source.startswith("builtin:"):
         if source != BUILTIN_LIBRARY:
@@ -101,66 +128,92 @@ def _find_one(source: str, found: Found) -> None:
         raise InputError("an empty path names no file or folder")  # to Path it is the current folder
     path = Path(source)
     if path.is_dir():
-        _find_in_folder(path, found)
+        _find_in_folder(path, found, look_inside)
     elif path.is_file():
-        found.files.append(_describe(path, path.name, _KINDS.get(path.suffix.lower(), "text")))
+        try:
+            found.files.append(_describe(path, path.name, look_inside))
+        except NotTextError as e:
+            raise InputError(Diagnostic(f"is {e}", file=source, hint=e.hint)) from e
     elif path.exists():
         raise InputError(f"{source} is neither a file nor a folder")
     else:
         raise InputError(f"no such file or folder: {source}", hint=f"a path, or {BUILTIN_LIBRARY}")
 
 
-def _describe(path: Path, name: str, kind: Kind) -> SourceFile:
-    status = path.stat()
-    return SourceFile(path, name, kind, status.st_size, status.st_mtime_ns)
+def _suffixes(name: str) -> tuple[str, str]:
+    """(suffix of the kind, suffix of the compression behind it), "" where there is none."""
+    stem, last = os.path.splitext(name.lower())
+    return (os.path.splitext(stem)[1], last) if last in PACKINGS else (last, "")
+
+
+def _describe(path: Path, name: str, look_inside: bool) -> SourceFile:
+    suffix, packed = _suffixes(name)
+    kind, packing, status = _KINDS.get(suffix, "text"), None, path.stat()
+    if look_inside:
+        kind, packing = look(path, None if suffix == ".json" else kind, PACKINGS.get(packed))
+    return SourceFile(path, name, kind, status.st_size, status.st_mtime_ns, packing)
 
 
 def _find_library(found: Found) -> None:
     root = Path(sysconfig.get_paths()["stdlib"])
-    for name in _walk(root, left_out=_LIBRARY_LEFT_OUT):
-        if name.endswith(".py"):
-            found.files.append(_describe(root / name, name, "text"))
+    for name, skipped in _walk(root, left_out=_LIBRARY_LEFT_OUT):
+        if not skipped and name.endswith(".py"):
+            found.files.append(_describe(root / name, name, False))
 
 
-def _find_in_folder(root: Path, found: Found) -> None:
-    for name in _walk(root):
+def _find_in_folder(root: Path, found: Found, look_inside: bool) -> None:
+    for name, skipped in _walk(root):
         path = root / name
-        suffix = path.suffix.lower()
-        if path.name.startswith("."):
-            found.skipped["hidden"] += 1
+        suffix, packed = _suffixes(path.name)
+        if skipped:
+            found.skip(skipped, name)
+        elif path.name.startswith("."):
+            found.skip("hidden", name)
         elif not path.is_file():
             # A dangling link, a socket, a pipe (which would block for ever).
-            found.skipped["not a file"] += 1
+            found.skip("neither a file nor a folder", name)
         elif suffix in _KINDS or suffix in _TEXT_SUFFIXES:
-            found.files.append(_describe(path, name, _KINDS.get(suffix, "text")))
+            try:
+                found.files.append(_describe(path, name, look_inside))
+            except NotTextError as e:
+                found.skip(str(e), name)
         else:
-            found.skipped[suffix or "without suffix"] += 1
+            found.skip(f"suffix {suffix}{packed}" if suffix or packed else "no suffix", name)
 
 
-def _walk(root: Path, left_out: frozenset[str] = frozenset()) -> list[str]:
-    """Relative POSIX paths below `root`, sorted; hidden folders (.git, caches) are not entered."""
+def _walk(root: Path, left_out: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
+    """(relative POSIX path, "") of the files below `root`, sorted; (path, why) of folders that are not entered.
+
+    Those are hidden ones (.git, caches), and links, which may lead back.
+    """
 
     def refuse(error: OSError) -> None:
         # os.walk would pass over an unreadable folder in silence: data would be missing, unnoticed.
         raise error
 
-    names: list[str] = []
+    found: list[tuple[str, str]] = []
     for folder, folders, files in os.walk(root, onerror=refuse):
-        folders[:] = [f for f in folders if not f.startswith(".") and f not in left_out]
         relative = Path(folder).relative_to(root)
-        names.extend((relative / f).as_posix() for f in files)
-    return sorted(names)
+        found += [((relative / f).as_posix(), "") for f in files]
+        for f in folders:
+            if f.startswith("."):
+                found.append(((relative / f).as_posix(), "hidden folder"))
+            elif os.path.islink(os.path.join(folder, f)):
+                found.append(((relative / f).as_posix(), "link to a folder"))
+        folders[:] = [f for f in folders if not f.startswith(".") and f not in left_out]
+    return sorted(found)
 
 
-def _nothing_in(source: str, skipped: Counter[str]) -> Diagnostic:
+def _nothing_in(source: str, found: Found) -> Diagnostic:
     if source == BUILTIN_LIBRARY:
         return Diagnostic(
             "this Python has no standard library sources on disk",
             hint="name a folder of text files instead",
         )
-    reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items()))
+    reasons = ", ".join(told_skipped(found.skipped, found.examples))
     return Diagnostic(
         f"nothing to read in the folder {source}"
         + (f" (skipped: {reasons})" if reasons else ": it is empty"),
-        hint="text files (.txt, .md, .py, ...), .jsonl and .parquet are read; a file named itself is read as text",
+        hint="text files (.txt, .md, .py, ...), .jsonl and .parquet are read, and each of them as .gz, .bz2, .xz or "
+        ".zst; a file named itself is read as text whatever its suffix",
     )

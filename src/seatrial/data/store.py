@@ -15,6 +15,8 @@ it. So a start costs the same whatever the size of the store, and damage is name
 from __future__ import annotations
 
 import hashlib
+import os
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -26,10 +28,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from seatrial.base.errors import Diagnostic, InputError
+from seatrial.base.errors import Diagnostic, InputError, RunFailed
 from seatrial.base.files import open_file, read_bytes
 from seatrial.data.chunks import CHUNK_BYTES, RESTORE_HINT, ChunkHasher, ChunkHashes, MadeHashes, parse
 from seatrial.data.documents import DocumentIndex, Positions
+from seatrial.data.in_use import hold
 from seatrial.data.manifest import IndexFile, Manifest, ShardFile, prepare_hint, read_manifest
 from seatrial.data.shards import VerifiedFile
 
@@ -109,6 +112,16 @@ class TokenStore:
             hint = prepare_hint(folder) + " --force"
             raise InputError([Diagnostic(p, file=f, hint=hint) for f, p in problems])
         return store
+
+    def hold(self) -> None:
+        """From now on nobody replaces this store, until the last reference to this object is gone.
+
+        RunFailed where that has just happened; OSError where the file system has no locks.
+        """
+        fd = hold(self.folder)
+        weakref.finalize(self, os.close, fd)
+        if read_manifest(self.folder) != self.manifest:
+            raise RunFailed(f"{self.place} was replaced at this moment", hint="run the same command again")
 
     # -- files and hashes
 

@@ -90,6 +90,9 @@ class StreamedStore(TokenStore):
     def address(self) -> str:
         return self._objects.url
 
+    def hold(self) -> None:
+        """Nothing: an object store has no locks. What is replaced there is no longer what the manifest says."""
+
     def where(self, file: str) -> str:
         return join(self._objects.url, file)
 

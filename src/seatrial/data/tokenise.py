@@ -1,12 +1,13 @@
 """One part of the sources to tokens: read, encoded, written to a file of its own with its hash.
 
-part-00000007.bin    tokens, then where documents begin (int64, in tokens from the part's first)
-part-00000007.json   counts, hash, fingerprint of the sources; written last: without it there is no part
+part-00000007.bin    batch after batch: its tokens, then where documents begin (int64, in tokens from the batch's first)
+part-00000007.json   counts, hash, fingerprint of the sources, sealed; written last: without it there is no part
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import xxhash
 
 from seatrial.base.atomic import write_text
 from seatrial.base.errors import Diagnostic, InputError
-from seatrial.base.files import open_file, read_json
+from seatrial.base.files import open_file, parse_json, read_bytes
 from seatrial.data.parts import Part
 from seatrial.data.readers import Reader
 from seatrial.data.tokenizer import Tokenizer
@@ -41,8 +42,9 @@ class PartResult:
     number: int
     fingerprint: str
     lines: int  # of JSONL, in the part's last file: what the line numbers of the next part begin behind
-    n_tokens: int = 0
-    n_starts: int = 0
+    read: int = 0  # bytes, unpacked, in the part's last file
+    foreign: int = 0  # of those, what no text has
+    batches: tuple[tuple[int, int], ...] = ()  # (tokens, documents that begin) of each
     hash: str = ""  # XXH3-128 of the file
     empty: int = 0  # documents without text
     replaced: dict[str, int] = field(default_factory=dict)  # file -> what in it was no UTF-8
@@ -57,6 +59,20 @@ class PartResult:
         """The result that `as_json` described; TypeError if it is not one."""
         problems = tuple(Diagnostic(**problem) for problem in content["problems"])
         return cls(**{**content, "problems": problems})
+
+
+def sealed(content: object) -> str:
+    """`content` as JSON, with a hash of it: a number that was damaged meanwhile is still JSON."""
+    text = json.dumps(content)
+    return json.dumps({"content": content, "xxh3_128": xxhash.xxh3_128_hexdigest(text.encode())})
+
+
+def unsealed(data: bytes) -> Any:
+    """What `sealed` was given; ValueError, TypeError or KeyError where `data` is not what it gave."""
+    document = parse_json(data)
+    if xxhash.xxh3_128_hexdigest(json.dumps(document["content"]).encode()) != document["xxh3_128"]:
+        raise ValueError("damaged")
+    return document["content"]
 
 
 def token_type(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
@@ -81,38 +97,36 @@ def tokenise_part(
     reader.problems = []
     reader.replaced = {}
     reader.bytes_done = 0
-    path, n_tokens, starts, state = _data_file(folder, part.number), 0, [], xxhash.xxh3_128()
+    path, batches, state = _data_file(folder, part.number), [], xxhash.xxh3_128()
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     sink = _Batches(part, reader, tokenizer, progress)
     try:
         with open(temporary, "wb") as file:
             with contextlib.suppress(InputError):  # as many problems as are told: they are in reader.problems
                 for tokens, begins in sink.run(only_check):
-                    data = tokens.view(np.uint8).data
-                    state.update(data)
-                    file.write(data)
-                    starts.append(begins + n_tokens)
-                    n_tokens += len(tokens)
+                    for array in (tokens, begins.astype("<i8", copy=False)):
+                        data = np.ascontiguousarray(array).view(np.uint8).data
+                        state.update(data)
+                        file.write(data)
+                    batches.append((len(tokens), len(begins)))
             if reader.problems or only_check:
                 return PartResult(
                     part.number, part.fingerprint, reader.lines, problems=tuple(reader.problems)
                 )
-            tail = np.concatenate([np.empty(0, dtype="<i8"), *starts]).astype("<i8").tobytes()
-            state.update(tail)
-            file.write(tail)
         result = PartResult(
             part.number,
             part.fingerprint,
             reader.lines,
-            n_tokens=n_tokens,
-            n_starts=len(tail) // 8,
+            read=reader.read,
+            foreign=reader.foreign,
+            batches=tuple(batches),
             hash=state.hexdigest(),
             empty=sink.empty,
             replaced=dict(reader.replaced),
         )
         os.replace(temporary, path)
         # Not durable, neither of the two: after a power loss the hash tells whether the part is whole.
-        write_text(_result_file(folder, part.number), json.dumps(result.as_json()), durable=False)
+        write_text(_result_file(folder, part.number), sealed(result.as_json()), durable=False)
         return result
     finally:
         temporary.unlink(missing_ok=True)
@@ -121,26 +135,31 @@ def tokenise_part(
 def find_part(part: Part, folder: Path) -> PartResult | None:
     """What an earlier attempt made of `part`; None where it made nothing, or what is there is damaged."""
     try:
-        result = PartResult.from_json(read_json(_result_file(folder, part.number)))
+        result = PartResult.from_json(unsealed(read_bytes(_result_file(folder, part.number))))
         if result.fingerprint != part.fingerprint:
             return None
-        hashed = xxhash.xxh3_128()
-        with open(open_file(_data_file(folder, part.number)), "rb", buffering=0) as f:
-            while block := f.read(1 << 22):
-                hashed.update(block)
+        return result if _hash(_data_file(folder, part.number)) == result.hash else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return result if hashed.hexdigest() == result.hash else None
 
 
-def load_part(result: PartResult, folder: Path, kind: np.dtype[np.unsignedinteger]) -> tuple[Tokens, Starts]:
-    """(tokens, where documents begin among them) of a part in `folder`; OSError where they are not as written."""
+def load_part(result: PartResult, folder: Path, kind: np.dtype[np.unsignedinteger]) -> Batches:
+    """(tokens, where documents begin among them) of each batch of a part in `folder`.
+
+    OSError, before the first one, where they are not as written.
+    """
     path = _data_file(folder, result.number)
-    data = path.read_bytes()
-    if xxhash.xxh3_128_hexdigest(data) != result.hash:
+    if _hash(path) != result.hash:
         raise OSError(None, f"{path} is not what was written to it")
-    tokens = np.frombuffer(data, dtype=kind, count=result.n_tokens)
-    return tokens, np.frombuffer(data, dtype="<i8", offset=result.n_tokens * kind.itemsize).astype(np.int64)
+    with open(open_file(path), "rb") as f:
+        for n_tokens, n_starts in result.batches:
+            tokens = np.fromfile(f, dtype=kind, count=n_tokens)
+            yield tokens, np.fromfile(f, dtype="<i8", count=n_starts).astype(np.int64, copy=False)
+
+
+def _hash(path: Path) -> str:
+    with open(open_file(path), "rb", buffering=0) as f:
+        return hashlib.file_digest(f, xxhash.xxh3_128).hexdigest()
 
 
 def drop_part(number: int, folder: Path) -> None:

@@ -20,12 +20,12 @@ from typing import IO
 
 from pydantic import ValidationError
 
-from seatrial.base.atomic import write_json
+from seatrial.base.atomic import write_text
 from seatrial.base.errors import InputError, RunFailed
-from seatrial.base.files import open_file, read_json
+from seatrial.base.files import open_file, read_bytes
 from seatrial.data.manifest import ShardFile
 from seatrial.data.parts import Part
-from seatrial.data.tokenise import PartResult, drop_part, find_part
+from seatrial.data.tokenise import PartResult, drop_part, find_part, sealed, unsealed
 from seatrial.data.writer import temporary_prefix
 
 # Called with something that whoever waits should know.
@@ -42,6 +42,8 @@ class Reached:
     part: int = 0  # the first that is not wholly in it
     tokens: int = 0  # of that part that are
     lines: int = 0  # of JSONL in the file that the part before ends in
+    read: int = 0  # bytes, unpacked, of that file
+    foreign: int = 0  # of those, what no text has
     empty: int = 0
     replaced: int = 0
     replaced_files: int = 0
@@ -152,7 +154,7 @@ class Workspace:
             "reached": asdict(reached),
             "shards": [s.model_dump() for s in shards],
         }
-        write_json(self._state_file, state)
+        write_text(self._state_file, sealed(state))
         for path in sorted(self.parts.glob("part-*.json")):
             number = int(path.stem.removeprefix("part-"))
             if number >= reached.part:
@@ -166,7 +168,7 @@ class Workspace:
 
     def _complete_shards(self, parts: Sequence[Part]) -> Done:
         try:
-            state = read_json(self._state_file)
+            state = unsealed(read_bytes(self._state_file))
             reached = Reached(**state["reached"])
             shards = [ShardFile.model_validate(s) for s in state["shards"]]
             fits = (
@@ -198,8 +200,5 @@ def _digest(parts: Sequence[Part], reached: Reached) -> str:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(open_file(path), "rb", buffering=0) as f:
-        while block := f.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(f, "sha256").hexdigest()

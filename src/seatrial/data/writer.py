@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ import xxhash
 from seatrial.base.atomic import fsync_folder, write_json
 from seatrial.base.errors import InputError
 from seatrial.data.chunks import CHUNK_BYTES, ChunkHasher
+from seatrial.data.in_use import claimed
 from seatrial.data.manifest import (
     MANIFEST,
     ChunkFile,
@@ -166,12 +168,20 @@ class StoreWriter:
                 self._begun.shard_done(self._shards)
 
     def finish(self, source: dict[str, Any]) -> TokenStore:
-        """Write the manifest and move the store into place; ValueError where nothing was appended."""
+        """Write the manifest and move the store into place; ValueError where nothing was appended.
+
+        RunFailed, with everything as it was, where a run has begun to use the store that would be replaced.
+        """
         self._close_shard()
-        if self._begun is not None:
-            self._begun.clear_up()
         if not self._shards:
             raise ValueError("a token store needs at least one token")
+        with claimed(self.folder):
+            self._move_into_place(source)
+        return TokenStore.open(self.folder)
+
+    def _move_into_place(self, source: dict[str, Any]) -> None:
+        if self._begun is not None:
+            self._begun.clear_up()
         manifest = Manifest(
             schema_version=1,
             tokenizer=self._tokenizer,
@@ -180,7 +190,8 @@ class StoreWriter:
             n_documents=sum(s.index.n_documents for s in self._shards),
             max_token=max(s.max_token for s in self._shards),
             shards=self._shards,
-            source=source,
+            # Of a file's name that is no UTF-8, what can be shown.
+            source=json.loads(json.dumps(source, ensure_ascii=False).encode("utf-8", "replace")),
         )
         write_json(self._temporary / MANIFEST, manifest.model_dump())
         old: Path | None = None
@@ -191,7 +202,6 @@ class StoreWriter:
         fsync_folder(self.folder.parent)
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
-        return TokenStore.open(self.folder)
 
 
 @dataclass(frozen=True)
@@ -207,7 +217,10 @@ class Begun:
 
 
 def check_target(folder: Path, *, replace: bool) -> None:
-    """InputError where `folder` cannot become a token store, without touching anything."""
+    """InputError where `folder` cannot become a token store, without touching anything.
+
+    RunFailed where a run uses the store that would be replaced.
+    """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not folder.is_dir() or not is_store(folder):
@@ -219,6 +232,8 @@ def check_target(folder: Path, *, replace: bool) -> None:
             f"{folder} holds a token store already",
             hint="--force replaces it; another --out folder keeps both",
         )
+    with claimed(folder):
+        pass
 
 
 def temporary_prefix(folder: Path) -> str:
@@ -248,24 +263,14 @@ class _Shard:
             self._max_token = max(self._max_token, int(tokens.max()))
 
     def close(self) -> None:
-        digests = self._chunks.finish()
-        chunks = _HashedFile(self._tokens.path.with_suffix(".xxh3"))
-        try:
-            chunks.write(digests)
-        finally:
-            chunks.close()
-        self._chunk_file = ChunkFile(
-            file=chunks.path.name,
-            xxh3_128=xxhash.xxh3_128_hexdigest(digests),
-            bytes=len(digests),
-            chunk_bytes=CHUNK_BYTES,
-        )
         self._tokens.close()
         self._index.close()
         digests = self._chunks.finish()
         file = _HashedFile(self._tokens.path.with_suffix(".xxh3"))
-        file.write(digests)
-        file.close()
+        try:
+            file.write(digests)
+        finally:
+            file.close()
         self._chunk_file = ChunkFile(
             file=file.path.name,
             xxh3_128=xxhash.xxh3_128_hexdigest(digests),

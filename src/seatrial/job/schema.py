@@ -95,6 +95,10 @@ class DataSection(Section):
         description="with a list: how much of the samples each source gives, in its order; they need not sum to 1",
     )
     tokenizer: Text = Field(default="bytes", description='"bytes", or the path of a tokenizer.json')
+    text_key: Text = Field(
+        default="text",
+        description="key (JSONL) or column (Parquet) of the text in files that are no token store",
+    )
     attend_across_documents: bool = Field(
         default=True,
         description="documents packed into one sequence see each other; false: attention ends at a document's begin",

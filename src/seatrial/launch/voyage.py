@@ -127,7 +127,8 @@ def prepare_voyage(job: Job, root: Path, *, fresh: bool = False, progress: Progr
     device, reason = choose_device(job.cluster)
     if job.train.compile:
         private_folder()  # where ranks keep what they compile; refused here rather than by each of them
-    stores = resolve_stores(job.data, data_cache(root), Path.cwd(), progress)
+    notes: list[str] = []
+    stores = resolve_stores(job.data, data_cache(root), Path.cwd(), progress, notes.append)
     check_stores(
         stores,
         blend_of(job.data),
@@ -137,6 +138,7 @@ def prepare_voyage(job: Job, root: Path, *, fresh: bool = False, progress: Progr
         tokenizer_spec=job.data.tokenizer,
     )
     opened = open_run(job, root, fresh=fresh, data=stores_identity(stores))
+    opened.notes += notes
     gpu = job.cluster.gpu
     if gpu is not None and find_gpu(gpu) is None:
         known = ", ".join(g.name for g in gpus())

@@ -93,3 +93,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         atomic.write_json(path, {"n": 2})
     assert json.loads(path.read_text()) == {"n": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_names_that_are_no_utf8_are_json_too(tmp_path: Path) -> None:
+    value = {"file": os.fsdecode(b"caf\xe9 \xc3\xa9"), "other": "\ud83d é"}
+    atomic.write_json(tmp_path / "a.json", value)
+    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == value

@@ -224,6 +224,7 @@ class Data:
     tokenizer: str = "bytes"
     weights: list[float] | None = None
     cache_gb: float = 1.0
+    text_key: str = "text"
 
 
 def test_a_job_may_name_pairs(tmp_path: Path, write_tokenizer: WriteTokenizer) -> None:

@@ -51,7 +51,13 @@ def test_a_folder_in_order_and_what_was_left_out(tmp_path: Path) -> None:
     store = prepare([str(src)], "bytes", tmp_path / "out")
     assert documents(store) == ["zero", "one", "two", "two and a half", "three", "four"]
     source = store.manifest.source
-    assert source["skipped_files"] == {".png": 1, "hidden": 1, "not a file": 1, "without suffix": 1}
+    assert source["skipped_files"] == {
+        "hidden": 1,
+        "hidden folder": 1,
+        "neither a file nor a folder": 1,
+        "no suffix": 1,
+        "suffix .png": 1,
+    }
     assert source["empty_documents"] == 2
     assert source["n_files"] == 5
 
@@ -187,7 +193,7 @@ def test_every_unusable_source_at_once(tmp_path: Path) -> None:
     assert "no built-in corpus 'builtin:novels'\n  hint: there is builtin:python-library" in text
     assert f"no such file or folder: {tmp_path}/nowhere" in text
     assert f"nothing to read in the folder {tmp_path}/empty: it is empty" in text
-    assert "(skipped: 1 .png)" in text
+    assert "(skipped: 1 suffix .png (a.png))" in text
     with pytest.raises(InputError, match="s3://"):
         prepare([str(tmp_path)], "bytes", "s3://bucket/out")
 
@@ -196,7 +202,7 @@ def test_nothing_but_empty_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(InputError, match="1 files, every document empty"):
         prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_a_full_disk_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +264,7 @@ class Data:
     tokenizer: str = "bytes"
     weights: list[float] | None = None
     cache_gb: float = 1.0
+    text_key: str = "text"
 
 
 def test_resolve_prepares_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +301,9 @@ def test_resolve_keeps_tokenizers_apart(write_tokenizer: WriteTokenizer, tmp_pat
 
 def test_resolve_makes_a_damaged_cache_again(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    store = resolve_store(Data("a.txt"), tmp_path / "cache", tmp_path)
-    os.truncate(store.folder / "shard-00000.bin", 2)
-    left = store.folder.parent / f".{store.folder.name}.tmp-1"
+    folder = resolve_store(Data("a.txt"), tmp_path / "cache", tmp_path).folder
+    os.truncate(folder / "shard-00000.bin", 2)
+    left = folder.parent / f".{folder.name}.tmp-1"
     left.mkdir()
     assert documents(resolve_store(Data("a.txt"), tmp_path / "cache", tmp_path)) == ["text"]
     assert not left.exists()

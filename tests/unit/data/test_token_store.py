@@ -151,6 +151,10 @@ def test_bad_json_points_at_the_place(tmp_path: Path) -> None:
     with pytest.raises(InputError) as e:
         TokenStore.open(tmp_path / "s")
     assert "manifest.json:2:15: error: bad JSON" in e.value.render()
+    for content in ("[" * 100_000, '{"n_tokens": ' + "1" * 5000 + "}"):
+        (tmp_path / "s/manifest.json").write_text(content)
+        with pytest.raises(InputError, match="bad JSON in the manifest"):
+            TokenStore.open(tmp_path / "s")
 
 
 def edit(folder: Path, **changes: object) -> None:

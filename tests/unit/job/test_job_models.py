@@ -144,8 +144,9 @@ def test_a_model_from_a_config_json(tmp_path: Path) -> None:
 
 def test_a_config_json_that_cannot_be_used(tmp_path: Path) -> None:
     assert "no such file" in only_problem(text=sized(hf="none"), folder=tmp_path).message
-    (tmp_path / "config.json").write_text("{")
-    assert "not valid JSON" in only_problem(text=sized(hf="."), folder=tmp_path).message
+    for content in ("{", "[" * 100_000, '{"vocab_size": ' + "1" * 5000 + "}"):
+        (tmp_path / "config.json").write_text(content)
+        assert "not valid JSON" in only_problem(text=sized(hf="."), folder=tmp_path).message
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     problem = only_problem(text=sized(hf="config.json"), folder=tmp_path)
     assert 'model_type "gpt2" is not supported' in problem.message

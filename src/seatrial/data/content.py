@@ -1,0 +1,113 @@
+"""What is in a source file, told by its first bytes: how it is compressed, of what kind it is, and whether it is text."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from pathlib import Path
+from typing import Literal
+
+from seatrial.data.packed import Packing, packing_of, unpack
+
+Kind = Literal["text", "jsonl", "parquet"]
+
+_HEAD = 1 << 16
+_GOES_ON = _HEAD - len(codecs.BOM_UTF8)  # a head of so many bytes, without the mark, may not be all
+# "PAR1" and the first byte behind it, which begins a page header or a footer; 0x15 is in no text.
+_PARQUET = b"PAR1\x15"
+# What a text may hold below 0x20: backspace, tab, line ends, form feed, the end mark of DOS, colours of a terminal.
+_CONTROLS = bytes(sorted(set(range(32)) - set(b"\b\t\n\v\f\r\x1a\x1b"))) + b"\x7f"
+_REPLACEMENT = "\ufffd"
+
+_UNPACK = "unpack it, and name what is in it"
+_CONVERT = "convert it: iconv -f ENCODING -t UTF-8"
+# (offset, bytes there, what it is, what to do about it).
+_SIGNATURES = (
+    (0, codecs.BOM_UTF32_LE, "UTF-32 text", "convert it: iconv -f UTF-32 -t UTF-8"),
+    (0, codecs.BOM_UTF32_BE, "UTF-32 text", "convert it: iconv -f UTF-32 -t UTF-8"),
+    (0, codecs.BOM_UTF16_LE, "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
+    (0, codecs.BOM_UTF16_BE, "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
+    (0, b"PK\x03\x04", "a zip archive", _UNPACK),
+    (257, b"ustar", "a tar archive", _UNPACK),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
+    (0, b"\x04\x22\x4d\x18", "LZ4 data", _UNPACK),
+    (4, b'\0\0\0\0{"', "a safetensors file", None),
+    (0, b"ARROW1", "an Arrow file", "write it as Parquet or JSONL"),
+    (0, b"MMIDIDX", "the index of a Megatron dataset", "take it over with `seatrial data import`"),
+    (0, b"\x93NUMPY", "a NumPy array", None),
+    (0, b"\x89HDF", "an HDF5 file", None),
+    (0, b"GGUF", "a GGUF file", None),
+    (0, b"%PDF-", "a PDF file", "take the text out of it first, with pdftotext for one"),
+    (0, b"\x89PNG", "an image", None),
+    (0, b"\xff\xd8\xff", "an image", None),
+    (0, b"\x7fELF", "a program", None),
+)
+_HINT = "text, JSONL and Parquet are read, and each of them compressed"
+
+
+class NotTextError(Exception):
+    """A file that holds something else than text, JSONL or Parquet."""
+
+    def __init__(self, what: str, hint: str | None) -> None:
+        super().__init__(f"not text: {what}")
+        self.hint = hint or _HINT
+
+
+def too_foreign(n: int, size: int) -> bool:
+    """Whether `n` bytes that no text has are too many for `size` bytes of text: more than a handful, and over 1 %."""
+    return n > max(size // 100, min(8, size // 5 + 1))
+
+
+def look(path: Path, kind: Kind | None, named: Packing | None) -> tuple[Kind, Packing | None]:
+    """(kind, compression) of the file at `path`; `kind` and `named` are what its suffixes say.
+
+    None for `kind` is a .json: JSONL where its first line is an object, else one text. NotTextError where it is
+    neither text nor Parquet. What cannot be read is left to the reader, who says why.
+    """
+    packing: Packing | None = None
+    try:
+        with open(path, "rb") as f:
+            head = f.read(_HEAD)
+        packing = packing_of(head, named)
+        if packing is not None:
+            with unpack(path, packing) as f:
+                head = f.read(_HEAD)
+    except OSError:
+        return kind or "text", packing
+    if packing is not None and (inner := packing_of(head)) is not None:
+        raise NotTextError(f"{inner} data in compressed data", _UNPACK)
+    if head.startswith(_PARQUET) or kind == "parquet":
+        return "parquet", packing
+    head = head.removeprefix(codecs.BOM_UTF8)
+    if (what := _not_text(head)) is not None:
+        raise NotTextError(*what)
+    return kind or ("jsonl" if _is_lines(head) else "text"), packing
+
+
+def _not_text(head: bytes) -> tuple[str, str | None] | None:
+    """(what it is, what to do about it) if `head` is not how a text begins."""
+    text = codecs.getincrementaldecoder("utf-8")("replace").decode(head, final=len(head) < _GOES_ON)
+    invalid = text.count(_REPLACEMENT) - head.count(_REPLACEMENT.encode())
+    controls = len(head) - len(head.translate(None, _CONTROLS))
+    foreign = too_foreign(invalid + controls, len(head))
+    for offset, signature, what, hint in _SIGNATURES:
+        # A text may begin with one that can be read.
+        sure = not (signature.isascii() and signature.decode().isprintable())
+        if (foreign or sure) and head.startswith(signature, offset):
+            return what, hint
+    if not foreign:
+        return None
+    if too_foreign(controls, len(head)):
+        return "binary data", None
+    return "text in another encoding than UTF-8, or binary data", _CONVERT
+
+
+def _is_lines(head: bytes) -> bool:
+    """Whether the first line is a whole JSON object, or so long that it cannot be the first of one that is laid out."""
+    first, newline, _ = head.lstrip().partition(b"\n")
+    if not newline and len(head) >= _GOES_ON:
+        return first.startswith(b"{")
+    try:
+        return isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
