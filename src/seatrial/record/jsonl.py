@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_PART_BYTES = 8 << 20
+_MANY = 2_000  # lines
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -153,9 +156,11 @@ class Tail:
         self.path = path
         self.noun = noun
         self.problems: list[Problem] = []
+        self.begun = 0  # how many files were begun: another one in its place is read from its beginning
         self._offset = 0
         self._lines = 0
         self._inode: int | None = None
+        self._unreadable = False
 
     def poll(self) -> list[dict[str, Any]]:
         """The objects whose lines were completed since the last call; unusable lines go to `problems`."""
@@ -163,25 +168,52 @@ class Tail:
 
     def poll_numbered(self) -> list[tuple[int, dict[str, Any]]]:
         """As `poll`, each object with its line number (from 1)."""
+        return [item for part in self.parts() for item in part]
+
+    def parts(self) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+        """As `poll_numbered`, a few MiB at a time: nobody need hold all of a long file."""
+        while data := self._read():
+            lines = data[:-1].split(b"\n")
+            values, problems = _parse(self.path.name, lines, self._lines + 1, self.noun)
+            self._offset += len(data)
+            self._lines += len(lines)
+            self.problems += problems
+            yield values
+
+    def rest(self) -> list[tuple[int, dict[str, Any]]]:
+        """The object after the last newline, once nobody writes to the file any more; else it is a problem."""
+        torn = self._read(torn=True)
+        if not torn or b"\n" in torn:  # a new start writes on
+            return []
+        self._offset += len(torn)  # whoever writes on begins with a newline, so this stays the same line
+        value, reason = _parse_line(torn)
+        if value is not None:
+            return [(self._lines + 1, value)]
+        if reason is not None:
+            what = f"unfinished line, not used ({reason})"
+            self.problems.append(Problem(self.path.name, self._lines + 1, what))
+        return []
+
+    def _read(self, *, torn: bool = False) -> bytes:
+        """The next whole lines; with `torn` what stands after the last of them."""
         try:
-            fd = os.open(self.path, os.O_RDONLY)
-        except OSError:  # not there yet, or moved aside; `read` tells of lasting trouble
-            return []
-        with open(fd, "rb") as f:
-            status = os.fstat(fd)
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                self._offset, self._lines, self._inode = 0, 0, status.st_ino
-            f.seek(self._offset)
-            data = f.read()
-        end = data.rfind(b"\n") + 1
-        if not end:
-            return []
-        lines = data[: end - 1].split(b"\n")
-        values, problems = _parse(self.path.name, lines, self._lines + 1, self.noun)
-        self._offset += end
-        self._lines += len(lines)
-        self.problems += problems
-        return values
+            with self.path.open("rb") as f:
+                status = os.fstat(f.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._offset, self._lines, self._inode = 0, 0, status.st_ino
+                    self.begun += 1
+                f.seek(self._offset)
+                data = f.read(_PART_BYTES)
+                while b"\n" not in data and (more := f.read(_PART_BYTES)):
+                    data += more
+        except FileNotFoundError:  # not there yet, or moved aside
+            return b""
+        except OSError as error:
+            if not self._unreadable:
+                self.problems.append(Problem(self.path.name, 0, f"cannot be read ({error.strerror})"))
+            self._unreadable = True
+            return b""
+        return data if torn else data[: data.rfind(b"\n") + 1]
 
 
 def _ends_torn(fd: int) -> bool:
@@ -194,8 +226,20 @@ def _parse(
 ) -> tuple[list[tuple[int, dict[str, Any]]], list[Problem]]:
     values: list[tuple[int, dict[str, Any]]] = []
     problems: list[Problem] = []
+    parse = _parse_line
+    if len(lines) >= _MANY:
+        # Comes with pydantic; reads four times as fast as `json`, and takes 50 ms to load.
+        from pydantic_core import from_json
+
+        def parse(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
+            try:
+                value = from_json(line)
+            except ValueError:
+                value = None
+            return (value, None) if type(value) is dict else _parse_line(line)
+
     for number, line in enumerate(lines, first_line):
-        value, reason = _parse_line(line)
+        value, reason = parse(line)
         if value is not None:
             values.append((number, value))
         elif reason is not None:

@@ -79,6 +79,7 @@ def _usable(cls: type[Record], lines: list[bytes]) -> Iterator[Record]:
     for line in lines:
         try:
             values: Any = json.loads(line)
-            yield decode(cls, values)
-        except (ValueError, TypeError, RecursionError):
+            if isinstance(values, dict):
+                yield decode(cls, values)
+        except (ValueError, RecursionError):
             continue
