@@ -25,6 +25,7 @@ class Facts:
     generation: int  # the start's last one
     stepped: bool  # it has recorded a step
     ever_stepped: bool  # it, or a start before it, has recorded a step
+    complete: bool  # the job's last step is done, and there is a checkpoint of it
 
     @property
     def end(self) -> Event | None:
@@ -87,6 +88,12 @@ TABLE = (
         lambda f: (_last(f.events, ("preempted",)) or f.end) if _ended(f, "run_interrupted", True) else None,
     ),
     Row("stopped", "`run_interrupted` without it", "{message}", lambda f: _ended(f, "run_interrupted")),
+    Row(
+        "finished",
+        "none of these, the job's last step is done and saved",
+        "all steps are done, and nobody was left to say so",
+        lambda f: f.complete,
+    ),
     Row(
         "failed",
         "none of these, and a part of its last generation failed",

@@ -26,6 +26,7 @@ Record = TypeVar("Record")
 _OF_OPENING = ("job_changed", "layout_chosen")
 # As many as there are ranks, in each generation: no view shows them.
 _NOT_KEPT = "rank_started"
+_LATEST = 253402300800.0  # unix seconds of the year 10000, which no calendar here can tell
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class RunReader:
         self.problems: list[Problem] = []  # lines that could not be read
         self._started: dict[str, set[int]] = {"run_started": set(), "generation_started": set()}
         self._newest = 0  # generation that did anything
+        self._judged: tuple[int, list[int], list[str]] | None = None  # a ledger in which something is odd
         self._metrics = Tail(folder.metrics, metrics.NOUN)
         self._events = Tail(folder.events, events.NOUN)
         self._ledger = Tail(folder.ledger, ledger.NOUN)
@@ -201,18 +203,19 @@ class RunReader:
         held = not own and lock.is_held(folder.lock)
         self.poll(over=not held)
         facts, wrong_job = read_job_facts(folder)
+        checkpoints, latest = read_checkpoints(folder, self.events)
+        complete = bool(checkpoints) and facts.steps is not None and checkpoints[-1].step >= facts.steps
         opened, generation = folder.last_generation(), self._newest
         first = self._first_generation(generation)
-        start = self._facts(held, first, generation)
+        start = self._facts(held, first, generation, complete)
         if (held and start.end is not None and opened > generation) or not generation:
             # A start that has said nothing yet. One that found everything done, or was refused, never does.
             first = generation = opened
-            start = self._facts(held, first, generation)
+            start = self._facts(held, first, generation, complete)
         elif held:
             generation = max(opened, generation)
         state, reason = state_of(start)
-        checkpoints, latest = read_checkpoints(folder, self.events)
-        steps, skipped, gaps = self._judge_ledger(facts.global_batch)
+        steps, skipped, gaps = self._judge_ledger(facts.global_batch, again=not held)
         last = self.history.last
         # While it runs, the ledger may be a step behind the metrics; afterwards it may not.
         if not held and last is not None and last.step > steps:
@@ -246,7 +249,12 @@ class RunReader:
         over: bool,
     ) -> None:
         def all_of(numbered: list[tuple[int, dict[str, Any]]]) -> None:
-            records, wrong = decode_all(cls, numbered, file=tail.path.name, noun=tail.noun)
+            usable = [item for item in numbered if _is_time(item[1].get("time", 0))]
+            for line, values in numbered if len(usable) < len(numbered) else []:
+                if not _is_time(values.get("time", 0)):
+                    what = f"not {tail.noun} (`time` is {values['time']!r:.40})"
+                    tail.problems.append(Problem(tail.path.name, line, what))
+            records, wrong = decode_all(cls, usable, file=tail.path.name, noun=tail.noun)
             self.problems += [*tail.problems, *wrong]
             tail.problems.clear()
             for record in records:
@@ -286,7 +294,7 @@ class RunReader:
             generation -= 1
         return generation
 
-    def _facts(self, held: bool, first: int, generation: int) -> Facts:
+    def _facts(self, held: bool, first: int, generation: int, complete: bool) -> Facts:
         return Facts(
             held=held,
             pid=lock.holder(self.folder.lock) if held else None,
@@ -294,16 +302,20 @@ class RunReader:
             generation=generation,
             stepped=bool(self.history.column("time", first)),
             ever_stepped=bool(self.history.steps),
+            complete=complete,
         )
 
-    def _judge_ledger(self, global_batch: int | None) -> tuple[int, list[int], list[str]]:
-        """(steps, those left out, what contradicts it)."""
+    def _judge_ledger(self, global_batch: int | None, again: bool) -> tuple[int, list[int], list[str]]:
+        """(steps, those left out, what contradicts it). `again`: as it is now, also if that takes long."""
         book = self.book
         if not book.odd and (global_batch is None or book.batch in (None, global_batch)):
             return book.steps, sorted(book.skipped), []
-        records, _ = read_ledger(self.folder)
-        gaps = ledger_gaps(records, global_batch) if global_batch else []
-        return len(records), [r.step for r in records if r.skipped], gaps
+        if self._judged is None or again:
+            records, _ = read_ledger(self.folder)
+            gaps = ledger_gaps(records, global_batch) if global_batch else []
+            self._judged = len(records), [r.step for r in records if r.skipped], gaps
+        steps, skipped, gaps = self._judged
+        return max(steps, book.steps), sorted({*skipped, *book.skipped} if not again else skipped), list(gaps)
 
 
 def read_view(folder: RunFolder) -> RunView:
@@ -353,6 +365,11 @@ def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Fai
         _text(data.get("hint")),
     )
     return failure.completed(folder, generation)
+
+
+def _is_time(value: object) -> bool:
+    """Unix seconds that a calendar can tell; anything else than a number is judged elsewhere."""
+    return not isinstance(value, str) and (not isinstance(value, int | float) or 0 <= value < _LATEST)
 
 
 def _whole(value: object) -> int | None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TextIO
 
 from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
-from seatrial.record.jsonl import Problem
 from seatrial.record.metrics import MetricsRecord
 from seatrial.record.states import State
 from seatrial.record.view import Failure, RunReader, RunView
@@ -50,7 +49,7 @@ class TrainConsole:
         self._generation = generation
         self._reader = RunReader(folder, self._take)
         self._news: list[tuple[MetricsRecord | Event, float | None]] = []  # with the ETA then
-        self._told: set[Problem] = set()
+        self._told = 0  # how many of the reader's problems
         self._recoveries = Recoveries()
         self._began = time.time()
         self._live: LivePane | None = None
@@ -148,10 +147,10 @@ class TrainConsole:
             self._news.append((item, self._reader.eta_s(self._total)))
 
     def _show_news(self) -> None:
-        for problem in self._reader.problems:
-            if problem not in self._told:
-                self._told.add(problem)
-                self.out.line(f"warning: {problem}", "yellow")
+        problems = self._reader.problems
+        for problem in problems[self._told :]:
+            self.out.line(f"warning: {problem}", "yellow")
+        self._told = len(problems)
         news, self._news = self._news, []
         # In the order in which they happened; at the same instant, a step before what came of it.
         for item, eta in sorted(news, key=lambda n: (n[0].time, isinstance(n[0], Event))):
@@ -169,7 +168,7 @@ class TrainConsole:
             self._stands, self._left_out = live_pairs(view, time.time()), view.step
             self._began = time.time() - (view.wall_time_s(time.time()) or 0.0)
             # A large run, or a slow file system: at most a twentieth of the time goes into it.
-            self._stands_until = now + 20 * (time.monotonic() - now)
+            self._stands_until = now + max(0.2, 20 * (time.monotonic() - now))
         live.update(
             *pane(
                 self._reader.history.last,

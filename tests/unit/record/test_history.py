@@ -277,3 +277,17 @@ def test_another_file_in_its_place_begins_everything_anew(folder: RunFolder) -> 
         f.write(encode(vars(record(4))))
     reader.poll()
     assert shown == [record(4)]
+
+
+@pytest.mark.parametrize("when", ["NaN", "Infinity", -1.0, 1e30, 10**30, "x"])
+def test_a_time_that_no_calendar_tells_is_a_damaged_line(folder: RunFolder, when: object) -> None:
+    for path, data in write(folder, Run().play([("train", 3)])).items():
+        path.write_bytes(data)
+    folder.metrics.write_bytes(folder.metrics.read_bytes() + encode({**vars(record(4)), "time": when}))
+    folder.events.write_bytes(encode({**vars(events.Event(1.0, 1, "resumed", "info", "m")), "time": when}))
+    view = read_view(folder)
+    assert [str(p).partition(" is ")[0] for p in view.problems] == [
+        "events.jsonl:1: not an event (`time`",
+        "metrics.jsonl:4: not a metrics record (`time`",
+    ]
+    assert view.history.steps == [1, 2, 3]

@@ -89,6 +89,17 @@ CASES: list[tuple[str, list[tuple[str, dict[str, Any] | None]], bool, str, str]]
         "of run_interrupted",
     ),
     (
+        "done, by ranks that torchrun had started",
+        [
+            ("run_started", None),
+            ("rank_failed", None),
+            ("checkpoint_saved", {"step": 20, "folder": "s3://b/x"}),
+        ],
+        False,
+        "finished",
+        "all steps are done, and nobody was left to say so",
+    ),
+    (
         "killed after a failure",
         [("run_started", None), ("rank_failed", None)],
         False,
