@@ -191,7 +191,12 @@ class RunReader:
         last = self.history.last
         if last is None or total is None:
             return None
-        return self.pace.eta_s(total - last.step, self._first_generation(self._newest))
+        return self.pace.eta_s(total - last.step, self.start)
+
+    @property
+    def start(self) -> int:
+        """The first generation of the last start."""
+        return self._first_generation(self._newest)
 
     def view(self, *, own: bool = False) -> RunView:
         """Everything the folder tells now. Damaged files become `problems`, never exceptions.

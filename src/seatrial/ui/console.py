@@ -169,9 +169,10 @@ class TrainConsole:
             self._began = time.time() - (view.wall_time_s(time.time()) or 0.0)
             # A large run, or a slow file system: at most a twentieth of the time goes into it.
             self._stands_until = now + max(0.2, 20 * (time.monotonic() - now))
+        last = self._reader.history.last
         live.update(
             *pane(
-                self._reader.history.last,
+                last if last is not None and last.generation >= self._reader.start else None,
                 self._total,
                 self._reader.eta_s(self._total),
                 max(0.0, time.time() - self._began),

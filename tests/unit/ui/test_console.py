@@ -507,3 +507,16 @@ def test_a_stream_of_bars_and_steps_shows_the_newest(folder: RunFolder, terminal
             write(folder, n, n)
             view.poll()
             assert f" {n}/200" in terminal.getvalue()
+
+
+def test_a_start_that_resumes_has_done_no_step_yet(folder: RunFolder, terminal: Terminal) -> None:
+    events.append(folder, "run_started", "8 ranks", generation=1)
+    write(folder, 1, 50)
+    events.append(folder, "run_started", "8 ranks", generation=2)
+    with console(folder, terminal, generation=2) as view:
+        view.poll()
+        assert "starting: no step yet after" in terminal.getvalue()
+        assert " 50/200" not in terminal.getvalue()
+        write(folder, 51, 51, generation=2)
+        view.poll()
+        assert " 51/200" in terminal.getvalue()
