@@ -96,7 +96,7 @@ HISTORY = [
     "  history      generation 1: steps 1 to 7 on 8 ranks",
     "               generation 2: steps 6 to 8 on 4 ranks, after step 5 of generation 1",
     "  done again   2 steps after failures; each counts once, and comes first",
-    "  left out     step 3, on purpose",
+    "  left out     step 3 (4 samples), on purpose",
 ]
 
 
@@ -299,3 +299,10 @@ class TestTheList:
         assert main(["checkpoints", "a-run"]) == 0
         assert capsys.readouterr().out == "runs/a-run has no complete checkpoint yet\n"
         assert main(["checkpoints", "nothing"]) == 2
+
+    def test_one_without_a_readable_manifest_is_damaged_also_unread(
+        self, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (folder.checkpoints / "step-00000008" / "manifest.json").write_text("{}")
+        assert main(["checkpoints", "a-run"]) == 1
+        assert "damaged: " in capsys.readouterr().err

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
+import pty
 import select
+import struct
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -56,18 +61,18 @@ def test_once(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line for line in out.splitlines() if "ago" not in line and "run_started" not in line]
     assert lines == [
         "a-run: stopped, generation 1",
-        "  why          it ended without saying why: killed, or the machine went down",
+        "  why          it ended without a last word: killed, or the machine went down",
         "  loss         4.0000 -> 2.0000  █▅▁",
         "  grad norm    0.50",
         "  tokens       48",
-        "  speed        64 tokens/s (median), 32 a GPU, MFU 25.0 %",
-        "  memory       1 GiB",
+        "  speed        64 tokens/s (median), 32 a rank, MFU 25.0 %",
+        "  memory       1 GiB (rank that uses most)",
         "  ledger       3 steps, every sample seen once",
         "  folder       runs/a-run",
         "  last events",
     ]
     assert "  step         3 of 4 (75 %), last one " in out
-    assert "  checkpoint   step 2, 0 s ago" in out
+    assert "  checkpoint   step 2, " in out
 
 
 def test_once_json(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +91,13 @@ def test_once_json(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> Non
     assert (document["memory_bytes"], document["eta_s"]) == (2**30, 0.25)
     assert document["checkpoint"]["step"] == 2
     assert document["checkpoint"]["path"] == "runs/a-run/checkpoints/step-00000002"
-    assert document["ledger"] == {"steps": 3, "verdict": "ok", "gaps": []}
+    assert document["ledger"] == {
+        "steps": 3,
+        "verdict": "ok",
+        "gaps": [],
+        "skipped_steps": [],
+        "skipped_samples": 0,
+    }
     assert [e["kind"] for e in document["events"]] == ["run_started"]
     assert document["problems"] == [
         {"file": "events.jsonl", "line": 2, "message": "not an event (a JSON list where an object belongs)"}
@@ -123,18 +134,143 @@ def test_follow_to_the_end(folder: RunFolder, end: str, code: int) -> None:
     ) as viewer:
         assert viewer.stderr is not None
         assert viewer.stderr.readline() == "watching\n"
-        # Steps from before the viewer follows are skipped, so write until it has shown one.
-        metrics, shown = MetricsWriter(folder), b""
-        for _ in range(100):
-            metrics.write(MetricsRecord(4, 64, 1.0, 0.5, 1e-3, 0.25, 0.0, 64.0, 32.0, 0.25, 2**30, 1e9, 1))
-            if select.select([viewer.stderr], [], [], 0.3)[0]:
-                shown = os.read(viewer.stderr.fileno(), 4096)
-                break
+        # It says how the run stands; from then on it follows.
+        assert viewer.stderr.readline().startswith("a-run: running by process ")
+        assert viewer.stderr.readline() == "  last events\n"
+        assert viewer.stderr.readline().endswith("run_started         2 ranks\n")
+        metrics = MetricsWriter(folder)
+        metrics.write(MetricsRecord(4, 64, 1.0, 0.5, 1e-3, 0.25, 0.0, 64.0, 32.0, 0.25, 2**30, 1e9, 1))
         metrics.close()
+        shown = viewer.stderr.readline()
         events.append(folder, end, "the end", generation=1)
         os.close(fd)
         out, err = viewer.communicate(timeout=30)
         assert viewer.returncode == code
-    assert shown.startswith(b"step    4/4  loss 1.0000")
+    assert shown.startswith("step    4/4  loss 1.0000")
     assert "a-run fi" in err if code == 0 else "a-run failed" in err
     assert json.loads(out)["loss_last"] == 1.0
+
+
+# -- another process, on a terminal of its own
+
+PROGRAM = "import sys; from seatrial.cli.main import main; sys.exit(main(sys.argv[1:]))"
+SHOW_CURSOR, HIDE_CURSOR = b"\x1b[?25h", b"\x1b[?25l"
+
+
+class OnTerminal:
+    """`seatrial watch` on a terminal of 80 by 24."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.terminal, inner = pty.openpty()
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, "watch", *arguments],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            env={**os.environ, "TERM": "xterm-256color", "NO_COLOR": ""},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
+        )
+        os.close(inner)
+        self.shown = b""
+
+    def wait_for(self, wanted: bytes) -> None:
+        """Until it has shown it; with b"" until its end."""
+        end = time.monotonic() + 60
+        while not wanted or wanted not in self.shown:
+            assert select.select([self.terminal], [], [], max(0.0, end - time.monotonic()))[0], self.shown
+            try:
+                self.shown += os.read(self.terminal, 1 << 16)
+            except OSError:  # EIO: nobody holds its other end any more
+                assert not wanted, self.shown
+                return
+
+    def end(self) -> int:
+        """Its exit code."""
+        self.wait_for(b"")
+        return self.process.wait(timeout=30)
+
+    def __enter__(self) -> OnTerminal:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.terminal)
+
+
+@pytest.mark.parametrize(("how", "code", "told"), [("ctrl-c", 130, b"interrupted"), ("SIGTERM", 143, b"")])
+def test_the_terminal_is_given_back(folder: RunFolder, how: str, code: int, told: bytes) -> None:
+    fd = lock.acquire(folder.lock)
+    with OnTerminal("a-run") as watch:
+        watch.wait_for(b"ledger")
+        if how == "ctrl-c":
+            os.write(watch.terminal, b"\x03")
+        else:
+            watch.process.terminate()
+        assert watch.end() == code
+        assert watch.shown.rindex(SHOW_CURSOR) > watch.shown.rindex(HIDE_CURSOR)
+        assert told in watch.shown
+        assert b"Traceback" not in watch.shown
+    os.close(fd)
+
+
+def test_a_narrower_terminal_and_damage_meanwhile(folder: RunFolder) -> None:
+    fd = lock.acquire(folder.lock)
+    with OnTerminal("a-run") as watch:
+        watch.wait_for(b"ledger")
+        fcntl.ioctl(watch.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 8, 20, 0, 0))
+        folder.job_toml.write_bytes(b"\xff")
+        with folder.metrics.open("ab") as f:
+            f.write(b"damaged\n")
+        watch.wait_for(b"warning: metrics.jsonl:4")
+        events.append(folder, "run_finished", "all is done", generation=1)
+        os.close(fd)
+        assert watch.end() == 0
+        assert b"a-run finished: step 3" in watch.shown
+
+
+def test_a_folder_that_goes_away_is_not_called_not_started(folder: RunFolder) -> None:
+    fd = lock.acquire(folder.lock)
+    with OnTerminal("a-run") as watch:
+        watch.wait_for(b"ledger")
+        folder.path.rename(folder.path.with_name("elsewhere"))
+        assert watch.end() == 1
+        assert b"runs/a-run is gone: it was moved or removed" in watch.shown
+    os.close(fd)
+
+
+def test_waiting_for_a_run_that_has_not_begun(folder: RunFolder) -> None:
+    later = folder.path.rename(folder.path.with_name("later"))
+    with OnTerminal("a-run", "--wait", "--plain") as watch:
+        watch.wait_for(b"waiting for a-run to begin")
+        later.rename(folder.path)
+        fd = lock.acquire(folder.lock)
+        watch.wait_for(b"a-run: running by process")
+        events.append(folder, "run_finished", "all is done", generation=1)
+        os.close(fd)
+        assert watch.end() == 0
+        assert b"all is done" in watch.shown
+        assert b"\x1b" not in watch.shown
+
+
+def test_now_or_later_but_not_both(folder: RunFolder) -> None:
+    with pytest.raises(InputError):
+        seatrial_watch("a-run", "--once", "--wait")
+
+
+def test_a_preempted_run_says_so_and_not_who_holds_it(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"preempted": True}
+    events.append(folder, "preempted", "the state is saved", generation=1)
+    events.append(folder, "run_interrupted", "goes on", severity="warning", generation=1, data=data)
+    reason = "asked to stop by SIGTERM or SIGHUP: the state is saved; the same command goes on"
+    fd = lock.acquire(folder.lock)  # by a start that has ended, and still prints its summary
+    assert seatrial_watch("a-run", "--once", "--json") == 0
+    os.close(fd)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["state"], document["state_reason"], document["pid"]) == ("preempted", reason, None)
+    assert seatrial_watch("a-run", "--once") == 0
+    assert f"a-run: preempted, generation 1\n  why          {reason}\n" in capsys.readouterr().out

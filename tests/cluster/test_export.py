@@ -116,7 +116,13 @@ def test_from_an_object_store(tmp_path: Path, s3_url: str) -> None:
     ]
     assert f"{s3_url}-gone/runs/cloud" in done.stderr
     done = seatrial(tmp_path, "export", "runs/cloud", "--out", "fallback")
+    assert done.returncode == 1, "the newest may be where nobody can look"
+    assert "its newest checkpoint is not known" in done.stderr
+    done = seatrial(tmp_path, "export", "runs/cloud", "--out", "fallback", "--allow-older")
     assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "fallback" / "seatrial.json").read_text())
+    assert (told["step"], told["newest"]) == (7, None)
+    assert told["not_taken"] == [{"checkpoint": "a place of the run", "why": "did not answer"}]
     done = seatrial(tmp_path, "verify", "runs/cloud")
     assert done.returncode == 1
     assert f"{checkpoint}: verified, step 7" in done.stdout

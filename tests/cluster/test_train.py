@@ -123,8 +123,10 @@ class TestToTheEnd:
         done = seatrial(whole[0], "watch", "small", "--once", "--json")
         assert done.returncode == 0, done.stderr
         view = json.loads(done.stdout)
-        assert view["state"] == "finished"
+        assert (view["state"], view["state_reason"]) == ("finished", "all 12 steps are done")
         assert view["step"] == 12
+        own = json.loads(whole[2])  # of the start itself, which held the run when it said so
+        assert (own["state"], own["state_reason"], own["pid"]) == ("finished", "all 12 steps are done", None)
 
     def test_the_same_command_again_has_nothing_to_do(self, whole: tuple[Path, int, str, str]) -> None:
         before = (run_of(whole[0]) / "metrics.jsonl").read_bytes()
@@ -192,6 +194,27 @@ class TestKilled:
         assert "shard-00000.bin" in err
         run.wait_gone(within_s=5)
 
+    def test_a_run_that_diverges_says_so_and_what_may_help(self, folder: Path, start: Start) -> None:
+        """With an absurd learning rate; the same command would end in the same way."""
+        arguments = ["--set", "optimizer.lr=3e8", "--set", "optimizer.clip_norm=0.0"]
+        code, out, err = start("--json", *arguments).wait()
+        assert code == 1
+        assert "small failed: step 4 of 12, 3 left out, after" in err
+        assert "  left out     steps 2-4 (24 samples), on purpose\n" in err
+        document = json.loads(out)
+        assert document["state_reason"].startswith(
+            "it diverged, and no more steps may be left out: the loss is "
+        )
+        assert document["ledger"]["skipped_steps"] == [2, 3, 4]
+        commands = [command.partition("   # ")[0] for command in document["next_commands"]]
+        assert (
+            commands[0]
+            == "seatrial train job.toml --set optimizer.clip_norm=0.0 --set optimizer.lr=1e+08 --fresh"
+        )
+        assert not any(c.startswith("seatrial train") and "--fresh" not in c for c in commands)
+        assert "steps 2-4 (24 samples), on purpose" in seatrial(folder, "watch", "small", "--once").stdout
+        assert "steps 2-4 (24 samples), on purpose" in seatrial(folder, "verify", "small", "--ledger").stdout
+
     def test_an_interrupt_is_not_a_failure(self, folder: Path, start: Start) -> None:
         run = start("--set", "train.steps=100000")
         run.wait_line("step      2/")
@@ -205,12 +228,16 @@ class TestKilled:
         self, whole: tuple[Path, int, str, str], folder: Path, start: Start
     ) -> None:
         """SIGTERM is what a scheduler sends before it kills; the same command then goes on without a step lost."""
-        run = start()
+        run = start("--json")
         run.wait_line("step   6/12")
         run.process.send_signal(signal.SIGTERM)
-        code, _, err = run.wait()
+        code, out, err = run.wait()
         assert code == 75, err
         assert "small preempted: step" in err
+        reason = "asked to stop by SIGTERM or SIGHUP: the state is saved; the same command goes on"
+        assert f"  why          {reason}\n" in err
+        told = [json.loads(out), json.loads(seatrial(folder, "watch", "small", "--once", "--json").stdout)]
+        assert [(t["state"], t["state_reason"], t["pid"]) for t in told] == [("preempted", reason, None)] * 2
         run.wait_gone(within_s=5)
         steps = records(run_of(folder) / "metrics.jsonl")
         (last,) = records(run_of(folder) / "events.jsonl")[-1:]

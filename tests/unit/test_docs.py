@@ -24,6 +24,7 @@ from seatrial.job.validate import SECTIONS
 from seatrial.record.events import Event
 from seatrial.record.ledger import LedgerRecord
 from seatrial.record.metrics import MetricsRecord
+from seatrial.record.states import TABLE
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "seatrial"
@@ -118,6 +119,12 @@ def test_the_manifest_is_documented() -> None:
     for record in (Progress, File, Entry, Part):
         for name in field_names(record):
             assert f"`{name}`" in text, f"{record.__name__}.{name}"
+
+
+def test_the_table_of_states_is_documented() -> None:
+    text = part(read("docs/run-folder.md"), "How a run stands")
+    assert [row[0].strip("`") for row in rows(text)] == [row.state for row in TABLE]
+    assert [tuple(row[1:]) for row in rows(text)] == [(row.when, row.reason) for row in TABLE]
 
 
 # What takes the kind of an event, and at which place. A kind that reaches the file by another way must be added here.

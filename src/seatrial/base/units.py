@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def count(n: float) -> str:
     """1234567 -> '1.23M'."""
@@ -20,7 +22,9 @@ def memory(n_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.25 -> '250 ms', 75 -> '1 min 15 s', 90000 -> '1 d 1 h'."""
+    """0.25 -> '250 ms', 75 -> '1 min 15 s', 90000 -> '1 d 1 h'; what is not finite is 'unknown'."""
+    if not math.isfinite(seconds):
+        return "unknown"
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:

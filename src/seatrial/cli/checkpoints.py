@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0; 1 where a place does not answer, or with --verify one is damaged. InputError: RUN is no run folder."""
+    """Exit code: 0; 1 where a place does not answer or one is damaged. InputError: RUN is no run folder."""
     from seatrial.checkpoint.survey import places_of
 
     folder = RunFolder.find(args.run)
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{item.state}: {problem}", file=sys.stderr)
     for problem in problems:
         print(problem, file=sys.stderr)
-    failed = bool(problems) or (args.verify and any(item.state == "damaged" for _, item in found))
+    failed = bool(problems) or any(item.state == "damaged" for _, item in found)
     return EXIT_FAILED if failed else EXIT_DONE
 
 

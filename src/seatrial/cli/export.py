@@ -7,14 +7,19 @@ import json
 import re
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from seatrial import __version__
 from seatrial.base import units
 from seatrial.base.errors import EXIT_DONE, InputError, RunFailed, SeatrialError
 from seatrial.base.files import parse_toml, read_text
 from seatrial.record.folder import RunFolder
+from seatrial.record.ledger import read_ledger
+from seatrial.record.view import read_job_facts
 from seatrial.storage import StorageError, is_remote
+from seatrial.ui import figures, model_card
 
 if TYPE_CHECKING:
     from seatrial.checkpoint.read import CheckpointWeights
@@ -45,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step", type=int, metavar="N", help="of a run: the checkpoint of step N, not the newest"
     )
     parser.add_argument(
+        "--allow-older",
+        action="store_true",
+        help="of a run: where its newest checkpoint is damaged or cannot be seen, the newest that is whole",
+    )
+    parser.add_argument(
         "--out", required=True, type=Path, metavar="FOLDER", help="a folder that does not exist, or is empty"
     )
     parser.add_argument(
@@ -69,11 +79,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """What may be exported, and what is known of the run that it is of."""
+
+    candidates: list[Checkpoint]  # the best first
+    run: RunFolder | None
+    steps: list[int]  # of all checkpoints that were found where it lies, the newest first
+    aside: list[tuple[int, str]]  # step and name of those that the run has set aside
+    unseen: int  # places of the run that did not answer
+
+
 def run(args: argparse.Namespace) -> int:
     """Write the folder; returns the exit code."""
-    candidates, run_folder = _candidates(args.source, args.step)
-    tokenizer, note = _tokenizer(args.tokenizer, run_folder)
-    written, weights = _write(args, candidates, tokenizer)
+    choice = _choose(args.source, args.step, args.allow_older)
+    tokenizer, note = _tokenizer(args.tokenizer, choice.run)
+    written, weights, provenance = _write(args, choice, tokenizer)
     checkpoint = weights.where
     if args.json:
         summary = {
@@ -81,6 +102,9 @@ def run(args: argparse.Namespace) -> int:
             "folder": str(args.out),
             "checkpoint": checkpoint,
             "step": weights.step,
+            "newest": provenance["newest"],
+            "not_taken": provenance["not_taken"],
+            "left_out_steps": provenance["left_out_steps"],
             "family": weights.arch.family,
             "parameters": weights.arch.parameters(),
             "dtype": written.dtype,
@@ -90,17 +114,22 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(summary, indent=2, ensure_ascii=False))
     else:
-        parameters = units.count(weights.arch.parameters())
         print(f"folder      {args.out}")
         print(f"checkpoint  {checkpoint} (step {weights.step})")
-        print(f"model       {weights.arch.family}, {parameters} parameters, {written.dtype}")
+        if provenance["not_taken"]:
+            not_taken = "; ".join(f"{item['checkpoint']}: {item['why']}" for item in provenance["not_taken"])
+            print(f"note        {model_card.NEWEST[provenance['newest']]} Not taken: {not_taken}")
+        if provenance["left_out_steps"]:
+            print(f"left out    {figures.steps(provenance['left_out_steps'])}")
+        print(f"model       {_model(weights)}, {written.dtype}")
         print(f"weights     {units.memory(written.bytes)} in {len(written.files)} file(s)")
         print(f"tokenizer   {note}")
     return EXIT_DONE
 
 
-def _candidates(source: str, step: int | None) -> tuple[list[Checkpoint], RunFolder | None]:
-    """The checkpoints to try, the best first; and the run that they are of, where that can be told."""
+def _choose(source: str, step: int | None, allow_older: bool) -> _Choice:
+    """The checkpoints to try. An older one is no substitute for what was asked for, unless `allow_older`."""
+    from seatrial.checkpoint.manifest import step_of
     from seatrial.checkpoint.survey import InFolder, InPlace, checkpoint_at, places_of
 
     checkpoint = checkpoint_at(source)
@@ -108,50 +137,78 @@ def _candidates(source: str, step: int | None) -> tuple[list[Checkpoint], RunFol
         if checkpoint is None:
             hint = "give the address of one checkpoint, such as s3://BUCKET/PREFIX/NAME/step-00000500"
             raise InputError(f"there is no complete checkpoint at {source}", hint=hint)
-        if step is not None:
-            raise InputError(f"--step chooses among the checkpoints of a run, and {source} is one checkpoint")
+        if step is not None or allow_older:
+            option = "--allow-older" if step is None else "--step"
+            raise InputError(
+                f"{option} chooses among the checkpoints of a run, and {source} is one checkpoint"
+            )
         if not isinstance(checkpoint, InFolder):
-            return [checkpoint], None
-        run_folder = RunFolder(checkpoint.folder.absolute().parent.parent)
-        return [checkpoint], run_folder if run_folder.job_toml.is_file() else None
+            return _Choice([checkpoint], None, [], [], 0)
+        beside = checkpoint.folder.absolute().parent
+        run_folder = RunFolder(beside.parent)
+        if not run_folder.job_toml.is_file():
+            return _Choice([checkpoint], None, [], [], 0)
+        steps = sorted(filter(None, map(step_of, beside.iterdir())), reverse=True)
+        return _Choice([checkpoint], run_folder, steps, [], 0)
+    if step is not None and allow_older:
+        raise InputError("--step names one checkpoint, and --allow-older takes another: give one of them")
     run_folder = RunFolder.find(source)
     found: list[tuple[int, int, Checkpoint]] = []
+    aside: list[tuple[int, str]] = []
     problems: list[SeatrialError] = []
     for number, (_, place) in enumerate(places_of(run_folder)):
         try:
             found += [(-n, number, InPlace(place, n)) for n in place.steps()]
-        except StorageError as error:  # the fallback may have what is wanted
+            named = [(re.match(r"step-(\d+)", name), name) for name in place.set_aside_names()]
+            aside += [(int(match[1]), name) for match, name in named if match is not None]
+        except StorageError as error:
             problems.append(error)
     found.sort(key=lambda item: item[:2])
-    wanted = [checkpoint for n, _, checkpoint in found if step in (None, -n)]
+    steps = sorted({-n for n, _, _ in found}, reverse=True)
     for problem in problems:
         print(problem.render(), file=sys.stderr)
-    if not wanted and problems:
-        raise problems[0]
+    if problems and not (found and (allow_older or step in steps)):
+        wanted = "its newest checkpoint" if step is None else f"its checkpoint of step {step}"
+        raise RunFailed(
+            f"not every place with checkpoints of {run_folder.path} could be seen, so {wanted} is not known",
+            hint=f"see to the storage; {_others(steps)}",
+        )
     if not found:
         raise InputError(
             f"{run_folder.path} has no complete checkpoint yet",
             hint="one is written every checkpoint.every_steps steps and at the end of the run",
         )
-    if not wanted:
-        steps = ", ".join(str(-n) for n in sorted({n for n, _, _ in found}))
-        raise InputError(f"{run_folder.path} has no checkpoint of step {step}", hint=f"it has: {steps}")
-    return wanted, run_folder
+    if step is not None and step not in steps:
+        listed = ", ".join(map(str, sorted(steps)))
+        raise InputError(f"{run_folder.path} has no checkpoint of step {step}", hint=f"it has: {listed}")
+    newest = steps[0] if step is None else step
+    candidates = [checkpoint for n, _, checkpoint in found if allow_older or -n == newest]
+    return _Choice(candidates, run_folder, steps, aside, len(problems))
+
+
+def _others(steps: list[int]) -> str:
+    if not steps:
+        return "see `seatrial checkpoints RUN` for others"
+    listed = ", ".join(map(str, steps[:8]))
+    return f"--step N takes another one (there are {listed}), --allow-older the newest that is whole"
 
 
 def _write(
-    args: argparse.Namespace, candidates: list[Checkpoint], tokenizer: Path | None
-) -> tuple[Written, CheckpointWeights]:
+    args: argparse.Namespace, choice: _Choice, tokenizer: Path | None
+) -> tuple[Written, CheckpointWeights, dict[str, Any]]:
     """Write the first of the candidates that is not damaged. Every byte is verified as it is read."""
     # Not at the top: they load torch, and `seatrial export --help` needs none.
     from seatrial.checkpoint.manifest import Damaged
+    from seatrial.checkpoint.survey import InPlace
     from seatrial.model.hf_write import write_huggingface
 
-    damage = ""
-    for candidate in candidates:
+    damage: list[str] = []
+    not_taken = [{"checkpoint": "a place of the run", "why": "did not answer"}] * choice.unseen
+    for candidate in choice.candidates:
         try:
             weights = candidate.open()
             try:
+                provenance = _provenance(choice, weights, not_taken, not args.allow_older)
                 written = write_huggingface(
                     weights,
                     weights.arch,
@@ -159,22 +216,77 @@ def _write(
                     dtype=args.dtype,
                     max_shard_bytes=args.max_shard,
                     tokenizer=tokenizer,
+                    notes=model_card.notes(provenance, _model(weights)),
                     progress=_Progress(),
                 )
             finally:
                 weights.close()
         except Damaged as error:
-            damage = error.message
-            print(f"damaged: {candidate.where}: {damage}", file=sys.stderr)
+            if isinstance(candidate, InPlace) and candidate.step not in candidate.place.steps():
+                raise RunFailed(
+                    f"{candidate.where} was removed while it was read",
+                    hint="the run goes on and keeps its newest ones only; export again",
+                ) from None
+            damage.append(error.message)
+            not_taken.append({"checkpoint": Path(candidate.where).name, "why": "damaged"})
+            if candidate is not choice.candidates[-1]:
+                print(f"damaged: {candidate.where}: {error.message}", file=sys.stderr)
         else:
-            return written, weights
-    if len(candidates) == 1:
-        hint = "export another one: see `seatrial checkpoints RUN`"
-        raise RunFailed(f"{candidates[0].where} is damaged: {damage}", hint=hint)
-    raise RunFailed(
-        f"every checkpoint of the run is damaged; the oldest: {damage}",
-        hint="the disk loses data: see to it, then train again with --fresh",
-    )
+            return written, weights, provenance
+    if args.allow_older:
+        raise RunFailed(
+            f"every checkpoint of the run is damaged; the oldest: {damage[-1]}",
+            hint="the disk loses data: see to it, then train again with --fresh",
+        )
+    first = choice.candidates[0]
+    others = [step for step in choice.steps if isinstance(first, InPlace) and step != first.step]
+    which = f"the newest checkpoint, {first.where}," if others and args.step is None else first.where
+    raise RunFailed(f"{which} is damaged: {damage[0]}", hint=_others(others))
+
+
+def _provenance(
+    choice: _Choice, weights: CheckpointWeights, not_taken: list[dict[str, str]], named: bool
+) -> dict[str, Any]:
+    """Where the weights are from, for the folder that they are written into. Without paths: it may be published."""
+    progress, run_folder = weights.manifest.progress, choice.run
+    newer = [step for step in choice.steps if step > progress.step]
+    not_taken = [
+        *not_taken,
+        *(
+            {"checkpoint": name, "why": "was set aside"}
+            for step, name in choice.aside
+            if step > progress.step
+        ),
+    ]
+    if named and newer:
+        not_taken.append({"checkpoint": f"step {newer[0]}", "why": f"step {progress.step} was asked for"})
+    left_out, job_steps, tokens = None, None, progress.tokens
+    if run_folder is not None:
+        job_steps = read_job_facts(run_folder)[0].steps
+        records, _ = read_ledger(run_folder)
+        if records:
+            left_out = [r.step for r in records if r.skipped and r.step <= progress.step]
+            tokens -= len(left_out) * (tokens // max(1, progress.step))  # it counts those of every step
+    return {
+        "seatrial": __version__,
+        "run": None if run_folder is None else run_folder.path.absolute().name,
+        "step": progress.step,
+        "job_steps": job_steps,
+        "tokens": tokens,
+        "generation": progress.generation,
+        "left_out_steps": left_out,  # null: not known
+        "checkpoint": Path(weights.where).name,
+        "checkpoint_time": weights.manifest.time,
+        "job_sha256": weights.manifest.job_sha256,
+        "code": weights.manifest.code,
+        # null: not known, of a checkpoint that was named by itself, or where a place did not answer
+        "newest": False if newer else True if choice.steps and not choice.unseen else None,
+        "not_taken": not_taken,
+    }
+
+
+def _model(weights: CheckpointWeights) -> str:
+    return f"{weights.arch.family}, {units.count(weights.arch.parameters())} parameters"
 
 
 def _tokenizer(given: Path | None, run_folder: RunFolder | None) -> tuple[Path | None, str]:

@@ -17,8 +17,10 @@ from seatrial.base.errors import (
     EXIT_PREEMPTED,
     SeatrialError,
 )
+from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
-from seatrial.record.view import Failure, State
+from seatrial.record.states import State
+from seatrial.record.view import Failure, RunView
 
 if TYPE_CHECKING:
     from seatrial.launch.base import Outcome
@@ -88,15 +90,14 @@ def run(args: argparse.Namespace) -> int:
             resume_step=voyage.resume_step,
         )
         if voyage.complete:
-            console.out.line(f"all {job.train.steps} steps are done already; --fresh starts over")
-            console.summary("finished", next_commands=_next(args, voyage, EXIT_DONE))
+            done = f"all {job.train.steps} steps are done already"
+            console.out.line(f"{done}; --fresh starts over")
+            view = console.ended("finished", done)
+            console.summary(view, _next(args, voyage, EXIT_DONE, view))
             return EXIT_DONE
         outcome = voyage.run(tick=console.poll)
-        console.summary(
-            _STATES[outcome.exit_code],
-            failure=_failure(outcome),
-            next_commands=_next(args, voyage, outcome.exit_code),
-        )
+        view = console.ended(_STATES[outcome.exit_code], failure=_failure(outcome))
+        console.summary(view, _next(args, voyage, outcome.exit_code, view))
         return outcome.exit_code
 
 
@@ -122,17 +123,58 @@ def _data(voyage: Voyage) -> str:
     return f"{', '.join(sources)}, {tokens} tokens ({stores[0].tokenizer.name})"
 
 
-def _next(args: argparse.Namespace, voyage: Voyage, code: int) -> list[str]:
+def _next(args: argparse.Namespace, voyage: Voyage, code: int, view: RunView) -> list[str]:
+    """Commands that help, each with what it does."""
     path = voyage.opened.folder.path
+    look = f"seatrial watch {shlex.quote(str(path))} --once"
     if code == EXIT_DONE:
-        return [f"seatrial export {path} --out {path.name}-hf", f"seatrial watch {path} --once"]
-    words = ["seatrial", "train", str(args.job)]
-    words += [w for s in args.set for w in ("--set", s)]
-    if args.runs != Path("runs"):
-        words += ["--runs", str(args.runs)]
+        return [f"seatrial export {shlex.quote(str(path))} --out {shlex.quote(path.name)}-hf", look]
+    if view.diverged is not None:
+        return [*_after_divergence(args, voyage, view, view.diverged), look]
     try:
         step = voyage.resume_step
         what = "starts over: there is no checkpoint yet" if step is None else f"resumes after step {step}"
     except SeatrialError as error:  # the storage may be what ended the run
         what = error.message
-    return [f"{shlex.join(words)}   # {what}", f"seatrial watch {path} --once"]
+    return [f"{_train(args)}   # {what}", look]
+
+
+def _after_divergence(args: argparse.Namespace, voyage: Voyage, view: RunView, end: Event) -> list[str]:
+    """Not the same command: it meets the same step with the same budget, and ends there again."""
+    path, job = view.folder.path, voyage.job
+    lower = f"{job.optimizer.lr / 3:.2g}"
+    commands = [
+        f"{_train(args, '--fresh', lr=lower)}   # starts over with a third of the learning rate; keeps the old run"
+    ]
+    if view.checkpoints:
+        told = (end.data or {}).get("step")
+        troubled = told if type(told) is int else view.step + 1
+        while troubled - 1 in view.skipped_steps:
+            troubled -= 1
+        steps = [c.step for c in view.checkpoints]
+        step = max((s for s in steps if s < troubled), default=max(steps))
+        others = ", ".join(str(s) for s in steps if s != step)
+        more = 2 * max(1, job.resilience.max_skipped_steps)
+        commands += [
+            f"seatrial export {shlex.quote(str(path))} --step {step} --out {shlex.quote(path.name)}-{step}-hf"
+            "   # for model.init_from of a job with another name and learning rate"
+            + (f"; there are also {others}" if others else ""),
+            f"{_train(args, '--set', f'resilience.max_skipped_steps={more}')}"
+            f"   # if it is the samples: resumes after step {max(steps)}, and may leave out {more} steps in all",
+        ]
+    if end.rank is not None:
+        commands.append(
+            f"seatrial check {shlex.quote(str(args.job))}   # only rank {end.rank} on node {end.node} "
+            "computed it: is its hardware well?"
+        )
+    return commands
+
+
+def _train(args: argparse.Namespace, *more: str, lr: str | None = None) -> str:
+    """The command that was given, with `more`; `lr` takes the place of the learning rate."""
+    words = ["seatrial", "train", str(args.job)]
+    sets = [s for s in args.set if lr is None or s.partition("=")[0].strip() != "optimizer.lr"]
+    words += [w for s in sets + ([] if lr is None else [f"optimizer.lr={lr}"]) for w in ("--set", s)]
+    if args.runs != Path("runs"):
+        words += ["--runs", str(args.runs)]
+    return shlex.join([*words, *more])

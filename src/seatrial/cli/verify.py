@@ -15,6 +15,7 @@ from seatrial.record import lock
 from seatrial.record.folder import RunFolder
 from seatrial.storage import is_remote
 from seatrial.ui.out import Out
+from seatrial.ui.summary import left_out_pair
 
 if TYPE_CHECKING:
     from seatrial.checkpoint.survey import Found
@@ -180,9 +181,7 @@ def _print_ledger(out: Out, audited: Audit) -> None:
     if proof.redone:
         out.pair("done again", f"{proof.redone:,} steps after failures; each counts once, and comes first")
     if proof.skipped:
-        steps = ", ".join(map(str, proof.skipped[:_SHOWN]))
-        more = len(proof.skipped) - _SHOWN
-        out.pair("left out", f"step {steps}{f' and {more} more' if more > 0 else ''}, on purpose")
+        out.pairs([left_out_pair(proof.skipped, proof.global_batch)])
     if audited.live:
         out.pair("note", "the run goes on: this is how it stood when it was read")
     violations = [str(v) for v in proof.violations[:_SHOWN]]

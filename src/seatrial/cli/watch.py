@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
 import time
 
-from seatrial.base.errors import EXIT_DONE, EXIT_FAILED
+from seatrial.base import units
+from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, InputError, RunFailed
+from seatrial.record import lock
 from seatrial.record.folder import RunFolder
 from seatrial.record.view import RunView, read_view
 from seatrial.ui.out import Out
@@ -15,6 +19,7 @@ from seatrial.ui.summary import print_status, summary_json
 HELP = "show a run from its folder alone"
 
 POLL_S = 0.2
+_LARGE_BYTES = 32 << 20  # of records: to read more takes a second or longer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,17 +28,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--once", action="store_true", help="show how it stands and exit; without, follow it to its end"
     )
+    parser.add_argument(
+        "--wait", action="store_true", help="for the run to begin, where it does not run yet; then follow it"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     parser.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0; following a run that ends as failed, 1. Raises InputError where RUN is no run folder."""
-    folder = RunFolder.find(args.run)
-    view = read_view(folder)
-    if args.once or view.state != "running":
-        return _show(view, args)
-    return _follow(view, args)
+    if args.wait and args.once:
+        raise InputError("--once shows how the run stands now: it does not --wait")
+    folder = _begun(args.run) if args.wait else RunFolder.find(args.run)
+    records = (folder.metrics, folder.events, folder.ledger)
+    size = sum(path.stat().st_size for path in records if path.is_file())
+    if size > _LARGE_BYTES:
+        print(f"reading {units.memory(size)} of records", file=sys.stderr, flush=True)
+    follows = args.wait or (not args.once and lock.is_held(folder.lock))
+    return _follow(folder, args) if follows else _show(read_view(folder), args)
+
+
+def _begun(name: str) -> RunFolder:
+    """The folder of the run `name`, once a process runs it."""
+    waits = False
+    while True:
+        with contextlib.suppress(InputError):
+            folder = RunFolder.find(name)
+            if lock.is_held(folder.lock) and folder.job_toml.exists():
+                return folder
+        if not waits:
+            print(f"waiting for {name} to begin; Ctrl-C ends it", file=sys.stderr, flush=True)
+        waits = True
+        time.sleep(POLL_S)
 
 
 def _show(view: RunView, args: argparse.Namespace) -> int:
@@ -48,22 +74,21 @@ def _show(view: RunView, args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _follow(view: RunView, args: argparse.Namespace) -> int:
-    from seatrial.record import lock
+def _follow(folder: RunFolder, args: argparse.Namespace) -> int:
     from seatrial.ui.console import TrainConsole
 
-    folder = view.folder
-    with TrainConsole(
-        folder,
-        total_steps=view.job.steps,
-        generation=view.generation,
-        plain=args.plain,
-        json_output=args.json,
-    ) as console:
-        console.skip_existing()
+    # Not by the signal itself: the terminal is to have its cursor back.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with TrainConsole(folder, plain=args.plain, json_output=args.json) as console:
+        console.catch_up()
         while lock.is_held(folder.lock):
             console.poll()
             time.sleep(POLL_S)
-        state = read_view(folder).state
-        console.summary(state)
-    return EXIT_FAILED if state == "failed" else EXIT_DONE
+        if not folder.is_run():
+            raise RunFailed(
+                f"{folder.path} is gone: it was moved or removed while it was watched",
+                hint="if it was moved, `seatrial watch` with its new path shows it",
+            )
+        view = console.ended()
+        console.summary(view)
+    return EXIT_FAILED if view.state == "failed" else EXIT_DONE

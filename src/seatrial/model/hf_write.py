@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from seatrial.base.atomic import fsync_folder, write_json
+from seatrial.base.atomic import fsync_folder, write_json, write_text
 from seatrial.base.box import Box
 from seatrial.base.errors import Diagnostic, InputError, RunFailed
 from seatrial.base.units import memory
@@ -50,6 +50,7 @@ def write_huggingface(
     dtype: torch.dtype | str = "stored",
     max_shard_bytes: int = 5_000_000_000,
     tokenizer: Path | None = None,
+    notes: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
     """Write `source` as the folder `out` that `from_pretrained` reads: complete, or not there at all.
@@ -57,7 +58,8 @@ def write_huggingface(
     `dtype` is a torch dtype, its name, or "stored" for what the source says by `dtype(name)`: float32 where it does not
     say, or says float64. Files are of at most `max_shard_bytes`, or of one parameter; in memory there is one block of it at a
     time, whatever its size.
-    `tokenizer` is a tokenizer.json, copied with the files beside it that belong to it. `progress` is told (bytes done,
+    `tokenizer` is a tokenizer.json, copied with the files beside it that belong to it. `notes` are
+    further files, name -> text. `progress` is told (bytes done,
     bytes in all). Files are written to `OUT.tmp-PID` and renamed. Raises InputError for an `out` that holds files, an
     unwritable place, a missing tokenizer or too small a disk, RunFailed where writing fails later.
     """
@@ -85,6 +87,8 @@ def write_huggingface(
             )
         for path in _tokenizer_files(tokenizer):
             shutil.copyfile(path, temporary / path.name)
+        for name, text in (notes or {}).items():
+            write_text(temporary / name, text)
         fsync_folder(temporary)
         os.rename(temporary, out)  # takes the place of an empty folder, and of nothing else
         fsync_folder(out.parent)

@@ -6,7 +6,6 @@ A crash can leave the last line torn; the next writer starts a new line first, a
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
@@ -144,9 +143,11 @@ class Tail:
         self.path = path
         self.noun = noun
         self.problems: list[Problem] = []
+        self.begun = 0  # how many files were begun: another one in its place is read from its beginning
         self._offset = 0
         self._lines = 0
         self._inode: int | None = None
+        self._unreadable = False
 
     def poll(self) -> list[dict[str, Any]]:
         """The objects whose lines were completed since the last call; unusable lines go to `problems`."""
@@ -154,37 +155,68 @@ class Tail:
 
     def poll_numbered(self) -> list[tuple[int, dict[str, Any]]]:
         """As `poll`, each object with its line number (from 1)."""
-        try:
-            fd = open_file(self.path)
-        except OSError:  # not there yet, or moved aside; `read` tells of lasting trouble
-            return []
-        with open(fd, "rb") as f:
-            status = os.fstat(fd)
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                self._offset, self._lines, self._inode = 0, 0, status.st_ino
-            f.seek(self._offset)
+        return [item for part in self.parts() for item in part]
+
+    def parts(self) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+        """As `poll_numbered`, a few MiB at a time: nobody need hold all of a long file."""
+        while data := self._read():
+            self._offset += len(data)
             values = []
-            with contextlib.suppress(OSError):  # `read` tells of it
-                for line in _lines(f):
-                    if not line.endswith(b"\n"):
-                        break
-                    self._offset += len(line)
-                    self._lines += 1
-                    value, reason = _parse_line(line)
-                    if value is not None:
-                        values.append((self._lines, value))
-                    elif reason is not None:
-                        problem = f"not {self.noun} ({reason})"
-                        self.problems.append(Problem(self.path.name, self._lines, problem))
-        return values
+            for line in data[:-1].split(b"\n"):
+                self._lines += 1
+                value, reason = _parse_line(line)
+                if value is not None:
+                    values.append((self._lines, value))
+                elif reason is not None:
+                    self.problems.append(Problem(self.path.name, self._lines, f"not {self.noun} ({reason})"))
+            yield values
+
+    def rest(self) -> list[tuple[int, dict[str, Any]]]:
+        """The object after the last newline, once nobody writes to the file any more; else it is a problem."""
+        torn = self._read(torn=True)
+        if not torn or b"\n" in torn:  # a new start writes on
+            return []
+        self._offset += len(torn)  # whoever writes on begins with a newline, so this stays the same line
+        value, reason = _parse_line(torn)
+        if value is not None:
+            return [(self._lines + 1, value)]
+        if reason is not None:
+            what = f"unfinished line, not used ({reason})"
+            self.problems.append(Problem(self.path.name, self._lines + 1, what))
+        return []
+
+    def _read(self, *, torn: bool = False) -> bytes:
+        """The next whole lines; with `torn` what stands after the last of them."""
+        try:
+            with open(open_file(self.path), "rb") as f:
+                status = os.fstat(f.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._offset, self._lines, self._inode = 0, 0, status.st_ino
+                    self.begun += 1
+                f.seek(self._offset)
+                data = f.read(_LONGEST_LINE)
+                if len(data) == _LONGEST_LINE and b"\n" not in data:
+                    raise _too_long()
+        except FileNotFoundError:  # not there yet, or moved aside
+            return b""
+        except OSError as error:
+            if not self._unreadable:
+                self.problems.append(Problem(self.path.name, 0, f"cannot be read ({error.strerror})"))
+            self._unreadable = True
+            return b""
+        return data if torn else data[: data.rfind(b"\n") + 1]
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
     """Each line, the last perhaps without its newline. OSError at what is longer than any: 20 GB of zeros, say."""
     while line := file.readline(_LONGEST_LINE):
         if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
-            raise OSError(errno.EFBIG, "a line is longer than any record; from there on nothing is read")
+            raise _too_long()
         yield line
+
+
+def _too_long() -> OSError:
+    return OSError(errno.EFBIG, "a line is longer than any record; from there on nothing is read")
 
 
 def _ends_torn(fd: int) -> bool:

@@ -88,6 +88,7 @@ def _usable(cls: type[Record], lines: list[bytes]) -> Iterator[Record]:
     for line in lines:
         try:
             values: Any = parse_json(line)
-            yield decode(cls, values)
-        except (ValueError, TypeError):
+            if isinstance(values, dict):
+                yield decode(cls, values)
+        except ValueError:
             continue

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 from seatrial.base.files import parse_toml, read_json, read_text
-from seatrial.record import lock
-from seatrial.record.events import Event, read_events
+from seatrial.record import events, ledger, lock, metrics
+from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
-from seatrial.record.jsonl import Problem
-from seatrial.record.ledger import ledger_gaps, read_ledger
-from seatrial.record.metrics import MetricsRecord, current_history, read_metrics
+from seatrial.record.history import History, LedgerBook, Pace
+from seatrial.record.jsonl import Problem, Tail
+from seatrial.record.ledger import LedgerRecord, ledger_gaps, read_ledger
+from seatrial.record.metrics import MetricsRecord
+from seatrial.record.saved import CheckpointInfo, read_checkpoints
+from seatrial.record.states import Facts, State, diverged, is_failure, state_of
+from seatrial.record.typed import decode_all
 
-State = Literal["not started", "running", "finished", "failed", "preempted", "stopped"]
-
-ETA_WINDOW = 20  # steps whose median time makes the ETA
+Record = TypeVar("Record")
 
 # What is written when a run's folder is opened, whether or not anything is started then.
 _OF_OPENING = ("job_changed", "layout_chosen")
-
-_STEP_FOLDER = re.compile(r"step-(\d+)")
-
-
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """A complete checkpoint."""
-
-    step: int
-    where: str  # path or address
-    time: float  # unix seconds when it was completed
+# As many as there are ranks, in each generation: no view shows them.
+_NOT_KEPT = "rank_started"
 
 
 @dataclass(frozen=True)
@@ -82,8 +74,10 @@ class RunView:
     generation: int  # 0: never started
     first_generation: int  # of the last start; each recovery is a further one
     job: JobFacts
-    metrics: list[MetricsRecord]  # the steps that led to where it stands, by step
-    events: list[Event]
+    device: str | None  # that rank 0 computes on: "cpu", or what the driver calls the GPU; None: not told
+    history: History
+    eta_s: float | None  # seconds to the job's last step; None: not known, or not yet
+    events: list[Event]  # but for `rank_started`
     checkpoints: list[CheckpointInfo]  # complete ones, by step
     latest: CheckpointInfo | None
     failure: Failure | None
@@ -93,16 +87,45 @@ class RunView:
     problems: list[Problem] = field(default_factory=list)
 
     @property
-    def last(self) -> MetricsRecord | None:
-        return self.metrics[-1] if self.metrics else None
+    def first(self) -> MetricsRecord | None:
+        return self.history.first
 
     @property
-    def first(self) -> MetricsRecord | None:
-        return self.metrics[0] if self.metrics else None
+    def last(self) -> MetricsRecord | None:
+        """The last step that was trained."""
+        return self.history.last
 
-    def of_start(self) -> list[MetricsRecord]:
-        """The steps of the last start."""
-        return [m for m in self.metrics if m.generation >= self.first_generation]
+    @property
+    def step(self) -> int:
+        """The last step that was trained or left out; 0 before the first."""
+        step = self.last.step if self.last is not None else 0
+        left_out = set(self.skipped_steps)
+        while step + 1 in left_out:
+            step += 1
+        return step
+
+    @property
+    def skipped_samples(self) -> int:
+        """How many samples were left out on purpose."""
+        return len(self.skipped_steps) * (self.job.global_batch or 0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on. metrics.jsonl counts those of all steps up to the last one."""
+        if self.last is None:
+            return 0
+        left_out = sum(step < self.last.step for step in self.skipped_steps)
+        return self.last.tokens - left_out * (self.job.global_batch or 0) * (self.job.sequence_length or 0)
+
+    @property
+    def own_events(self) -> list[Event]:
+        """Those of the last start."""
+        return [e for e in self.events if e.generation >= self.first_generation]
+
+    @property
+    def diverged(self) -> Event | None:
+        """What ended the last start, if its numbers did."""
+        return diverged(self.own_events) if self.state == "failed" else None
 
     @property
     def sample(self) -> dict[str, Any] | None:
@@ -114,53 +137,188 @@ class RunView:
 
     def wall_time_s(self, now: float) -> float | None:
         """Seconds from the last start to its last sign of life, or to `now` while it runs."""
-        times = [e.time for e in self.events if e.generation >= self.first_generation]
-        times += [m.time for m in self.of_start()]
+        times = [e.time for e in self.own_events]
+        stepped = self.history.column("time", self.first_generation)
+        times += [stepped[0], stepped[-1]] if stepped else []
         if not times:
             return None
         return (now if self.state == "running" else max(times)) - min(times)
 
 
+class RunReader:
+    """Follows a run folder: each `poll` reads only what was written since the one before."""
+
+    def __init__(
+        self, folder: RunFolder, show: Callable[[MetricsRecord | Event], None] | None = None
+    ) -> None:
+        """`show` is told each step and event once it is taken in."""
+        self.folder = folder
+        self.show = show
+        self._begin()
+
+    def _begin(self) -> None:
+        folder = self.folder
+        self.device: str | None = None
+        self.history, self.pace, self.book = History(), Pace(), LedgerBook()
+        self.events: list[Event] = []
+        self.problems: list[Problem] = []  # lines that could not be read
+        self._started: dict[str, set[int]] = {"run_started": set(), "generation_started": set()}
+        self._newest = 0  # generation that did anything
+        self._judged: tuple[int, list[int], list[str]] | None = None  # a ledger in which something is odd
+        self._metrics = Tail(folder.metrics, metrics.NOUN)
+        self._events = Tail(folder.events, events.NOUN)
+        self._ledger = Tail(folder.ledger, ledger.NOUN)
+
+    def poll(self, *, over: bool = False) -> None:
+        """Take in what is new. `over`: nobody writes any more, so a torn last line counts.
+
+        A file that was replaced by another one begins everything anew.
+        """
+        # What a run is on comes before its first step, and is to be known when that is shown.
+        self._take(self._events, Event, self._take_event, over)
+        self._take(self._metrics, MetricsRecord, self._take_metrics, over)
+        self._take(self._ledger, LedgerRecord, self.book.take, over)
+        if any(tail.begun > 1 for tail in (self._metrics, self._events, self._ledger)):
+            show, self.show = self.show, None
+            self._begin()
+            self.poll(over=over)
+            self.show = show
+
+    def eta_s(self, total: int | None) -> float | None:
+        """Seconds from the last step to step `total`; None: not known, or not yet. Of every view the same."""
+        last = self.history.last
+        if last is None or total is None:
+            return None
+        return self.pace.eta_s(total - last.step, self.start)
+
+    @property
+    def start(self) -> int:
+        """The first generation of the last start."""
+        return self._first_generation(self._newest)
+
+    def view(self, *, own: bool = False) -> RunView:
+        """Everything the folder tells now. Damaged files become `problems`, never exceptions.
+
+        `own`: it is this process that holds the run, and the start is over.
+        """
+        folder = self.folder
+        # The lock first: a run that ends while its files are read is then shown as running, not as stopped.
+        held = not own and lock.is_held(folder.lock)
+        self.poll(over=not held)
+        facts, wrong_job = read_job_facts(folder)
+        checkpoints, latest = read_checkpoints(folder, self.events)
+        complete = bool(checkpoints) and facts.steps is not None and checkpoints[-1].step >= facts.steps
+        opened, generation = folder.last_generation(), self._newest
+        first = self._first_generation(generation)
+        start = self._facts(held, first, generation, complete)
+        if (held and start.end is not None and opened > generation) or not generation:
+            # A start that has said nothing yet. One that found everything done, or was refused, never does.
+            first = generation = opened
+            start = self._facts(held, first, generation, complete)
+        elif held:
+            generation = max(opened, generation)
+        state, reason = state_of(start)
+        steps, skipped, gaps = self._judge_ledger(facts.global_batch, again=not held)
+        last = self.history.last
+        # While it runs, the ledger may be a step behind the metrics; afterwards it may not.
+        if not held and last is not None and last.step > steps:
+            gaps.append(f"step {last.step} of metrics.jsonl is not in the ledger")
+        return RunView(
+            folder=folder,
+            state=state,
+            state_reason=reason,
+            pid=start.pid if state == "running" else None,
+            generation=generation,
+            first_generation=first,
+            job=facts,
+            device=self.device,
+            history=self.history,
+            eta_s=self.eta_s(facts.steps),
+            events=self.events,
+            checkpoints=checkpoints,
+            latest=latest,
+            failure=find_failure(folder, list(start.events), generation) if state == "failed" else None,
+            ledger_steps=steps,
+            ledger_gaps=gaps,
+            skipped_steps=skipped,
+            problems=self.problems + wrong_job,
+        )
+
+    def _take(
+        self,
+        tail: Tail,
+        cls: type[Record],
+        take: Callable[[Record], None],
+        over: bool,
+    ) -> None:
+        def all_of(numbered: list[tuple[int, dict[str, Any]]]) -> None:
+            records, wrong = decode_all(cls, numbered, file=tail.path.name, noun=tail.noun)
+            self.problems += [*tail.problems, *wrong]
+            tail.problems.clear()
+            for record in records:
+                take(record)
+
+        for part in tail.parts():
+            all_of(part)
+        all_of(tail.rest() if over else [])
+
+    def _take_metrics(self, record: MetricsRecord) -> None:
+        self.history.take(record)
+        self.pace.take(record)
+        self._newest = max(self._newest, record.generation)
+        if self.show is not None:
+            self.show(record)
+
+    def _take_event(self, event: Event) -> None:
+        if event.kind in self._started:
+            self._started[event.kind].add(event.generation)
+        if event.kind not in _OF_OPENING:
+            self._newest = max(self._newest, event.generation)
+        if event.kind == "device":
+            self.device = _text((event.data or {}).get("device"))
+        if event.kind != _NOT_KEPT:
+            self.events.append(event)
+            if self.show is not None:
+                self.show(event)
+
+    def _first_generation(self, generation: int) -> int:
+        """The generation with which the start began that `generation` belongs to.
+
+        A recovery is a generation that the coordinator started within a start. Any other one is a start of its own, also
+        where it has said nothing yet.
+        """
+        recoveries = self._started["generation_started"] - self._started["run_started"]
+        while generation in recoveries and generation > 1:
+            generation -= 1
+        return generation
+
+    def _facts(self, held: bool, first: int, generation: int, complete: bool) -> Facts:
+        return Facts(
+            held=held,
+            pid=lock.holder(self.folder.lock) if held else None,
+            events=[e for e in self.events if e.generation >= first],
+            generation=generation,
+            stepped=bool(self.history.column("time", first)),
+            ever_stepped=bool(self.history.steps),
+            complete=complete,
+        )
+
+    def _judge_ledger(self, global_batch: int | None, again: bool) -> tuple[int, list[int], list[str]]:
+        """(steps, those left out, what contradicts it). `again`: as it is now, also if that takes long."""
+        book = self.book
+        if not book.odd and (global_batch is None or book.batch in (None, global_batch)):
+            return book.steps, sorted(book.skipped), []
+        if self._judged is None or again:
+            records, _ = read_ledger(self.folder)
+            gaps = ledger_gaps(records, global_batch) if global_batch else []
+            self._judged = len(records), [r.step for r in records if r.skipped], gaps
+        steps, skipped, gaps = self._judged
+        return max(steps, book.steps), sorted({*skipped, *book.skipped} if not again else skipped), list(gaps)
+
+
 def read_view(folder: RunFolder) -> RunView:
     """Everything the folder tells. Damaged files become `problems`, never exceptions."""
-    # The lock first: a run that ends while its files are read is then shown as running, not as stopped.
-    held = lock.is_held(folder.lock)
-    events, problems = read_events(folder)
-    metrics, wrong_metrics = read_metrics(folder)
-    ledger, wrong_ledger = read_ledger(folder)
-    facts, wrong_job = read_job_facts(folder)
-    problems += wrong_metrics + wrong_ledger + wrong_job
-    # A start that found everything done already, or was refused, did nothing that the view should be about.
-    known = [e.generation for e in events if e.kind not in _OF_OPENING] + [m.generation for m in metrics]
-    opened = folder.last_generation()
-    generation = max([opened, *known]) if held or not known else max(known)
-    first = _first_generation(events, generation)
-    own = [e for e in events if e.generation >= first]
-    state, reason = _state(held, own, generation, bool(metrics))
-    checkpoints, latest = read_checkpoints(folder, events)
-    history = current_history(metrics)
-    gaps = ledger_gaps(ledger, facts.global_batch) if facts.global_batch else []
-    # While it runs, the ledger may be a step behind the metrics; afterwards it may not.
-    if not held and history and history[-1].step > (ledger[-1].step if ledger else 0):
-        gaps.append(f"step {history[-1].step} of metrics.jsonl is not in the ledger")
-    return RunView(
-        folder=folder,
-        state=state,
-        state_reason=reason,
-        pid=lock.holder(folder.lock) if held else None,
-        generation=generation,
-        first_generation=first,
-        job=facts,
-        metrics=history,
-        events=events,
-        checkpoints=checkpoints,
-        latest=latest,
-        failure=find_failure(folder, own, generation) if state == "failed" else None,
-        ledger_steps=len(ledger),
-        ledger_gaps=gaps,
-        skipped_steps=[r.step for r in ledger if r.skipped],
-        problems=problems,
-    )
+    return RunReader(folder).view()
 
 
 def read_job_facts(folder: RunFolder) -> tuple[JobFacts, list[Problem]]:
@@ -179,56 +337,6 @@ def read_job_facts(folder: RunFolder) -> tuple[JobFacts, list[Problem]]:
     return JobFacts(whole("steps"), whole("global_batch"), whole("sequence_length")), []
 
 
-def read_checkpoints(
-    folder: RunFolder, events: list[Event]
-) -> tuple[list[CheckpointInfo], CheckpointInfo | None]:
-    """The complete checkpoints (those with a manifest) by step, and the one that `latest` names, else the newest.
-
-    Of those that lie elsewhere, nobody is asked what is there: of them it is the newest that the events tell of.
-    """
-    found = []
-    try:
-        paths = list(folder.checkpoints.iterdir())
-    except OSError:
-        paths = []
-    for path in paths:
-        match = _STEP_FOLDER.fullmatch(path.name)
-        if match is None:
-            continue
-        try:
-            found.append(CheckpointInfo(int(match[1]), str(path), (path / "manifest.json").stat().st_mtime))
-        except OSError:  # half written, or removed while we look
-            continue
-    found.sort(key=lambda c: c.step)
-    try:
-        named = read_text(folder.checkpoints / "latest", links=True).strip()
-    except (OSError, ValueError):
-        named = ""
-    latest = next((c for c in found if Path(c.where).name == named), found[-1] if found else None)
-    elsewhere = _saved_elsewhere(folder, events)
-    if elsewhere is not None and (latest is None or elsewhere.step > latest.step):
-        found.append(elsewhere)
-        latest = elsewhere
-    return found, latest
-
-
-def _saved_elsewhere(folder: RunFolder, events: list[Event]) -> CheckpointInfo | None:
-    """The newest checkpoint that was saved into another place than the run folder, and not set aside since."""
-    saved: dict[int, CheckpointInfo] = {}
-    for event in events:
-        step, where = (event.data or {}).get("step"), (event.data or {}).get("folder")
-        if not isinstance(step, int):
-            continue
-        if event.kind == "checkpoint_set_aside":
-            saved.pop(step, None)
-        elif event.kind == "checkpoint_saved" and isinstance(where, str):
-            saved.pop(step, None)
-            # By its name: the folder may be a copy, and lie in another place than when that was written.
-            if "://" in where or Path(where).parent.name != folder.checkpoints.name:
-                saved[step] = CheckpointInfo(step, where, event.time)
-    return saved[max(saved)] if saved else None
-
-
 def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Failure | None:
     """The failure that ended a start, from its events, completed by what the rank itself wrote down.
 
@@ -237,7 +345,7 @@ def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Fai
     """
     told = next((e for e in reversed(events) if e.kind == "run_failed"), None)
     if told is None:
-        told = next((e for e in events if e.generation == generation and _is_failure(e)), None)
+        told = next((e for e in events if e.generation == generation and is_failure(e)), None)
     if told is None:
         return None
     data = told.data or {}
@@ -255,52 +363,6 @@ def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Fai
         _text(data.get("hint")),
     )
     return failure.completed(folder, generation)
-
-
-def eta_s(step_times: list[float], steps_left: int) -> float | None:
-    """Seconds until the end, from the median of the last 20 step times; None before the first step."""
-    if not step_times:
-        return None
-    return median(step_times[-ETA_WINDOW:]) * max(0, steps_left)
-
-
-def _first_generation(events: list[Event], generation: int) -> int:
-    """The generation with which the start began that `generation` belongs to.
-
-    A recovery is a generation that the coordinator started within a start. Any other one is a start of its own, also
-    where it has said nothing yet.
-    """
-    started = {e.generation for e in events if e.kind == "run_started"}
-    coordinated = {e.generation for e in events if e.kind == "generation_started"}
-    while generation in coordinated - started and generation > 1:
-        generation -= 1
-    return generation
-
-
-def _state(held: bool, events: list[Event], generation: int, has_metrics: bool) -> tuple[State, str]:
-    """State and the reason in words, from the events of the last start; `generation` is its last one."""
-    if held:
-        return "running", "a process holds the run"
-    kinds = [e.kind for e in events]
-    last = next(
-        (e for e in reversed(events) if e.kind in ("run_finished", "run_failed", "run_interrupted")), None
-    )
-    if last is None:
-        failed = next((e for e in events if e.generation == generation and _is_failure(e)), None)
-        if failed is not None:
-            return "failed", failed.message
-        if "run_started" in kinds or has_metrics:
-            return "stopped", "it ended without saying why: killed, or the machine went down"
-        return "not started", "no step was ever begun"
-    states: dict[str, State] = {"run_finished": "finished", "run_failed": "failed"}
-    if (last.data or {}).get("preempted") is True:
-        return "preempted", last.message
-    return states.get(last.kind, "stopped"), last.message
-
-
-def _is_failure(event: Event) -> bool:
-    """A part of the run failed: rank_failed, agent_failed, ..."""
-    return event.severity == "error" and event.kind in ("rank_failed", "nursery_failed", "agent_failed")
 
 
 def _whole(value: object) -> int | None:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from seatrial.record import events, metrics
 from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
-from seatrial.record.jsonl import Tail
 from seatrial.record.metrics import MetricsRecord
-from seatrial.record.typed import decode_all
-from seatrial.record.view import ETA_WINDOW, Failure, State, eta_s, find_failure, read_view
+from seatrial.record.states import State
+from seatrial.record.view import Failure, RunReader, RunView
 from seatrial.ui import figures
 from seatrial.ui.header import header_pairs
-from seatrial.ui.out import Out
-from seatrial.ui.recovery import Recoveries
-from seatrial.ui.summary import print_summary, summary_json
+from seatrial.ui.out import Out, Pair
+from seatrial.ui.recovery import Recoveries, message_of
+from seatrial.ui.summary import live_pairs, print_events, print_headline, print_summary, summary_json
 
 if TYPE_CHECKING:
     from seatrial.job import Job
@@ -39,8 +36,8 @@ class TrainConsole:
         self,
         folder: RunFolder,
         *,
-        total_steps: int | None,
-        generation: int,
+        total_steps: int | None = None,
+        generation: int = 0,
         plain: bool = False,
         json_output: bool = False,
         stream: TextIO | None = None,
@@ -50,13 +47,15 @@ class TrainConsole:
         self._json_output = json_output
         self._total = total_steps
         self._generation = generation
-        self._metrics = Tail(folder.metrics, metrics.NOUN)
-        self._events = Tail(folder.events, events.NOUN)
-        self._step_times: deque[float] = deque(maxlen=ETA_WINDOW)
-        self._last: MetricsRecord | None = None
+        self._reader = RunReader(folder, self._take)
+        self._news: list[tuple[MetricsRecord | Event, float | None]] = []  # with the ETA then
+        self._told = 0  # how many of the reader's problems
         self._recoveries = Recoveries()
-        self._began = time.monotonic()
+        self._began = time.time()
         self._live: LivePane | None = None
+        self._stands: list[Pair] = []  # what the live lines say of the run as a whole
+        self._stands_until = 0.0  # on the monotonic clock
+        self._left_out = 0  # the step up to which steps after the last trained one were left out
 
     def header(
         self,
@@ -77,56 +76,54 @@ class TrainConsole:
         for note in notes:
             self.out.pair("note", note, "yellow")
         self.out.line()
+        self._reader.poll()  # of a long run that is resumed it takes seconds, in which nobody waits for us yet
 
-    def skip_existing(self) -> None:
-        """Take in what is in the files without printing it: for a viewer that comes later."""
-        records, happened = self._take()
-        for record in records:
-            self._count(record)
-        for event in happened:
-            self._recoveries.take(event)
+    def catch_up(self) -> None:
+        """Say how it stands, and follow it from here on: for a viewer that comes later."""
+        self._reader = RunReader(self.folder)
+        view = self._reader.view()
+        self._reader.show = self._take
+        self._total = view.job.steps
+        self._recoveries = Recoveries(view.own_events)
+        print_headline(self.out, view)
+        print_events(self.out, view)
 
     def poll(self) -> None:
         """Show what was written since the last call."""
-        records, happened = self._take()
+        self._reader.poll()
         if self.out.styled and self._live is None:
             from seatrial.ui.live import LivePane
 
             self._live = LivePane(self.out.console)
-        self._warn_of_problems()
-        # In the order in which they happened; at the same instant, a step before what came of it.
-        merged: list[MetricsRecord | Event] = sorted(
-            [*records, *happened], key=lambda item: (item.time, isinstance(item, Event))
-        )
-        for item in merged:
-            if isinstance(item, Event):
-                self._show_event(item)
-            else:
-                self._count(item)
-                if self._live is None:
-                    self.out.line(figures.step_line(item, self._total, self._eta()))
+        self._show_news()
         if self._live is not None:
-            underway = self._recoveries.underway(time.time())
-            self._live.update(
-                self._last, self._total, self._eta(), time.monotonic() - self._began, underway=underway
-            )
+            self._draw(self._live)
 
-    def summary(
-        self, state: State, *, failure: Failure | None = None, next_commands: Sequence[str] = ()
-    ) -> None:
-        """Say how it ended: `state` is "finished", "failed", "preempted" or "stopped".
+    def ended(self, state: State | None = None, reason: str = "", failure: Failure | None = None) -> RunView:
+        """How it stands at its end. `state` and `reason`: what this process knows, which has run it.
 
-        What `failure` leaves open, and all of it where it is None, comes from the run folder. `next_commands` are
-        printed as they are; without any, there is the one to look at the run again.
+        What `failure` leaves open, and all of it where it is None, comes from the run folder.
         """
-        self.poll()
+        view = self._reader.view(own=state is not None)
+        if state is not None and state != view.state:
+            # It had nothing to do, or a full disk has kept the end out of the records.
+            view.state, view.state_reason = state, reason or (failure.cause if failure is not None else state)
+        if view.state == "failed":
+            known = (
+                failure
+                or view.failure
+                or Failure("it ended without saying why; the logs of its ranks may tell")
+            )
+            view.failure = known.completed(self.folder, view.generation)
+        return view
+
+    def summary(self, view: RunView, next_commands: Sequence[str] = ()) -> None:
+        """Say how it ended.
+
+        `next_commands` are printed as they are; without any, there is the one to look at the run again.
+        """
+        self._show_news()
         self.close()
-        view = read_view(self.folder)
-        view.state = state
-        if state == "failed":
-            failure = failure or find_failure(self.folder, view.events, view.generation)
-            failure = failure or Failure("it ended without saying why; the logs of its ranks may tell")
-            view.failure = failure.completed(self.folder, view.generation)
         commands = list(next_commands) or [f"seatrial watch {self.folder.path} --once"]
         print_summary(self.out, view, commands)
         if self._json_output:
@@ -145,31 +142,46 @@ class TrainConsole:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _take(self) -> tuple[list[MetricsRecord], list[Event]]:
-        records, wrong = decode_all(
-            MetricsRecord,
-            self._metrics.poll_numbered(),
-            file=self.folder.metrics.name,
-            noun=self._metrics.noun,
-        )
-        self._metrics.problems += wrong
-        happened, wrong = decode_all(
-            Event, self._events.poll_numbered(), file=self.folder.events.name, noun=self._events.noun
-        )
-        self._events.problems += wrong
-        own = self._generation
-        return [r for r in records if r.generation >= own], [e for e in happened if e.generation >= own]
+    def _take(self, item: MetricsRecord | Event) -> None:
+        if item.generation >= self._generation:
+            self._news.append((item, self._reader.eta_s(self._total)))
 
-    def _count(self, record: MetricsRecord) -> None:
-        if self._last is not None and record.generation != self._last.generation:
-            self._step_times.clear()
-        self._last = record
-        self._step_times.append(record.step_time_s)
+    def _show_news(self) -> None:
+        problems = self._reader.problems
+        for problem in problems[self._told :]:
+            self.out.line(f"warning: {problem}", "yellow")
+        self._told = len(problems)
+        news, self._news = self._news, []
+        # In the order in which they happened; at the same instant, a step before what came of it.
+        for item, eta in sorted(news, key=lambda n: (n[0].time, isinstance(n[0], Event))):
+            if isinstance(item, Event):
+                self._show_event(item)
+            elif self._live is None:
+                self.out.line(figures.step_line(item, self._total, eta, figures.unit(self._reader.device)))
 
-    def _eta(self) -> float | None:
-        if self._last is None or self._total is None:
-            return None
-        return eta_s(list(self._step_times), self._total - self._last.step)
+    def _draw(self, live: LivePane) -> None:
+        from seatrial.ui.live import pane
+
+        now = time.monotonic()
+        if now >= self._stands_until:
+            view = self._reader.view()
+            self._stands, self._left_out = live_pairs(view, time.time()), view.step
+            self._began = time.time() - (view.wall_time_s(time.time()) or 0.0)
+            # A large run, or a slow file system: at most a twentieth of the time goes into it.
+            self._stands_until = now + max(0.2, 20 * (time.monotonic() - now))
+        last = self._reader.history.last
+        live.update(
+            *pane(
+                last if last is not None and last.generation >= self._reader.start else None,
+                self._total,
+                self._reader.eta_s(self._total),
+                max(0.0, time.time() - self._began),
+                self._recoveries.underway(time.time()),
+                unit=figures.unit(self._reader.device),
+                step=self._left_out,
+                pairs=self._stands,
+            )
+        )
 
     def _show_event(self, event: Event) -> None:
         if event.kind in _IN_SUMMARY:
@@ -185,12 +197,6 @@ class TrainConsole:
             # Messages that name the place themselves are not given it twice.
             told = not places or all(place in event.message for place in places)
             where = "" if told else f" on {' '.join(places)}"
-            self.out.line(f"{event.severity}{where}: {event.message}", style)
+            self.out.line(f"{event.severity}{where}: {message_of(event)}", style)
         elif event.kind.startswith("checkpoint_") or event.kind == "resumed":
             self.out.line(f"  {event.message}", "green" if event.kind == "checkpoint_saved" else "dim")
-
-    def _warn_of_problems(self) -> None:
-        for tail in (self._metrics, self._events):
-            for problem in tail.problems:
-                self.out.line(f"warning: {problem}", "yellow")
-            tail.problems.clear()

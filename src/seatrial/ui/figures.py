@@ -22,9 +22,9 @@ def memory(n_bytes: float | None) -> str:
     return units.memory(n_bytes)
 
 
-def rate(per_s: float) -> str:
+def rate(per_s: float | None) -> str:
     """9,120 and 0.83."""
-    if not math.isfinite(per_s):
+    if per_s is None or not math.isfinite(per_s):
         return str(per_s)
     return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2f}"
 
@@ -35,10 +35,10 @@ def mfu(share: float | None) -> str:
 
 
 def eta(seconds: float | None) -> str:
-    """1 min 12 s; "unknown" before the first step."""
+    """12 s, 1 min 12 s; "unknown" as long as nobody can tell."""
     if seconds is None or not math.isfinite(seconds):
         return "unknown"
-    return units.duration(round(seconds)) if seconds >= 10 else f"{seconds:.0f} s"
+    return units.duration(seconds) if seconds >= 59.5 else f"{seconds:.0f} s"
 
 
 def step_of(step: int, total: int | None) -> str:
@@ -46,21 +46,39 @@ def step_of(step: int, total: int | None) -> str:
     return str(step) if total is None else f"{step:>{len(str(total))}}/{total}"
 
 
-def speed(m: MetricsRecord) -> str:
+def unit(device: str | None) -> str:
+    """What a rank is called where its speed is told: a GPU only if it has one."""
+    return "rank" if device in (None, "cpu") else "GPU"
+
+
+def speed(m: MetricsRecord, unit: str) -> str:
     """tok/s 9,120  tok/s/GPU 1,140  MFU unknown  mem 312 MiB."""
     return (
-        f"tok/s {rate(m.tokens_per_s)}  tok/s/GPU {rate(m.tokens_per_s_per_gpu)}  "
+        f"tok/s {rate(m.tokens_per_s)}  tok/s/{unit} {rate(m.tokens_per_s_per_gpu)}  "
         f"MFU {mfu(m.mfu)}  mem {memory(m.memory_bytes)}"
     )
 
 
-def step_line(m: MetricsRecord, total: int | None, eta_s: float | None) -> str:
+def step_line(m: MetricsRecord, total: int | None, eta_s: float | None, unit: str) -> str:
     """One step on one plain line."""
     width = 6 if total is None else max(6, 2 * len(str(total)) + 1)
     return (
-        f"step {step_of(m.step, total):>{width}}  loss {m.loss:.4f}  grad {m.grad_norm:.2f}  {speed(m)}  "
+        f"step {step_of(m.step, total):>{width}}  loss {m.loss:.4f}  grad {m.grad_norm:.2f}  {speed(m, unit)}  "
         f"ETA {eta(eta_s)}"
     )
+
+
+def steps(numbers: Sequence[int], most: int = 20) -> str:
+    """step 5; steps 5, 7, 9-12; of more than `most` how many there are beside them. `numbers` rise."""
+    ranges: list[list[int]] = []
+    for n in numbers:
+        if ranges and n == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [n]
+        else:
+            ranges.append([n])
+    told = ", ".join("-".join(map(str, r)) for r in ranges[:most])
+    more = sum(r[-1] - r[0] + 1 for r in ranges[most:])
+    return f"step{'' if len(numbers) == 1 else 's'} {told}{f' and {more:,} more' if more else ''}"
 
 
 def spark(values: Sequence[float], width: int = 40) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seatrial.base import units
 from seatrial.record.folder import RunFolder
+from seatrial.ui.model_card import origin
 
 if TYPE_CHECKING:
     from seatrial.job import Job
@@ -45,6 +47,7 @@ def header_pairs(
             f"{_many(job.microbatches, 'microbatch', 'microbatches')} of {train.microbatch}",
         ),
         ("steps", f"{train.steps:,} steps, {units.count(train.steps * tokens_a_step)} tokens"),
+        *([] if job.model.init_from is None else [("weights", _weights(Path(job.model.init_from)))]),
         ("precision", train.precision),
         ("data", data_summary),
         ("device", f"{device} ({device_reason})" if device_reason else device),
@@ -56,6 +59,11 @@ def header_pairs(
         ("folder", str(folder.path)),
         ("start", start),
     ]
+
+
+def _weights(folder: Path) -> str:
+    told = origin(folder)
+    return str(folder) if told is None else f"{folder}: {told}"
 
 
 def _checkpoints(job: Job) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -13,33 +14,26 @@ from rich.text import Text
 from seatrial.base import units
 from seatrial.record.metrics import MetricsRecord
 from seatrial.ui import figures
+from seatrial.ui.out import LABEL_WIDTH, Pair
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+_LEFT_ABOVE = 6  # lines of a terminal that stay for what happens
+
 
 class LivePane:
-    """A progress bar with the last step's figures, redrawn in place; vanishes on close."""
+    """A progress bar with the last step's figures and how the run stands, redrawn in place; vanishes on close."""
 
     def __init__(self, console: Console) -> None:
         # Drawn by `update` alone: no thread of rich's beside ours. stdout is data and may be another file: not rerouted.
         self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
         self._live.start()
 
-    def update(
-        self,
-        last: MetricsRecord | None,
-        total: int | None,
-        eta_s: float | None,
-        waited_s: float,
-        *,
-        underway: str | None = None,
-    ) -> None:
-        """Draw. `last` is None before the first step, for which `waited_s` seconds have been waited.
-
-        `underway` is the recovery that the run is in.
-        """
-        self._live.update(pane(last, total, eta_s, waited_s, underway), refresh=True)
+    def update(self, *lines: RenderableType) -> None:
+        """Draw the first of `lines`, of which each takes one or two lines of the terminal: as many as fit."""
+        room = max(1, self._live.console.size.height - _LEFT_ABOVE)
+        self._live.update(Group(*lines[:room]), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
@@ -51,37 +45,54 @@ def pane(
     eta_s: float | None,
     waited_s: float,
     underway: str | None = None,
-) -> RenderableType:
-    """Two lines that fit 80 columns: how far, and how well."""
+    *,
+    unit: str = "GPU",
+    step: int = 0,
+    pairs: Sequence[Pair] = (),
+) -> list[RenderableType]:
+    """How far, how well, and `pairs`, each on one line of any width.
+
+    `last` is None before the first step, for which `waited_s` seconds have been waited. `underway` is the recovery that
+    the run is in. `step` is given where steps after the last one were left out.
+    """
+    rest = [_pair(pair) for pair in pairs]
+    if underway is not None:
+        said = Text(figures.printable(underway), style="yellow", no_wrap=True, overflow="ellipsis")
+    elif last is None:
+        said = Text(f"starting: no step yet after {waited_s:.0f} s", style="dim", no_wrap=True)
+    else:
+        said = _figures(last, unit)
     if last is None:
-        said = (
-            f"starting: no step yet after {waited_s:.0f} s"
-            if underway is None
-            else figures.printable(underway)
-        )
-        return Text(said, style="yellow" if underway else "dim", no_wrap=True, overflow="ellipsis")
+        return [said, *rest]
+    step = max(step, last.step)
     bar = Table.grid(padding=(0, 2), expand=True)
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)
     bar.add_column(no_wrap=True)
     bar.add_row(
-        Text(f"step {figures.step_of(last.step, total)}", style="bold"),
-        ProgressBar(total=total or 1, completed=last.step if total else 0),
-        Text(f"ETA {figures.eta(eta_s)}" if total is None or last.step < total else "finishing"),
+        Text(f"step {figures.step_of(step, total)}", style="bold"),
+        ProgressBar(total=total or 1, completed=step if total else 0),
+        Text(f"ETA {figures.eta(eta_s)}" if total is None or step < total else "finishing"),
     )
-    if underway is not None:
-        return Group(
-            bar, Text(figures.printable(underway), style="yellow", no_wrap=True, overflow="ellipsis")
-        )
-    how = Text.assemble(
+    return [bar, said, *rest]
+
+
+def _figures(last: MetricsRecord, unit: str) -> Text:
+    return Text.assemble(
         ("loss ", "dim"),
         (f"{last.loss:.4f}", "bold"),
         ("  grad ", "dim"),
         f"{last.grad_norm:.2f}  ",
-        figures.speed(last),
+        figures.speed(last, unit),
         ("  step ", "dim"),
         units.duration(last.step_time_s),
         no_wrap=True,
         overflow="ellipsis",
     )
-    return Group(bar, how)
+
+
+def _pair(pair: Pair) -> Text:
+    text = figures.printable(pair.text).replace("\n", "; ")
+    return Text.assemble(
+        (f"{pair.label:<{LABEL_WIDTH}}", "cyan"), (text, pair.style), no_wrap=True, overflow="ellipsis"
+    )

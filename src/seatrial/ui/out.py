@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from seatrial.ui.figures import printable
 
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 LABEL_WIDTH = 13
+
+
+class Pair(NamedTuple):
+    """A label and what it is, in `style` on a terminal."""
+
+    label: str
+    text: str
+    style: str = ""
 
 
 class Out:
@@ -67,6 +76,11 @@ class Out:
             )
         else:
             self.line(f"  {label:<{LABEL_WIDTH}}{text}")
+
+    def pairs(self, pairs: Iterable[Pair]) -> None:
+        """Each of them as `pair`."""
+        for pair in pairs:
+            self.pair(*pair)
 
     def boxed(self, title: str, start: str, text: str) -> None:
         """`start` and `text` in a box, or indented behind a rule."""

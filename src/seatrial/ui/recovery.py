@@ -1,4 +1,4 @@
-"""Failures and recoveries of a run as people read them, from its events."""
+"""Failures, recoveries and nodes of a run as people read them, from its events."""
 
 from __future__ import annotations
 
@@ -17,10 +17,27 @@ _STYLES = {
     "shrunk": "yellow",
     "waiting_for_nodes": "yellow",
     "preempted": "yellow",
+    "step_skipped": "yellow",
     "grown": "green",
     "node_requalified": "dim",
     "snapshot_flushed": "dim",
 }
+
+# What the ranks do about numbers that cannot be right.
+_MENDED = {
+    "redo": "it is done again",
+    "roll back": "the run goes back to its last copy in memory",
+    "skip": "it is left out",
+    "stop": "no more steps may be left out",
+}
+
+
+def message_of(event: Event) -> str:
+    """What happened, and of a step that went wrong what follows."""
+    evidence = (event.data or {}).get("evidence")
+    action = evidence.get("action") if isinstance(evidence, dict) else None
+    follows = _MENDED.get(str(action)) if event.kind in ("nonfinite", "loss_spike") else None
+    return event.message if follows is None else f"{event.message}: {follows}"
 
 
 class Line(NamedTuple):
@@ -116,6 +133,51 @@ class Recoveries:
 
     def _is_spare(self, node: object) -> bool:
         return isinstance(node, int) and node >= self._nodes
+
+
+class Nodes:
+    """Which nodes have ranks, wait as spares, or are gone, from a start's events in their order."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.training: list[int] = []
+        self.present: set[int] = set()
+        self.gone: dict[int, str] = {}  # node -> "lost", "evicted"
+        for event in events:
+            node = event.node
+            slots = (event.data or {}).get("slots")
+            if event.kind == "generation_started" and isinstance(slots, dict):
+                self.training = sorted(n for n in slots.values() if type(n) is int)
+            elif event.kind == "node_joined" and node is not None:
+                self.present.add(node)
+                self.gone.pop(node, None)
+            elif event.kind in ("node_lost", "node_evicted") and node is not None:
+                self.present.discard(node)
+                self.gone[node] = event.kind.removeprefix("node_")
+
+    @property
+    def spares(self) -> list[int]:
+        """Those that are there and have no ranks."""
+        return sorted(self.present - set(self.training))
+
+    @property
+    def text(self) -> str | None:
+        """All of it on one line; None where nobody told of any."""
+        if not self.training:
+            return None
+        training = [n for n in self.training if n not in self.gone]
+        told = [f"{len(training)} with ranks"]
+        if self.spares:
+            told.append(f"spare: {_listed(self.spares)}")
+        for how in ("lost", "evicted"):
+            nodes = [n for n, why in sorted(self.gone.items()) if why == how]
+            if nodes:
+                told.append(f"{how}: {_listed(nodes)}")
+        return "; ".join(told)
+
+
+def _listed(nodes: list[int], most: int = 8) -> str:
+    more = len(nodes) - most
+    return ", ".join(map(str, nodes[:most])) + (f" and {more} more" if more > 0 else "")
 
 
 def _number(event: Event, key: str) -> int:

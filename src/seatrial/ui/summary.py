@@ -10,14 +10,17 @@ from typing import Any
 
 from seatrial.base import units
 from seatrial.record.jsonl import plain
-from seatrial.record.view import Failure, RunView, eta_s
+from seatrial.record.view import Failure, RunView
 from seatrial.ui import figures
-from seatrial.ui.out import Out
-from seatrial.ui.recovery import Recoveries
+from seatrial.ui.out import Out, Pair
+from seatrial.ui.recovery import Nodes, Recoveries, message_of
 
 SCHEMA_VERSION = 1
 TRACEBACK_LINES = 15
 LAST_EVENTS = 8
+
+# At least one for each node, which say nothing that `nodes` does not.
+_UNTOLD = ("agent_started", "node_joined")
 
 STATE_STYLES = {"finished": "bold green", "failed": "bold red", "running": "bold blue"}
 
@@ -25,21 +28,16 @@ STATE_STYLES = {"finished": "bold green", "failed": "bold red", "running": "bold
 def print_summary(out: Out, view: RunView, next_commands: Sequence[str]) -> None:
     """The end of a run: what came out of it, where everything is, and what to do next."""
     total = view.job.steps
-    last = view.last
-    steps = (
-        "no step was done" if last is None else f"step {last.step:,}" + (f" of {total:,}" if total else "")
-    )
+    steps = f"step {view.step:,}" + (f" of {total:,}" if total else "") if view.step else "no step was done"
+    if view.skipped_steps:
+        steps += f", {len(view.skipped_steps):,} left out"
     wall = view.wall_time_s(time.time())
     took = "" if wall is None else f", after {units.duration(wall)}"
     out.line()
     out.line(
         f"{view.folder.path.name} {view.state}: {steps}{took}", STATE_STYLES.get(view.state, "bold yellow")
     )
-    if view.state == "preempted":
-        out.pair("why", view.state_reason)
-    for label, text in _progress_pairs(view):
-        out.pair(label, text)
-    _print_recoveries(out, view)
+    out.pairs([Pair("why", view.state_reason), *_progress_pairs(view), *recovery_pairs(view)])
     if view.failure is not None:
         _print_failure(out, view.failure)
     _print_places(out, view)
@@ -52,64 +50,91 @@ def print_summary(out: Out, view: RunView, next_commands: Sequence[str]) -> None
 
 def print_status(out: Out, view: RunView, now: float) -> None:
     """The run as it stands at `now` (unix seconds), for `watch --once`."""
-    who = f" by process {view.pid}" if view.state == "running" and view.pid is not None else ""
+    print_headline(out, view)
+    out.pair("why", view.state_reason)
+    last, total = view.last, view.job.steps
+    if not view.step:
+        out.pair("step", f"none of {total:,} done" if total else "none done")
+    else:
+        parts = [
+            f"{view.step:,}"
+            if total is None
+            else f"{view.step:,} of {total:,} ({100 * view.step / total:.0f} %)"
+        ]
+        if view.state == "running":
+            parts.append(f"ETA {figures.eta(view.eta_s)}")
+        if last is not None:
+            parts.append(f"last one {_ago(now - last.time)}")
+        out.pair("step", ", ".join(parts))
+    out.pairs([*_progress_pairs(view), *recovery_pairs(view, now)])
+    if view.failure is not None:
+        _print_failure(out, view.failure)
+    out.pairs([*node_pairs(view), *checkpoint_pairs(view, now), *ledger_pairs(view)])
+    out.pair("folder", str(view.folder.path))
+    print_events(out, view)
+
+
+def live_pairs(view: RunView, now: float) -> list[Pair]:
+    """What the live lines say beside the last step's figures, the most wanted first."""
+    return [
+        *loss_pairs(view),
+        *recovery_pairs(view),
+        *node_pairs(view),
+        *checkpoint_pairs(view, now),
+        *ledger_pairs(view),
+    ]
+
+
+def print_headline(out: Out, view: RunView) -> None:
+    """Name, state and generation."""
+    who = f" by process {view.pid}" if view.pid is not None else ""
     generation = f", generation {view.generation}" if view.generation else ""
     out.line(
         f"{view.folder.path.name}: {view.state}{who}{generation}", STATE_STYLES.get(view.state, "bold yellow")
     )
-    if view.state in ("stopped", "preempted", "not started"):
-        out.pair("why", view.state_reason)
-    last, total = view.last, view.job.steps
-    if last is None:
-        out.pair("step", f"none of {total:,} done" if total else "none done")
-    else:
-        parts = [
-            f"{last.step:,}"
-            if total is None
-            else f"{last.step:,} of {total:,} ({100 * last.step / total:.0f} %)"
-        ]
-        if view.state == "running":
-            parts.append(f"ETA {figures.eta(_eta(view))}")
-        parts.append(f"last one {_ago(now - last.time)}")
-        out.pair("step", ", ".join(parts))
-    for label, text in _progress_pairs(view):
-        out.pair(label, text)
-    _print_recoveries(out, view, now)
-    if view.failure is not None:
-        _print_failure(out, view.failure)
-    if view.latest is None:
-        out.pair("checkpoint", "none yet")
-    else:
-        kept = f", {len(view.checkpoints)} kept" if len(view.checkpoints) > 1 else ""
-        out.pair("checkpoint", f"step {view.latest.step:,}, {_ago(now - view.latest.time)}{kept}")
-    out.pair("ledger", ledger_verdict(view))
-    out.pair("folder", str(view.folder.path))
-    events = view.events[-LAST_EVENTS:]
+
+
+def print_events(out: Out, view: RunView) -> None:
+    """The last events, each on a line."""
+    events = [e for e in view.events if e.kind not in _UNTOLD][-LAST_EVENTS:]
     if events:
         out.line("  last events")
     for event in events:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(event.time))
         mark = "" if event.severity == "info" else f"{event.severity}: "
         style = {"error": "red", "warning": "yellow"}.get(event.severity, "")
-        out.line(f"    {when}  {event.kind:<18}  {mark}{event.message}", style)
+        out.line(f"    {when}  {event.kind:<18}  {mark}{message_of(event)}", style)
 
 
-def ledger_verdict(view: RunView) -> str:
-    """Whether every sample was seen exactly once so far."""
+def ledger_pairs(view: RunView) -> list[Pair]:
+    """Whether every sample was seen exactly once so far, and which steps were left out."""
+    left_out = view.skipped_steps
+    told = f"{view.ledger_steps:,} step{'' if view.ledger_steps == 1 else 's'}"
     if view.ledger_gaps:
         more = len(view.ledger_gaps) - 3
-        return "\n".join(view.ledger_gaps[:3] + ([f"and {more} more"] if more > 0 else []))
-    if not view.ledger_steps:
-        return "empty"
-    if view.job.global_batch is None:
-        return "unjudged: job.toml does not tell the global batch"
-    return f"{view.ledger_steps:,} steps, every sample seen once"
+        text = "\n".join(view.ledger_gaps[:3] + ([f"and {more} more"] if more > 0 else []))
+    elif not view.ledger_steps:
+        text = "empty"
+    elif view.job.global_batch is None:
+        text = "unjudged: job.toml does not tell the global batch"
+    elif left_out:
+        text = f"{told}, {len(left_out):,} of them left out; every sample of the others seen once"
+    else:
+        text = f"{told}, every sample seen once"
+    pairs = [Pair("ledger", text, "bold red" if view.ledger_gaps else "")]
+    return [*pairs, left_out_pair(left_out, view.job.global_batch)] if left_out else pairs
+
+
+def left_out_pair(steps: Sequence[int], global_batch: int | None) -> Pair:
+    """The steps whose samples were left out on purpose."""
+    samples = "" if global_batch is None else f" ({len(steps) * global_batch:,} samples)"
+    return Pair("left out", f"{figures.steps(steps)}{samples}, on purpose", "yellow")
 
 
 def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -> str:
     """One JSON document with a final newline. Non-finite figures are the strings "NaN", "Infinity", "-Infinity"."""
     first, last, failure, latest = view.first, view.last, view.failure, view.latest
-    own, recoveries = view.of_start(), _recoveries(view)
+    recoveries, nodes = Recoveries(view.own_events), Nodes(view.own_events)
     document: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "name": view.folder.path.name,
@@ -118,29 +143,37 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
         "state_reason": view.state_reason,
         "pid": view.pid,
         "generation": view.generation,
-        "step": last.step if last else 0,
+        "device": view.device,
+        "step": view.step,
         "steps": view.job.steps,
         "loss_first": first.loss if first else None,
         "loss_last": last.loss if last else None,
         "grad_norm": last.grad_norm if last else None,
         "lr": last.lr if last else None,
-        "tokens": last.tokens if last else 0,
+        "tokens": view.tokens,
         "tokens_per_s": last.tokens_per_s if last else None,
         "tokens_per_s_per_gpu": last.tokens_per_s_per_gpu if last else None,
-        "tokens_per_s_median": median(m.tokens_per_s for m in own) if own else None,
-        "tokens_per_s_per_gpu_median": median(m.tokens_per_s_per_gpu for m in own) if own else None,
-        "step_time_s_median": median(m.step_time_s for m in own) if own else None,
+        "tokens_per_s_median": _median(view, "tokens_per_s"),
+        "tokens_per_s_per_gpu_median": _median(view, "tokens_per_s_per_gpu"),
+        "step_time_s_median": _median(view, "step_time_s"),
         "mfu": last.mfu if last else None,
         "memory_bytes": last.memory_bytes if last else None,
         "last_step_time": last.time if last else None,
         "wall_time_s": view.wall_time_s(now),
-        "eta_s": _eta(view) if view.state == "running" else None,
+        "eta_s": view.eta_s if view.state == "running" else None,
         "checkpoint": latest and {"step": latest.step, "path": latest.where, "age_s": now - latest.time},
         "checkpoint_steps": [c.step for c in view.checkpoints],
         "ledger": {
             "steps": view.ledger_steps,
             "verdict": _ledger_word(view),
             "gaps": view.ledger_gaps,
+            "skipped_steps": view.skipped_steps,
+            "skipped_samples": view.skipped_samples,
+        },
+        "nodes": {
+            "training": nodes.training,
+            "spares": nodes.spares,
+            "gone": [{"node": node, "how": how} for node, how in sorted(nodes.gone.items())],
         },
         "recoveries": {
             "count": len(recoveries.seconds),
@@ -165,37 +198,57 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
     return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
 
 
-def _progress_pairs(view: RunView) -> list[tuple[str, str]]:
-    first, last = view.first, view.last
-    if first is None or last is None:
+def _progress_pairs(view: RunView) -> list[Pair]:
+    last, unit = view.last, figures.unit(view.device)
+    if last is None:
         return []
-    own = view.of_start() or view.metrics
-    bars = figures.spark([m.loss for m in view.metrics])
+    speed, each = _median(view, "tokens_per_s"), _median(view, "tokens_per_s_per_gpu")
     return [
-        ("loss", f"{first.loss:.4f} -> {last.loss:.4f}" + (f"  {bars}" if bars else "")),
-        ("grad norm", f"{last.grad_norm:.2f}"),
-        ("tokens", units.count(last.tokens)),
-        (
+        *loss_pairs(view),
+        Pair("grad norm", f"{last.grad_norm:.2f}"),
+        Pair("tokens", units.count(view.tokens)),
+        Pair(
             "speed",
-            f"{figures.rate(median(m.tokens_per_s for m in own))} tokens/s (median), "
-            f"{figures.rate(median(m.tokens_per_s_per_gpu for m in own))} a GPU, MFU {figures.mfu(last.mfu)}",
+            f"{figures.rate(speed)} tokens/s (median), {figures.rate(each)} a {unit}, MFU {figures.mfu(last.mfu)}",
         ),
-        ("memory", figures.memory(last.memory_bytes)),
+        Pair("memory", f"{figures.memory(last.memory_bytes)} ({unit} that uses most)"),
     ]
 
 
-def _recoveries(view: RunView) -> Recoveries:
-    """Those of the last start."""
-    return Recoveries(e for e in view.events if e.generation >= view.first_generation)
+def loss_pairs(view: RunView) -> list[Pair]:
+    """The loss from the first step to the last, and its course."""
+    if view.first is None or view.last is None:
+        return []
+    bars = figures.spark(view.history.column("loss"))
+    return [Pair("loss", f"{view.first.loss:.4f} -> {view.last.loss:.4f}" + (f"  {bars}" if bars else ""))]
 
 
-def _print_recoveries(out: Out, view: RunView, now: float | None = None) -> None:
-    recoveries = _recoveries(view)
-    if recoveries.total is not None:
-        out.pair("recoveries", recoveries.total)
+def _median(view: RunView, column: str) -> float | None:
+    """Of the last start, or of all where it has done no step yet."""
+    values = view.history.column(column, view.first_generation) or view.history.column(column)
+    return median(values) if values else None
+
+
+def recovery_pairs(view: RunView, now: float | None = None) -> list[Pair]:
+    """What it recovered from in its last start; with `now` also what it recovers from."""
+    recoveries = Recoveries(view.own_events)
+    pairs = [] if recoveries.total is None else [Pair("recoveries", recoveries.total)]
     underway = recoveries.underway(now) if now is not None and view.state == "running" else None
-    if underway is not None:
-        out.pair("now", underway, "yellow")
+    return pairs if underway is None else [*pairs, Pair("now", underway, "yellow")]
+
+
+def node_pairs(view: RunView) -> list[Pair]:
+    """Where the run is, and who is missing."""
+    nodes = Nodes(view.own_events)
+    return [] if nodes.text is None else [Pair("nodes", nodes.text, "yellow" if nodes.gone else "")]
+
+
+def checkpoint_pairs(view: RunView, now: float) -> list[Pair]:
+    """The newest checkpoint, and how old it is."""
+    if view.latest is None:
+        return [Pair("checkpoint", "none yet")]
+    kept = f", {len(view.checkpoints)} kept" if len(view.checkpoints) > 1 else ""
+    return [Pair("checkpoint", f"step {view.latest.step:,}, {_ago(now - view.latest.time)}{kept}")]
 
 
 def _print_failure(out: Out, failure: Failure) -> None:
@@ -217,7 +270,7 @@ def _print_failure(out: Out, failure: Failure) -> None:
 
 def _print_places(out: Out, view: RunView) -> None:
     folder = view.folder
-    out.pair("ledger", ledger_verdict(view), "bold red" if view.ledger_gaps else "")
+    out.pairs(ledger_pairs(view))
     for problem in view.problems:
         out.pair("damaged", str(problem), "yellow")
     out.pair("folder", f"{folder.path} (job, plan, metrics, events, ledger)")
@@ -235,12 +288,6 @@ def _ledger_word(view: RunView) -> str:
     if not view.ledger_steps:
         return "empty"
     return "ok" if view.job.global_batch else "unjudged"
-
-
-def _eta(view: RunView) -> float | None:
-    if view.last is None or view.job.steps is None:
-        return None
-    return eta_s([m.step_time_s for m in view.of_start()], view.job.steps - view.last.step)
 
 
 def _ago(seconds: float) -> str:

@@ -236,3 +236,40 @@ def test_one_after_the_other_is_the_same(tmp_path: Path, content: bytes) -> None
     values = list(jsonl.each_numbered(path, "a record", problems))
     assert (values, problems) == jsonl.read_numbered(path, "a record")
     assert list(jsonl.each_numbered(tmp_path / "none", "a record", problems)) == []
+
+
+def test_a_tail_takes_a_long_file_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "_LONGEST_LINE", 64)
+    path = tmp_path / "a.jsonl"
+    lines = [{"n": n, "text": "x" * (40 if n == 5 else 10)} for n in range(20)]
+    path.write_bytes(b"".join(map(jsonl.encode, lines)) + b'{"n": 20')
+    tail = jsonl.Tail(path)
+    parts = list(tail.parts())
+    assert [value for part in parts for _, value in part] == lines
+    assert [number for part in parts for number, _ in part] == list(range(1, 21))
+    assert len(parts) > 5
+    assert (list(tail.parts()), tail.problems) == ([], [])
+
+
+def test_the_rest_of_a_file_that_nobody_writes_to_counts_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    assert jsonl.Tail(path).rest() == []
+    path.write_bytes(b'{"a":1}\n{"a":2}')
+    tail = jsonl.Tail(path)
+    assert tail.poll() == [{"a": 1}]
+    assert tail.rest() == [(2, {"a": 2})]
+    assert tail.rest() == []
+    jsonl.append_line(path, {"a": 3})  # the next start begins with a newline
+    assert tail.poll_numbered() == [(3, {"a": 3})]
+    with path.open("ab") as f:
+        f.write(b'{"a":')
+    assert (tail.poll(), tail.rest()) == ([], [])
+    assert [str(p)[:29] for p in tail.problems] == ["a.jsonl:4: unfinished line, n"]
+    jsonl.append_line(path, {"a": 5})
+    assert tail.poll_numbered() == [(5, {"a": 5})]
+
+
+def test_a_tail_of_something_unreadable_tells_once(tmp_path: Path) -> None:
+    tail = jsonl.Tail(tmp_path)
+    assert (tail.poll(), tail.poll()) == ([], [])
+    assert [p.message for p in tail.problems] == ["cannot be read (is a folder, not a regular file)"]

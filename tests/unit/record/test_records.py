@@ -16,6 +16,7 @@ from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import append_line
 from seatrial.record.ledger import LedgerRecord, LedgerWriter, ledger_gaps, read_ledger
 from seatrial.record.metrics import MetricsRecord, MetricsWriter, current_history, read_metrics
+from seatrial.record.typed import decode
 
 
 def metrics(step: int, generation: int = 1, **changes: Any) -> MetricsRecord:
@@ -211,3 +212,25 @@ def test_events(folder: RunFolder) -> None:
     assert second.data == {"loss": "NaN"}
     assert second.time >= first.time > 1.7e9
     assert str(read_events(folder)[1][0]).startswith("events.jsonl:3: not an event (`time` is missing")
+
+
+def test_what_looks_like_a_line_that_was_right_is_still_looked_at() -> None:
+    """Lines that look like one before them, key by key and type by type, are taken as they are; no others."""
+    right = vars(metrics(3))
+    for _ in range(3):
+        assert decode(MetricsRecord, right) == metrics(3)
+    assert decode(MetricsRecord, dict(reversed(right.items()))) == metrics(3)
+    assert decode(MetricsRecord, {**right, "new": 1}) == metrics(3)
+    assert type(decode(MetricsRecord, {**right, "loss": 2}).loss) is float
+    assert math.isnan(decode(MetricsRecord, {**right, "loss": "NaN"}).loss)
+    for wrong in ({"step": True}, {"step": 1.5}, {"loss": "high"}, {"memory_bytes": "1"}, {"mfu": "x"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            decode(MetricsRecord, {**right, **wrong})
+    with pytest.raises(ValueError, match="`time` is missing"):
+        decode(MetricsRecord, {name: value for name, value in right.items() if name != "time"})
+    record = decode(MetricsRecord, right)
+    assert (vars(record), hash(record)) == (right, hash(metrics(3)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.step = 4  # type: ignore[misc]
+    older = {"step": 1, "first_sample": 0, "end_sample": 8, "generation": 1}
+    assert decode(LedgerRecord, older) == decode(LedgerRecord, older) == LedgerRecord(1, 0, 8, 1)

@@ -13,7 +13,7 @@ from seatrial.record import events, lock
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord, LedgerWriter
 from seatrial.record.metrics import MetricsRecord, MetricsWriter
-from seatrial.record.view import Failure, eta_s, read_view
+from seatrial.record.view import Failure, read_view
 
 JOB = "[train]\nsteps = 200\nglobal_batch = 8\nsequence_length = 16\n"
 
@@ -108,9 +108,10 @@ def test_resumed_run(folder: RunFolder) -> None:
     steps(folder, 1, 2, 3, 4, 5)
     steps(folder, 3, 4, generation=2)
     view = read_view(folder)
-    assert [(m.step, m.generation) for m in view.metrics] == [(1, 1), (2, 1), (3, 2), (4, 2)]
-    assert (view.generation, view.ledger_gaps, view.job.steps) == (2, [], 200)
-    assert [m.step for m in view.of_start()] == [3, 4]
+    history = view.history
+    assert (history.steps, history.generations) == ([1, 2, 3, 4], [1, 1, 2, 2])
+    assert (view.generation, view.ledger_gaps, view.ledger_steps, view.job.steps) == (2, [], 4, 200)
+    assert list(history.column("time", view.first_generation)) == [103.0, 104.0]
 
 
 def test_ledger_that_lags_counts_only_when_the_run_is_over(folder: RunFolder) -> None:
@@ -195,7 +196,7 @@ def test_damaged_job_toml(folder: RunFolder, content: bytes) -> None:
     steps(folder, 1)
     view = read_view(folder)
     assert view.job.steps is None
-    assert [m.step for m in view.metrics] == [1]
+    assert view.history.steps == [1]
 
 
 def test_everything_damaged_at_once(folder: RunFolder) -> None:
@@ -213,12 +214,6 @@ def test_unreadable_file_is_a_problem(folder: RunFolder) -> None:
     assert [p.message for p in read_view(folder).problems] == [
         "cannot be read (is a folder, not a regular file)"
     ]
-
-
-def test_eta_is_the_median_of_the_last_twenty() -> None:
-    assert eta_s([], 10) is None
-    assert eta_s([100.0] * 30 + [2.0] * 19 + [500.0], 10) == 20.0
-    assert eta_s([1.0], -3) == 0.0
 
 
 def test_reading_needs_no_torch_and_no_pydantic(tmp_path: Path) -> None:

@@ -6,23 +6,26 @@ import dataclasses
 import io
 import json
 import math
+import os
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from seatrial.base import units
 from seatrial.job import job_from_text, preset_text
-from seatrial.record import events
+from seatrial.record import events, lock
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord, LedgerWriter
 from seatrial.record.metrics import MetricsRecord, MetricsWriter
 from seatrial.record.view import Failure, read_view
 from seatrial.ui import figures
 from seatrial.ui.console import TrainConsole
-from seatrial.ui.live import pane
+from seatrial.ui.live import LivePane, pane
 from seatrial.ui.out import Out
-from seatrial.ui.summary import print_status
+from seatrial.ui.summary import live_pairs, print_status, summary_json
 
 RECORD = MetricsRecord(
     50, 409600, 2.43124, 0.834, 3e-3, 0.48, 0.01, 9120.4, 1140.05, None, 312 * 2**20, 1.7e9, 1
@@ -67,13 +70,13 @@ def console(folder: RunFolder, stream: io.StringIO, **options: Any) -> TrainCons
 
 
 def test_plain_line() -> None:
-    assert figures.step_line(RECORD, 200, 72.4) == (
+    assert figures.step_line(RECORD, 200, 72.4, "GPU") == (
         "step  50/200  loss 2.4312  grad 0.83  tok/s 9,120  tok/s/GPU 1,140  MFU unknown  mem 312 MiB  "
         "ETA 1 min 12 s"
     )
     better = dataclasses.replace(RECORD, loss=math.nan, mfu=0.4123, memory_bytes=None, step=5)
-    assert figures.step_line(better, None, None) == (
-        "step      5  loss nan  grad 0.83  tok/s 9,120  tok/s/GPU 1,140  MFU 41.2 %  mem unknown  ETA unknown"
+    assert figures.step_line(better, None, None, "rank") == (
+        "step      5  loss nan  grad 0.83  tok/s 9,120  tok/s/rank 1,140  MFU 41.2 %  mem unknown  ETA unknown"
     )
 
 
@@ -94,7 +97,8 @@ def test_steps_and_events_in_the_order_they_happened(folder: RunFolder) -> None:
         "step   2/200  loss 4.9800 ",
         "  checkpoint of step 2",
     ]
-    assert lines[0].endswith("ETA 1 min 36 s")
+    assert lines[0].endswith("ETA unknown")  # a first step tells nothing of those that follow
+    assert lines[2].endswith("ETA 1 min 35 s")
 
 
 def test_only_its_own_generation(folder: RunFolder) -> None:
@@ -115,9 +119,9 @@ def test_damaged_lines_are_told_once(folder: RunFolder) -> None:
     view.poll()
     view.poll()
     assert [line[:44] for line in out.getvalue().splitlines()] == [
+        "warning: events.jsonl:1: not an event (not J",
         "warning: metrics.jsonl:1: not a metrics reco",
         "warning: metrics.jsonl:2: not a metrics reco",
-        "warning: events.jsonl:1: not an event (not J",
     ]
 
 
@@ -152,11 +156,11 @@ def test_live_lines_on_a_terminal(folder: RunFolder, terminal: Terminal) -> None
 
 @pytest.mark.parametrize("total", [None, 200, 1_000_000])
 def test_live_lines_fit_80_columns(total: int | None) -> None:
-    from rich.console import Console
+    from rich.console import Console, Group
 
     out = io.StringIO()
     record = dataclasses.replace(RECORD, tokens_per_s=319_000.0, tokens_per_s_per_gpu=2500.0, mfu=0.48)
-    Console(file=out, width=80).print(pane(record, total, 72.0, 0.0))
+    Console(file=out, width=80).print(Group(*pane(record, total, 72.0, 0.0)))
     lines = out.getvalue().splitlines()
     assert len(lines) == 2
     assert all(len(line) <= 80 for line in lines)
@@ -201,11 +205,11 @@ def test_summary_of_a_finished_run(folder: RunFolder) -> None:
     view = console(folder, out)
     view.poll()
     before = len(out.getvalue())
-    view.summary("finished")
+    view.summary(view.ended("finished"))
     text = out.getvalue()[before:]
     assert "a-run finished: step 200 of 200" in text
     assert "loss         4.9900 -> 3.0000" in text
-    assert "9,120 tokens/s (median), 1,140 a GPU, MFU unknown" in text
+    assert "9,120 tokens/s (median), 1,140 a rank, MFU unknown" in text
     assert "200 steps, every sample seen once" in text
     assert "  | def f():\n  |     \N{REPLACEMENT CHARACTER}[2Jreturn\n" in text
     assert f"next         seatrial watch {folder.path} --once" in text
@@ -221,7 +225,7 @@ def test_summary_of_a_failed_run(folder: RunFolder, capsys: pytest.CaptureFixtur
     folder.rank_log(1, 1, 5).touch()
     view = console(folder, out, json_output=True)
     failure = Failure("ValueError: boom", node=1, rank=5)
-    view.summary("failed", failure=failure, next_commands=["seatrial train job.toml"])
+    view.summary(view.ended("failed", failure=failure), ["seatrial train job.toml"])
     text = out.getvalue()
     assert "a-run failed: step 3 of 200" in text
     assert "where        node 1, rank 5" in text
@@ -247,7 +251,8 @@ def test_summary_finds_the_failure_itself(folder: RunFolder) -> None:
         generation=1,
         data={"node": 0, "rank": 2, "cause": "killed"},
     )
-    console(folder, out).summary("failed")
+    view = console(folder, out)
+    view.summary(view.ended("failed"))
     assert "a-run failed: no step was done" in out.getvalue()
     assert "node 0, rank 2" in out.getvalue()
     assert "killed" in out.getvalue()
@@ -258,7 +263,8 @@ def test_gaps_and_damage_are_in_the_summary(folder: RunFolder) -> None:
     write(folder, 1, 2)
     write(folder, 4, 4)
     folder.ledger.write_bytes(folder.ledger.read_bytes() + b"?\n")
-    console(folder, out).summary("finished")
+    view = console(folder, out)
+    view.summary(view.ended("finished"))
     assert "ledger       step 3 is missing" in out.getvalue()
     assert "damaged      ledger.jsonl:4: not a ledger record" in out.getvalue()
 
@@ -282,3 +288,235 @@ def test_spark() -> None:
 def test_printable_takes_control_of_the_terminal_away() -> None:
     assert figures.printable("a\tb\r\nc\n") == "a\tb\nc\n"
     assert figures.printable("\x1b]0;x\x07\x9b\u202e\udc80é") == "�]0;x����é"
+
+
+# -- what was left out
+
+
+@pytest.fixture
+def left_out(folder: RunFolder) -> RunFolder:
+    """Ten steps, of which the 4th, the 5th and the last were left out."""
+    folder.job_toml.write_text("[train]\nsteps = 10\nglobal_batch = 32\nsequence_length = 256\n")
+    events.append(folder, "run_started", "8 ranks", generation=1)
+    events.append(folder, "device", "cpu: its peak is unknown", generation=1, data={"device": "cpu"})
+    metrics, ledger = MetricsWriter(folder), LedgerWriter(folder)
+    for n in range(1, 11):
+        skipped = n in (4, 5, 10)
+        ledger.write(LedgerRecord(n, (n - 1) * 32, n * 32, 1, skipped))
+        if skipped:
+            data = {"step": n, "evidence": {"action": "skip"}}
+            events.append(
+                folder, "nonfinite", "nan", severity="warning", generation=1, node=0, rank=1, data=data
+            )
+            events.append(folder, "step_skipped", f"step {n} was left out", generation=1, rank=0, data=data)
+        else:
+            metrics.write(dataclasses.replace(RECORD, step=n, tokens=n * 8192, time=time.time()))
+    metrics.close()
+    ledger.close()
+    events.append(folder, "run_finished", "all 10 steps are done", generation=1)
+    return folder
+
+
+def test_every_view_says_what_was_left_out(left_out: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    train = io.StringIO()
+    view = console(left_out, train, total_steps=10, json_output=True)
+    view.poll()
+    assert "step 4 was left out\n" in train.getvalue(), "it is of the run, not of the rank that wrote it"
+    assert "warning on node 0 rank 1: nan: it is left out\n" in train.getvalue()
+    view.summary(view.ended("finished"))
+    watch = io.StringIO()
+    print_status(Out(watch), read_view(left_out), time.time())
+    live = "\n".join(f"  {p.label:<13}{p.text}" for p in live_pairs(read_view(left_out), time.time()))
+    for shown in (train.getvalue(), watch.getvalue(), live):
+        assert "  ledger       10 steps, 3 of them left out; every sample of the others seen once" in shown
+        assert "  left out     steps 4-5, 10 (96 samples), on purpose" in shown
+        assert "every sample seen once" not in shown
+    assert "a-run finished: step 10 of 10, 3 left out, after" in train.getvalue()
+    assert "  step         10 of 10 (100 %)" in watch.getvalue()
+    tokens = f"  tokens       {units.count(7 * 8192)}\n"
+    assert tokens in train.getvalue()
+    assert tokens in watch.getvalue()
+    document = json.loads(capsys.readouterr().out)
+    assert (document["step"], document["tokens"]) == (10, 7 * 8192)
+    assert document["ledger"] == {
+        "steps": 10,
+        "verdict": "ok",
+        "gaps": [],
+        "skipped_steps": [4, 5, 10],
+        "skipped_samples": 96,
+    }
+
+
+def test_ranks_are_gpus_only_where_they_have_some(left_out: RunFolder) -> None:
+    def shown() -> str:
+        out = io.StringIO()
+        view = console(left_out, out, total_steps=10)
+        view.poll()
+        view.summary(view.ended("finished"))
+        print_status(Out(out), read_view(left_out), time.time())
+        return out.getvalue()
+
+    text = shown()
+    assert "tok/s/rank 1,140" in text
+    assert "1,140 a rank" in text
+    assert "GPU" not in text
+    events.append(left_out, "device", "of another start", generation=1, data={"device": "NVIDIA H200"})
+    text = shown()
+    assert "tok/s/GPU 1,140" in text
+    assert "1,140 a GPU" in text
+    assert "312 MiB (GPU that uses most)" in text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([5], "step 5"),
+        ([5, 6], "steps 5-6"),
+        ([1, 5, 6, 7, 9], "steps 1, 5-7, 9"),
+        (
+            list(range(1, 90, 2)),
+            "steps 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39 and 25 more",
+        ),
+    ],
+)
+def test_steps_in_words(numbers: list[int], text: str) -> None:
+    assert figures.steps(numbers) == text
+
+
+# -- how it ended
+
+
+def test_the_start_that_prints_its_end_still_holds_the_lock(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not what `state_reason` is about."""
+    out = io.StringIO()
+    fd = lock.acquire(folder.lock)
+    write(folder, 1, 3)
+    events.append(folder, "preempted", "the state is saved", generation=1)
+    data = {"preempted": True}
+    events.append(folder, "run_interrupted", "goes on", severity="warning", generation=1, data=data)
+    view = console(folder, out, json_output=True)
+    view.summary(view.ended("preempted"))
+    os.close(fd)
+    reason = "asked to stop by SIGTERM or SIGHUP: the state is saved; the same command goes on"
+    assert f"  why          {reason}\n" in out.getvalue()
+    document = json.loads(capsys.readouterr().out)
+    assert (document["state"], document["state_reason"], document["pid"]) == ("preempted", reason, None)
+
+
+def test_what_the_process_knows_counts_where_the_records_could_not_be_written(folder: RunFolder) -> None:
+    write(folder, 1, 3)
+    events.append(folder, "run_started", "8 ranks", generation=1)
+    view = console(folder, io.StringIO())
+    told = view.ended("failed", failure=Failure("the disk is full"))
+    assert (told.state, told.state_reason, told.failure) == (
+        "failed",
+        "the disk is full",
+        Failure("the disk is full"),
+    )
+    told = view.ended("finished", "all 200 steps are done already")
+    assert (told.state, told.state_reason) == ("finished", "all 200 steps are done already")
+
+
+# -- the live lines
+
+
+@pytest.fixture
+def busy(folder: RunFolder) -> RunFolder:
+    """It has recovered with a spare, left out two steps, and saved."""
+    events.append(folder, "run_started", "8 ranks", generation=1)
+    for node in range(5):
+        events.append(folder, "node_joined", "joined", generation=1, node=node)
+    slots = {"0": 0, "1": 1, "2": 2, "3": 3}
+    events.append(folder, "generation_started", "g", generation=1, data={"slots": slots})
+    write(folder, 1, 20)
+    events.append(folder, "node_lost", "node 1 is lost", severity="error", generation=1, node=1)
+    events.append(folder, "recovering", "node 1 is lost", severity="warning", generation=1)
+    events.append(folder, "generation_started", "g", generation=2, data={"slots": {**slots, "1": 4}})
+    events.append(folder, "recovered", "on after step 20", generation=2, data={"step": 20, "redone": 0})
+    write(folder, 21, 30, generation=2)
+    ledger = LedgerWriter(folder)
+    ledger.write(LedgerRecord(31, 30 * 32, 31 * 32, 2, skipped=True))
+    ledger.close()
+    where = {"step": 30, "folder": "s3://b/step-00000030"}
+    events.append(folder, "checkpoint_saved", "checkpoint of step 30", generation=2, data=where)
+    return folder
+
+
+def test_live_shows_what_once_shows(busy: RunFolder, terminal: Terminal) -> None:
+    fd = lock.acquire(busy.lock)
+    once = io.StringIO()
+    print_status(Out(once), read_view(busy), time.time())
+    with console(busy, terminal) as view:
+        view.catch_up()
+        view.poll()
+    os.close(fd)
+    live = terminal.getvalue()
+    for label in ("loss", "recoveries", "nodes", "checkpoint", "ledger", "left out"):
+        line = next(x for x in once.getvalue().splitlines() if x.startswith(f"  {label} "))
+        assert line[15:].split(", 0 s ago")[0][:60] in live, label
+    assert "nodes        4 with ranks; lost: 1" in once.getvalue()
+    for event in ("node 1 is lost", "on after step 20", "checkpoint of step 30"):
+        assert event in live
+    assert "node_joined" not in live, "a thousand of them say less than the line on nodes"
+    assert re.search(r"step\D+31/200", re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", live)), (
+        "the step that was left out counts"
+    )
+
+
+def test_the_same_eta_everywhere(busy: RunFolder, terminal: Terminal) -> None:
+    plain = io.StringIO()
+    fd = lock.acquire(busy.lock)
+    for n in (32, 33, 34):
+        write(busy, n, n, generation=2, step_time_s=float(n))
+    view = read_view(busy)
+    print_status(Out(plain), view, time.time())
+    document = json.loads(summary_json(view, time.time()))
+    lines = io.StringIO()
+    console(busy, lines).poll()
+    with console(busy, terminal) as live:
+        live.poll()
+    os.close(fd)
+    told = figures.eta(document["eta_s"])
+    assert f"34 of 200 (17 %), ETA {told}, last" in plain.getvalue()
+    assert lines.getvalue().splitlines()[-1].endswith(f"ETA {told}")
+    assert f"ETA {told}" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("width", [12, 24, 40, 80, 200])
+@pytest.mark.parametrize("height", [4, 9, 30])
+def test_live_lines_fit_any_terminal(busy: RunFolder, width: int, height: int) -> None:
+    from rich.console import Console
+
+    out = io.StringIO()
+    rich = Console(file=out, width=width, height=height, force_terminal=True, color_system=None)
+    live = LivePane(rich)
+    view = read_view(busy)
+    live.update(*pane(view.last, 200, 72.0, 0.0, unit="GPU", step=view.step, pairs=live_pairs(view, 0.0)))
+    drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", out.getvalue()).strip("\n").splitlines()
+    live.close()
+    assert 1 <= len(drawn) < height
+    assert all(len(line) <= width for line in drawn)
+
+
+def test_a_stream_of_bars_and_steps_shows_the_newest(folder: RunFolder, terminal: Terminal) -> None:
+    """Also while the rest of what is shown is not made anew at each step."""
+    with console(folder, terminal) as view:
+        for n in range(1, 6):
+            write(folder, n, n)
+            view.poll()
+            assert f" {n}/200" in terminal.getvalue()
+
+
+def test_a_start_that_resumes_has_done_no_step_yet(folder: RunFolder, terminal: Terminal) -> None:
+    events.append(folder, "run_started", "8 ranks", generation=1)
+    write(folder, 1, 50)
+    events.append(folder, "run_started", "8 ranks", generation=2)
+    with console(folder, terminal, generation=2) as view:
+        view.poll()
+        assert "starting: no step yet after" in terminal.getvalue()
+        assert " 50/200" not in terminal.getvalue()
+        write(folder, 51, 51, generation=2)
+        view.poll()
+        assert " 51/200" in terminal.getvalue()

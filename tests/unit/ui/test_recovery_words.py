@@ -19,7 +19,7 @@ from seatrial.record.view import read_view
 from seatrial.ui.console import TrainConsole
 from seatrial.ui.live import pane
 from seatrial.ui.out import Out
-from seatrial.ui.recovery import Recoveries
+from seatrial.ui.recovery import Nodes, Recoveries, message_of
 from seatrial.ui.summary import print_status, summary_json
 
 
@@ -115,7 +115,7 @@ def test_the_live_lines_show_what_is_being_recovered_from() -> None:
     for record in (None, last):
         out = io.StringIO()
         lines_of = pane(record, 200, 72.0, 0.0, "recovering for 3 s: \x1b[2J" + "n" * 90)
-        Console(file=out, width=80).print(Group(lines_of))
+        Console(file=out, width=80).print(Group(*lines_of))
         lines = out.getvalue().splitlines()
         assert all(len(line) <= 80 for line in lines)
         assert lines[-1].startswith("recovering for 3 s: \N{REPLACEMENT CHARACTER}[2Jnnn")
@@ -142,5 +142,38 @@ def test_status_while_it_recovers_and_afterwards(folder: RunFolder) -> None:
     view = read_view(folder)
     assert (view.state, view.first_generation, view.generation) == ("preempted", 1, 2)
     print_status(Out(out), view, time.time())
-    assert "a-run: preempted, generation 2\n  why          saved" in out.getvalue()
+    assert "a-run: preempted, generation 2\n  why          asked to stop" in out.getvalue()
     assert "2 steps done again" in out.getvalue()
+
+
+def test_which_nodes_have_ranks_and_which_are_gone() -> None:
+    def node(kind: str, number: int) -> Event:
+        return Event(0.0, 1, kind, "info", "", node=number)
+
+    story = [node("node_joined", n) for n in range(4)]
+    assert Nodes(story).text is None, "no generation has begun"
+    story.append(started(s0=0, s1=1))
+    assert Nodes(story).text == "2 with ranks; spare: 2, 3"
+    story += [node("node_lost", 1), started(s0=0, s1=2)]
+    assert Nodes(story).text == "2 with ranks; spare: 3; lost: 1"
+    story += [node("node_evicted", 3), node("node_joined", 1), node("node_lost", 2)]
+    assert Nodes(story).text == "1 with ranks; spare: 1; lost: 2; evicted: 3"
+    many = [started(**{f"s{n}": n for n in range(2)}), *(node("node_joined", n) for n in range(100))]
+    assert Nodes(many).text == "2 with ranks; spare: 2, 3, 4, 5, 6, 7, 8, 9 and 90 more"
+    damaged = Event(0.0, 1, "generation_started", "info", "", data={"slots": {"0": "x", "1": True, "2": 5}})
+    assert Nodes([damaged]).training == [5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "text"),
+    [
+        ("nonfinite", {"evidence": {"action": "redo"}}, "m: it is done again"),
+        ("nonfinite", {"evidence": {"action": "stop"}}, "m: no more steps may be left out"),
+        ("loss_spike", {"evidence": {"action": "warn"}}, "m"),
+        ("nonfinite", {"evidence": "damaged"}, "m"),
+        ("nonfinite", None, "m"),
+        ("corruption", {"evidence": {"action": "redo"}}, "m"),
+    ],
+)
+def test_what_follows_a_step_that_went_wrong(kind: str, data: Any, text: str) -> None:
+    assert message_of(Event(0.0, 1, kind, "warning", "m", data=data)) == text

@@ -1,0 +1,149 @@
+"""How a run stands, and why: one table, which every view and docs/run-folder.md show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from seatrial.record.events import Event
+
+State = Literal["not started", "running", "finished", "failed", "preempted", "stopped"]
+
+_ENDS = ("run_finished", "run_failed", "run_interrupted")
+_FAILED_PARTS = ("rank_failed", "nursery_failed", "agent_failed")
+_NUMBERS = ("nonfinite", "loss_spike")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the state of a run is decided by: all of it is about its last start."""
+
+    held: bool  # a process holds the run's lock
+    pid: int | None  # of that process
+    events: Sequence[Event]
+    generation: int  # the start's last one
+    stepped: bool  # it has recorded a step
+    ever_stepped: bool  # it, or a start before it, has recorded a step
+    complete: bool  # the job's last step is done, and there is a checkpoint of it
+
+    @property
+    def end(self) -> Event | None:
+        """Its last word."""
+        return _last(self.events, _ENDS)
+
+    @property
+    def alive(self) -> bool:
+        """Whoever has said how it ended may hold the lock for a moment longer, to print it."""
+        return self.held and self.end is None
+
+    @property
+    def recovering(self) -> Event | None:
+        """The failure that is being recovered from."""
+        last = _last(self.events, ("recovering", "recovered"))
+        return last if last is not None and last.kind == "recovering" else None
+
+    @property
+    def failed_part(self) -> Event | None:
+        """The first part of the last generation that failed; it has recovered from those before."""
+        return next((e for e in self.events if e.generation == self.generation and is_failure(e)), None)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; the first that holds counts."""
+
+    state: State
+    when: str
+    reason: str  # `{message}`: of the event that the row is about
+    about: Callable[[Facts], Event | bool | None]  # that event, or whether the row holds
+
+
+TABLE = (
+    Row(
+        "running",
+        "lock held, no step of this start yet",
+        "{who} starts it",
+        lambda f: f.alive and not f.stepped,
+    ),
+    Row(
+        "running",
+        "lock held, `recovering` without `recovered`",
+        "{who} runs it, and it recovers: {message}",
+        lambda f: f.recovering if f.alive else None,
+    ),
+    Row("running", "lock held", "{who} trains it", lambda f: f.alive),
+    Row("finished", "`run_finished`", "{message}", lambda f: _ended(f, "run_finished")),
+    Row(
+        "failed",
+        "`run_failed`, after `nonfinite` or `loss_spike` whose `evidence` has the action `stop`",
+        "it diverged, and no more steps may be left out: {message}",
+        lambda f: diverged(f.events) if _ended(f, "run_failed") else None,
+    ),
+    Row("failed", "`run_failed`", "{message}", lambda f: _ended(f, "run_failed")),
+    Row(
+        "preempted",
+        "`run_interrupted` with `preempted`",
+        "asked to stop by SIGTERM or SIGHUP: {message}; the same command goes on",
+        lambda f: (_last(f.events, ("preempted",)) or f.end) if _ended(f, "run_interrupted", True) else None,
+    ),
+    Row("stopped", "`run_interrupted` without it", "{message}", lambda f: _ended(f, "run_interrupted")),
+    Row(
+        "finished",
+        "none of these, the job's last step is done and saved",
+        "all steps are done, and nobody was left to say so",
+        lambda f: f.complete,
+    ),
+    Row(
+        "failed",
+        "none of these, and a part of its last generation failed",
+        "it ended without a last word, after this: {message}",
+        lambda f: f.failed_part,
+    ),
+    Row(
+        "stopped",
+        "none of these, and it was started",
+        "it ended without a last word: killed, or the machine went down",
+        lambda f: f.ever_stepped or _last(f.events, ("run_started",)),
+    ),
+    Row("not started", "none of these", "no step was ever begun", lambda f: True),
+)
+
+
+def state_of(facts: Facts) -> tuple[State, str]:
+    """State and reason by the table."""
+    for row in TABLE:
+        about = row.about(facts)
+        if about:
+            who = "a process" if facts.pid is None else f"process {facts.pid}"
+            message = about.message if isinstance(about, Event) else ""
+            return row.state, row.reason.format(who=who, message=message)
+    raise AssertionError("the last row always holds")
+
+
+def diverged(events: Sequence[Event]) -> Event | None:
+    """What ended a start whose numbers could not be mended: a step that is not finite, or a spike, once too often.
+
+    The same start again meets the same step with the same budget, so it ends in the same way.
+    """
+    for event in reversed(events):
+        evidence = (event.data or {}).get("evidence")
+        if event.kind in _NUMBERS and isinstance(evidence, dict) and evidence.get("action") == "stop":
+            return event
+    return None
+
+
+def is_failure(event: Event) -> bool:
+    """A part of the run failed: a rank, its agent, what forks it."""
+    return event.severity == "error" and event.kind in _FAILED_PARTS
+
+
+def _ended(facts: Facts, kind: str, preempted: bool = False) -> Event | None:
+    end = facts.end
+    if end is None or end.kind != kind:
+        return None
+    return end if not preempted or (end.data or {}).get("preempted") is True else None
+
+
+def _last(events: Sequence[Event], kinds: Sequence[str]) -> Event | None:
+    return next((e for e in reversed(events) if e.kind in kinds), None)
