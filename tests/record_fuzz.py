@@ -38,6 +38,7 @@ from seatrial.control import lease as leases
 from seatrial.control.lease import Lease
 from seatrial.control.memory import recall
 from seatrial.control.spec import AgentSpec
+from seatrial.data.manifest import read_manifest
 from seatrial.data.prepare import prepare
 from seatrial.job import Job, job_from_text, preset_text
 from seatrial.job.huggingface import config_from_architecture
@@ -324,7 +325,8 @@ def _json_of(path: Path) -> object:
 
 
 def _ledger(world: World) -> object:
-    return [asdict(record) for _, record in each_ledger_line(world.run, [])]
+    """By generation: one that was given up may write a line when the next one has begun, and it counts for nothing."""
+    return sorted((asdict(r) for _, r in each_ledger_line(world.run, [])), key=lambda r: r["generation"])
 
 
 def _manifests(world: World) -> object:
@@ -337,12 +339,13 @@ def _parts(world: World) -> object:
 
 def _store(world: World) -> object:
     """What `data verify` can know to be wrong: not the names in it, nor what it says of a tokenizer."""
-    told = _json_of(world.root / "store" / "manifest.json")
-    if isinstance(told, dict):
-        with contextlib.suppress(KeyError, TypeError):  # of one chunk it does not matter how long it could be
-            for shard in told["shards"]:
-                shard["chunks"]["chunk_bytes"] = min(shard["chunks"]["chunk_bytes"], shard["bytes"])
-        return {key: value for key, value in told.items() if key not in ("source", "tokenizer")}
+    try:
+        told = read_manifest(world.root / "store").model_dump(exclude={"source", "tokenizer"})
+    except SeatrialError as error:
+        return error.render()
+    for shard in told["shards"]:  # of one chunk it does not matter how long it could be
+        if shard["chunks"] is not None:
+            shard["chunks"]["chunk_bytes"] = min(shard["chunks"]["chunk_bytes"], shard["bytes"])
     return told
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from seatrial.base import units
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED
 from seatrial.cli.progress import Progress
+from seatrial.record.jsonl import plain
 from seatrial.ui.figures import printable
 
 if TYPE_CHECKING:
@@ -290,4 +291,4 @@ def _print_summary(place: str, m: Manifest) -> None:
 
 
 def _print_json(document: dict[str, Any]) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    print(json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False))

@@ -189,25 +189,32 @@ class TokenStore:
         known = {place for place, _ in problems}
         files = self._files()
         total, done = sum(size for _, size, _, _ in files), 0
-        hashed = {s.file: s.chunks for s in self.manifest.shards if s.chunks is not None}
+        shards = {s.file: s for s in self.manifest.shards}
         for file, size, kind, expected in files:
             if self.where(file) not in known:
-                chunks = hashed.get(file)
+                shard = shards.get(file)
+                chunks = None if shard is None else shard.chunks
                 # By chunks too: a wrong length of them makes every hash of one wrong.
                 by_chunk = None if chunks is None else ChunkHasher(chunks.chunk_bytes)
+                largest = None if shard is None else _Largest(self.dtype)
                 try:
                     state = hashlib.sha256() if kind == "SHA-256" else xxhash.xxh3_128()
-                    actual = _hash(state, self._blocks(file), by_chunk)
+                    actual = _hash(state, self._blocks(file), by_chunk, largest)
                 except OSError as e:
                     problems.append((self.where(file), f"cannot be read: {e.strerror}"))
                 else:
                     if actual != expected:
                         problem = f"damaged: {kind} {actual}, the manifest says {expected}"
                         problems.append((self.where(file), problem))
-                    elif chunks is not None and by_chunk is not None:
-                        found = xxhash.xxh3_128_hexdigest(by_chunk.finish())
-                        if found != chunks.xxh3_128:
-                            problems.append((self.where(chunks.file), f"not the hashes of {file}"))
+                    elif (
+                        chunks is not None
+                        and by_chunk is not None
+                        and xxhash.xxh3_128_hexdigest(by_chunk.finish()) != chunks.xxh3_128
+                    ):
+                        problems.append((self.where(chunks.file), f"not the hashes of {file}"))
+                    elif shard is not None and largest is not None and largest.value != shard.max_token:
+                        problem = f"its largest token is {largest.value}, the manifest says {shard.max_token}"
+                        problems.append((self.where(file), problem))
             done += size
             if progress is not None:
                 progress(done, total, file)
@@ -298,17 +305,36 @@ def check_index(index: IndexFile, place: str, blocks: Iterable[bytes]) -> None:
         raise InputError(Diagnostic(problem, file=place, hint=RESTORE_HINT))
 
 
-class _Hash(Protocol):
+class _Sink(Protocol):
     def update(self, data: bytes, /) -> object: ...
 
+
+class _Hash(_Sink, Protocol):
     def hexdigest(self) -> str: ...
 
 
-def _hash(state: _Hash, blocks: Iterable[bytes], by_chunk: ChunkHasher | None = None) -> str:
+class _Largest:
+    """The largest token of a file that comes in blocks of any size."""
+
+    def __init__(self, dtype: np.dtype[np.unsignedinteger]) -> None:
+        self.value = 0
+        self._dtype = dtype
+        self._rest = b""
+
+    def update(self, data: bytes) -> None:
+        data = self._rest + data
+        count = len(data) // self._dtype.itemsize
+        if count:
+            self.value = max(self.value, int(np.frombuffer(data, self._dtype, count).max()))
+        self._rest = data[count * self._dtype.itemsize :]
+
+
+def _hash(state: _Hash, blocks: Iterable[bytes], *others: _Sink | None) -> str:
+    """The digest of `blocks`, which the `others` are given too."""
+    sinks: list[_Sink] = [state, *(other for other in others if other is not None)]
     for block in blocks:
-        state.update(block)
-        if by_chunk is not None:
-            by_chunk.update(block)
+        for sink in sinks:
+            sink.update(block)
     return state.hexdigest()
 
 

@@ -98,6 +98,8 @@ class HuggingFaceWeights:
         try:
             weight_map = read_json(path, links=True)["weight_map"]
             index = {str(name): str(file) for name, file in weight_map.items()}
+        except OSError as error:
+            raise InputError(Diagnostic(f"cannot be read: {error.strerror}", str(path))) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 Diagnostic(

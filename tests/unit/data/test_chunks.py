@@ -113,6 +113,20 @@ def test_chunks_of_another_length_are_found_by_verify(tmp_path: Path) -> None:
     ]
 
 
+def test_another_largest_token_is_found_by_verify(tmp_path: Path) -> None:
+    """The manifest says it, and with it whether the tokens fit a model's vocabulary."""
+    write(tmp_path / "store")
+    path = tmp_path / "store" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    largest = [shard["max_token"] for shard in manifest["shards"]]
+    first = min(range(len(largest)), key=largest.__getitem__)  # not the one that makes the store's
+    manifest["shards"][first]["max_token"] -= 1
+    path.write_text(json.dumps(manifest))
+    ((where, problem),) = TokenStore.open(tmp_path / "store").verify()
+    assert where == str(tmp_path / "store" / manifest["shards"][first]["file"])
+    assert problem == f"its largest token is {largest[first]}, the manifest says {largest[first] - 1}"
+
+
 def test_a_swapped_shard_is_damage(tmp_path: Path) -> None:
     write(tmp_path / "s")
     a, b = tmp_path / "s/shard-00000.bin", tmp_path / "s/shard-00001.bin"
