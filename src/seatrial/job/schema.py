@@ -33,6 +33,11 @@ StepsOrAuto = Annotated[
     Discriminator(_word_or_number),
 ]
 
+CopiesOrAuto = Annotated[
+    Annotated[int, Field(ge=0, le=2), Tag("number")] | Annotated[Literal["auto"], Tag("word")],
+    Discriminator(_word_or_number),
+]
+
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipe-v"]
 
 
@@ -276,6 +281,11 @@ class ResilienceSection(Section):
         default=10,
         description="steps between copies of each rank's state in memory, here and on another node; 0: none",
     )
+    snapshot_copies: CopiesOrAuto = Field(
+        default="auto",
+        description="2: on the rank's own node and on the next one; 1: on its own node; 0: none; "
+        '"auto": the most that the host\'s memory holds',
+    )
     verify_every_steps: Annotated[int, Field(ge=0)] = Field(
         default=10,
         description="steps between comparisons of weights that several ranks hold; 0: no check of the state at all",
@@ -329,6 +339,13 @@ class ResilienceSection(Section):
     allow_node_drain: bool = Field(
         default=False, description="may tell the scheduler to drain a node that was evicted"
     )
+
+    @property
+    def copies(self) -> int:
+        """On how many nodes a rank's state is kept in memory; where nobody has compared it with the memory, on two."""
+        if not self.snapshot_every_steps:
+            return 0
+        return 2 if self.snapshot_copies == "auto" else self.snapshot_copies
 
 
 class ScaleSection(Section):

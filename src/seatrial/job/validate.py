@@ -197,7 +197,7 @@ _EXPECTED = {
     "model_attributes_type": "a table",
 }
 # What a key that takes a word takes beside it.
-_OR_ELSE = {"checkpoint.every_steps": ("a number of steps",)}
+_OR_ELSE = {"checkpoint.every_steps": ("a number of steps",), "resilience.snapshot_copies": ("0", "1", "2")}
 _LIMITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "greater_than": ("must be greater than", lambda c: c["gt"]),
     "greater_than_equal": ("must be at least", lambda c: c["ge"]),
