@@ -14,6 +14,7 @@ from seatrial.base.errors import InputError
 from seatrial.job import job_from_text
 from seatrial.launch import LocalLauncher, local
 from seatrial.record.folder import RunFolder
+from seatrial.record.inputs import freeze
 from seatrial.record.secret import make_secret
 
 JOB = """
@@ -54,6 +55,8 @@ def main() -> int:
         local.visible_devices = lambda: [str(i) for i in range(64)]
     folder.control.mkdir(parents=True)
     folder.job_toml.write_text(job.to_toml())
+    folder.plan_json.write_text("{}")
+    freeze(folder)
     folder.generation_file.write_text(f"{request['generation']}\n")
     make_secret(folder)
 

@@ -29,6 +29,7 @@ from seatrial.job import load_job
 from seatrial.job.architecture import Architecture
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.record.folder import RunFolder
+from seatrial.record.run import read_plan
 from seatrial.train.rank import make_loader
 
 pytestmark = pytest.mark.cluster
@@ -60,7 +61,7 @@ def test_transformers_computes_what_the_run_computed(folder: Path, start: Callab
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
     run = RunFolder(folder / "runs" / "small")
     job = load_job(run.job_toml)
-    loader: BatchLoader = make_loader(job, run)
+    loader: BatchLoader = make_loader(job, run, read_plan(run))
     ids_BT, target_BT = loader.batch(step + 1, 0, job.train.global_batch)[:2]
     with torch.no_grad():
         logits_BTV = theirs(input_ids=ids_BT.long()).logits

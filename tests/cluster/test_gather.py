@@ -75,7 +75,6 @@ class Launch:
         self.started.append(node)
         spec = AgentSpec(
             run=self.folder.path,
-            job=self.folder.job_toml,
             generation=4,
             node=node,
             nodes=len(self.scripts),

@@ -86,6 +86,23 @@ class ForgetsWhatMayRun(Machine):
         return memory
 
 
+class IsHaltedByAnOldStop(Machine):
+    """Takes any order to stop for one to the generation at work, also what only ends an older one somewhere."""
+
+    halted = False
+
+    def _stop(self, nodes: Iterable[int]) -> None:
+        super()._stop(nodes)
+        self.halted = True
+
+    def _start(self, shape: int) -> None:
+        super()._start(shape)
+        self.halted = False
+
+    def at_work(self, generation: int) -> bool:
+        return super().at_work(generation) and not self.halted
+
+
 class IgnoresThatNobodyAnswers(Machine):
     """Waits for ever for a node that does not stop."""
 

@@ -28,6 +28,7 @@ class Host:
     ready: bool = False
     link: int = 0  # the connection to the coordinator; 0: none
     workers: int | None = None  # the generation whose ranks, running or parked, live here
+    claims: int | None = None  # a generation that its agent says it runs, although its ranks have failed
     barred: int = 0  # generations up to here were told to stop
     silent: float | None = None  # since when nobody is known to have heard it
     slow: bool = False  # that its ranks have stopped is told far too late next time, or never
@@ -118,6 +119,7 @@ class Cluster:
             return
         if (
             self.now - self.moved >= HANG_S - 1e-6
+            and self.machine.at_work(self.machine.generation)
             and self.machine.phase == "running"
             and self.leg is not None
         ):
@@ -188,13 +190,20 @@ class Cluster:
 
     # -- agents
 
-    def report(self, host: Host, event: Callable[..., m.Event], *args: Any) -> None:
+    def report(self, host: Host, event: Callable[..., m.Event | None], *args: Any) -> None:
         """A message to the coordinator."""
         if host.link:
             host.up_at = max(host.up_at, self.now + self.delay())
             self.at(host.up_at, self.arrive, host, host.link, event, args)
 
-    def arrive(self, host: Host, link: int, event: Callable[..., m.Event], args: Sequence[Any]) -> None:
+    def failed(self, time: float, generation: int, *args: Any) -> m.Event | None:
+        """What the coordinator makes of a rank's end: nothing, unless its generation is at work."""
+        assert self.machine is not None
+        return m.Failed(time, generation, *args) if self.machine.at_work(generation) else None
+
+    def arrive(
+        self, host: Host, link: int, event: Callable[..., m.Event | None], args: Sequence[Any]
+    ) -> None:
         if self.machine is None or (host.link != link and self.random.random() < 0.5):
             return
         if event is m.Joined:
@@ -205,7 +214,8 @@ class Cluster:
         elif self.heard.get(host.number) != link:
             return
         for _ in range(2 if self.random.random() < 0.02 else 1):
-            self.tell(event(self.now, *args))
+            if self.machine is not None and (told := event(self.now, *args)) is not None:
+                self.tell(told)
 
     def connect(self, host: Host) -> None:
         if not host.alive or host.cut or host.link or self.machine is None:
@@ -213,7 +223,8 @@ class Cluster:
         self._links += 1
         host.link = self._links
         host.down_at = host.up_at = self.now
-        self.report(host, m.Joined, host.number, host.ready, host.workers)
+        running = host.claims if host.workers is None else host.workers
+        self.report(host, m.Joined, host.number, host.ready, running)
         if host.left is not None:
             generation, how = host.left  # perhaps nobody has heard it
             self.report(host, m.Finished, generation, host.number, how)
@@ -244,6 +255,8 @@ class Cluster:
         """Its ranks die without an order; whoever is connected then connects anew to say so."""
         if host.alive and host.workers == generation:
             self.end_workers(host)
+            if self.random.random() < 0.3:
+                host.claims = generation  # some had failed before that, and nobody has heard it
             if host.link:
                 host.link = 0
                 self.connect(host)
@@ -281,7 +294,7 @@ class Cluster:
         if leg.generation <= host.barred:
             return
         self.watcher.worker_born(host, leg.generation)
-        host.workers, host.left = leg.generation, None
+        host.workers, host.left, host.claims = leg.generation, None, None
         leg.begun.add(host.number)
         if len(leg.begun) == len(leg.slots):
             self.at(self.now + self.random.uniform(0.2, 3.0), self.step, leg)
@@ -320,9 +333,9 @@ class Cluster:
         """A rank ends; its peers park. A hang nobody reports but the watch."""
         leg.broken = True
         if signal != "hang":
-            self.report(
-                self.hosts[node], m.Failed, leg.generation, node, node * 8, signal, "broken", leg.step
-            )
+            host = self.hosts[node]
+            host.claims = leg.generation
+            self.report(host, self.failed, leg.generation, node, node * 8, signal, "broken", leg.step)
 
     def ask_to_leave(self, host: Host, generation: int, how: str) -> None:
         leg = self.leg
@@ -331,6 +344,8 @@ class Cluster:
 
     def stop(self, host: Host, generation: int, grace_s: float) -> None:
         host.barred = max(host.barred, generation)
+        if host.claims is not None and host.claims <= generation:
+            host.claims = None
         if host.workers is None or host.workers > generation:
             self.report(host, m.Stopped, generation, host.number)
             return

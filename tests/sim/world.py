@@ -71,7 +71,7 @@ class World(Cluster):
     def revive(self, host: Host) -> None:
         if not host.alive:
             host.alive = True
-            host.barred, host.silent, host.slow = 0, None, False
+            host.barred, host.silent, host.slow, host.claims = 0, None, False, None
             self.connect(host)
 
     def strike_return(self) -> None:

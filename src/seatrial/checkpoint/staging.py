@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from seatrial.base.still import LOOK_S, Stillness
 from seatrial.checkpoint.manifest import Manifest
 from seatrial.checkpoint.staging_memory import StagingMemory
 from seatrial.checkpoint.stream import FilePlan
@@ -36,6 +37,7 @@ class AsyncWriter:
         self._rank, self._world_size = rank, world_size
         self._memory = StagingMemory(device)
         self._process: WriterProcess | None = None
+        self._still = Stillness()
         self._orders: dict[tuple[int, What], float] = {}  # not answered yet -> when it was given
         self._told: list[Outcome] = []  # and not yet polled
         self._size = self._index_bytes = 0  # of what is staged
@@ -199,7 +201,7 @@ class AsyncWriter:
         until = time.monotonic() + timeout_s
         told = self.poll()
         while any(what == "removed" for _, what in self._orders) and (left := until - time.monotonic()) > 0:
-            self.wait(left)
+            self.wait(min(left, LOOK_S))
             told += self.poll()
         return told
 
@@ -217,8 +219,11 @@ class AsyncWriter:
             if outcome.what == "commit" and not outcome.ok:
                 self._orders.pop((outcome.attempt, "removed"), None)
             self._told.append(outcome)
+        still = self._still.look({process.pid: False})
         if process.ended is not None:
             self._lose(process, f"the writing process {process.ended}")
+        elif still:
+            self._lose(process, f"the writing process {still[process.pid]}, and was killed")
 
     def _lose(self, process: WriterProcess, problem: str) -> None:
         self._process = None

@@ -27,11 +27,13 @@ from seatrial.control.reception import Reception
 from seatrial.control.spec import AgentSpec, LocalOptions, parse_agent_arguments
 from seatrial.control.vault import Vault
 from seatrial.control.warden import Warden
+from seatrial.control.watchdog import Watchdog
 from seatrial.control.watching import Watching, allow_files
 from seatrial.control.wire import Incoming, Link, Listener
 from seatrial.control.worker import Worker
 from seatrial.control.workers import Workers
-from seatrial.job import Job, load_job
+from seatrial.job import Job
+from seatrial.record import inputs
 
 
 class Agent:
@@ -62,7 +64,8 @@ class Agent:
         self.vault = Vault(spec, self._tell)
         self.workers.snapshot_fds = self.vault.fds()
         self.workers.start_nursery()  # first: it needs two seconds, during which we find each other
-        self.job: Job = load_job(spec.job)
+        self.inputs = inputs.frozen(spec.folder)
+        self.job: Job = inputs.job_of(spec.folder, self.inputs)
         self.secret = bytes.fromhex(spec.folder.secret.read_text().strip())
         self.vault.unlock(self.secret)
         self.listener = Listener(spec.address, self.secret)
@@ -85,6 +88,13 @@ class Agent:
         self.journal = Journal(self.member)
         self._member_source: Link | Any | None = None
         self.inspection: Inspection | None = None
+        self.watchdog = Watchdog(
+            self.workers,
+            self._transfers,
+            options.parent,
+            rank_stopped=lambda worker, why: self._on_worker("stopped", worker, {"message": why}),
+            tell=self._stood_still,
+        )
         self.warden = Warden(spec, resilience, self.journal.tell_once, self.watch, self.unwatch)
 
     # -- the loop
@@ -109,6 +119,7 @@ class Agent:
             self.workers.deadline,
             self.warden.deadline,
             self.reception.deadline,
+            self.watchdog.deadline,
         ]
         if self.coordinator is not None:
             deadlines.append(self.coordinator.deadline)
@@ -127,6 +138,7 @@ class Agent:
             self.member.valid_until = time.monotonic() + 1e9
         self._inspect()
         self.warden.tick()
+        self.watchdog.tick()
         self.reception.tick()
         if self.coordinator is not None:
             self.coordinator.tick()
@@ -167,7 +179,7 @@ class Agent:
         if self.coordinator is not None:
             self.coordinator.close()
         self.coordinator = Coordinator(
-            self.spec, self.job, lease, self.secret, self.watch, self.unwatch, dead=dead
+            self.spec, self.job, self.inputs, lease, self.secret, self.watch, self.unwatch, dead=dead
         )
 
     def _on_member(self) -> None:
@@ -190,9 +202,12 @@ class Agent:
         }
 
     def _beat(self) -> dict[str, Any]:
-        steps = [w.step for w in self.workers.workers.values() if w.runs]
-        step = min(steps, default=0)
-        return {"generation": self.generation, "step": step, "round_trip_s": self.member.round_trip_s}
+        workers = self.workers.workers.values()
+        return {
+            "generation": self.generation,
+            "step": min((w.step for w in workers if w.runs), default=0),
+            "failed": sum(w.generation == self.generation and w.failed for w in workers),
+        }
 
     def _tell(self, message: dict[str, Any]) -> None:
         self.member.send(message)
@@ -209,6 +224,14 @@ class Agent:
         """
         workers = self.workers.workers.values()
         return any(w.signalled is None and w.state != "finished" and w.status != 0 for w in workers)
+
+    def _transfers(self) -> dict[int, str]:
+        found = self.vault.transfers()
+        return found if self.coordinator is None else found | self.coordinator.snapshots.transfers()
+
+    def _stood_still(self, message: str, data: dict[str, Any]) -> None:
+        message = f"node {self.spec.node}: {message}"
+        self.journal.tell_once({"external": {"kind": "process_stopped", "message": message, "data": data}})
 
     # -- orders
 
@@ -228,6 +251,7 @@ class Agent:
             "layout",
             "master_addr",
             "master_port",
+            "inputs",
         )
         for local, rank in enumerate(order["ranks"]):
             legs[local] = {key: order[key] for key in common} | {
@@ -253,9 +277,10 @@ class Agent:
     def _order_stop(self, order: dict[str, Any]) -> None:
         generation = order["generation"]
         self.stopping = generation
-        self.vault.call_off()  # of a start that still waits for snapshots
-        for rank in order.get("kill", ()):
-            self.workers.signal(rank, signal.SIGKILL)
+        if generation >= self.generation:  # an older one's end leaves the current one alone
+            self.vault.call_off()  # of a start that still waits for snapshots
+            for rank in order.get("kill", ()):
+                self.workers.signal(rank, signal.SIGKILL)
         self.workers.stop(generation, order["grace_s"], park=order["park"])
         self._tell_stopped()
 
@@ -293,7 +318,7 @@ class Agent:
                 self._tell({"ready": {}})
             case "started":
                 self._tell({"worker": {"kind": "started", **about, **values, "pid": worker.pid}})
-            case "parked" | "finding":
+            case "parked" | "finding" | "stopped":
                 self.journal.tell({"worker": {"kind": kind, **about, **values}})
             case "beat":
                 if values["first"]:
@@ -319,9 +344,8 @@ class Agent:
 
     def _tell_stopped(self) -> None:
         """Once nothing of the generation that was to stop runs any more."""
-        workers = self.workers.workers.values()
-        if self.stopping is not None and not any(w.runs for w in workers):
-            parked = sum(w.waits for w in workers)
+        if self.stopping is not None and not self.workers.at_work(self.stopping):
+            parked = sum(w.waits for w in self.workers.workers.values())
             stopped = {"generation": self.stopping, "parked": parked, "offer_port": free_port()}
             self.journal.tell({"stopped": stopped})
             self.stopping = None
@@ -335,9 +359,7 @@ class Agent:
         for worker in workers:
             if worker.generation != self.generation:
                 continue
-            ended = worker.state == "exited" and worker.status == 0
-            waits = worker.state == "finished" and worker.how != "done"
-            if not (ended or waits):
+            if not worker.left:
                 return
             ways.add(worker.how)
         if len(ways) == 1:

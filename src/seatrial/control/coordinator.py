@@ -16,6 +16,7 @@ from seatrial.checkpoint.place import checkpoint_urls
 from seatrial.control import lease as leases
 from seatrial.control import machine_types as m
 from seatrial.control.absent import Absent
+from seatrial.control.confirm import Confirmations
 from seatrial.control.ending import Ending
 from seatrial.control.executor import Executor, recall
 from seatrial.control.hangs import Culprit, HangWatch
@@ -34,6 +35,7 @@ from seatrial.control.world import World
 from seatrial.job import Job
 from seatrial.job.shapes import shapes
 from seatrial.record.folder import RunFolder
+from seatrial.record.inputs import Digests
 
 _RENEW_S = 0.25  # nobody hears of us for longer than this after the next term has begun
 
@@ -49,6 +51,7 @@ class Coordinator:
         self,
         spec: AgentSpec,
         job: Job,
+        inputs: Digests,
         lease: Lease,
         secret: bytes,
         watch: Callable[..., None],
@@ -56,7 +59,10 @@ class Coordinator:
         *,
         dead: int | None = None,
     ) -> None:
-        """`dead`: the node that coordinated before, if its process is gone for certain."""
+        """`inputs`: of the job and the plan that every rank must read.
+
+        `dead`: the node that coordinated before, if its process is gone for certain.
+        """
         self.spec, self.job, self.lease = spec, job, lease
         self.folder: RunFolder = spec.folder
         self.shapes = shapes(job)
@@ -71,6 +77,7 @@ class Coordinator:
         self.deposed = False
         self.resigned = False
         self.round_trips = RoundTrips(self.lease.node)
+        self._confirmed = Confirmations()
         self._silent: set[int] = set()  # lost, perhaps only to us
         self._kill: dict[int, list[int]] = {}  # node -> ranks that will not stop by themselves
         self._events: deque[m.Event] = deque()  # the first is being handled
@@ -88,12 +95,11 @@ class Coordinator:
             self.folder, places, job.checkpoint.read_back, self.peers.send, self._flushed
         )
         self.hangs = HangWatch(job.resilience, self.peers.send, self.recorder, last_step=job.train.steps)
-        self.executor = Executor(spec, job, self.shapes, self.peers, self.snapshots, self.recorder)
+        self.executor = Executor(spec, job, inputs, self.shapes, self.peers, self.snapshots, self.recorder)
         self.ending = Ending(spec.node, lease.term, self.peers, self.executor, self.verdicts)
         if memory is not None and memory.get("world"):
             world = World.from_dict(memory["world"], self.shapes, spec.ranks_per_node)
             self.executor.world, self.recorder.generation = world, world.generation
-            self.executor.halted = self.machine.phase != "adopting"
             self.verdicts.began(world.generation)
             self.executor.roster = {
                 int(node): (address, port) for node, (address, port) in memory["roster"].items()
@@ -237,11 +243,21 @@ class Coordinator:
 
     def _beat(self, peer: Peer, message: dict[str, Any]) -> None:
         peer.generation, peer.step = message["generation"], message["step"]
-        slow = self.round_trips.add(peer.node, message["round_trip_s"])
+        slow = self.round_trips.add(peer.node, peer.link.round_trip_s)
         if slow is not None:
             values = {"signal": "congestion", "message": str(slow), "evidence": asdict(slow)}
             self.recorder.finding(values, peer.node, rule_for("congestion"))
+        self._confirm(peer.node, message)
         self._progress()
+
+    def _confirm(self, node: int, beat: dict[str, Any]) -> None:
+        if not self.machine.works(node):
+            self._confirmed.forget(node)
+            return
+        wanted, now = self.machine.generation, time.monotonic()
+        wrong = self._confirmed.beat(node, wanted, beat["generation"], beat["failed"], now)
+        if wrong is not None:
+            self._fail(node, None, "worker_exit", wrong)
 
     def _progress(self) -> None:
         world = self.world
@@ -271,6 +287,10 @@ class Coordinator:
             self._on_finding(peer, values)
             return
         current = self._current(generation)
+        if kind == "stopped":
+            if current:
+                self._fail_for_hang(self.hangs.stopped(peer.node, rank, values))
+            return
         if kind == "parked":
             if current and self._peers_gone is None:
                 message = f"rank {rank} lost its peers: {values['message']}"
@@ -375,7 +395,7 @@ class Coordinator:
 
     def _current(self, generation: int) -> bool:
         """Whether that generation is at work, as far as we have decided."""
-        return self.world is not None and generation == self.world.generation and not self.executor.halted
+        return self.world is not None and self.machine.at_work(generation)
 
     def _fail(self, node: int, rank: int | None, signal: str, cause: str) -> None:
         if self.world is None or self.ending.outcome is not None:
@@ -404,7 +424,7 @@ class Coordinator:
                 self.recorder.log(self._events[0], actions)
             if any(not isinstance(action, m.Note) for action in actions):
                 self.executor.remember(self.machine.memory())  # before any of it is done
-            if self.machine.phase == "running" and not self.executor.halted and not self.hangs.watching:
+            if self.machine.phase == "running" and not self.hangs.watching:
                 self.hangs.began(time.monotonic(), whole=True)  # what an earlier coordinator started runs on
             for action in actions:
                 if not self.deposed:
@@ -421,9 +441,11 @@ class Coordinator:
                 self.hangs.began(time.monotonic(), whole=not action.in_place)
                 self.verdicts.began(action.generation)
             case m.Stop():
-                self._peers_gone = None
                 self.executor.stop(action, self._kill, self.machine.memory())
-                self.hangs.ended()
+                if not self.machine.at_work(self.machine.generation):
+                    # Otherwise a node is to end what it still has of an older generation, and the current one goes on.
+                    self._peers_gone = None
+                    self.hangs.ended()
             case m.Yield():
                 self.executor.do(action)
                 self.hangs.ended()  # saving takes its time; the machine has a limit of its own for it

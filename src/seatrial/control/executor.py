@@ -17,6 +17,7 @@ from seatrial.control.spec import AgentSpec
 from seatrial.control.world import World
 from seatrial.job import Job
 from seatrial.job.shapes import Shape
+from seatrial.record.inputs import Digests
 
 
 class Executor:
@@ -26,6 +27,7 @@ class Executor:
         self,
         spec: AgentSpec,
         job: Job,
+        inputs: Digests,
         shapes: Sequence[Shape],
         peers: Peers,
         snapshots: SnapshotMap,
@@ -33,9 +35,8 @@ class Executor:
     ) -> None:
         self.world: World | None = None  # that was started last
         self.roster: dict[int, tuple[str, int]] = {}  # where each agent listens, or did last
-        self.halted = False  # it has been told to stop: what its ranks say now follows from that
         self.gpus: dict[int, str] = {}  # node -> PCI address of the GPU that a signal last named
-        self._spec, self._job, self._shapes = spec, job, shapes
+        self._spec, self._job, self._inputs, self._shapes = spec, job, inputs, shapes
         self._peers, self._snapshots, self._recorder = peers, snapshots, recorder
 
     def start(self, action: m.Start, memory: dict[str, Any]) -> None:
@@ -44,7 +45,7 @@ class Executor:
             action.generation, action.slots, self._shapes, action.shape, self._spec.ranks_per_node
         )
         layout = world.shape.layout
-        self.world, self.halted = world, False
+        self.world = world
         # Before anybody hears of it: nobody may begin it a second time, nor publish for an earlier one.
         self._write(self._spec.folder.generation_file, f"{action.generation}\n")
         self.remember(memory)
@@ -68,6 +69,7 @@ class Executor:
             "master_addr": first.address,
             "master_port": self._job.cluster.port or first.offer_port,
             "in_place": action.in_place,
+            "inputs": dict(self._inputs),
             "again": action.generation > self._spec.generation,
         }
         for slot, node in sorted(action.slots.items()):
@@ -91,7 +93,6 @@ class Executor:
 
     def stop(self, action: m.Stop, kill: Mapping[int, list[int]], memory: dict[str, Any]) -> None:
         """End a generation; of the ranks in `kill`, by node, nothing is to be expected any more."""
-        self.halted = True
         for node in action.nodes:
             order = {"generation": action.generation, "grace_s": action.grace_s, "park": True}
             self._peers.send(node, {"stop": {**order, "kill": kill.get(node, [])}})
@@ -99,7 +100,6 @@ class Executor:
 
     def end(self, nodes: Sequence[int], grace_s: float) -> None:
         """The run is over: nobody parks, all end."""
-        self.halted = True
         assert self.world is not None
         for node in nodes:
             order = {"generation": self.world.generation, "grace_s": grace_s, "park": False}

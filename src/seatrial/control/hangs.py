@@ -115,6 +115,19 @@ class HangWatch:
         self._dumps |= {int(rank): dump for rank, dump in values["dumps"].items()}
         self._evidence |= {int(rank): Evidence.from_dict(found) for rank, found in values["evidence"].items()}
 
+    def stopped(self, node: int, rank: int, values: dict[str, Any]) -> list[Culprit]:
+        """An agent found that its rank has been stopped: it holds up the others, whatever they do."""
+        message = str(values["message"])
+        self._recorder.event(
+            "hang_blamed",
+            f"rank {rank}: {message}",
+            severity="error",
+            node=node,
+            rank=rank,
+            data={"ranks": [rank], "kind": "stopped", "evidence": [message], "told": values.get("told")},
+        )
+        return [Culprit(node, rank, _SIGNALS["stopped"], message)]
+
     def tick(self, now: float, world: World | None, slow: SlowLink | None) -> list[Culprit]:
         """Ask when a step is overdue; judge when all have answered or their time is over.
 

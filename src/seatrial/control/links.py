@@ -1,7 +1,7 @@
-"""Which node's network is slow, from the round trips of the agents' own beats. Pure.
+"""Which node's network is slow, from round trips between agents and coordinator as the kernel measures them. Pure.
 
-A beat is a few hundred bytes and answered at once. On a link that training has filled it waits with the rest, and it
-costs nothing to know.
+The connection carries a few hundred bytes several times a second. On a link that training has filled they wait with the
+rest. A host that has too much to compute delays its agent, but not the kernel's acknowledgements.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-_SLOW_S = 0.1  # an agent on a busy host may take that long to get to run, but not time after time
+_SLOW_S = 0.1  # an acknowledgement may be delayed by 0.04 s, so that it can travel with an answer
 _TIMES = 8.0  # as long as the others' median
 _IN_A_ROW = 4
 
 
 @dataclass(frozen=True)
 class SlowLink:
-    """A node whose beats take long, and what the others' take."""
+    """A node to which round trips take long, and what those to the others take."""
 
     node: int
     seconds: float
     others: float
-    own: bool = False  # the coordinator's: it is the others' beats that take long, all of them
+    own: bool = False  # the coordinator's: those to all others take long
 
     def __str__(self) -> str:
         if self.own:
             return (
-                f"the beats of all other nodes take {self.seconds:.2f} s there and back to node {self.node}, "
-                f"its own {self.others * 1e3:.0f} ms: its network is slow"
+                f"TCP round trips between node {self.node} and all other nodes take {self.seconds:.2f} s: "
+                "its network is slow"
             )
         return (
-            f"the beats of node {self.node} take {self.seconds:.2f} s there and back, "
-            f"those of the other nodes {self.others * 1e3:.0f} ms: its network is slow"
+            f"TCP round trips to node {self.node} take {self.seconds:.2f} s, "
+            f"those to other nodes {self.others * 1e3:.0f} ms: its network is slow"
         )
 
 
@@ -45,7 +45,7 @@ class RoundTrips:
         self._slow: dict[int, int] = {}  # node -> beats in a row
 
     def add(self, node: int, seconds: float) -> SlowLink | None:
-        """A beat's round trip; a finding once for each time that a node's link becomes slow."""
+        """One more measurement; a finding once for each time that a node's link becomes slow."""
         self._seconds[node] = seconds
         found = self._judge(node)
         self._slow[node] = self._slow.get(node, 0) + 1 if found is not None else 0

@@ -138,7 +138,7 @@ class Machine(Recovery):
             case Failed():
                 self._failed(event)
             case Stopped():
-                unasked = self._works(event.node) and event.generation >= self.generation
+                unasked = self.works(event.node) and event.generation >= self.generation
                 self.roster.ended(event.node, event.generation)
                 if unasked:
                     self._recover("agent_exit", "stopped without being asked to", node=event.node)
@@ -158,7 +158,7 @@ class Machine(Recovery):
                 pass
 
     def _joined(self, event: Joined) -> None:
-        number, roster, works = event.node, self.roster, self._works(event.node)
+        number, roster, works = event.node, self.roster, self.works(event.node)
         node = roster.node(number)
         node.joined, node.ready = True, event.ready
         if works and event.running == self.generation:

@@ -19,7 +19,7 @@ class Recovery(State):
     """The part of the machine that judges failures."""
 
     def _failed(self, event: Failed) -> None:
-        rule, node, works = self.rules(event.signal), event.node, self._works(event.node)
+        rule, node, works = self.rules(event.signal), event.node, self.works(event.node)
         action = self._action(rule, event)
         # What is wrong with a node holds whatever runs there; what is wrong with a rank ends with its generation.
         if action == "evict" or action == "reset":
@@ -40,7 +40,7 @@ class Recovery(State):
         self._actions.append(Note("signal", event.cause, severity, node, event.rank, data))
 
     def _lost(self, event: Lost) -> None:
-        node, worked = self.roster.node(event.node), self._works(event.node)
+        node, worked = self.roster.node(event.node), self.works(event.node)
         self.roster.lost(event.node, certain=event.certain, gone_by=self._now + self.settings.fence_s)
         if node.out is None:
             node.cause = event.cause

@@ -100,6 +100,10 @@ class State:
             lines += [str(event), *(f"    {action}" for action in actions)]
         return "\n".join(lines)
 
-    def _works(self, node: int) -> bool:
-        """Whether the node has work in the generation that runs."""
-        return node in self._members and self.phase in ("running", "adopting") and node not in self.finished
+    def at_work(self, generation: int) -> bool:
+        """Whether `generation` is the one at work: what its ranks report is then news, not the effect of a stop."""
+        return generation == self.generation and self.phase in ("running", "adopting")
+
+    def works(self, node: int) -> bool:
+        """Whether the node has work in the generation that runs, and has not left it in order."""
+        return node in self._members and self.at_work(self.generation) and node not in self.finished

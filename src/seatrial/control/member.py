@@ -57,7 +57,6 @@ class Member:
         self._hello, self._became, self._joined, self._release = hello, became, joined, release
         self._beats: dict[int, float] = {}
         self.beats_sent = self.beats_returned = 0  # the number of the last one
-        self._round_trip_s = 0.0
         self._answered = False  # the coordinator that we are connected to has said something
         self._claim_after = 0.0
         self._next_beat = 0.0
@@ -150,12 +149,6 @@ class Member:
             self._look(now)
         return now < self.valid_until
 
-    @property
-    def round_trip_s(self) -> float:
-        """How long the last beat took there and back, or how long the oldest has been under way by now."""
-        waiting = time.monotonic() - min(self._beats.values(), default=time.monotonic())
-        return max(self._round_trip_s, waiting)
-
     def resign(self) -> None:
         """Our agent may not coordinate again for a while: it hears too few of the others."""
         self._claim_after = time.monotonic() + _RESIGNED * self._silence_s
@@ -164,7 +157,6 @@ class Member:
         sent = self._beats.get(number)
         if sent is not None:
             self.beats_returned = number
-            self._round_trip_s = time.monotonic() - sent
             self.valid_until = sent + self._silence_s
             for old in [n for n in self._beats if n <= number]:
                 del self._beats[old]

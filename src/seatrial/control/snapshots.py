@@ -55,6 +55,10 @@ class SnapshotMap:
         self._child: Moving | None = None  # that looks, or publishes
         self._for: _Flush | None = None  # what it does that for
 
+    def transfers(self) -> dict[int, str]:
+        """The name of the child under way by its pid."""
+        return {} if self._child is None else {self._child.pid: f"checkpoint transfer ({self._child.what})"}
+
     def held(self, node: int, entries: list[dict[str, Any]]) -> None:
         """`node` told what it holds."""
         self._held[node] = entries

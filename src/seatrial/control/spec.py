@@ -31,7 +31,6 @@ class AgentSpec:
     """
 
     run: Path
-    job: Path  # job.toml of the run
     generation: int  # the first of this launch
     node: int  # counts spares too: 0 .. nodes + spares - 1
     nodes: int  # places in the layout; who takes which is decided at each start
@@ -65,7 +64,6 @@ class AgentSpec:
         command = [
             *_python(AGENT_MODULE),
             *("--run", str(self.run)),
-            *("--job", str(self.job)),
             *("--generation", str(self.generation)),
             *("--node", str(self.node)),
             *("--nodes", str(self.nodes)),
@@ -150,8 +148,7 @@ def parse_agent_arguments(argv: Sequence[str]) -> tuple[AgentSpec, LocalOptions]
     parser = argparse.ArgumentParser(
         prog=AGENT_MODULE, description="Starts and watches the ranks of one node."
     )
-    for name in ("--run", "--job"):
-        parser.add_argument(name, type=Path, required=True)
+    parser.add_argument("--run", type=Path, required=True)
     for name in ("--generation", "--node", "--nodes", "--spares", "--ranks-per-node"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--address", required=True)

@@ -29,9 +29,9 @@ from seatrial.checkpoint.memory import Snapshot
 from seatrial.checkpoint.place import open_place
 from seatrial.control import wire
 from seatrial.control.keeper import Held
-from seatrial.job import load_job
 from seatrial.job.layout import Layout
 from seatrial.record.folder import RunFolder
+from seatrial.record.inputs import frozen, job_of
 
 TIMEOUT_S = 20.0  # without a byte: then the other side counts as gone
 _BACKGROUND = 10  # niceness of what only secures a state: training has the first right to the cores
@@ -190,7 +190,7 @@ def publish(
         if step in at.steps():
             at.manifest(step)
             return {"message": f"{folder_name(step)} was there already"}
-        job = load_job(folder.job_toml)
+        job = job_of(folder, frozen(folder))
         manifest = new_manifest(job, layout, progress_after(job, step, trained_by))
         check = fence(folder, generation)
         at.commit(step, generation, manifest, layout.world_size, check, origin=FROM_MEMORY)

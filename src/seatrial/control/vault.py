@@ -34,6 +34,10 @@ class Vault:
         self._next: tuple[list[dict[str, Any]], Callable[[], None]] | None = None
         self._fetching: set[int] = set()  # pids that fill the files of our own ranks
 
+    def transfers(self) -> dict[int, str]:
+        """What is under way: the name of each by its pid."""
+        return {pid: f"snapshot transfer ({moving.what})" for pid, (moving, _) in self._moving.items()}
+
     def fds(self) -> dict[int, tuple[int, int]]:
         """The memory files that ranks inherit, by local number."""
         return {local: self._keeper.fds(local) for local in range(self._spec.ranks_per_node)}

@@ -33,6 +33,7 @@ class Worker:
     pid: int | None = None
     channel: Channel | None = None
     how: str = "done"  # how it left its generation, once finished
+    done: bool = False  # it has said so
     step: int = 0  # last step it has told of
     status: int | None = None
     signalled: float | None = None  # when we first sent it a signal
@@ -46,6 +47,18 @@ class Worker:
     def listens(self) -> bool:
         """Whether it can be told something."""
         return self.channel is not None and not self.channel.closed
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than in order."""
+        return self.state == "exited" and not self.left
+
+    @property
+    def left(self) -> bool:
+        """Whether it has left its generation in order. Once it has said that it is done only its exit is missing."""
+        if self.state == "exited":
+            return self.status == 0 or (self.done and self.signalled is not None)
+        return self.state == "finished" and self.how != "done"
 
     @property
     def waits(self) -> bool:

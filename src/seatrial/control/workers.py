@@ -40,9 +40,13 @@ class Workers:
         self.nursery: int | None = None  # pid
         self.nursery_ready = spec.device != "cpu"
         self._nursery_channel: Channel | None = None
+        self._nursery_owes = 0  # answers to `ask_nursery`
         self._watch, self._unwatch = watch, unwatch
         self._oom = OomWatch()
-        self._grace: Grace | None = None  # workers that still run when it is over are killed
+        self._grace: Grace | None = (
+            None  # for workers to stop; those that still run when it is over are killed
+        )
+        self._stopping = -1  # the generation up to which they are to stop
         # An abstract socket: no file is left behind, and it ends with this process.
         self._name = f"seatrial-{os.getpid()}-{secrets.token_hex(8)}"
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -73,8 +77,16 @@ class Workers:
             return
         finally:
             theirs.close()
-        self._nursery_channel = ours
+        self._nursery_channel, self._nursery_owes = ours, 0
         self._watch(ours, self._on_nursery)
+
+    def ask_nursery(self) -> int:
+        """Ask the nursery for a sign of life, if it is ready; how many times it was asked since its last one."""
+        if self._nursery_channel is None or not self.nursery_ready:
+            return 0
+        self._nursery_channel.post({"ping": {}})
+        self._nursery_owes += 1
+        return self._nursery_owes
 
     def start(self, generation: int, legs: Mapping[int, Leg], *, in_place: bool) -> None:
         """Have each local number work on its leg. Parked workers go on in place, where allowed; others are new."""
@@ -157,17 +169,22 @@ class Workers:
                 worker.channel.post(message)
 
     def stop(self, generation: int, grace_s: float, *, park: bool) -> None:
-        """End the work on `generation`: parked, or killed after a grace of `grace_s` (see grace.py)."""
+        """End the work on `generation` or an older one: parked, or killed after a grace of `grace_s` (see grace.py)."""
+        self._stopping = generation
         if park:
             self.send_all({"abandon": {"generation": generation}})
         if self._grace is None:
             self._grace = Grace(grace_s, patient=park)
         else:
             self._grace.shorten(grace_s, patient=park)
-        for worker in list(self.workers.values()):
+        for worker in self.at_work(generation):
             if worker.state == "starting":
                 self._kill(worker)  # it has not heard of its leg yet: nothing can be lost
         self.meet_deadlines()
+
+    def at_work(self, generation: int) -> list[Worker]:
+        """The workers that still work on `generation` or an older one."""
+        return [w for w in self.workers.values() if w.runs and w.generation <= generation]
 
     def kill_ranks(self) -> None:
         """SIGKILL to every worker, now."""
@@ -186,6 +203,7 @@ class Workers:
         elif worker.alive:
             # The nursery has still to fork it, perhaps to import torch before. Its leg waits for it here, not there: it
             # cannot do anything, and is killed as soon as it is there.
+            worker.signalled = worker.signalled or time.time()
             self._exited(worker, 1, time.time(), never_began=True)
 
     def signal(self, rank: int, signum: int) -> None:
@@ -201,7 +219,7 @@ class Workers:
 
     @property
     def deadline(self) -> float | None:
-        if self._grace is None or not any(w.runs for w in self.workers.values()):
+        if self._grace is None or not self.at_work(self._stopping):
             return None
         return self._grace.deadline
 
@@ -209,9 +227,8 @@ class Workers:
         """Kill whoever has had its time to stop."""
         if self._grace is not None and self._grace.over():
             self._grace = None
-            for worker in self.workers.values():
-                if worker.runs:
-                    self._signal(worker, signal.SIGKILL)
+            for worker in self.at_work(self._stopping):
+                self._signal(worker, signal.SIGKILL)
 
     # -- what happens
 
@@ -283,6 +300,7 @@ class Workers:
                     worker.state = "parked"
                 elif kind == "finished" and worker.runs:
                     worker.state, worker.how = "finished", values["how"]
+                    worker.done = worker.how == "done"
                 self.tell(kind, worker, values)
 
     def _on_nursery(self) -> None:
@@ -294,6 +312,8 @@ class Workers:
                 case {"ready": _pid}:
                     self.nursery_ready = True
                     self.tell("nursery_ready", _NOBODY, {})
+                case {"pong": _}:
+                    self._nursery_owes = 0
                 case {"forked": {"token": token, "pid": pid}}:
                     self._forked(token, pid)
                 case {"exited": {"pid": pid, "status": status, "time": when}}:

@@ -92,6 +92,11 @@ class TokenStore:
         digest = hashlib.sha256("".join(s.sha256 for s in self.manifest.shards).encode()).hexdigest()
         return {"data.tokens_sha256": digest, "data.tokenizer_digest": self.tokenizer.digest}
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of its manifest, which holds hashes of everything else: another store, or one made anew, has another."""
+        return hashlib.sha256(self.manifest.model_dump_json().encode()).hexdigest()
+
     @classmethod
     def open(
         cls, folder: Path | str, *, check_sizes: bool = True, made_hashes: Path | None = None

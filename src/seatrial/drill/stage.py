@@ -66,11 +66,11 @@ class Stage:
         self.left: list[str] = []
         self.log = root / f"{job.name}.log"
         self.seconds = 0.0  # from the first start to the last end
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         self._injections = root / f"{job.name}.injections.jsonl"
         self._kernel = root / f"{job.name}.kernel"
         self._job_file = root / f"{job.name}.toml"
-        self._token = uuid.uuid4().hex
+        self.token = uuid.uuid4().hex
         self._deadline = time.monotonic() + limit_s
         self._on_poll = on_poll
         self._returns: dict[int, float] = {}
@@ -93,7 +93,7 @@ class Stage:
         """The same command, as a person would give it after an end."""
         environment = {
             **os.environ,
-            _RUN: self._token,
+            _RUN: self.token,
             "SEATRIAL_KERNEL_LOG": str(kernel_log(self._kernel, "{node}")),
         }
         module = WORKER_MODULE
@@ -123,7 +123,7 @@ class Stage:
         if code is None:
             return True
         self.exits.append(code)
-        self.seconds = time.monotonic() - self._began
+        self.seconds = time.monotonic() - self.began
         self._process = None
         return False
 
@@ -169,12 +169,12 @@ class Stage:
     def wait_gone(self, within_s: float = _ENDING_S) -> None:
         """Until nothing of the run is left; what is left after that is remembered, and killed."""
         end = time.monotonic() + within_s
-        while processes_of(self._token) and time.monotonic() < end:
+        while processes_of(self.token) and time.monotonic() < end:
             time.sleep(_POLL_S)
-        found = processes_of(self._token)
+        found = processes_of(self.token)
         self.left += [describe(pid) for pid in sorted(found)]
         if found:
-            process.kill_all(lambda: processes_of(self._token))
+            process.kill_all(lambda: processes_of(self.token))
 
     def close(self) -> None:
         """Kill whatever is left."""
@@ -182,7 +182,7 @@ class Stage:
             self._process.kill()
             self._process.wait()
             self._process = None
-        process.kill_all(lambda: processes_of(self._token))
+        process.kill_all(lambda: processes_of(self.token))
 
     # -- what can be done to it
 
@@ -287,17 +287,17 @@ class Stage:
 
     def expect_gone(self, pids: Sequence[int], what: str) -> None:
         """Remember which of `pids` still live, as something that must not be."""
-        alive = processes_of(self._token) & set(pids)
+        alive = processes_of(self.token) & set(pids)
         self.left += [f"{pid} {what}" for pid in sorted(alive)]
 
     def alive(self, rank: int) -> bool:
         """Whether the process that was last known as `rank` lives."""
         place = self.scene.ranks.get(rank)
-        return place is not None and place.pid in processes_of(self._token)
+        return place is not None and place.pid in processes_of(self.token)
 
     def _signal(self, pid: int, signum: int) -> None:
         """To a process of this run; to no other, should it have ended and its number been given away."""
-        if _has_token(pid, self._token):
+        if _has_token(pid, self.token):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 

@@ -65,7 +65,6 @@ class LocalLauncher:
         return [
             AgentSpec(
                 run=folder.path.absolute(),
-                job=folder.job_toml.absolute(),
                 generation=generation,
                 node=node,
                 nodes=cluster.nodes,

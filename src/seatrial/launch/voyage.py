@@ -17,6 +17,7 @@ from seatrial.hardware.devices import choose_device
 from seatrial.launch import launcher_for
 from seatrial.launch.base import Launcher, Outcome
 from seatrial.record import events
+from seatrial.record.inputs import freeze
 from seatrial.record.run import OpenedRun, add_to_plan, open_run
 
 if TYPE_CHECKING:
@@ -139,8 +140,10 @@ def prepare_voyage(job: Job, root: Path, *, fresh: bool = False, progress: Progr
         opened.notes.append(f'gpu = "{gpu}" is not in the catalogue, so its peak is unknown; known: {known}')
     data = {
         "stores": [store.address for store in stores],
+        "digests": [store.digest for store in stores],
         "tokens": sum(store.n_tokens for store in stores),
         "tokenizer": stores[0].tokenizer.name,
     }
     add_to_plan(opened.folder, "data", data)
+    freeze(opened.folder)
     return Voyage(job, opened, stores, device, reason)

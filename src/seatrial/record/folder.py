@@ -43,6 +43,11 @@ class RunFolder:
         return self.control / "identity.json"
 
     @property
+    def inputs_json(self) -> Path:
+        """Digests of job.toml and plan.json as the last launch was begun with them; see `record.inputs`."""
+        return self.control / "inputs.json"
+
+    @property
     def generation_file(self) -> Path:
         """The number of the last start."""
         return self.control / "generation"

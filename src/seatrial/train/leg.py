@@ -7,8 +7,10 @@ from there, without reading anything.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -21,13 +23,15 @@ from seatrial.base.errors import InputError, RunFailed, SeatrialError
 from seatrial.checkpoint import memory
 from seatrial.checkpoint.manifest import Damaged
 from seatrial.data.loader import BatchLoader
-from seatrial.job import Job, load_job
+from seatrial.data.store import TokenStore
+from seatrial.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.shapes import at_shape
 from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.mesh import Mesh, build_mesh
 from seatrial.record import events
 from seatrial.record.folder import RunFolder
+from seatrial.record.inputs import Digests, job_of, read_unchanged
 from seatrial.record.recent import recent_ledger
 from seatrial.train.attendant import Attendant
 from seatrial.train.carried import Carried, carry, restore_carried, share_state
@@ -66,6 +70,7 @@ class Leg:
     layout: Layout
     snapshots: list[dict[str, Any]]
     log: Path
+    inputs: Digests  # of the job and the plan, which this rank must have read
     again: bool = True  # it follows a generation of the same launch
 
     @classmethod
@@ -92,6 +97,7 @@ class Leg:
             Layout(**{f.name: message["layout"][f.name] for f in fields(Layout)}),
             message["snapshots"],
             Path(message["log"]),
+            message["inputs"],
             message["again"],
         )
 
@@ -109,10 +115,11 @@ class _Kept:
 class Worker:
     """The legs of one process."""
 
-    def __init__(self, folder: RunFolder, attendant: Attendant) -> None:
+    def __init__(self, folder: RunFolder, attendant: Attendant, inputs: Digests) -> None:
+        """Raises InputError where the job is not what `inputs` say."""
         self.folder = folder
         self.attendant = attendant
-        self._job: Job = load_job(folder.job_toml)
+        self._job: Job = job_of(folder, inputs)
         fds = os.environ.get("SEATRIAL_SNAPSHOT_FDS")
         self._fds: tuple[int, int] | None = None
         if fds:
@@ -138,7 +145,9 @@ class Worker:
         mesh = build_mesh(leg.layout, device, TIMEOUT)
         torch.manual_seed(job.train.seed + mesh.rank)
         if self._loader is None:
-            self._loader = make_loader(job, self.folder)
+            plan = json.loads(read_unchanged(self.folder.plan_json, leg.inputs))
+            self._loader = make_loader(job, self.folder, plan)
+            _check_stores(self._loader.stores, plan)
         loop, source = self._prepare(job, leg, mesh, self._loader)
         self._loop, self._kept = loop, None
         self._announce(mesh, leg, source)
@@ -379,6 +388,16 @@ class Worker:
             rank=0,
             data={"step": source.step, "source": source.kind, "redone": max(0, done - source.step)},
         )
+
+
+def _check_stores(stores: Sequence[TokenStore], plan: Mapping[str, Any]) -> None:
+    """InputError where a store is not the one that the launch was begun with."""
+    for store, digest in zip(stores, plan["data"]["digests"], strict=True):
+        if store.digest != digest:
+            raise InputError(
+                f"{store.place} was made anew while the run was under way: it holds other data",
+                hint="put the old store back; or stop the run, and start another one on the new data",
+            )
 
 
 def _remove_leftovers(places: Places, generation: int) -> None:

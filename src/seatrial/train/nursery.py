@@ -63,7 +63,11 @@ class Nursery:
             if signal.SIGCHLD in arrived:
                 process.reap(self._reaped)
             for message in self.channel.receive():
-                self._fork(**message["fork"])
+                match message:
+                    case {"ping": _}:
+                        self.channel.post({"pong": {}})
+                    case {"fork": order}:
+                        self._fork(**order)
         # The agent kills its nursery itself when all is well: it has died, and this process inherits its last duty.
         for pid in self.ranks:
             process.signal_group(pid, signal.SIGKILL)

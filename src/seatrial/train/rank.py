@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,7 @@ def train_rank(folder: RunFolder, generation: int | None, place: Place) -> None:
     device = join(place)
     mesh = build_mesh(job.layout, device, TIMEOUT)
     torch.manual_seed(job.train.seed + mesh.rank)
-    loader = make_loader(job, folder)
+    loader = make_loader(job, folder, read_plan(folder))
     begun = nullcontext(generation) if generation is not None else _unsupervised(job, folder, mesh, loader)
     with begun as number:
         _train(job, folder, number, mesh, loader)
@@ -194,11 +195,11 @@ def join(place: Place) -> torch.device:
     return device
 
 
-def make_loader(job: Job, folder: RunFolder) -> BatchLoader:
-    """The batches of the run, from the stores that the launcher found or else prepared here."""
+def make_loader(job: Job, folder: RunFolder, plan: Mapping[str, Any]) -> BatchLoader:
+    """The batches of the run, from the stores that the launcher found, as plan.json says, or else prepared here."""
     train = job.train
     cache, blend = data_cache(folder.path.parent), blend_of(job.data)
-    known = read_plan(folder).get("data")
+    known = plan.get("data")
     if known is not None:
         # The launcher has found, prepared and checked them.
         stores = open_stores(known["stores"], cache, job.data.cache_gb)

@@ -63,7 +63,7 @@ def _serve(folder: RunFolder, attendant: Attendant) -> int:
         log = leg.log
         try:
             if worker is None:
-                worker = Worker(folder, attendant)
+                worker = Worker(folder, attendant, leg.inputs)
             how = worker.run(leg)
         except Exception as error:  # noqa: BLE001  whatever it was, it ends this leg and must be told
             left = attendant.abandoned or is_consequence(error, leg.place.rank)

@@ -13,6 +13,7 @@ _STYLES = {
     "node_lost": "bold red",
     "node_evicted": "bold red",
     "gave_up": "bold red",
+    "process_stopped": "yellow",
     "shrunk": "yellow",
     "waiting_for_nodes": "yellow",
     "preempted": "yellow",

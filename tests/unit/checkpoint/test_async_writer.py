@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints import make_manifest, names, rows, state
 
-from seatrial.base import process
+from seatrial.base import process, still
 from seatrial.base.box import Box
 from seatrial.base.lines import Channel
 from seatrial.checkpoint import staging_memory, writer_process
@@ -344,6 +344,43 @@ def test_one_that_hangs_is_given_up_and_nobody_waits_for_it(ranks: Ranks, run: R
     assert [part.ok for part in ranks.parts(2)] == [True, True]
     assert all(o.ok for o in ranks.commit(2))
     assert same(loaded(LocalPlace(run.checkpoints), 2), state(2))
+
+
+def test_a_process_that_was_stopped_is_killed_within_seconds_and_replaced(
+    ranks: Ranks, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(still, "STOPPED_S", 0.3)
+    tensors = state(1)
+    ranks.stage(tensors)
+    writer = ranks.writers[0]
+    pid = writer.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    writer.order_part(1, ranks.url, 5, 3, True)
+    until = time.monotonic() + WAIT_S
+    while not (told := writer.poll()):
+        assert time.monotonic() < until, "nobody notices"
+        writer.wait(0.05)
+    assert (told[0].ok, told[0].kind) == (False, "writer")
+    assert "has been stopped by a signal" in (told[0].problem or "")
+    assert pid not in process.living()
+    ranks.save(6, tensors)
+    assert same(loaded(LocalPlace(run.checkpoints), 6), tensors)
+
+
+def test_the_end_does_not_wait_for_a_stopped_process_to_remove_old_checkpoints(
+    ranks: Ranks, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(still, "STOPPED_S", 0.3)
+    ranks.save(5, state(1))
+    writer = ranks.writers[0]
+    writer._orders[9, "removed"] = 0.0  # as if it were still removing
+    assert writer.pid is not None
+    os.kill(writer.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    (removed,) = writer.wait_removed(WAIT_S)
+    assert not removed.ok
+    assert time.monotonic() - began < WAIT_S / 2
 
 
 def test_a_process_that_cannot_be_killed_keeps_its_memory(

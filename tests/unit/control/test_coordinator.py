@@ -7,6 +7,7 @@ import json
 import os
 import selectors
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from wired import SECRET, Pump, link_pair
 
+from seatrial.control import confirm
 from seatrial.control import lease as leases
 from seatrial.control import peers as peers_module
 from seatrial.control.coordinator import Coordinator
@@ -53,6 +55,7 @@ lr = 1e-2
 every_steps = 50
 """
 GENERATION = 3  # the first of this launch
+INPUTS = {"job.toml": "ab", "plan.json": "cd"}
 
 
 class Agent:
@@ -69,8 +72,8 @@ class Agent:
         self.link.send(message)
         self.term.pump.settle()
 
-    def beat(self, generation: int, step: int) -> None:
-        self.tell(beat=1, generation=generation, step=step, round_trip_s=0.001)
+    def beat(self, generation: int, step: int, failed: int = 0) -> None:
+        self.tell(beat=1, generation=generation, step=step, failed=failed)
 
     def exits(self, rank: int, generation: int, status: int = -9) -> None:
         about = {"rank": rank, "generation": generation, "local": 0, "pid": 5, "status": status, "time": 1.0}
@@ -95,7 +98,6 @@ class Term:
         self.pump, self.folder, self.agents = pump, folder, dict[int, Agent]()
         spec = AgentSpec(
             folder.path,
-            folder.job_toml,
             GENERATION,
             node=2,
             nodes=2,
@@ -107,7 +109,7 @@ class Term:
         folder.leases.mkdir(exist_ok=True)
         assert leases.claim(folder.leases, lease)
         self.listener = Listener("127.0.0.1", SECRET)  # where the agents are said to listen
-        self.coordinator = Coordinator(spec, job, lease, SECRET, pump.watch, pump.unwatch, **more)
+        self.coordinator = Coordinator(spec, job, INPUTS, lease, SECRET, pump.watch, pump.unwatch, **more)
         self.pump.ticks.append(self.coordinator.tick)
 
     def join(self, *nodes: int, **hello: Any) -> None:
@@ -181,6 +183,7 @@ def test_what_each_node_is_told(begin: Begin) -> None:
     for order in orders.values():
         assert (order["generation"], order["world_size"], order["master_port"]) == (GENERATION, 4, 7000)
         assert (order["in_place"], order["again"], order["fetch"]) == (False, False, [])
+        assert order["inputs"] == INPUTS
     assert term.memory()["machine"]["generation"] == GENERATION
     assert term.folder.generation_file.read_text() == f"{GENERATION}\n"
 
@@ -234,8 +237,30 @@ def test_a_loss_that_shows_while_orders_are_given_is_handled_after_them(
     assert term.coordinator.world.generation == GENERATION + 1
     memory = term.memory()
     assert (memory["world"]["generation"], memory["machine"]["phase"]) == (GENERATION + 1, "running")
-    assert not term.coordinator.executor.halted
     assert term.coordinator.hangs.watching, "its steps are watched"
+
+
+@pytest.mark.parametrize("older", [GENERATION - 1, GENERATION])
+def test_a_stop_of_an_older_generation_leaves_the_current_one_at_work(begin: Begin, older: int) -> None:
+    """A node comes back and says that it still runs what the others left long ago."""
+    term = running(begin)
+    if older == GENERATION:
+        term.agents[1].exits(3, GENERATION)
+        term.agents[0].stops(GENERATION)
+        term.agents[1].stops(GENERATION)
+        for node in (0, 1):
+            term.agents[node].beat(GENERATION + 1, 5)
+    newest = term.coordinator.machine.generation
+    term.orders("stop")
+    term.agents[2].close()
+    term.join(2, running=older)
+    assert {n: [o["generation"] for o in orders] for n, orders in term.orders("stop").items()} == {2: [older]}
+    assert term.coordinator.hangs.watching, "its steps are still watched"
+    limit = term.coordinator.hangs.deadline
+    assert limit is not None
+    assert limit - time.monotonic() < 100, "as closely as before, not as at a start"
+    term.agents[0].exits(1, newest)
+    assert set(term.orders("stop")) >= {0, 1}, "and a failure has its consequence"
 
 
 def test_a_smaller_start_follows_where_there_is_nothing_to_flush(begin: Begin) -> None:
@@ -395,3 +420,39 @@ def test_memory_of_an_earlier_launch_is_not_ours(begin: Begin) -> None:
     term.folder.control_state.write_text("{")
     term = begin()
     assert not term.coordinator.machine.started
+
+
+# -- what stands still
+
+
+def test_a_rank_that_its_agent_found_stopped_is_blamed_and_killed(begin: Begin) -> None:
+    term = running(begin)
+    about = {"kind": "stopped", "rank": 3, "generation": GENERATION, "local": 1, "told": "a-1"}
+    message = "process 77 has been stopped by a signal for 5 s"
+    term.agents[1].tell(worker={**about, "message": message})
+    assert {n: o[0]["kill"] for n, o in term.orders("stop").items()} == {0: [], 1: [3]}
+    events = {e.kind: e for e in read_events(term.folder)[0]}
+    assert (events["hang_blamed"].node, events["hang_blamed"].rank) == (1, 3)
+    assert events["hang_blamed"].message == f"rank 3: {message}"
+    assert events["recovering"].data is not None
+    assert events["recovering"].data["signal"] == "stopped"
+
+
+def test_a_rank_of_an_earlier_generation_that_was_stopped_is_nobodys_business(begin: Begin) -> None:
+    term = running(begin)
+    about = {"kind": "stopped", "rank": 3, "generation": GENERATION - 1, "local": 1, "message": "stopped"}
+    term.agents[1].tell(worker=about)
+    assert term.orders("stop") == {}
+
+
+def test_ranks_that_ended_without_a_report_are_missed_by_the_beats(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(confirm, "WAIT_S", 0.0)
+    term = running(begin)
+    term.agents[0].beat(GENERATION, 4, failed=1)
+    assert set(term.orders("stop")) == {0, 1}
+    (event,) = [e for e in read_events(term.folder)[0] if e.kind == "recovering"]
+    assert event.message == "node 0: 1 of its ranks have ended, and nobody said why"
+    term.agents[0].beat(GENERATION, 4, failed=1)
+    assert kinds(term).count("recovering") == 1, "it is being stopped"

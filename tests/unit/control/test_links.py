@@ -1,4 +1,4 @@
-"""Whose network is slow, from round trips of beats."""
+"""Whose network is slow, from round trips between agents and coordinator."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ def tell(links: RoundTrips, times: dict[int, float], rounds: int = 4) -> list[Sl
     return found
 
 
-def test_a_node_with_slow_beats_is_named_once() -> None:
+def test_a_node_with_slow_round_trips_is_named_once() -> None:
     links = RoundTrips(own=0)
     found = tell(links, {0: FAST, 1: SLOW, 2: FAST}, rounds=20)
     assert [link.node for link in found] == [1]
-    assert str(found[0]).startswith("the beats of node 1 take 0.50 s there and back")
+    assert str(found[0]).startswith("TCP round trips to node 1 take 0.50 s, those to other nodes 1 ms")
     slowest = links.slowest()
     assert slowest is not None
     assert slowest.node == 1
 
 
-def test_a_few_slow_beats_are_no_slow_link() -> None:
+def test_a_few_slow_round_trips_are_no_slow_link() -> None:
     links = RoundTrips(own=0)
     assert tell(links, {0: FAST, 1: SLOW, 2: FAST}, rounds=3) == []
     assert tell(links, {1: FAST}, rounds=1) == []
     assert tell(links, {1: SLOW}, rounds=3) == []
 
 
-def test_slow_beats_on_a_machine_where_all_are_slow_blame_nobody() -> None:
-    """The coordinator's own beats cross no link: where they are slow too, it is the machine that is busy."""
+def test_where_all_round_trips_are_slow_nobody_is_blamed() -> None:
     assert tell(RoundTrips(own=0), {0: SLOW, 1: SLOW, 2: SLOW}) == []
 
 

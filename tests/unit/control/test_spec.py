@@ -15,7 +15,6 @@ from seatrial.control.spec import AgentSpec, clean_environment, parse_agent_argu
 def spec(**changes: object) -> AgentSpec:
     values = {
         "run": Path("/r/first voyage"),
-        "job": Path("/r/first voyage/job.toml"),
         "generation": 2,
         "node": 1,
         "nodes": 2,

@@ -26,6 +26,7 @@ from seatrial.control.transfer import Moving
 from seatrial.job import load_job
 from seatrial.job.layout import Layout
 from seatrial.record.folder import RunFolder
+from seatrial.record.inputs import freeze
 
 SECRET = b"s" * 32
 WAIT_S = 20.0
@@ -306,6 +307,8 @@ def run(tmp_path: Path) -> RunFolder:
     for path in (folder.path, folder.checkpoints, folder.control):
         path.mkdir()
     folder.job_toml.write_text(JOB.replace('"corpus"', f'"{tmp_path}/corpus"'))
+    folder.plan_json.write_text("{}")
+    freeze(folder)
     folder.generation_file.write_text("2\n")
     return folder
 

@@ -33,7 +33,6 @@ class Node:
     def __init__(self, pump: Pump, folder: Path, number: int) -> None:
         spec = AgentSpec(
             run=folder,
-            job=folder / "job.toml",
             generation=1,
             node=number,
             nodes=2,

@@ -18,7 +18,7 @@ from seatrial.control.spec import AgentSpec
 from seatrial.control.warden import KERNEL_LOG, Warden
 from seatrial.job.schema import ResilienceSection
 
-SPEC = AgentSpec(Path("run"), Path("run/job.toml"), 1, node=3, nodes=4, ranks_per_node=2, device="cpu")
+SPEC = AgentSpec(Path("run"), 1, node=3, nodes=4, ranks_per_node=2, device="cpu")
 DONE = ExternalResult(True, 0, "well")
 OURS = frozenset({"0000:3b:00", "0000:5e:00"})
 

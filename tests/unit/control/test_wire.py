@@ -5,6 +5,7 @@ from __future__ import annotations
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -186,3 +187,17 @@ def test_the_end_of_the_other_side_is_the_end(listener: Listener) -> None:
     assert messages == [{"last": True}]
     link.send({"into": "the void"})
     link.close()
+
+
+def test_a_round_trip_is_the_networks_and_not_the_time_that_the_other_process_takes(
+    listener: Listener,
+) -> None:
+    """On a busy host an agent answers late. That is no fault of the network."""
+    link, session = connected(listener)
+    for number in range(20):
+        link.send({"beat": number})
+    time.sleep(0.3)  # is the test: nobody reads, and nobody answers
+    assert 0 < link.round_trip_s < 0.1
+    session.close()
+    link.close()
+    assert link.round_trip_s == 0.0, "unknown"

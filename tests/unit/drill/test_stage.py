@@ -58,7 +58,7 @@ def test_a_process_of_somebody_else_is_never_signalled(stage: Stage) -> None:
 
 
 def test_its_own_are_and_the_log_says_so(stage: Stage, tmp_path: Path) -> None:
-    own = sleeper(stage._token)
+    own = sleeper(stage.token)
     try:
         tell(stage, "rank_started", rank=3, pid=own.pid)
         assert stage.alive(3)
@@ -71,7 +71,7 @@ def test_its_own_are_and_the_log_says_so(stage: Stage, tmp_path: Path) -> None:
 
 
 def test_what_is_left_is_named_and_killed(stage: Stage) -> None:
-    own = sleeper(stage._token)
+    own = sleeper(stage.token)
     try:
         stage.wait_gone(within_s=0.0)
         assert stage.left == [f"{own.pid} {sys.executable} -c input()"]
@@ -81,7 +81,7 @@ def test_what_is_left_is_named_and_killed(stage: Stage) -> None:
 
 
 def test_close_leaves_nothing(stage: Stage) -> None:
-    own = sleeper(stage._token)
+    own = sleeper(stage.token)
     try:
         stage.close()
         assert own.wait() == -9

@@ -51,9 +51,9 @@ class Loop:
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
-    monkeypatch.setattr(leg_module, "load_job", lambda path: None)
+    monkeypatch.setattr(leg_module, "job_of", lambda folder, inputs: None)
     monkeypatch.delenv("SEATRIAL_SNAPSHOT_FDS", raising=False)
-    return Worker(RunFolder(tmp_path), SimpleNamespace(tell=None))  # type: ignore[arg-type]
+    return Worker(RunFolder(tmp_path), SimpleNamespace(tell=None), {})  # type: ignore[arg-type]
 
 
 def mesh(rank: int) -> Any:
@@ -132,7 +132,7 @@ def test_the_sum_of_another_step_is_never_used(worker: Worker, monkeypatch: pyte
 
 def make_leg(*, again: bool = True, snapshots: list[dict[str, Any]] | None = None) -> Leg:
     place = Place(rank=0, local_rank=0, world_size=2, node=0, device="cpu")
-    return Leg(2, place, PAIR, snapshots or [], Path("log"), again)
+    return Leg(2, place, PAIR, snapshots or [], Path("log"), {}, again)
 
 
 @pytest.fixture

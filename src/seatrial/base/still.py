@@ -1,0 +1,68 @@
+"""Whether processes get anything done: what the kernel says of them, look after look.
+
+A process that was stopped (SIGSTOP, a job control signal) holds up everybody who waits for it, and says nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+LOOK_S = 1.0  # from one look to the next
+STOPPED_S = 5.0  # a pause of a whole machine, or a debugger's snapshot, is over sooner
+IDLE_S = 30.0  # without any CPU time, for a process that has work to do: a slow file system gives it some now and then
+
+
+@dataclass
+class _Past:
+    ticks: int
+    stopped_s: float = 0.0
+    idle_s: float = 0.0
+
+
+def state_of(pid: int) -> tuple[str, int] | None:
+    """The kernel's letter for the state of `pid` and its CPU time in ticks (proc(5)); None if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return fields[0].decode(), int(fields[11]) + int(fields[12])
+
+
+class Stillness:
+    """Finds processes that stand still. Call `look` every `LOOK_S`."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        state_of: Callable[[int], tuple[str, int] | None] = state_of,
+    ) -> None:
+        self._clock, self._state_of = clock, state_of
+        self._past: dict[int, _Past] = {}
+        self._looked = clock()
+
+    def look(self, pids: Mapping[int, bool]) -> dict[int, str]:
+        """Which of `pids` stand still, and since when, in words. The value is whether one has work to do all the time."""
+        now = self._clock()
+        # Where this process did not run itself, because the whole machine was paused, nobody else could.
+        seconds, self._looked = min(now - self._looked, 2 * LOOK_S), now
+        past, self._past, found = self._past, {}, {}
+        for pid, works in pids.items():
+            state = self._state_of(pid)
+            if state is None:
+                continue
+            letter, ticks = state
+            known = past.get(pid)
+            if known is None or known.ticks != ticks:
+                self._past[pid] = _Past(ticks)
+                continue
+            self._past[pid] = known
+            known.idle_s += seconds
+            known.stopped_s = known.stopped_s + seconds if letter == "T" else 0.0
+            if known.stopped_s >= STOPPED_S:
+                found[pid] = f"has been stopped by a signal for {known.stopped_s:.0f} s"
+            elif works and known.idle_s >= IDLE_S:
+                found[pid] = f"has used no CPU time for {known.idle_s:.0f} s"
+        return found

@@ -1,0 +1,62 @@
+"""What a launch was begun with, as digests: a process that starts later must read the very same.
+
+A rank that is forked again reads the job and the plan anew. Had somebody edited them meanwhile it would train on, with
+other numbers than its peers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from seatrial.base.atomic import write_json
+from seatrial.base.errors import InputError
+from seatrial.job import Job, job_from_text
+from seatrial.record.folder import RunFolder
+
+Digests = Mapping[str, str]  # file name -> SHA-256 of its content
+
+
+def freeze(folder: RunFolder) -> None:
+    """Write down what job.toml and plan.json hold now. Whoever holds the run's lock does so before anything starts."""
+    write_json(folder.inputs_json, {path.name: _sha256(path.read_bytes()) for path in _files(folder)})
+
+
+def frozen(folder: RunFolder) -> Digests:
+    """The digests of the launch under way. InputError where they cannot be read."""
+    try:
+        found = json.loads(folder.inputs_json.read_text(encoding="utf-8"))
+        return {path.name: str(found[path.name]) for path in _files(folder)}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        hint = "stop the run; the same command writes it anew"
+        raise InputError(f"cannot read {folder.inputs_json}: {error}", hint=hint) from error
+
+
+def read_unchanged(path: Path, digests: Digests) -> str:
+    """The text of `path`. InputError where it is not what the launch was begun with."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    if _sha256(content) != digests[path.name]:
+        raise InputError(
+            f"{path} was changed while the run was under way",
+            hint="it is the run's own copy: put it back, or stop the run, change your job file, and give the same command",
+        )
+    return content.decode("utf-8")
+
+
+def job_of(folder: RunFolder, digests: Digests) -> Job:
+    """The job of the launch under way. InputError where its file was changed since."""
+    text = read_unchanged(folder.job_toml, digests)
+    return job_from_text(text, name=str(folder.job_toml), base_folder=folder.path)
+
+
+def _files(folder: RunFolder) -> tuple[Path, ...]:
+    return (folder.job_toml, folder.plan_json)
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

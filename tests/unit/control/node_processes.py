@@ -1,0 +1,100 @@
+"""The processes of one node in the hands of a test: an agent's workers around ranks that load no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wired import Pump
+
+from seatrial.base import process
+from seatrial.control.spec import AgentSpec
+from seatrial.control.worker import Worker
+from seatrial.control.workers import Workers
+
+HERE = Path(__file__).parent
+RANKS = 2
+
+
+class Node:
+    """One node's workers, and all that they told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pump = Pump()
+        self.spec = AgentSpec(
+            run=folder,
+            generation=1,
+            node=0,
+            nodes=1,
+            ranks_per_node=RANKS,
+            device="cpu",
+            worker_module="standin_rank",
+        )
+        self.spec.log.parent.mkdir(parents=True)
+        self.told: list[tuple[str, int, int, dict[str, Any]]] = []  # kind, generation, rank, values
+        self.workers = Workers(self.spec, self._tell, self.pump.watch, self.pump.unwatch)
+        self.pump.ticks.append(lambda: process.reap(self._reaped))
+        self.pump.ticks.append(self.workers.meet_deadlines)
+        self.reaped: set[int] = set()
+        self.before = process.descendants(os.getpid())  # services that other tests use
+        self.workers.start_nursery()
+
+    def _tell(self, kind: str, worker: Worker, values: dict[str, Any]) -> None:
+        self.told.append((kind, worker.generation, worker.rank, values))
+
+    def _reaped(self, pid: int, status: int) -> None:
+        self.reaped.add(pid)
+        self.workers.reaped(pid, status)
+
+    def start(self, generation: int, do: dict[int, list[Any]], *, in_place: bool = True) -> None:
+        """Local number -> what its rank does; rank 10 is local number 0."""
+        legs = {
+            local: {
+                "generation": generation,
+                "rank": 10 + local,
+                "node": 0,
+                "slot": 5,
+                "slots": 6,
+                "world_size": 12,
+                "master_addr": "127.0.0.1",
+                "master_port": 1,
+                "log": str(self.spec.rank_log(generation, 10 + local)),
+                "do": actions,
+            }
+            for local, actions in do.items()
+        }
+        self.workers.start(generation, legs, in_place=in_place)
+
+    def state(self, *states: str) -> Callable[[], bool]:
+        return lambda: [w.state for _, w in sorted(self.workers.workers.items())] == list(states)
+
+    def kinds(self, generation: int, rank: int) -> list[str]:
+        told = [k for k, g, r, _ in self.told if (g, r) == (generation, rank)]
+        # That it has started its nursery tells, the rest the rank: which of the two is heard first is chance.
+        return sorted(told, key=lambda kind: kind != "started")
+
+    def values(self, kind: str, rank: int = -1) -> dict[str, Any]:
+        """Of the last message of that kind."""
+        return next(v for k, _, r, v in reversed(self.told) if (k, r) == (kind, rank))
+
+    def close(self) -> None:
+        self.workers.kill_all()
+        process.kill_all(lambda: process.descendants(os.getpid()) - self.before)
+        process.reap(lambda pid, status: None)
+        self.pump.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    )
+    monkeypatch.setenv(process.MARK, "test-workers")
+    process.become_subreaper()
+    made = Node(tmp_path)
+    yield made
+    made.close()
+    process._prctl(process._PR_SET_CHILD_SUBREAPER, 0)
