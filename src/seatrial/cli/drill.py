@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
     )
+    parser.add_argument(
+        "--ignore-memory", action="store_true", help="too little memory is said, and stops nothing"
+    )
     parser.add_argument("--plain", action="store_true", help="lines only, also on a terminal")
     parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
 
@@ -53,10 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 nothing failed, 1 a scenario failed, 2 bad input, 130 interrupted."""
     from seatrial.base.errors import InputError
-    from seatrial.cli.jobs import read_job
     from seatrial.drill.conduct import Drill
     from seatrial.drill.copies import DEFAULT_STEPS, Rhythm
     from seatrial.drill.scenarios import chosen
+    from seatrial.launch.preflight import preflight
 
     scenarios = chosen(args.only)
     if args.list:
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.seconds < 86400:
         raise InputError(f"--seconds {args.seconds:g} is not between 0 and a day", hint="--seconds 60")
     drill = Drill(
-        read_job(args.job, args.set, args.runs),
+        preflight(args.job, args.set, args.runs, ignore_memory=args.ignore_memory).job,
         args.runs,
         scenarios,
         Rhythm(DEFAULT_STEPS if args.steps is None else args.steps),

@@ -306,7 +306,7 @@ def check_stores(
     shares = [Fraction(1)] if blend is None else blend.shares
     for store, share in zip(stores, shares, strict=True):
         wanted = ceil(share * global_batch)
-        problems += _misfits(store, vocab_size, sequence_length, wanted, global_batch, tokenizer_spec)
+        problems += misfits(store, vocab_size, sequence_length, wanted, global_batch, tokenizer_spec)
     if problems:
         raise InputError(problems)
 
@@ -325,7 +325,7 @@ def check_store(
     )
 
 
-def _misfits(
+def misfits(
     store: TokenStore,
     vocab_size: int,
     sequence_length: int,

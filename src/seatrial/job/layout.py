@@ -71,6 +71,16 @@ class Layout:
         others = [self.rank(replace(at, replicate=n)) for n in range(self.replicate)]
         return [rank, *(other for other in others if other != rank)]
 
+    def survives_a_node(self, ranks_per_node: int) -> bool:
+        """Whether every rank has a replica on another node, where ranks go to nodes in their order."""
+        # Replicas are shard x tensor ranks apart: without this, layouts of a hundred thousand ranks would take long.
+        if (self.replicate - 1) * self.shard * self.tensor >= ranks_per_node:
+            return True
+        return all(
+            any(other // ranks_per_node != rank // ranks_per_node for other in self.replicas(rank))
+            for rank in range(self.world_size)
+        )
+
     def stage_indices(self, pipeline_rank: int) -> list[int]:
         """The stages that one pipeline rank holds: r, r + pp, r + 2 pp, ... (a loop, as interleaved 1F1B wants)."""
         return [pipeline_rank + i * self.pipeline for i in range(self.stages_per_rank)]

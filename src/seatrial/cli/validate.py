@@ -1,0 +1,89 @@
+"""`seatrial validate JOB`: whether a job could start here, with all that stands against it; nothing is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from seatrial.base.errors import EXIT_DONE
+
+if TYPE_CHECKING:
+    from seatrial.launch.preflight import Ready
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    parser.description = (
+        "Say whether a job could start here: job file, data, tokenizer, hardware names, launcher, layout, memory. All problems at "
+        "once, each with its place (exit 2). Starts, prepares and writes nothing; `train` and `drill` do it first."
+    )
+    job_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+
+
+def job_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of every verb that starts a job, or says whether it could be."""
+    parser.add_argument("job", type=Path, metavar="JOB", help="job file (see `seatrial init`)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace one key, such as train.steps=100",
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
+    )
+    parser.add_argument(
+        "--ignore-memory", action="store_true", help="too little memory is said, and stops nothing"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code: 0 it could start, 1 the storage of its data cannot be reached, 2 it could not."""
+    from seatrial.launch.preflight import preflight
+
+    ready = preflight(args.job, args.set, args.runs, ignore_memory=args.ignore_memory)
+    if args.json:
+        print(json.dumps(_document(ready), indent=2, ensure_ascii=False))
+    else:
+        _tell(args, ready)
+    return EXIT_DONE
+
+
+def _document(ready: Ready) -> dict[str, object]:
+    job = ready.job
+    return {
+        "schema_version": 1,
+        "job": job.source,
+        "name": job.name,
+        "layout": job.layout.as_dict(),
+        "data": list(ready.data),
+        "memory": ready.account.document(),
+        "notes": list(ready.notes),
+    }
+
+
+def _tell(args: argparse.Namespace, ready: Ready) -> None:
+    from seatrial.plan.host import in_words
+    from seatrial.ui.out import Out
+
+    job, out = ready.job, Out(sys.stdout, plain=True)
+    cluster = job.cluster
+    out.line(f"{job.source}: {job.name} could start here")
+    out.pair(
+        "layout", f"{job.layout}; {job.layout.world_size} ranks on {cluster.nodes} x {cluster.gpus_per_node}"
+    )
+    out.pair("device", f"{ready.account.device} ({ready.account.device_reason})")
+    for source in ready.data:
+        out.pair("data", source)
+    for label, text in in_words(ready.account):
+        out.pair(label, text)
+    for note in ready.notes:
+        out.pair("note", note)
+    words = ["seatrial", "train", str(args.job), *(w for s in args.set for w in ("--set", s))]
+    out.pair("next", shlex.join(words))
