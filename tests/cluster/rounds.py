@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from seatrial.record.events import read_events
 from seatrial.record.ledger import ledger_gaps, read_ledger
 
 STEPS = 24
-LIMIT_S = 90.0  # of a round whose run takes some 10 s undisturbed
+LIMIT_S = 180.0  # of a round whose run takes some 10 s undisturbed; a lone node waits for half a minute
 PAUSE_S = 6.0  # longer than `silence_s`: whoever stands still so long has lost its right to run ranks
 
 JOB = """
@@ -135,31 +135,33 @@ class Faults:
         self.done: list[str] = []
         self._later: list[tuple[float, Callable[[], None]]] = []
 
-    def strike(self) -> None:
-        """One fault to whatever there is now."""
+    def strike(self, kind: str | None = None, how: str | None = None) -> bool:
+        """One fault to whatever there is now; what is not given is drawn. False if there is nothing of that kind."""
         found = [p for p in parts(self._stage.token) if p.what != "other"]
-        if not found:
-            return
-        kinds = sorted({p.what for p in found})
-        kind = self._choose.choice([*kinds, "all", "node"])
+        if not found or kind not in (None, "all", "node", *(p.what for p in found)):
+            return False
+        kind = kind or self._choose.choice([*sorted({p.what for p in found}), "all", "node"])
         if kind == "all":
             self._pause(found, "all processes")
-            return
+            return True
         agents = [p for p in found if p.what == "agent"]
-        if kind == "node" and agents:
+        if kind == "node":
+            if not agents:
+                return False
             agent = self._choose.choice(agents)
             self._note(f"SIGKILL to everything of agent {agent.pid}")
             for pid in {agent.pid, *process.descendants(agent.pid)}:
                 self._signal(pid, signal.SIGKILL)
-            return
-        part = self._choose.choice([p for p in found if p.what == kind] or found)
-        how = self._choose.choice(("kill", "crash", "stop", "pause"))
+            return True
+        part = self._choose.choice([p for p in found if p.what == kind])
+        how = how or self._choose.choice(("kill", "crash", "stop", "pause"))
         if how == "pause" or (how == "stop" and part.what == "launcher"):  # nobody could end it
             self._pause([part], f"{part.what} {part.pid}")
-            return
+            return True
         number = {"kill": signal.SIGKILL, "crash": signal.SIGSEGV, "stop": signal.SIGSTOP}[how]
         self._note(f"{number.name} to {part.what} {part.pid}")
         self._signal(part.pid, number)
+        return True
 
     def tick(self) -> None:
         """End the pauses whose time is over."""
@@ -191,22 +193,34 @@ class Faults:
 # -- a round
 
 
+@dataclass(frozen=True)
+class Strike:
+    """A fault to come; what is None is drawn."""
+
+    time: float  # seconds after the start
+    kind: str | None = None
+    how: str | None = None
+
+
+def drawn(choose: random.Random, reference: Reference) -> list[Strike]:
+    """Two faults at any moment of a run."""
+    return [Strike(t) for t in sorted(choose.uniform(0.0, reference.seconds) for _ in range(2))]
+
+
 def play(
-    root: Path, number: int, seed: str, copy: Copy, reference: Reference
+    root: Path, number: int, seed: str, reference: Reference, strikes: Sequence[Strike] | None = None
 ) -> tuple[str, list[str], float]:
     """One round: what is wrong with it ("" for nothing), what was done, and how long it took."""
     choose = random.Random(seed)
-    name = f"round-{number}"
-    job = job_from_text(
-        copy.job.to_toml().replace('name = "reference"', f'name = "{name}"'), name=name, base_folder=root
-    )
-    times = sorted(choose.uniform(0.0, reference.seconds) for _ in range(2))
+    name, text = f"round-{number}", reference.copy.job.to_toml()
+    job = job_from_text(text.replace('"reference"', f'"{name}"'), name=name, base_folder=root)
+    coming = list(drawn(choose, reference) if strikes is None else strikes)
     stage = Stage(root, job, limit_s=LIMIT_S)
     faults = Faults(stage, choose)
     began = time.monotonic()
     try:
         stage.start()
-        problem = _follow(stage, faults, times)
+        problem = _follow(stage, faults, coming)
         stage.wait_gone()
     finally:
         stage.close()
@@ -214,12 +228,13 @@ def play(
     return problem or _compare(stage, job, reference), faults.done, seconds
 
 
-def _follow(stage: Stage, faults: Faults, times: list[float]) -> str:
+def _follow(stage: Stage, faults: Faults, coming: list[Strike]) -> str:
     def look(_scene: object) -> bool:
         faults.tick()
-        while times and time.monotonic() - stage.began >= times[0]:
-            times.pop(0)
-            faults.strike()
+        while coming and time.monotonic() - stage.began >= coming[0].time:
+            if not faults.strike(coming[0].kind, coming[0].how):
+                break  # not yet
+            coming.pop(0)
         return not stage.running()
 
     try:
@@ -264,19 +279,24 @@ def write_corpus(folder: Path) -> None:
         (folder / "corpus" / f"part{i}.py").write_text("\n".join(lines))
 
 
-def play_all(root: Path, rounds: range, seed: int, tell: Callable[[str], None]) -> int:
-    """How many of `rounds` failed."""
+def prepare(root: Path) -> Reference:
+    """The run that nothing happens to, in `root`."""
     write_corpus(root)
     text = JOB.format(steps=STEPS)
     job = job_from_text(text, name="rounds", base_folder=root)
     store = resolve_stores(job.data, data_cache(root), root)[0].address
     text = text.replace('"corpus"', f'"{store}"').replace('"round"', '"reference"')
     copy = Copy(job_from_text(text, name="rounds", base_folder=root), ())
-    reference = run_reference(root, copy, limit_s=LIMIT_S)
+    return run_reference(root, copy, limit_s=LIMIT_S)
+
+
+def play_all(root: Path, rounds: range, seed: int, tell: Callable[[str], None]) -> int:
+    """How many of `rounds` failed."""
+    reference = prepare(root)
     tell(f"the run that nothing happens to took {reference.seconds:.1f} s")
     results: Counter[str] = Counter()
     for number in rounds:
-        problem, done, seconds = play(root, number, f"{seed} {number}", copy, reference)
+        problem, done, seconds = play(root, number, f"{seed} {number}", reference)
         tell(
             f"round {number}: {problem or 'ok'} in {seconds:.1f} s; {'; '.join(done) or 'it was over before'}"
         )

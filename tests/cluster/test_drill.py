@@ -95,13 +95,13 @@ def test_faults_are_survived_while_the_run_itself_is_under_way(drill: Drill, fol
     held = lock.acquire(live.lock)
     before = contents(live.path)
     try:
-        process = drill("--only", "kill_rank,nan_gradient,xid_94,preemption", "--json")
+        process = drill("--only", "kill_rank,nan_gradient,xid_94,preemption,edited_job", "--json")
         out, err = process.communicate(timeout=TIMEOUT_S)
     finally:
         os.close(held)
     document: dict[str, Any] = json.loads(out)
     assert process.returncode == 0, err
-    assert document["verdicts"] == {"PASS": 4, "FAIL": 0, "UNJUDGED": 0}, err
+    assert document["verdicts"] == {"PASS": 5, "FAIL": 0, "UNJUDGED": 0}, err
     by_name = {s["name"]: s for s in document["scenarios"]}
     for name in ("kill_rank", "nan_gradient", "xid_94"):
         assert by_name[name]["largest_difference"] == 0.0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -190,3 +193,28 @@ def test_the_same_failure_without_progress_ends_the_run(start: Start) -> None:
     told, _ = events.read_events(cluster.folder)
     assert "gave_up" in kinds(told)
     assert cluster.left() == []
+
+
+def test_strangers_at_every_door_cost_a_run_nothing(start: Start) -> None:
+    """Two processes that know no secret connect again and again, and hold what they get."""
+    cluster = start(resilience=("silence_s=2.0",))
+    legs(cluster)
+    ports = [json.loads(path.read_text())["port"] for path in cluster.folder.leases.glob("*.json")]
+    ports += [e.data["port"] for e in events.read_events(cluster.folder)[0] if e.data and "port" in e.data]
+    code = (
+        "import socket, sys, time\n"
+        "held, end = [], time.monotonic() + 8\n"
+        "while time.monotonic() < end:\n"
+        "    for port in map(int, sys.argv[1:]):\n"
+        "        s = socket.socket(); s.setblocking(False); s.connect_ex(('127.0.0.1', port)); held.append(s)\n"
+        "    held = held[-500:]\n"
+    )
+    flood = [
+        subprocess.Popen([sys.executable, "-c", code, *map(str, set(ports))], process_group=0)
+        for _ in range(2)
+    ]
+    for attacker in flood:
+        assert attacker.wait() == 0
+    for line in cluster.ranks.values():
+        line.tell({"beat": 2})
+    assert not {"recovering", "node_lost"}.intersection(kinds(finish(cluster)))

@@ -193,7 +193,7 @@ class _Console:
 
         _, detected, recovered, redone, *_ = row(result)
         verdict = result.judgement.verdict
-        text = f"{verdict:<8}  {result.scenario.name:<24}  "
+        text = f"{verdict:<8}  {result.scenario.name:<26}  "
         if verdict == "PASS":
             text += f"detected in {detected}, recovered in {recovered}, {redone} steps redone"
         else:

@@ -46,6 +46,7 @@ class Agent:
         self.generation = 0  # that its workers work on
         self.stopping: int | None = None  # generation that is to stop
         self.left: dict[str, Any] | None = None  # how all its workers left this generation, once they have
+        self.resigned = -1  # the term in which we stopped coordinating because we heard too few
         self.wanted: str | None = None  # how its launcher wants the run to end
         self.sources = Watching()
         self.watch, self.unwatch = self.sources.watch, self.sources.unwatch
@@ -145,6 +146,7 @@ class Agent:
             if self.coordinator.deposed:
                 if self.coordinator.resigned:
                     self.member.resign()
+                    self.resigned = self.coordinator.lease.term
                 self.coordinator.close()
                 self.coordinator = None
 
@@ -179,7 +181,15 @@ class Agent:
         if self.coordinator is not None:
             self.coordinator.close()
         self.coordinator = Coordinator(
-            self.spec, self.job, self.inputs, lease, self.secret, self.watch, self.unwatch, dead=dead
+            self.spec,
+            self.job,
+            self.inputs,
+            lease,
+            self.secret,
+            self.watch,
+            self.unwatch,
+            dead=dead,
+            alone=lease.term == self.resigned + 1,
         )
 
     def _on_member(self) -> None:

@@ -58,10 +58,12 @@ class Coordinator:
         unwatch: Callable[[Any], None],
         *,
         dead: int | None = None,
+        alone: bool = False,
     ) -> None:
         """`inputs`: of the job and the plan that every rank must read.
 
-        `dead`: the node that coordinated before, if its process is gone for certain.
+        `dead`: the node that coordinated before, if its process is gone for certain. `alone`: this node has resigned
+        and nobody has taken over since, although there was time: it goes on with whom it hears, however few.
         """
         self.spec, self.job, self.lease = spec, job, lease
         self.folder: RunFolder = spec.folder
@@ -74,6 +76,7 @@ class Coordinator:
             told=self._on_message,
             lost=lambda peer, certain, cause: self._lost(peer.node, certain, cause),
         )
+        self._alone = alone
         self.deposed = False
         self.resigned = False
         self.round_trips = RoundTrips(self.lease.node)
@@ -205,7 +208,7 @@ class Coordinator:
 
     def _lost(self, node: int, certain: bool, cause: str) -> None:
         self.round_trips.forget(node)
-        if self.ending.outcome is not None or (not certain and self._cut_off(node)):
+        if self.ending.outcome is not None or (not certain and not self._alone and self._cut_off(node)):
             return
         self.snapshots.lost(node)
         self.recorder.event(

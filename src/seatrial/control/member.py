@@ -22,7 +22,7 @@ _SEEK_S = 0.05  # between two looks at the lease while nobody coordinates
 _DIAL_S = 1.0
 _TURN_S = 0.25  # each agent claims so much later than the one before it, so that they rarely meet
 _CLAIM_S = 10.0  # a lease folder that takes no file for so long will not get better by waiting
-_RESIGNED = 20.0  # times silence_s
+_RESIGNED = 10.0  # times silence_s
 _REFUSED = os.strerror(errno.ECONNREFUSED)
 
 

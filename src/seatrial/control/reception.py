@@ -9,6 +9,10 @@ from typing import Any
 
 from seatrial.control.wire import Incoming, Listener
 
+# Connections that have proven nothing. Proving takes milliseconds, so whoever has waited longest while so many others
+# came is most likely not one of us.
+MOST_WAITING = 128
+
 
 class Reception:
     """Takes connections from `listener` and gives those that proved it to `proven`, which closes them."""
@@ -30,14 +34,15 @@ class Reception:
         return min((incoming.deadline for incoming in self._waiting), default=None)
 
     def tick(self) -> None:
-        """Show out whoever has proven nothing in time: a connection that says nothing would be held for ever."""
+        """Close what has proven nothing in time: a connection that says nothing would be held for ever."""
         now = time.monotonic()
         for incoming in [i for i in self._waiting if now >= i.deadline]:
-            self._let_go(incoming)
-            incoming.close()
+            self._refuse(incoming)
 
     def _on_listener(self) -> None:
         for incoming in self._listener.accept():
+            if len(self._waiting) >= MOST_WAITING:
+                self._refuse(self._waiting[0])
             self._waiting.append(incoming)
             self._watch(incoming, partial(self._on_incoming, incoming))
             self._on_incoming(incoming)
@@ -51,6 +56,10 @@ class Reception:
             self._proven(incoming)
         else:
             incoming.close()
+
+    def _refuse(self, incoming: Incoming) -> None:
+        self._let_go(incoming)
+        incoming.close()
 
     def _let_go(self, incoming: Incoming) -> None:
         self._waiting.remove(incoming)

@@ -25,9 +25,10 @@ Progress = Literal["wait", "ready", "refused"]
 
 _NONCE_BYTES = 16
 _MAC_HEX = 64
-_HANDSHAKE_BYTES = 1 << 20  # longest line of somebody who has not yet proven anything
+_HANDSHAKE_BYTES = 1 << 18  # longest line of somebody who has not yet proven anything
 _LINE_BYTES = 1 << 26
 HANDSHAKE_S = 5.0
+ACCEPT_AT_ONCE = 16  # somebody who connects again and again must not keep an event loop from everything else
 # Of tcpi_rtt (microseconds) in struct tcp_info, linux/tcp.h: eight bytes, then numbers of four bytes each.
 _RTT_AT = 8 + 15 * 4
 
@@ -347,16 +348,17 @@ class Listener:
         return self._socket.fileno()
 
     def accept(self) -> list[Incoming]:
-        """Those that have connected; nothing is proven of them yet."""
+        """Some of those that have connected, the others next time; nothing is proven of them yet."""
         found: list[Incoming] = []
-        while True:
+        while len(found) < ACCEPT_AT_ONCE:
             try:
                 sock, _ = self._socket.accept()
             except OSError:
                 # Nobody waits any more; or what ended a connection before it was ours, which Linux tells here; or no
                 # descriptor is free, and whoever waits is asked in once one is.
-                return found
+                break
             found.append(Incoming(sock, self._secret))
+        return found
 
     def close(self) -> None:
         self._socket.close()

@@ -23,6 +23,7 @@ from seatrial.base.lines import Channel
 from seatrial.control.grace import Grace
 from seatrial.control.oom import OomWatch
 from seatrial.control.spec import AgentSpec, clean_environment
+from seatrial.control.wire import ACCEPT_AT_ONCE
 from seatrial.control.worker import Leg, Worker, check_message
 
 Tell = Callable[[str, Worker, dict[str, Any]], None]
@@ -233,9 +234,9 @@ class Workers:
     # -- what happens
 
     def _on_connection(self) -> None:
-        while True:
+        for _ in range(ACCEPT_AT_ONCE):
             try:
-                sock, _ = self._server.accept()
+                sock, _address = self._server.accept()
             except OSError:  # nobody waits any more; or no descriptor is free
                 return
             if _user_of(sock) != os.geteuid():  # an abstract socket has no permissions

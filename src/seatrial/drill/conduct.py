@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from seatrial.base import units
 from seatrial.base.errors import InputError, SeatrialError
 from seatrial.checkpoint.manifest import Damaged
 from seatrial.data.prepare import blend_of, check_stores, data_cache, resolve_stores
@@ -24,6 +26,7 @@ from seatrial.drill.scene import Scene
 from seatrial.drill.stage import Overdue, RunEnded, Stage
 from seatrial.launch import launcher_for
 from seatrial.launch.netns import Hosts, Unavailable
+from seatrial.storage import is_remote
 
 if TYPE_CHECKING:
     from seatrial.data.store import TokenStore
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 _SPARE_TIME_S = 90.0  # what detection and recovery may add to a run, before it is given up
 _FIRST_STEPS = 6  # a first step that takes so many times as long as the reference's is a hang
 _LEAST_FIRST_STEP_S = 45.0  # the machine may be busy with something else
+_MOST_DATA_BYTES = 1 << 30  # that are copied for a scenario that alters its data
 _RECOVERY_S = 5.0  # what they usually add, for the estimate
 
 
@@ -127,7 +131,10 @@ class Drill:
             return Result(scenario, unjudged(reason))
         plan = self._plan(scenario)
         try:
-            copy = self._copy(scenario.name, plan, spares=scenario.spares, replicas=scenario.replicas)
+            stores = self._own_data(scenario) if scenario.own_data else None
+            copy = self._copy(
+                scenario.name, plan, spares=scenario.spares, replicas=scenario.replicas, stores=stores
+            )
             launcher_for(copy.job).check(copy.job)
         except InputError as error:
             return Result(scenario, unjudged(error.message))
@@ -229,11 +236,32 @@ class Drill:
         every = self.rhythm.checkpoint
         return -(-steps // every) * every
 
-    def _copy(self, name: str, plan: Plan, *, spares: int, replicas: bool, keep: int = 0) -> Copy:
+    def _own_data(self, scenario: Scenario) -> list[str]:
+        """Copies of the token stores, for a scenario that alters them. Raises InputError where there is no room for that."""
+        total = sum(shard.bytes for store in self._stores for shard in store.manifest.shards)
+        if total > _MOST_DATA_BYTES or any(is_remote(store.address) for store in self._stores):
+            raise InputError(f"the data ({units.memory(total)}) would have to be copied")
+        copies = []
+        for number, store in enumerate(self._stores):
+            folder = self.root / f"{scenario.name}.data-{number}"
+            shutil.copytree(store.address, folder)
+            copies.append(str(folder))
+        return copies
+
+    def _copy(
+        self,
+        name: str,
+        plan: Plan,
+        *,
+        spares: int,
+        replicas: bool,
+        keep: int = 0,
+        stores: Sequence[str] | None = None,
+    ) -> Copy:
         return copy_of(
             self.job,
             name=name,
-            stores=[store.address for store in self._stores],
+            stores=stores or [store.address for store in self._stores],
             plan=plan,
             spares=spares,
             replicas=replicas,

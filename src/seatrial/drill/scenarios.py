@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from seatrial.drill.copies import Plan
 from seatrial.drill.expectation import Expectation
 from seatrial.drill.injection import Planted
 from seatrial.drill.stage import Stage
+from seatrial.hardware.devices import choose_device
 from seatrial.job import Job
 from seatrial.job.numbers import either
 from seatrial.job.shapes import shapes
@@ -19,6 +21,7 @@ from seatrial.train import straggler
 
 _AWAY_S = 4.0  # after which a node returns
 _BACK_S = 14.0  # by when it trains again, with its start
+_FOUND_S = 10.0  # by when a process that was stopped is found
 
 RECOVERING = "recovering"
 
@@ -47,6 +50,7 @@ class Scenario:
     network: bool = False  # each node needs a network of its own
     returns: bool = False  # a node whose agent died comes back after a while
     lasting: bool = False  # goes on for --seconds
+    own_data: bool = False  # needs a copy of the data
     least_steps: int = 0  # that it needs, however short the copy is
     least_seconds: float = 0.0  # of training that must follow the fault
     missing: Callable[[Job], str | None] = _no_reason  # why this job cannot have it
@@ -57,6 +61,15 @@ class Scenario:
 
 def _two_nodes(job: Job) -> str | None:
     return None if job.cluster.nodes > 1 else "the job has one node: there is nobody to lose it to"
+
+
+def _two_ranks(job: Job) -> str | None:
+    return None if job.layout.world_size > 1 else "the job has one rank"
+
+
+def _forks(job: Job) -> str | None:
+    device, _ = choose_device(job.cluster)
+    return None if device == "cpu" else "ranks on GPUs are started one by one: there is no fork server"
 
 
 def _can_shrink(job: Job) -> str | None:
@@ -124,6 +137,90 @@ SCENARIOS: tuple[Scenario, ...] = (
         scripts.kill_two,
         spares=2,
         missing=_two_nodes,
+    ),
+    Scenario(
+        "kill_two_ranks",
+        "SIGKILL to two ranks at once",
+        Expectation("same", ("rank_failed", RECOVERING), "rank", named_by=("rank_failed",)),
+        scripts.kill_two_ranks,
+        missing=_two_ranks,
+    ),
+    Scenario(
+        "kill_rank_in_recovery",
+        "SIGKILL to another rank while the run recovers from the loss of one",
+        Expectation("same", ("rank_failed", RECOVERING), "rank", named_by=("rank_failed",)),
+        scripts.kill_in_recovery,
+        missing=_two_ranks,
+    ),
+    Scenario(
+        "kill_rank_in_save",
+        "SIGKILL to a rank while its part of a checkpoint is being written",
+        Expectation("same", ("rank_failed", RECOVERING), "rank", redone="two snapshots"),
+        scripts.wait,
+        scripts.die,
+    ),
+    Scenario(
+        "kill_fork_server",
+        "SIGKILL to the process that forks a node's ranks, and with it to them",
+        Expectation("same", ("nursery_failed", RECOVERING), "node"),
+        scripts.fork_server(signal.SIGKILL),
+        missing=_forks,
+    ),
+    Scenario(
+        "freeze_fork_server",
+        "SIGSTOP to the process that forks a node's ranks",
+        Expectation("same", ("process_stopped", RECOVERING), "node"),
+        scripts.fork_server(signal.SIGSTOP),
+        least_seconds=_FOUND_S,
+        missing=_forks,
+    ),
+    Scenario(
+        "pause_agent_at_start",
+        "a node's agent stopped for some seconds while its ranks are being started",
+        Expectation("same", ("node_lost", RECOVERING), "node", named_by=("node_lost",)),
+        scripts.pause_agent,
+        spares=1,
+        missing=_two_nodes,
+    ),
+    Scenario(
+        "pause_coordinator_at_start",
+        "the same of the node that coordinates",
+        Expectation(
+            "same",
+            ("coordinator_elected", "node_lost", RECOVERING),
+            "nothing",
+            follows=("coordinator_elected",),
+        ),
+        scripts.pause_coordinator,
+        spares=1,
+        missing=_two_nodes,
+    ),
+    Scenario(
+        "edited_job",
+        "the run's job.toml edited, a rank killed, and the same command again",
+        Expectation(
+            "same",
+            ("rank_failed", RECOVERING),
+            "rank",
+            redone="two checkpoints",
+            exits=(2, 0),
+            follows=("run_failed", "resumed"),
+        ),
+        scripts.edit_job,
+    ),
+    Scenario(
+        "remade_data",
+        "the token store made anew, a rank killed; then the old one put back, and the same command again",
+        Expectation(
+            "same",
+            ("rank_failed", RECOVERING),
+            "rank",
+            redone="two checkpoints",
+            exits=(2, 0),
+            follows=("run_failed", "resumed"),
+        ),
+        scripts.remake_data,
+        own_data=True,
     ),
     Scenario(
         "freeze_rank",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 
 from seatrial.drill.copies import Plan
@@ -56,6 +57,74 @@ def kill_two(stage: Stage, plan: Plan) -> None:
 def freeze(stage: Stage, plan: Plan) -> None:
     stage.wait_step(plan.fault)
     stage.freeze_rank(max(stage.scene.ranks))
+
+
+def kill_two_ranks(stage: Stage, plan: Plan) -> None:
+    """The first and the last, in most jobs on different nodes."""
+    stage.wait_step(plan.fault)
+    for rank in (0, max(stage.scene.ranks)):
+        stage.kill_rank(rank)
+
+
+def kill_in_recovery(stage: Stage, plan: Plan) -> None:
+    """A second rank, as soon as the failure of the first was judged."""
+    stage.wait_step(plan.fault)
+    stage.kill_rank(max(stage.scene.ranks))
+    begin = stage.injections[-1].time
+    stage.wait_until(lambda scene: scene.since(begin, ("recovering",)) is not None and 0 in scene.ranks)
+    stage.kill_rank(0, before="in the recovery from that, ")
+
+
+def pause_agent(stage: Stage, plan: Plan) -> None:
+    """Of a node that does not coordinate, while its ranks are being started."""
+    nodes = _begun(stage)
+    stage.pause_agent(next(n for n in nodes if n != stage.scene.coordinator or len(nodes) == 1), _long(stage))
+
+
+def pause_coordinator(stage: Stage, plan: Plan) -> None:
+    _begun(stage)
+    assert stage.scene.coordinator is not None
+    stage.pause_agent(stage.scene.coordinator, _long(stage))
+
+
+def _begun(stage: Stage) -> list[int]:
+    """Wait for the order to start; the nodes that it went to."""
+    stage.wait_until(lambda scene: scene.since(0.0, ("generation_started",)) is not None)
+    started = stage.scene.since(0.0, ("generation_started",))
+    assert started is not None
+    return sorted((started.data or {})["slots"].values())
+
+
+def _long(stage: Stage) -> float:
+    """Longer than an agent may go on without being heard."""
+    return 2 * stage.job.resilience.silence_s
+
+
+def fork_server(signum: signal.Signals) -> Callable[[Stage, Plan], None]:
+    def script(stage: Stage, plan: Plan) -> None:
+        stage.wait_step(plan.fault)
+        stage.signal_fork_server(_bystander(stage), signum)
+
+    return script
+
+
+def edit_job(stage: Stage, plan: Plan) -> None:
+    """Then the same command again, which writes the file anew."""
+    stage.wait_step(plan.fault)
+    stage.kill_rank(max(stage.scene.ranks), before=stage.edit_job())
+    stage.wait_end()
+    stage.wait_gone()
+    stage.again()
+
+
+def remake_data(stage: Stage, plan: Plan) -> None:
+    """Then the old data put back, and the same command again."""
+    stage.wait_step(plan.fault)
+    with stage.remade_data() as what:
+        stage.kill_rank(max(stage.scene.ranks), before=what)
+        stage.wait_end()
+        stage.wait_gone()
+    stage.again()
 
 
 def slow(stage: Stage, plan: Plan) -> None:
@@ -148,6 +217,11 @@ def miscount(job: Job, plan: Plan) -> tuple[Planted, ...]:
     rank = job.layout.world_size - 1
     step = plan.rhythm.unverified_snapshot  # so that the newest copies in memory are damaged too
     return (Planted("miscount", rank, step, f"rank {rank} computes one weight wrongly"),)
+
+
+def die(job: Job, plan: Plan) -> tuple[Planted, ...]:
+    rank = job.layout.world_size - 1
+    return (Planted("die", rank, plan.fault, f"SIGKILL to rank {rank} while its part is being written"),)
 
 
 def enospc(job: Job, plan: Plan) -> tuple[Planted, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from seatrial.base import process
 from seatrial.checkpoint.manifest import complete, read_manifest, step_of
-from seatrial.control.spec import WORKER_MODULE
+from seatrial.control.spec import NURSERY_MODULE, WORKER_MODULE
+from seatrial.data.manifest import MANIFEST
 from seatrial.drill import run as runs
 from seatrial.drill.injection import Injection, Planted, record_injection
 from seatrial.drill.scene import Scene, kernel_log
@@ -196,10 +198,11 @@ class Stage:
         self.injections.append(injection)
         record_injection(self._injections, injection)
 
-    def kill_rank(self, rank: int) -> None:
-        """SIGKILL to one rank."""
+    def kill_rank(self, rank: int, *, before: str = "") -> None:
+        """SIGKILL to one rank. `before`: what was done already, for the log."""
         place = self.scene.ranks[rank]
-        self.note("kill_rank", f"SIGKILL to rank {rank}", node=place.node, rank=rank, pid=place.pid)
+        message = f"{before}SIGKILL to rank {rank}"
+        self.note("kill_rank", message, node=place.node, rank=rank, pid=place.pid)
         self._signal(place.pid, signal.SIGKILL)
 
     def freeze_rank(self, rank: int) -> None:
@@ -213,6 +216,45 @@ class Stage:
         pid = self.scene.agents[node]
         self.note("kill_agent", f"SIGKILL to the agent of node {node}", node=node, pid=pid)
         self._signal(pid, signal.SIGKILL)
+
+    def pause_agent(self, node: int, seconds: float) -> None:
+        """SIGSTOP to a node's agent, and SIGCONT after a while."""
+        pid = self.scene.agents[node]
+        self.note("pause_agent", f"the agent of node {node} is stopped for {seconds:g} s", node=node, pid=pid)
+        self._signal(pid, signal.SIGSTOP)
+        end = time.monotonic() + seconds
+        try:
+            self.wait_until(lambda scene: time.monotonic() >= end)
+        finally:
+            self._signal(pid, signal.SIGCONT)
+
+    def signal_fork_server(self, node: int, signum: signal.Signals) -> None:
+        """A signal to the process that forks a node's ranks."""
+        parents, agent = process.living(), self.scene.agents[node]
+        pid = next(p for p, parent in parents.items() if parent == agent and NURSERY_MODULE in describe(p))
+        message = f"{signum.name} to the fork server of node {node}"
+        self.note("signal_fork_server", message, node=node, pid=pid)
+        self._signal(pid, signum)
+
+    def edit_job(self) -> str:
+        """Another learning rate in the run's own copy of the job; what was done, for the log."""
+        text = self.folder.job_toml.read_text(encoding="utf-8")
+        lr = self.job.optimizer.lr
+        edited = re.sub(r"(?m)^lr = .*$", f"lr = {10 * lr!r}", text)
+        assert edited != text
+        self.folder.job_toml.write_text(edited, encoding="utf-8")
+        return f"lr {lr:g} -> {10 * lr:g} in the run's job.toml, then "
+
+    @contextlib.contextmanager
+    def remade_data(self) -> Iterator[str]:
+        """Another manifest in the first token store, as if it had been made anew; yields what was done, for the log."""
+        path = Path(self.job.data.sources[0]) / MANIFEST
+        text = path.read_text(encoding="utf-8")
+        path.write_text(json.dumps({**json.loads(text), "source": {"drill": "made anew"}}), encoding="utf-8")
+        try:
+            yield "the token store made anew, then "
+        finally:
+            path.write_text(text, encoding="utf-8")
 
     def kill_nodes(self, nodes: Sequence[int]) -> None:
         """SIGKILL to everything of some nodes at once: what a power failure is."""

@@ -174,6 +174,16 @@ def _has_no_space(call: Any, *, fault: Planted, now: _Now) -> Any:
     return order_part
 
 
+def _dies(call: Any, *, fault: Planted, now: _Now) -> Any:
+    @wraps(call)
+    def order_part(self: AsyncWriter, *arguments: Any, **keys: Any) -> Any:
+        call(self, *arguments, **keys)
+        if _fires(fault, now, or_later=True):
+            os.kill(os.getpid(), signal.SIGKILL)  # its writing process, which has just begun, dies with it
+
+    return order_part
+
+
 # kind -> (what is wrapped, and how). Narrow: everything else of the rank is what trains in earnest.
 _SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "hang": (Mesh, "sum_over_ranks", _hangs),
@@ -182,6 +192,7 @@ _SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "flip": (ParallelModel, "forward_backward", _flips_at_rest),
     "miscount": (ShardedAdamW, "update", _flips_in_update),
     "enospc": (AsyncWriter, "order_part", _has_no_space),
+    "die": (AsyncWriter, "order_part", _dies),
 }
 
 

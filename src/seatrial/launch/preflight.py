@@ -178,9 +178,15 @@ class _Data:
         if PLACEHOLDER.search(spec):
             return
         try:
-            if Path(spec).is_dir():
-                hint = f"name the file in it: {Path(spec) / 'tokenizer.json'}"
-                yield Finding(("data.tokenizer",), f"the tokenizer {spec} is a folder", hint)
+            path = Path(spec)
+            if spec != "bytes" and not path.is_file():  # a device or a pipe is never read
+                what = "is a folder" if path.is_dir() else "is no file" if path.exists() else "does not exist"
+                hint = (
+                    f"name the file in it: {path / 'tokenizer.json'}"
+                    if path.is_dir()
+                    else 'give the path of a tokenizer.json, or "bytes"'
+                )
+                yield Finding(("data.tokenizer",), f"the tokenizer {spec} {what}", hint)
                 return
             self._tokenizer = load_tokenizer(spec)
         except InputError as error:

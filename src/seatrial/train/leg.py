@@ -7,6 +7,7 @@ from there, without reading anything.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from seatrial.base.errors import InputError, RunFailed, SeatrialError
 from seatrial.checkpoint import memory
@@ -29,6 +31,7 @@ from seatrial.job.layout import Layout
 from seatrial.job.shapes import at_shape
 from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.mesh import Mesh, build_mesh
+from seatrial.parallel.store import serve_store
 from seatrial.record import events
 from seatrial.record.folder import RunFolder
 from seatrial.record.inputs import Digests, job_of, read_unchanged
@@ -169,22 +172,22 @@ class Worker:
         return how
 
     def _join(self, job: Job, leg: Leg) -> torch.device:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if leg.place.rank > 0:
-            wait_for_store(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                timeout_s=TIMEOUT.total_seconds(),
-                stop=lambda: self.attendant.abandoned,
-            )
+            timeout_s = TIMEOUT.total_seconds()
+            wait_for_store(address, port, timeout_s=timeout_s, stop=lambda: self.attendant.abandoned)
+            return join(leg.place, TCPStore(address, port, None, is_master=False, timeout=TIMEOUT))
         try:
-            return join(leg.place)
-        except InputError as error:
-            if job.cluster.port is not None:
-                raise
-            # Nobody asked for this port: it was free a moment ago, and the next generation takes another.
-            raise ConnectionError(
-                f"the store's port was taken by another process: {error.message}"
+            store = serve_store(address, port, TIMEOUT)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and job.cluster.port is None:
+                # Nobody asked for this port: it was free a moment ago, and the next generation takes another.
+                raise ConnectionError(f"the store's port was taken by another process: {error}") from error
+            raise InputError(
+                f"rank 0 cannot listen on port {port} of {address}: {error.strerror}",
+                hint="leave cluster.port out, and a free port is taken",
             ) from error
+        return join(leg.place, store)
 
     def keep(self) -> int:
         """After peers went away: hold on to this rank's state and leave all groups; the last finished step, or -1."""

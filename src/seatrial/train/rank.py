@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from seatrial.base.errors import InputError, RunFailed
 from seatrial.checkpoint.manifest import Progress
@@ -175,16 +176,22 @@ def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, loader: BatchLoader) 
             opened.close()
 
 
-def join(place: Place) -> torch.device:
-    """Become a member of the world; the device of this rank."""
+def join(place: Place, store: Store | None = None) -> torch.device:
+    """Become a member of the world; the device of this rank. Without a `store`, at the one that torchrun made."""
     if place.device == "cuda":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    backend = "nccl" if place.device == "cuda" else "gloo"
+    if store is not None:
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT
+        )
+        return device
     try:
-        dist.init_process_group("nccl" if place.device == "cuda" else "gloo", timeout=TIMEOUT)
+        dist.init_process_group(backend, timeout=TIMEOUT)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise InputError(

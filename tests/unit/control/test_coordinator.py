@@ -422,6 +422,24 @@ def test_memory_of_an_earlier_launch_is_not_ours(begin: Begin) -> None:
     assert not term.coordinator.machine.started
 
 
+def test_one_that_hears_too_few_resigns_and_goes_on_alone_if_nobody_took_over(begin: Begin) -> None:
+    """More than half of the nodes lost power: from outside that looks as if this node had been cut off."""
+    running(begin)
+    term = begin()
+    term.join(1, running=GENERATION)
+    term.coordinator._lost(0, False, "silent")
+    assert not term.coordinator.deposed, "one against one"
+    term.coordinator._lost(2, False, "silent")
+    assert (term.coordinator.deposed, term.coordinator.resigned) == (True, True)
+    term = begin("cluster.spares=0", alone=True)
+    term.join(1, running=GENERATION)
+    term.coordinator._lost(2, False, "silent")
+    term.coordinator._lost(0, False, "silent")
+    assert not term.coordinator.deposed
+    assert "node_lost" in kinds(term)
+    assert set(term.orders("stop")) == {1}, "to go on without them"
+
+
 # -- what stands still
 
 

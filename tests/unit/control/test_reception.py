@@ -11,6 +11,7 @@ import pytest
 from wired import SECRET, Hub, Pump
 
 from seatrial.control import wire
+from seatrial.control.reception import MOST_WAITING
 from seatrial.control.watching import allow_files
 from seatrial.control.wire import Outgoing
 
@@ -107,6 +108,20 @@ def test_without_a_free_descriptor_the_door_stays_open_for_later(pump: Pump, hub
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     pump.until(lambda: hub.reception.deadline is not None)
     sock.close()
+    pump.until(lambda: hub.reception.deadline is None)
+
+
+def test_many_that_prove_nothing_keep_nobody_out(pump: Pump, hub: Hub) -> None:
+    """Each turn of the loop takes some of them, and never more than a few are held."""
+    before = len(os.listdir("/proc/self/fd"))
+    silent = [stranger(hub) for _ in range(2 * MOST_WAITING)]
+    pump.round()
+    held = len(os.listdir("/proc/self/fd")) - before - len(silent)
+    assert held <= wire.ACCEPT_AT_ONCE, "one turn, not all that wait"
+    pump.until(lambda: sum(map(shown_out, silent)) == len(silent) - MOST_WAITING)
+    friend(pump, hub)
+    for sock in silent:
+        sock.close()
     pump.until(lambda: hub.reception.deadline is None)
 
 

@@ -25,6 +25,15 @@ def test_everything_that_must_be_drilled_is() -> None:
         "kill_agent_without_spare",
         "kill_coordinator_node",
         "kill_two_nodes",
+        "kill_two_ranks",
+        "kill_rank_in_recovery",
+        "kill_rank_in_save",
+        "kill_fork_server",
+        "freeze_fork_server",
+        "pause_agent_at_start",
+        "pause_coordinator_at_start",
+        "edited_job",
+        "remade_data",
         "freeze_rank",
         "hang_in_collective",
         "hold_gil",
@@ -71,9 +80,17 @@ def test_what_a_job_cannot_have_is_said() -> None:
     assert reasons(*one_node).keys() == {
         "kill_agent_without_spare",
         "kill_two_nodes",
+        "pause_agent_at_start",
+        "pause_coordinator_at_start",
         "cut_network",
         "slow_network",
     }
+    assert (
+        "one rank"
+        in reasons(*one_node, "cluster.gpus_per_node=1", "parallel.tensor=1", "parallel.pipeline=1")[
+            "kill_two_ranks"
+        ]
+    )
     assert "shrink" in reasons("resilience.shrink=false")["kill_agent_without_spare"]
     assert (
         "no smaller layout"

@@ -33,6 +33,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from seatrial.base.lines import Channel
 from seatrial.check.live.reach import interface_towards
+from seatrial.parallel.store import serve_store
 
 _MIB = 1 << 20
 # A message of a flow takes about this long: short enough for a slow link's deadline, long enough to hide its start.
@@ -118,9 +119,7 @@ class _Probe:
         if self.spec["store"] is not None:
             address, port = self.spec["store"]
             return TCPStore(address, int(port), None, is_master=False, timeout=timeout)
-        store = TCPStore(
-            self.spec["listen"], 0, None, is_master=True, wait_for_workers=False, timeout=timeout
-        )
+        store = serve_store(self.spec["listen"], 0, timeout)
         channel.send({"note": {"port": store.port}})
         return store
 

@@ -1,0 +1,35 @@
+"""A few of the rounds of rounds.py: what once stalled a run, and two that are drawn."""
+
+from __future__ import annotations
+
+import pytest
+from rounds import Strike, play, prepare
+
+from seatrial.drill.reference import Reference
+
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+
+STALLED = {
+    "everything stopped at the start": [Strike(2.0, "all")],
+    "an agent stopped at the start": [Strike(2.0, "agent", "pause"), Strike(10.0, "rank", "kill")],
+    "fork server stopped": [Strike(4.0, "fork server", "stop")],
+    "writer and rank stopped": [Strike(5.0, "writer", "stop"), Strike(5.1, "rank", "stop")],
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return prepare(tmp_path_factory.mktemp("rounds"))
+
+
+@pytest.mark.parametrize("name", STALLED)
+def test_what_once_stalled_a_run(reference: Reference, name: str) -> None:
+    number = 1000 + list(STALLED).index(name)
+    problem, done, _ = play(reference.folder.path.parent, number, name, reference, STALLED[name])
+    assert not problem, done
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_two_faults_at_any_moment(reference: Reference, number: int) -> None:
+    problem, done, _ = play(reference.folder.path.parent, number, f"suite {number}", reference)
+    assert not problem, done

@@ -1,0 +1,40 @@
+"""Where the store of a process group listens, and that ranks meet there."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from seatrial.parallel.store import serve_store
+
+TIMEOUT = timedelta(seconds=10)
+
+
+def test_it_listens_on_its_address_and_nowhere_else() -> None:
+    store = serve_store("127.0.0.1", 0, TIMEOUT)
+    client = TCPStore("127.0.0.1", store.port, None, is_master=False, timeout=TIMEOUT)
+    client.set("a", "1")
+    assert store.get("a") == b"1"
+    with pytest.raises(ConnectionRefusedError):
+        # Another address of this host: whoever listens on every interface listens there too.
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+
+
+def test_the_port_is_free_again_when_the_store_is_let_go_of() -> None:
+    store = serve_store("127.0.0.1", 0, TIMEOUT)
+    port = store.port
+    with pytest.raises(OSError, match="in use") as taken:
+        serve_store("127.0.0.1", port, TIMEOUT)
+    assert taken.value.errno == errno.EADDRINUSE
+    del store
+    again = serve_store("127.0.0.1", port, TIMEOUT)
+    assert again.port == port
+
+
+def test_an_address_of_another_host_is_refused() -> None:
+    with pytest.raises(OSError, match="Cannot assign"):
+        serve_store("192.0.2.1", 0, TIMEOUT)
