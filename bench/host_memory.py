@@ -43,7 +43,7 @@ WIDE = [
     "model.intermediate_size=4096",
     "model.num_hidden_layers=8",
 ]
-CASES = {
+CASES: dict[str, list[str]] = {
     "first-voyage, 8 ranks on 2 nodes": [],
     "one rank, small batches": [*ONE, "train.global_batch=8", "train.microbatch=2"],
     "one rank, activations": [
@@ -54,7 +54,7 @@ CASES = {
     "one rank, 126M parameters": [*ONE, *WIDE, "train.global_batch=2", "train.microbatch=1"],
     "126M parameters, 4 ranks on 2 nodes": [
         *WIDE,
-        *("cluster.gpus_per_node=2", "parallel.pipeline=1", "train.global_batch=4", "train.microbatch=1"),
+        *("cluster.gpus_per_node=2", "parallel.pipeline=1", "train.global_batch=2", "train.microbatch=1"),
     ],
 }
 

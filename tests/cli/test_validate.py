@@ -308,7 +308,7 @@ VALUES = [
     *("0", "1", "-1", "3", "7", "1000003", "999999999", "10**9", "0x" + "f" * 5000, "1e308", "-0.0", "5e-324", "nan", "-inf"),
     *("true", "[]", "[1, 2]", "{}", '{ factor = 8.0 }', "1979-05-27", "07:32:00", '""', '"auto"', '"bytes"', '"slurm"', '"cuda"'),
     *('"~nobody-of-that-name/x"', '"a\\u0000b"', '"' + "x" * 300 + '"', '"\\u202e"', '"s3://"', '"s3://bucket/prefix"', '"file:///x"'),
-    *('"<x>"', '"/proc/self/mem"', '"/dev/zero"', '"."', '"/"', '"builtin:"', "'''\n'''", "[[[[[[1]]]]]]"),
+    *('"<x>"', '"/proc/self/mem"', '"/dev/null"', '"."', '"/"', '"builtin:"', "'''\n'''", "[[[[[[1]]]]]]"),
 ]  # fmt: skip
 KEYS = [f"{s}.{k}" for s, section in SECTIONS.items() for k in section.model_fields] + list(
     JobFile.model_fields

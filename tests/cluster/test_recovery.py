@@ -108,6 +108,8 @@ def test_with_one_copy_a_killed_rank_finds_it_on_its_own_node(begin: Begin, refe
     assert code == 0, err
     source, redone = recovered(trial)
     assert (source, redone <= 5) == ("memory", True)
+    (planned,) = trial.events("memory_planned")
+    assert (planned["severity"], planned["data"]["snapshot_copies"]) == ("warning", 1)
     assert_same(trial, reference)
 
 

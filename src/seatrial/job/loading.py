@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -42,7 +43,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
 def job_file(path: Path) -> Path:
     """The file that `path` means: itself, or where it is none, the file of that name with .toml."""
     named = path.with_name(f"{path.name}.toml") if path.name else path
-    return named if not path.is_file() and named.is_file() else path
+    return named if not os.path.isfile(path) and os.path.isfile(named) else path
 
 
 def job_from_text(text: str, *, name: str, base_folder: Path, overrides: Sequence[str] = ()) -> Job:

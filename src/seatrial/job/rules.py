@@ -6,6 +6,7 @@ the layout of ranks stand in `rules_layout.py`, about the data in `rules_data.py
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -120,7 +121,7 @@ def _init_from(facts: Facts) -> Iterator[Finding]:
         return
     keys, folder = ("model.init_from",), Path(given)
     hint = "name the folder of a Hugging Face checkpoint: config.json and *.safetensors"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # a name that is too long is no folder either
         yield Finding(keys, f"init_from: no folder {folder}", hint)
         return
     if not any(folder.glob("*.safetensors")):

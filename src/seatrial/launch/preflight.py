@@ -168,34 +168,25 @@ class _Data:
         self.unreachable: StorageError | None = None
         self._cache = cache
         self._stores: dict[int, TokenStore] = {}  # by place in data.train
-        self._most: dict[
-            int, int | None
-        ] = {}  # of what is to be prepared: how many tokens that can be, if known
+        self._most: dict[int, int | None] = {}  # of what is to be prepared: most tokens it can give, if known
         self._tokenizer: Tokenizer | None = None
 
     def tokenizer(self, facts: Facts) -> Iterator[Finding]:
         spec = facts.job.data.tokenizer
         if PLACEHOLDER.search(spec):
             return
+        if spec != "bytes" and not os.path.isfile(spec):  # a device or a pipe is never read
+            folder = os.path.isdir(spec)
+            what = "is a folder" if folder else "is no file" if os.path.exists(spec) else "does not exist"
+            inside = f"name the file in it: {Path(spec) / 'tokenizer.json'}"
+            hint = inside if folder else 'give the path of a tokenizer.json, or "bytes"'
+            yield Finding(("data.tokenizer",), f"the tokenizer {spec} {what}", hint)
+            return
         try:
-            path = Path(spec)
-            if spec != "bytes" and not path.is_file():  # a device or a pipe is never read
-                what = "is a folder" if path.is_dir() else "is no file" if path.exists() else "does not exist"
-                hint = (
-                    f"name the file in it: {path / 'tokenizer.json'}"
-                    if path.is_dir()
-                    else 'give the path of a tokenizer.json, or "bytes"'
-                )
-                yield Finding(("data.tokenizer",), f"the tokenizer {spec} {what}", hint)
-                return
             self._tokenizer = load_tokenizer(spec)
         except InputError as error:
             for d in error.diagnostics:
                 yield Finding(("data.tokenizer",), d.message, d.hint or 'give a tokenizer.json, or "bytes"')
-        except OSError as error:
-            yield Finding(
-                ("data.tokenizer",), f"{spec}: {error.strerror}", 'give a tokenizer.json, or "bytes"'
-            )
 
     def there(self, facts: Facts) -> Iterator[Finding]:
         for i, source in enumerate(_sources(facts.job.data)):
@@ -216,7 +207,7 @@ class _Data:
         pair = None
         if not source.startswith("builtin:") and not is_remote(source):
             pair = find_pair(Path(source))
-            if pair is None and not Path(source).exists():
+            if pair is None and not os.path.exists(source):
                 spec = "TOKENIZER" if PLACEHOLDER.search(data.tokenizer) else shlex.quote(data.tokenizer)
                 made = f"seatrial data prepare TEXT... --out {shlex.quote(source)} --tokenizer {spec}"
                 raise InputError(f"there is no {source}", hint=f"name what is there, or make it: {made}")
@@ -225,12 +216,15 @@ class _Data:
             self._stores[i] = store
             self.told.append(f"{source}: {units.count(store.n_tokens)} tokens ({store.tokenizer.name})")
             return
-        found = find([source] if pair is None else [f"{pair}.bin", f"{pair}.idx"])
+        if pair is not None:
+            self._most[i] = None
+            self.told.append(f"{source}: a Megatron pair, imported at the start")
+            return
+        found = find([source])
         size = sum(f.size for f in found.files)
-        plain = pair is None and all(f.path.suffix in _PLAIN for f in found.files)
-        self._most[i] = (
-            size + len(found.files) + (size if source.endswith(".jsonl") else 0) if plain else None
-        )
+        # A byte that is no UTF-8 becomes three, and each document has an end.
+        plain = all(f.path.suffix in _PLAIN for f in found.files)
+        self._most[i] = 3 * size + len(found.files) if plain else None
         self.told.append(f"{source}: {len(found.files):,} files, {units.memory(size)}, prepared at the start")
 
     def fits(self, facts: Facts) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ A rank's state is its fp32 weights and both moments, 12 bytes a parameter (`Stac
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +34,7 @@ from seatrial.plan.recipe import Recipe
 _MIB = 1024.0**2
 # Measured on CPU ranks (bench/host_memory.py, torch 2.13.0): anonymous memory of each process; libraries' pages once a host.
 LAUNCHER_BYTES, AGENT_BYTES, NURSERY_BYTES, LIBRARIES_BYTES = 50 * _MIB, 30 * _MIB, 140 * _MIB, 100 * _MIB
-CPU_RANK_BYTES, WRITER_BYTES = 170 * _MIB, 15 * _MIB
+CPU_RANK_BYTES, WRITER_BYTES = 200 * _MIB, 15 * _MIB
 # A rank with CUDA imports torch by itself, and CUDA and NCCL have buffers in host memory. An assumption: not measured.
 CUDA_RANK_BYTES = 2048 * _MIB
 # glibc's heap over what torch has allocated in it: tensors of a layer come and go between others that stay (measured as above).
@@ -88,7 +89,7 @@ def host_need(job: Job, device: Device) -> HostNeed:
         saving = here_of_it // layout.replicate if here else here_of_it
         held = rank_memory(model, recipe, stack, stage)
         step = held.states + held.logits + HEAP * (held.allocated - held.states - held.logits)
-        found = (here_of_it * own, here_of_it * max(step, 2 * own), saving * (own + _GRAIN))
+        found = (here_of_it * own, here_of_it * max(step, 2 * own), saving * math.ceil(own / _GRAIN) * _GRAIN)
         now = (state, ranks, staging)
         state, ranks, staging = [a + b if here else max(a, b) for a, b in zip(now, found, strict=True)]
     world = nodes * cluster.gpus_per_node
