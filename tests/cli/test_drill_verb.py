@@ -42,7 +42,7 @@ def test_the_list_needs_no_job(tmp_path: Path) -> None:
     done = drill(tmp_path, "--list")
     assert done.returncode == 0
     assert done.stdout.splitlines()[0].startswith("kill_rank ")
-    assert len(done.stdout.splitlines()) == 21
+    assert len(done.stdout.splitlines()) == 30
     assert done.stderr == ""
 
 
