@@ -123,7 +123,7 @@ def test_help_takes_at_most_a_fifth_of_a_second_of_a_processor(run: Run) -> None
         (
             ("schema", "--fast"),
             "error: unrecognized arguments: --fast\n"
-            "  hint: usage: seatrial schema [-h] [--out FILE] [--json]; see seatrial schema --help\n",
+            "  hint: usage: seatrial schema [-h] [--json]; see seatrial schema --help\n",
         ),
         (
             ("init",),
@@ -207,9 +207,7 @@ class TestInit:
 
     def test_what_is_to_be_filled_in_is_said(self, run: Run) -> None:
         done = run("init", "--preset", "llama3-8b-h100")
-        assert done.stderr == (
-            "next: seatrial validate llama3-8b-h100.toml\n      it says what is to be filled in\n"
-        )
+        assert done.stderr == "next: seatrial validate llama3-8b-h100.toml\n"
 
     def test_a_dash_prints_it(self, run: Run, tmp_path: Path) -> None:
         done = run("init", "--preset", "first-voyage", "--out", "-")
@@ -253,7 +251,7 @@ def test_schema(run: Run) -> None:
     assert document == {"schema_version": 1, "schema": schema}
 
 
-def test_the_schema_knows_names_and_a_preset_names_the_schema(run: Run, tmp_path: Path) -> None:
+def test_the_schema_knows_names_and_a_preset_names_the_schema(run: Run) -> None:
     schema = json.loads(run("schema").stdout)
     for section, key, name in (
         ("ModelSection", "preset", "qwen2.5-tiny"),
@@ -261,17 +259,13 @@ def test_the_schema_knows_names_and_a_preset_names_the_schema(run: Run, tmp_path
         ("ClusterSection", "gpu", "H100 80GB HBM3"),
         ("ClusterSection", "network", "InfiniBand NDR 8x400"),
     ):
-        assert name in schema["$defs"][section]["properties"][key]["anyOf"][0]["enum"]
+        known = schema["$defs"][section]["properties"][key]["anyOf"][0]["enum"]
+        assert name in known
+        assert len(known) == len(set(known)), "JSON schema: SHOULD be unique"
     for preset in presets():
         first, *more = preset_text(preset).splitlines()
         assert first == "#:schema ./seatrial.schema.json"
-        how = next(line for line in more if "seatrial schema --out" in line).partition("seatrial ")[2].split()
-        done = run(*how)
-        assert (done.returncode, done.stdout) == (0, "wrote seatrial.schema.json\n")
-        assert json.loads((tmp_path / first.removeprefix("#:schema ")).read_text()) == schema
-    refused = run("schema", "--out", "none/schema.json")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "none/schema.json cannot be written: No such file or directory" in refused.stderr
+        assert any(line.endswith(": seatrial schema > seatrial.schema.json") for line in more)
 
 
 FAILING = """

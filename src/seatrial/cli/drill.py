@@ -7,12 +7,12 @@ import json
 import signal
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from seatrial.base import units
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from seatrial.cli.validate import job_arguments
 from seatrial.ui.out import Out
 from seatrial.ui.table import print_table
 
@@ -28,10 +28,7 @@ _STYLES = {"PASS": "green", "FAIL": "bold red", "UNJUDGED": "yellow"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
-    parser.add_argument("job", type=Path, nargs="?", metavar="JOB", help="job file; its run is not touched")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace one key of the job"
-    )
+    job_arguments(parser, nargs="?")
     parser.add_argument("--only", metavar="A,B", help="these scenarios (default: all; see --list)")
     parser.add_argument("--list", action="store_true", help="print the scenarios and end")
     parser.add_argument(
@@ -42,12 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds", type=float, default=30.0, metavar="S", help="how long the storm blows (default: 30)"
-    )
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
-    )
-    parser.add_argument(
-        "--ignore-memory", action="store_true", help="too little memory is said, and stops nothing"
     )
     parser.add_argument("--plain", action="store_true", help="lines only, also on a terminal")
     parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")

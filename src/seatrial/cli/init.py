@@ -32,20 +32,16 @@ def run(args: argparse.Namespace) -> int:
     text = preset_text(args.preset)
     out: Path = args.out or Path(f"{args.preset}.toml")
     if str(out) == "-":
-        print(
-            json.dumps({"schema_version": 1, "preset": args.preset, "text": text}) if args.json else text,
-            end="",
-        )
+        document = json.dumps({"schema_version": 1, "preset": args.preset, "text": text}) + "\n"
+        sys.stdout.write(document if args.json else text)
         return EXIT_DONE
     _write(out, text, args.force)
-    following = f"seatrial train {out}" if is_complete(text) else f"seatrial validate {out}"
+    following = f"seatrial {'train' if is_complete(text) else 'validate'} {out}"
     if args.json:
         print(json.dumps({"schema_version": 1, "preset": args.preset, "file": str(out), "next": following}))
     else:
         print(f"wrote {out}")
         print(f"next: {following}", file=sys.stderr)
-        if following.split()[1] == "validate":
-            print("      it says what is to be filled in", file=sys.stderr)
     return EXIT_DONE
 
 

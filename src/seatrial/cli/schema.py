@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from seatrial.base import atomic
-from seatrial.base.errors import EXIT_DONE, InputError
+from seatrial.base.errors import EXIT_DONE
 from seatrial.hardware.catalogue import gpus
 from seatrial.hardware.networks import networks
 from seatrial.job.models import model_presets
@@ -21,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with it (a file's first line may name it: #:schema ./seatrial.schema.json); --json wraps it in a document with a "
         "schema_version."
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write it there instead")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,15 +34,6 @@ def run(args: argparse.Namespace) -> int:
     }
     for (section, key), known in names.items():
         value: dict[str, Any] = schema["$defs"][section]["properties"][key]
-        value["anyOf"][0]["enum"] = known
-    text = json.dumps({"schema_version": 1, "schema": schema} if args.json else schema, indent=2)
-    if args.out is None:
-        print(text)
-        return EXIT_DONE
-    try:
-        atomic.write_text(args.out, text + "\n")
-    except OSError as error:
-        hint = "name a file in a folder that exists and is writable"
-        raise InputError(f"{args.out} cannot be written: {error.strerror}", hint=hint) from None
-    print(f"wrote {args.out}")
+        value["anyOf"][0]["enum"] = list(dict.fromkeys(known))
+    print(json.dumps({"schema_version": 1, "schema": schema} if args.json else schema, indent=2))
     return EXIT_DONE

@@ -25,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
 
 
-def job_arguments(parser: argparse.ArgumentParser) -> None:
+def job_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """The arguments of every verb that starts a job, or says whether it could be."""
-    parser.add_argument("job", type=Path, metavar="JOB", help="job file (see `seatrial init`)")
+    parser.add_argument("job", type=Path, nargs=nargs, metavar="JOB", help="job file (see `seatrial init`)")
     parser.add_argument(
         "--set",
         action="append",
@@ -86,4 +86,8 @@ def _tell(args: argparse.Namespace, ready: Ready) -> None:
     for note in ready.notes:
         out.pair("note", note)
     words = ["seatrial", "train", str(args.job), *(w for s in args.set for w in ("--set", s))]
+    if args.runs != Path("runs"):
+        words += ["--runs", str(args.runs)]
+    if args.ignore_memory:
+        words.append("--ignore-memory")
     out.pair("next", shlex.join(words))

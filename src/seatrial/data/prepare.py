@@ -138,12 +138,13 @@ def made_hashes(cache_root: Path) -> Path:
 
 def blend_of(data: DataSection) -> Blend | None:
     """Which source a sample of the job is of; None where there is only one."""
-    if len(_sources(data)) == 1:
+    if len(sources_of(data)) == 1:
         return None
     return Blend(data.weights or ())
 
 
-def _sources(data: DataSection) -> list[str]:
+def sources_of(data: DataSection) -> list[str]:
+    """What `data.train` names, one or several."""
     return [data.train] if isinstance(data.train, str) else data.train
 
 
@@ -183,7 +184,7 @@ def resolve_stores(
     tokenizer_spec = data.tokenizer if data.tokenizer == "bytes" else str(base_folder / data.tokenizer)
     stores: list[TokenStore] = []
     problems: list[Diagnostic] = []
-    for source in _sources(data):
+    for source in sources_of(data):
         try:
             stores.append(
                 _resolve(source, tokenizer_spec, cache_root, base_folder, data.cache_gb, progress, note)

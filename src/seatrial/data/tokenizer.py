@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -83,13 +84,14 @@ class FileTokenizer:
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Engine
 
+        hint = 'give the path of a tokenizer.json, or "bytes" for the built-in one'
+        if not os.path.isfile(path):  # a device or a pipe is never read: it may have no end
+            what = "is no file" if os.path.exists(path) else "does not exist"
+            raise InputError(f"the tokenizer {path} {what}", hint=hint)
         try:
             definition = path.read_bytes()
         except OSError as e:
-            raise InputError(
-                f"cannot read the tokenizer {path}: {e.strerror}",
-                hint='give the path of a tokenizer.json, or "bytes" for the built-in one',
-            ) from e
+            raise InputError(f"cannot read the tokenizer {path}: {e.strerror}", hint=hint) from e
         try:
             self._engine = Engine.from_buffer(definition)
         except Exception as e:  # the library raises a bare Exception for every bad file
@@ -129,6 +131,6 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     path = Path(spec)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / "tokenizer.json"
     return FileTokenizer(path)

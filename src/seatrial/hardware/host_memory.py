@@ -35,7 +35,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory | None:
     bounds = [HostMemory(available * 1024, told)]
     for group in control_groups(root):
         if (limit := memory_limit(group)) is not None:
-            used = _used(group)
+            used = memory_used(group)
             told = f"control group {group}: {units.memory(limit)}, of which {units.memory(used)} are in use"
             bounds.append(HostMemory(max(0, limit - used), told))
     return min(bounds, key=lambda bound: bound.bytes)
@@ -69,15 +69,13 @@ def memory_limit(group: Path) -> int | None:
     return min((n for n in found if n is not None and n < _V1_NO_LIMIT), default=None)
 
 
-def _used(group: Path) -> int:
-    """Without what the kernel gives up when memory is short: cached files. Memory files are not among these."""
-    used = _number(group / "memory.current")
-    if used is not None:
-        stat, names = dict(_fields(group / "memory.stat")), ("inactive_file", "active_file")
-    else:
-        used = _number(group / "memory.usage_in_bytes") or 0
-        stat, names = dict(_fields(group / "memory.stat")), ("total_inactive_file", "total_active_file")
-    return max(0, used - sum(stat.get(name, 0) for name in names))
+def memory_used(group: Path) -> int:
+    """Bytes that its processes have, without what the kernel gives up when memory is short: cached files. Memory files are not among these."""
+    used, prefix = _number(group / "memory.current"), ""
+    if used is None:  # version 1
+        used, prefix = _number(group / "memory.usage_in_bytes") or 0, "total_"
+    stat = dict(_fields(group / "memory.stat"))
+    return max(0, used - sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active")))
 
 
 def _fields(path: Path) -> Iterator[tuple[str, int]]:

@@ -217,21 +217,22 @@ _EXAMPLES = {
 def _words(name: str, kind: str, error: ErrorDetails) -> tuple[str, str | None]:
     value = error["input"]
     context = error.get("ctx", {})
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write out thousands of digits
+        return f"{name}: an integer of about {value.bit_length() * 3 // 10:,} digits", "TOML's have 64 bits"
     if kind in _EXPECTED:
         return f"{name}: expected {_EXPECTED[kind]}, found {_describe(value)}", _type_hint(kind, value)
     if kind == "literal_error":
         options = [o.strip().strip("'") for o in context["expected"].replace(" or ", ", ").split(", ")]
-        text = value if isinstance(value, str) else _number(value)
-        close = difflib.get_close_matches(text, options, n=1)
+        close = difflib.get_close_matches(str(value), options, n=1)
         said = either([*_OR_ELSE.get(name, ()), *(f'"{o}"' for o in options)])
-        if name in _OR_ELSE and text.isdecimal():
+        if name in _OR_ELSE and str(value).isdecimal():
             return f"{name}: expected {said}, found {_describe(value)}", f"remove the quotes: {value}"
         return f"{name}: expected {said}, found {_describe(value)}", (
             f'did you mean "{close[0]}"?' if close else None
         )
     if kind in _LIMITS:
         words, limit = _LIMITS[kind]
-        return f"{name} {words} {_limit(limit(context))}, not {_number(value)}", None
+        return f"{name} {words} {_limit(limit(context))}, not {value}", None
     if kind in ("string_too_short", "too_short"):
         return f"{name} is empty", "give it a value, or remove the key"
     if kind == "finite_number":
@@ -245,8 +246,6 @@ def _words(name: str, kind: str, error: ErrorDetails) -> tuple[str, str | None]:
 
 
 def _type_hint(kind: str, value: Any) -> str | None:
-    if _digits(value) > _MOST_DIGITS:
-        return None
     number = {"int_type": int, "float_type": float}.get(kind)
     if number is not None and isinstance(value, str):
         try:
@@ -275,8 +274,7 @@ def _describe(value: Any) -> str:
     if isinstance(value, str):
         return f'the string "{value if len(value) <= 60 else value[:57] + "..."}"'
     if isinstance(value, int):
-        text = _number(value)
-        return f"the integer {text}" if text.lstrip("-").isdecimal() else text
+        return f"the integer {value}"
     if isinstance(value, float):
         return f"the number {value}"
     if isinstance(value, list):
@@ -284,19 +282,6 @@ def _describe(value: Any) -> str:
     if isinstance(value, datetime.date | datetime.time):
         return "a date or time"
     return "a table"
-
-
-_MOST_DIGITS = 40
-
-
-def _number(value: Any) -> str:
-    """A number in a message; Python refuses to write out thousands of digits, and nobody reads them."""
-    digits = _digits(value)
-    return f"a number of about {digits:,} digits" if digits > _MOST_DIGITS else str(value)
-
-
-def _digits(value: Any) -> int:
-    return value.bit_length() * 3 // 10 if isinstance(value, int) else 0
 
 
 def _limit(value: float) -> str:

@@ -6,10 +6,9 @@ can all be read, what its launcher needs, the layout that `parallel = "auto"` ta
 
 from __future__ import annotations
 
-import difflib
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -19,22 +18,23 @@ from seatrial.base import units
 from seatrial.base.errors import InputError
 from seatrial.data.manifest import is_store
 from seatrial.data.megatron import find_pair
-from seatrial.data.prepare import data_cache, misfits, resolve_stores
+from seatrial.data.prepare import data_cache, misfits, resolve_stores, sources_of
 from seatrial.data.sources import find
+from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import Tokenizer, load_tokenizer
-from seatrial.hardware.catalogue import find_gpu, gpus
-from seatrial.hardware.devices import choose_device, driver_names
+from seatrial.hardware.catalogue import find_gpu
+from seatrial.hardware.devices import Device, choose_device, driver_names
 from seatrial.hardware.host_memory import host_memory
 from seatrial.job.finding import Facts, Finding
 from seatrial.job.job import Job
 from seatrial.job.loading import by_line, job_file, judged
 from seatrial.job.numbers import shares
 from seatrial.job.preset_files import PLACEHOLDER
-from seatrial.job.rules import HERE_RULES
+from seatrial.job.rules import HERE_RULES, Rule
 from seatrial.job.source import read_text
 from seatrial.launch import launcher_for
-from seatrial.plan.host import Account, Device, host_need, would_fit
-from seatrial.plan.place import known_network
+from seatrial.plan.host import Account, host_need, would_fit
+from seatrial.plan.place import known_gpu, known_network
 from seatrial.plan.predict import gpu_capacity
 from seatrial.plan.room import judge
 from seatrial.plan.settle import settle
@@ -42,7 +42,6 @@ from seatrial.record.folder import RunFolder
 from seatrial.storage import StorageError, is_remote
 
 if TYPE_CHECKING:
-    from seatrial.data.store import TokenStore
     from seatrial.job.schema import DataSection
 
 _PATHS = ("model.hf", "model.init_from", "data.tokenizer", "checkpoint.folder", "checkpoint.fallback")
@@ -72,7 +71,8 @@ def preflight(
     """
     file = job_file(file)
     data = _Data(data_cache(runs))
-    rules = (*HERE_RULES, _unfilled, _gpu, _network, _folders, data.tokenizer, data.there, data.fits)
+    named = _named("gpu", known_gpu), _named("network", known_network)
+    rules = (*HERE_RULES, _unfilled, *named, _folders, data.tokenizer, data.there, data.fits)
     job, problems = judged(
         read_text(file), name=str(file), base_folder=file.parent, overrides=overrides, more_rules=rules
     )
@@ -88,13 +88,14 @@ def preflight(
         except InputError as error:  # no layout, or no such device
             problems += error.diagnostics
     if job is not None and account is not None:
-        lacking = list(_memory(account))
-        if ignore_memory:
-            notes += [f"{found.message}; started anyway (--ignore-memory)" for found in lacking]
-        else:
-            problems += [job.located(found) for found in lacking]
+        for finding in _memory(account):
+            if ignore_memory:
+                notes.append(f"{finding.message}; --ignore-memory")
+            else:
+                problems.append(job.located(finding))
         if not problems:
-            notes += _tight(account)
+            if account.gpu_room is not None and (why := judge(account.gpu, account.gpu_room).why):
+                notes.append(f"GPU memory is tight, it {why}")
             return Ready(account.settled(), account, tuple(data.told), tuple(notes))
     if data.unreachable is not None and len(problems) == 1:
         raise data.unreachable  # nothing is wrong with the job
@@ -117,29 +118,24 @@ def _unfilled(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _gpu(facts: Facts) -> Iterator[Finding]:
-    name = facts.job.cluster.gpu
-    if name is None or find_gpu(name) is not None:
-        return
-    known = [gpu.name for gpu in gpus()]
-    close = difflib.get_close_matches(name.casefold(), [n.casefold() for n in known], n=1, cutoff=0.4)
-    like = next((f'did you mean "{n}"? ' for n in known if close and n.casefold() == close[0]), "")
-    yield Finding(
-        ("cluster.gpu",),
-        f'no GPU "{name}" is known',
-        f"{like}known: {', '.join(known)}; leave it out where it is another: its memory and speed are unknown then",
-    )
+def _named(key: str, known: Callable[[str], object]) -> Rule:
+    """That `known` knows what [cluster] names."""
+
+    def rule(facts: Facts) -> Iterator[Finding]:
+        name = getattr(facts.job.cluster, key)
+        try:
+            if name is not None:
+                known(name)
+        except InputError as error:
+            yield from _told(error, f"cluster.{key}")
+
+    return rule
 
 
-def _network(facts: Facts) -> Iterator[Finding]:
-    name = facts.job.cluster.network
-    if name is None:
-        return
-    try:
-        known_network(name)
-    except InputError as error:
-        for d in error.diagnostics:
-            yield Finding(("cluster.network",), d.message, d.hint or "")
+def _told(error: InputError, *keys: str) -> Iterator[Finding]:
+    for d in error.diagnostics:
+        where = "" if d.file is None else f"{d.file}: "
+        yield Finding(keys, where + d.message, d.hint or "name another")
 
 
 def _folders(facts: Facts) -> Iterator[Finding]:
@@ -167,104 +163,85 @@ class _Data:
         self.told: list[str] = []
         self.unreachable: StorageError | None = None
         self._cache = cache
-        self._stores: dict[int, TokenStore] = {}  # by place in data.train
-        self._most: dict[int, int | None] = {}  # of what is to be prepared: most tokens it can give, if known
+        # By place in data.train: a store, or of what is to be prepared the most tokens it can give, if known.
+        self._found: dict[int, TokenStore | int | None] = {}
         self._tokenizer: Tokenizer | None = None
 
     def tokenizer(self, facts: Facts) -> Iterator[Finding]:
         spec = facts.job.data.tokenizer
         if PLACEHOLDER.search(spec):
             return
-        if spec != "bytes" and not os.path.isfile(spec):  # a device or a pipe is never read
-            folder = os.path.isdir(spec)
-            what = "is a folder" if folder else "is no file" if os.path.exists(spec) else "does not exist"
-            inside = f"name the file in it: {Path(spec) / 'tokenizer.json'}"
-            hint = inside if folder else 'give the path of a tokenizer.json, or "bytes"'
-            yield Finding(("data.tokenizer",), f"the tokenizer {spec} {what}", hint)
-            return
         try:
+            if spec != "bytes" and os.path.isdir(spec):
+                inside = f"name the file in it: {Path(spec) / 'tokenizer.json'}"
+                raise InputError(f"the tokenizer {spec} is a folder", hint=inside)
             self._tokenizer = load_tokenizer(spec)
         except InputError as error:
-            for d in error.diagnostics:
-                yield Finding(("data.tokenizer",), d.message, d.hint or 'give a tokenizer.json, or "bytes"')
+            yield from _told(error, "data.tokenizer")
 
     def there(self, facts: Facts) -> Iterator[Finding]:
-        for i, source in enumerate(_sources(facts.job.data)):
+        for i, source in enumerate(sources_of(facts.job.data)):
             keys = (f"data.train.{i}", "data.train")
             try:
-                self._look(i, source, facts.job.data)
+                self._found[i] = self._look(source, facts.job.data)
             except InputError as error:
-                for d in error.diagnostics:
-                    where = "" if d.file is None else f"{d.file}: "
-                    yield Finding(keys, where + d.message, d.hint or "give data")
+                yield from _told(error, *keys)
             except StorageError as error:
                 self.unreachable = error
                 yield Finding(keys, error.message, error.hint or "try again")
             except OSError as error:
-                yield Finding(keys, f"{source}: {error.strerror}", "give data")
+                yield Finding(keys, f"{source}: {error.strerror}", "name another")
 
-    def _look(self, i: int, source: str, data: DataSection) -> None:
-        pair = None
-        if not source.startswith("builtin:") and not is_remote(source):
-            pair = find_pair(Path(source))
-            if pair is None and not os.path.exists(source):
+    def _look(self, source: str, data: DataSection) -> TokenStore | int | None:
+        if is_remote(source) or is_store(Path(source)):
+            (store,) = resolve_stores(data.model_copy(update={"train": source}), self._cache, Path.cwd())
+            self.told.append(f"{source}: {units.count(store.n_tokens)} tokens ({store.tokenizer.name})")
+            return store
+        if not source.startswith("builtin:"):
+            if find_pair(Path(source)) is not None:
+                self.told.append(f"{source}: a Megatron pair, imported at the start")
+                return None
+            if not os.path.exists(source):
                 spec = "TOKENIZER" if PLACEHOLDER.search(data.tokenizer) else shlex.quote(data.tokenizer)
                 made = f"seatrial data prepare TEXT... --out {shlex.quote(source)} --tokenizer {spec}"
                 raise InputError(f"there is no {source}", hint=f"name what is there, or make it: {made}")
-        if is_remote(source) or is_store(Path(source)):
-            (store,) = resolve_stores(data.model_copy(update={"train": source}), self._cache, Path.cwd())
-            self._stores[i] = store
-            self.told.append(f"{source}: {units.count(store.n_tokens)} tokens ({store.tokenizer.name})")
-            return
-        if pair is not None:
-            self._most[i] = None
-            self.told.append(f"{source}: a Megatron pair, imported at the start")
-            return
-        found = find([source])
-        size = sum(f.size for f in found.files)
+        files = find([source]).files
+        size = sum(f.size for f in files)
+        self.told.append(f"{source}: {len(files):,} files, {units.memory(size)}, prepared at the start")
         # A byte that is no UTF-8 becomes three, and each document has an end.
-        plain = all(f.path.suffix in _PLAIN for f in found.files)
-        self._most[i] = 3 * size + len(found.files) if plain else None
-        self.told.append(f"{source}: {len(found.files):,} files, {units.memory(size)}, prepared at the start")
+        return 3 * size + len(files) if all(f.path.suffix in _PLAIN for f in files) else None
 
     def fits(self, facts: Facts) -> Iterator[Finding]:
         """Vocabulary, and samples enough for a step."""
         data, train, vocabulary = facts.job.data, facts.job.train, facts.architecture.vocab_size
-        sources = _sources(data)
+        sources = sources_of(data)
         weights = data.weights or [1.0]
-        if len(weights) != len(sources) or PLACEHOLDER.search(data.tokenizer) or self._tokenizer is None:
+        if len(weights) != len(sources) or self._tokenizer is None:
             return
         for i, share in enumerate(shares(weights)):
-            keys = (f"data.train.{i}", "data.train")
-            wanted = ceil(share * train.global_batch)
-            if i in self._stores:
-                for d in misfits(
-                    self._stores[i],
-                    vocabulary,
-                    train.sequence_length,
-                    wanted,
-                    train.global_batch,
-                    data.tokenizer,
-                ):
-                    yield Finding(keys, d.message, d.hint or "")
-            elif i in self._most:
-                if self._tokenizer.vocab_size > vocabulary:
-                    yield Finding(
-                        ("data.tokenizer",),
-                        f"the tokenizer {self._tokenizer.name!r} has {self._tokenizer.vocab_size:,} ids, the model's vocabulary {vocabulary:,}",
-                        "take the tokenizer of the model; or a larger model.vocab_size",
-                    )
-                most, need = self._most[i], wanted * train.sequence_length + 1
-                if most is not None and most < need:
-                    yield Finding(
-                        keys,
-                        f"{sources[i]} gives at most {most:,} tokens: fewer than the {need:,} of one step",
-                        "give more data, or a smaller train.global_batch or train.sequence_length",
-                    )
-
-
-def _sources(data: DataSection) -> list[str]:
-    return [data.train] if isinstance(data.train, str) else list(data.train)
+            if i not in self._found:
+                continue
+            found, keys = self._found[i], (f"data.train.{i}", "data.train")
+            length, batch = train.sequence_length, train.global_batch
+            wanted = ceil(share * batch)
+            need = wanted * length + 1
+            if isinstance(found, TokenStore):
+                problems = misfits(found, vocabulary, length, wanted, batch, data.tokenizer)
+                if problems:
+                    yield from _told(InputError(problems), *keys)
+                continue
+            if self._tokenizer.vocab_size > vocabulary:
+                yield Finding(
+                    ("data.tokenizer",),
+                    f"the tokenizer {self._tokenizer.name!r} has {self._tokenizer.vocab_size:,} ids, the model's vocabulary {vocabulary:,}",
+                    "take the tokenizer of the model; or a larger model.vocab_size",
+                )
+            if found is not None and found < need:
+                yield Finding(
+                    keys,
+                    f"{sources[i]} gives at most {found:,} tokens: fewer than the {need:,} of one step",
+                    "give more data, or a smaller train.global_batch or train.sequence_length",
+                )
 
 
 # -- memory
@@ -288,7 +265,6 @@ def _account(job: Job) -> Account:
 
 def _memory(account: Account) -> Iterator[Finding]:
     """That it does not fit, with the account and what would."""
-    copies, _ = account.copies
     if not account.gpu_fits:
         assert account.gpu_room is not None
         yield Finding(
@@ -296,27 +272,25 @@ def _memory(account: Account) -> Iterator[Finding]:
             f"the job needs {units.memory(account.gpu)} on a GPU, which has {units.memory(account.gpu_room)}",
             would_fit(account) or "`seatrial plan JOB --fit` lists the smallest clusters that have it",
         )
+    copies, _ = account.copies
     if account.host_fits(copies):
         return
-    assert account.room is not None
-    parts = ", ".join(f"{name} {units.memory(n)}" for name, n in account.host.parts(copies).items())
-    on_cpu = f" as CPU processes ({account.device_reason})" if account.device == "cpu" else ""
-    needs = f"the job needs {units.memory(account.host.total(copies))} of host memory{on_cpu}"
-    message = f"{needs}: {parts}; {account.room.source}"
-    fewer = next((n for n in range(copies - 1, -1, -1) if account.host_fits(n)), None)
-    if fewer is not None:
-        yield Finding(
-            ("resilience.snapshot_copies",), message, f'snapshot_copies = {fewer} or "auto" would fit'
-        )
-    else:
-        cluster = account.job.cluster
-        if account.device == "cpu" and cluster.gpu is not None:
-            hint = f"start it where its {cluster.nodes * cluster.gpus_per_node} {cluster.gpu} are"
-        else:
-            hint = would_fit(account) or "no built-in model would fit in this layout: it needs a larger host"
-        yield Finding(_MODEL, message, f"{hint}; --ignore-memory starts anyway")
-
-
-def _tight(account: Account) -> Iterator[str]:
-    if account.gpu_room is not None and (why := judge(account.gpu, account.gpu_room).why):
-        yield f"GPU memory is tight, it {why}"
+    cpu = account.device == "cpu"
+    message = f"the job needs more host memory than there is: {account.host_told()}"
+    if cpu:
+        message += f"; its ranks are CPU processes ({account.device_reason})"
+    for fewer in range(copies - 1, -1, -1):
+        if account.host_fits(fewer):
+            yield Finding(
+                ("resilience.snapshot_copies",), message, f'snapshot_copies = {fewer} or "auto" would fit'
+            )
+            return
+    cluster, would = account.job.cluster, would_fit(account)
+    if cpu and cluster.gpu is not None:
+        there = f"start it where its {cluster.nodes * cluster.gpus_per_node} {cluster.gpu} are"
+        would = f"{there}; here {would}" if would else there
+    yield Finding(
+        _MODEL,
+        message,
+        f"{would or 'no built-in model would fit in this layout: it needs a larger host'}; --ignore-memory starts anyway",
+    )

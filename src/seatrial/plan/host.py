@@ -11,20 +11,22 @@ A rank's state is its fp32 weights and both moments, 12 bytes a parameter (`Stac
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from seatrial.base import units
 from seatrial.base.errors import InputError
+from seatrial.hardware.devices import Device
 from seatrial.hardware.host_memory import HostMemory
 from seatrial.job.finding import Facts
 from seatrial.job.job import Job
 from seatrial.job.models import model_presets
-from seatrial.job.rules_layout import LAYOUT_RULES
+from seatrial.job.rules import check
 from seatrial.job.settled import settled
 from seatrial.plan.memory import memory, rank_memory, rank_parameters
 from seatrial.plan.model import Model
@@ -41,8 +43,6 @@ CUDA_RANK_BYTES = 2048 * _MIB
 HEAP = 2.2
 _GRAIN = 2 * _MIB  # of staging memory
 
-Device = Literal["cpu", "cuda"]
-
 
 @dataclass(frozen=True)
 class HostNeed:
@@ -58,11 +58,8 @@ class HostNeed:
         """Copies of the state in memory on `n` nodes; a node alone has no other to give its own to."""
         return self.state * (0, 3, 3 if self.nodes == 1 else 5)[n]
 
-    def total(self, copies: int) -> float:
-        return self.processes + self.ranks + self.staging + self.copies(copies)
-
     def parts(self, copies: int) -> dict[str, float]:
-        """By name, what is there at all; they add up to `total`."""
+        """By name, what is there at all."""
         named = {
             "CPU ranks": self.ranks,
             "copies of the state": self.copies(copies),
@@ -70,6 +67,9 @@ class HostNeed:
             "processes": self.processes,
         }
         return {name: n for name, n in named.items() if n}
+
+    def total(self, copies: int) -> float:
+        return sum(self.parts(copies).values())
 
 
 def host_need(job: Job, device: Device) -> HostNeed:
@@ -140,11 +140,27 @@ class Account:
         n = next((n for n in (2, 1) if self.host_fits(n)), 0)
         if n == 2:
             return n, f"{units.memory(self.host.copies(n))}, which fits"
-        missing = (
-            f"{n + 1} would take {units.memory(self.host.copies(n + 1))}, and beside the rest there are "
-        )
-        missing += units.memory(max(0.0, self.room.bytes - self.host.total(0)))
-        return n, f"{missing}; {_price(self.job, self.device, n)}"
+        left = units.memory(max(0.0, self.room.bytes - self.host.total(0)))
+        more = f"{n + 1} would take {units.memory(self.host.copies(n + 1))}, and beside the rest there are {left}"
+        return n, f"{more}; {self._price(n)}"
+
+    def _price(self, copies: int) -> str:
+        """What fewer copies cost."""
+        layout, asked = self.job.layout, self.job.resilience
+        if copies and layout.survives_a_node(self.job.cluster.gpus_per_node):
+            return "a replica on another node holds the same state"
+        if copies:
+            return "a run that loses a node goes back to its last checkpoint"
+        if self.device == "cpu" and asked.in_place and layout.replicate > 1:
+            return "a replica's process holds the same state"
+        return "a run that fails goes back to its last checkpoint"
+
+    def host_told(self) -> str:
+        """What the host must have and has, in words."""
+        n, _ = self.copies
+        parts = ", ".join(f"{name} {units.memory(b)}" for name, b in self.host.parts(n).items())
+        there = "how much there is is not known" if self.room is None else self.room.source
+        return f"{units.memory(self.host.total(n))} ({parts}); {there}"
 
     def settled(self) -> Job:
         """The job with the number of copies written out."""
@@ -170,62 +186,35 @@ class Account:
 
 def would_fit(account: Account) -> str:
     """What of the job would have to be otherwise for it to fit, in words; empty where nothing of that is enough."""
+
+    def fits(job: Job) -> bool:
+        other = replace(account, job=job, host=host_need(job, account.device))
+        return other.gpu_fits and other.host_fits(0)
+
     for train in (
         {"microbatch": 1},
         {"activation_checkpointing": "full"},
         {"microbatch": 1, "activation_checkpointing": "full"},
     ):
-        try:
-            job = settled(account.job, account.job.parallel, train)
-        except InputError:
-            continue
-        if _fits(replace(account, job=job, host=host_need(job, account.device))):
-            return (
-                " and ".join(f"train.{key} = {json.dumps(value)}" for key, value in train.items())
-                + " would fit"
-            )
-    largest = ""
-    for name, architecture in sorted(model_presets().items(), key=lambda entry: entry[1].parameters()):
+        with contextlib.suppress(InputError):
+            if fits(settled(account.job, account.job.parallel, train)):
+                changed = " and ".join(f"train.{key} = {json.dumps(value)}" for key, value in train.items())
+                return f"{changed} would fit"
+    for name, architecture in sorted(model_presets().items(), key=lambda entry: -entry[1].parameters()):
         job = replace(account.job, architecture=architecture)
-        facts = Facts(job.file, architecture, job.layout)
-        if not any(finding for rule in LAYOUT_RULES for finding in rule(facts)) and _fits(
-            replace(account, job=job, host=host_need(job, account.device))
-        ):
-            largest = f"of the built-in models {name} is the largest that would fit"
-    return largest
-
-
-def _fits(account: Account) -> bool:
-    return account.gpu_fits and account.host_fits(0)
-
-
-def _price(job: Job, device: Device, copies: int) -> str:
-    """What fewer copies cost."""
-    if copies and job.layout.survives_a_node(job.cluster.gpus_per_node):
-        return "a replica on another node holds the same state"
-    if copies:
-        return "a run that loses a node goes back to its last checkpoint"
-    if device == "cpu" and job.resilience.in_place and job.layout.replicate > 1:
-        return "a replica's process holds the same state"
-    return "a run that fails goes back to its last checkpoint"
+        if not check(Facts(job.file, architecture, job.layout)) and fits(job):
+            return f"of the built-in models {name} is the largest that would fit"
+    return ""
 
 
 def in_words(account: Account) -> Iterator[tuple[str, str]]:
     """(label, text) of what is needed and what there is."""
-    n, reason = account.copies
-    parts = ", ".join(f"{name} {units.memory(b)}" for name, b in account.host.parts(n).items())
-    there = "how much there is is not known" if account.room is None else account.room.source
-    yield "host memory", f"{units.memory(account.host.total(n))}: {parts}; {there}"
+    yield "host memory", account.host_told()
     if account.device == "cuda":
         of = "" if account.gpu_room is None else f" of {units.memory(account.gpu_room)}"
         unknown = "; how much a GPU here has is not known" if account.gpu_room is None else ""
         yield "GPU memory", f"{units.memory(account.gpu)}{of} a GPU{unknown}"
-    yield "copies", f"of the state in memory: {where(account)} ({reason})"
-
-
-def where(account: Account) -> str:
-    """Where copies of the state are, in words."""
-    n, own = account.copies[0], "on each rank's own node"
-    if n == 0:
-        return "none"
-    return own if n == 1 or account.host.nodes == 1 else f"{own} and the next"
+    n, reason = account.copies
+    beyond = " and the next" if n > 1 and account.host.nodes > 1 else ""
+    where = f"on each rank's own node{beyond}" if n else "none"
+    yield "copies", f"of the state in memory: {where} ({reason})"

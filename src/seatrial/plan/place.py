@@ -80,12 +80,25 @@ def _of_job(job: Job, name: str) -> Network:
 def known_network(name: str) -> Network:
     """The network with this name. Raises InputError, with names that are alike."""
     found = find_network(name)
-    if found is not None:
-        return found
-    close = difflib.get_close_matches(name.casefold(), [n.name.casefold() for n in networks()], n=1)
-    like = next((n.name for n in networks() if close and n.name.casefold() == close[0]), None)
-    hint = (f'did you mean "{like}"? ' if like else "") + f"known: {', '.join(n.name for n in networks())}"
-    raise InputError(f'no network "{name}" is known', hint=hint)
+    if found is None:
+        raise _unknown("network", name, [n.name for n in networks()])
+    return found
+
+
+def known_gpu(name: str) -> Gpu:
+    """The GPU with this name. Raises InputError, with names that are alike."""
+    found = find_gpu(name)
+    if found is None:
+        rest = "; leave it out where it is another: its memory and speed are unknown then"
+        raise _unknown("GPU", name, [gpu.name for gpu in gpus()], rest)
+    return found
+
+
+def _unknown(kind: str, name: str, known: list[str], rest: str = "") -> InputError:
+    names = {n.casefold(): n for n in known}
+    close = difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.4)
+    like = f'did you mean "{names[close[0]]}"? ' if close else ""
+    return InputError(f'no {kind} "{name}" is known', hint=f"{like}known: {', '.join(known)}{rest}")
 
 
 def _gpu(job: Job) -> tuple[Gpu | None, str]:

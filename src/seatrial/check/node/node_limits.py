@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.check.node.node_files import fields_of, number_of, text_of
-from seatrial.hardware.host_memory import control_groups, memory_limit
+from seatrial.hardware.host_memory import control_groups, memory_limit, memory_used
 
 _CAP_IPC_LOCK = 14  # linux/capability.h: its holder may lock memory without limit
 _LIMITS = {
@@ -58,10 +58,7 @@ def _quota(group: Path) -> float | None:
 
 def _used(groups: list[Path]) -> int | None:
     limited = next((g for g in groups if memory_limit(g) is not None), None)
-    if limited is None:
-        return None
-    used = number_of(limited / "memory.current")
-    return used if used is not None else number_of(limited / "memory.usage_in_bytes")
+    return None if limited is None else memory_used(limited)
 
 
 def _lowest(values: Any) -> Any:
