@@ -3,8 +3,8 @@
     python bench/host_memory.py [--json FILE]
 
 A few small jobs of a dozen steps with copies in memory and checkpoints. Measured a few times a second from the first step on: of
-each process its anonymous memory at its peak (VmHWM, less what it shares or maps of files), of each memory file (memfd) its
-blocks, of libraries their pages once. Looking at a process holds it up for a moment, so steps are slower than usual.
+each process the most anonymous memory that it was seen to have, of each memory file (memfd) its blocks, of libraries their pages
+once. Looking at a process holds it up for a moment, so steps are slower than usual.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from seatrial.base.process import descendants
 from seatrial.job import load_job, preset_text
 from seatrial.plan.host import host_need
 
-EVERY_S = 0.5
+EVERY_S = 0.25
 SETTINGS = [
     *("train.steps=12", "train.sample_tokens=0", "optimizer.warmup_steps=2", "checkpoint.every_steps=5"),
     *("resilience.snapshot_every_steps=2", "resilience.silence_s=120", "resilience.hang_min_s=600"),
@@ -76,9 +76,7 @@ class Peaks:
 
     def _look(self, pid: int) -> None:
         part = dict(_kib(Path(f"/proc/{pid}/smaps_rollup")))
-        status = dict(_kib(Path(f"/proc/{pid}/status")))
-        private = status["VmHWM"] - (status["VmRSS"] - part["Pss_Anon"])
-        self.private[pid] = max(self.private.get(pid, 0), private)
+        self.private[pid] = max(self.private.get(pid, 0), part["Pss_Anon"])
         self.shared[pid] = max(self.shared.get(pid, 0), part["Pss_File"])
         for fd in os.listdir(f"/proc/{pid}/fd"):
             place = f"/proc/{pid}/fd/{fd}"

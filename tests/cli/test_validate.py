@@ -175,6 +175,8 @@ def test_a_broken_job_is_refused_at_its_place(
     said = validate(text)
     assert (said.code, said.out) == (2, "")
     assert any(problem in message for message in said.at(place)), f"not at {place}: {said.errors}"
+    messages = [e["message"] for e in said.errors]
+    assert len(messages) == len(set(messages)), "told twice"
     for verb in ("train", "drill"):
         again = validate(text, verb=verb)
         assert (again.code, again.errors) == (2, said.errors), f"{verb} says something else"

@@ -7,12 +7,8 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from seatrial.base.errors import EXIT_DONE
-
-if TYPE_CHECKING:
-    from seatrial.launch.preflight import Ready
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,48 +42,35 @@ def job_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> 
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 it could start, 1 the storage of its data cannot be reached, 2 it could not."""
     from seatrial.launch.preflight import preflight
-
-    ready = preflight(args.job, args.set, args.runs, ignore_memory=args.ignore_memory)
-    if args.json:
-        print(json.dumps(_document(ready), indent=2, ensure_ascii=False))
-    else:
-        _tell(args, ready)
-    return EXIT_DONE
-
-
-def _document(ready: Ready) -> dict[str, object]:
-    job = ready.job
-    return {
-        "schema_version": 1,
-        "job": job.source,
-        "name": job.name,
-        "layout": job.layout.as_dict(),
-        "data": list(ready.data),
-        "memory": ready.account.document(),
-        "notes": list(ready.notes),
-    }
-
-
-def _tell(args: argparse.Namespace, ready: Ready) -> None:
     from seatrial.plan.host import in_words
     from seatrial.ui.out import Out
 
-    job, out = ready.job, Out(sys.stdout, plain=True)
-    cluster = job.cluster
+    ready = preflight(args.job, args.set, args.runs, ignore_memory=args.ignore_memory)
+    job, account = ready.job, ready.account
+    if args.json:
+        document = {
+            "schema_version": 1,
+            "job": job.source,
+            "name": job.name,
+            "layout": job.layout.as_dict(),
+            "data": ready.data,
+            "memory": account.document(),
+            "notes": ready.notes,
+        }
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+        return EXIT_DONE
+    nodes = f"{job.cluster.nodes} x {job.cluster.gpus_per_node}"
+    out = Out(sys.stdout, plain=True)
     out.line(f"{job.source}: {job.name} could start here")
-    out.pair(
-        "layout", f"{job.layout}; {job.layout.world_size} ranks on {cluster.nodes} x {cluster.gpus_per_node}"
-    )
-    out.pair("device", f"{ready.account.device} ({ready.account.device_reason})")
-    for source in ready.data:
-        out.pair("data", source)
-    for label, text in in_words(ready.account):
+    out.pair("layout", f"{job.layout}; {job.layout.world_size} ranks on {nodes}")
+    out.pair("device", f"{account.device} ({account.device_reason})")
+    data, notes = (("data", source) for source in ready.data), (("note", note) for note in ready.notes)
+    for label, text in (*data, *in_words(account), *notes):
         out.pair(label, text)
-    for note in ready.notes:
-        out.pair("note", note)
     words = ["seatrial", "train", str(args.job), *(w for s in args.set for w in ("--set", s))]
     if args.runs != Path("runs"):
         words += ["--runs", str(args.runs)]
     if args.ignore_memory:
         words.append("--ignore-memory")
     out.pair("next", shlex.join(words))
+    return EXIT_DONE

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,14 @@ class Job:
     def refusal(self, key: str, message: str, hint: str) -> InputError:
         """An error about "section.key" or "section" at its place in the job file."""
         return InputError(self.located(Finding((key,), message, hint)))
+
+    @contextmanager
+    def about(self, key: str) -> Iterator[None]:
+        """What is refused within is told at the place of `key` in the job file."""
+        try:
+            yield
+        except InputError as error:
+            raise self.refusal(key, error.diagnostics[0].message, error.diagnostics[0].hint or "") from None
 
     def located(self, finding: Finding) -> Diagnostic:
         """A finding at its place in the job file."""

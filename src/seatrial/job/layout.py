@@ -68,18 +68,13 @@ class Layout:
     def replicas(self, rank: int) -> list[int]:
         """The ranks that hold the same weights and optimizer state as `rank`, itself first."""
         at = self.coordinates(rank)
-        others = [self.rank(replace(at, replicate=n)) for n in range(self.replicate)]
-        return [rank, *(other for other in others if other != rank)]
+        all_ = (self.rank(replace(at, replicate=n)) for n in range(self.replicate))
+        return sorted(all_, key=lambda other: other != rank)
 
     def survives_a_node(self, ranks_per_node: int) -> bool:
         """Whether every rank has a replica on another node, where ranks go to nodes in their order."""
-        # Replicas are shard x tensor ranks apart: without this, layouts of a hundred thousand ranks would take long.
-        if (self.replicate - 1) * self.shard * self.tensor >= ranks_per_node:
-            return True
-        return all(
-            any(other // ranks_per_node != rank // ranks_per_node for other in self.replicas(rank))
-            for rank in range(self.world_size)
-        )
+        # Rank 0 and its last replica are this far apart: if they are on one node it does not survive, else all others are as far.
+        return (self.replicate - 1) * self.shard * self.tensor >= ranks_per_node
 
     def stage_indices(self, pipeline_rank: int) -> list[int]:
         """The stages that one pipeline rank holds: r, r + pp, r + 2 pp, ... (a loop, as interleaved 1F1B wants)."""

@@ -217,8 +217,8 @@ _EXAMPLES = {
 def _words(name: str, kind: str, error: ErrorDetails) -> tuple[str, str | None]:
     value = error["input"]
     context = error.get("ctx", {})
-    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write out thousands of digits
-        return f"{name}: an integer of about {value.bit_length() * 3 // 10:,} digits", "TOML's have 64 bits"
+    if huge := _huge(value):
+        return f"{name}: {huge}", "TOML's have 64 bits"
     if kind in _EXPECTED:
         return f"{name}: expected {_EXPECTED[kind]}, found {_describe(value)}", _type_hint(kind, value)
     if kind == "literal_error":
@@ -274,7 +274,7 @@ def _describe(value: Any) -> str:
     if isinstance(value, str):
         return f'the string "{value if len(value) <= 60 else value[:57] + "..."}"'
     if isinstance(value, int):
-        return f"the integer {value}"
+        return _huge(value) or f"the integer {value}"
     if isinstance(value, float):
         return f"the number {value}"
     if isinstance(value, list):
@@ -282,6 +282,12 @@ def _describe(value: Any) -> str:
     if isinstance(value, datetime.date | datetime.time):
         return "a date or time"
     return "a table"
+
+
+def _huge(value: Any) -> str | None:
+    """What Python refuses to write out, and nobody reads."""
+    bits = value.bit_length() if isinstance(value, int) else 0
+    return f"an integer of about {bits * 3 // 10:,} digits" if bits > 128 else None
 
 
 def _limit(value: float) -> str:

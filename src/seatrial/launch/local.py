@@ -50,13 +50,13 @@ class LocalLauncher:
                 f"the virtual cluster needs Linux, and this is {sys.platform}",
                 hint="run it in a Linux container or virtual machine",
             )
-        with _about(job, "cluster.device"):
+        with job.about("cluster.device"):
             device, _reason = choose_device(job.cluster)
-        with _about(job, "cluster.spares"):
+        with job.about("cluster.spares"):
             _check_spare_gpus(job, device)
         check_loopback()
         if job.cluster.port is not None:
-            with _about(job, "cluster.port"):
+            with job.about("cluster.port"):
                 check_port(job.cluster.port)
 
     def specs(
@@ -176,16 +176,6 @@ class LocalLauncher:
 
     def _prefix(self, node: int) -> list[str]:
         return [] if self.hosts is None else self.hosts.prefix(node)
-
-
-@contextlib.contextmanager
-def _about(job: Job, key: str) -> Iterator[None]:
-    """What is refused within is told at the place of `key` in the job file."""
-    try:
-        yield
-    except InputError as error:
-        first = error.diagnostics[0]
-        raise job.refusal(key, first.message, first.hint or "") from None
 
 
 def _assignments(environment: Mapping[str, str]) -> str:

@@ -33,9 +33,10 @@ from seatrial.job.preset_files import PLACEHOLDER
 from seatrial.job.rules import HERE_RULES, Rule
 from seatrial.job.source import read_text
 from seatrial.launch import launcher_for
+from seatrial.plan.cluster import Cluster
 from seatrial.plan.host import Account, host_need, would_fit
 from seatrial.plan.place import known_gpu, known_network
-from seatrial.plan.predict import gpu_capacity
+from seatrial.plan.predict import capacity
 from seatrial.plan.room import judge
 from seatrial.plan.settle import settle
 from seatrial.record.folder import RunFolder
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _PATHS = ("model.hf", "model.init_from", "data.tokenizer", "checkpoint.folder", "checkpoint.fallback")
 _MODEL = ("model.preset", "model.hf", "model.num_hidden_layers", "model")
+_ANYWAY = "; --ignore-memory starts anyway"
 # Of these the size says how many tokens there can be at most.
 _PLAIN = (".txt", ".md", ".py", ".jsonl")
 
@@ -255,11 +257,12 @@ def _account(job: Job) -> Account:
         device, reason = ("cpu" if cluster.device == "cpu" else "cuda"), "chosen on each of its nodes"
         room, gpu = None, find_gpu(cluster.gpu or "")
     else:
-        device, reason = choose_device(cluster)
+        with job.about("cluster.device"):
+            device, reason = choose_device(cluster)
         names = set(driver_names())
         gpu = find_gpu(names.pop()) if len(names) == 1 else None
         room = host_memory()
-    gpu_room = None if gpu is None or device == "cpu" else gpu_capacity(gpu)
+    gpu_room = None if gpu is None or device == "cpu" else capacity(Cluster(gpu, 1, 1))
     return Account(job, device, reason, host_need(job, device), room, gpu_room)
 
 
@@ -270,7 +273,8 @@ def _memory(account: Account) -> Iterator[Finding]:
         yield Finding(
             _MODEL,
             f"the job needs {units.memory(account.gpu)} on a GPU, which has {units.memory(account.gpu_room)}",
-            would_fit(account) or "`seatrial plan JOB --fit` lists the smallest clusters that have it",
+            (would_fit(account) or "`seatrial plan JOB --fit` lists the smallest clusters that have it")
+            + _ANYWAY,
         )
     copies, _ = account.copies
     if account.host_fits(copies):
@@ -292,5 +296,5 @@ def _memory(account: Account) -> Iterator[Finding]:
     yield Finding(
         _MODEL,
         message,
-        f"{would or 'no built-in model would fit in this layout: it needs a larger host'}; --ignore-memory starts anyway",
+        (would or "no built-in model would fit in this layout: it needs a larger host") + _ANYWAY,
     )

@@ -58,7 +58,8 @@ def place_of(job: Job, network: str | None = None) -> Place:
     if network is not None:
         chosen = known_network(network)
     elif at.network is not None:
-        chosen = _of_job(job, at.network)
+        with job.about("cluster.network"):
+            chosen = known_network(at.network)
     elif gpu is not None and (node := reference_node(gpu.name, at.gpus_per_node)) is not None:
         chosen = find_network(node.network)
         told = f"{_ASSUMED}, that of a {node.name} ({node.source}); cluster.network or --network says another"
@@ -67,14 +68,6 @@ def place_of(job: Job, network: str | None = None) -> Place:
     elif at.nodes == 1:
         told = ""
     return Place(at.nodes, at.gpus_per_node, gpu, chosen, why_gpu, why_network, (told,) if told else ())
-
-
-def _of_job(job: Job, name: str) -> Network:
-    try:
-        return known_network(name)
-    except InputError as error:
-        first = error.diagnostics[0]
-        raise job.refusal("cluster.network", first.message, first.hint or "") from None
 
 
 def known_network(name: str) -> Network:

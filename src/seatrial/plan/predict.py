@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from seatrial.hardware.catalogue import Gpu
 from seatrial.hardware.mfu import mfu
 from seatrial.plan.calibration import Calibration, Pace, Z, shipped
 from seatrial.plan.cluster import Cluster
@@ -111,12 +110,7 @@ def capacity(cluster: Cluster) -> float:
     Data sheets' "GB" of memory are binary: nvidia-smi shows 81,559 MiB on an 80 GB H100, 143,771 on a 141 GB H200, 183,359 on a
     180 GB B200. All of these are above 0.99 of it.
     """
-    return gpu_capacity(cluster.gpu)
-
-
-def gpu_capacity(gpu: Gpu) -> float:
-    """See `capacity`."""
-    return 0.99 * gpu.hbm_gb * GIB
+    return 0.99 * cluster.gpu.hbm_gb * GIB
 
 
 def waterfall(model: Model, recipe: Recipe, parts: Parts, peak: float) -> tuple[Share, ...]:
