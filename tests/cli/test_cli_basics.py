@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import seatrial
+from seatrial.job import preset_text, presets
 
 SOURCE = Path(seatrial.__file__).parents[1]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -47,6 +48,7 @@ From bare GPU nodes to a finished foundation-model training run.
 verbs:
   init         write a job file to start from
   schema       print the JSON schema of the job file, for editors
+  validate     say whether a job could start here, and what stands against it
   check        judge whether nodes are fit to train on
   explain      say what a finding of a check means
   plan         predict layout, memory, speed and cost of a job
@@ -112,7 +114,7 @@ def test_help_takes_at_most_a_fifth_of_a_second_of_a_processor(run: Run) -> None
         (("trian",), "error: unknown verb `trian`\n  hint: did you mean `seatrial train`?\n"),
         (
             ("fly",),
-            "error: unknown verb `fly`\n  hint: verbs: init, schema, check, explain, plan, data, train, drill, watch, verify, checkpoints, export\n",
+            "error: unknown verb `fly`\n  hint: verbs: init, schema, validate, check, explain, plan, data, train, drill, watch, verify, checkpoints, export\n",
         ),
         (
             ("--fast",),
@@ -199,9 +201,24 @@ class TestInit:
             "schema_version": 1,
             "preset": "llama3-8b-h100",
             "file": "llama3-8b-h100.toml",
-            "next": "seatrial train llama3-8b-h100.toml",
+            "next": "seatrial validate llama3-8b-h100.toml",
         }
         assert done.stderr == ""
+
+    def test_what_is_to_be_filled_in_is_said(self, run: Run) -> None:
+        done = run("init", "--preset", "llama3-8b-h100")
+        assert done.stderr == "next: seatrial validate llama3-8b-h100.toml\n"
+
+    def test_a_dash_prints_it(self, run: Run, tmp_path: Path) -> None:
+        done = run("init", "--preset", "first-voyage", "--out", "-")
+        assert (done.returncode, done.stdout, done.stderr) == (0, preset_text("first-voyage"), "")
+        document = json.loads(run("init", "--preset", "first-voyage", "--out", "-", "--json").stdout)
+        assert document == {
+            "schema_version": 1,
+            "preset": "first-voyage",
+            "text": preset_text("first-voyage"),
+        }
+        assert list(tmp_path.iterdir()) == []
 
     def test_list(self, run: Run) -> None:
         done = run("init", "--list")
@@ -232,6 +249,23 @@ def test_schema(run: Run) -> None:
     assert batch["description"] == "sequences a step, whatever the layout"
     document = json.loads(run("schema", "--json").stdout)
     assert document == {"schema_version": 1, "schema": schema}
+
+
+def test_the_schema_knows_names_and_a_preset_names_the_schema(run: Run) -> None:
+    schema = json.loads(run("schema").stdout)
+    for section, key, name in (
+        ("ModelSection", "preset", "qwen2.5-tiny"),
+        ("ClusterSection", "gpu", "B300 SXM"),
+        ("ClusterSection", "gpu", "H100 80GB HBM3"),
+        ("ClusterSection", "network", "InfiniBand NDR 8x400"),
+    ):
+        known = schema["$defs"][section]["properties"][key]["anyOf"][0]["enum"]
+        assert name in known
+        assert len(known) == len(set(known)), "JSON schema: SHOULD be unique"
+    for preset in presets():
+        first, *more = preset_text(preset).splitlines()
+        assert first == "#:schema ./seatrial.schema.json"
+        assert any(line.endswith(": seatrial schema > seatrial.schema.json") for line in more)
 
 
 FAILING = """

@@ -128,7 +128,11 @@ def test_verify_fails_on_damage(cli: Callable[..., Result], text: Path, tmp_path
         (["export", "nowhere", "--out", "OUT", "--format", "parquet"], "invalid choice"),
         (
             ["prepare", "builtin:python-library", "--out", "OUT", "--tokenizer", "no.json"],
-            "cannot read the tokenizer",
+            "the tokenizer no.json does not exist",
+        ),
+        (
+            ["prepare", "builtin:python-library", "--out", "OUT", "--tokenizer", "/dev/zero"],
+            "the tokenizer /dev/zero is no file",
         ),
         (["prepare", "x", "--out", "OUT", "--shard-tokens", "0"], "must be at least 1"),
         (["prepare", "x"], "required: --out"),

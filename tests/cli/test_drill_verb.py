@@ -57,6 +57,7 @@ def test_the_list_as_json(tmp_path: Path) -> None:
     [
         ((), "JOB is missing"),
         (("job.toml", "--only", "earthquake"), "there is no scenario earthquake"),
+        (("job.toml", "--only", "kill_rnak"), "did you mean kill_rank or kill_two_ranks?"),
         (("job.toml", "--steps", "3"), "--steps 3 is too few"),
         (("job.toml", "--seconds", "-1"), "--seconds -1"),
         (("absent.toml",), "no such file"),

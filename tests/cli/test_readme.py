@@ -72,7 +72,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def is_cheap(arguments: list[str]) -> bool:
     """Whether it starts no ranks and loads no torch."""
     verb = arguments[0]
-    return verb in ("init", "schema", "plan", "data", "watch", "verify", "checkpoints") or (
+    return verb in ("init", "schema", "validate", "plan", "data", "watch", "verify", "checkpoints") or (
         verb == "train" and "--render" in arguments
     )
 
@@ -110,7 +110,17 @@ def test_the_cheap_commands_run(
             out, err = capsys.readouterr()
             assert code == 0, f"seatrial {' '.join(arguments)}: exit {code}\n{out}{err}"
             ran.append(arguments[0])
-    assert set(ran) == {"init", "schema", "plan", "data", "train", "watch", "verify", "checkpoints"}
+    assert set(ran) == {
+        "init",
+        "schema",
+        "validate",
+        "plan",
+        "data",
+        "train",
+        "watch",
+        "verify",
+        "checkpoints",
+    }
     assert (tmp_path / "data" / "tokens" / "manifest.json").is_file()
 
 

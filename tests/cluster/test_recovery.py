@@ -95,6 +95,77 @@ def test_a_replica_gives_its_state_and_no_step_is_lost(begin: Begin, replicas: T
     assert_same(trial, replicas)
 
 
+# -- with fewer copies in memory than on two nodes
+
+ONE_COPY = "resilience.snapshot_copies=1"
+
+
+def test_with_one_copy_a_killed_rank_finds_it_on_its_own_node(begin: Begin, reference: Trial) -> None:
+    trial = begin(ONE_COPY)
+    trial.until_step(7)
+    trial.kill_rank(3)
+    code, err = trial.end()
+    assert code == 0, err
+    source, redone = recovered(trial)
+    assert (source, redone <= 5) == ("memory", True)
+    (planned,) = trial.events("memory_planned")
+    assert (planned["severity"], planned["data"]["snapshot_copies"]) == ("warning", 1)
+    assert_same(trial, reference)
+
+
+def test_with_one_copy_the_loss_of_a_node_without_a_replica_goes_back_to_the_disk(
+    begin: Begin, reference: Trial
+) -> None:
+    trial = begin(ONE_COPY, "cluster.spares=1", "checkpoint.every_steps=4")
+    trial.until_event("checkpoint_saved")
+    trial.until_step(7)
+    trial.kill_agent(1)
+    code, err = trial.end()
+    assert code == 0, err
+    assert recovered(trial)[0] == "disk", "nobody else had what that node held"
+    assert_same(trial, reference)
+
+
+def test_with_one_copy_a_replicas_memory_stands_in_for_a_lost_node(begin: Begin, replicas: Trial) -> None:
+    """No process keeps its state, as on GPUs: what the spare's ranks go on from is what a replica's node holds."""
+    trial = begin(*REPLICAS, ONE_COPY, "cluster.spares=1", "resilience.in_place=false")
+    trial.until_step(7)
+    trial.kill_agent(0)
+    code, err = trial.end()
+    assert code == 0, err
+    source, redone = recovered(trial)
+    assert (source, redone <= 5) == ("memory", True)
+    assert_same(trial, replicas)
+
+
+def test_with_one_copy_a_run_shrinks_from_a_replicas_memory(begin: Begin, replicas: Trial) -> None:
+    """The node that is lost has the replica which saves checkpoints: the other one writes them for it."""
+    trial = begin(*REPLICAS, ONE_COPY)
+    trial.until_step(7)
+    trial.kill_agent(0)
+    code, err = trial.end()
+    assert code == 0, err
+    (flushed,) = trial.events("snapshot_flushed")
+    assert flushed["severity"] == "info", flushed["message"]
+    assert trial.events("generation_started")[-1]["data"]["layout"]["replicate"] == 1
+    source, redone = recovered(trial)
+    assert (source, redone <= 5) == ("disk", True), "from what was just written"
+    assert trial.samples() == replicas.samples()
+    ours, theirs = trial.steps(), replicas.steps()
+    for step in range(1, STEPS + 1):
+        assert ours[step] == pytest.approx(theirs[step], rel=1e-4)
+
+
+def test_without_copies_a_replica_is_all_that_is_needed(begin: Begin, replicas: Trial) -> None:
+    trial = begin(*REPLICAS, "resilience.snapshot_copies=0")
+    trial.until_step(7)
+    trial.kill_rank(2)
+    code, err = trial.end()
+    assert code == 0, err
+    assert recovered(trial) == ("replica", 0)
+    assert_same(trial, replicas)
+
+
 def test_a_spare_takes_the_place_of_a_lost_node(begin: Begin, reference: Trial) -> None:
     trial = begin("cluster.spares=1")
     trial.until_step(7)

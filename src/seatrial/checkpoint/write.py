@@ -41,6 +41,7 @@ class Piece:
     box: Box
     whole: tuple[int, ...]
     owner: bool = True  # exactly one rank holds each box as owner
+    stands_in: bool = False  # would be the owner if this rank's replica were the only one
 
     def to_index(self) -> dict[str, Any]:
         """Its entry in the index of the file that holds it."""
@@ -51,6 +52,7 @@ class Piece:
             "offsets": self.box.offsets,
             "sizes": self.box.sizes,
             "owner": self.owner,
+            "stands_in": self.stands_in,
         }
 
 

@@ -7,12 +7,12 @@ import json
 import signal
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from seatrial.base import units
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from seatrial.cli.validate import job_arguments
 from seatrial.ui.out import Out
 from seatrial.ui.table import print_table
 
@@ -28,10 +28,7 @@ _STYLES = {"PASS": "green", "FAIL": "bold red", "UNJUDGED": "yellow"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
-    parser.add_argument("job", type=Path, nargs="?", metavar="JOB", help="job file; its run is not touched")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace one key of the job"
-    )
+    job_arguments(parser, nargs="?")
     parser.add_argument("--only", metavar="A,B", help="these scenarios (default: all; see --list)")
     parser.add_argument("--list", action="store_true", help="print the scenarios and end")
     parser.add_argument(
@@ -43,9 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=30.0, metavar="S", help="how long the storm blows (default: 30)"
     )
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
-    )
     parser.add_argument("--plain", action="store_true", help="lines only, also on a terminal")
     parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
 
@@ -53,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 nothing failed, 1 a scenario failed, 2 bad input, 130 interrupted."""
     from seatrial.base.errors import InputError
-    from seatrial.cli.jobs import read_job
     from seatrial.drill.conduct import Drill
     from seatrial.drill.copies import DEFAULT_STEPS, Rhythm
     from seatrial.drill.scenarios import chosen
+    from seatrial.launch.preflight import preflight
 
     scenarios = chosen(args.only)
     if args.list:
@@ -67,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.seconds < 86400:
         raise InputError(f"--seconds {args.seconds:g} is not between 0 and a day", hint="--seconds 60")
     drill = Drill(
-        read_job(args.job, args.set, args.runs),
+        preflight(args.job, args.set, args.runs, ignore_memory=args.ignore_memory).job,
         args.runs,
         scenarios,
         Rhythm(DEFAULT_STEPS if args.steps is None else args.steps),

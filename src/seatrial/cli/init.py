@@ -9,13 +9,13 @@ from pathlib import Path
 
 from seatrial.base import atomic
 from seatrial.base.errors import EXIT_DONE, InputError
-from seatrial.job.preset_files import preset_summary, preset_text, presets
+from seatrial.job.preset_files import is_complete, preset_summary, preset_text, presets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", metavar="NAME", help="which one; see --list")
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="where to write it (default: NAME.toml here)"
+        "--out", metavar="FILE", type=Path, help="where to write it (default: NAME.toml here); - prints it"
     )
     parser.add_argument("--force", action="store_true", help="replace a file that exists")
     parser.add_argument("--list", action="store_true", help="list the presets")
@@ -31,8 +31,12 @@ def run(args: argparse.Namespace) -> int:
         )
     text = preset_text(args.preset)
     out: Path = args.out or Path(f"{args.preset}.toml")
+    if str(out) == "-":
+        document = json.dumps({"schema_version": 1, "preset": args.preset, "text": text}) + "\n"
+        sys.stdout.write(document if args.json else text)
+        return EXIT_DONE
     _write(out, text, args.force)
-    following = f"seatrial train {out}"
+    following = f"seatrial {'train' if is_complete(text) else 'validate'} {out}"
     if args.json:
         print(json.dumps({"schema_version": 1, "preset": args.preset, "file": str(out), "next": following}))
     else:

@@ -33,6 +33,7 @@ SCHEMA_VERSION = 1
 VERBS = {
     "init": ("seatrial.cli.init", "write a job file to start from"),
     "schema": ("seatrial.cli.schema", "print the JSON schema of the job file, for editors"),
+    "validate": ("seatrial.cli.validate", "say whether a job could start here, and what stands against it"),
     "check": ("seatrial.cli.check", "judge whether nodes are fit to train on"),
     "explain": ("seatrial.cli.explain", "say what a finding of a check means"),
     "plan": ("seatrial.cli.plan", "predict layout, memory, speed and cost of a job"),

@@ -231,6 +231,8 @@ def _wishes(args: argparse.Namespace) -> Wishes:
 
 
 def _unwritable(args: argparse.Namespace) -> list[Diagnostic]:
+    from seatrial.job.loading import job_file
+
     problems: list[Diagnostic] = []
     taken: set[Path] = set()
     for file in (args.svg, args.png, args.html):
@@ -242,7 +244,7 @@ def _unwritable(args: argparse.Namespace) -> list[Diagnostic]:
             problems.append(Diagnostic(text, file=file, hint=hint))
         elif path.is_dir():
             problems.append(Diagnostic("is a folder", file=file, hint="name a file in it"))
-        elif path.resolve() == args.job.resolve():
+        elif path.resolve() == job_file(args.job).resolve():
             problems.append(
                 Diagnostic("is the job file, which would be lost", file=file, hint="name another file")
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ from seatrial.base.errors import (
     EXIT_PREEMPTED,
     SeatrialError,
 )
+from seatrial.cli.validate import job_arguments
+from seatrial.record import events
 from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
 from seatrial.record.states import State
@@ -24,6 +27,7 @@ from seatrial.record.view import Failure, RunView
 
 if TYPE_CHECKING:
     from seatrial.launch.base import Outcome
+    from seatrial.launch.preflight import Ready
     from seatrial.launch.voyage import Voyage
 
 _STATES: dict[int, State] = {
@@ -37,19 +41,9 @@ _STATES: dict[int, State] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
-    parser.add_argument("job", type=Path, metavar="JOB", help="job file (see `seatrial init`)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="replace one key, such as train.steps=100",
-    )
+    job_arguments(parser)
     parser.add_argument(
         "--fresh", action="store_true", help="start over; an existing run is moved aside, not deleted"
-    )
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
     )
     parser.add_argument("--render", action="store_true", help="print what would be started, start nothing")
     parser.add_argument("--plain", action="store_true", help="a line a step, also on a terminal")
@@ -60,16 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 done, 1 the run failed, 2 bad input, 75 preempted (state saved), 130 interrupted."""
-    from seatrial.cli.jobs import read_job
     from seatrial.launch import launcher_for
+    from seatrial.launch.preflight import preflight
     from seatrial.launch.voyage import prepare_voyage
     from seatrial.ui.console import TrainConsole
 
-    job = read_job(args.job, args.set, args.runs, fresh=args.fresh)
+    ready = preflight(args.job, args.set, args.runs, fresh=args.fresh, ignore_memory=args.ignore_memory)
+    job = ready.job
     if args.render:
         sys.stdout.write(launcher_for(job).render(job, RunFolder(args.runs / job.name)))
         return EXIT_DONE
     voyage = prepare_voyage(job, args.runs, fresh=args.fresh)
+    memory = _tell_memory(voyage, ready)
     folder = voyage.opened.folder
     with (
         voyage.opened as opened,
@@ -86,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
             device=voyage.device,
             device_reason=voyage.device_reason,
             data_summary=_data(voyage),
-            notes=opened.notes,
+            memory=memory,
+            notes=[*opened.notes, *ready.notes],
             resume_step=voyage.resume_step,
         )
         if voyage.complete:
@@ -99,6 +96,25 @@ def run(args: argparse.Namespace) -> int:
         view = console.ended(_STATES[outcome.exit_code], failure=_failure(outcome))
         console.summary(view, _next(args, voyage, outcome.exit_code, view))
         return outcome.exit_code
+
+
+def _tell_memory(voyage: Voyage, ready: Ready) -> list[tuple[str, str]]:
+    """Lines of the header, and the same as an event."""
+    from seatrial.plan.host import in_words
+
+    lines = list(in_words(ready.account))
+    copies, _ = ready.account.copies
+    notable = bool(ready.notes) or copies < min(1, voyage.job.resilience.snapshot_every_steps) * 2
+    with contextlib.suppress(OSError):  # what starts next will say that the folder cannot be written
+        events.append(
+            voyage.opened.folder,
+            "memory_planned",
+            "; ".join(f"{label}: {text}" for label, text in lines),
+            severity="warning" if notable else "info",
+            generation=voyage.opened.generation,
+            data={**ready.account.document(), "notes": list(ready.notes)},
+        )
+    return lines
 
 
 def _failure(outcome: Outcome) -> Failure | None:

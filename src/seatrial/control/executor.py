@@ -73,7 +73,8 @@ class Executor:
             "again": action.generation > self._spec.generation,
         }
         for slot, node in sorted(action.slots.items()):
-            buddy, guarded = world.beside(slot, 1), world.beside(slot, -1)
+            apart = self._job.resilience.copies > 1
+            buddy, guarded = (world.beside(slot, 1), world.beside(slot, -1)) if apart else (None, None)
             own = {
                 "slot": slot,
                 "ranks": world.ranks[node],

@@ -13,6 +13,7 @@ from typing import Any
 
 from seatrial.checkpoint import memory
 from seatrial.checkpoint.memory import Snapshot, layout_key
+from seatrial.job.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -80,18 +81,20 @@ class Keeper:
         return snapshot
 
     def entries_for(self, local: int, rank: int, layout: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What the files of a local slot hold of `rank` in `layout`, newest first: a leg's "snapshots"."""
+        """What the files of a local slot hold of `rank`'s state in `layout`, newest first: a leg's "snapshots"."""
         pair, key = self._own[local], layout_key(layout)
+        replicas = Layout.from_dict(layout).replicas(rank)
         return [
             {
                 "slot": pair.fds.index(held.fd),
+                "rank": held.snapshot.rank,
                 "step": held.snapshot.step,
                 "generation": held.snapshot.generation,
                 "bytes": held.snapshot.bytes,
                 "hash": held.snapshot.hash,
             }
             for held in pair.whole()
-            if (held.snapshot.rank, held.snapshot.layout) == (rank, key)
+            if held.snapshot.rank in replicas and held.snapshot.layout == key
         ]
 
     def whole(self) -> list[Held]:
@@ -192,6 +195,7 @@ class Common:
 
     step: int
     generation: int
+    parts: dict[int, int]  # rank -> the rank whose part it is: itself, or where nobody has that, a replica
     holders: dict[int, list[int]]  # rank -> nodes that have its part; the one whose own rank it is first
 
 
@@ -202,7 +206,7 @@ def common(
     *,
     at_most: int | None = None,
 ) -> list[Common]:
-    """The states for which somebody has every rank's part, newest first.
+    """The states for which somebody has every rank's part, or that of a replica, newest first.
 
     `held`: node -> its `Keeper.held()`, of the nodes that live. Parts of different generations are never put together:
     they may be of the same step and not of the same course. `at_most`: no step after this one.
@@ -214,11 +218,15 @@ def common(
             if entry["layout"] == key and (at_most is None or entry["step"] <= at_most):
                 parts = found.setdefault((entry["generation"], entry["step"]), {})
                 parts.setdefault(entry["rank"], []).append((not entry["own"], node))
-    return [
-        Common(step, generation, {rank: [n for _, n in sorted(parts[rank])] for rank in range(world_size)})
-        for (generation, step), parts in sorted(found.items(), reverse=True)
-        if all(rank in parts for rank in range(world_size))
-    ]
+    at = Layout.from_dict(layout)
+    complete = []
+    for (generation, step), parts in sorted(found.items(), reverse=True):
+        whose = {r: next((p for p in at.replicas(r) if p in parts), None) for r in range(world_size)}
+        known = {rank: part for rank, part in whose.items() if part is not None}
+        if len(known) == world_size:
+            holders = {rank: [n for _, n in sorted(parts[part])] for rank, part in known.items()}
+            complete.append(Common(step, generation, known, holders))
+    return complete
 
 
 def newest_common(

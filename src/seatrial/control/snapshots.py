@@ -86,8 +86,8 @@ class SnapshotMap:
             own = [e for e in self._held.get(node, []) if e["own"]]
             if any(_is(e, rank, found.step, found.generation, layout) for e in own) or not holders:
                 continue
-            giver = holders[0]
-            entry = next(e for e in self._held[giver] if _is(e, rank, found.step, found.generation, layout))
+            giver, part = holders[0], found.parts[rank]
+            entry = next(e for e in self._held[giver] if _is(e, part, found.step, found.generation, layout))
             source = {"address": peers[giver].address, "port": peers[giver].port}
             wanted.append({"local": local, "snapshot": entry, "from": source})
         return wanted
@@ -175,8 +175,10 @@ class SnapshotMap:
         self._missing = {rank: nodes[0] for rank, nodes in found.holders.items()}
         by_node: dict[int, list[dict[str, Any]]] = {}
         for rank, nodes in found.holders.items():
-            entries = self._held[nodes[0]]
-            entry = next(e for e in entries if _is(e, rank, found.step, found.generation, flushing.layout))
+            entries, part = self._held[nodes[0]], found.parts[rank]
+            entry = next(e for e in entries if _is(e, part, found.step, found.generation, flushing.layout))
+            if part != rank:
+                entry = {**entry, "replica": [rank, flushing.layout.coordinates(rank).replicate == 0]}
             by_node.setdefault(nodes[0], []).append(entry)
         for node, entries in by_node.items():
             order = {

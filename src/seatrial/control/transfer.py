@@ -23,7 +23,7 @@ from typing import Any
 from seatrial.base import process
 from seatrial.base.errors import SeatrialError
 from seatrial.checkpoint import memory
-from seatrial.checkpoint.commit import fence, new_manifest, progress_after
+from seatrial.checkpoint.commit import fence, for_replica, new_manifest, progress_after
 from seatrial.checkpoint.manifest import Damaged, folder_name
 from seatrial.checkpoint.memory import Snapshot
 from seatrial.checkpoint.place import open_place
@@ -145,18 +145,27 @@ def look(places: Sequence[str]) -> Moving:
     return _start("look", body, keep=[], silent_s=_LOOK_S)
 
 
-def flush(held: Held, place: str, generation: int, *, read_back: bool) -> Moving:
-    """Write `held` as its rank's part of the checkpoint that generation `generation` makes at `place`."""
+def flush(
+    held: Held, place: str, generation: int, *, replica: tuple[int, bool] | None = None, read_back: bool
+) -> Moving:
+    """Write `held` as its rank's part of the checkpoint that generation `generation` makes at `place`.
+
+    `replica`: as the part of another rank that holds the same state, and whether that one owns it (`for_replica`).
+    """
     snapshot = held.snapshot
+    rank, index = snapshot.rank, snapshot.index
+    if replica is not None:
+        rank, owns = replica
+        index = for_replica(index, owns=owns)
 
     def body() -> Answer:
         open_place(place).put_part(
             snapshot.step,
             generation,
-            snapshot.rank,
+            rank,
             held.fd,
             snapshot.bytes,
-            snapshot.index,
+            index,
             read_back,
             origin=FROM_MEMORY,
             expected=snapshot.hash,

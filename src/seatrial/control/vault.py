@@ -192,11 +192,13 @@ class Vault:
         for values in order["snapshots"]:
             wanted = Snapshot.from_message(values)
             held = self._keeper.find(wanted.rank, wanted.step, wanted.generation, wanted.layout)
-            part = {"rank": wanted.rank, "step": wanted.step, "place": place}
+            replica = values.get("replica")
+            rank = wanted.rank if replica is None else replica[0]
+            part = {"rank": rank, "step": wanted.step, "place": place}
             if held is None:
                 self._tell({"part": {**part, "ok": False, "message": "it is not here any more"}})
                 continue
-            write = partial(transfer.flush, held, place, generation, read_back=read_back)
+            write = partial(transfer.flush, held, place, generation, replica=replica, read_back=read_back)
             self._begin(write, partial(self._tell_part, part))
 
     def _tell_part(self, part: dict[str, Any], answer: dict[str, Any]) -> None:

@@ -144,12 +144,13 @@ def made_hashes(cache_root: Path) -> Path:
 
 def blend_of(data: DataSection) -> Blend | None:
     """Which source a sample of the job is of; None where there is only one."""
-    if len(_sources(data)) == 1:
+    if len(sources_of(data)) == 1:
         return None
     return Blend(data.weights or ())
 
 
-def _sources(data: DataSection) -> list[str]:
+def sources_of(data: DataSection) -> list[str]:
+    """What `data.train` names, one or several."""
     return [data.train] if isinstance(data.train, str) else data.train
 
 
@@ -199,7 +200,7 @@ def resolve_stores(
     tokenizer_spec = data.tokenizer if data.tokenizer == "bytes" else str(base_folder / data.tokenizer)
     stores: list[TokenStore] = []
     problems: list[Diagnostic] = []
-    for source in _sources(data):
+    for source in sources_of(data):
         try:
             store = _resolve(source, data, tokenizer_spec, cache_root, base_folder, progress, note)
             stores.append(_held(store, note))
@@ -328,7 +329,7 @@ def check_stores(
     shares = [Fraction(1)] if blend is None else blend.shares
     for store, share in zip(stores, shares, strict=True):
         wanted = ceil(share * global_batch)
-        problems += _misfits(store, vocab_size, sequence_length, wanted, global_batch, tokenizer_spec)
+        problems += misfits(store, vocab_size, sequence_length, wanted, global_batch, tokenizer_spec)
     if problems:
         raise InputError(problems)
 
@@ -347,7 +348,7 @@ def check_store(
     )
 
 
-def _misfits(
+def misfits(
     store: TokenStore,
     vocab_size: int,
     sequence_length: int,

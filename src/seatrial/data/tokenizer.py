@@ -85,13 +85,14 @@ class FileTokenizer:
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Engine
 
+        hint = 'give the path of a tokenizer.json, or "bytes" for the built-in one'
+        if not os.path.isfile(path):  # a device or a pipe is never read: it may have no end
+            what = "is no file" if os.path.exists(path) else "does not exist"
+            raise InputError(f"the tokenizer {path} {what}", hint=hint)
         try:
             definition = read_bytes(path, links=True)
         except OSError as e:
-            raise InputError(
-                f"cannot read the tokenizer {path}: {e.strerror}",
-                hint='give the path of a tokenizer.json, or "bytes" for the built-in one',
-            ) from e
+            raise InputError(f"cannot read the tokenizer {path}: {e.strerror}", hint=hint) from e
         try:
             self._engine = Engine.from_buffer(definition)
         except Exception as e:  # the library raises a bare Exception for every bad file

@@ -186,7 +186,7 @@ class Drill:
         terms = Terms(
             steps=plan.steps,
             global_batch=copy.job.train.global_batch,
-            snapshot_every=copy.job.resilience.snapshot_every_steps,
+            snapshot_every=_copied_every(copy.job, node_lost=bool(scenario.expect.replaced)),
             checkpoint_every=plan.rhythm.checkpoint,
             reference=reference.losses,
         )
@@ -303,3 +303,10 @@ class Drill:
         done = [r.seconds for r in self.results if r.seconds]
         usual = sum(done) / len(done) if done else known.seconds + _RECOVERY_S
         return usual * (len(self.scenarios) - len(self.results))
+
+
+def _copied_every(job: Job, *, node_lost: bool) -> int:
+    """After how many steps what a fault leaves is copied anew; 0: it leaves no copy."""
+    kept = job.resilience
+    apart = kept.copies > 1 or job.layout.survives_a_node(job.cluster.gpus_per_node)
+    return kept.snapshot_every_steps if kept.copies and (apart or not node_lost) else 0

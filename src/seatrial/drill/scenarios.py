@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from seatrial.drill.injection import Planted
 from seatrial.drill.stage import Stage
 from seatrial.hardware.devices import choose_device
 from seatrial.job import Job
+from seatrial.job.numbers import either
 from seatrial.job.shapes import shapes
 from seatrial.train import straggler
 
@@ -374,7 +376,10 @@ def chosen(names: str | None) -> list[Scenario]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     wrong = [name for name in wanted if name not in known]
     if wrong or not wanted:
+        close = {near for name in wrong for near in difflib.get_close_matches(name.lower(), known, n=2)}
+        meant = f"did you mean {either(sorted(close))}? " if close else ""
         raise InputError(
-            f"there is no scenario {', '.join(wrong) or repr(names)}", hint=f"scenarios: {', '.join(known)}"
+            f"there is no scenario {', '.join(wrong) or repr(names)}",
+            hint=f"{meant}scenarios: {', '.join(known)}",
         )
     return [known[name] for name in dict.fromkeys(wanted)]

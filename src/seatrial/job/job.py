@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel
 
 from seatrial.base.errors import Diagnostic, InputError, InternalError
 from seatrial.job.architecture import Architecture
+from seatrial.job.finding import Finding
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import shares
 from seatrial.job.schema import (
@@ -54,10 +56,21 @@ class Job:
 
     def refusal(self, key: str, message: str, hint: str) -> InputError:
         """An error about "section.key" or "section" at its place in the job file."""
-        path = tuple(key.split("."))
+        return InputError(self.located(Finding((key,), message, hint)))
+
+    @contextmanager
+    def about(self, key: str) -> Iterator[None]:
+        """What is refused within is told at the place of `key` in the job file."""
+        try:
+            yield
+        except InputError as error:
+            raise self.refusal(key, error.diagnostics[0].message, error.diagnostics[0].hint or "") from None
+
+    def located(self, finding: Finding) -> Diagnostic:
+        """A finding at its place in the job file."""
         if self.text is None:
-            return InputError(Diagnostic(message, self.source, hint=hint))
-        return InputError(self.text.value_place(path).diagnostic(message, hint))
+            return Diagnostic(finding.message, self.source, hint=finding.hint)
+        return finding.locate(self.text)
 
     @property
     def name(self) -> str:

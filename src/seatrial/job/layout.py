@@ -8,7 +8,8 @@ node, then sharded data parallel, then replicated data parallel, and pipeline ou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 
@@ -32,6 +33,11 @@ class Layout:
     tensor: int = 1
     stages_per_rank: int = 1
     schedule: str = "1f1b"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Layout:
+        """The inverse of `as_dict`; other keys do not count."""
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     @property
     def world_size(self) -> int:
@@ -58,6 +64,17 @@ class Layout:
         """The inverse of `coordinates`."""
         rest = at.pipeline * self.replicate + at.replicate
         return (rest * self.shard + at.shard) * self.tensor + at.tensor
+
+    def replicas(self, rank: int) -> list[int]:
+        """The ranks that hold the same weights and optimizer state as `rank`, itself first."""
+        at = self.coordinates(rank)
+        all_ = (self.rank(replace(at, replicate=n)) for n in range(self.replicate))
+        return sorted(all_, key=lambda other: other != rank)
+
+    def survives_a_node(self, ranks_per_node: int) -> bool:
+        """Whether every rank has a replica on another node, where ranks go to nodes in their order."""
+        # Rank 0 and its last replica are this far apart: if they are on one node it does not survive, else all others are as far.
+        return (self.replicate - 1) * self.shard * self.tensor >= ranks_per_node
 
     def stage_indices(self, pipeline_rank: int) -> list[int]:
         """The stages that one pipeline rank holds: r, r + pp, r + 2 pp, ... (a loop, as interleaved 1F1B wants)."""

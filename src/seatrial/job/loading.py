@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +15,8 @@ from seatrial.job.layout import Layout
 from seatrial.job.partial import Partial, UnreadableError
 from seatrial.job.ranks import resolve_layout
 from seatrial.job.resolve import resolve_architecture
-from seatrial.job.rules import check
+from seatrial.job.rules import Rule, check
+from seatrial.job.schema import JobFile
 from seatrial.job.source import Source, read_text
 from seatrial.job.validate import list_fields, text_fields, validate
 
@@ -33,11 +36,36 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     Paths in the file are relative to its folder, paths in overrides to the current folder. With `parallel = "auto"`
     the job is open: its layout is still to be chosen. Raises InputError with every problem.
     """
+    path = job_file(path)
     return job_from_text(read_text(path), name=str(path), base_folder=path.parent, overrides=overrides)
+
+
+def job_file(path: Path) -> Path:
+    """The file that `path` means: itself, or where it is none, the file of that name with .toml."""
+    named = path.with_name(f"{path.name}.toml") if path.name else path
+    return named if not os.path.isfile(path) and os.path.isfile(named) else path
 
 
 def job_from_text(text: str, *, name: str, base_folder: Path, overrides: Sequence[str] = ()) -> Job:
     """As `load_job`, for a text; `name` is what messages call the file."""
+    job, problems = judged(text, name=name, base_folder=base_folder, overrides=overrides)
+    if job is None or problems:
+        raise InputError(problems)
+    return job
+
+
+def judged(
+    text: str,
+    *,
+    name: str,
+    base_folder: Path,
+    overrides: Sequence[str] = (),
+    more_rules: Sequence[Rule] = (),
+) -> tuple[Job | None, list[Diagnostic]]:
+    """The job and its problems, by line; None where a value is missing or unreadable.
+
+    `more_rules` are checked with the job file's own. InputError for what is no TOML.
+    """
     source = Source(text, name)
     kinds = {"text_fields": text_fields(), "list_fields": list_fields()}
     problems = [p for o in overrides if (p := source.override(o, **kinds)) is not None]
@@ -50,19 +78,19 @@ def job_from_text(text: str, *, name: str, base_folder: Path, overrides: Sequenc
         architecture, findings = Facts(file).architecture, []
     layout, layout_findings = resolve_layout(file)
     findings += layout_findings
-    findings += check(Facts(file, architecture, layout))
+    findings += check(Facts(file, architecture, layout), more_rules)
     problems += [f.locate(source) for f in findings]
-    if problems:
-        raise InputError(sorted(dict.fromkeys(problems), key=_order))
-    if file.parallel == "auto":
+    ordered = sorted(dict.fromkeys(problems), key=by_line)
+    if isinstance(file, JobFile) and file.parallel == "auto":
         layout = cast(Layout, Unchosen())
-    for part in (file, architecture, layout):
-        if isinstance(part, Partial):
+    if any(isinstance(part, Partial) for part in (file, architecture, layout)):
+        if not problems:
             raise InternalError("a value is missing without a problem that says so")
-    return Job(file=file, architecture=architecture, layout=layout, source=name, text=source)
+        return None, ordered
+    return Job(file=file, architecture=architecture, layout=layout, source=name, text=source), ordered
 
 
-def _order(problem: Diagnostic) -> tuple[bool, int, int]:
+def by_line(problem: Diagnostic) -> tuple[bool, int, int]:
     """By line; what has no line comes last, in the order it was found."""
     return (problem.line is None, problem.line or 0, problem.column or 0)
 
@@ -82,7 +110,9 @@ def _make_absolute(source: Source, base_folder: Path) -> None:
 def _absolute(section: str, key: str, value: str, folder: Path) -> str:
     if not value or _is_no_path(section, key, value):
         return value
-    return str((folder / Path(value).expanduser()).absolute())
+    with contextlib.suppress(RuntimeError):  # ~somebody whom this machine does not know
+        value = str(Path(value).expanduser())
+    return str((folder / value).absolute())
 
 
 def _is_no_path(section: str, key: str, value: str) -> bool:

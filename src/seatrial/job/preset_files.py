@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from importlib import resources
 
 from seatrial.base.errors import InputError
+
+# What stands in a preset's paths for something that is yours.
+PLACEHOLDER = re.compile(r"<[^<>/]+>")
 
 
 def presets() -> list[str]:
@@ -24,5 +28,11 @@ def preset_text(name: str) -> str:
 
 
 def preset_summary(name: str) -> str:
-    """One line about a preset: the first line of its file."""
-    return preset_text(name).split("\n", 1)[0].removeprefix("# ")
+    """One line about a preset: the first line of its file that speaks to people, not to editors."""
+    lines = preset_text(name).splitlines()
+    return next(line for line in lines if line.startswith("# ")).removeprefix("# ")
+
+
+def is_complete(text: str) -> bool:
+    """Whether a job file leaves nothing to be filled in."""
+    return not any(PLACEHOLDER.search(line.partition("#")[0]) for line in text.splitlines())

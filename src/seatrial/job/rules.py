@@ -7,7 +7,7 @@ the layout of ranks stand in `rules_layout.py`, about the data in `rules_data.py
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from seatrial.base.errors import InputError
@@ -21,15 +21,16 @@ from seatrial.job.rules_layout import LAYOUT_RULES
 from seatrial.storage import is_remote, open_store
 from seatrial.storage.names import FILE
 
+_LEAST_CLIP = 1e-12
 BEATS_BEFORE_LOST = 4  # signs of life that a node may miss
 
 Rule = Callable[[Facts], Iterator[Finding]]
 
 
-def check(facts: Facts) -> list[Finding]:
-    """Everything that does not hold, as far as it can be judged."""
+def check(facts: Facts, more: Sequence[Rule] = ()) -> list[Finding]:
+    """Everything that does not hold, as far as it can be judged, by the rules of the job file and by `more`."""
     found: list[Finding] = []
-    for rule in (*RULES, *DATA_RULES, *LAYOUT_RULES):
+    for rule in (*RULES, *DATA_RULES, *LAYOUT_RULES, *more):
         try:
             found += rule(facts)
         except UnreadableError:
@@ -71,6 +72,39 @@ def _family(facts: Facts) -> Iterator[Finding]:
             )
 
 
+def _rope_scaling(facts: Facts) -> Iterator[Finding]:
+    scaling = facts.architecture.rope_scaling
+    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield Finding(
+            ("model.rope_scaling.high_freq_factor", "model.rope_scaling", "model"),
+            f"high_freq_factor {scaling.high_freq_factor:g} is not greater than low_freq_factor {scaling.low_freq_factor:g}: "
+            "frequencies between the two are blended",
+            "Llama 3.1 has low_freq_factor = 1.0, high_freq_factor = 4.0",
+        )
+
+
+def _update_size(facts: Facts) -> Iterator[Finding]:
+    optimizer = facts.job.optimizer
+    lr, decay = optimizer.lr, optimizer.weight_decay
+    if lr * decay >= 1:
+        yield Finding(
+            ("optimizer.weight_decay", "optimizer.lr"),
+            f"lr {lr:g} x weight_decay {decay:g} = {lr * decay:g}: an update takes that share of each weight away, all of it "
+            "or more",
+            "weight_decay = 0.1 is usual",
+        )
+
+
+def _clip(facts: Facts) -> Iterator[Finding]:
+    norm = facts.job.optimizer.clip_norm
+    if 0 < norm < _LEAST_CLIP:
+        yield Finding(
+            ("optimizer.clip_norm",),
+            f"clip_norm {norm:g} leaves nothing of a gradient in fp32",
+            "clip_norm = 1.0 is usual; 0: no clipping",
+        )
+
+
 def _sequence_positions(facts: Facts) -> Iterator[Finding]:
     length, limit = facts.job.train.sequence_length, facts.architecture.max_position_embeddings
     if length > limit:
@@ -87,7 +121,7 @@ def _init_from(facts: Facts) -> Iterator[Finding]:
         return
     keys, folder = ("model.init_from",), Path(given)
     hint = "name the folder of a Hugging Face checkpoint: config.json and *.safetensors"
-    if not os.path.isdir(folder):
+    if not os.path.isdir(folder):  # a name that is too long is no folder either
         yield Finding(keys, f"init_from: no folder {folder}", hint)
         return
     if not any(folder.glob("*.safetensors")):
@@ -229,8 +263,10 @@ RULES: tuple[Rule, ...] = (
     _heads,
     _head_dim,
     _family,
+    _rope_scaling,
+    _update_size,
+    _clip,
     _sequence_positions,
-    _init_from,
     _warmup,
     _decay,
     _silence,
@@ -239,3 +275,6 @@ RULES: tuple[Rule, ...] = (
     _checkpoint_places,
     _keep_every,
 )
+
+# Of the machine that the job starts on: a job for another one can be read and planned without.
+HERE_RULES: tuple[Rule, ...] = (_init_from,)

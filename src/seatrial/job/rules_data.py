@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
@@ -81,21 +80,9 @@ def _byte_vocabulary(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _tokenizer(facts: Facts) -> Iterator[Finding]:
-    tokenizer = facts.job.data.tokenizer
-    if tokenizer != "bytes" and not os.path.isfile(tokenizer):
-        what = "is a folder" if os.path.isdir(tokenizer) else "does not exist"
-        yield Finding(
-            ("data.tokenizer",),
-            f"the tokenizer {tokenizer} {what}",
-            'give the path of a tokenizer.json, or "bytes"',
-        )
-
-
 DATA_RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _weights,
     _shares,
     _same_source,
     _byte_vocabulary,
-    _tokenizer,
 )

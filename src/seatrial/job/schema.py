@@ -9,7 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-Positive = Annotated[int, Field(ge=1)]
+# Every number has a least and a largest value: beyond these nobody has trained anything, and arithmetic, clocks or memory give in.
+Size = Annotated[int, Field(ge=1, le=10_000_000)]  # of a model's dimension
+Count = Annotated[int, Field(ge=1, le=1_000_000_000)]  # of steps, tokens, sequences
+CountOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Ranks = Annotated[int, Field(ge=1, le=1_000_000)]  # along one dimension of the mesh
+Seconds = Annotated[float, Field(ge=1, le=2_678_400)]  # 31 days: what any clock and any wait takes
+SecondsOrNone = Annotated[float, Field(ge=0, le=2_678_400)]
+Times = Annotated[float, Field(gt=1, le=1_000_000)]  # as much as something else
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -29,7 +36,12 @@ def _word_or_number(value: Any) -> str:
 
 
 StepsOrAuto = Annotated[
-    Annotated[Positive, Tag("number")] | Annotated[Literal["auto"], Tag("word")],
+    Annotated[Count, Tag("number")] | Annotated[Literal["auto"], Tag("word")],
+    Discriminator(_word_or_number),
+]
+
+CopiesOrAuto = Annotated[
+    Annotated[int, Field(ge=0, le=2), Tag("number")] | Annotated[Literal["auto"], Tag("word")],
     Discriminator(_word_or_number),
 ]
 
@@ -45,10 +57,10 @@ class Section(BaseModel):
 class RopeScalingSection(Section):
     """Llama 3's RoPE scaling, as in config.json."""
 
-    factor: Annotated[float, Field(gt=0)]
-    low_freq_factor: Annotated[float, Field(gt=0)]
-    high_freq_factor: Annotated[float, Field(gt=0)]
-    original_max_position_embeddings: Positive
+    factor: Annotated[float, Field(gt=0, le=1_000_000)]
+    low_freq_factor: Annotated[float, Field(gt=0, le=1_000_000)]
+    high_freq_factor: Annotated[float, Field(gt=0, le=1_000_000)]
+    original_max_position_embeddings: Count
 
 
 class ModelSection(Section):
@@ -66,21 +78,21 @@ class ModelSection(Section):
         description="folder with a Hugging Face checkpoint to start from; without it the weights are random",
     )
     family: Literal["qwen2", "llama", "qwen3"] | None = None
-    vocab_size: Positive | None = None
-    hidden_size: Positive | None = None
-    intermediate_size: Positive | None = None
-    num_hidden_layers: Positive | None = None
-    num_attention_heads: Positive | None = None
-    num_key_value_heads: Positive | None = None
-    head_dim: Positive | None = None
-    max_position_embeddings: Positive | None = None
-    rope_theta: Annotated[float, Field(gt=0)] | None = None
-    rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
+    vocab_size: Size | None = None
+    hidden_size: Size | None = None
+    intermediate_size: Size | None = None
+    num_hidden_layers: Size | None = None
+    num_attention_heads: Size | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    max_position_embeddings: Count | None = None
+    rope_theta: Annotated[float, Field(ge=1, le=1e15)] | None = None
+    rms_norm_eps: Annotated[float, Field(ge=1e-20, le=1)] | None = None
     tie_word_embeddings: bool | None = None
     qkv_bias: bool | None = None
     qk_norm: bool | None = None
     rope_scaling: RopeScalingSection | None = None
-    initializer_range: Annotated[float, Field(gt=0)] | None = None
+    initializer_range: Annotated[float, Field(ge=1e-6, le=10)] | None = None
 
 
 class DataSection(Section):
@@ -103,7 +115,7 @@ class DataSection(Section):
         default=True,
         description="documents packed into one sequence see each other; false: attention ends at a document's begin",
     )
-    cache_gb: Annotated[float, Field(gt=0)] = Field(
+    cache_gb: Annotated[float, Field(gt=0, le=1_000_000)] = Field(
         default=20.0,
         description="GB of shards of an object store that a node keeps on its disk; the oldest used are dropped",
     )
@@ -120,11 +132,11 @@ class ClusterSection(Section):
     launcher: Literal["local", "slurm", "kubernetes", "ssh"] = Field(
         default="local", description="local: a virtual cluster of processes on this machine"
     )
-    nodes: Positive = Field(default=1, description="machines that train")
-    gpus_per_node: Positive = Field(
+    nodes: Annotated[int, Field(ge=1, le=100_000)] = Field(default=1, description="machines that train")
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1, description="ranks on each node; CPU processes where there is no GPU"
     )
-    spares: Annotated[int, Field(ge=0)] = Field(
+    spares: Annotated[int, Field(ge=0, le=100_000)] = Field(
         default=0, description="nodes that wait, ready to train, to take the place of a lost one"
     )
     gpu: Text | None = Field(
@@ -146,22 +158,20 @@ class ClusterSection(Section):
 class ParallelSection(Section):
     """How one model becomes many ranks. Missing sizes are 1; a missing `shard` takes the ranks that are left."""
 
-    tensor: Positive = Field(
-        default=1, description="ranks that cut each matrix between them; inside one node"
-    )
-    pipeline: Positive = Field(default=1, description="ranks that hold the layers one after the other")
-    context: Positive = Field(
+    tensor: Ranks = Field(default=1, description="ranks that cut each matrix between them; inside one node")
+    pipeline: Ranks = Field(default=1, description="ranks that hold the layers one after the other")
+    context: Ranks = Field(
         default=1, description="ranks that cut each sequence between them; only 1 in this version"
     )
-    expert: Positive = Field(default=1, description="ranks that share out experts; only 1 in this version")
-    replicate: Positive = Field(
+    expert: Ranks = Field(default=1, description="ranks that share out experts; only 1 in this version")
+    replicate: Ranks = Field(
         default=1, description="copies of the sharded model, each with its part of the batch"
     )
-    shard: Positive | None = None
+    shard: Ranks | None = None
     schedule: Schedule = Field(
         default="1f1b", description="order of forward and backward passes in the pipeline"
     )
-    stages_per_rank: Positive = Field(
+    stages_per_rank: Annotated[int, Field(ge=1, le=10_000)] = Field(
         default=1, description="pipeline stages on each rank: 2 or more for interleaved-1f1b and zero-bubble"
     )
     reshard_after_forward: bool | None = Field(
@@ -183,10 +193,10 @@ class ParallelSection(Section):
 class TrainSection(Section):
     """How many steps over how many tokens, in which precision."""
 
-    steps: Positive = Field(description="optimizer steps of the whole run")
-    sequence_length: Positive = Field(description="tokens a sequence")
-    global_batch: Positive = Field(description="sequences a step, whatever the layout")
-    microbatch: Positive = Field(default=1, description="sequences a rank works on at once")
+    steps: Count = Field(description="optimizer steps of the whole run")
+    sequence_length: Count = Field(description="tokens a sequence")
+    global_batch: Count = Field(description="sequences a step, whatever the layout")
+    microbatch: Count = Field(default=1, description="sequences a rank works on at once")
     precision: Literal["fp32", "bf16"] = Field(
         default="bf16",
         description="of matrix products; weights and optimizer state stay fp32",
@@ -201,7 +211,7 @@ class TrainSection(Section):
     sample_prompt: str = Field(
         default="def ", description="the trained model continues this text at the end of the run"
     )
-    sample_tokens: Annotated[int, Field(ge=0)] = Field(
+    sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
         default=160, description="tokens it generates at the end; 0: none"
     )
 
@@ -209,22 +219,24 @@ class TrainSection(Section):
 class OptimizerSection(Section):
     """AdamW and its learning-rate schedule."""
 
-    lr: Annotated[float, Field(gt=0)] = Field(description="peak learning rate")
+    lr: Annotated[float, Field(ge=1e-12, le=1)] = Field(description="peak learning rate")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.1, description="last learning rate / lr"
     )
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="steps from 0 to lr")
+    warmup_steps: CountOrNone = Field(default=0, description="steps from 0 to lr")
     decay: Literal["cosine", "wsd", "constant"] = Field(
         default="cosine", description="after the warm-up; wsd: constant, then down over decay_steps"
     )
-    decay_steps: Positive | None = Field(
+    decay_steps: Count | None = Field(
         default=None, description="wsd: length of the final decay; a tenth of the steps if missing"
     )
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.1, description="decoupled, as in AdamW")
-    clip_norm: Annotated[float, Field(ge=0)] = Field(
+    eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8  # fp32 has nothing below: 0 / 0 where a moment is 0
+    weight_decay: Annotated[float, Field(ge=0, le=100)] = Field(
+        default=0.1, description="decoupled, as in AdamW"
+    )
+    clip_norm: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
         default=1.0, description="largest global gradient norm; 0: no clipping"
     )
 
@@ -235,8 +247,10 @@ class CheckpointSection(Section):
     every_steps: StepsOrAuto = Field(
         description='save after this many steps, and at the end; "auto": as often as saving and failures make best'
     )
-    keep: Positive = Field(default=3, description="newest verified checkpoints that are kept")
-    keep_every_steps: Annotated[int, Field(ge=0)] = Field(
+    keep: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=3, description="newest verified checkpoints that are kept"
+    )
+    keep_every_steps: CountOrNone = Field(
         default=0, description="checkpoints of the multiples of this many steps are never deleted; 0: none"
     )
     folder: Text | None = Field(
@@ -247,7 +261,7 @@ class CheckpointSection(Section):
     fallback: Text | None = Field(
         default=None, description="the same, for a checkpoint that the first place does not take"
     )
-    max_unsaved_s: Annotated[float, Field(gt=0)] = Field(
+    max_unsaved_s: Annotated[float, Field(gt=0, le=2_678_400)] = Field(
         default=14400.0,
         description="seconds of training that may be in no checkpoint; then it waits for one, or the run stops",
     )
@@ -260,10 +274,10 @@ class CheckpointSection(Section):
 class ResilienceSection(Section):
     """What a run does about failures. Every limit here is the run's own; a budget that is spent ends it."""
 
-    max_restarts: Annotated[int, Field(ge=0)] = Field(
+    max_restarts: CountOrNone = Field(
         default=100, description="recoveries in one start; 0: the first failure ends the run"
     )
-    max_same_failure: Positive = Field(
+    max_same_failure: Count = Field(
         default=3, description="the same failure at the same step, without progress, this often: stop"
     )
     in_place: bool = Field(
@@ -276,55 +290,58 @@ class ResilienceSection(Section):
         "the global batch stays",
     )
     grow: bool = Field(default=True, description="take the lost replicas back when nodes return")
-    snapshot_every_steps: Annotated[int, Field(ge=0)] = Field(
+    snapshot_every_steps: CountOrNone = Field(
         default=10,
         description="steps between copies of each rank's state in memory, here and on another node; 0: none",
     )
-    verify_every_steps: Annotated[int, Field(ge=0)] = Field(
+    snapshot_copies: CopiesOrAuto = Field(
+        default="auto",
+        description="2: on the rank's own node and on the next one; 1: on its own node; 0: none; "
+        '"auto": the most that the host\'s memory holds',
+    )
+    verify_every_steps: CountOrNone = Field(
         default=10,
         description="steps between comparisons of weights that several ranks hold; 0: no check of the state at all",
     )
-    max_skipped_steps: Annotated[int, Field(ge=0)] = Field(
+    max_skipped_steps: CountOrNone = Field(
         default=3,
         description="steps of the whole run whose update may be left out (not finite, or a spike); one more ends it",
     )
     on_spike: Literal["warn", "skip"] = Field(
         default="warn", description="what follows a spike of loss or gradient norm"
     )
-    spike_factor: Annotated[float, Field(gt=1)] = Field(
-        default=3.0, description="a spike is this many times what recent steps had"
-    )
+    spike_factor: Times = Field(default=3.0, description="a spike is this many times what recent steps had")
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = Field(
         default=0.25, description="seconds between an agent's signs of life"
     )
     silence_s: Annotated[float, Field(ge=0.5, le=3600)] = Field(
         default=3.0, description="seconds without a sign of life after which a node counts as lost"
     )
-    hang_min_s: Annotated[float, Field(ge=1)] = Field(
+    hang_min_s: Seconds = Field(
         default=30.0, description="a step is overdue after at least this many seconds"
     )
-    hang_factor: Annotated[float, Field(gt=1)] = Field(
+    hang_factor: Times = Field(
         default=5.0, description="and after this many times the median step, if that is longer"
     )
-    first_step_s: Annotated[float, Field(ge=1)] = Field(
+    first_step_s: Seconds = Field(
         default=1800.0,
         description="seconds for the first step after a start: loading, compilation, connections",
     )
-    straggler_factor: Annotated[float, Field(gt=1)] = Field(
+    straggler_factor: Times = Field(
         default=2.0, description="a rank that computes this many times longer than its peers is a straggler"
     )
-    join_wait_s: Annotated[float, Field(ge=0)] = Field(
+    join_wait_s: SecondsOrNone = Field(
         default=600.0,
         description="seconds for the nodes to come at the start, and for enough of them later; 0: for ever",
     )
-    node_wait_s: Annotated[float, Field(ge=0)] = Field(
+    node_wait_s: SecondsOrNone = Field(
         default=0.0, description="seconds to wait for a node to come back before the run shrinks"
     )
-    preempt_grace_s: Annotated[float, Field(ge=1)] = Field(
+    preempt_grace_s: Seconds = Field(
         default=60.0,
         description="seconds from SIGTERM to the end: the step is finished and the state is saved",
     )
-    evict_after: Annotated[int, Field(ge=2)] = Field(
+    evict_after: Annotated[int, Field(ge=2, le=1_000_000_000)] = Field(
         default=2, description="failures blamed on one node after which it is not used again in this start"
     )
     allow_gpu_reset: bool = Field(
@@ -333,6 +350,13 @@ class ResilienceSection(Section):
     allow_node_drain: bool = Field(
         default=False, description="may tell the scheduler to drain a node that was evicted"
     )
+
+    @property
+    def copies(self) -> int:
+        """On how many nodes a rank's state is kept in memory; where nobody has compared it with the memory, on two."""
+        if not self.snapshot_every_steps:
+            return 0
+        return 2 if self.snapshot_copies == "auto" else self.snapshot_copies
 
 
 class ScaleSection(Section):

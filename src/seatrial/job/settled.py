@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from seatrial.base.errors import Diagnostic, InputError
-from seatrial.job.finding import Facts, Finding
+from seatrial.base.errors import InputError
+from seatrial.job.finding import Facts
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.ranks import resolve_layout
@@ -43,11 +43,5 @@ def settled(
         facts = Facts(file, job.architecture, layout)
         findings = [finding for rule in LAYOUT_RULES for finding in rule(facts)]
     if findings:
-        raise InputError([_located(job, finding) for finding in findings])
+        raise InputError([job.located(finding) for finding in findings])
     return replace(job, file=file, layout=layout, chosen=chosen)
-
-
-def _located(job: Job, finding: Finding) -> Diagnostic:
-    if job.text is None:
-        return Diagnostic(finding.message, job.source, hint=finding.hint)
-    return finding.locate(job.text)

@@ -197,7 +197,7 @@ _EXPECTED = {
     "model_attributes_type": "a table",
 }
 # What a key that takes a word takes beside it.
-_OR_ELSE = {"checkpoint.every_steps": ("a number of steps",)}
+_OR_ELSE = {"checkpoint.every_steps": ("a number of steps",), "resilience.snapshot_copies": ("0", "1", "2")}
 _LIMITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "greater_than": ("must be greater than", lambda c: c["gt"]),
     "greater_than_equal": ("must be at least", lambda c: c["ge"]),
@@ -217,6 +217,8 @@ _EXAMPLES = {
 def _words(name: str, kind: str, error: ErrorDetails) -> tuple[str, str | None]:
     value = error["input"]
     context = error.get("ctx", {})
+    if huge := _huge(value):
+        return f"{name}: {huge}", "TOML's have 64 bits"
     if kind in _EXPECTED:
         return f"{name}: expected {_EXPECTED[kind]}, found {_describe(value)}", _type_hint(kind, value)
     if kind == "literal_error":
@@ -230,7 +232,7 @@ def _words(name: str, kind: str, error: ErrorDetails) -> tuple[str, str | None]:
         )
     if kind in _LIMITS:
         words, limit = _LIMITS[kind]
-        return f"{name} {words} {limit(context):g}, not {value}", None
+        return f"{name} {words} {_limit(limit(context))}, not {value}", None
     if kind in ("string_too_short", "too_short"):
         return f"{name} is empty", "give it a value, or remove the key"
     if kind == "finite_number":
@@ -272,7 +274,7 @@ def _describe(value: Any) -> str:
     if isinstance(value, str):
         return f'the string "{value if len(value) <= 60 else value[:57] + "..."}"'
     if isinstance(value, int):
-        return f"the integer {value}"
+        return _huge(value) or f"the integer {value}"
     if isinstance(value, float):
         return f"the number {value}"
     if isinstance(value, list):
@@ -280,6 +282,16 @@ def _describe(value: Any) -> str:
     if isinstance(value, datetime.date | datetime.time):
         return "a date or time"
     return "a table"
+
+
+def _huge(value: Any) -> str | None:
+    """What Python refuses to write out, and nobody reads."""
+    bits = value.bit_length() if isinstance(value, int) else 0
+    return f"an integer of about {bits * 3 // 10:,} digits" if bits > 128 else None
+
+
+def _limit(value: float) -> str:
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:g}"
 
 
 def _unknown(source: Source, path: Path, model: type[Section]) -> Diagnostic:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from seatrial.base.errors import InputError
 from seatrial.launch.base import Failure, Launcher, Outcome
 from seatrial.launch.local import LocalLauncher
 
@@ -18,7 +17,8 @@ def launcher_for(job: Job) -> Launcher:
     """The launcher that the job file names. Raises InputError for one that this version does not have."""
     if job.cluster.launcher == LocalLauncher.name:
         return LocalLauncher()
-    raise InputError(
+    raise job.refusal(
+        "cluster.launcher",
         f'launcher = "{job.cluster.launcher}" is not in this version',
-        hint='set launcher = "local" under [cluster] to run on this machine',
+        'set launcher = "local" under [cluster] to run on this machine',
     )

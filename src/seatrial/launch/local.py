@@ -53,13 +53,16 @@ class LocalLauncher:
                 f"the virtual cluster needs Linux, and this is {sys.platform}",
                 hint="run it in a Linux container or virtual machine",
             )
-        device, _reason = choose_device(job.cluster)
-        _check_spare_gpus(job, device)
+        with job.about("cluster.device"):
+            device, _reason = choose_device(job.cluster)
+        with job.about("cluster.spares"):
+            _check_spare_gpus(job, device)
         ranks = job.cluster.nodes * job.cluster.gpus_per_node
         process.allow_files(_FILES + _FILES_A_RANK * ranks, "the ranks")
         check_loopback()
         if job.cluster.port is not None:
-            check_port(job.cluster.port)
+            with job.about("cluster.port"):
+                check_port(job.cluster.port)
 
     def specs(
         self, job: Job, folder: RunFolder, generation: int, *, worker_module: str = WORKER_MODULE

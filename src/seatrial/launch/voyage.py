@@ -13,7 +13,6 @@ from seatrial.base.private import private_folder
 from seatrial.checkpoint.manifest import Damaged
 from seatrial.checkpoint.place import Place, checkpoint_urls, open_place
 from seatrial.data.prepare import blend_of, check_stores, data_cache, resolve_stores, stores_identity
-from seatrial.hardware.catalogue import find_gpu, gpus
 from seatrial.hardware.devices import choose_device
 from seatrial.launch import launcher_for
 from seatrial.launch.base import Launcher, Outcome
@@ -139,10 +138,6 @@ def prepare_voyage(job: Job, root: Path, *, fresh: bool = False, progress: Progr
     )
     opened = open_run(job, root, fresh=fresh, data=stores_identity(stores))
     opened.notes += notes
-    gpu = job.cluster.gpu
-    if gpu is not None and find_gpu(gpu) is None:
-        known = ", ".join(g.name for g in gpus())
-        opened.notes.append(f'gpu = "{gpu}" is not in the catalogue, so its peak is unknown; known: {known}')
     data = {
         "stores": [store.address for store in stores],
         "digests": [store.digest for store in stores],

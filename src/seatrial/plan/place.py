@@ -58,7 +58,8 @@ def place_of(job: Job, network: str | None = None) -> Place:
     if network is not None:
         chosen = known_network(network)
     elif at.network is not None:
-        chosen = _of_job(job, at.network)
+        with job.about("cluster.network"):
+            chosen = known_network(at.network)
     elif gpu is not None and (node := reference_node(gpu.name, at.gpus_per_node)) is not None:
         chosen = find_network(node.network)
         told = f"{_ASSUMED}, that of a {node.name} ({node.source}); cluster.network or --network says another"
@@ -69,23 +70,28 @@ def place_of(job: Job, network: str | None = None) -> Place:
     return Place(at.nodes, at.gpus_per_node, gpu, chosen, why_gpu, why_network, (told,) if told else ())
 
 
-def _of_job(job: Job, name: str) -> Network:
-    try:
-        return known_network(name)
-    except InputError as error:
-        first = error.diagnostics[0]
-        raise job.refusal("cluster.network", first.message, first.hint or "") from None
-
-
 def known_network(name: str) -> Network:
     """The network with this name. Raises InputError, with names that are alike."""
     found = find_network(name)
-    if found is not None:
-        return found
-    close = difflib.get_close_matches(name.casefold(), [n.name.casefold() for n in networks()], n=1)
-    like = next((n.name for n in networks() if close and n.name.casefold() == close[0]), None)
-    hint = (f'did you mean "{like}"? ' if like else "") + f"known: {', '.join(n.name for n in networks())}"
-    raise InputError(f'no network "{name}" is known', hint=hint)
+    if found is None:
+        raise _unknown("network", name, [n.name for n in networks()])
+    return found
+
+
+def known_gpu(name: str) -> Gpu:
+    """The GPU with this name. Raises InputError, with names that are alike."""
+    found = find_gpu(name)
+    if found is None:
+        rest = "; leave it out where it is another: its memory and speed are unknown then"
+        raise _unknown("GPU", name, [gpu.name for gpu in gpus()], rest)
+    return found
+
+
+def _unknown(kind: str, name: str, known: list[str], rest: str = "") -> InputError:
+    names = {n.casefold(): n for n in known}
+    close = difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.4)
+    like = f'did you mean "{names[close[0]]}"? ' if close else ""
+    return InputError(f'no {kind} "{name}" is known', hint=f"{like}known: {', '.join(known)}{rest}")
 
 
 def _gpu(job: Job) -> tuple[Gpu | None, str]:

@@ -324,7 +324,7 @@ class Worker:
         source: Source,
     ) -> Loop:
         every = job.resilience.snapshot_every_steps
-        if self._fds is not None and every:
+        if self._fds is not None and job.resilience.copies:
             self._snapshots = Snapshots(
                 self._fds,
                 model,

@@ -9,6 +9,7 @@ import torch
 from seatrial.base import units
 from seatrial.base.errors import SeatrialError
 from seatrial.data.tokenizer import load_tokenizer
+from seatrial.hardware.host_memory import host_memory
 from seatrial.job import Job
 from seatrial.model.generate import generate, load_whole
 from seatrial.record import events
@@ -78,8 +79,5 @@ def _write_sample(job: Job, folder: RunFolder, generation: int, device: torch.de
 def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo") as f:
-        for line in f:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
+    found = host_memory()
+    return 0 if found is None else found.bytes

@@ -234,9 +234,10 @@ class Snapshots:
 def restore_from_memory(
     fd: int, entry: Mapping[str, Any], model: ParallelModel, optimizer: ShardedAdamW, *, checked: bool = False
 ) -> int:
-    """Fill this rank from its own snapshot in `fd`, which `entry` of the leg's "snapshots" describes; its step.
+    """Fill this rank from its own snapshot in `fd`, or a replica's, which `entry` of the leg's "snapshots" describes; its step.
 
-    Weights, optimizer state, count of updates and random state come back bit for bit, also boxes that others own.
+    Weights, optimizer state, count of updates and random state come back bit for bit, also boxes that others own. A
+    replica's random state is its own, see `carried.share_state`.
     `checked`: `memory.verify` was called just before. Raises Damaged, and then nothing has been changed, where the
     content is not what `entry` says, or not of this rank and layout. Only reads, and only this file.
     """
@@ -244,8 +245,9 @@ def restore_from_memory(
         memory.verify(fd, entry)
     told, tensors, start = memory.read_header(fd)
     mesh = model.mesh
+    whose = entry["rank"] if entry["rank"] in mesh.layout.replicas(mesh.rank) else mesh.rank
     wanted = memory.metadata(
-        rank=mesh.rank,
+        rank=whose,
         step=entry["step"],
         generation=entry["generation"],
         layout=memory.layout_key(mesh.layout.as_dict()),
@@ -253,7 +255,7 @@ def restore_from_memory(
     if told != wanted:
         raise Damaged(f"the memory file holds {told}, not {wanted}")
     lasting = state.lasting_pieces(model, optimizer)
-    random = state.random_pieces(mesh.rank, mesh.device)
+    random = state.random_pieces(mesh.rank, mesh.device) if whose == mesh.rank else []
     places = [_place(piece, tensors) for piece in lasting + random]
     for piece, place in zip(lasting + random, places, strict=True):
         _read(fd, piece.tensor, start + place)

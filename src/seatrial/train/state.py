@@ -32,9 +32,17 @@ def lasting_pieces(model: ParallelModel, optimizer: ShardedAdamW) -> list[Piece]
     # The first copy first, also where another rank owns it: a replica must give its tensors the same keys.
     weights = sorted((s for s in model.shards if s.box.numel), key=lambda s: not s.counted)
     moments = sorted(optimizer.state(), key=lambda entry: not entry[1].counted)
-    pieces = [Piece(key("model", s.name), s.local, s.box, s.whole, s.owner) for s in weights]
-    pieces += [Piece(key(kind, s.name), values, s.box, s.whole, s.owner) for kind, s, values in moments]
-    pieces.append(Piece(UPDATES, updates(optimizer), Box.whole((1,)), (1,), model.mesh.rank == 0))
+    at = model.mesh.at
+    tensors = [(key("model", s.name), s, s.local) for s in weights]
+    tensors += [(key(kind, s.name), s, values) for kind, s, values in moments]
+    pieces = [
+        Piece(k, values, s.box, s.whole, s.owner, s.counted and (s.holders == 1 or at.tensor == 0))
+        for k, s, values in tensors
+    ]
+    first = (at.pipeline, at.shard, at.tensor) == (0, 0, 0)
+    pieces.append(
+        Piece(UPDATES, updates(optimizer), Box.whole((1,)), (1,), first and at.replicate == 0, first)
+    )
     return pieces
 
 

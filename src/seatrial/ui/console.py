@@ -64,6 +64,7 @@ class TrainConsole:
         device: str,
         device_reason: str,
         data_summary: str,
+        memory: Sequence[tuple[str, str]] = (),
         notes: Sequence[str] = (),
         resume_step: int | None = None,
     ) -> None:
@@ -72,6 +73,8 @@ class TrainConsole:
         for label, text in header_pairs(
             job, self.folder, self._generation, device, device_reason, data_summary, resume_step
         ):
+            self.out.pair(label, text)
+        for label, text in memory:
             self.out.pair(label, text)
         for note in notes:
             self.out.pair("note", note, "yellow")

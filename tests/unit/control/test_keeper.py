@@ -59,6 +59,7 @@ def test_a_leg_is_told_what_its_files_hold_of_it(keeper: Keeper) -> None:
     own(keeper, 1, 0, rank=1, step=20)
     assert [(e["slot"], e["step"]) for e in keeper.entries_for(0, 0, PLAIN)] == [(1, 20), (0, 10)]
     assert keeper.entries_for(0, 0, PLAIN)[0] == {
+        "rank": 0,
         "slot": 1,
         "step": 20,
         "generation": 1,
@@ -68,6 +69,14 @@ def test_a_leg_is_told_what_its_files_hold_of_it(keeper: Keeper) -> None:
     assert keeper.entries_for(0, 1, PLAIN) == [], "another rank's"
     assert keeper.entries_for(0, 0, OTHER.as_dict()) == [], "of another layout"
     assert [e["step"] for e in keeper.entries_for(1, 1, PLAIN)] == [20]
+
+
+def test_a_leg_is_told_of_a_replicas_state_in_its_files(keeper: Keeper) -> None:
+    layout = Layout(replicate=2)
+    key = layout_key(layout.as_dict())
+    own(keeper, 0, 0, rank=1, step=10, layout=key)
+    (entry,) = keeper.entries_for(0, 0, layout.as_dict())
+    assert (entry["rank"], entry["step"]) == (1, 10)
 
 
 def test_what_is_being_written_over_is_not_there(keeper: Keeper) -> None:

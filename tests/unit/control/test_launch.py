@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from seatrial.base.errors import InputError
 from seatrial.control.ports import check_port, free_port, is_free
 from seatrial.control.spec import parse_agent_arguments
-from seatrial.job import job_from_text, preset_text
+from seatrial.job import Job, job_from_text, preset_text
 from seatrial.launch import LocalLauncher, Outcome, launcher_for, local
 from seatrial.launch.netns import Hosts
 from seatrial.launch.voyage import Voyage
@@ -23,22 +22,20 @@ from seatrial.record.run import open_run
 from seatrial.record.view import read_view
 
 
-def job(**changes: object) -> Any:
-    cluster = {
-        "launcher": "local",
-        "nodes": 2,
-        "gpus_per_node": 4,
-        "spares": 1,
-        "device": "cpu",
-        "port": 20500,
-    }
-    return SimpleNamespace(cluster=SimpleNamespace(**(cluster | changes)))
+def job(*overrides: str, port: int | None = 20500) -> Job:
+    ports = [] if port is None else [f"cluster.port={port}"]
+    return job_from_text(
+        preset_text("first-voyage"),
+        name="job.toml",
+        base_folder=Path("/jobs"),
+        overrides=["cluster.spares=1", "cluster.device=cpu", *ports, *overrides],
+    )
 
 
 def test_launchers() -> None:
     assert isinstance(launcher_for(job()), LocalLauncher)
     with pytest.raises(InputError, match='launcher = "slurm" is not in this version') as caught:
-        launcher_for(job(launcher="slurm"))
+        launcher_for(job("cluster.launcher=slurm"))
     assert caught.value.diagnostics[0].hint == 'set launcher = "local" under [cluster] to run on this machine'
 
 
@@ -97,7 +94,7 @@ def test_spares_need_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "visible_devices", lambda: list("abcdefgh"))
     with pytest.raises(InputError, match=r"spares = 1: 2 \+ 1 nodes x 4 GPUs = 12, but there are 8"):
         LocalLauncher().check(job(port=None))
-    LocalLauncher().check(job(port=None, spares=0))
+    LocalLauncher().check(job("cluster.spares=0", port=None))
     monkeypatch.setattr(local, "choose_device", lambda _: ("cpu", "asked for"))
     LocalLauncher().check(job(port=None))
 

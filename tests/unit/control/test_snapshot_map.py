@@ -17,7 +17,7 @@ from seatrial.job.layout import Layout
 from seatrial.job.shapes import Shape
 from seatrial.record.folder import RunFolder
 
-LAYOUT = Layout(replicate=2, tensor=2)
+LAYOUT = Layout(shard=2, tensor=2)
 SHAPES = [Shape(2, LAYOUT)]
 
 
@@ -161,6 +161,49 @@ def test_nothing_common_or_nobody_who_has_it_is_left_to_the_disk(held: Map) -> N
     held.both_hold()
     assert held.map.fetches(2, [2, 3], LAYOUT, Peers(2)) == [], "they are not here"  # type: ignore[arg-type]
     assert held.map.fetches(2, [2, 3], Layout(shard=4), Peers(0, 1)) == []  # type: ignore[arg-type]
+
+
+REPLICAS = Layout(replicate=2, tensor=2)
+
+
+def own_state(node: int, step: int = 10) -> list[dict[str, Any]]:
+    """What a node of two ranks holds where nothing is copied to other nodes."""
+    return [entry(2 * node + local, step, own=True, layout=REPLICAS) for local in (0, 1)]
+
+
+def test_what_a_lost_node_alone_held_comes_from_its_replica(held: Map) -> None:
+    held.holds(0, *own_state(0))
+    held.holds(1, *own_state(1))
+    assert held.map.fetches(1, [2, 3], REPLICAS, Peers(0, 1)) == []  # type: ignore[arg-type]
+    held.map.lost(1)
+    found = held.map.fetches(2, [2, 3], REPLICAS, Peers(0, 2))  # type: ignore[arg-type]
+    assert [(f["local"], f["snapshot"]["rank"]) for f in found] == [(0, 0), (1, 1)]
+    assert {f["from"]["address"] for f in found} == {"10.0.0.0"}
+    other = Layout(shard=2, tensor=2)
+    held.holds(0, *(entry(rank, 10, own=True, layout=other) for rank in (0, 1)))
+    assert held.map.fetches(2, [2, 3], other, Peers(0, 2)) == [], "a shard is no replica"  # type: ignore[arg-type]
+
+
+def test_a_ranks_own_state_goes_before_a_replicas(held: Map) -> None:
+    held.holds(0, *own_state(0), *(dict(e, own=False) for e in own_state(1)))
+    found = held.map.fetches(2, [2, 3], REPLICAS, Peers(0, 2))  # type: ignore[arg-type]
+    assert [f["snapshot"]["rank"] for f in found] == [2, 3]
+
+
+def test_a_replica_writes_to_disk_for_the_ranks_that_are_gone(held: Map, children: Children) -> None:
+    held.holds(1, *own_state(1))
+    world = World.make(3, {0: 0, 1: 1}, [Shape(2, REPLICAS)], 0, 2)
+    held.map.flush(world)
+    held.map.reaped(1)
+    ((node, message),) = held.sent
+    orders = message["flush"]["snapshots"]
+    assert (node, [(o["rank"], o.get("replica")) for o in orders]) == (
+        1,
+        [(2, [0, True]), (3, [1, True]), (2, None), (3, None)],
+    )
+    for rank in range(4):
+        held.part(rank)
+    assert children.published == [(10, 3, 1, held.places[0])]
 
 
 # -- to disk

@@ -18,12 +18,13 @@ from memory_files import KEY, LAYOUT, put
 from seatrial.base import process
 from seatrial.checkpoint import memory
 from seatrial.checkpoint.manifest import folder_name
-from seatrial.checkpoint.memory import Snapshot
+from seatrial.checkpoint.memory import Snapshot, layout_key
 from seatrial.checkpoint.verified import verify
 from seatrial.control import transfer, wire
 from seatrial.control.keeper import Held, Keeper
 from seatrial.control.transfer import Moving
 from seatrial.job import load_job
+from seatrial.job.layout import Layout
 from seatrial.record.folder import RunFolder
 from seatrial.record.inputs import freeze
 
@@ -340,6 +341,30 @@ def test_memory_becomes_a_checkpoint(run: RunFolder) -> None:
     answer = publish(run)
     assert answer["ok"]
     assert answer["message"] == "step-00000010 was there already"
+
+
+def test_a_replica_stands_in_for_ranks_that_are_gone(run: RunFolder) -> None:
+    """Rank 1, of the second replica, is all that is left: what rank 0 would have saved is saved from its copy, once."""
+    layout = Layout(replicate=2)
+    fd = os.memfd_create("part")
+    snapshot = put(fd, rank=1, layout=layout_key(layout.as_dict()))
+    (piece,) = snapshot.index["pieces"]
+    weights = {**piece, "key": "model/w", "owner": False, "stands_in": True}
+    held_too = {**piece, "key": "model/copy", "owner": False, "stands_in": False}
+    own_random = {**piece, "key": "rng/cpu/1", "owner": True, "stands_in": False}
+    snapshot.index["pieces"] = [weights, held_too, own_random]
+    held = Held(snapshot, fd, own=True)
+    for replica in ((0, True), None):
+        told = end(transfer.flush(held, str(run.checkpoints), 2, replica=replica, read_back=True))
+        assert told["ok"], told
+    os.close(fd)
+    answer = end(transfer.publish(run, str(run.checkpoints), layout, 10, generation=2, trained_by=1))
+    assert answer["ok"], answer
+    manifest = verify(run.checkpoints / folder_name(10))
+    assert {key: [p.file for p in entry.parts] for key, entry in manifest.tensors.items()} == {
+        "model/w": ["rank-00000.safetensors"],
+        "rng/cpu/1": ["rank-00001.safetensors"],
+    }
 
 
 def test_a_generation_that_is_over_publishes_nothing(run: RunFolder) -> None:

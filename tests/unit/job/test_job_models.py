@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from jobs import GOOD, load, only_problem, problems
 
+from seatrial.base.errors import Diagnostic
 from seatrial.job import model_presets
 from seatrial.job.huggingface import config_from_architecture
+from seatrial.job.loading import judged
+from seatrial.job.rules import HERE_RULES
 
 # Totals as the model cards and the safetensors headers on huggingface.co give them, in billions.
 PUBLISHED = {
@@ -153,17 +156,28 @@ def test_a_config_json_that_cannot_be_used(tmp_path: Path) -> None:
     assert (problem.line, problem.column) == (4, 6)
 
 
+def here(*overrides: str) -> list[Diagnostic]:
+    """What the machine that a job starts on says of it."""
+    _, found = judged(
+        GOOD, name="job.toml", base_folder=Path("/nowhere"), overrides=overrides, more_rules=HERE_RULES
+    )
+    return found
+
+
 def test_init_from_must_be_the_same_model(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "same")
     job = load(GOOD, f"model.init_from={tmp_path}/same")
     assert job.model.init_from == f"{tmp_path}/same"
+    assert here(f"model.init_from={tmp_path}/same") == []
 
-    problem = only_problem(f"model.init_from={tmp_path}/same", "model.num_hidden_layers=8")
+    (problem,) = here(f"model.init_from={tmp_path}/same", "model.num_hidden_layers=8")
     assert "num_hidden_layers 4 there, 8 here" in problem.message
 
-    assert "no folder" in only_problem(f"model.init_from={tmp_path}/none").message
+    (problem,) = here(f"model.init_from={tmp_path}/none")
+    assert "no folder" in problem.message
+    load(GOOD, f"model.init_from={tmp_path}/none")  # may be planned without
     (tmp_path / "empty").mkdir()
-    found = [p.message for p in problems(GOOD, f"model.init_from={tmp_path}/empty")]
+    found = [p.message for p in here(f"model.init_from={tmp_path}/empty")]
     assert len(found) == 2
     assert "no *.safetensors" in found[0]
     assert "no config.json" in found[1]

@@ -44,7 +44,10 @@ def test_presets_explain_themselves(name: str) -> None:
     lines = preset_text(name).split("\n")
     assert preset_summary(name).endswith(".")
     assert all(len(line) <= 130 for line in lines)
-    assert f"seatrial train {name}.toml" in preset_text(name)
+    verb = (
+        "train" if 'launcher = "local"' in preset_text(name) else "plan"
+    )  # what can be done with it in this version
+    assert f"#   seatrial {verb} {name}.toml" in preset_text(name)
     keys = [line for line in lines if " = " in line.split("#")[0]]
     assert [line for line in keys if "#" not in line] == []
 
@@ -119,7 +122,7 @@ def test_any_text_survives(prompt: str) -> None:
 
 
 @settings(deadline=None)
-@given(st.floats(min_value=1e-300, max_value=1e300))
+@given(st.floats(min_value=1e-12, max_value=1))
 def test_any_number_survives(lr: float) -> None:
     job = load(GOOD, f"optimizer.lr={lr!r}")
     assert again(job).optimizer.lr == lr

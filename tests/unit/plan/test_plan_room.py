@@ -26,6 +26,9 @@ from seatrial.ui.plan_words import brief, percent
 SHARES = st.floats(0.01, 2.0)
 RATIOS = st.lists(st.floats(1.0001, 3.0), max_size=30)
 
+# Sharded data parallel alone, which is not what the preset does.
+SHARDED = ("parallel.tensor=1", "parallel.async_tensor=false", "train.activation_checkpointing=full")
+
 
 def errors(*tails: tuple[int, list[float]]) -> Errors:
     return Errors(tuple(Tail(f"source {i}", n, tuple(rs)) for i, (n, rs) in enumerate(tails)))
@@ -118,7 +121,7 @@ def test_a_prediction_and_its_memory_say_the_same(case: Case) -> None:
 
 
 def test_of_each_pair_of_sizes_the_search_keeps_the_fastest_and_the_fastest_that_surely_fits() -> None:
-    job = load_job(preset("llama3-8b-h100"), ())
+    job = load_job(preset("llama3-8b-h100"), SHARDED)
     cluster = place_of(job).cluster
     assert cluster is not None
     found = search(job, cluster)
@@ -136,7 +139,7 @@ def test_of_each_pair_of_sizes_the_search_keeps_the_fastest_and_the_fastest_that
 
 def test_a_tight_job_is_told_everywhere_and_is_no_failure() -> None:
     """Llama-3 8B with microbatch 2 on 8 H100: 96 % of the memory, by prediction."""
-    job = load_job(preset("llama3-8b-h100"), ("train.microbatch=2",))
+    job = load_job(preset("llama3-8b-h100"), (*SHARDED, "train.microbatch=2"))
     told = answer(job, place_of(job), Wishes())
     assert told.own.fits
     assert told.own.verdict is not None
@@ -177,7 +180,7 @@ def test_ranks_without_a_known_memory_get_no_verdict() -> None:
 
 def test_a_verdict_follows_its_prediction() -> None:
     """It is no field that a changed copy could contradict."""
-    job = load_job(preset("llama3-8b-h100"), ())
+    job = load_job(preset("llama3-8b-h100"), SHARDED)
     cluster = place_of(job).cluster
     assert cluster is not None
     p = search(job, cluster).choices[0].prediction
@@ -186,7 +189,7 @@ def test_a_verdict_follows_its_prediction() -> None:
 
 
 def test_the_verdict_names_the_fastest_that_surely_fits_where_the_best_is_tight() -> None:
-    job = load_job(preset("llama3-8b-h100"), ())
+    job = load_job(preset("llama3-8b-h100"), SHARDED)
     told = answer(job, place_of(job), Wishes())
     assert told.found is not None
     assert told.best is not None
@@ -203,7 +206,9 @@ def test_the_verdict_names_the_fastest_that_surely_fits_where_the_best_is_tight(
     same = replace(told.found, sure=(replace(first, prediction=told.own.prediction),))
     assert verdict(replace(told, found=same))[0].endswith("; none that surely fits is faster")
     # One that does not fit learns of both.
-    large = load_job(preset("llama3-8b-h100"), ("train.microbatch=4", "train.activation_checkpointing=none"))
+    large = load_job(
+        preset("llama3-8b-h100"), (*SHARDED, "train.microbatch=4", "train.activation_checkpointing=none")
+    )
     over = answer(large, place_of(large), Wishes())
     assert over.own.fits is False
     assert verdict(over)[0].endswith(f"(tight); that surely fits: {brief(first.recipe)}")

@@ -234,7 +234,7 @@ def test_a_rollback_never_goes_to_what_lies_ahead(worker: Worker, monkeypatch: p
     monkeypatch.setattr(leg_module, "Loop", lambda *_, **__: None)
     worker._fds = (1, 2)
     entries = [{"slot": 0, "step": 10, "generation": 1}, {"slot": 1, "step": 20, "generation": 1}]
-    job: Any = SimpleNamespace(resilience=SimpleNamespace(snapshot_every_steps=10))
+    job: Any = SimpleNamespace(resilience=SimpleNamespace(snapshot_every_steps=10, copies=2))
     worker._make_loop(job, make_leg(snapshots=entries), None, None, None, Source("disk", 15))  # type: ignore[arg-type]
     assert made["held"] == entries[:1]
 

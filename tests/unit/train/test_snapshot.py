@@ -273,6 +273,21 @@ def test_damage_is_found_and_the_other_file_is_good(rank: Rank) -> None:
     assert_same(everything(model, optimizer), then)
 
 
+def test_a_replicas_state_is_taken_but_for_its_random_numbers(rank: Rank) -> None:
+    model, optimizer = build()
+    train(model, optimizer, range(2))
+    giver, its_optimizer = cut(model, optimizer, 0, Layout(replicate=2))
+    rank.start(giver, its_optimizer)
+    rank.take(5)
+    (entry,) = rank.entries()
+    then = everything(giver, its_optimizer)
+    taker, own_optimizer = cut(*build(seed=1), 1, Layout(replicate=2))
+    torch.manual_seed(99)
+    own_random = torch.get_rng_state()
+    assert restore_from_memory(rank.fds[0], entry, taker, own_optimizer) == 5
+    assert_same(everything(taker, own_optimizer), {**then, "rng": own_random})
+
+
 def test_another_ranks_state_is_refused(rank: Rank) -> None:
     model, optimizer = build()
     part, its_optimizer = cut(model, optimizer, 0, TWO)

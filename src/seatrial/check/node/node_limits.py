@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.check.node.node_files import fields_of, number_of, text_of
+from seatrial.hardware.host_memory import control_groups, memory_limit, memory_used
 
 _CAP_IPC_LOCK = 14  # linux/capability.h: its holder may lock memory without limit
 _LIMITS = {
@@ -15,8 +16,6 @@ _LIMITS = {
     "nofile": resource.RLIMIT_NOFILE,
     "nproc": resource.RLIMIT_NPROC,
 }
-# cgroup v1 writes "no limit" as the largest multiple of a page.
-_V1_NO_LIMIT = 1 << 62
 
 
 def read_limits(root: Path = Path("/"), *, shm: Path = Path("/dev/shm")) -> dict[str, Any]:
@@ -25,7 +24,7 @@ def read_limits(root: Path = Path("/"), *, shm: Path = Path("/dev/shm")) -> dict
     `limits` has [soft, hard]. A cgroup's limit counts at every level above it, so the lowest is told.
     """
     capabilities = int(fields_of(root / "proc/self/status").get("CapEff") or "0", 16)
-    groups = _cgroups(root)
+    groups = control_groups(root)
     return {
         "limits": {name: [_finite(v) for v in resource.getrlimit(which)] for name, which in _LIMITS.items()},
         "may_lock_all": bool(capabilities >> _CAP_IPC_LOCK & 1),
@@ -33,7 +32,7 @@ def read_limits(root: Path = Path("/"), *, shm: Path = Path("/dev/shm")) -> dict
         "cpus": len(os.sched_getaffinity(0)),
         "cgroup": "v2" if (root / "sys/fs/cgroup/cgroup.controllers").exists() else "v1" if groups else None,
         "cpu_quota": _lowest(_quota(g) for g in groups),
-        "memory_limit_bytes": _lowest(_memory(g) for g in groups),
+        "memory_limit_bytes": _lowest(memory_limit(g) for g in groups),
         "memory_used_bytes": _used(groups),
         "memory_available_bytes": _kib(fields_of(root / "proc/meminfo").get("MemAvailable")),
         "swap_used_bytes": _swap(root),
@@ -48,27 +47,6 @@ def _finite(value: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
 
 
-def _cgroups(root: Path) -> list[Path]:
-    """Folders of this process's control groups and all above them, that are visible here."""
-    found: dict[Path, None] = {}
-    for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
-        _, names, path = [*line.split(":", 2), "", ""][:3]
-        mount = root / "sys/fs/cgroup"
-        bases = [mount / names] if names else [mount / "unified", mount]
-        base = next((b for b in bases if b.is_dir()), None)
-        if base is None:
-            continue
-        # In a container the path is the host's, and what it leads to is at the mount's top.
-        inside = base / path.lstrip("/")
-        inside = inside if inside.is_dir() else base
-        while True:
-            found[inside] = None
-            if inside == base:
-                break
-            inside = inside.parent
-    return list(found)
-
-
 def _quota(group: Path) -> float | None:
     """CPUs' worth of time, by cpu.max (v2) or cpu.cfs_quota_us (v1)."""
     first, _, second = (text_of(group / "cpu.max") or "").partition(" ")
@@ -78,20 +56,9 @@ def _quota(group: Path) -> float | None:
     return quota / period if quota and period else None
 
 
-def _memory(group: Path) -> int | None:
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        value = number_of(group / name)
-        if value is not None and value < _V1_NO_LIMIT:
-            return value
-    return None
-
-
 def _used(groups: list[Path]) -> int | None:
-    limited = next((g for g in groups if _memory(g) is not None), None)
-    if limited is None:
-        return None
-    used = number_of(limited / "memory.current")
-    return used if used is not None else number_of(limited / "memory.usage_in_bytes")
+    limited = next((g for g in groups if memory_limit(g) is not None), None)
+    return None if limited is None else memory_used(limited)
 
 
 def _lowest(values: Any) -> Any:

@@ -1,0 +1,76 @@
+"""`seatrial validate JOB`: whether a job could start here, with all that stands against it; nothing is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from seatrial.base.errors import EXIT_DONE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    parser.description = (
+        "Say whether a job could start here: job file, data, tokenizer, hardware names, launcher, layout, memory. All problems at "
+        "once, each with its place (exit 2). Starts, prepares and writes nothing; `train` and `drill` do it first."
+    )
+    job_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+
+
+def job_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    """The arguments of every verb that starts a job, or says whether it could be."""
+    parser.add_argument("job", type=Path, nargs=nargs, metavar="JOB", help="job file (see `seatrial init`)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace one key, such as train.steps=100",
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
+    )
+    parser.add_argument(
+        "--ignore-memory", action="store_true", help="too little memory is said, and stops nothing"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code: 0 it could start, 1 the storage of its data cannot be reached, 2 it could not."""
+    from seatrial.launch.preflight import preflight
+    from seatrial.plan.host import in_words
+    from seatrial.ui.out import Out
+
+    ready = preflight(args.job, args.set, args.runs, ignore_memory=args.ignore_memory)
+    job, account = ready.job, ready.account
+    if args.json:
+        document = {
+            "schema_version": 1,
+            "job": job.source,
+            "name": job.name,
+            "layout": job.layout.as_dict(),
+            "data": ready.data,
+            "memory": account.document(),
+            "notes": ready.notes,
+        }
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+        return EXIT_DONE
+    nodes = f"{job.cluster.nodes} x {job.cluster.gpus_per_node}"
+    out = Out(sys.stdout, plain=True)
+    out.line(f"{job.source}: {job.name} could start here")
+    out.pair("layout", f"{job.layout}; {job.layout.world_size} ranks on {nodes}")
+    out.pair("device", f"{account.device} ({account.device_reason})")
+    data, notes = (("data", source) for source in ready.data), (("note", note) for note in ready.notes)
+    for label, text in (*data, *in_words(account), *notes):
+        out.pair(label, text)
+    words = ["seatrial", "train", str(args.job), *(w for s in args.set for w in ("--set", s))]
+    if args.runs != Path("runs"):
+        words += ["--runs", str(args.runs)]
+    if args.ignore_memory:
+        words.append("--ignore-memory")
+    out.pair("next", shlex.join(words))
+    return EXIT_DONE

@@ -1,0 +1,300 @@
+"""Everything about a job that can be refused before anything starts, found at once. Nothing is started, prepared or written.
+
+With the rules of the job file those of this machine: data, tokenizer, hardware that is known, folders. Then, of a job whose values
+can all be read, what its launcher needs, the layout that `parallel = "auto"` takes, and memory.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from seatrial.base import units
+from seatrial.base.errors import InputError
+from seatrial.data.manifest import is_store
+from seatrial.data.megatron import find_pair
+from seatrial.data.prepare import data_cache, misfits, resolve_stores, sources_of
+from seatrial.data.sources import find
+from seatrial.data.store import TokenStore
+from seatrial.data.tokenizer import Tokenizer, load_tokenizer
+from seatrial.hardware.catalogue import find_gpu
+from seatrial.hardware.devices import Device, choose_device, driver_names
+from seatrial.hardware.host_memory import host_memory
+from seatrial.job.finding import Facts, Finding
+from seatrial.job.job import Job
+from seatrial.job.loading import by_line, job_file, judged
+from seatrial.job.numbers import shares
+from seatrial.job.preset_files import PLACEHOLDER
+from seatrial.job.rules import HERE_RULES, Rule
+from seatrial.job.source import read_text
+from seatrial.launch import launcher_for
+from seatrial.plan.cluster import Cluster
+from seatrial.plan.host import Account, host_need, would_fit
+from seatrial.plan.place import known_gpu, known_network
+from seatrial.plan.predict import capacity
+from seatrial.plan.room import judge
+from seatrial.plan.settle import settle
+from seatrial.record.folder import RunFolder
+from seatrial.storage import StorageError, is_remote
+
+if TYPE_CHECKING:
+    from seatrial.job.schema import DataSection
+
+_PATHS = ("model.hf", "model.init_from", "data.tokenizer", "checkpoint.folder", "checkpoint.fallback")
+_MODEL = ("model.preset", "model.hf", "model.num_hidden_layers", "model")
+_ANYWAY = "; --ignore-memory starts anyway"
+# Of these the size says how many tokens there can be at most.
+_PLAIN = (".txt", ".md", ".py", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A job that may start here: with a layout, and with the number of copies in memory that was chosen."""
+
+    job: Job
+    account: Account
+    data: tuple[str, ...]  # of each source, what there is
+    notes: tuple[str, ...]  # what must be said, and stops nothing
+
+
+def preflight(
+    file: Path, overrides: Sequence[str], runs: Path, *, fresh: bool = False, ignore_memory: bool = False
+) -> Ready:
+    """The job of `file` with `--set` overrides, ready to be run below `runs`. Raises InputError with every problem; StorageError
+    where the only one is an object store that cannot be reached.
+
+    With `parallel = "auto"` it has the layout that its run has already, or one that is chosen now; with `fresh` always the
+    latter. `ignore_memory`: too little memory is a note.
+    """
+    file = job_file(file)
+    data = _Data(data_cache(runs))
+    named = _named("gpu", known_gpu), _named("network", known_network)
+    rules = (*HERE_RULES, _unfilled, *named, _folders, data.tokenizer, data.there, data.fits)
+    job, problems = judged(
+        read_text(file), name=str(file), base_folder=file.parent, overrides=overrides, more_rules=rules
+    )
+    account, notes = None, list[str]()
+    if job is not None:
+        try:
+            launcher_for(job).check(job)
+        except InputError as error:
+            problems += error.diagnostics
+        try:
+            job = settle(job, RunFolder(runs / job.name), fresh=fresh)
+            account = _account(job)
+        except InputError as error:  # no layout, or no such device
+            problems += error.diagnostics
+    if job is not None and account is not None:
+        for finding in _memory(account):
+            if ignore_memory:
+                notes.append(f"{finding.message}; --ignore-memory")
+            else:
+                problems.append(job.located(finding))
+        if not problems:
+            if account.gpu_room is not None and (why := judge(account.gpu, account.gpu_room).why):
+                notes.append(f"GPU memory is tight, it {why}")
+            return Ready(account.settled(), account, tuple(data.told), tuple(notes))
+    if data.unreachable is not None and len(problems) == 1:
+        raise data.unreachable  # nothing is wrong with the job
+    raise InputError(sorted(dict.fromkeys(problems), key=by_line))
+
+
+# -- what this machine must have
+
+
+def _unfilled(facts: Facts) -> Iterator[Finding]:
+    """What a preset leaves to be filled in."""
+    for key in _PATHS:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(facts.job, section), name)
+        if found := PLACEHOLDER.search(value or ""):
+            yield Finding(
+                (key,),
+                f"{key} is not filled in: {found[0]} stands for what is yours",
+                "write the path; the comment beside it says of what",
+            )
+
+
+def _named(key: str, known: Callable[[str], object]) -> Rule:
+    """That `known` knows what [cluster] names."""
+
+    def rule(facts: Facts) -> Iterator[Finding]:
+        name = getattr(facts.job.cluster, key)
+        try:
+            if name is not None:
+                known(name)
+        except InputError as error:
+            yield from _told(error, f"cluster.{key}")
+
+    return rule
+
+
+def _told(error: InputError, *keys: str) -> Iterator[Finding]:
+    for d in error.diagnostics:
+        where = "" if d.file is None else f"{d.file}: "
+        yield Finding(keys, where + d.message, d.hint or "name another")
+
+
+def _folders(facts: Facts) -> Iterator[Finding]:
+    """Where checkpoints go must be a folder that can be written, or one that can be made."""
+    for name in ("folder", "fallback"):
+        given = getattr(facts.job.checkpoint, name)
+        if given is None or is_remote(given) or PLACEHOLDER.search(given):
+            continue
+        path = Path(given)
+        try:
+            there = next(p for p in (path, *path.parents) if p.exists())
+            why = "" if there.is_dir() else "is no folder"
+            if not why and not os.access(there, os.W_OK | os.X_OK):
+                why = "cannot be written to"
+        except OSError as error:
+            there, why = path, f"cannot be used: {error.strerror}"
+        if why:
+            yield Finding((f"checkpoint.{name}",), f"{there} {why}", "name a folder that you may write to")
+
+
+class _Data:
+    """The rules about data. What one of them has opened, the next one uses."""
+
+    def __init__(self, cache: Path) -> None:
+        self.told: list[str] = []
+        self.unreachable: StorageError | None = None
+        self._cache = cache
+        # By place in data.train: a store, or of what is to be prepared the most tokens it can give, if known.
+        self._found: dict[int, TokenStore | int | None] = {}
+        self._tokenizer: Tokenizer | None = None
+
+    def tokenizer(self, facts: Facts) -> Iterator[Finding]:
+        spec = facts.job.data.tokenizer
+        if PLACEHOLDER.search(spec):
+            return
+        try:
+            if spec != "bytes" and os.path.isdir(spec):
+                inside = f"name the file in it: {Path(spec) / 'tokenizer.json'}"
+                raise InputError(f"the tokenizer {spec} is a folder", hint=inside)
+            self._tokenizer = load_tokenizer(spec)
+        except InputError as error:
+            yield from _told(error, "data.tokenizer")
+
+    def there(self, facts: Facts) -> Iterator[Finding]:
+        for i, source in enumerate(sources_of(facts.job.data)):
+            keys = (f"data.train.{i}", "data.train")
+            try:
+                self._found[i] = self._look(source, facts.job.data)
+            except InputError as error:
+                yield from _told(error, *keys)
+            except StorageError as error:
+                self.unreachable = error
+                yield Finding(keys, error.message, error.hint or "try again")
+            except OSError as error:
+                yield Finding(keys, f"{source}: {error.strerror}", "name another")
+
+    def _look(self, source: str, data: DataSection) -> TokenStore | int | None:
+        if is_remote(source) or is_store(Path(source)):
+            (store,) = resolve_stores(data.model_copy(update={"train": source}), self._cache, Path.cwd())
+            self.told.append(f"{source}: {units.count(store.n_tokens)} tokens ({store.tokenizer.name})")
+            return store
+        if not source.startswith("builtin:"):
+            if find_pair(Path(source)) is not None:
+                self.told.append(f"{source}: a Megatron pair, imported at the start")
+                return None
+            if not os.path.exists(source):
+                spec = "TOKENIZER" if PLACEHOLDER.search(data.tokenizer) else shlex.quote(data.tokenizer)
+                made = f"seatrial data prepare TEXT... --out {shlex.quote(source)} --tokenizer {spec}"
+                raise InputError(f"there is no {source}", hint=f"name what is there, or make it: {made}")
+        files = find([source]).files
+        size = sum(f.size for f in files)
+        self.told.append(f"{source}: {len(files):,} files, {units.memory(size)}, prepared at the start")
+        # A byte that is no UTF-8 becomes three, and each document has an end.
+        return 3 * size + len(files) if all(f.path.suffix in _PLAIN for f in files) else None
+
+    def fits(self, facts: Facts) -> Iterator[Finding]:
+        """Vocabulary, and samples enough for a step."""
+        data, train, vocabulary = facts.job.data, facts.job.train, facts.architecture.vocab_size
+        sources = sources_of(data)
+        weights = data.weights or [1.0]
+        if len(weights) != len(sources) or self._tokenizer is None:
+            return
+        for i, share in enumerate(shares(weights)):
+            if i not in self._found:
+                continue
+            found, keys = self._found[i], (f"data.train.{i}", "data.train")
+            length, batch = train.sequence_length, train.global_batch
+            wanted = ceil(share * batch)
+            need = wanted * length + 1
+            if isinstance(found, TokenStore):
+                problems = misfits(found, vocabulary, length, wanted, batch, data.tokenizer)
+                if problems:
+                    yield from _told(InputError(problems), *keys)
+                continue
+            if self._tokenizer.vocab_size > vocabulary:
+                yield Finding(
+                    ("data.tokenizer",),
+                    f"the tokenizer {self._tokenizer.name!r} has {self._tokenizer.vocab_size:,} ids, the model's vocabulary {vocabulary:,}",
+                    "take the tokenizer of the model; or a larger model.vocab_size",
+                )
+            if found is not None and found < need:
+                yield Finding(
+                    keys,
+                    f"{sources[i]} gives at most {found:,} tokens: fewer than the {need:,} of one step",
+                    "give more data, or a smaller train.global_batch or train.sequence_length",
+                )
+
+
+# -- memory
+
+
+def _account(job: Job) -> Account:
+    """What a settled job needs, and what there is."""
+    cluster = job.cluster
+    device: Device
+    if cluster.launcher != "local":  # its nodes are not this one
+        device, reason = ("cpu" if cluster.device == "cpu" else "cuda"), "chosen on each of its nodes"
+        room, gpu = None, find_gpu(cluster.gpu or "")
+    else:
+        with job.about("cluster.device"):
+            device, reason = choose_device(cluster)
+        names = set(driver_names())
+        gpu = find_gpu(names.pop()) if len(names) == 1 else None
+        room = host_memory()
+    gpu_room = None if gpu is None or device == "cpu" else capacity(Cluster(gpu, 1, 1))
+    return Account(job, device, reason, host_need(job, device), room, gpu_room)
+
+
+def _memory(account: Account) -> Iterator[Finding]:
+    """That it does not fit, with the account and what would."""
+    if not account.gpu_fits:
+        assert account.gpu_room is not None
+        yield Finding(
+            _MODEL,
+            f"the job needs {units.memory(account.gpu)} on a GPU, which has {units.memory(account.gpu_room)}",
+            (would_fit(account) or "`seatrial plan JOB --fit` lists the smallest clusters that have it")
+            + _ANYWAY,
+        )
+    copies, _ = account.copies
+    if account.host_fits(copies):
+        return
+    cpu = account.device == "cpu"
+    message = f"the job needs more host memory than there is: {account.host_told()}"
+    if cpu:
+        message += f"; its ranks are CPU processes ({account.device_reason})"
+    for fewer in range(copies - 1, -1, -1):
+        if account.host_fits(fewer):
+            yield Finding(
+                ("resilience.snapshot_copies",), message, f'snapshot_copies = {fewer} or "auto" would fit'
+            )
+            return
+    cluster, would = account.job.cluster, would_fit(account)
+    if cpu and cluster.gpu is not None:
+        there = f"start it where its {cluster.nodes * cluster.gpus_per_node} {cluster.gpu} are"
+        would = f"{there}; here {would}" if would else there
+    yield Finding(
+        _MODEL,
+        message,
+        (would or "no built-in model would fit in this layout: it needs a larger host") + _ANYWAY,
+    )
