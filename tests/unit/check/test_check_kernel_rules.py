@@ -188,3 +188,43 @@ def test_every_form_of_a_log_is_known(form: str) -> None:
     assert worst(KERNEL.read(quiet + fatal, "k")) == "FAIL"
     lost = form.format("NVRM: Xid (PCI:0000:3b:00): 79, pid=1896, GPU has fallen off the bus.") + "\n"
     assert worst(KERNEL.read(quiet + lost, "k")) == "FAIL"
+
+
+def test_a_port_that_was_never_up_did_not_go_down() -> None:
+    """A driver says "Link down" of a port without a cable when it comes up; only one that was up can have lost its link."""
+    boot = "[   12.000001] mlx5_core 0000:5c:00.0 ens1f0: Link up\n[   12.100001] mlx5_core 0000:5c:00.1 ens1f1: Link down\n"
+    (found,) = KERNEL.read(boot, "k")
+    assert (found.code, found.verdict, found.target.port) == ("NET014", "UNJUDGED", "ens1f1")
+    assert "went down" not in found.message
+    assert worst(KERNEL.read(boot + "[   12.900001] mlx5_core 0000:5c:00.1 ens1f1: Link up\n", "k")) == "PASS"
+    # The same line twice is one state, not two losses.
+    again = boot + "[   99.000001] mlx5_core 0000:5c:00.1 ens1f1: Link down\n"
+    assert [f.verdict for f in KERNEL.read(again, "k")] == ["UNJUDGED"]
+    # networkd says "Lost" only of a link that had its carrier.
+    lost = "Mar  4 08:10:11 node7 systemd-networkd[811]: ib4: Lost carrier\n"
+    assert [(f.verdict, "went down 1 time" in f.message) for f in KERNEL.read(lost, "k")] == [("WARN", True)]
+
+
+CAUSE = "NVRM: Xid (PCI:0000:dc:00): {}, pid=1818990, name=python3, {}\n"  # NVIDIA/open-gpu-kernel-modules, issue 1150
+
+
+@pytest.mark.parametrize(
+    ("lines", "verdict"),
+    [
+        ([(45, "Ch 00000001")], "WARN"),
+        ([(45, "Ch 00000001 caused by previous Xid 149")], "FAIL"),
+        ([(45, "Ch 00000001 caused by previous Xid 79")], "FAIL"),
+        ([(45, "Ch 00000001 caused by previous Xid 31")], "WARN"),
+        ([(45, "Ch 00000001 caused by previous Xid 9999")], "WARN"),
+        ([(149, "NETIR_LINK_EVT Fatal XC0 i0 Link 00 (0x026001c6 0x0 0x0 0x0 0x0 0x0)"), (45, "Ch 00000001 caused by previous Xid 149")], "PASS"),
+        ([(149, "NETIR_LINK_EVT Nonfatal XC0 i0 Link 00 (0x004001c6 0x0 0x0 0x0 0x0 0x0)"), (45, "Ch 00000001 caused by previous Xid 149")], "WARN"),
+    ],
+)  # fmt: skip
+def test_a_message_that_names_its_cause_is_judged_by_it(lines: list[tuple[int, str]], verdict: str) -> None:
+    found = KERNEL.read("".join(CAUSE.format(*line) for line in lines), "k")
+    derived = found[-1]
+    assert (derived.measured, derived.verdict) == (45, verdict)
+    assert worst(found) == verdict
+    if "caused" in lines[-1][1] and verdict != "PASS":
+        assert derived.action != ""
+        assert f"Xid {lines[-1][1].rpartition(' ')[2]}" in (derived.expected.source + derived.message)  # type: ignore[union-attr]

@@ -144,11 +144,13 @@ def lost(name: str, text: str, end: int) -> bool:
     """Whether cutting `text` off at `end` loses something whose absence can be told from the rest at all.
 
     It cannot where a whole CA of ibstat, a whole device of ibstatus or ibv_devinfo, or a whole file of a tree is gone: only
-    the plan and the siblings show that. And of the line that closes perftest's table any part closes it.
+    the plan and the siblings show that. And of the line that closes perftest's table any part closes it, that of the sum as well.
     """
     rest = text[end:].strip()
-    if not rest or set(rest) <= {"-"}:
+    if not rest.lstrip("-"):
         return False
+    if "Local results:" in text[end - 20 :].partition("#bytes")[0]:
+        return False  # what `-b` prints without --report-both is whole
     line = text[:end].rstrip("\n").rpartition("\n")[2].strip()
     if name.startswith("sysfs"):
         device = text[: end + 1].rfind("/hca_type:")

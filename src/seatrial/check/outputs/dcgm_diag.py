@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from seatrial.check.findings import Finding, Target
+from seatrial.check.outputs.network import damaged
 from seatrial.check.tool import Context, ParseError, Tool, listed
 
 _TOP = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
@@ -46,6 +47,7 @@ class Diagnostic:
     results: tuple[Result, ...]
     error: str | None  # why the run as a whole did not happen
     version: str | None
+    damage: tuple[str, ...] = ()  # what is torn in it
 
 
 def matches(text: str) -> bool:
@@ -67,28 +69,48 @@ def parse(text: str, file: str) -> Diagnostic:
     if not isinstance(top, dict):
         raise ParseError('there is no "DCGM Diagnostic" in the JSON', file=file)
     error_text = top.get("runtime_error") or top.get("error")
-    categories = top.get("test_categories", [])
     results: list[Result] = []
-    for category in _list(categories, "test_categories", file):
-        for test in _list(_field(category, "tests", file), "tests", file):
-            name = _field(test, "name", file)
-            if not isinstance(name, str):
-                raise ParseError("a test has no name", file=file)
-            rows = _list(_field(test, "results", file), f"results of {name}", file)
-            own = [result for row in rows for result in _results(name, row, file)]
-            # DCGM 4 sums a test up; what stands only there (an error of no GPU) counts too.
-            whole = test.get("test_summary")
-            if isinstance(whole, dict) and "status" in whole:
-                own += [r for r in _results(name, whole, file) if r.status not in {o.status for o in own}]
-            results += own
-            if not rows:
-                results.append(Result(name, None, "notrun", ("no result",), False))
+    damage: list[str] = []
+    for category in _list(top.get("test_categories") or [], "test_categories", file):
+        # What is torn in one test says nothing against what the others have found.
+        try:
+            tests = _list(_field(category, "tests", file) or [None], "tests", file)
+        except ParseError as error:
+            damage.append(error.diagnostics[0].message)
+            continue
+        for test in tests:
+            try:
+                results += _of_entry(test, str(category.get("category")), file)
+            except ParseError as error:
+                damage.append(error.diagnostics[0].message)
     version = next((v for v in (top.get("version"), table.get("metadata", {})) if v), None)
     if isinstance(version, dict):
         version = version.get("version")
     return Diagnostic(
-        file, tuple(results), str(error_text) if error_text else None, str(version) if version else None
+        file,
+        tuple(results),
+        str(error_text) if error_text else None,
+        str(version) if version else None,
+        tuple(damage),
     )
+
+
+def _of_entry(test: Any, category: str, file: str) -> list[Result]:
+    """The results of one test. DCGM 3.1 leaves null for a test, or for a GPU, that was not run."""
+    if test is None:
+        # Among the software's tests that is one that DCGM itself has given up (dcgmi/Diag.cpp, v3.1.8).
+        absent = Result(f"a test of {category}", None, "notrun", ("no result",), False)
+        return [] if category == "Deployment" else [absent]
+    name = _field(test, "name", file)
+    if not isinstance(name, str):
+        raise ParseError("a test has no name", file=file)
+    rows = _list(_field(test, "results", file) or [None], f"results of {name}", file)
+    own = [result for row in rows for result in _results(name, row, file)]
+    # DCGM 4 sums a test up; what stands only there (an error of no GPU) counts too.
+    whole = test.get("test_summary")
+    if isinstance(whole, dict) and "status" in whole:
+        own += [r for r in _results(name, whole, file) if r.status not in {o.status for o in own}]
+    return own
 
 
 def _field(entry: Any, key: str, file: str) -> Any:
@@ -104,11 +126,14 @@ def _list(value: Any, what: str, file: str) -> list[Any]:
 
 
 def _results(name: str, row: Any, file: str) -> Iterator[Result]:
+    if row is None:
+        yield Result(name, None, "notrun", ("no result",), False)
+        return
     status = _field(row, "status", file)
     if not isinstance(status, str):
         raise ParseError(f"the status of {name} is no text", file=file)
     texts, config = [], []
-    entries = row.get("warnings", [])
+    entries = row.get("warnings") or []
     for entry in entries if isinstance(entries, list) else [entries]:
         text = str(entry.get("warning", entry) if isinstance(entry, dict) else entry)
         texts.append(" ".join("".join(c if c.isprintable() else " " for c in text[:300]).split()))
@@ -132,7 +157,7 @@ def _gpus(row: dict[str, Any], texts: list[str]) -> list[int | None]:
 
 def judge(run: Diagnostic, context: Context) -> list[Finding]:
     """One finding for each failed result, one for each test that did not run, one for each that passed everywhere."""
-    found: list[Finding] = []
+    found = damaged([(text, None) for text in run.damage], run.file, "dcgmi diag")
     node = Target(node=context.node)
     if run.error is not None:
         why = f"dcgmi diag did not run: {run.error[:200]}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.kernel_links import Watch, told
 from seatrial.check.outputs.kernel_rules import rule_of
+from seatrial.check.report import ORDER
 from seatrial.check.tool import Context, ParseError, Stray, Tool, evidence, lines_of, listed, stray_findings
 from seatrial.hardware.xid import NVLINK5_CODES, XidMessage, address, catalogue
 from seatrial.hardware.xid import parse as parse_xid
@@ -147,7 +148,7 @@ def parse(text: str, file: str) -> KernelText:
         Other(n, "NET014", verdict, link.text(), port=link.port)
         for link in links.links.values()
         if (verdict := link.verdict()) is not None
-        for n in link.lines
+        for n in link.lines or link.dark
     ]
     return KernelText(file, count, tuple(messages), tuple(others), Stray(file, tuple(stray)))
 
@@ -171,18 +172,27 @@ def judge(log: KernelText, context: Context) -> list[Finding]:
 
 
 def _driver(log: KernelText, context: Context) -> Iterator[Finding]:
-    groups: dict[tuple[str, str, int, Verdict], list[Message]] = {}
+    groups: dict[tuple[int, str, str, int, Verdict], tuple[XidMessage, list[Message]]] = {}
     # A line with data belongs to the one that gave the severity.
     told = {
         (m.xid.pci, m.xid.code) for m in log.messages if m.xid.kind == "sxid" and m.xid.severity is not None
     }
+    worst: dict[tuple[str, int], XidMessage] = {}
+    for xid in (m.xid for m in log.messages if m.xid.kind == "xid"):
+        known = worst.setdefault((xid.pci, xid.code), xid)
+        if ORDER.index(verdict_of(xid)) < ORDER.index(verdict_of(known)):
+            worst[xid.pci, xid.code] = xid
     for message in log.messages:
         xid = message.xid
         if xid.kind == "sxid" and xid.severity is None and (xid.pci, xid.code) in told:
             continue
-        groups.setdefault((xid.kind, xid.pci, xid.code, verdict_of(xid)), []).append(message)
-    for (kind, pci, code, verdict), same in groups.items():
-        first = same[0].xid
+        # A message that only follows from another is worth what that one is; where the log does not hold it, what its code is.
+        if xid.cause is not None:
+            xid = worst.get((xid.pci, xid.cause)) or replace(xid, code=xid.cause, message="")
+        groups.setdefault((message.xid.code, xid.kind, xid.pci, xid.code, verdict_of(xid)), (xid, []))[
+            1
+        ].append(message)
+    for (code, kind, pci, _, verdict), (first, same) in groups.items():
         yield Finding(
             "NVL007" if kind == "sxid" else _code(first, verdict),
             verdict,
@@ -302,6 +312,7 @@ def _others(log: KernelText, context: Context) -> Iterator[Finding]:
             first.measured,
             "Gb/s" if first.measured is not None else "",
             expected,
+            why_unjudged=first.text if verdict == "UNJUDGED" else "",
             evidence=evidence(log.file, (o.line for o in same)),
         )
 

@@ -13,7 +13,7 @@ _RANK = re.compile(
     r"Rank\s+(?P<rank>[0-9]{1,6})\s+(?:Group\s+[0-9]+\s+)?Pid\s+[0-9]+ on\s+(?P<host>\S{1,120}) device\s+(?P<device>[0-9]{1,3}) \[(?P<pci>[0-9A-Fa-fx:.]+)\]\s+(?P<name>.{1,80}?)\s*$"
 )
 _RANGE = re.compile(
-    r"minBytes (?P<least>[0-9]+) maxBytes (?P<most>[0-9]+)(?: step: (?P<step>[0-9]{1,18})\((?P<unit>factor|bytes)\))?"
+    r"(?:nThread (?P<threads>[0-9]{1,4}) nGpus (?P<gpus>[0-9]{1,3}) )?minBytes (?P<least>[0-9]+) maxBytes (?P<most>[0-9]+)(?: step: (?P<step>[0-9]{1,18})\((?P<unit>factor|bytes)\))?"
 )
 _REDUCED = re.compile(r"Reducing maxBytes to (?P<most>[0-9]+) due to memory limitation")
 _START = re.compile(r"Collective test starting: (?P<test>\S+)")
@@ -73,6 +73,7 @@ class NcclLog:
     test: str | None = None
     rows: list[Row] = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
+    each: int = 1  # ranks that one process has: their number is a multiple of it
     most_bytes: int | None = None
     step: tuple[int, str] | None = None  # from one size to the next: 2, "factor", or "bytes"
     out_of_bounds: tuple[int, int, bool] | None = None  # line, count, whether it says OK
@@ -80,6 +81,7 @@ class NcclLog:
     failures: list[tuple[int, str]] = field(default_factory=list)
     warnings: list[tuple[int, str]] = field(default_factory=list)
     nodes: dict[int, int] = field(default_factory=dict)  # nNodes -> line
+    most_ranks: int = 0  # of a communicator, as NCCL_DEBUG tells
     hosts: set[str] = field(default_factory=set)  # in the debug lines
     channels: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # channels, line
     nvls: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # NVLS channels, line
@@ -162,6 +164,7 @@ def _plain(log: NcclLog, line: str, number: int) -> bool:
     elif found := _RANGE.search(line):
         log.most_bytes = int(found["most"])
         log.step = None if found["step"] is None else (int(found["step"]), found["unit"])
+        log.each = int(found["threads"] or 1) * int(found["gpus"] or 1) or 1
     elif found := _REDUCED.search(line):
         log.most_bytes = int(found["most"])
     elif found := _START.search(line):
@@ -225,6 +228,7 @@ def _debug(log: NcclLog, found: re.Match[str], number: int) -> None:
         log.warnings.append((number, warning["text"].strip()))
     elif comm := _COMM.search(rest):
         log.nodes.setdefault(int(comm["nodes"]), number)
+        log.most_ranks = max(log.most_ranks, int(comm["ranks"]))
     elif channels := _CHANNELS.search(rest):
         log.channels[where] = (int(channels["coll"]), number)
         if channels["nvls"] is not None:

@@ -29,6 +29,7 @@ _NUMBERS = re.compile(r"^\s*\d+\s+[\d.]")
 _ADDRESS = re.compile(r"^\s*(?P<side>local|remote) address:\s*LID (?P<lid>\S+)")
 _GID = re.compile(r"^\s*GID:\s*(?P<gid>\S+)")
 _NUMBER = re.compile(r"^\d+(?:\.\d+)?$")
+_DIRECTION = re.compile(r"^\s*(?P<side>Local|Remote) results:\s*$")  # --report-both, after the sum
 
 
 def matches(text: str) -> bool:
@@ -63,6 +64,7 @@ class _Open:
     columns: list[str] = field(default_factory=list)
     gids: list[str] = field(default_factory=list)
     lids: list[tuple[str, str]] = field(default_factory=list)
+    direction: str = ""
 
 
 class _Reader:
@@ -84,10 +86,13 @@ class _Reader:
             if not _HEADER.match(line):
                 return  # what is before the first title: "Waiting for client", a prompt, warnings
             now = self._open = _Open(number, Run(kind="", line=number))
-        if _HEADER.match(line):
+        if direction := _DIRECTION.match(line):
+            now.direction = direction["side"].lower()
+            now.run = replace(now.run, complete=False)
+        elif _HEADER.match(line):
             self._columns(now, line, number)
         elif _RULE.match(line):
-            if now.run.rows:
+            if now.run.rows and now.run.rows[-1].direction == now.direction:
                 now.run = replace(now.run, complete=True)
         elif _NUMBERS.match(line):
             self._row(now, line, number)
@@ -134,7 +139,7 @@ class _Reader:
         if len(words) != len(now.columns) or not all(_NUMBER.match(w) for w in words):
             now.run = now.run.torn("a row that does not fit its columns", number)
             return
-        row = Row.of(dict(zip(now.columns, words, strict=True)), now.run.unit, number)
+        row = Row.of(dict(zip(now.columns, words, strict=True)), now.run.unit, number, now.direction)
         if row is None:
             now.run = now.run.torn("a row in an unknown unit", number)
             return
@@ -156,6 +161,9 @@ class _Reader:
                 run = run.torn("the test's title is missing", run.line)
             if "device" not in run.settings:
                 run = run.torn("the device's name is missing", run.line)
+            told = {row.direction for row in run.rows} | {each.direction}
+            if len(told) == 2 or (told != {""} and not run.both_directions):
+                run = run.torn("the result of one direction is missing", each.line)
             if not run.rows:
                 run = run.torn("no result: the test did not end, or nobody connected", run.line)
             elif not run.complete and not endless(run):

@@ -117,11 +117,11 @@ def _row(results: dict[str, Any], kind: str) -> Row | None:
             else None
         )
     average, rate = number("BW_average"), number("MsgRate")
-    if average is None or rate is None or not average:
+    if average is None or rate is None:
         return None
     carried = rate * size * 8 / 1e3
     mib = 2**20 * 8 / 1e9
     # Gb/s with --report_gbits, else MiB/s: the factor between them is 119, nobody can mistake one for the other.
     factor = mib if abs(average * mib - carried) < abs(average - carried) else 1.0
-    step = 0.5e-6 / rate + 0.005 / average if rate else 0.0
+    step = 0.5e-6 / rate + 0.005 / average if rate and average else 0.0
     return Row(int(size), int(iterations or 0), average * factor, rate, step, {}, 1)

@@ -87,7 +87,11 @@ def _links(output: GpuList, context: Context) -> Iterator[Finding]:
         if have == 0:
             yield from _all_off(gpu, sku, output, up, context, where)
             continue
-        must = sku.links if sku is not None and sku.board in ("switch", "bridge") else None
+        # A mesh of eight uses all links; what a smaller one leaves dark differs from board to board.
+        board = (
+            "none" if sku is None else "switch" if sku.board == "mesh" and len(siblings) > 6 else sku.board
+        )
+        must = sku.links if sku is not None and board in ("switch", "bridge") else None
         must = max(must or 0, most) or None
         if must is not None and have < must:
             which = f": {listed(off)} inactive" if off else ""
@@ -103,8 +107,9 @@ def _links(output: GpuList, context: Context) -> Iterator[Finding]:
                 float(most) if siblings else None,
                 evidence=where,
             )
-        elif off and must is None:
-            why = f"{listed(off)} inactive, and how many links a {gpu.name} must have up is not known"
+        elif (off and sku is None) or (board == "mesh" and sku is not None and have < (sku.links or 0)):
+            dark = f"NVLink {listed(off)} inactive" if off else f"{have} NVLinks up"
+            why = f"{dark}, and how many a {gpu.name} must have up here is not known"
             yield Finding("NVL008", "UNJUDGED", _target(context, gpu), why, why_unjudged=why, evidence=where)
         yield from _rates(gpu, sku, median(rates) if rates else None, output, context)
 
@@ -162,12 +167,14 @@ def _rates(
     for must, source in ((known, sku.source if sku is not None else ""), (usual, "the node's other links")):
         if must is None:
             continue
-        slow = [x for x in gpu.links if x.gb_s is not None and x.gb_s < shares().suspect * must]
+        slow = [
+            x for x in gpu.links if x.gb_s is not None and (x.gb_s < shares().suspect * must or not x.gb_s)
+        ]
         if slow:
             least = min(x.gb_s for x in slow if x.gb_s is not None)
             yield Finding(
                 "NVL002",
-                "FAIL" if least < shares().broken * must else "WARN",
+                "FAIL" if least < shares().broken * must or not least else "WARN",
                 _target(context, gpu, slow[0].link if len(slow) == 1 else None),
                 f"NVLink {listed(x.link for x in slow)} at {least} GB/s instead of {must}",
                 least,

@@ -308,7 +308,7 @@ class _Judge:
             yield Finding("GPU002", "FAIL", target, text[:200], evidence=evidence(self.query.file, [line]))
         yield from stray_findings(self.query.stray, self.context, "nvidia-smi -q")
         yield from inforom_findings(self.query.corrupt, self.query.file, self.context)
-        if self.query.whole and self.query.attached is None:
+        if self.query.attached is None and any(g.pci is not None for g in self.query.gpus):
             why = "the number of attached GPUs is missing: the beginning is cut off"
             yield Finding("GPU011", "UNJUDGED", target, why, why_unjudged=why, evidence=(self.query.file,))
         if any(g.pci is None and len(g.sections) > 1 for g in self.query.gpus):

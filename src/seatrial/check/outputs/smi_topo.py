@@ -150,10 +150,13 @@ def _uneven(topology: Topology, context: Context) -> Iterator[Finding]:
     top = max(best.values(), default=0)
     sku = find_sku(context.gpu)
     must = sku.links if sku is not None and sku.board == "switch" and len(gpus) > 1 else None
+    most = max(total.values(), default=0)
+    if sku is not None and sku.board == "mesh" and len(gpus) > 7:
+        most = max(most, sku.links or 0)
     full = any(len(p) == len(gpus) - 1 for p in peers.values()) and len(gpus) > 2
     pairs = bool(top) and all(len(p) <= 1 for p in peers.values())
     for gpu in gpus:
-        have, text = best[gpu], ""
+        have, wanted, text = best[gpu], must or top, ""
         if must is not None and have < must:
             text = f"{have} NVLinks to its peers, {must} expected of a {sku.name if sku else ''}"
         elif full and len(peers[gpu]) < len(gpus) - 1:
@@ -165,11 +168,13 @@ def _uneven(topology: Topology, context: Context) -> Iterator[Finding]:
             text = "no NVLink, while others are joined in pairs"
         elif have and have < top:
             text = f"{have} NVLinks to its best peer, others have {top}"
-        elif not full and not pairs and total[gpu] < max(total.values()):
-            text = f"{total[gpu]} NVLinks in all, others have {max(total.values())}"
+        elif not full and not pairs and total[gpu] < most:
+            have, wanted, text = total[gpu], most, f"{total[gpu]} NVLinks in all, {most} expected"
         if text:
             expected = Expected(
-                must or top or None, "links", sku.source if must and sku else "the node's other GPUs"
+                wanted or None,
+                "links",
+                sku.source if sku and wanted == sku.links else "the node's other GPUs",
             )
             yield Finding(
                 "NVL006",
