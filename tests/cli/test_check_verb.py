@@ -47,17 +47,15 @@ def test_a_person_sees_the_fault_what_to_do_and_the_verdict(
     out, err = capsys.readouterr()
     assert err == ""
     assert out.splitlines() == [
+        "1 of 4 nodes failed: n2",
+        "",
         "FAIL      NET001  n2 mlx5_2/1: Down, physical state Polling",
         "          expected  Active, LinkUp [3 of 4 ports like it are]",
         "          seen in   out/n2/ibstat.txt:42",
         "          to do     physical state Polling: reseat or swap the cable, look at the switch's port; Disabled:",
         "          enable the port (`mlxlink -d DEVICE --port_state UP`), look at the switch's setting and at the",
         "          adapter's firmware; Initializing: start the subnet manager. Drain the node until then",
-        "PASS      NET001  n1: 4 fabric ports (MT4129 InfiniBand) active at 400 Gb/s",
-        "PASS      NET001  n3: 4 fabric ports (MT4129 InfiniBand) active at 400 Gb/s",
-        "PASS      NET001  n10: 4 fabric ports (MT4129 InfiniBand) active at 400 Gb/s",
-        "",
-        "nodes     1 of 4 failed: n2",
+        "PASS      NET001  n1, n3, n10: 4 fabric ports (MT4129 InfiniBand) active at 400 Gb/s",
         "",
         "take out  of Slurm, not carried out:",
         '          scontrol update nodename=n2 state=drain reason="seatrial NET001 mlx5_2/1: Down, physical state Polling"',
@@ -202,9 +200,9 @@ def test_a_simulated_cluster_names_the_culprit_in_every_output(
     assert main(["check", "--simulate", scenario, *extra]) == 1
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert lines[0].startswith("FAIL      BLM003  node0003 mlx5_5/1: ")
+    assert lines[:2] == ["1 of 16 nodes failed: node0003", ""]
+    assert lines[2].startswith("FAIL      BLM003  node0003 mlx5_5/1: ")
     assert any(line.startswith("stages    node 1 round; pair ") for line in lines)
-    assert "nodes     1 of 16 failed: node0003" in lines
     assert lines[-1].endswith(" passed on 16 simulated nodes")
     assert "take out" not in out  # there is nobody to take out
     assert err == "report: r.html\n1 nodes to exclude: bad.txt\n"

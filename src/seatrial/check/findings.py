@@ -83,7 +83,8 @@ class Finding:
         assert code is not None, f"no such code: {self.code}"
         assert (self.verdict == "UNJUDGED") == bool(self.why_unjudged), "why_unjudged goes with UNJUDGED"
         if not self.action and self.verdict != "PASS":
-            object.__setattr__(self, "action", code.action)
+            told = code.unjudged if self.verdict == "UNJUDGED" else ""
+            object.__setattr__(self, "action", told or code.action)
 
     @property
     def deviation(self) -> float | None:
@@ -108,6 +109,7 @@ class Code:
     meaning: str
     action: str
     source: str
+    unjudged: str = ""  # what to do where it could not be judged, if that is something else
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.check.findings import Finding, Target
+from seatrial.check.ranges import pieces, ranges
 
 Facts = TypeVar("Facts")
 
@@ -132,7 +133,13 @@ def evidence(file: str, lines: Iterable[int]) -> tuple[str, ...]:
 
 
 def listed(items: Iterable[object], limit: int = 8) -> str:
-    """ "0, 3, 4", and how many more if there are more than `limit`."""
-    texts = [str(i) for i in items]
-    more = len(texts) - limit
-    return ", ".join(texts[:limit]) + (f" and {more} more" if more > 0 else "")
+    """ "0-2, 5" (numbers in order, and names with numbers, as ranges), and how many more if there are more than `limit` of these."""
+    every = list(items)
+    if all(isinstance(i, int) for i in every):
+        said = ranges(i for i in every if isinstance(i, int))
+    elif all(isinstance(i, str) for i in every):
+        said = pieces(str(i) for i in every)
+    else:
+        said = [(str(i), 1) for i in every]
+    more = sum(count for _, count in said[limit:])
+    return ", ".join(text for text, _ in said[:limit]) + (f" and {more} more" if more else "")

@@ -90,7 +90,7 @@ def test_lists_and_places_stay_short() -> None:
     assert evidence("f", [3, 4]) == ("f:3", "f:4")
     assert evidence("f", range(1, 100)) == ("f:1", "f:2", "f:3", "...")
     assert listed([1, 2]) == "1, 2"
-    assert listed(range(10), 3) == "0, 1, 2 and 7 more"
+    assert listed(range(0, 20, 2), 3) == "0, 2, 4 and 7 more"
 
 
 def test_stray_lines_are_shown_without_control_characters() -> None:

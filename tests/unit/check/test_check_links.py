@@ -105,6 +105,13 @@ def test_good_pairs() -> None:
     assert found.expected.value == 440.0
 
 
+def test_nothing_at_all_is_no_pass_at_any_threshold() -> None:
+    text = text_of("ncclscout_good.txt")
+    for number in ("451.20", "449.90", "450.55", "440.0"):
+        text = text.replace(number, "0.00")
+    assert {(f.code, f.verdict) for f in scout(text)} >= {("NET009", "FAIL")}
+
+
 def test_the_node_that_is_slow_with_all_is_named_and_its_partners_are_not() -> None:
     found = {f.target.node: f for f in scout(text_of("ncclscout_one_bad.txt"))}
     assert {n: (f.code, f.verdict) for n, f in found.items()} == {

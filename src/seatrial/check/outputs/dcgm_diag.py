@@ -177,7 +177,7 @@ def _of_test(test: str, results: list[Result], run: Diagnostic, context: Context
     for status in dict.fromkeys(r.status for r in results):
         same = [r for r in results if r.status == status]
         gpus = sorted({r.gpu for r in same if r.gpu is not None})
-        which = f" (GPU {listed(gpus)})" if gpus else ""
+        which = f" (GPU{'s' * (len(gpus) > 1)} {listed(gpus)})" if gpus else ""
         target = Target(node=context.node, gpu=gpus[0] if len(gpus) == 1 else None)
         if status == "pass":
             passed = same

@@ -9,7 +9,7 @@ from statistics import median
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.network import BROKEN, at, damaged
-from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.check.tool import Context, ParseError, Tool, listed
 
 _NODE = r"[\w.-]+"
 _PAIR = re.compile(
@@ -225,14 +225,14 @@ def _nodes(facts: ScoutFacts, usual: float | None) -> list[Finding]:
     for node, mine in pairs.items():
         best = max(mine, key=lambda p: p.gb_s or 0.0)
         gb_s = best.gb_s or 0.0
-        if gb_s >= floor:
+        if gb_s and gb_s >= floor:
             continue
         partners = sorted({p.b if p.a == node else p.a for p in mine})
         good = [n for n in partners if any((p.gb_s or 0.0) >= floor for p in pairs[n])]
         if best.gb_s is None:
-            says, verdict = f"every test failed, with {', '.join(partners)}", "FAIL"
+            says, verdict = f"every test failed, with {listed(partners)}", "FAIL"
         else:
-            says = f"{gb_s:.1f} GB/s at best, with {', '.join(partners)}"
+            says = f"{gb_s:.1f} GB/s at best, with {listed(partners)}"
             verdict = "FAIL" if good or gb_s < BROKEN * floor else "WARN"
         if not good:
             says += "; none of these is good with another, so the fault may be theirs"

@@ -9,7 +9,7 @@ from statistics import median_high
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.network import BROKEN, SUSPECT, TARGET_SOURCE, NetworkContext, at, gbit
-from seatrial.check.tool import Context
+from seatrial.check.tool import Context, listed
 from seatrial.hardware import counters
 
 # What a port of each adapter can do at most, in Gb/s. Names: pci.ids; rates: NVIDIA's user manuals of the adapters.
@@ -251,7 +251,7 @@ def _others(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> lis
 
 def _names(ports: Sequence[PortFacts]) -> str:
     kinds = sorted({" ".join(x for x in (p.port.adapter, p.port.link_layer) if x) for p in ports})
-    return f"{', '.join(p.name for p in ports)} ({', '.join(kinds)})"
+    return f"{listed(p.name for p in ports)} ({', '.join(kinds)})"
 
 
 def inventory(facts: PortsFacts) -> Mapping[str, str | int | float]:
