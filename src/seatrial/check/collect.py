@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.check.outputs import sysfs
 from seatrial.check.registry import recognise
 from seatrial.check.report import natural
+from seatrial.check.tool import Lines
 
 LARGEST_BYTES = 256 << 20  # of one file: a kernel log of months is smaller
 _DEEPEST = 8  # folders below one that was named
@@ -40,14 +41,14 @@ _SYSTEM = ("sys", "class", "infiniband", "proc", "var", "log")  # parts of a pat
 
 @dataclass(frozen=True)
 class Piece:
-    """One output. `problem` is the code of what keeps it from being text (then `text` is empty), with `why`.
+    """One output. `problem` is the code of what keeps it from being text (then `lines` are none), with `why`.
 
     `foreign_line` is the first line that holds what no text of a tool holds, None where there is none.
     """
 
     file: str
     node: str | None
-    text: str = ""
+    lines: Lines = field(default_factory=lambda: Lines([]))
     tree: Path | None = None
     problem: str = ""
     why: str = ""
@@ -154,8 +155,8 @@ def pieces_of(data: bytes, file: str, node: str | None) -> list[Piece]:
     line = None if foreign is None else text.count("\n", 0, foreign.start()) + 1
     parts = split_hosts(text)
     if not any(recognise(part) for _, part in parts):
-        return [Piece(file, node, text, foreign_line=line)]
-    return [Piece(file, host, part, foreign_line=line) for host, part in parts]
+        return [Piece(file, node, Lines.of(text), foreign_line=line)]
+    return [Piece(file, host, Lines.of(part), foreign_line=line) for host, part in parts]
 
 
 def undressed(text: str) -> str:

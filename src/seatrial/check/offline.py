@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,26 +11,32 @@ from typing import Any
 from seatrial.check.collect import Piece, collect
 from seatrial.check.compare import Plan, against_plan, against_siblings, usual_counts
 from seatrial.check.findings import Finding, Target
-from seatrial.check.outputs import ports, sysfs
+from seatrial.check.outputs import kernel_text, ports, sysfs
 from seatrial.check.outputs.network import NetworkContext
 from seatrial.check.registry import recognise
 from seatrial.check.report import Judged, Report
-from seatrial.check.tool import ParseError, Tool
+from seatrial.check.split import split
+from seatrial.check.tool import Context, Lines, ParseError, Tool, left_over, quoted
 
 _TREE: Tool[ports.PortsFacts] = sysfs.TOOLS[0]
+_KERNEL = kernel_text.TOOLS[0]
+# What no healthy GPU is ever called, whichever tool or script says it. Driver messages and links: kernel_text.tells().
+_FAULT = re.compile(
+    r"\bERR!|GPU (?:is lost|requires reset)|fallen off the bus|Unable to determine the device handle",
+    re.IGNORECASE,
+)
 # What damaged text can make of arithmetic on it. Anything else is a bug of ours and must be seen as one.
 _OF_DAMAGE = (ArithmeticError, LookupError, ValueError, RecursionError)
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A piece that has been read by one tool. `problem` is a finding instead of facts."""
+    """What one tool has read of a piece. `problem` is a finding instead of facts."""
 
     piece: Piece
     tool: Tool[Any] | None
     facts: Any
     problem: Finding | None
-    mixed: bool = False
 
 
 def judge_paths(
@@ -82,25 +89,71 @@ def _read(piece: Piece) -> list[_Read]:
     if piece.tree is not None:
         tree = piece.tree
         return [_parsed(piece, _TREE, lambda: sysfs.read_tree(tree, piece.file))]
-    known = recognise(piece.text)
-    if not known:
+    reads: list[_Read] = []
+    left: dict[int, str] = {}
+    understood: set[int] = set()
+    torn: list[tuple[int, str]] = []
+    for part in split(piece.lines):
+        rest, whole = part, True
+        for read, lines in _readers(piece, part):
+            reads.append(read)
+            rest, whole = lines, whole and read.problem is None
+        # Of an output that cannot be read no line is known: that is one finding, and not another for its lines.
+        if not whole:
+            torn += part.whole
+            rest = Lines([])
+        numbers = {number for number, _ in rest.whole}
+        understood |= {number for number, _ in part.whole} - numbers
+        left |= dict(rest.whole)
+    unknown = [(n, line) for n, line in sorted(left.items()) if n not in understood]
+    return reads + _faults(piece, [*unknown, *torn]) + _left(piece, unknown, reads)
+
+
+def _readers(piece: Piece, part: Lines) -> Iterator[tuple[_Read, Lines]]:
+    """Each reader that knows something of this part, and what it has left over: the next one gets that."""
+    asked: set[str] = set()
+    while tool := next((t for t in recognise(part.text) if t.name not in asked), None):
+        read = _parsed(piece, tool, partial(tool.parse, part, piece.file))
+        if read.problem is None:
+            part = part.left()
+        if read.problem is None or not asked:
+            yield read, part  # what is left of one output need not be another, though it looks like it
+        asked.add(tool.name)
+
+
+def _faults(piece: Piece, lines: Sequence[tuple[int, str]]) -> list[_Read]:
+    """What is an unmistakable fault in lines that no reader knows, whatever stands around it."""
+    found = []
+    for number, line in Lines(lines):
+        if _FAULT.search(line):
+            text = f"in a line of no known output: {quoted(line)}"
+            place = (f"{piece.file}:{number}",)
+            fault = Finding("GPU002", "FAIL", Target(node=piece.node), text, evidence=place)
+            found.append(_Read(piece, None, None, fault))
+    if telling := [(n, line) for n, line in Lines(lines) if kernel_text.tells(line)]:
+        found.append(_Read(piece, _KERNEL, _KERNEL.parse(Lines(telling), piece.file), None))
+    return found
+
+
+def _left(piece: Piece, lines: Sequence[tuple[int, str]], reads: Sequence[_Read]) -> list[_Read]:
+    """What bars a PASS: lines of no known output, beside known ones or alone."""
+    if not any(read.tool is not None for read in reads):
         why = "not the output of a tool that is known, or not in English"
         return [_Read(piece, None, None, _unjudged(piece, "FILE001", why))]
-    return [
-        _parsed(piece, tool, partial(tool.parse, piece.text, piece.file), mixed=len(known) > 1)
-        for tool in known
-    ]
+    beside = ", ".join(dict.fromkeys(read.tool.name for read in reads if read.tool is not None))
+    found = left_over(Lines(lines), piece.file, Context(node=piece.node), f"beside {beside}")
+    return [_Read(piece, None, None, finding) for finding in found]
 
 
-def _parsed(piece: Piece, tool: Tool[Any], parse: Callable[[], Any], *, mixed: bool = False) -> _Read:
+def _parsed(piece: Piece, tool: Tool[Any], parse: Callable[[], Any]) -> _Read:
     try:
-        return _Read(piece, tool, parse(), None, mixed)
+        return _Read(piece, tool, parse(), None)
     except ParseError as error:
         problem = error.diagnostics[0]
         found = _unjudged(piece, "FILE003", f"{tool.name}: {problem.message}", problem.line)
     except _OF_DAMAGE as error:
         found = _unjudged(piece, "FILE003", f"{tool.name}: cannot be read ({type(error).__name__})")
-    return _Read(piece, tool, None, found, mixed)
+    return _Read(piece, tool, None, found)
 
 
 def _unjudged(piece: Piece, code: str, why: str, line: int | None = None) -> Finding:
@@ -132,10 +185,6 @@ def _judge(read: _Read, context: NetworkContext) -> list[Finding]:
     ]
     if not found:
         found = [_unjudged(piece, "FILE003", f"{read.tool.name}: nothing in it could be judged")]
-    if read.mixed:
-        # Where one output ends cannot be told, so nothing in it is known to be whole.
-        found = [f for f in found if f.verdict != "PASS"]
-        found.append(_unjudged(piece, "FILE006", f"beside {read.tool.name} another tool's output"))
     if piece.foreign_line is not None:
         why = f"{read.tool.name}: characters that no tool writes"
         found.append(_unjudged(piece, "FILE003", why, piece.foreign_line))

@@ -7,7 +7,7 @@ import pytest
 from seatrial.check.findings import Finding, Target, codes, explain, worst
 from seatrial.check.outputs.smi_query_judge import TOOLS
 from seatrial.check.tool import Context as Known
-from seatrial.check.tool import ParseError, Stray, evidence, lines_of, listed, stray_findings
+from seatrial.check.tool import Lines, ParseError, evidence, left_over, lines_of, listed
 
 
 def finding(verdict: str, **fields: object) -> Finding:
@@ -93,9 +93,9 @@ def test_lists_and_places_stay_short() -> None:
     assert listed(range(0, 20, 2), 3) == "0, 2, 4 and 7 more"
 
 
-def test_stray_lines_are_shown_without_control_characters() -> None:
-    assert stray_findings(Stray("f"), Known(), "tool") == []
-    (said,) = stray_findings(Stray("f", ((4, "Li\x1b[2Jnk"), (9, "x"))), Known(), "tool")
+def test_lines_that_are_left_over_are_shown_without_control_characters() -> None:
+    assert left_over(Lines([]), "f", Known(), "tool") == []
+    (said,) = left_over(Lines([(4, "Li\x1b[2Jnk"), (9, "x")]), "f", Known(), "tool")
     assert said.verdict == "UNJUDGED"
     assert "2 lines not understood, the first: 'Li?[2Jnk'" in said.why_unjudged
     assert said.evidence == ("f:4", "f:9")

@@ -8,7 +8,7 @@ from seatrial.check.findings import Finding, worst
 from seatrial.check.outputs import smi_nvlink, smi_topo
 from seatrial.check.outputs.nvlink_growth import judge_growth
 from seatrial.check.outputs.smi_gpu_list import parse
-from seatrial.check.tool import Context, Tool
+from seatrial.check.tool import Context, Lines, Tool
 
 H200, A6000, PCIE, V100 = "NVIDIA H200", "NVIDIA RTX A6000", "NVIDIA H100 PCIe", "Tesla V100-SXM2-32GB"
 OFF = "NVML: Unable to retrieve NVLink information as all links are inActive"
@@ -289,7 +289,9 @@ def test_missing_counters_are_no_pass() -> None:
 
 
 def grown(before: str, after: str, seconds: float = 60.0) -> list[Finding]:
-    return judge_growth(parse(before, "a"), parse(after, "b"), seconds, Context(node="node7"))
+    return judge_growth(
+        parse(Lines.of(before), "a"), parse(Lines.of(after), "b"), seconds, Context(node="node7")
+    )
 
 
 def test_only_what_grows_under_load_is_wrong_now() -> None:

@@ -9,7 +9,7 @@ import pytest
 from seatrial.check.findings import Finding, worst
 from seatrial.check.outputs import perftest
 from seatrial.check.outputs.network import NetworkContext
-from seatrial.check.tool import ParseError
+from seatrial.check.tool import Lines, ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 
@@ -20,7 +20,7 @@ def text_of(name: str) -> str:
 
 def judged(text: str, **known: object) -> list[Finding]:
     assert perftest.matches(text)
-    return perftest.judge(perftest.parse(text, "f.txt"), NetworkContext(**known))  # type: ignore[arg-type]
+    return perftest.judge(perftest.parse(Lines.of(text), "f.txt"), NetworkContext(**known))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -164,64 +164,4 @@ def test_a_waiting_server_is_no_result() -> None:
 
 def test_no_test_at_all_is_an_error() -> None:
     with pytest.raises(ParseError, match="no test of perftest"):
-        perftest.parse("hello\n", "f.txt")
-
-
-BOTH = "ib_write_bw_report_both.txt"
-
-
-@pytest.mark.parametrize("known", [{}, {"port_gbit_s": 200.0}, {"rates_gbit_s": {"mlx5_3": 200.0}}])
-def test_a_sum_of_both_directions_is_halved_and_one_direction_is_not(known: dict[str, object]) -> None:
-    """`--report-both` prints the sum, then each direction: these were halved again, so the healthy failed."""
-    (found,) = judged(text_of(BOTH), **known)
-    assert (found.verdict, found.measured) == ("PASS", 196.58)
-    assert found.expected is not None
-    assert found.expected.value == 200
-    # One direction that is slow is named, whatever the other and their sum are.
-    slow = text_of(BOTH).replace("196.58 \t\t     0.002929", "120.10 \t\t     0.001790")
-    slow = slow.replace("393.20 \t\t     0.005859", "316.72 \t\t     0.004719")
-    (found,) = judged(slow, **known)
-    assert (found.verdict, found.measured) == ("FAIL", 120.1)
-    assert "remote" in found.message
-
-
-def test_a_direction_that_is_cut_off_is_no_pass() -> None:
-    text = text_of(BOTH)
-    for end in (
-        "Remote results",
-        " 8388608    20000            196.80",
-        " 8388608    20000            196.82",
-    ):
-        assert worst(judged(text[: text.index(end) + len("Remote results: \n")])) != "PASS", end
-
-
-def dual(port1: float, port2: float) -> str:
-    """`--dualport --report-per-port`: the average is the sum of both ports (perftest_parameters.c, print_full_bw_report)."""
-    text = text_of("ib_write_bw_ndr.txt").replace("Dual-port       : OFF", "Dual-port       : ON")
-    head, row = (x for x in text.splitlines() if x.startswith((" #bytes", " 65536")))
-    ports = "".join(f"   BW Port{n}[Gb/sec]   MsgRate Port{n}[Mpps]" for n in (1, 2))
-    rate = 1e3 / 8 / 65536
-    values = [v for x in (port1 + port2, port1, port2) for v in (f"{x:.2f}", f"{x * rate:.6f}")]
-    return text.replace(head, head + ports).replace(row, " 65536 5000 0.00 " + "   ".join(values))
-
-
-def test_a_sum_of_two_ports_is_no_rate_of_one() -> None:
-    known = {"rates_gbit_s": {"mlx5_3": 100.0}}
-    (found,) = judged(dual(98.1, 98.0), **known)
-    assert (found.verdict, found.measured) == ("PASS", 98.0)
-    (found,) = judged(dual(98.1, 60.0), **known)
-    assert (found.verdict, found.measured) == ("FAIL", 60.0)
-    (found,) = judged(text_of("ib_write_bw_ndr.txt").replace("Dual-port       : OFF", "Dual-port       : ON"))
-    assert (found.measured, "sum of both ports" in found.message) == (195.81, True)
-
-
-@pytest.mark.parametrize("known", [{}, {"port_gbit_s": 400.0}])
-@pytest.mark.parametrize(
-    "name", ["ib_write_bw_ndr.txt", "ib_write_bw_new.json", "ib_write_bw_both_directions.txt"]
-)
-def test_nothing_at_all_is_a_fault_whatever_the_port_s_rate(name: str, known: dict[str, object]) -> None:
-    text = text_of(name)
-    for number in ("391.61", "392.87", "196.40", "393.11", "0.746937", "0.749340", "0.374603"):
-        text = text.replace(number, "0.000000" if number.startswith("0.") else "0.00")
-    found = judged(text, **known)
-    assert ("NET004", "FAIL") in {(f.code, f.verdict) for f in found}
+        perftest.parse(Lines.of("hello\n"), "f.txt")

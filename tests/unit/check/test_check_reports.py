@@ -18,12 +18,15 @@ from seatrial.check.offline import judge_pieces
 from seatrial.check.report import Judged, Report
 from seatrial.check.reports import report_exclude, report_html, report_json, report_nagios
 from seatrial.check.reports.report_table import conclusion, table
+from seatrial.check.tool import Lines
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 
 
 def report(**names: str) -> Report:
-    return judge_pieces([Piece(f"{n}/{f}", n, (FIXTURES / f).read_text()) for n, f in names.items()])
+    return judge_pieces(
+        [Piece(f"{n}/{f}", n, Lines.of((FIXTURES / f).read_text())) for n, f in names.items()]
+    )
 
 
 def failed(*nodes: str) -> Report:

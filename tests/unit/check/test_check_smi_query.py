@@ -9,7 +9,7 @@ import pytest
 from seatrial.check.findings import Finding, worst
 from seatrial.check.outputs import smi_query_judge, smi_table
 from seatrial.check.outputs.smi_query import parse
-from seatrial.check.tool import Context, ParseError
+from seatrial.check.tool import Context, Lines, ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 (QUERY,) = smi_query_judge.TOOLS
@@ -174,7 +174,7 @@ def test_xml_faults_are_the_same_faults() -> None:
 def test_entities_are_refused() -> None:
     text = '<!DOCTYPE x [<!ENTITY a "aaaa">]>\n<nvidia_smi_log><gpu id="&a;"></gpu></nvidia_smi_log>'
     with pytest.raises(ParseError, match="entity"):
-        parse(text, "q.xml")
+        parse(Lines.of(text), "q.xml")
 
 
 def test_no_part_of_a_whole_output_passes() -> None:

@@ -18,6 +18,7 @@ from seatrial.check.node.node_clock import judge_clock
 from seatrial.check.node.node_files import FACTS_VERSION
 from seatrial.check.offline import judge_pieces
 from seatrial.check.report import Judged, Report
+from seatrial.check.tool import Lines
 
 Facts = Mapping[str, Any]
 
@@ -151,7 +152,7 @@ def pieces_of(facts: Facts | None, node: str) -> list[Piece]:
     """The outputs of tools among the facts, for offline.judge_pieces()."""
     if facts is None:
         return []
-    found = [Piece(f"{node}: {o['tool']}", node, o["text"]) for o in facts["outputs"]]
+    found = [Piece(f"{node}: {o['tool']}", node, Lines.of(o["text"])) for o in facts["outputs"]]
     kernel = facts["kernel"]
     if kernel["text"] is not None:
         cut = (
@@ -159,7 +160,7 @@ def pieces_of(facts: Facts | None, node: str) -> list[Piece]:
             if kernel["cut"]
             else ""
         )
-        found.append(Piece(f"{node}: {kernel['source']}{cut}", node, kernel["text"]))
+        found.append(Piece(f"{node}: {kernel['source']}{cut}", node, Lines.of(kernel["text"])))
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 from seatrial.check.findings import Finding, Target
 from seatrial.check.outputs.network import damaged
-from seatrial.check.tool import Context, ParseError, Tool, listed
+from seatrial.check.tool import Context, Lines, ParseError, Tool, listed, read_json
 
 _TOP = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
 _CONFIG = 5  # DCGM_ERROR_CONFIG of dcgmErrorSeverity_enum, dcgm_errors.h
@@ -55,16 +54,9 @@ def matches(text: str) -> bool:
     return any(f'"{top}"' in text[:5_000] for top in _TOP)
 
 
-def parse(text: str, file: str) -> Diagnostic:
+def parse(lines: Lines, file: str) -> Diagnostic:
     """Raises ParseError where the JSON is not whole or has another form."""
-    begin = max(0, text.find("{"))
-    try:
-        table, _ = json.JSONDecoder().raw_decode(text[begin:])
-    except json.JSONDecodeError as error:
-        line = error.lineno + text[:begin].count("\n")
-        raise ParseError(f"the JSON cannot be read: {error.msg}", file=file, line=line) from None
-    except RecursionError:
-        raise ParseError("the JSON is nested deeper than dcgmi ever does", file=file) from None
+    table = read_json(lines, file)
     top = next((table[k] for k in _TOP if isinstance(table, dict) and k in table), None)
     if not isinstance(top, dict):
         raise ParseError('there is no "DCGM Diagnostic" in the JSON', file=file)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from seatrial.check.findings import Expected, Finding, Target
 from seatrial.check.outputs.network import NetworkContext, at, damaged, gbit
 from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
-from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.check.tool import Context, Lines, ParseError, Tool
 from seatrial.hardware import counters
 
 _DEVICE = re.compile(r"^hca_id:\s*(?P<name>\S.*?)\s*$")
@@ -23,7 +23,6 @@ _GID = re.compile(
     r"^\s+GID\[\s*\d+\]:\s*(?:(?:[0-9a-f]{4}:){7}[0-9a-f]{4}|[0-9a-f:.]+(?=,))(?:, (?:RoCE v[12](?:\.\d)?|IB/RoCE v1))?\s*$"
 )
 _SECTION = re.compile(r"^\s+Device ports:\s*$")  # NVIDIA's own builds
-_PROMPT = re.compile(r"^.{0,80}[#$>] ?(?:sudo )?(?:\S*/)?ibv_devinfo\b")
 _CODED = re.compile(r"(?P<word>.*?)\s*\((?P<code>\d{1,5})\)")
 _LIST = re.compile(r"^(?P<count>\d{1,3}) HCAs? found:\s*$", re.MULTILINE)
 _LISTED = re.compile(r"\s+[\w.-]+\s*")
@@ -94,27 +93,25 @@ def matches(text: str) -> bool:
     )
 
 
-def parse(text: str, file: str) -> DevinfoFacts:
+def parse(lines: Lines, file: str) -> DevinfoFacts:
     """All ports. Raises ParseError where nothing of the tool is in it. What is torn is in `damage`."""
     damage: list[tuple[str, int | None]] = []
     devices: list[_Block] = []
-    verbose = re.search(r"^\s+(?:max_mr_size|active_width):", text, re.MULTILINE) is not None
+    verbose = re.search(r"^\s+(?:max_mr_size|active_width):", lines.text, re.MULTILINE) is not None
     error, error_line, listed = "", None, None
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         if device := _DEVICE.match(line):
             devices.append(_Block(device["name"], number))
         elif message := _ERROR.match(line):
             error, error_line = message[0].strip(), number
         elif found := _LIST.match(line):
             listed = int(found["count"])
-        elif not devices and (_PROMPT.match(line) or (listed is not None and _LISTED.fullmatch(line))):
+        elif devices:
+            if not _take(devices[-1], line, number, verbose):
+                continue
+        elif listed is None or not _LISTED.fullmatch(line):
             continue
-        elif not devices:
-            damage.append(("lines before the first device", number))
-        elif not _take(devices[-1], line, number, verbose):
-            damage.append(("a line that ibv_devinfo does not write", number))
+        lines.claim(number)
     if not devices and not error and listed is None:
         raise ParseError("no device in it", file=file)
     if error and devices:
@@ -282,4 +279,7 @@ def judge(facts: DevinfoFacts, context: Context) -> list[Finding]:
     return found
 
 
-TOOLS: tuple[Tool[DevinfoFacts], ...] = (Tool("ibv_devinfo", matches, parse, judge, inventory),)
+_BEGINS = re.compile(r"hca_id:\s*\S|\d{1,3} HCAs? found:")
+TOOLS: tuple[Tool[DevinfoFacts], ...] = (
+    Tool("ibv_devinfo", matches, parse, judge, inventory, begins=_BEGINS),
+)

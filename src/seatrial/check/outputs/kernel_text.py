@@ -10,7 +10,7 @@ from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.kernel_links import Watch, told
 from seatrial.check.outputs.kernel_rules import rule_of
 from seatrial.check.report import ORDER
-from seatrial.check.tool import Context, ParseError, Stray, Tool, evidence, lines_of, listed, stray_findings
+from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence, lines_of, listed
 from seatrial.hardware.xid import NVLINK5_CODES, XidMessage, address, catalogue
 from seatrial.hardware.xid import parse as parse_xid
 
@@ -32,7 +32,7 @@ _SAME = 8  # processes and times that a message lists
 _TAG = r"\S+ [^\s:]+(?:\[[0-9]+\])?: "  # host and program
 _LINE = re.compile(
     r"^(?:"
-    r"(?:<[0-9]{1,3}>)?\[ *[0-9]+\.[0-9]{3,9}(?: < *[0-9.]+>)?\]"  # dmesg, with its level in -r, with steps in -d
+    r"(?:<[0-9]{1,3}>)?\[ *[0-9]+\.[0-9]{2,9}(?: < *[0-9.]+>)?\]"  # dmesg, with its level in -r, with steps in -d
     r"|\[\w{2,4}\.? +\w{3,5}\.? +[0-9]{1,2} [0-9:]{8} [0-9]{4}\] "  # dmesg -T, in any language
     r"|\[[A-Z][a-z]{2} ?[0-9]{1,2} [0-9]{2}:[0-9]{2}\] |\[ +\+[0-9]+\.[0-9]{6}\] "  # dmesg -H
     r"|[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8},[0-9]{3,9}[+-][0-9:]{4,5} "  # dmesg --time-format=iso
@@ -45,6 +45,8 @@ _LINE = re.compile(
     r"|(?:kernel: )?NVRM: "
     r")"
 )
+# What the journal writes between boots, and the details of a record of /dev/kmsg.
+_BESIDE = re.compile(r"-- (?:Boot|Reboot|Logs begin|Journal begins|No entries|Hint:).*| [A-Z][A-Z_]*=\S.*")
 _LOOKS = re.compile(r"\bS?Xid", re.IGNORECASE)
 # Other lines that tell of hardware are in kernel_rules.py.
 _PCIE = re.compile(
@@ -83,7 +85,6 @@ class KernelText:
     lines: int
     messages: tuple[Message, ...]
     others: tuple[Other, ...]
-    stray: Stray  # lines that speak of Xid and cannot be read
 
 
 def matches(text: str) -> bool:
@@ -107,24 +108,28 @@ def tells(line: str) -> bool:
     )
 
 
-def parse(text: str, file: str) -> KernelText:
+def parse(lines: Lines, file: str) -> KernelText:
     """Raises ParseError for an empty log: that nothing was seen is not that nothing was."""
-    messages, others, stray = [], [], []
-    links, count = Watch(), 0
-    for number, line in enumerate(lines_of(text), 1):
+    messages, others = [], []
+    links, count = Watch(), lines.passed
+    column = 0  # in which the text of the last line began: a message of several lines goes on there
+    for number, line in lines:
         if not line.strip():
             continue
         count += 1
-        if (xid := parse_xid(line)) is not None:
+        head = _LINE.match(line)
+        if head is None and not (column and not line[:column].strip() and line[column : column + 1].strip()):
+            column = 0
+        elif head is not None:
+            column = head.end() + (len(line) - head.end() - len(line[head.end() :].lstrip()))
+        xid = parse_xid(line)
+        if (head is not None or column or xid is not None or _BESIDE.match(line)) and not _unread(line, xid):
+            lines.claim(number)
+        if xid is not None:
             messages.append(Message(number, xid))
-            if _claims_more(line, xid):
-                stray.append((number, line))
-        elif _LOOKS.search(line) and re.search(r"NVRM|nvswitch|PCI:", line):
-            stray.append((number, line))
         elif "PCIe bandwidth, limited by" in line:
             found = _PCIE.search(line)
             if found is None:
-                stray.append((number, line))
                 continue
             text_ = f"{found['driver']}: {found['have']} Gb/s of PCIe bandwidth, limited by a {found['link']} link, {found['can']} possible"
             others.append(
@@ -150,18 +155,22 @@ def parse(text: str, file: str) -> KernelText:
         if (verdict := link.verdict()) is not None
         for n in link.lines or link.dark
     ]
-    return KernelText(file, count, tuple(messages), tuple(others), Stray(file, tuple(stray)))
+    return KernelText(file, count, tuple(messages), tuple(others))
 
 
-def _claims_more(line: str, xid: XidMessage) -> bool:
-    """Whether a line of an NVLink 5 message has a severity or registers that could not be read."""
+def _unread(line: str, xid: XidMessage | None) -> bool:
+    """Whether a line says something of hardware that could not be read."""
+    if xid is None:
+        return (_LOOKS.search(line) is not None and re.search(r"NVRM|nvswitch|PCI:", line) is not None) or (
+            "PCIe bandwidth, limited by" in line and _PCIE.search(line) is None
+        )
+    # A line of an NVLink 5 message has a severity.
     return xid.kind == "xid" and xid.code in NVLINK5_CODES and xid.severity is None and "atal" in line
 
 
 def judge(log: KernelText, context: Context) -> list[Finding]:
     """One finding for each code of each GPU or switch, and for each other kind of trouble; one PASS for none."""
     found = [
-        *stray_findings(log.stray, context, "kernel log"),
         *_driver(log, context),
         *_others(log, context),
     ]
@@ -317,4 +326,4 @@ def _others(log: KernelText, context: Context) -> Iterator[Finding]:
         )
 
 
-TOOLS: tuple[Tool[KernelText], ...] = (Tool("kernel log", matches, parse, judge),)
+TOOLS: tuple[Tool[KernelText], ...] = (Tool("kernel log", matches, parse, judge, each=_LINE),)

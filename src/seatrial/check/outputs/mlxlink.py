@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.network import at, damaged
-from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.check.tool import Context, Lines, ParseError, Tool, read_json
 
 _PAIR = re.compile(r"^(?P<name>\S[^:]*?)\s*:\s?(?P<value>.*?)\s*$")
 _RULE = re.compile(r"-{3,}\s*")
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _SECTIONS = ("Operational Info", "Supported Info", "Troubleshooting Info")
 _COUNTERS = "Physical Counters and BER Info"
 _NO_ISSUE = re.compile(r"No issue was observed\.?")
@@ -54,15 +51,14 @@ def matches(text: str) -> bool:
     )
 
 
-def parse(text: str, file: str) -> LinkFacts:
+def parse(lines: Lines, file: str) -> LinkFacts:
     """All fields. Raises ParseError where none is in it. What is torn is in `damage`."""
-    text = _ANSI.sub("", text)
     fields: dict[str, tuple[str, int | None]] = {}
     damage: list[tuple[str, int | None]] = []
-    if text.lstrip().startswith("{"):
-        sections = _from_json(text, file, fields)
+    if lines.text.lstrip().startswith("{"):
+        sections = _from_json(lines, file, fields)
     else:
-        sections = _from_text(text, fields, damage)
+        sections = _from_text(lines, fields)
     if not fields:
         raise ParseError("no field of mlxlink in it", file=file)
     damage += [(f"the section `{name}` is missing", None) for name in _SECTIONS if name not in sections]
@@ -86,36 +82,32 @@ def parse(text: str, file: str) -> LinkFacts:
     return LinkFacts(file, fields, tuple(damage))
 
 
-def _from_text(
-    text: str, fields: dict[str, tuple[str, int | None]], damage: list[tuple[str, int | None]]
-) -> set[str]:
+def _from_text(lines: Lines, fields: dict[str, tuple[str, int | None]]) -> set[str]:
+    """The sections. A line is mlxlink's where its colon stands in the column of the others, or after a longer name."""
     sections: set[str] = set()
     seen: set[tuple[str, str]] = set()
-    section = ""
-    lines = text.splitlines()
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or _RULE.fullmatch(line):
-            continue
-        if number < len(lines) and _RULE.fullmatch(lines[number]):
-            section = line.strip()
-            if section in sections:
-                damage.append(("a section twice: outputs of several ports in one file?", number))
+    section, colon = "", 0
+    following = [*[line for _, line in lines][1:], ""]
+    for (number, line), after in zip(lines, following, strict=True):
+        if _RULE.fullmatch(after) and line.strip() and line.strip() not in sections:
+            section, colon = line.strip(), 0
             sections.add(section)
-        elif pair := _PAIR.match(line):
-            if (section, pair["name"]) in seen:
-                damage.append((f"`{pair['name'][:40]}` twice", number))
+        elif section and (pair := _PAIR.match(line)) and (section, pair["name"]) not in seen:
+            column = line.index(":", pair.end("name"))
+            if not colon:
+                colon = column
+            elif column != colon and not (column > colon and column - pair.end("name") < 2):
+                continue
             seen.add((section, pair["name"]))
             fields.setdefault(pair["name"], (pair["value"], number))
-        elif section in _SECTIONS and not line.startswith(" "):
-            damage.append(("a line that mlxlink does not write", number))
+        elif not (section and colon and line.strip() and not line[:colon].strip()):  # a value that goes on
+            continue
+        lines.claim(number)
     return sections
 
 
-def _from_json(text: str, file: str, fields: dict[str, tuple[str, int | None]]) -> set[str]:
-    try:
-        document: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ParseError(f"not whole JSON: {error}", file=file) from None
+def _from_json(lines: Lines, file: str, fields: dict[str, tuple[str, int | None]]) -> set[str]:
+    document = read_json(lines, file)
     result = document.get("result") if isinstance(document, dict) else None
     output = result.get("output") if isinstance(result, dict) else None
     if not isinstance(output, dict):
@@ -267,4 +259,4 @@ def _quality(facts: LinkFacts, target: Target) -> list[Finding]:
     return found
 
 
-TOOLS = (Tool("mlxlink", matches, parse, judge),)
+TOOLS = (Tool("mlxlink", matches, parse, judge, begins=re.compile(r"(?P<id>Operational Info)\s*$")),)

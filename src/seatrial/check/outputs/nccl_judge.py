@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from seatrial.check.findings import Expected, Finding, Target
 from seatrial.check.floors import Floor, find_sku, highest, judge_share, shares
-from seatrial.check.outputs.nccl_log import NcclLog, Row, is_debug, is_table, parse
-from seatrial.check.tool import Context, Tool, evidence, listed, stray_findings
+from seatrial.check.outputs.nccl_log import BEGINS, NcclLog, Row, is_debug, is_table, parse
+from seatrial.check.tool import Context, Tool, evidence, listed
 
 _MIB, _GIB = 1 << 20, 1 << 30
 # From which size on the bus bandwidth is at its plateau: at 256 MiB B200s read 77 % of it, at 1 GiB 86 %, H100s 95 %
@@ -32,8 +32,7 @@ def judge(log: NcclLog, context: Context) -> list[Finding]:
 
 
 def _run(log: NcclLog, context: Context) -> list[Finding]:
-    tool = "nccl-tests" if log.table else "NCCL_DEBUG"
-    found = [*stray_findings(log.stray, context, tool), *_topology(log, context)]
+    found = list(_topology(log, context))
     for line, text in log.warnings[:3]:
         place = evidence(log.file, [line])
         found.append(
@@ -376,6 +375,6 @@ def _topology(log: NcclLog, context: Context) -> Iterator[Finding]:
 
 
 TOOLS: tuple[Tool[NcclLog], ...] = (
-    Tool("nccl-tests", is_table, parse, judge),
-    Tool("NCCL_DEBUG", is_debug, parse, judge),
+    Tool("nccl-tests", is_table, parse, judge, begins=BEGINS),
+    Tool("NCCL_DEBUG", is_debug, parse, judge, begins=BEGINS),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from seatrial.check.tool import ParseError, Stray, lines_of
+from seatrial.check.tool import Lines, ParseError, lines_of
 
 # What mpirun --tag-output and srun --label write before each line.
 _LABEL = re.compile(r"^(?:\[[0-9]+,[0-9]+\]<std(?:out|err)>: ?|[0-9]{1,5}: (?=\s*(?:#|[0-9]|\S+:[0-9]+:)))")
@@ -41,6 +41,15 @@ _CHANNELS = re.compile(
 )
 _NVLS = re.compile(r"NVLS multicast support is (?P<no>not )?available on dev (?P<device>[0-9]{1,3})")
 _NETWORK = re.compile(r"Using network (?P<name>\S{1,60})")
+# What stands beside: titles, units, and what the scripts of oracle-quickstart/oci-hpc print of the hosts.
+_PLAIN = re.compile(
+    r"#?\s*(?:nccl-tests version \S+.*|Collective test concluded: \S+|Using devices|out-of-place\s+in-place|NCCL version \S+"
+    r"|\(B\)\s+\(elements\)(?:\s+\((?:us|GB/s|usec)\))+|MACHINEFILE)?\s*"
+)
+BEGINS = re.compile(
+    rf"(?:{_LABEL.pattern[1:]})?(?:#?\s*(?:nccl-tests version \S|Collective test starting: |nThread [0-9]|MACHINEFILE$|size +count +type|Using devices|Rank +[0-9]+ .{0, 40}Pid)|NCCL version [0-9]"
+    r"|(?:\[[0-9 :T.Z+-]{10,40}\] )?[^\s:\[]{1,120}:[0-9]+:[0-9]+ \[[0-9]{1,3}\] .{0,80}?NCCL (?:INFO|WARN) )"
+)
 _NUMBER = re.compile(r"-?[0-9]{1,20}(?:\.[0-9]{1,9})?(?:e[+-]?[0-9]{1,4})?")
 
 
@@ -89,7 +98,6 @@ class NcclLog:
     no_multicast: dict[tuple[str, int], int] = field(default_factory=dict)
     network: dict[str, int] = field(default_factory=dict)
     table: bool = False
-    stray: Stray = field(default_factory=lambda: Stray(""))
     later: list[NcclLog] = field(default_factory=list)  # the runs that follow it in the same file
 
     def last_size(self) -> int | None:
@@ -122,62 +130,70 @@ def _columns(line: str) -> list[str]:
     return words if words[:2] == ["size", "count"] and "busbw" in words and "algbw" in words else []
 
 
-def parse(text: str, file: str) -> NcclLog:
+def parse(lines: Lines, file: str) -> NcclLog:
     """Raises ParseError where there is neither a table with rows nor a line of NCCL_DEBUG."""
-    log = first = NcclLog(file, table=_BEGUN.search(text) is not None)
+    log = first = NcclLog(file, table=_BEGUN.search(lines.text) is not None)
     columns: list[str] = []
-    stray: list[tuple[int, str]] = []
+    names: list[tuple[int, str]] = []
     seen_debug = False
-    for number, raw in enumerate(lines_of(text), 1):
+    for number, raw in lines:
         line = _LABEL.sub("", raw)
-        if found := _DEBUG.match(line):
+        if (found := _DEBUG.match(line)) and "NCCL" in found["rest"]:
             seen_debug = True
             _debug(log, found, number)
+            lines.claim(number)
             continue
         if (log.rows or log.average) and (_START.search(line) or _RANGE.search(line)):
-            log.stray = Stray(file, tuple(stray))
-            log, columns, stray = NcclLog(file, table=True), [], []
+            log, columns = NcclLog(file, table=True), []
             first.later.append(log)
-        if head := _columns(line):
-            columns, log.table = head, True
-            continue
         words = line.split()
-        if columns and words and _NUMBER.fullmatch(words[0]) and not line.lstrip().startswith("#"):
+        if head := _columns(line):
+            known, columns, log.table = not columns, head, True
+        elif columns and words and _NUMBER.fullmatch(words[0]) and not line.lstrip().startswith("#"):
             row = _row(columns, words, number)
-            if row is None:
-                stray.append((number, line))
-            else:
-                log.rows.append(row)
-            continue
-        if not _plain(log, line, number) and columns and re.match(r"\s*[0-9]+\s+[0-9-]", line):
-            stray.append((number, line))
-    log.stray = Stray(file, tuple(stray))
+            # Sizes grow within a run: another row is another run's.
+            known = row is not None and (not log.rows or row.size > log.rows[-1].size)
+            log.rows += [] if row is None else [row]
+        else:
+            known = _plain(log, line, number)
+        if known:
+            lines.claim(number)
+        elif len(words) == 1:
+            names.append((number, words[0]))
+    hosts = {r.host for run in (first, *first.later) for r in run.ranks}
+    lines.claim(*(number for number, name in names if name in hosts))
     if not first.table and not seen_debug:
         raise ParseError("no table of nccl-tests and no line of NCCL_DEBUG", file=file)
     return first
 
 
 def _plain(log: NcclLog, line: str, number: int) -> bool:
-    """A line outside the table; False if it says nothing that matters."""
+    """A line outside the table; False if it is none of a run's, or not of this one: a run says each thing once."""
+    first = True
     if found := _RANK.search(line):
+        first = int(found["rank"]) == len(log.ranks)
         log.ranks.append(Rank(int(found["rank"]), found["host"], int(found["device"]), found["name"]))
     elif found := _RANGE.search(line):
+        first = log.most_bytes is None
         log.most_bytes = int(found["most"])
         log.step = None if found["step"] is None else (int(found["step"]), found["unit"])
         log.each = int(found["threads"] or 1) * int(found["gpus"] or 1) or 1
     elif found := _REDUCED.search(line):
         log.most_bytes = int(found["most"])
     elif found := _START.search(line):
+        first = log.test is None
         log.test = found["test"]
     elif found := _BOUNDS.search(line):
+        first = log.out_of_bounds is None
         log.out_of_bounds = (number, int(found["count"]), found["word"] == "OK")
     elif (found := _AVERAGE.search(line)) and found["word"] in (None, "OK", "FAILED"):
+        first = log.average is None
         log.average = (number, found["value"], found["word"] == "FAILED")
     elif _FAILED.search(line):
         log.failures.append((number, line.strip()[:200]))
     else:
-        return False
-    return True
+        return _PLAIN.fullmatch(line) is not None
+    return first
 
 
 def _row(columns: list[str], words: list[str], number: int) -> Row | None:

@@ -9,7 +9,7 @@ from statistics import median
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.network import BROKEN, at, damaged
-from seatrial.check.tool import Context, ParseError, Tool, listed
+from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
 
 _NODE = r"[\w.-]+"
 _PAIR = re.compile(
@@ -24,9 +24,25 @@ _COUNT = re.compile(
     r"(?P<what>Total nodes provided|Reachable nodes|Good nodes|Bad nodes|Unreachable nodes|Successfully categorized|Never tested|Skipped \(shape issues\))"
     r"(?: \([≥<] (?P<floor>\d+(?:\.\d+)?) GB/s[^)]*\))?: (?P<n>\d+)\s*$"
 )
-_LISTS = re.compile(r"^(?P<what>Good|Bad|Unreachable) Nodes \((?P<n>\d+)\):\s*$")
+_LISTS = re.compile(
+    r"^(?P<what>Good|Bad|Unreachable|\W*Nodes that failed ALL) (?:Nodes|tests) \((?P<n>\d+)\):\s*$"
+)
+_NAMES = re.compile(rf"\s*{_NODE}(?:, {_NODE})*\s*")
 _STATISTIC = re.compile(r"^\s*(?P<what>Maximum|Minimum|Average): (?P<gb_s>\d+(?:\.\d+)?) GB/s\s*$")
 _END = re.compile(r"^Test completed at: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\s*$")
+# What it prints beside its results. Some of it names a failure that the results show as well.
+_PLAIN = re.compile(
+    rf"\s*(?:Running NCCL test (?:on \d+ (?:unique )?nodes from (?:sinfo|file)|between: {_NODE} and {_NODE})\.\.\."
+    r"|Checking reachability of \d+ nodes\.\.\.|Warning: \d+ nodes are unreachable and will be excluded from testing\."
+    r"|Note: Removed duplicates from sinfo output:|  \S+: appeared \d+ times|Total unique nodes: \d+"
+    r"|Duplicate hosts found and removed, host file updated\.\.\.|Creating test pairs\.\.\.|Created \d+ test pairs(?: for parallel testing)?"
+    rf"|Unpaired nodes(?: \(\d+\)| to test separately): {_NODE}(?:, {_NODE})*|Running NCCL Tests (?:sequentially|in parallel)\.\.\."
+    r"|(?:Testing pairs|Retesting(?: \([\w ]+\))?) \|[█-]*(?:\| [\d.]+% Complete)?|Testing \d+ unpaired nodes\.\.\.|Initial Test Results:"
+    r"|=== COMPREHENSIVE RETESTING PHASE ===|COMPREHENSIVE NODE ACCOUNTING SUMMARY|Retesting (?:all )?\d+ (?:problematic )?nodes(?: due to [\w ]+)?\.\.\."
+    r"|Phase \d: [\w -]+\.\.\.|Note: \d+ good node\(s\) available to test \d+ bad nodes\.|(?:[^\w]*)Failed all tests \(timeout/error\): \d+"
+    r"|Verification: \d+ nodes accounted for out of \d+ total|[^\w]*Nodes that failed ALL tests \(\d+\):|Bandwidth Statistics:|Failed tests: \d+"
+    r"|Please perform health checks on problematic nodes\.)\s*"
+)
 _BESIDE = 1e-2 / 2 + 1e-9  # printed with two decimals
 
 
@@ -65,28 +81,35 @@ def matches(text: str) -> bool:
     )
 
 
-def parse(text: str, file: str) -> ScoutFacts:
+def parse(lines: Lines, file: str) -> ScoutFacts:
     """Raises ParseError where no pair and no summary is in it."""
     facts = ScoutFacts(file)
     pending: str | None = None
     # The progress bar returns to the start of its line and writes over it.
-    for number, raw in enumerate(re.split(r"\r\n|\n", text), 1):
+    for number, raw in lines:
+        known = []
         for line in raw.split("\r"):
-            if pending is not None and line.strip():
+            if pending is not None and _NAMES.fullmatch(line):
                 facts.lists[pending] = [n.strip() for n in line.split(",")]
-                pending = None
+                known.append(True)
             elif found := _LISTS.match(line):
-                pending = found["what"]
-                facts.counts.setdefault(f"{pending} list", int(found["n"]))
+                facts.counts.setdefault(f"{found['what']} list", int(found["n"]))
+                known.append(True)
             else:
-                _line(facts, line, number)
+                known.append(not line.strip() or _line(facts, line, number))
+            if line.strip():
+                lists = _LISTS.match(line)
+                pending = None if lists is None else lists["what"]
+        if all(known):
+            lines.claim(number)
     if not facts.pairs and not facts.counts:
         raise ParseError("no pair of nodes and no summary in it", file=file)
     _check(facts)
     return facts
 
 
-def _line(facts: ScoutFacts, line: str, number: int) -> None:
+def _line(facts: ScoutFacts, line: str, number: int) -> bool:
+    """Take one line in; False if it is none of the tool's."""
     if (found := _PAIR.match(line)) or (found := _WITH.match(line)):
         gb_s = None if found["failed"] else float(found["gb_s"])
         listed = line.startswith("  ") and "..." not in line
@@ -105,8 +128,9 @@ def _line(facts: ScoutFacts, line: str, number: int) -> None:
         facts.statistics[found["what"]] = float(found["gb_s"])
     elif _END.match(line):
         facts.whole = True
-    elif "GB/s" in line or " <-> " in line:
-        facts.damage.append(("a line with a measurement that cannot be read", number))
+    else:
+        return _PLAIN.fullmatch(line) is not None
+    return True
 
 
 def _check(facts: ScoutFacts) -> None:
@@ -257,4 +281,7 @@ def _nodes(facts: ScoutFacts, usual: float | None) -> list[Finding]:
     return found
 
 
-TOOLS = (Tool("ncclscout", matches, parse, judge),)
+_BEGINS = re.compile(
+    r"(?P<id>Checking reachability of|COMPREHENSIVE NODE ACCOUNTING)|Running NCCL test (?:on|between)"
+)
+TOOLS = (Tool("ncclscout", matches, parse, judge, begins=_BEGINS),)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from seatrial.check.tool import ParseError, Stray, lines_of
+from seatrial.check.tool import Lines, ParseError, lines_of
 
 Kind = Literal["status", "errors", "remote", "info", "list"]
 
@@ -64,12 +64,11 @@ class Gpu:
 
 @dataclass
 class GpuList:
-    """The whole output; `stray` holds what is none of its lines."""
+    """The whole output."""
 
     file: str
     kind: Kind
     gpus: list[Gpu]
-    stray: Stray
     lost: tuple[tuple[int, str], ...] = ()  # lines that say that a GPU does not answer
 
 
@@ -96,21 +95,17 @@ def kind_of(text: str) -> Kind | None:
     return "list" if not rest else None
 
 
-def parse(text: str, file: str) -> GpuList:
+def parse(lines: Lines, file: str) -> GpuList:
     """Raises ParseError where there is no GPU in it, or where a GPU comes twice."""
-    kind = kind_of(text)
+    kind = kind_of(lines.text)
     if kind is None:
         raise ParseError("no list of GPUs as nvidia-smi prints it", file=file)
     gpus: list[Gpu] = []
-    stray: list[tuple[int, str]] = []
     lost: list[tuple[int, str]] = []
-    for number, line in enumerate(lines_of(text), 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         if _LOST.match(line):
             lost.append((number, line.strip()))
-            continue
-        if found := _GPU.match(line):
+        elif found := _GPU.match(line):
             if any(g.index == int(found["index"]) for g in gpus):
                 raise ParseError(
                     f"GPU {found['index']} comes twice", file=file, line=number, source_line=line
@@ -118,14 +113,11 @@ def parse(text: str, file: str) -> GpuList:
             gpus.append(Gpu(int(found["index"]), found["name"], found["uuid"], number))
             # Some versions say it in the same line.
             if found["rest"] and not _take(kind, gpus[-1], found["rest"], number):
-                stray.append((number, line))
-        elif not gpus:
-            # A prompt or banner before the first GPU; what looks like a line of the list is damage.
-            if re.match(r"^\s*(GPU|Link)\b", line):
-                stray.append((number, line))
-        elif not _take(kind, gpus[-1], line, number):
-            stray.append((number, line))
-    return GpuList(file, kind, gpus, Stray(file, tuple(stray)), tuple(lost))
+                continue
+        elif not gpus or not _take(kind, gpus[-1], line, number):
+            continue
+        lines.claim(number)
+    return GpuList(file, kind, gpus, tuple(lost))
 
 
 def _take(kind: Kind, gpu: Gpu, line: str, number: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from statistics import median
@@ -10,7 +11,7 @@ from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.floors import Sku, find_sku, shares
 from seatrial.check.outputs.gpu_count import count_findings
 from seatrial.check.outputs.smi_gpu_list import Gpu, GpuList, Kind, Link, kind_of, parse
-from seatrial.check.tool import Context, Tool, evidence, listed, stray_findings
+from seatrial.check.tool import Context, Tool, evidence, listed
 from seatrial.hardware.counters import NVLINK_LIMITS
 
 _ENDS = (255, 65535, (1 << 32) - 1)  # where counters of 8, 16 and 32 bits stop
@@ -27,7 +28,7 @@ _NAMES: dict[Kind, str] = {
 def judge(output: GpuList, context: Context) -> list[Finding]:
     """What is wrong with GPUs and links; one PASS where nothing is."""
     name = _NAMES[output.kind]
-    found = [*stray_findings(output.stray, context, name), *_count(output, context)]
+    found = _count(output, context)
     for line, text in output.lost:
         place = evidence(output.file, [line])
         found.append(Finding("GPU002", "FAIL", Target(node=context.node), text[:200], evidence=place))
@@ -288,8 +289,12 @@ def inventory(output: GpuList) -> dict[str, str | int | float]:
     return found
 
 
+# The same GPU again, with the same UUID, begins another list of this node.
+_BEGINS = re.compile(r"GPU (?P<id>[0-9]{1,3}: .{1,120} \(UUID: [^)\s]{1,80}\))")
+
+
 def _tool(kind: Kind) -> Tool[GpuList]:
-    return Tool(_NAMES[kind], lambda text: kind_of(text) == kind, parse, judge, inventory)
+    return Tool(_NAMES[kind], lambda text: kind_of(text) == kind, parse, judge, inventory, begins=_BEGINS)
 
 
 TOOLS: tuple[Tool[GpuList], ...] = tuple(_tool(kind) for kind in _NAMES)

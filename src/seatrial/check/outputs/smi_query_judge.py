@@ -10,10 +10,10 @@ from statistics import median
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.floors import find_sku, shares
 from seatrial.check.outputs.gpu_count import count_findings
-from seatrial.check.outputs.smi_query import Gpu, Query, Value, matches, number, parse
+from seatrial.check.outputs.smi_query import BEGINS, Gpu, Query, Value, matches, number, parse
 from seatrial.check.outputs.smi_query_damage import ERRORS, NEEDS_RESET, REASONS, damage
 from seatrial.check.outputs.smi_table import inforom_findings
-from seatrial.check.tool import Context, Tool, evidence, stray_findings
+from seatrial.check.tool import Context, Tool, evidence
 from seatrial.hardware.catalogue import find_gpu
 
 _RETIRED_LIMIT = 63  # DCGM, dcgm_gpu_hardware_limits.h
@@ -306,7 +306,6 @@ class _Judge:
         target = Target(node=self.context.node)
         for line, text in self.query.lost:
             yield Finding("GPU002", "FAIL", target, text[:200], evidence=evidence(self.query.file, [line]))
-        yield from stray_findings(self.query.stray, self.context, "nvidia-smi -q")
         yield from inforom_findings(self.query.corrupt, self.query.file, self.context)
         if self.query.attached is None and any(g.pci is not None for g in self.query.gpus):
             why = "the number of attached GPUs is missing: the beginning is cut off"
@@ -382,4 +381,4 @@ def inventory(query: Query) -> dict[str, str | int | float]:
     return found
 
 
-TOOLS: tuple[Tool[Query], ...] = (Tool("nvidia-smi -q", matches, parse, judge, inventory),)
+TOOLS: tuple[Tool[Query], ...] = (Tool("nvidia-smi -q", matches, parse, judge, inventory, begins=BEGINS),)

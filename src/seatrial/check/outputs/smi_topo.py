@@ -8,13 +8,17 @@ from dataclasses import dataclass
 
 from seatrial.check.findings import Expected, Finding, Target
 from seatrial.check.floors import find_sku
-from seatrial.check.tool import Context, ParseError, Tool, evidence, lines_of, listed
+from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence, listed
 
 # The underlined head; where it was copied from a terminal, without its escape character.
 _COLOUR = re.compile(r"\x1b?\[[0-9]{1,2}(?:;[0-9]{1,2})*m")
 _DEVICE = r"(?:GPU[0-9]{1,3}|NIC[0-9]{1,3}|[a-z][a-z0-9_]*_[a-z0-9_]+)"
 _JOIN = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|NV[0-9]{1,2}|C2C|N/A", re.ASCII)
 _GPU = re.compile(r"GPU(?P<index>[0-9]{1,3})", re.ASCII)
+_LEGEND = re.compile(
+    r"\s*(?:(?:NIC )?Legend:|(?:X|SYS|NODE|PHB|PXB|PIX|NV#|C2C)\s+= \S.*|NIC[0-9]{1,3}: \S+)\s*"
+)
+_AFFINITY = re.compile(r"[0-9,-]+|N/A")
 # Of a full NVLink mesh or an NVSwitch board, or of a part of it for a virtual machine: machines with 16 are HGX-2.
 _FULL_COUNTS = (2, 4, 8, 16)
 
@@ -48,21 +52,26 @@ def matches(text: str) -> bool:
     )
 
 
-def parse(text: str, file: str) -> Topology:
+def parse(lines: Lines, file: str) -> Topology:
     """Raises ParseError where the matrix is not whole or not symmetric."""
     devices: list[str] = []
     rows: dict[str, list[str]] = {}
     places: dict[str, int] = {}
-    for number, raw in enumerate(lines_of(text), 1):
+    ended = False
+    for number, raw in lines:
         line = _COLOUR.sub("", raw)
         words = line.split()
         if not words:
-            if rows:
-                break  # the legend follows
+            ended = bool(rows)  # the legend follows
             continue
         if not devices:
             if line[:1].isspace() and _GPU.fullmatch(words[0]):
                 devices = _header(line)
+                lines.claim(number)
+            continue
+        if ended:
+            if _LEGEND.fullmatch(line):
+                lines.claim(number)
             continue
         name, values = words[0], words[1 : 1 + len(devices)]
         if name not in devices or name in rows:
@@ -74,6 +83,8 @@ def parse(text: str, file: str) -> Topology:
             )
             raise ParseError(f"row {name}: {what}", file=file, line=number, source_line=line)
         rows[name], places[name] = values, number
+        if all(_AFFINITY.fullmatch(word) for word in words[1 + len(devices) :]):
+            lines.claim(number)
     if not devices:
         raise ParseError("no matrix with GPUs in its head", file=file)
     missing = [d for d in devices if d not in rows]
@@ -199,4 +210,9 @@ def inventory(topology: Topology) -> dict[str, str | int | float]:
     return {"GPUs": len(topology.gpus), "NICs in topo": len(topology.nics), "NVLinks between GPUs": links}
 
 
-TOOLS: tuple[Tool[Topology], ...] = (Tool("nvidia-smi topo -m", matches, parse, judge, inventory),)
+_BEGINS = re.compile(
+    r"(?=[\s\x1b\[])(?:\x1b?\[[0-9;]*m|\s)*(?P<id>GPU)[0-9]{1,3}(?:\x1b?\[[0-9;]*m|\s)+(?:GPU[0-9]|CPU Affinity|NIC[0-9]|[a-z0-9]+_)"
+)
+TOOLS: tuple[Tool[Topology], ...] = (
+    Tool("nvidia-smi topo -m", matches, parse, judge, inventory, begins=_BEGINS),
+)
