@@ -13,6 +13,7 @@ from seatrial.check.compare import Plan, against_plan, against_siblings, usual_c
 from seatrial.check.findings import Finding, Target
 from seatrial.check.outputs import kernel_text, ports, sysfs
 from seatrial.check.outputs.network import NetworkContext
+from seatrial.check.outputs.unknown import looks_like
 from seatrial.check.registry import recognise
 from seatrial.check.report import Judged, Report
 from seatrial.check.split import split
@@ -138,11 +139,14 @@ def _faults(piece: Piece, lines: Sequence[tuple[int, str]]) -> list[_Read]:
 def _left(piece: Piece, lines: Sequence[tuple[int, str]], reads: Sequence[_Read]) -> list[_Read]:
     """What bars a PASS: lines of no known output, beside known ones or alone."""
     if not any(read.tool is not None for read in reads):
-        why = "not the output of a tool that is known, or not in English"
-        return [_Read(piece, None, None, _unjudged(piece, "FILE001", why))]
-    beside = ", ".join(dict.fromkeys(read.tool.name for read in reads if read.tool is not None))
-    found = left_over(Lines(lines), piece.file, Context(node=piece.node), f"beside {beside}")
-    return [_Read(piece, None, None, finding) for finding in found]
+        why, action = "not the output of a tool that is known, or not in English", ""
+        if (look := looks_like(Lines(lines).text)) is not None:
+            why, action = f"looks like {look.name}, which is not read", f"collect {look.instead} instead"
+        found = replace(_unjudged(piece, "FILE001", why), action=action)
+        return [_Read(piece, None, None, found)]
+    known = ", ".join(dict.fromkeys(read.tool.name for read in reads if read.tool is not None))
+    beside = left_over(Lines(lines), piece.file, Context(node=piece.node), f"beside {known}")
+    return [_Read(piece, None, None, finding) for finding in beside]
 
 
 def _parsed(piece: Piece, tool: Tool[Any], parse: Callable[[], Any]) -> _Read:

@@ -27,7 +27,7 @@ _NAMES: dict[Kind, str] = {
 
 def judge(output: GpuList, context: Context) -> list[Finding]:
     """What is wrong with GPUs and links; one PASS where nothing is."""
-    name = _NAMES[output.kind]
+    name = output.tool or _NAMES[output.kind]
     found = _count(output, context)
     for line, text in output.lost:
         place = evidence(output.file, [line])

@@ -20,7 +20,7 @@ BEGINS = re.compile(
 )
 _NAME = re.compile(r"[\x20\tA-Za-z0-9._/()&-]+")
 _COLON = re.compile(r"\s:(?=\s|$)")
-_LOST = re.compile(
+LOST = re.compile(
     r"^Unable to determine the device handle for (?P<what>.{0,80}?): *(?P<why>.{0,200})$|^.{0,80}GPU is lost.{0,120}$",
     re.IGNORECASE,
 )
@@ -59,6 +59,7 @@ class Gpu:
     pci: str | None  # None for a part without a heading
     line: int
     values: dict[str, Value] = field(default_factory=dict)
+    index: int | None = None  # where the output says it; else the order is the driver's
 
     def get(self, *paths: str) -> Value | None:
         """The first of `paths` that has a value other than N/A."""
@@ -120,7 +121,7 @@ def matches(text: str) -> bool:
 def parse(lines: Lines, file: str) -> Query:
     """Raises ParseError where it is no such output, or where it ends before its end."""
     corrupt = inforom_lines(lines)
-    lost = [(number, line.strip()) for number, line in lines if _LOST.match(line)]
+    lost = [(number, line.strip()) for number, line in lines if LOST.match(line)]
     lines.claim(*(number for number, _ in lost))
     # What the driver says of GPUs goes to stderr, and stands anywhere where that was kept as well.
     said = {number for number, _ in (*corrupt, *lost)}

@@ -40,14 +40,17 @@ _ALIKE = {
 }
 
 
-class _Judge:
+class Judge:
+    """What one output says of each of its GPUs, of all of them, and of those that it lacks."""
+
     def __init__(self, query: Query, context: Context) -> None:
         self.query, self.context = query, context
 
-    def target(self, index: int, gpu: Gpu) -> Target:
+    def target(self, place: int, gpu: Gpu) -> Target:
         # The order of the output is the driver's, but a single GPU may have been asked for.
         alone = self.query.attached not in (None, len(self.query.gpus)) or gpu.pci is None
-        return Target(node=self.context.node, gpu=None if alone else index, pci=gpu.pci)
+        index = gpu.index if gpu.index is not None else None if alone else place
+        return Target(node=self.context.node, gpu=index, pci=gpu.pci)
 
     def finding(
         self,
@@ -326,7 +329,7 @@ class _Judge:
 
 def judge(query: Query, context: Context) -> list[Finding]:
     """Findings for every GPU of the output. A GPU of which nothing is wrong gives one PASS."""
-    work = _Judge(query, context)
+    work = Judge(query, context)
     found = [*work.missing(), *work.alike()]
     for index, gpu in enumerate(query.gpus):
         target = work.target(index, gpu)

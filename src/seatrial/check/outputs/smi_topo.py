@@ -13,6 +13,8 @@ from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence, list
 # The underlined head; where it was copied from a terminal, without its escape character.
 _COLOUR = re.compile(r"\x1b?\[[0-9]{1,2}(?:;[0-9]{1,2})*m")
 _DEVICE = r"(?:GPU[0-9]{1,3}|NIC[0-9]{1,3}|[a-z][a-z0-9_]*_[a-z0-9_]+)"
+# Of a single GPU no join says that it is this matrix, and not that of -p2p.
+_FIRST_ROW = r"^\s*GPU[0-9]{1,3}\s+(?:(?:X\s+)?(?:NV[0-9]|SYS|NODE|PHB|P[XI]B|PIX|C2C)|X\s*(?:$|[0-9]|N/A))"
 _JOIN = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|NV[0-9]{1,2}|C2C|N/A", re.ASCII)
 _GPU = re.compile(r"GPU(?P<index>[0-9]{1,3})", re.ASCII)
 _LEGEND = re.compile(
@@ -47,8 +49,7 @@ def matches(text: str) -> bool:
     """Whether a matrix of GPUs is in the text."""
     clean = _COLOUR.sub("", text[:20_000])
     return re.search(r"^\s+GPU[0-9]{1,3}\b.*$", clean, re.MULTILINE) is not None and (
-        re.search(r"^\s*GPU[0-9]{1,3}\s+(?:X|NV[0-9]|SYS|NODE|PHB|P[XI]B|PIX)", clean, re.MULTILINE)
-        is not None
+        re.search(_FIRST_ROW, clean, re.MULTILINE) is not None
     )
 
 

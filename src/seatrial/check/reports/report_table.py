@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ _NAMES_SHOWN = 24
 _INDENT = 10
 
 Line = tuple[str, str]  # text and style
+_PORT_OF = re.compile(r"^(\d+) to (.+)$")  # a switch stands in the place of a peer
 
 
 def table(report: Report, orders: Sequence[Order] = (), *, width: int = 100) -> list[Line]:
@@ -140,7 +142,7 @@ def targets(group: Sequence[Finding]) -> str:
     rest: dict[str, list[str]] = {}
     for node in sorted({t.node or "" for t in whole}, key=natural):
         parts = _parts([replace(t, node=None) for t in whole if (t.node or "") == node])
-        for part in [p.removeprefix("to ") for p in parts] if blames else parts:
+        for part in [_PORT_OF.sub(r"\2 port \1", p.removeprefix("to ")) for p in parts] if blames else parts:
             rest.setdefault(part, []).append(node)
     # All nodes of which the same is said together, in the order of the first of them.
     said: list[tuple[str, int]] = []
