@@ -18,7 +18,7 @@ _DEVICE = re.compile(r"^hca_id:\s*(?P<name>\S.*?)\s*$")
 _PORT = re.compile(r"^\s+port:\s*(?P<number>\d{1,3})\s*$")
 _FIELD = re.compile(r"^\s+(?P<name>[a-z][\w ]{0,60}?):\s*(?P<value>.*?)\s*$")
 # What stands below the capabilities of -v: flags in capitals or words, and sentences without a value.
-_FLAG = re.compile(r"^\s+[A-Za-z][\w \t.,()/-]{0,80}(?:[:=]\s*[\w.]*)?\s*$")
+_FLAG = re.compile(r"^\s+[A-Za-z][\w \t.,()/-]{0,80}(?:[:=]\s*(?:0x)?[0-9A-Fa-f]*)?\s*$")
 _GID = re.compile(
     r"^\s+GID\[\s*\d+\]:\s*(?:(?:[0-9a-f]{4}:){7}[0-9a-f]{4}|[0-9a-f:.]+(?=,))(?:, (?:RoCE v[12](?:\.\d)?|IB/RoCE v1))?\s*$"
 )

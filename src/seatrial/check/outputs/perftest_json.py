@@ -12,7 +12,7 @@ from typing import Any
 from seatrial.check.outputs.perftest_run import Row, Run, Runs, consistent
 from seatrial.check.tool import Lines, ParseError, read_json
 
-_PAIR = re.compile(r'^\s*"?(?P<name>[A-Za-z][\w .*]*?)"?\s*:\s*(?P<value>"[^"]*"|[^\s,{}]+)\s*,?\s*$')
+_PAIR = re.compile(r'^\s*"?(?P<name>[A-Za-z][\w .*]*?)"?\s*:\s*(?P<value>"[^"]*"|[^\s,{}]+)\s*,\s*$')
 _OPENS = re.compile(r'^\s*"?(?P<name>test_info|results)"?\s*:\s*\{\s*$')
 _SETTINGS = {"Device": "device", "Number_of_qps": "number of qps", "Link_type": "link type"}
 _TIMES = {"t_min": "min", "t_max": "max", "t_typical": "typical", "t_avg": "avg", "percentile_99": "99"}
