@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from seatrial.check.findings import Finding, Target, Verdict
-from seatrial.check.outputs.say import Say
+from seatrial.check.outputs.say import Say, having
 from seatrial.check.tool import Context, Lines, ParseError, Tool, read_json
 
 _ROW = re.compile(r"\|(?P<depth> *(?:-> )?) ?(?P<name>[^|]*?)\s*\|\s*(?P<value>[^|]*?)\s*\|\s*")
@@ -38,11 +38,6 @@ class Health:
     file: str
     entries: tuple[Entry, ...]
     error: tuple[str, int] | None = None
-
-
-def matches(text: str) -> bool:
-    """Its title, in the table or the JSON, or its own errors."""
-    return re.search(r"^\|\s*(?:Health Monitor Report|Overall Health:)|\"Health Monitor Report\"|^Error: (?:Health watches not enabled|Unable to check health watches)", text, re.M) is not None  # fmt: skip
 
 
 def parse(lines: Lines, file: str) -> Health:
@@ -86,44 +81,35 @@ def _walk(path: tuple[str, ...], children: Any) -> Iterator[Entry]:
     for name, child in children.items() if isinstance(children, dict) else ():
         if isinstance(child, dict):
             more = child.get("overflow")
-            yield Entry(
-                (*path, str(name)),
-                str(child.get("value") or ""),
-                None,
-                " ".join(map(str, more)) if isinstance(more, list) else "",
-            )
+            words = " ".join(map(str, more)) if isinstance(more, list) else ""
+            yield Entry((*path, str(name)), str(child.get("value") or ""), None, words)
             yield from _walk((*path, str(name)), child.get("children"))
 
 
 def judge(health: Health, context: Context) -> list[Finding]:
     """Each system that warns or fails; UNJUDGED for words that are not known and for watches that are off."""
-    say = Say(health.file, context)
+    say = Say(health.file, context, "DIA005")
     if health.error is not None:
-        say("DIA002", "UNJUDGED", health.error[0][:200], health.error[1])
+        say("UNJUDGED", health.error[0][:200], health.error[1], code="DIA002")
+    long = [e.path for e in health.entries if len(e.path) > 3]
     for entry in health.entries:
         *around, name = entry.path
-        gpu = int(around[1]) if around[:1] == ["GPU"] and len(around) > 1 and around[1].isdecimal() else None
         verdict = _WORDS.get(entry.value, "UNJUDGED")
-        summed = len(entry.path) < 4 and any(
-            e.path[: len(entry.path)] == entry.path and len(e.path) > 3 for e in health.entries
-        )
+        summed = len(entry.path) < 4 and any(p[: len(entry.path)] == entry.path for p in long)
         if verdict == "PASS" or not entry.value or not around or (summed and verdict != "UNJUDGED"):
             continue
-        text = (
-            f"{' '.join(x for x in (*around[:2], name) if gpu is None or x not in around[:2])}: {entry.value}"
-        )
-        say(
-            "DIA005",
-            verdict,
-            f"{text}; {entry.more}"[:400] if entry.more else text,
-            entry.line,
-            target=Target(gpu=gpu),
-        )
+        on_gpu = around[0] == "GPU" and len(around) > 1 and around[1].isdecimal()
+        text = f"{name if on_gpu else ' '.join((*around[:2], name))}: {entry.value}"
+        text = f"{text}; {entry.more}"[:400] if entry.more else text
+        say(verdict, text, entry.line, target=Target(gpu=int(around[1]) if on_gpu else None))
     overall = next((e.value for e in health.entries if e.path == ("Overall Health",)), "Healthy")
     verdict = _WORDS.get(overall, "UNJUDGED")
     if verdict not in {"PASS", *(f.verdict for f in say.found)}:
-        say("DIA005", verdict, f"overall health: {overall}"[:80])
-    return say.all_well("DIA005", "DCGM's watches call all healthy")
+        say(verdict, f"overall health: {overall}"[:80])
+    return say.all_well("DCGM's watches call all healthy")
 
 
-TOOLS: tuple[Tool[Health], ...] = (Tool("dcgmi health", matches, parse, judge, begins=None),)
+_MATCHES = having(
+    r"^\|\s*(?:Health Monitor Report|Overall Health:)|\"Health Monitor Report\"|^Error: (?:Health watches not enabled|Unable to check health watches)"
+)
+TOOLS: tuple[Tool[Health], ...] = (Tool("dcgmi health", _MATCHES, parse, judge),)

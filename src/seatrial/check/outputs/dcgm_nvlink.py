@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 
 from seatrial.check.findings import Finding
+from seatrial.check.outputs.say import having
 from seatrial.check.outputs.smi_gpu_list import Gpu, GpuList, Link
 from seatrial.check.outputs.smi_nvlink import judge as judge_links
 from seatrial.check.tool import Context, Lines, ParseError, Tool
@@ -19,11 +20,6 @@ _BESIDE = re.compile(
     r"\|?\s*NvLink Link Status\s*\|?|GPUs:|NvSwitches:|\s+No (?:GPUs|NvSwitches) found\.|Key: Up=U, Down=D, Disabled=X, Not Supported=_|\s+Link Entities:.*|\s+(?:\d+:\d+ ?)+"
 )
 _END = "Key: Up=U"
-
-
-def matches(text: str) -> bool:
-    """Its title."""
-    return re.search(r"^\|\s*NvLink Link Status\s*\|", text, re.M) is not None
 
 
 def parse(lines: Lines, file: str) -> GpuList:
@@ -61,5 +57,11 @@ def judge(output: GpuList, context: Context) -> list[Finding]:
 
 
 TOOLS: tuple[Tool[GpuList], ...] = (
-    Tool("dcgmi nvlink -s", matches, parse, judge, begins=re.compile(r"\|\s*NvLink Link Status\s*\|")),
+    Tool(
+        "dcgmi nvlink -s",
+        having(r"^\|\s*NvLink Link Status\s*\|"),
+        parse,
+        judge,
+        begins=re.compile(r"\|\s*NvLink Link Status\s*\|"),
+    ),
 )

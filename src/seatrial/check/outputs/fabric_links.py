@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from seatrial.check.blame.topology import Link, Topology, judge_topology
 from seatrial.check.findings import Expected, Finding, Target
 from seatrial.check.outputs.network import damaged
-from seatrial.check.outputs.say import Say
+from seatrial.check.outputs.say import Say, having
 from seatrial.check.tool import Context, Lines, ParseError, Tool
 
 _NODE = re.compile(r"(?P<kind>Switch|CA|Router): (?:0x[0-9a-f]+ )?(?P<name>.*?):\s*")
@@ -31,15 +30,8 @@ _PORT = re.compile(
 )
 # Gb/s of a lane on the wire: InfiniBand Architecture Specification; libibmad/dump.c.
 _SPEEDS = {
-    "2.5": "SDR",
-    "5.0": "DDR",
-    "10.0": "QDR",
-    "14.0625": "FDR",
-    "25.78125": "EDR",
-    "53.125": "HDR",
-    "106.25": "NDR",
-    "212.5": "XDR",
-}
+    "2.5": "SDR", "5.0": "DDR", "10.0": "QDR", "14.0625": "FDR", "25.78125": "EDR", "53.125": "HDR", "106.25": "NDR", "212.5": "XDR",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,57 +125,39 @@ def _facts(tool: str, file: str, ends: list[End]) -> LinkFacts:
 
 def judge(facts: LinkFacts, context: Context) -> list[Finding]:
     """Links that are not active or below what both ends can do, then leaves and links against each other."""
-    say = Say(facts.file, context)
-    seen: set[frozenset[tuple[str, int]]] = set()
+    say = Say(facts.file, context, "TOP002")
+    said: set[frozenset[tuple[str, int]]] = set()  # links, once from either end
     for end in facts.ends:
-        pair = frozenset((end.near, end.far))
         target = Target(peer=end.name, port=str(end.near[1]))
         link = f"{end.name} port {end.near[1]} to {end.far_name}"
-        if pair in seen:
+        slow, ill = bool(end.could), end.state not in ("", "Active/LinkUp")
+        if (pair := frozenset((end.near, end.far))) in said or not (slow or ill):
             continue
-        if end.state not in ("", "Active/LinkUp"):
-            seen.add(pair)
-            say("TOP002", "FAIL", f"{link}: {end.state}", end.line, target=target, measured=end.state)
-        elif end.could:
-            seen.add(pair)
-            expected = Expected(
+        said.add(pair)
+        if ill:
+            say("FAIL", f"{link}: {end.state}", end.line, target=target, measured=end.state)
+        else:
+            could = Expected(
                 end.could.removeprefix("Could be "), source="what both ends can do, by iblinkinfo"
             )
             text = f"{link}: {end.rate}, {end.could[:1].lower()}{end.could[1:]}"
-            say("TOP002", "FAIL", text, end.line, target=target, measured=end.rate, expected=expected)
+            say("FAIL", text, end.line, target=target, measured=end.rate, expected=could)
     switches = {e.near[0] for e in facts.ends if e.switch}
     links = [
         Link(e.name, e.near[1], e.far[0] in switches, e.far_name, e.rate)
         for e in facts.ends
-        if e.switch and frozenset((e.near, e.far)) not in seen
+        if e.switch and frozenset((e.near, e.far)) not in said
     ]
+    if not links and not say.found:
+        say("UNJUDGED", "no switch shows its links here", code="TOP001")
     found = [*damaged(facts.damage, facts.file, facts.tool), *say.found]
-    if links:
-        found += [
-            f
-            for f in judge_topology(Topology({}, tuple(links), facts.file))
-            if f.verdict != "PASS" or not found
-        ]
-    elif not say.found:
-        say("TOP001", "UNJUDGED", "no switch shows its links here")
-        found += say.found
-    return found
+    judged = judge_topology(Topology({}, tuple(links), facts.file)) if links else []
+    return found + [f for f in judged if f.verdict != "PASS" or not found]
 
 
-def _tool(
-    name: str, pattern: str, parse: Callable[[Lines, str], LinkFacts], begins: str | None
-) -> Tool[LinkFacts]:
-    told = re.compile(pattern, re.MULTILINE)
-    return Tool(
-        name,
-        lambda text: told.search(text) is not None,
-        parse,
-        judge,
-        begins=None if begins is None else re.compile(begins),
-    )
-
-
+_INFOS = having(r"^.{0,200}\d\[ *\d*\] ==\(.{0,60}\)==> ")
+_PORTS = having(r"^(?:CA|SW) +\d+ +\d+ 0x[0-9a-f]{16} \d+x \w+ ")
 TOOLS: tuple[Tool[LinkFacts], ...] = (
-    _tool("iblinkinfo", r"^.{0,200}\d\[ *\d*\] ==\(.{0,60}\)==> ", parse_info, None),
-    _tool("ibnetdiscover -p", r"^(?:CA|SW) +\d+ +\d+ 0x[0-9a-f]{16} \d+x \w+ ", parse_ports, None),
+    Tool("iblinkinfo", _INFOS, parse_info, judge),
+    Tool("ibnetdiscover -p", _PORTS, parse_ports, judge),
 )

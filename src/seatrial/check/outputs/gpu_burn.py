@@ -12,8 +12,8 @@ from statistics import median
 from seatrial.check.findings import Expected, Finding, Target
 from seatrial.check.floors import find_sku, judge_share
 from seatrial.check.outputs.gpu_count import count_findings
-from seatrial.check.outputs.say import Say
-from seatrial.check.tool import Context, Lines, ParseError, Tool
+from seatrial.check.outputs.say import Say, having
+from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
 
 _GPU = re.compile(r"GPU (?P<index>\d{1,3}): (?P<name>.{1,120}?) \(UUID: [^)]{1,80}\)\s*")
 _PROGRESS = re.compile(
@@ -43,13 +43,6 @@ class Burn:
     results: dict[int, tuple[bool, int]] = field(default_factory=dict)  # GPU -> right, line
     tested: int | None = None
     fatal: list[tuple[int, str]] = field(default_factory=list)
-
-
-def matches(text: str) -> bool:
-    """A line of progress, or the list of results."""
-    return ("Gflop/s)" in text and "proc'd:" in text) or re.search(
-        r"^Tested \d+ GPUs:\s*$", text, re.M
-    ) is not None
 
 
 def parse(lines: Lines, file: str) -> Burn:
@@ -89,44 +82,30 @@ def _take(run: Burn, part: str, number: int) -> bool:
 
 def judge(run: Burn, context: Context) -> list[Finding]:
     """FAIL for wrong results and for GPUs that died; the rates against each other; UNJUDGED for a run that did not end."""
-    say = Say(run.file, context)
+    say = Say(run.file, context, "DIA001")
     for number, text in run.fatal:
-        say("NOD022", "FAIL", text[:200], number)
+        say("FAIL", text[:200], number, code="NOD022")
     for index in sorted({*run.errors, *(i for i, (right, _) in run.results.items() if not right)}):
         line = run.results.get(index, (False, None))[1] or run.errors.get(index)
-        say("DIA001", "FAIL", "wrong results under load, or it died", line, target=Target(gpu=index))
-    if not run.fatal and (
-        run.tested is None or len(run.results) != run.tested or (run.rates and run.share < _WHOLE)
-    ):
-        say(
-            "DIA002",
-            "UNJUDGED",
-            f"the run is not whole: {run.share:g} % of it, results of {len(run.results)} GPUs",
-        )
+        say("FAIL", "wrong results under load, or it died", line, target=Target(gpu=index))
+    whole = len(run.results) == run.tested and (not run.rates or run.share >= _WHOLE)
+    if not run.fatal and not whole:
+        text = f"the run is not whole: {run.share:g} % of it, results of GPU {listed(sorted(run.results)) or 'none'}"
+        say("UNJUDGED", text, code="DIA002")
     names = {*run.names.values()}
     sku = find_sku(names.pop()) if len(names) == 1 else None
     say.found += count_findings(sorted(run.results), sku, context, (run.file,))
     steady = [r for r in run.rates if len(r) == len(run.results) and all(r)]
-    if len(run.results) > 2 and steady:
-        usual = [median(r[i] for r in steady) for i in range(len(run.results))]
-        for index, rate in enumerate(usual):
-            middle = median([*usual[:index], *usual[index + 1 :]])
-            verdict = judge_share(rate, middle)
-            if verdict != "PASS":
-                expected = Expected(middle, "Gflop/s", "median of the node's other GPUs")
-                text = f"{rate:.0f} Gflop/s under load, the others {middle:.0f}"
-                target = Target(gpu=index)
-                say(
-                    "NOD024",
-                    verdict,
-                    text,
-                    target=target,
-                    measured=rate,
-                    unit="Gflop/s",
-                    expected=expected,
-                    median=middle,
-                )
-    return say.all_well("DIA004", f"gpu_burn: {len(run.results)} GPUs computed right")
+    usual = [median(r[i] for r in steady) for i in range(len(run.results))] if steady else []
+    for index, rate in enumerate(usual if len(usual) > 2 else ()):
+        middle = median([*usual[:index], *usual[index + 1 :]])
+        if (verdict := judge_share(rate, middle)) != "PASS":
+            expected = Expected(middle, "Gflop/s", "median of the node's other GPUs")
+            text = f"{rate:.0f} Gflop/s under load, the others {middle:.0f}"
+            at = Target(gpu=index)
+            say(verdict, text, code="NOD024", target=at, measured=rate, expected=expected, median=middle)
+    return say.all_well(f"gpu_burn: GPU {listed(sorted(run.results))} computed right", code="DIA004")
 
 
-TOOLS: tuple[Tool[Burn], ...] = (Tool("gpu_burn", matches, parse, judge),)
+_MATCHES = having(r"proc'd: .*Gflop/s\)|^Tested \d+ GPUs:\s*$")
+TOOLS: tuple[Tool[Burn], ...] = (Tool("gpu_burn", _MATCHES, parse, judge),)

@@ -9,12 +9,13 @@ import re
 from dataclasses import dataclass
 
 from seatrial.check.findings import Finding, Verdict
-from seatrial.check.outputs.say import Say
+from seatrial.check.outputs.say import Say, having
 from seatrial.check.tool import Context, Lines, ParseError, Tool
 
 _RECORD = re.compile(
-    r"\s*(?P<id>[0-9a-f]{1,4}) \| +(?:(?P<date>\d\d/\d\d/\d{2,4}|Pre-Init) +\|\s*(?P<time>[\d:]{8}(?: \w{3,5})?|\d{1,10}) ?\| +)?(?P<what>\S.*?)\s*"
+    r"\s*(?P<id>[0-9a-f]{1,4}) \| +(?:(?P<date>\d\d/\d\d/\d{2,4}|Pre-Init) +\|\s*(?P<time>[\d:]{8}(?: \w{3,5})?|\d{1,10}|Pre-Init)\s*\| +)?(?P<what>\S.*?)\s*"
 )
+_STATELESS = ("OEM record", "System Boot", "Linux")
 _EMPTY = re.compile(r"SEL has no entries\s*")
 # By sensor and event; the first that fits counts.
 _RULES: tuple[tuple[Verdict, str], ...] = (
@@ -49,18 +50,6 @@ class Sel:
     events: tuple[Event, ...]
 
 
-def matches(text: str) -> bool:
-    """A record with its number, date and time, or the word that there is none."""
-    return (
-        re.search(
-            r"^\s*[0-9a-f]{1,4} \| +(?:\d\d/\d\d/\d{2,4}|Pre-Init) +\|\s*[\d:]+|^SEL has no entries",
-            text,
-            re.M,
-        )
-        is not None
-    )
-
-
 def parse(lines: Lines, file: str) -> Sel:
     """Raises ParseError where no record is in it."""
     events: list[Event] = []
@@ -71,20 +60,10 @@ def parse(lines: Lines, file: str) -> Sel:
         elif (found := _RECORD.fullmatch(line)) and ("|" in found["what"] or "kernel panic" in found["what"]):
             parts = [p.strip() for p in found["what"].split("|")]
             state = next((p for p in parts if p in ("Asserted", "Deasserted")), "")
-            if (
-                not state
-                and len(parts) == 2
-                and not parts[0].startswith(("OEM record", "System Boot", "Linux"))
-            ):
+            if not state and len(parts) == 2 and not parts[0].startswith(_STATELESS):
                 continue  # cut off before it says which
-            events.append(
-                Event(
-                    number,
-                    f"{found['date'] or ''} {found['time'] or ''}".strip(),
-                    " | ".join(parts[:2]),
-                    state == "Deasserted",
-                )
-            )
+            when = f"{found['date'] or ''} {found['time'] or ''}".strip()
+            events.append(Event(number, when, " | ".join(parts[:2]), state == "Deasserted"))
             seen = True
         else:
             continue
@@ -96,7 +75,7 @@ def parse(lines: Lines, file: str) -> Sel:
 
 def judge(sel: Sel, context: Context) -> list[Finding]:
     """One finding for each sensor and event that is still asserted; what no rule knows is UNJUDGED."""
-    say = Say(sel.file, context)
+    say = Say(sel.file, context, "SEL001")
     open_: dict[str, list[Event]] = {}
     for event in sel.events:
         if event.over:
@@ -110,24 +89,16 @@ def judge(sel: Sel, context: Context) -> list[Finding]:
             unknown += events
         elif verdict != "PASS":
             times = f", {len(events)} times" if len(events) > 1 else ""
-            say(
-                "SEL001",
-                verdict,
-                f"{what.replace(' | ', ': ')}{times}, last {events[-1].when}",
-                *(e.line for e in events),
-            )
+            text = f"{what.replace(' | ', ': ')}{times}, last {events[-1].when}"
+            say(verdict, text, *(e.line for e in events))
     if unknown:
-        kinds = dict.fromkeys(e.what.replace(" | ", ": ")[:60] for e in unknown)
-        say(
-            "SEL001",
-            "UNJUDGED",
-            f"{len(unknown)} records of which nothing is known: {'; '.join(list(kinds)[:4])}",
-            *(e.line for e in unknown),
-        )
-    return say.all_well(
-        "SEL001",
-        f"nothing that is still wrong in {len(sel.events)} records of the management controller's log",
-    )
+        kinds = list(dict.fromkeys(e.what.replace(" | ", ": ")[:60] for e in unknown))
+        text = f"{len(unknown)} of the log's records are not known: {'; '.join(kinds[:4])}"
+        say("UNJUDGED", text, *(e.line for e in unknown))
+    return say.all_well("nothing that is still wrong in the log of the management controller")
 
 
-TOOLS: tuple[Tool[Sel], ...] = (Tool("ipmitool sel", matches, parse, judge),)
+_MATCHES = having(
+    r"^\s*[0-9a-f]{1,4} \| +(?:\d\d/\d\d/\d{2,4}|Pre-Init) +\|\s*(?:[\d:]+|Pre-Init)|^SEL has no entries"
+)
+TOOLS: tuple[Tool[Sel], ...] = (Tool("ipmitool sel", _MATCHES, parse, judge),)

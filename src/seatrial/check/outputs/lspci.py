@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.gpu_count import count_findings
-from seatrial.check.outputs.say import Say
+from seatrial.check.outputs.say import Say, having
 from seatrial.check.tool import Context, Lines, ParseError, Tool
 from seatrial.hardware.xid import address
 
@@ -22,13 +22,16 @@ _LINK = re.compile(
     r"\s+Lnk(?P<what>Cap|Sta):\s+(?:Port #\d+, )?Speed (?P<speed>[\d.]+GT/s|unknown)[^,]*, Width x(?P<width>\d+).*"
 )
 _DEAD = re.compile(r"\s*!!! Unknown header type 7f\s*")
-_DENIED = re.compile(r"\s+Capabilities: <access denied>\s*")
-_GPU = re.compile(r"3D controller|Processing accelerators|VGA compatible controller|Display controller")
-_ACCELERATOR = re.compile(r"NVIDIA|Instinct|Aldebaran|Aqua Vanjaram|MI\d{3}|Habana|Gaudi", re.IGNORECASE)
-_ADAPTER = re.compile(
-    r"Infiniband controller|ConnectX|BlueField|BCM57[5-9]|Pensando|Pollara|Elastic Fabric", re.IGNORECASE
+# What is shown of a device below its head, with -x its registers, and what lspci says when it lacks a library.
+_DETAIL = re.compile(
+    r"(?:\t+ ?| {4,})(?:10Bit|[A-Z!<\[])[^|]*|[0-9a-f]{2,3}:(?: [0-9a-f]{2}){1,16}\s*|lspci: Unable to load libkmod .*"
 )
-_SWITCH = re.compile(r"NVSwitch|\[?Quantum|GH100 \[H100 NVSwitch\]|Bridge: NVIDIA", re.IGNORECASE)
+_DENIED = re.compile(r"\s+Capabilities: <access denied>\s*")
+_KINDS = (
+    ("GPU", re.compile(r"(?i:(?:3D|VGA compatible|Display) controller|Processing accelerators)\b.*\b(?i:NVIDIA|Instinct|Aldebaran|Aqua Vanjaram|MI\d{3}|Habana|Gaudi)")),
+    ("adapter", re.compile(r"Infiniband controller|.*(?:ConnectX|BlueField|BCM57[5-9]|Pensando|Pollara|Elastic Fabric)", re.IGNORECASE)),
+    ("NVSwitch", re.compile(r".*NVSwitch|Bridge: NVIDIA", re.IGNORECASE)),
+)  # fmt: skip
 _HYPER = re.compile(
     r"SXM|HGX|NVLink|OAM|Instinct", re.IGNORECASE
 )  # on boards whose slots are as wide as the card
@@ -49,45 +52,36 @@ class Device:
 
 @dataclass(frozen=True)
 class Bus:
-    """Accelerators and adapters among `count` devices."""
+    """Accelerators and adapters among `count` devices. `whole`: of the whole bus, not only of some devices."""
 
     file: str
     devices: tuple[Device, ...]
     count: int
-
-
-def matches(text: str) -> bool:
-    """A line as "19:00.0 3D controller: NVIDIA Corporation ...": of a class that the bus has."""
-    return (
-        re.search(
-            r"^(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7] [A-Z0-9][\w /-]+(?: \[[0-9a-f]{4}\])?: \S",
-            text,
-            re.M,
-        )
-        is not None
-    )
+    whole: bool
 
 
 def parse(lines: Lines, file: str) -> Bus:
-    """Raises ParseError where no device is in it. Of a device everything that is indented below it is known."""
+    """Raises ParseError where no device is in it."""
     devices: list[Device] = []
     now: Device | None = None
-    count = 0
+    count, whole = 0, False
     for number, line in lines:
         if found := _DEVICE.fullmatch(line):
             count += 1
-            kind = "gpu" if _GPU.match(found["kind"]) and _ACCELERATOR.search(found["name"]) else ""
-            kind = kind or ("nic" if _ADAPTER.search(f"{found['kind']}: {found['name']}") else "")
-            kind = kind or ("switch" if _SWITCH.search(f"{found['kind']}: {found['name']}") else "")
+            whole = whole or found["kind"] == "Host bridge"
+            told = f"{found['kind']}: {found['name']}"
+            kind = next((kind for kind, pattern in _KINDS if pattern.match(told)), "")
             gone = found["rev"] == "ff"
             now = Device(address(found["pci"]) or found["pci"], kind, found["name"], number, gone)
             if kind or gone:
                 devices.append(now)
-        elif now is None or not line[:1].isspace():
+        elif now is None or not _DETAIL.fullmatch(line):
             continue
         elif link := _LINK.fullmatch(line):
+            if link["what"] in now.links:
+                continue  # of another device, whose head is lost
             speed = None if link["speed"] == "unknown" else float(link["speed"].removesuffix("GT/s"))
-            now.links.setdefault(link["what"], (speed, int(link["width"]), number))
+            now.links[link["what"]] = (speed, int(link["width"]), number)
         elif _DENIED.fullmatch(line):
             now.denied = True
         elif _DEAD.fullmatch(line):
@@ -96,53 +90,57 @@ def parse(lines: Lines, file: str) -> Bus:
         lines.claim(number)
     if not count:
         raise ParseError("no device of the bus in it", file=file)
-    return Bus(file, tuple(devices), count)
+    return Bus(file, tuple(devices), count, whole)
 
 
 def judge(bus: Bus, context: Context) -> list[Finding]:
     """FAIL for what does not answer (rev ff), then links; UNJUDGED where -vv was not allowed to show them."""
-    say = Say(bus.file, context)
-    gpus = [d for d in bus.devices if d.kind == "gpu"]
-    if gpus and context.gpus is not None:
+    say = Say(bus.file, context, "PCI001")
+    gpus = [d for d in bus.devices if d.kind == "GPU"]
+    if bus.whole and not gpus and context.gpus:
+        say("FAIL", f"no GPU on the bus, {context.gpus} expected", code="GPU001", measured=0)
+    elif bus.whole:
         say.found += count_findings(range(len(gpus)), None, context, (bus.file,))
+    shown = any(d.links for d in bus.devices)  # with -vv
     for device in bus.devices:
         target = Target(pci=device.pci)
         if device.gone:
             text = f"{device.name[:80]} does not answer on the bus any more (rev ff)"
-            say("PCI001", "FAIL", text, device.line, target=target, measured="ff")
+            say("FAIL", text, device.line, target=target, measured="ff")
         elif device.denied:
-            say("PCI002", "UNJUDGED", "its link can only be seen by root", device.line, target=target)
-        elif device.links:
+            say("UNJUDGED", "its link can only be seen by root", device.line, code="PCI002", target=target)
+        elif device.links or (device.kind and shown):
             _link(say, device, target)
     if not bus.devices:
-        say("PCI001", "UNJUDGED", f"no accelerator and no fabric adapter among {bus.count} devices")
-    kinds = ", ".join(f"{n} {what}{'s' * (n > 1)}" for kind, what in (("gpu", "GPU"), ("nic", "adapter"), ("switch", "switch")) if (n := sum(d.kind == kind for d in bus.devices)))  # fmt: skip
-    return say.all_well("PCI001", f"{kinds} on the bus, all answer")
+        say("UNJUDGED", f"no accelerator and no fabric adapter among {bus.count} devices")
+    counts = [(sum(d.kind == kind for d in bus.devices), kind) for kind in ("GPU", "adapter", "NVSwitch")]
+    kinds = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for n, kind in counts if n)
+    return say.all_well(f"{kinds} on the bus, all answer")
 
 
 def _link(say: Say, device: Device, target: Target) -> None:
     if not {"Cap", "Sta"} <= device.links.keys():
-        say("PCI002", "UNJUDGED", "LnkCap or LnkSta is missing: cut off", device.line, target=target)
+        say("UNJUDGED", "LnkCap or LnkSta is missing: cut off", device.line, code="PCI002", target=target)
         return
     (could, widest, _), (speed, width, line) = device.links["Cap"], device.links["Sta"]
+    about = device.name[:60]
     if width < widest:
         verdict: Verdict = "FAIL" if width == 0 or _HYPER.search(device.name) else "WARN"
-        expected = Expected(widest, "lanes", "LnkCap")
-        say(
-            "PCI002",
-            verdict,
-            f"{device.name[:60]}: x{width} of x{widest}",
-            line,
-            target=target,
-            measured=width,
-            unit="lanes",
-            expected=expected,
-        )
+        least, text = Expected(widest, "lanes", "LnkCap"), f"{about}: x{width} of x{widest}"
+        say(verdict, text, line, code="PCI002", target=target, measured=width, expected=least)
     # A GPU lowers its speed on purpose when it is idle, never its width.
-    if device.kind != "gpu" and could is not None and (speed is None or speed < could):
-        expected = Expected(could, "GT/s", "LnkCap")
-        text = f"{device.name[:60]}: {speed or 0:g} GT/s of {could:g}"
-        say("PCI002", "WARN", text, line, target=target, measured=speed, unit="GT/s", expected=expected)
+    if device.kind != "GPU" and could is not None and (speed is None or speed < could):
+        least, text = Expected(could, "GT/s", "LnkCap"), f"{about}: {speed or 0:g} GT/s of {could:g}"
+        say("WARN", text, line, code="PCI002", target=target, measured=speed, expected=least)
 
 
-TOOLS: tuple[Tool[Bus], ...] = (Tool("lspci", matches, parse, judge),)
+def inventory(bus: Bus) -> dict[str, str | int | float]:
+    """How many GPUs answer; nothing where only some devices were asked for."""
+    gpus = sum(d.kind == "GPU" and not d.gone for d in bus.devices)
+    return {"GPUs": gpus} if bus.whole and gpus else {}
+
+
+_MATCHES = having(
+    r"^(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7] [A-Z0-9][\w /-]+(?: \[[0-9a-f]{4}\])?: \S"
+)
+TOOLS: tuple[Tool[Bus], ...] = (Tool("lspci", _MATCHES, parse, judge, inventory),)

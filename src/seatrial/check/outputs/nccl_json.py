@@ -12,6 +12,8 @@ from seatrial.check.outputs.nccl_judge import judge
 from seatrial.check.outputs.nccl_log import NcclLog, Rank, Row
 from seatrial.check.tool import Lines, ParseError, Tool, read_json
 
+_MOST = 1024  # GPUs of one process: no machine has more
+
 
 def matches(text: str) -> bool:
     """Names that only this JSON has."""
@@ -25,10 +27,10 @@ def parse(lines: Lines, file: str) -> NcclLog:
     try:
         config, average, bounds = table["config"], table["average_bus_bandwidth"], table["out_of_bounds"]
         log.test = re.split(r"[/\\]", str(table["args"][0]))[-1]
-        log.most_bytes, log.each = (
-            int(config["maximum_bytes"]),
-            int(config["nthreads"]) * int(config["ngpus"]),
-        )
+        log.most_bytes = int(config["maximum_bytes"])
+        log.each = int(config["nthreads"]) * int(config["ngpus"])
+        if not 0 < log.each <= _MOST:
+            raise ValueError(f"{log.each} GPUs of one process")
         factor = config.get("step_factor")
         log.step = (int(config["step_bytes"]), "bytes") if factor is None else (int(factor), "factor")
         log.rows = [_row(entry) for entry in table["results"]]

@@ -9,6 +9,7 @@ import re
 
 from seatrial.check.outputs.ibstat import judge
 from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory
+from seatrial.check.outputs.say import having
 from seatrial.check.tool import Lines, ParseError, Tool
 from seatrial.hardware import counters
 
@@ -30,13 +31,6 @@ _PHYSICAL = {
 }
 
 
-def matches(text: str) -> bool:
-    """A line "link mlx5_0/1 state ACTIVE physical_state LINK_UP netdev eth0"."""
-    return (
-        re.search(r"^(?:link |\d+/\d+: )\S+/\d+:? .*\bstate [A-Z_]+ physical_state ", text, re.M) is not None
-    )
-
-
 def parse(lines: Lines, file: str) -> PortsFacts:
     """All ports. Raises ParseError where none is in it. A device that no driver has bound is not in the output."""
     ports: list[PortFacts] = []
@@ -56,10 +50,10 @@ def parse(lines: Lines, file: str) -> PortsFacts:
 TOOLS = (
     Tool(
         "rdma link",
-        matches,
+        having(r"^(?:link |\d+/\d+: )\S+/\d+:? .*\bstate [A-Z_]+ physical_state "),
         parse,
         judge,
         inventory,
-        begins=re.compile(r"link (?P<id>\S+/\d+) (?:subnet_prefix|state) "),
+        begins=re.compile(r"link (?P<id>\S+/\d+?):? (?:subnet_prefix|state) "),
     ),
 )

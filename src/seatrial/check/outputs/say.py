@@ -1,51 +1,50 @@
-"""How a small reader's judge says what it found: each finding with its node and its places, and a PASS where nothing is wrong."""
+"""What small readers share: how a text is recognised, and how a judge says what it found."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.tool import Context, evidence
 
 
-class Say:
-    """The findings of one output, in the order in which they are said."""
+def having(pattern: str) -> Callable[[str], bool]:
+    """Whether a text has what `pattern` (re.MULTILINE) finds: for a tool's `matches`."""
+    compiled = re.compile(pattern, re.MULTILINE)
+    return lambda text: compiled.search(text) is not None
 
-    def __init__(self, file: str, context: Context) -> None:
-        self.file, self.context = file, context
+
+class Say:
+    """The findings of one output, in the order in which they are said; about `code` where no other is named."""
+
+    def __init__(self, file: str, context: Context, code: str) -> None:
+        self.file, self.context, self.code = file, context, code
         self.found: list[Finding] = []
 
     def __call__(
         self,
-        code: str,
         verdict: Verdict,
         text: str,
         *lines: int | None,
+        code: str = "",
         target: Target | None = None,
         measured: float | str | None = None,
-        unit: str = "",
         expected: Expected | None = None,
         median: float | None = None,
     ) -> None:
         """One finding; `lines` are its places, none for the whole file. UNJUDGED has `text` as its reason."""
+        target = replace(target or Target(), node=(target and target.node) or self.context.node)
+        unit, why = expected.unit if expected else "", text if verdict == "UNJUDGED" else ""
         places = evidence(self.file, [n for n in lines if n is not None]) or (self.file,)
+        code = code or self.code
         self.found.append(
-            Finding(
-                code,
-                verdict,
-                replace(target or Target(), node=(target and target.node) or self.context.node),
-                text,
-                measured,
-                unit,
-                expected,
-                median,
-                why_unjudged=text if verdict == "UNJUDGED" else "",
-                evidence=places,
-            )
+            Finding(code, verdict, target, text, measured, unit, expected, median, why, evidence=places)
         )
 
-    def all_well(self, code: str, text: str, *lines: int | None) -> list[Finding]:
+    def all_well(self, text: str, code: str = "") -> list[Finding]:
         """All findings; with a PASS where nothing else is among them."""
         if all(f.verdict == "PASS" for f in self.found):
-            self(code, "PASS", text, *lines)
+            self("PASS", text, code=code)
         return self.found

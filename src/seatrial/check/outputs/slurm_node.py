@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from seatrial.check.findings import Finding, Target, Verdict
-from seatrial.check.outputs.say import Say
+from seatrial.check.findings import Finding, Target
+from seatrial.check.outputs.say import Say, having
 from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
 
 _PAIR = re.compile(r"(?P<key>[A-Z][A-Za-z_]{1,30})=(?P<value>.*?)(?=\s+[A-Z][A-Za-z_]{1,30}=|\s*$)")
@@ -17,36 +17,13 @@ _LINE = re.compile(r"\s*[A-Z][A-Za-z_]{1,30}=.*")
 _REASON = re.compile(r"\s{5,}\S.*")  # a reason of several lines
 _NEEDED = ("State", "CfgTRES")
 # What keeps work away. What is planned or means only that work runs is no trouble.
-_OUT = {"DOWN", "ERROR", "FAIL", "NOT_RESPONDING", "INVALID_REG", "INVAL"}
-_ASIDE = {
-    "DRAIN",
-    "DRAINED",
-    "DRAINING",
-    "MAINTENANCE",
-    "MAINT",
-    "REBOOT_REQUESTED",
-    "REBOOT_ISSUED",
-    "POWER_DOWN",
-    "POWERED_DOWN",
-    "POWERING_DOWN",
-    "BLOCKED",
-    "UNKNOWN",
-    "FUTURE",
-}
-_GOOD = {
-    "IDLE",
-    "ALLOCATED",
-    "MIXED",
-    "COMPLETING",
-    "CLOUD",
-    "DYNAMIC_NORM",
-    "RESERVED",
-    "PLANNED",
-    "RESUME",
-    "POWERING_UP",
-    "POWER_UP",
-    "EXTERNAL",
-}
+_OUT = re.compile(r"DOWN|ERROR|FAIL|NOT_RESPONDING|INVALID_REG|INVAL")
+_ASIDE = re.compile(
+    r"DRAIN(?:ED|ING)?|MAINT(?:ENANCE)?|REBOOT_(?:REQUESTED|ISSUED)|POWER(?:ED|ING)?_DOWN|BLOCKED|UNKNOWN|FUTURE"
+)
+_GOOD = re.compile(
+    r"IDLE|ALLOCATED|MIXED|COMPLETING|CLOUD|DYNAMIC_NORM|RESERVED|PLANNED|RESUME|POWER(?:ING)?_UP|EXTERNAL"
+)
 
 
 @dataclass
@@ -64,11 +41,6 @@ class NodeFacts:
 
     file: str
     nodes: tuple[Node, ...]
-
-
-def matches(text: str) -> bool:
-    """A line that begins with NodeName= and says Arch or CoresPerSocket."""
-    return re.search(r"^NodeName=\S+ +(?:Arch=|CpuBind=|CoresPerSocket=)", text, re.M) is not None
 
 
 def parse(lines: Lines, file: str) -> NodeFacts:
@@ -92,43 +64,31 @@ def parse(lines: Lines, file: str) -> NodeFacts:
 
 def judge(facts: NodeFacts, context: Context) -> list[Finding]:
     """Each node by its state: FAIL if it is down or does not answer, WARN if it has been taken out."""
-    say = Say(facts.file, context)
+    say = Say(facts.file, context, "SLM001")
     for node in facts.nodes:
-        target, said = Target(node=node.name), node.fields
+        at, said = Target(node=node.name), node.fields
         # "MIXED+DRAIN", "IDLE*" in older ones: the star is NOT_RESPONDING.
         words = said.get("State", "").replace("*", "+NOT_RESPONDING").strip("+").split("+")
         reason = f": {said['Reason']}" if said.get("Reason") else ""
-        if bad := [w for w in words if w in _OUT] or [w for w in words if w in _ASIDE]:
-            text = f"Slurm: {', '.join(bad).lower()}{reason}"[:300]
-            verdict: Verdict = "FAIL" if bad[0] in _OUT else "WARN"
-            say("SLM001", verdict, text, node.line, target=target, measured=said["State"])
-        if unknown := [w for w in words if w not in _OUT | _ASIDE | _GOOD]:
+        if bad := [w for w in words if _OUT.fullmatch(w)] or [w for w in words if _ASIDE.fullmatch(w)]:
+            text = f"Slurm: {', '.join(bad).lower().replace('_', ' ')}{reason}"[:300]
             say(
-                "SLM001",
-                "UNJUDGED",
-                f"Slurm's state {', '.join(unknown)[:60]!r} is not known",
+                "FAIL" if _OUT.fullmatch(bad[0]) else "WARN",
+                text,
                 node.line,
-                target=target,
+                target=at,
+                measured=said["State"],
             )
+        if unknown := [w for w in words if not any(p.fullmatch(w) for p in (_OUT, _ASIDE, _GOOD))]:
+            say("UNJUDGED", f"Slurm's state {', '.join(unknown)[:60]!r} is not known", node.line, target=at)
         if lacking := [k for k in _NEEDED if k not in said]:
-            say("SLM001", "UNJUDGED", f"no {lacking[0]}: cut off", node.line, target=target)
+            say("UNJUDGED", f"no {lacking[0]}: cut off", node.line, target=at)
         if drained := said.get("GresDrain", "").replace("N/A", ""):
-            say(
-                "SLM001",
-                "WARN",
-                f"Slurm has taken out generic resources: {drained[:120]}",
-                node.line,
-                target=target,
-            )
-    return say.all_well("SLM001", f"Slurm gives work to {listed(n.name for n in facts.nodes)}")
+            say("WARN", f"Slurm has taken out generic resources: {drained[:120]}", node.line, target=at)
+    return say.all_well(f"Slurm gives work to {listed(n.name for n in facts.nodes)}")
 
 
+_FIRST = r"NodeName=(?P<id>\S+) +(?:Arch|CpuBind|CoresPerSocket)="
 TOOLS: tuple[Tool[NodeFacts], ...] = (
-    Tool(
-        "scontrol show node",
-        matches,
-        parse,
-        judge,
-        begins=re.compile(r"NodeName=(?P<id>\S+) +(?:Arch|CpuBind|CoresPerSocket)="),
-    ),
+    Tool("scontrol show node", having(f"^{_FIRST}"), parse, judge, begins=re.compile(_FIRST)),
 )

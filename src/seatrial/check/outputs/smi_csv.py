@@ -16,7 +16,7 @@ from seatrial.check.outputs.say import Say
 from seatrial.check.outputs.smi_query import LOST, Gpu, Query, Value
 from seatrial.check.outputs.smi_query_damage import malformed
 from seatrial.check.outputs.smi_query_judge import Judge, inventory
-from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence
+from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence, listed
 from seatrial.hardware.xid import address
 
 _COLUMN = re.compile(r"[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*(?: \[[^\]]{1,10}\])?")
@@ -27,18 +27,13 @@ _KNOWN = re.compile(
 _VALUE = re.compile(
     r"GPU-[0-9a-f-]{36}|(?:NVIDIA|Tesla|Quadro|GeForce|TITAN) .{1,80}|[0-9A-F]{4,8}:[0-9A-F]{2}:[0-9A-F]{2}\.0"
 )
+# What -q calls these columns.
 _PATHS = {
-    "name": "product_name",
-    "gpu_name": "product_name",
-    "vbios_version": "vbios_version",
-    "pstate": "performance_state",
-    "memory.total": "fb_memory_usage.total",
-    "ecc.mode.current": "ecc_mode.current",
-    "mig.mode.current": "mig_mode.current",
+    "name": "product_name", "gpu_name": "product_name", "pstate": "performance_state", "memory.total": "fb_memory_usage.total",
+    "ecc.mode.current": "ecc_mode.current", "mig.mode.current": "mig_mode.current",
+    "ecc.errors.uncorrected.volatile.total": "ecc_errors.volatile.uncorrectable_total",
     "power.limit": "gpu_power_readings.current_power_limit",
-    "clocks.sm": "clocks.sm",
-    "clocks.current.sm": "clocks.sm",
-    "clocks.max.sm": "max_clocks.sm",
+    "clocks.current.sm": "clocks.sm", "clocks.max.sm": "max_clocks.sm",
     "pcie.link.gen.current": "pci.gpu_link_info.pcie_generation.current",
     "pcie.link.gen.gpucurrent": "pci.gpu_link_info.pcie_generation.current",
     "pcie.link.gen.max": "pci.gpu_link_info.pcie_generation.max",
@@ -47,15 +42,11 @@ _PATHS = {
     "retired_pages.single_bit_ecc.count": "retired_pages.single_bit_ecc",
     "retired_pages.double_bit.count": "retired_pages.double_bit_ecc",
     "retired_pages.pending": "retired_pages.pending_page_blacklist",
-    "remapped_rows.correctable": "remapped_rows.correctable_error",
-    "remapped_rows.uncorrectable": "remapped_rows.uncorrectable_error",
-    "remapped_rows.pending": "remapped_rows.pending",
+    "remapped_rows.correctable": "remapped_rows.correctable_error", "remapped_rows.uncorrectable": "remapped_rows.uncorrectable_error",
     "remapped_rows.failure": "remapped_rows.remapping_failure_occurred",
-    "ecc.errors.uncorrected.volatile.total": "ecc_errors.volatile.uncorrectable_total",
-    "gpu_recovery_action": "gpu_recovery_action",
-    "fabric.state": "fabric.state",
-    "fabric.status": "fabric.status",
-}
+}  # fmt: skip
+_HEAD = {"driver_version": "driver_version", "count": "attached_gpus"}  # of the whole node
+_REASONS = re.compile(r"clocks_(?:event|throttle)_reasons\.active")
 _YES_NO = (
     "retired_pages.pending",
     "remapped_rows.pending",
@@ -63,12 +54,8 @@ _YES_NO = (
 )  # some versions print 0 and 1
 # NVML, nvmlClocksEventReasons: bits of clocks_event_reasons.active (clocks_throttle_reasons.active before driver 535).
 _BITS = {
-    0x1: "idle",
-    0x8: "hw_slowdown",
-    0x20: "sw_thermal_slowdown",
-    0x40: "hw_thermal_slowdown",
-    0x80: "hw_power_brake_slowdown",
-}
+    0x1: "idle", 0x8: "hw_slowdown", 0x20: "sw_thermal_slowdown", 0x40: "hw_thermal_slowdown", 0x80: "hw_power_brake_slowdown",
+}  # fmt: skip
 
 
 def _cells(line: str) -> list[str]:
@@ -114,14 +101,7 @@ def parse(lines: Lines, file: str) -> Query:
             said = dict(zip(columns, cells, strict=True)) if columns else {}
             gpus[-1].pci = address(said.get("pci.bus_id", said.get("gpu_bus_id", "")))
             gpus[-1].index = int(said["index"]) if said.get("index", "").isdecimal() else None
-            head |= {
-                k: Value(v, number)
-                for k, v in (
-                    ("driver_version", said.get("driver_version")),
-                    ("attached_gpus", said.get("count")),
-                )
-                if v
-            }
+            head |= {k: Value(said[c], number) for c, k in _HEAD.items() if c in said}
         lines.claim(number)
     if not gpus and not lost:
         raise ParseError("no GPU in it", file=file)
@@ -131,14 +111,10 @@ def parse(lines: Lines, file: str) -> Query:
 def _values(columns: list[str], cells: list[str], number: int) -> Iterator[tuple[str, Value]]:
     for n, cell in enumerate(cells):
         name = columns[n] if columns else f"column {n + 1}"
-        if re.fullmatch(r"clocks_(?:event|throttle)_reasons\.active", name) and re.fullmatch(
-            r"0x[0-9a-fA-F]{1,16}", cell
-        ):
+        if _REASONS.fullmatch(name) and re.fullmatch(r"0x[0-9a-fA-F]{1,16}", cell):
             for bit, reason in _BITS.items():
-                yield (
-                    f"clocks_event_reasons.{reason}",
-                    Value("Active" if int(cell, 16) & bit else "Not Active", number),
-                )
+                word = "Active" if int(cell, 16) & bit else "Not Active"
+                yield f"clocks_event_reasons.{reason}", Value(word, number)
         elif not name.endswith((".active", ".supported")):
             text = {"0": "No", "1": "Yes"}.get(cell, cell) if name in _YES_NO else cell
             yield _PATHS.get(name, name), Value(text, number)
@@ -146,31 +122,27 @@ def _values(columns: list[str], cells: list[str], number: int) -> Iterator[tuple
 
 def judge(query: Query, context: Context) -> list[Finding]:
     """As nvidia-smi -q, of the columns that are there."""
-    say, work = Say(query.file, context), Judge(query, context)
+    say, work = Say(query.file, context, "GPU011"), Judge(query, context)
     for line, text in query.lost:
-        say("GPU002", "FAIL", text[:200], line)
+        say("FAIL", text[:200], line, code="GPU002")
     names = {g.name for g in query.gpus}
     sku = find_sku(names.pop()) if len(names) == 1 else None
     indices = [n if g.index is None else g.index for n, g in enumerate(query.gpus)]
     again = len(set(indices)) < len(indices)  # with -l the same GPUs come again and again
     if query.whole and not again:
         say.found += count_findings(indices, sku, context, evidence(query.file, (g.line for g in query.gpus)))
-    if query.attached is not None and not again and len(query.gpus) < query.attached:
-        say(
-            "GPU011",
-            "UNJUDGED",
-            f"{query.attached} GPUs attached, {len(query.gpus)} in the output: asked for only these, or cut off",
-        )
+        if query.attached is not None and len(indices) < query.attached:
+            shown = f"{query.attached} GPUs attached, {len(indices)} in the output"
+            say("UNJUDGED", f"{shown}: asked for only these, or cut off")
     say.found += work.alike()
     for index, gpu in zip(indices, query.gpus, strict=True):
-        target = Target(node=context.node, gpu=index if query.whole else None, pci=gpu.pci)
         say.found += work.of_gpu(index, gpu)
         for what, value in malformed(gpu):
-            say("GPU011", "UNJUDGED", what, value.line, target=target)
+            at = Target(gpu=index if query.whole else None, pci=gpu.pci)
+            say("UNJUDGED", what, value.line, target=at)
     if not query.whole:
-        say("GPU011", "UNJUDGED", "no head: which value is which is not known; collect it without noheader")
-    told = "values" if not query.gpus else f"{len(query.gpus[0].values)} columns"
-    return say.all_well("GPU011", f"{len(set(indices))} GPUs answer, nothing wrong in {told}")
+        say("UNJUDGED", "no head: which value is which is not known; collect it without noheader")
+    return say.all_well(f"GPU {listed(sorted(set(indices)))}: nothing wrong in these columns")
 
 
 TOOLS: tuple[Tool[Query], ...] = (Tool("nvidia-smi --query-gpu", matches, parse, judge, inventory),)

@@ -8,23 +8,16 @@ from dataclasses import dataclass
 from seatrial.check.findings import Expected, Finding, Target
 from seatrial.check.floors import find_sku
 from seatrial.check.outputs.gpu_count import count_findings
-from seatrial.check.outputs.say import Say
+from seatrial.check.outputs.say import Say, having
 from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
 
 _WORDS = {
-    "X": "Self",
-    "OK": "Status Ok",
-    "CNS": "Chipset not supported",
-    "GNS": "GPU not supported",
-    "TNS": "Topology not supported",
-    "NS": "Not supported",
-    "U": "Unknown",
-    "DR": "Disabled by Regkey",
-}
+    "X": "Self", "OK": "Status Ok", "U": "Unknown", "DR": "Disabled by Regkey", "NS": "Not supported",
+    "CNS": "Chipset not supported", "GNS": "GPU not supported", "TNS": "Topology not supported",
+}  # fmt: skip
 _HEAD = re.compile(r"\s+(?:GPU\d{1,3}\s*)+")
 _ROW = re.compile(rf"\s*GPU(?P<index>\d{{1,3}})\s+(?P<words>(?:(?:{'|'.join(_WORDS)})\s*)+)")
 _LEGEND = re.compile(rf"\s*(?:Legend:|(?:{'|'.join(_WORDS)})\s+= [A-Z][\w .]+)\s*")
-_STATUS = re.compile(r"(?:OK|CNS|GNS|TNS|NS|DR)")
 
 
 @dataclass(frozen=True)
@@ -35,13 +28,6 @@ class Matrix:
     gpus: tuple[int, ...]
     words: tuple[tuple[str, ...], ...]
     lines: tuple[int, ...]
-
-
-def matches(text: str) -> bool:
-    """A head of GPUs, and a row with "OK" or another word of its legend."""
-    return re.search(r"^\s*GPU\d+\s+(?:X\s+)?(?:OK|CNS|GNS|TNS|NS|DR)\b", text, re.M) is not None and (
-        re.search(r"^\s+GPU0\b", text, re.M) is not None
-    )
 
 
 def parse(lines: Lines, file: str) -> Matrix:
@@ -57,15 +43,9 @@ def parse(lines: Lines, file: str) -> Matrix:
             continue
         lines.claim(number)
     words = tuple(rows[g][0] for g in gpus if g in rows)
-    if (
-        not gpus
-        or len(words) != len(gpus)
-        or len(rows) != len(gpus)
-        or any(len(w) != len(gpus) for w in words)
-    ):
-        raise ParseError(
-            "the matrix is not whole", file=file, line=min((n for _, n in rows.values()), default=None)
-        )
+    if not gpus or not len(words) == len(rows) == len(gpus) or any(len(w) != len(gpus) for w in words):
+        place = min((n for _, n in rows.values()), default=None)
+        raise ParseError("the matrix is not whole", file=file, line=place)
     if any((words[i][j] == "X") != (i == j) for i in range(len(gpus)) for j in range(len(gpus))):
         raise ParseError("X stands elsewhere than in the diagonal", file=file)
     return Matrix(file, gpus, words, tuple(rows[g][1] for g in gpus))
@@ -73,7 +53,7 @@ def parse(lines: Lines, file: str) -> Matrix:
 
 def judge(matrix: Matrix, context: Context) -> list[Finding]:
     """FAIL where GPUs that NVLink joins cannot reach each other; UNJUDGED where the kind of GPU does not say whether they must."""
-    say, sku = Say(matrix.file, context), find_sku(context.gpu)
+    say, sku = Say(matrix.file, context, "NOD023"), find_sku(context.gpu)
     say.found += count_findings(matrix.gpus, sku, context, (matrix.file,))
     some = any(w == "OK" for row in matrix.words for w in row)
     for gpu, row, line in zip(matrix.gpus, matrix.words, matrix.lines, strict=True):
@@ -83,25 +63,14 @@ def judge(matrix: Matrix, context: Context) -> list[Finding]:
         told = ", ".join(sorted({_WORDS[w].lower() for w in row if w not in ("OK", "X")}))
         text = f"no peer access to GPU{'s' * (len(apart) > 1)} {listed(apart)}: {told}"
         if sku is not None and sku.board in ("switch", "mesh"):
-            say(
-                "NOD023",
-                "FAIL",
-                text,
-                line,
-                target=Target(gpu=gpu),
-                expected=Expected("OK", source=sku.source),
-            )
+            say("FAIL", text, line, target=Target(gpu=gpu), expected=Expected("OK", source=sku.source))
         elif some and len(apart) == len(row) - 1:
-            say("NOD023", "WARN", f"{text}, while others have it", line, target=Target(gpu=gpu))
+            say("WARN", f"{text}, while others have it", line, target=Target(gpu=gpu))
         else:
-            say(
-                "NOD023",
-                "UNJUDGED",
-                f"{text}; whether they must have it is not known",
-                line,
-                target=Target(gpu=gpu),
-            )
-    return say.all_well("NVL008", f"{len(matrix.gpus)} GPUs, each with peer access to all others")
+            text += "; whether they must have it is not known"
+            say("UNJUDGED", text, line, target=Target(gpu=gpu))
+    return say.all_well(f"{len(matrix.gpus)} GPUs, each with peer access to all others", code="NVL008")
 
 
-TOOLS: tuple[Tool[Matrix], ...] = (Tool("nvidia-smi topo -p2p", matches, parse, judge),)
+_MATCHES = having(r"^\s+GPU0\b[^\n]*\n(?:.*\n)*?\s*GPU\d+\s+(?:X\s+)?(?:OK|CNS|GNS|TNS|NS|DR)\b")
+TOOLS: tuple[Tool[Matrix], ...] = (Tool("nvidia-smi topo -p2p", _MATCHES, parse, judge),)

@@ -133,21 +133,25 @@ class Judge:
         pending = gpu.get("remapped_rows.pending", "remapped_rows.remapped_row_pending")
         if pending is not None and pending.text == "Yes":
             # A fault of this very boot may still be in use; an older one is kept away from new work.
-            fresh = any(
-                _is_uncorrectable(k) and (number(v) or 0) > 0 for k, v in gpu.below("ecc_errors.volatile")
-            )
+            counts = [number(v) for k, v in gpu.below("ecc_errors.volatile") if _is_uncorrectable(k)]
+            known = [n for n in counts if n is not None]
+            fresh = any(known) if known else None
             rows = gpu.get("remapped_rows.uncorrectable_error", "remapped_rows.remapped_row_unc")
             text = "a memory row waits for a reset to be remapped"
             if rows is not None:
                 text += f" ({rows.text} remapped for uncorrectable errors in the card's life)"
-            if not fresh:
+            if fresh is False:
                 text += "; the card can work until then"
             yield self._pending(target, text, pending, fresh)
 
-    def _pending(self, target: Target, text: str, value: Value, bad: bool) -> Finding:
+    def _pending(self, target: Target, text: str, value: Value, bad: bool | None) -> Finding:
+        """`bad`: whether it is for an uncorrectable error; None where the output does not say."""
         code = "GPU005"
         if bad:
             return self.finding(code, "FAIL", target, text, value)
+        if bad is None:
+            text += "; whether for an uncorrectable error is not in the output"
+            return self.finding(code, "UNJUDGED", target, text, value)
         place = evidence(self.query.file, [value.line])
         action = "reset the GPU when it is idle"
         return Finding(code, "PASS", target, text, action=action, evidence=place)
@@ -180,7 +184,7 @@ class Judge:
         )
         if pending is not None and pending.text == "Yes":
             text = f"a memory page waits to be retired ({double_pages:.0f} double-bit pages so far)"
-            yield self._pending(target, text, pending, double_pages > 0)
+            yield self._pending(target, text, pending, None if number(double) is None else double_pages > 0)
 
     def _recovery(self, target: Target, gpu: Gpu) -> Iterator[Finding]:
         action = gpu.get("gpu_recovery_action")
