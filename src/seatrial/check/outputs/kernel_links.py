@@ -35,6 +35,8 @@ class Link:
     port: str
     lost: dict[str, list[int]] = field(default_factory=dict)
     up: bool = True
+    quote: str = ""  # the line of the last loss
+    more: int = 0  # losses whose lines were left out
 
     @property
     def lines(self) -> list[int]:
@@ -47,7 +49,7 @@ class Link:
         return "WARN" if len(self.lines) > 1 or (self.lines and not self.up) else None
 
     def text(self) -> str:
-        times = len(self.lines)
+        times = len(self.lines) + self.more
         return f"link {self.port} went down {times} time{'s' * (times > 1)}" + (
             "" if self.up else " and was down at the end"
         )
@@ -66,8 +68,8 @@ class Watch:
     def __init__(self) -> None:
         self.links: dict[str, Link] = {}
 
-    def take(self, number: int, line: str) -> None:
-        """Remember what this line says of a link, if it says something."""
+    def take(self, number: int, line: str, times: int = 1) -> None:
+        """Remember what this line says of a link, if it says something; `times`: how many lines it stands for."""
         found = told(line)
         if found is None or (found["what"] == "unplugged" and found["port"] not in self.links):
             return
@@ -77,3 +79,4 @@ class Watch:
             day = _DAY.match(line)
             said = "" if day is None else day["day"] or str(int(day["seconds"]) // 86400)
             link.lost.setdefault(said, []).append(number)
+            link.quote, link.more = line, link.more + times - 1

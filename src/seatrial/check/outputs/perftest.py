@@ -208,6 +208,6 @@ def int_or(lid: str) -> int:
 
 _BEGINS = re.compile(
     rf"(?:{_TITLE.pattern[1:-1].replace('?P<verb>', '?:').replace('?P<both>', '?:').replace('?P<kind>', '?:')})$"
-    r'|\s*"?test_info"?\s*:|\* Waiting for client|WARNING: BW peak|Disabling dynamic polling|Perftest doesn'
+    r'|\s*"?test_info"?\s*:|\s*(?:\* Waiting for client|WARNING: BW peak|Disabling dynamic polling|Perftest doesn)'
 )
 TOOLS = (Tool("perftest", matches, parse, judge, inventory, begins=_BEGINS),)

@@ -24,7 +24,9 @@ _ERRORS = re.compile(
 _REMOTE = re.compile(
     r"^\s*Link (?P<link>[0-9]{1,2}): Remote Device (?P<device>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]): Link (?P<far>[0-9]{1,3})\s*$"
 )
-_INFO = re.compile(r"^\s+(?P<name>(?:NVLE|Firmware Version|MSE|NETIR(?: [A-Z]{2,8})?)):(?: (?P<value>[A-Za-z0-9.:_-]{1,80}))?\s*$")
+_INFO = re.compile(
+    r"^\s+(?P<name>(?:NVLE|Firmware Version|MSE|NETIR(?: [A-Z]{2,8})?)):(?: (?P<value>[A-Za-z0-9.:_-]{1,80}))?\s*$"
+)
 _INACTIVE = re.compile(
     r"^\s*NVML: Unable to retrieve NVLink information as all links are inActive\s*$", re.IGNORECASE
 )
