@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from seatrial.check.collect import Piece, collect
+from seatrial.check.collect import Piece, Progress, collect
 from seatrial.check.compare import Plan, against_plan, against_siblings, usual_counts
 from seatrial.check.findings import Finding, Target
 from seatrial.check.outputs import kernel_text, ports, sysfs
 from seatrial.check.outputs.network import NetworkContext
 from seatrial.check.outputs.unknown import looks_like
-from seatrial.check.registry import recognise
+from seatrial.check.registry import recognise, tools
 from seatrial.check.report import Judged, Report
 from seatrial.check.split import split
 from seatrial.check.tool import Context, Lines, ParseError, Tool, left_over, quoted
@@ -41,18 +41,22 @@ class _Read:
 
 
 def judge_paths(
-    paths: Sequence[str], *, plan: Plan | None = None, port_gbit_s: float | None = None
+    paths: Sequence[str],
+    *,
+    plan: Plan | None = None,
+    port_gbit_s: float | None = None,
+    progress: Progress = lambda done, total, what: None,
 ) -> Report:
     """Every output in `paths` judged by itself, with what the others say of its node, and against its siblings.
 
     Raises InputError where a path does not exist or nothing is there. What stands in a file is never an error: unknown,
-    empty, cut off and binary files are UNJUDGED findings.
+    empty, cut off and binary files are UNJUDGED findings. `progress`: see collect().
     """
-    return judge_pieces(collect(paths), plan=plan, port_gbit_s=port_gbit_s)
+    return judge_pieces(collect(paths, progress), plan=plan, port_gbit_s=port_gbit_s)
 
 
 def judge_pieces(
-    pieces: Sequence[Piece], *, plan: Plan | None = None, port_gbit_s: float | None = None
+    pieces: Iterable[Piece], *, plan: Plan | None = None, port_gbit_s: float | None = None
 ) -> Report:
     """As judge_paths(), of outputs that are in memory."""
     reads = [read for piece in pieces for read in _read(piece)]
@@ -90,13 +94,15 @@ def _read(piece: Piece) -> list[_Read]:
     if piece.tree is not None:
         tree = piece.tree
         return [_parsed(piece, _TREE, lambda: sysfs.read_tree(tree, piece.file))]
+    parts, again = split(piece.lines)
+    piece = replace(piece, lines=Lines([]))  # what was read of it is kept, and not its text
     reads: list[_Read] = []
     left: dict[int, str] = {}
     understood: set[int] = set()
     torn: list[tuple[int, str]] = []
-    for part in split(piece.lines):
+    for part, by in parts:
         rest, whole = part, True
-        for read, lines in _readers(piece, part):
+        for read, lines in _readers(piece, part, by):
             reads.append(read)
             rest, whole = lines, whole and read.problem is None
         # Of an output that cannot be read no line is known: that is one finding, and not another for its lines.
@@ -107,19 +113,32 @@ def _read(piece: Piece) -> list[_Read]:
         understood |= {number for number, _ in part.whole} - numbers
         left |= dict(rest.whole)
     unknown = [(n, line) for n, line in sorted(left.items()) if n not in understood]
-    return reads + _faults(piece, [*unknown, *torn]) + _left(piece, unknown, reads)
+    if again:
+        why = "a device for the second time: outputs of several nodes in one file?"
+        piece = replace(piece, remarks=(*piece.remarks, ("FILE003", why, again[0])))
+    remarks = [_Read(piece, None, None, _unjudged(piece, *remark)) for remark in piece.remarks]
+    return reads + _faults(piece, [*unknown, *torn]) + _left(piece, unknown, reads) + remarks
 
 
-def _readers(piece: Piece, part: Lines) -> Iterator[tuple[_Read, Lines]]:
-    """Each reader that knows something of this part, and what it has left over: the next one gets that."""
+def _readers(piece: Piece, part: Lines, by: re.Pattern[str] | None) -> Iterator[tuple[_Read, Lines]]:
+    """Each reader that knows something of this part, and what it has left over: the next one gets that.
+
+    The tool whose beginning the part has (`by`) comes first, and a log's lines need no other sign.
+    """
     asked: set[str] = set()
-    while tool := next((t for t in recognise(part.text) if t.name not in asked), None):
+    while part:
+        known = [tool for tool in recognise(part.text) if tool.name not in asked]
+        own = [tool for tool in tools() if by is not None and by is tool.each and tool.name not in asked]
+        tool = next((t for t in (*own, *known) if by in (t.begins, t.each)), next(iter(known), None))
+        if tool is None:
+            return
         read = _parsed(piece, tool, partial(tool.parse, part, piece.file))
-        if read.problem is None:
-            part = part.left()
+        rest = part.left() if read.problem is None else part
         if read.problem is None or not asked:
-            yield read, part  # what is left of one output need not be another, though it looks like it
-        asked.add(tool.name)
+            yield read, rest  # what is left of one output need not be another, though it looks like it
+        if len(rest.whole) == len(part.whole) or read.problem is not None:
+            asked.add(tool.name)
+        part = rest
 
 
 def _faults(piece: Piece, lines: Sequence[tuple[int, str]]) -> list[_Read]:
@@ -189,9 +208,6 @@ def _judge(read: _Read, context: NetworkContext) -> list[Finding]:
     ]
     if not found:
         found = [_unjudged(piece, "FILE003", f"{read.tool.name}: nothing in it could be judged")]
-    if piece.foreign_line is not None:
-        why = f"{read.tool.name}: characters that no tool writes"
-        found.append(_unjudged(piece, "FILE003", why, piece.foreign_line))
     return found
 
 

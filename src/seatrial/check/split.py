@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass, field
 from functools import cache
 
 from seatrial.check.noise import separates
+from seatrial.check.outputs import kernel_text
 from seatrial.check.registry import recognise, tools
 from seatrial.check.tool import Lines
 
@@ -15,68 +17,76 @@ _DOCUMENT = re.compile(r"\{|\[\s*(?:\{|$)")
 _TRIES = 50  # at documents that are not whole: each is read to its end
 
 
-def split(lines: Lines) -> list[Lines]:
-    """The outputs in `lines`, in the order in which they begin. A line can be in two of them: one of them knows it.
+@dataclass
+class Part:
+    """Lines that belong together, and the pattern of the tool whose they are; None where nothing says it."""
 
-    Lines before the first output, and after what ends one, are parts of their own: a reader may know them all the same.
+    by: re.Pattern[str] | None
+    numbered: list[tuple[int, str]] = field(default_factory=list)
+    begun: set[tuple[str, str]] = field(default_factory=set)  # what only one output has, or one device
+
+
+def split(lines: Lines) -> tuple[list[tuple[Lines, re.Pattern[str] | None]], list[int]]:
+    """The outputs in `lines` with the pattern of their tool, in the order in which they begin. And where a device comes for the
+    second time: of another output, or by damage.
+
+    A line can be in two parts: one of them knows it. Lines before the first output, and after what ends one, are parts of
+    their own: a reader may know them all the same.
     """
-    parts: list[list[tuple[int, str]]] = []
-    logs: dict[re.Pattern[str], list[tuple[int, str]]] = {}
-    log: list[tuple[int, str]] | None = None  # whose line was the last, and may go on in this one
-    now: list[tuple[int, str]] | None = None
-    of: re.Pattern[str] | None = None  # whose beginning `now` has
-    seen: set[str] = set()
+    parts: list[Part] = []
+    logs: dict[re.Pattern[str], Part] = {}
+    log: Part | None = None  # whose line was the last, and may go on in this one
+    now: Part | None = None
+    again: list[int] = []
     ends, place, tries = 0, 0, _TRIES
     for number, line in lines.whole:
         if place >= ends and tries and _DOCUMENT.match(line):
-            now, of, log = [], None, None
+            log, now = None, Part(None)
             parts.append(now)
             try:
                 ends = _DECODER.raw_decode(lines.text, place)[1]
             except (ValueError, RecursionError):
                 tries -= 1
-        inside = place < ends
-        place += len(line) + 1
-        if inside:
-            assert now is not None
-            now.append((number, line))
-            if place >= ends:
-                now = None
+        inside, place = place < ends, place + len(line) + 1
+        if inside and now is not None:
+            now.numbered.append((number, line))
+            now = now if place < ends else None
             continue
         if (each := next((p for p in _logs() if p.match(line)), None)) is not None:
             if each not in logs:
-                logs[each] = []
+                logs[each] = Part(each)
                 parts.append(logs[each])
             log = logs[each]
-            log.append((number, line))
+            log.numbered.append((number, line))
             continue
         if separates(line):
-            now = of = log = None
+            now = log = None
             continue
         if (begins := _beginning(line)) is not None:
-            key = begins.groupdict().get("id")
-            if now is not None and of is None and not recognise("\n".join(x for _, x in now)):
-                of, seen = begins.re, set()  # what stands before an output may be its own
-            elif begins.re is not of or key in seen:
-                now, of, seen = [], begins.re, set()
-                parts.append(now)
-            if key is not None:
-                seen.add(key)
             log = None
+            keys = {(kind, key) for kind, key in begins.groupdict().items() if key is not None}
+            if now is not None and now.by is None and not recognise("\n".join(x for _, x in now.numbered)):
+                now.by = begins.re  # what stands before an output may be its own
+            elif now is None or now.by is not begins.re or keys & now.begun:
+                twice = {kind for kind, _ in keys & (now.begun if now is not None else set())}
+                again += [number] if twice == {"device"} else []
+                now = Part(begins.re)
+                parts.append(now)
+            now.begun |= keys
         elif log is not None and line.strip():
-            log.append((number, line))
+            log.numbered.append((number, line))
         else:
             log = None
         if now is None:
-            now, of = [], None
+            now = Part(None)
             parts.append(now)
-        now.append((number, line))
-    kernel = [logs[p] for p in logs]
-    return [
-        Lines(p, lines.passed if kernel and p is kernel[0] else 0)
-        for p in parts
-        if any(x.strip() for _, x in p)
-    ]
+        now.numbered.append((number, line))
+    found = []
+    for part in parts:
+        passed = lines.passed if part.by is kernel_text.LINE else 0
+        if any(line.strip() for _, line in part.numbered):
+            found.append((Lines(part.numbered, passed, lines.repeated), part.by))
+    return found, again
 
 
 @cache
@@ -88,7 +98,7 @@ def _logs() -> tuple[re.Pattern[str], ...]:
 def _beginnings() -> tuple[re.Pattern[str], tuple[re.Pattern[str], ...]]:
     """One pattern that tells quickly whether a line is any beginning, and all of them, each once."""
     every = tuple(dict.fromkeys(tool.begins for tool in tools() if tool.begins is not None))
-    return re.compile("|".join(f"(?:{p.pattern.replace('?P<id>', '?:')})" for p in every)), every
+    return re.compile("|".join(f"(?:{re.sub('[?]P<(?:id|device)>', '?:', p.pattern)})" for p in every)), every
 
 
 def _beginning(line: str) -> re.Match[str] | None:

@@ -8,11 +8,10 @@ lines. So a reader needs no word for lines that it does not know, and one that f
 Blank lines and what frames an output (prompts, titles, rules, dates: noise.py) need not be claimed.
 
 A file may hold several outputs. split.py cuts it where a line matches the `begins` of another tool than the one before:
-there an output of that tool begins for certain. If the pattern has a group `id`, the same id once more begins another
-output of the same tool, so it must be what one output has only once for certain: its head, and not the name of a device,
-which damage can double. Without the group, or where no id comes twice, the reader meets both outputs, and either reads
-several or says that it cannot tell them apart. Logs have `each` instead: every line that matches is the log's, wherever
-it stands, also between the lines of another output.
+there an output of that tool begins for certain. If the pattern has a group `id`, the same text in it once more begins
+another output of the same tool: it is what one output has only once, its head. A group `device` is cut at as well, but
+bars PASS, because damage can double a name too. Without these groups the reader itself takes several outputs. Logs have
+`each` instead: every line that matches is the log's, wherever it stands, also between the lines of another output.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from seatrial.base.errors import Diagnostic, InputError
@@ -75,14 +75,21 @@ class Lines:
     """The lines of one output, numbered as in their file, and which of them a reader has understood.
 
     Iterating gives (number, line), with longer lines than any tool writes cut; of such a line only a part is seen, so it
-    cannot be claimed by its number. `passed` counts lines of a log that were left out because they say nothing.
+    cannot be claimed by its number. Of a long log `passed` counts the lines that were left out because they say nothing, and
+    `repeated` those that are like the line of this number.
     """
 
-    def __init__(self, lines: Sequence[tuple[int, str]], passed: int = 0) -> None:
+    def __init__(
+        self,
+        lines: Sequence[tuple[int, str]],
+        passed: int = 0,
+        repeated: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self._lines = lines
         self._claimed: set[int] = set()
         self._long = {number for number, line in lines if len(line) > _LONGEST}
         self.passed = passed
+        self.repeated = repeated
 
     @classmethod
     def of(cls, text: str) -> Lines:
@@ -119,8 +126,9 @@ class Lines:
             place += len(line) + 1
 
     def left(self) -> Lines:
-        """The lines that are neither claimed nor noise."""
-        return Lines([(n, line) for n, line in self._lines if n not in self._claimed and not is_noise(line)])
+        """The lines that are not claimed; none at all where only noise is left."""
+        left = [(n, line) for n, line in self._lines if n not in self._claimed]
+        return Lines(left if any(not is_noise(line) for _, line in left) else [])
 
     def __bool__(self) -> bool:
         return bool(self._lines)
@@ -171,7 +179,7 @@ class Tool(Generic[Facts]):
 
 def left_over(lines: Lines, file: str, context: Context, tool: str) -> list[Finding]:
     """UNJUDGED for lines that nobody understood; nothing if there are none."""
-    numbered = list(lines)
+    numbered = [(n, line) for n, line in lines if not is_noise(line)]
     if not numbered:
         return []
     many = f"{len(numbered)} lines" if len(numbered) > 1 else "a line"

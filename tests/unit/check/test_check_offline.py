@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import seatrial.check
 from seatrial.base.errors import InputError
 from seatrial.check.baseline import compare_baseline, save_baseline
-from seatrial.check.collect import pieces_of, split_hosts
+from seatrial.check.collect import pieces_of
 from seatrial.check.compare import Plan, median_of_others
 from seatrial.check.offline import judge_paths, judge_pieces
 from seatrial.check.registry import MODULES, recognise, tools
@@ -141,9 +141,8 @@ def test_pdsh_and_dshbak_name_the_nodes() -> None:
         f"----------------\n{h}\n----------------\n{t}" for h, t in (("n1", healthy), ("n2", ill))
     )
     for text in (pdsh, dshbak):
-        assert [host for host, _ in split_hosts(text)] == ["n1", "n2"]
         assert judged(text.encode()).nodes == {"n1": "PASS", "n2": "FAIL"}
-    assert split_hosts(healthy) == []
+    assert judged(healthy.encode()).nodes == {}
 
 
 def test_folders_are_nodes(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_lines_that_tell_are_those_that_are_judged() -> None:
     assert kept == lines[1:6]
     whole, cut = parse_log(Lines.of("\n".join(lines)), "x"), parse_log(Lines.of("\n".join(kept)), "x")
     assert [m.xid for m in cut.messages] == [m.xid for m in whole.messages]
-    assert [o.text for o in cut.others] == [o.text for o in whole.others]
+    assert [(o.what, o.quote) for o in cut.others] == [(o.what, o.quote) for o in whole.others]
 
 
 # -- ports

@@ -88,9 +88,6 @@ def parse(lines: Lines, file: str) -> PortsFacts:
         lines.claim(number)
     if not cas:
         raise ParseError("no CA in it", file=file)
-    names = [ca.name for ca in cas]
-    if len(set(names)) < len(names):
-        damage.append(("a CA twice: outputs of several nodes in one file?", cas[0].line))
     ports = []
     for each in cas:
         damage += _torn_ca(each)
@@ -175,4 +172,6 @@ def judge(facts: PortsFacts, context: Context) -> list[Finding]:
     return found
 
 
-TOOLS = (Tool("ibstat", matches, parse, judge, inventory, begins=re.compile(r"\s*CA '[^']*'\s*$")),)
+TOOLS = (
+    Tool("ibstat", matches, parse, judge, inventory, begins=re.compile(r"\s*CA '(?P<device>[^']*)'\s*$")),
+)

@@ -68,9 +68,6 @@ def parse(lines: Lines, file: str) -> StatusFacts:
         raise ParseError("no port in it", file=file)
     if fatal and blocks:
         damage.append((f"it ended with an error: {fatal}", fatal_line))
-    names = [(b.device, b.port) for b in blocks]
-    if len(set(names)) < len(names):
-        damage.append(("a port twice: outputs of several nodes in one file?", blocks[0].line))
     for block in blocks:
         damage += _torn(block)
     ports = tuple(_port(b) for b in blocks)
@@ -137,5 +134,5 @@ def judge(facts: StatusFacts, context: Context) -> list[Finding]:
     return found
 
 
-_BEGINS = re.compile(r"\s*Infiniband device '[^']*' port \d{1,3} status:|Fatal error: ")
+_BEGINS = re.compile(r"\s*Infiniband device '(?P<device>[^']*' port \d{1,3}) status:|Fatal error: ")
 TOOLS: tuple[Tool[StatusFacts], ...] = (Tool("ibstatus", matches, parse, judge, inventory, begins=_BEGINS),)

@@ -18,7 +18,7 @@ _DEVICE = re.compile(r"^hca_id:\s*(?P<name>\S.*?)\s*$")
 _PORT = re.compile(r"^\s+port:\s*(?P<number>\d{1,3})\s*$")
 _FIELD = re.compile(r"^\s+(?P<name>[a-z][\w ]{0,60}?):\s*(?P<value>.*?)\s*$")
 # What stands below the capabilities of -v: flags in capitals or words, and sentences without a value.
-_FLAG = re.compile(r"^\s+[A-Za-z][\w \t.,()/-]{0,80}(?:[:=]\s*(?:0x)?[0-9A-Fa-f]*)?\s*$")
+_FLAG = re.compile(r"^(?:\t| {4})\s*[A-Za-z][\w \t.,()/-]{0,80}(?:[:=]\s*(?:0x)?[0-9A-Fa-f]*)?\s*$")
 _GID = re.compile(
     r"^\s+GID\[\s*\d+\]:\s*(?:(?:[0-9a-f]{4}:){7}[0-9a-f]{4}|[0-9a-f:.]+(?=,))(?:, (?:RoCE v[12](?:\.\d)?|IB/RoCE v1))?\s*$"
 )
@@ -116,9 +116,6 @@ def parse(lines: Lines, file: str) -> DevinfoFacts:
         raise ParseError("no device in it", file=file)
     if error and devices:
         damage.append((f"a device is missing: {error}", error_line))
-    names = [d.name for d in devices]
-    if len(set(names)) < len(names):
-        damage.append(("a device twice: outputs of several nodes in one file?", devices[0].line))
     ports = []
     for each in devices:
         damage += _torn_device(each)
@@ -279,7 +276,7 @@ def judge(facts: DevinfoFacts, context: Context) -> list[Finding]:
     return found
 
 
-_BEGINS = re.compile(r"hca_id:\s*\S|\d{1,3} HCAs? found:")
+_BEGINS = re.compile(r"hca_id:\s*(?P<device>\S+)|\d{1,3} HCAs? found:")
 TOOLS: tuple[Tool[DevinfoFacts], ...] = (
     Tool("ibv_devinfo", matches, parse, judge, inventory, begins=_BEGINS),
 )

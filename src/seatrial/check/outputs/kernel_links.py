@@ -39,6 +39,8 @@ class Link:
     lost: dict[str, list[int]] = field(default_factory=dict)
     dark: list[int] = field(default_factory=list)
     up: bool = False
+    quote: str = ""  # the line of the last loss
+    more: int = 0  # losses whose lines were left out
 
     @property
     def lines(self) -> list[int]:
@@ -53,7 +55,7 @@ class Link:
         return "UNJUDGED" if self.dark and not self.up else None
 
     def text(self) -> str:
-        times = len(self.lines)
+        times = len(self.lines) + self.more
         if not times:
             return f"link {self.port} is down, and was never up in this log: not cabled, or down since before"
         return f"link {self.port} went down {times} time{'s' * (times > 1)}" + (
@@ -74,8 +76,8 @@ class Watch:
     def __init__(self) -> None:
         self.links: dict[str, Link] = {}
 
-    def take(self, number: int, line: str) -> None:
-        """Remember what this line says of a link, if it says something."""
+    def take(self, number: int, line: str, times: int = 1) -> None:
+        """Remember what this line says of a link, if it says something; `times`: how many lines it stands for."""
         found = told(line)
         if found is None or (found["what"] == "unplugged" and found["port"] not in self.links):
             return
@@ -86,5 +88,6 @@ class Watch:
             day = _DAY.match(line)
             said = "" if day is None else day["day"] or str(int(day["seconds"]) // 86400)
             link.lost.setdefault(said, []).append(number)
+            link.quote, link.more = line, link.more + times - 1
         elif not link.up:
             link.dark.append(number)

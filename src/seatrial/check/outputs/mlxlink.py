@@ -89,7 +89,7 @@ def _from_text(lines: Lines, fields: dict[str, tuple[str, int | None]]) -> set[s
     section, colon = "", 0
     following = [*[line for _, line in lines][1:], ""]
     for (number, line), after in zip(lines, following, strict=True):
-        if _RULE.fullmatch(after) and line.strip() and line.strip() not in sections:
+        if _RULE.fullmatch(after) and line.strip() not in (*sections, "") and ":" not in line:
             section, colon = line.strip(), 0
             sections.add(section)
         elif section and (pair := _PAIR.match(line)) and (section, pair["name"]) not in seen:

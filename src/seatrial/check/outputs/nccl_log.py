@@ -143,7 +143,7 @@ def parse(lines: Lines, file: str) -> NcclLog:
             _debug(log, found, number)
             lines.claim(number)
             continue
-        if (log.rows or log.average) and (_START.search(line) or _RANGE.search(line)):
+        if (log.rows or log.average) and _begins(line):
             log, columns = NcclLog(file, table=True), []
             first.later.append(log)
         words = line.split()
@@ -165,6 +165,12 @@ def parse(lines: Lines, file: str) -> NcclLog:
     if not first.table and not seen_debug:
         raise ParseError("no table of nccl-tests and no line of NCCL_DEBUG", file=file)
     return first
+
+
+def _begins(line: str) -> bool:
+    """Whether a line comes before the table of a run."""
+    rank = _RANK.search(line)
+    return any((_START.search(line), _RANGE.search(line), _columns(line), rank and int(rank["rank"]) == 0))
 
 
 def _plain(log: NcclLog, line: str, number: int) -> bool:

@@ -21,7 +21,7 @@ _WITH = re.compile(
 _FAILED_PAIR = re.compile(rf"^\s*Test failed between (?P<a>{_NODE}) and (?P<b>{_NODE})\s*$")
 _UNREACHABLE = re.compile(rf"^\s*Host (?P<node>{_NODE}) is unreachable\.\s*$")
 _COUNT = re.compile(
-    r"(?P<what>Total nodes provided|Reachable nodes|Good nodes|Bad nodes|Unreachable nodes|Successfully categorized|Never tested|Skipped \(shape issues\))"
+    r"[^\w]*(?P<what>Total nodes provided|Reachable nodes|Good nodes|Bad nodes|Unreachable nodes|Successfully categorized|Never tested|Skipped \(shape issues\))"
     r"(?: \([≥<] (?P<floor>\d+(?:\.\d+)?) GB/s[^)]*\))?: (?P<n>\d+)\s*$"
 )
 _LISTS = re.compile(
@@ -113,18 +113,24 @@ def _line(facts: ScoutFacts, line: str, number: int) -> bool:
     if (found := _PAIR.match(line)) or (found := _WITH.match(line)):
         gb_s = None if found["failed"] else float(found["gb_s"])
         listed = line.startswith("  ") and "..." not in line
+        again = any(
+            (p.a, p.b, p.gb_s, p.listed) == (found["a"], found["b"], gb_s, listed) for p in facts.pairs
+        )
         facts.pairs.append(Pair(found["a"], found["b"], gb_s, number, listed))
+        return not again
     elif found := _FAILED_PAIR.match(line):
         facts.pairs.append(Pair(found["a"], found["b"], None, number))
     elif found := _UNREACHABLE.match(line):
         facts.unreachable[found["node"]] = number
-    elif found := _COUNT.search(line):
+    elif found := _COUNT.match(line):
+        if found["what"] in facts.counts:
+            return False
         facts.counts[found["what"]] = int(found["n"])
         if found["floor"]:
             if facts.floor not in (None, float(found["floor"])):
                 facts.damage.append(("two different thresholds", number))
             facts.floor = float(found["floor"])
-    elif found := _STATISTIC.match(line):
+    elif (found := _STATISTIC.match(line)) and found["what"] not in facts.statistics:
         facts.statistics[found["what"]] = float(found["gb_s"])
     elif _END.match(line):
         facts.whole = True

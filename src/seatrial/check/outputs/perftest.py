@@ -104,6 +104,8 @@ class _Reader:
             now.direction = direction["side"].lower()
             now.run = replace(now.run, complete=False)
         elif _HEADER.match(line):
+            if now.columns and now.titles == 1 and not now.direction:
+                return False
             self._columns(now, line, number)
         elif _RULE.match(line):
             if now.run.rows and now.run.rows[-1].direction == now.direction:
@@ -115,16 +117,20 @@ class _Reader:
         elif gid := _GID.match(line):
             now.gids.append(gid["gid"])
         elif _SETTINGS.match(line) and not now.columns:
-            self._settings(now, line, number)
+            return self._settings(now, line, number)
         else:
             return False
         return True
 
-    def _settings(self, now: _Open, line: str, number: int) -> None:
-        for setting in _SETTING.finditer(line):
-            name, value = setting["name"].strip().lower(), setting["value"]
-            if now.run.settings.setdefault(name, value) != value:
-                now.run = now.run.torn(f"`{setting['name']}` twice, and not the same", number)
+    def _settings(self, now: _Open, line: str, number: int) -> bool:
+        """Take a line of settings in; False if they are there already, but for those of a loopback's other end."""
+        found = {s["name"].strip().lower(): s["value"] for s in _SETTING.finditer(line)}
+        known = now.run.settings
+        for name in (n for n, value in found.items() if known.get(n, value) != value):
+            now.run = now.run.torn(f"`{name}` twice, and not the same", number)
+        fresh = not found or not found.keys() <= known.keys() or now.titles > 1
+        known.update({n: value for n, value in found.items() if n not in known})
+        return fresh
 
     def _title(self, number: int, title: re.Match[str]) -> None:
         kind = "latency" if title["kind"] == "Latency" else "bandwidth"
@@ -196,6 +202,12 @@ class _Reader:
                 run = run.torn("the result of one direction is missing", each.line)
             if not run.rows:
                 run = run.torn("no result: the test did not end, or nobody connected", run.line)
+            elif (
+                each.titles == 1
+                and not endless(run)
+                and len({(r.direction, r.size_bytes) for r in run.rows}) < len(run.rows)
+            ):
+                run = run.torn("a size twice", run.rows[-1].line)
             elif not run.complete and not endless(run):
                 run = run.torn("the closing line is missing: cut off", run.rows[-1].line)
             yield run
@@ -216,6 +228,6 @@ def int_or(lid: str) -> int:
 
 _BEGINS = re.compile(
     rf"(?:{_TITLE.pattern[1:-1].replace('?P<verb>', '?:').replace('?P<both>', '?:').replace('?P<kind>', '?:')})$"
-    r'|\s*"?test_info"?\s*:|\* Waiting for client|WARNING: BW peak|Disabling dynamic polling|Perftest doesn'
+    r'|\s*"?test_info"?\s*:|\s*(?:\* Waiting for client|WARNING: BW peak|Disabling dynamic polling|Perftest doesn)'
 )
 TOOLS = (Tool("perftest", matches, parse, judge, inventory, begins=_BEGINS),)

@@ -289,8 +289,8 @@ def inventory(output: GpuList) -> dict[str, str | int | float]:
     return found
 
 
-# The same GPU again, with the same UUID, begins another list of this node.
-_BEGINS = re.compile(r"GPU (?P<id>[0-9]{1,3}: .{1,120} \(UUID: [^)\s]{1,80}\))")
+# The same GPU with the same UUID begins another list of this node, with another UUID one of another node, or none.
+_BEGINS = re.compile(r"(?P<id>GPU (?P<device>[0-9]{1,3}): .{1,120} \(UUID: [^)\s]{1,80}\))")
 
 
 def _tool(kind: Kind) -> Tool[GpuList]:

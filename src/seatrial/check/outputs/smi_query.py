@@ -18,6 +18,10 @@ _HEAD_KEYS = ("timestamp", "driver_version", "cuda_version", "attached_gpus")
 BEGINS = re.compile(
     r"(?:=+\s*(?=NVSMI LOG\b)|<(?=\?xml\b))(?P<id>)|<nvidia_smi_log|GPU [0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]\s*$"
 )
+# Values that are judged stand once in each GPU. Lists, of processes, pages or clocks, repeat their names.
+_ONCE = re.compile(
+    r"(?:remapped_rows|ecc_errors|ecc_mode|clocks_\w+_reasons|fabric|gpu_reset_status|pci|retired_pages)\.(?!.*list)|gpu_recovery_action|product_name"
+)
 _NAME = re.compile(r"[\x20\tA-Za-z0-9._/()&-]+")
 _COLON = re.compile(r"\s:(?=\s|$)")
 LOST = re.compile(
@@ -229,7 +233,8 @@ def _parse_xml(lines: Lines, said: Set[int], file: str) -> Query:
         key = ".".join(path[2:] if inside else path[1:])
         if value:
             target = gpus[-1].values if inside else head
-            target.setdefault(key, Value(value, number))
+            if target.setdefault(key, Value(value, number)).line != number and _ONCE.match(key):
+                raise ParseError(f"{key} twice in one GPU", file=file, line=number)
         elif inside and len(path) == 3:
             gpus[-1].values.setdefault(f"{key}.", Value("", number))  # an empty section
         path.pop()

@@ -93,6 +93,7 @@ def parse(lines: Lines, file: str) -> Table:
             width = len(line.rstrip())
         found = _ROW.match(line)
         again = found is not None and any(r.index == int(found["index"]) for r in table.rows)
+        again |= inside and table.rows[-1].second and _SECOND.match(line) is not None
         if len(line.rstrip()) == width and not (again or (processes and _END.fullmatch(below))):
             lines.claim(number)
         if processes:

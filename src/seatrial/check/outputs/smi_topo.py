@@ -70,13 +70,11 @@ def parse(lines: Lines, file: str) -> Topology:
                 devices = _header(line)
                 lines.claim(number)
             continue
-        if ended:
+        name, values = words[0], words[1 : 1 + len(devices)]
+        if ended or name not in devices or name in rows:
             if _LEGEND.fullmatch(line):
                 lines.claim(number)
             continue
-        name, values = words[0], words[1 : 1 + len(devices)]
-        if name not in devices or name in rows:
-            raise ParseError("this is no row of the matrix", file=file, line=number, source_line=line)
         odd = next((v for v in values if not _JOIN.fullmatch(v)), None)
         if len(values) < len(devices) or odd is not None:
             what = (
