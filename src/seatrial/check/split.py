@@ -37,6 +37,7 @@ def split(lines: Lines) -> tuple[list[tuple[Lines, re.Pattern[str] | None]], lis
     logs: dict[re.Pattern[str], Part] = {}
     log: Part | None = None  # whose line was the last, and may go on in this one
     now: Part | None = None
+    open_: dict[re.Pattern[str], Part] = {}  # the last output of each tool, which may go on behind another
     again: list[int] = []
     ends, place, tries = 0, 0, _TRIES
     for number, line in lines.whole:
@@ -61,6 +62,7 @@ def split(lines: Lines) -> tuple[list[tuple[Lines, re.Pattern[str] | None]], lis
             continue
         if separates(line):
             now = log = None
+            open_ = {}
             continue
         if (begins := _beginning(line)) is not None:
             log = None
@@ -70,8 +72,12 @@ def split(lines: Lines) -> tuple[list[tuple[Lines, re.Pattern[str] | None]], lis
             elif now is None or now.by is not begins.re or keys & now.begun:
                 twice = {kind for kind, _ in keys & (now.begun if now is not None else set())}
                 again += [number] if twice == {"device"} else []
-                now = Part(begins.re)
-                parts.append(now)
+                before = open_.get(begins.re)
+                if before is None or before is now or "id" in begins.re.groupindex or keys & before.begun:
+                    before = Part(begins.re)
+                    parts.append(before)
+                now = before
+            open_[begins.re] = now
             now.begun |= keys
         elif log is not None and line.strip():
             log.numbered.append((number, line))

@@ -138,9 +138,9 @@ CHANGED = [
     ("slurm_node_idle.txt", r"State=IDLE", "State=IDLE+BROODING", "UNJUDGED SLM001 n01"),
     ("slurm_node_idle.txt", r"(?s)   CfgTRES.*", "", "UNJUDGED SLM001 n01"),
     ("smi_csv_h100.csv", r"0x0000000000000001", "0x00000000000000e0", "WARN GPU007 GPU 0 (0000:19:00)"),
-    ("smi_csv_h100.csv", r", 0, 0, 0, 0x", ", 0, Yes, No, 0x", "FAIL GPU005 GPU 0 (0000:19:00)"),
+    ("smi_csv_h100.csv", r", 0, 0, 0, 0x", ", 3, Yes, No, 0x", "FAIL GPU005 GPU 0 (0000:19:00)"),
     ("smi_csv_h100.csv", r"^2, .*\n", "", "UNJUDGED GPU001 -"),
-    ("smi_csv_h100.csv", r"^3, .*", "3, NVIDIA H100 80GB HBM3, 00000000:5D:00.0, P0", "UNJUDGED OUT002 -"),
+    ("smi_csv_h100.csv", r"^3, .*", "3, NVIDIA H100 80GB HBM3, 00000000:5D:00.0, P0", "UNJUDGED GPU011 -"),
     ("smi_csv_h100.csv", r"^2, .*", "Unable to determine the device handle for GPU2: 0000:4C:00.0: Unknown Error", "FAIL GPU002 -"),
     ("smi_p2p_four.txt", r"^ GPU3.*\n", "", "UNJUDGED FILE003 -"),
 ]  # fmt: skip
@@ -272,6 +272,10 @@ GPU  Temp (DieEdge)  AvgPwr  SCLK    MCLK     Fan  Perf  PwrCap  VRAM%  GPU%
     "scontrol -o": (
         "NodeName=n7 CoresPerSocket=1 CPUAlloc=17 State=DOWN*+DRAIN CfgTRES=cpu=24,mem=1M AllocTRES= Reason=Not responding\n",
         ["FAIL SLM001 n7"],
+    ),
+    "a row that waits, and nothing of errors": (
+        "pci.bus_id, remapped_rows.pending\n00000000:19:00.0, Yes\n",
+        ["UNJUDGED GPU005 GPU 0 (0000:19:00)"],
     ),
     "one column": ("name\nNVIDIA A10\nNVIDIA A10\n", []),
 }

@@ -151,7 +151,7 @@ class Judge:
             return self.finding(code, "FAIL", target, text, value)
         if bad is None:
             text += "; whether for an uncorrectable error is not in the output"
-            return self.finding(code, "UNJUDGED", target, text, value)
+            return self._unjudged(target, text, value, code=code)
         place = evidence(self.query.file, [value.line])
         action = "reset the GPU when it is idle"
         return Finding(code, "PASS", target, text, action=action, evidence=place)
@@ -288,9 +288,9 @@ class Judge:
         for what, value in damage(gpu, self.query.whole):
             yield self._unjudged(target, what, value)
 
-    def _unjudged(self, target: Target, why: str, *values: Value | None) -> Finding:
+    def _unjudged(self, target: Target, why: str, *values: Value | None, code: str = "GPU011") -> Finding:
         places = evidence(self.query.file, sorted(v.line for v in values if v is not None))
-        return Finding("GPU011", "UNJUDGED", target, why, why_unjudged=why, evidence=places)
+        return Finding(code, "UNJUDGED", target, why, why_unjudged=why, evidence=places)
 
     def alike(self) -> Iterator[Finding]:
         """What differs between the GPUs of this node."""
