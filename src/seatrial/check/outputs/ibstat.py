@@ -103,7 +103,9 @@ def _torn_ca(ca: _Block) -> list[tuple[str, int | None]]:
     ]
     if not re.fullmatch(r"[\w.:-]+", ca.name):
         torn.append(("a CA with a strange name", ca.line))
-    if "CA type" in ca.fields and not re.fullmatch(r"MT\d+.*|[\w. ()/-]*", ca.fields["CA type"]):
+    if "CA type" in ca.fields and not re.fullmatch(
+        r"MT\d{4,5}(?!\d).*|(?!MT\d)[\w. ()/-]*", ca.fields["CA type"]
+    ):
         torn.append((f"CA {ca.name}: a strange type", ca.line))
     if ca.fields.get("Number of ports", str(len(ca.ports))) != str(len(ca.ports)):
         torn.append(

@@ -22,9 +22,10 @@ _LINK = re.compile(
     r"\s+Lnk(?P<what>Cap|Sta):\s+(?:Port #\d+, )?Speed (?P<speed>[\d.]+GT/s|unknown)[^,]*, Width x(?P<width>\d+).*"
 )
 _DEAD = re.compile(r"\s*!!! Unknown header type 7f\s*")
-# What is shown of a device below its head, with -x its registers, and what lspci says when it lacks a library.
+# What is shown of a device below its head, with -x its registers, and what lspci says when it lacks a library. Nothing of it
+# has a space before its colon, as what nvidia-smi indents.
 _DETAIL = re.compile(
-    r"(?:\t+ ?| {4,})(?:10Bit|[A-Z!<\[])[^|]*|[0-9a-f]{2,3}:(?: [0-9a-f]{2}){1,16}\s*|lspci: Unable to load libkmod .*"
+    r"(?!.* : )(?:\t+ ?| {4,})(?:10Bit|[A-Z!<\[])[^|]*|[0-9a-f]{2,3}:(?: [0-9a-f]{2}){1,16}\s*|lspci: Unable to load libkmod .*"
 )
 _DENIED = re.compile(r"\s+Capabilities: <access denied>\s*")
 _KINDS = (

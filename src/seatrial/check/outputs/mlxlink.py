@@ -11,6 +11,7 @@ from seatrial.check.outputs.network import at, damaged
 from seatrial.check.tool import Context, Lines, ParseError, Tool, read_json
 
 _PAIR = re.compile(r"^(?P<name>\S[^:]*?)\s*:\s?(?P<value>.*?)\s*$")
+_LONGEST = 45  # characters of a name: what is longer is a sentence
 _RULE = re.compile(r"-{3,}\s*")
 _SECTIONS = ("Operational Info", "Supported Info", "Troubleshooting Info")
 _COUNTERS = "Physical Counters and BER Info"
@@ -96,7 +97,7 @@ def _from_text(lines: Lines, fields: dict[str, tuple[str, int | None]]) -> set[s
             column = line.index(":", pair.end("name"))
             if not colon:
                 colon = column
-            elif column != colon and not (column > colon and column - pair.end("name") < 2):
+            elif column != colon and not (colon < column < _LONGEST and column - pair.end("name") < 2):
                 continue
             seen.add((section, pair["name"]))
             fields.setdefault(pair["name"], (pair["value"], number))

@@ -19,7 +19,7 @@ from seatrial.check.tool import Context, Lines, ParseError, Tool, read_json
 _RUN = re.compile(r"Running (?P<test>[a-z][a-z0-9_]+)\.\s*")
 _WORD = re.compile(r"(?P<status>Waived|WAIVED|Error|ERROR|Not Found|Passed):? ?(?P<text>.*)")
 _DEVICE = re.compile(
-    r"(?:Device |Process \d+ \(.{1,120}\): device )?\d{1,3}: (?P<name>.{1,100}?)(?: \([0-9a-f:.]{7,20}\))?(?:: \(.*\))?\s*"
+    r"(?P<text>Device |Process \d+ \(.{1,120}\): device )?\d{1,3}: (?P<name>.{1,100}?)(?: \([0-9a-f:.]{7,20}\))?(?:: \(.*\))?\s*"
 )
 _TITLE = re.compile(r"(?i:(?:memcpy|memory|device|host).{0,80}\((?:GB/s|ns|nanoseconds)\)\s*)")
 _HEAD = re.compile(r"\s+(?:\d+\s*)+")
@@ -32,7 +32,7 @@ _FAULT = re.compile(
 )
 _BESIDE = re.compile(
     r"(?:nvbandwidth Version: .*|Built from Git version:.*|MPI version: .*|CUDA (?:Runtime|Driver) Version(?: \(API\))?: [\d.]+(?: \(\d+\))?"
-    r"|Driver Version: .*|[\w.-]{1,253})\s*"
+    r"|Driver Version: .*|[a-z0-9][\w.-]{1,252})\s*"
 )
 _NOTE = re.compile(r"NOTE: .*|Performance can vary with .*|Additional system-specific tuning may .*")
 # What a test is held to: code, floor, and the direction of that.
@@ -80,7 +80,7 @@ def parse(lines: Lines, file: str) -> Bandwidths:
         if run := _RUN.fullmatch(line):
             name, columns = run["test"], 0
             tests.append(Test(name, "", number, closed=False))
-        elif device := _DEVICE.fullmatch(line):
+        elif (device := _DEVICE.fullmatch(line)) and device["text"]:
             devices.append(device["name"])
         elif _FAULT.fullmatch(line):
             faults.append((number, line.strip()[:200]))
