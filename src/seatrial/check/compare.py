@@ -117,9 +117,7 @@ def _absent(named: Sequence[Judged]) -> list[Finding]:
         for node in (n for n in nodes if n not in have):
             why = f"no readable output of {tool}, which {len(have)} of {len(nodes)} nodes have handed in"
             action = f"collect the output of {tool} on it too, and look why it is not there"
-            found.append(
-                Finding("CMP001", "UNJUDGED", Target(node=node), why, why_unjudged=why, action=action)
-            )
+            found.append(Finding("CMP001", "UNJUDGED", Target(node=node), why, action=action))
     return found
 
 

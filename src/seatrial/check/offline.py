@@ -181,7 +181,7 @@ def _parsed(piece: Piece, tool: Tool[Any], parse: Callable[[], Any]) -> _Read:
 
 def _unjudged(piece: Piece, code: str, why: str, line: int | None = None) -> Finding:
     place = piece.file if line is None else f"{piece.file}:{line}"
-    return Finding(code, "UNJUDGED", Target(node=piece.node), why, why_unjudged=why, evidence=(place,))
+    return Finding(code, "UNJUDGED", Target(node=piece.node), why, evidence=(place,))
 
 
 def _inventory(read: _Read) -> dict[str, str | int | float]:

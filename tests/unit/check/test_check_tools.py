@@ -120,6 +120,8 @@ CHANGED = [
     ("lspci_vv.txt", r"\Z", "        Fabric\n            State                 : In Progress\n", "UNJUDGED OUT002 -"),
     ("mlxlink_ndr.txt", r"^Speed ", "Unable to determine the device handle for GPU 0000:4C:00.0: GPU is lost\nSpeed ", "FAIL GPU002 -"),
     ("ibstat_four_ndr.txt", r"MT4129", "MT412", "UNJUDGED FILE003 -"),
+    ("mlxlink_ndr.txt", r"^(Supported Cable Speed .*\()NDR", r"\1NDc", "UNJUDGED NET002 -"),
+    ("nvbandwidth_h100.txt", r"\A", "0\n", "UNJUDGED OUT002 -"),
     ("nvbandwidth_h100.txt", r"\Z", "4: ACTIVE\n", "UNJUDGED OUT002 -"),
     ("lspci_vv.txt", r"(?s)\tCapabilities.*", "\tCapabilities: <access denied>\n", "UNJUDGED PCI002 0000:18:00"),
     ("lspci_vv.txt", r"(2.5GT/s.*), Width x16", r"\1, Width x8 (downgraded)", "FAIL PCI002 0000:19:00"),
@@ -289,6 +291,14 @@ GPU  Temp (DieEdge)  AvgPwr  SCLK    MCLK     Fan  Perf  PwrCap  VRAM%  GPU%
 def test_outputs_as_people_paste_them(name: str) -> None:
     text, found = PASTED[name]
     assert faults(report(text)) == found
+
+
+def test_a_slow_port_of_an_adapter_that_nobody_knows_is_not_passed_over() -> None:
+    text = (FIXTURES / "ibstat_one_at_100.txt").read_text()
+    assert "NET002 mlx5_3" in " ".join(faults(report(text)))
+    place = text.index("CA 'mlx5_3'")
+    strange = text[:place] + text[place:].replace("MT4129", "MT4139", 1)
+    assert faults(report(strange)) == ["UNJUDGED NET002 mlx5_3/1"]
 
 
 def test_a_gpu_that_is_on_the_bus_and_not_in_the_driver_is_told() -> None:

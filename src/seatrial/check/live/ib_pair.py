@@ -70,7 +70,7 @@ def without_devices(reply: Mapping[str, Any], node: str) -> list[Finding]:
     """What a host without RDMA devices says when the tool is called: why nothing of RDMA is judged there."""
     if reply.get("absent"):
         why = "this host shows no RDMA device, and perftest, which would say so, is not installed"
-        return [Finding("NET007", "UNJUDGED", Target(node=node), why, why_unjudged=why)]
+        return [Finding("NET007", "UNJUDGED", Target(node=node), why)]
     return list(heard(reply, node).findings)
 
 
@@ -127,4 +127,4 @@ def rates(
 
 
 def _unjudged(node: str, why: str, action: str) -> Finding:
-    return Finding("NET004", "UNJUDGED", Target(node=node), why, why_unjudged=why, action=action)
+    return Finding("NET004", "UNJUDGED", Target(node=node), why, action=action)

@@ -73,7 +73,7 @@ def _failed(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Findi
         yield Finding("LIV009", "UNJUDGED", Target(), text, why_unjudged=result.why)
     if len(cut) > _SHOWN:
         text = f"{len(cut) - _SHOWN} more measurements of pairs and groups were cut short"
-        yield Finding("LIV009", "UNJUDGED", Target(), text, why_unjudged=text)
+        yield Finding("LIV009", "UNJUDGED", Target(), text)
 
 
 def _wrong(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Finding]:

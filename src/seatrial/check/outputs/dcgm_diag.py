@@ -153,13 +153,13 @@ def judge(run: Diagnostic, context: Context) -> list[Finding]:
     node = Target(node=context.node)
     if run.error is not None:
         why = f"dcgmi diag did not run: {run.error[:200]}"
-        found.append(Finding("DIA002", "UNJUDGED", node, why, why_unjudged=why, evidence=(run.file,)))
+        found.append(Finding("DIA002", "UNJUDGED", node, why, evidence=(run.file,)))
     for test in dict.fromkeys(r.test for r in run.results):
         found += _of_test(test, [r for r in run.results if r.test == test], run, context)
     hard = [r for r in run.results if r.test.lower() not in _SOFT and r.status not in ("skip", "notrun")]
     if not hard and run.error is None:
         why = "no test of the hardware has run, only of software and settings"
-        found.append(Finding("DIA002", "UNJUDGED", node, why, why_unjudged=why, evidence=(run.file,)))
+        found.append(Finding("DIA002", "UNJUDGED", node, why, evidence=(run.file,)))
     return found
 
 
@@ -175,7 +175,7 @@ def _of_test(test: str, results: list[Result], run: Diagnostic, context: Context
             passed = same
         elif status in ("skip", "notrun"):
             why = f"{test}: {'skipped' if status == 'skip' else 'not run'}{which}"
-            yield Finding("DIA002", "UNJUDGED", target, why, why_unjudged=why, evidence=place)
+            yield Finding("DIA002", "UNJUDGED", target, why, evidence=place)
         elif status == "fail":
             settings = [r for r in same if r.config]
             if settings:
@@ -196,7 +196,7 @@ def _of_test(test: str, results: list[Result], run: Diagnostic, context: Context
                 )
         else:
             why = f"{test}: {status!r} is no known status{which}"
-            yield Finding("DIA002", "UNJUDGED", target, why, why_unjudged=why, evidence=place)
+            yield Finding("DIA002", "UNJUDGED", target, why, evidence=place)
     if len(passed) == len(results):
         yield Finding("DIA004", "PASS", Target(node=context.node), f"{test} passed", evidence=place)
 

@@ -166,11 +166,7 @@ def judge(facts: PortsFacts, context: Context) -> list[Finding]:
     found = damaged(facts.damage, facts.file, facts.tool) + judge_ports(facts, context)
     if not found:
         why = "the output shows no port"
-        found.append(
-            Finding(
-                "NET001", "UNJUDGED", Target(node=context.node), why, why_unjudged=why, evidence=(facts.file,)
-            )
-        )
+        found.append(Finding("NET001", "UNJUDGED", Target(node=context.node), why, evidence=(facts.file,)))
     return found
 
 

@@ -130,7 +130,7 @@ def judge(facts: StatusFacts, context: Context) -> list[Finding]:
         why = f"ibstatus: {facts.fatal}"
         place = (at(facts.file, facts.fatal_line),)
         target = Target(node=context.node)
-        found.append(Finding("NET007", "UNJUDGED", target, why, why_unjudged=why, evidence=place))
+        found.append(Finding("NET007", "UNJUDGED", target, why, evidence=place))
     return found
 
 

@@ -261,10 +261,10 @@ def judge(facts: DevinfoFacts, context: Context) -> list[Finding]:
     place = (at(facts.file, facts.error_line),)
     if not facts.ports and (facts.error or not facts.listed):
         why = f"ibv_devinfo: {facts.error or 'no device'}"
-        found.append(Finding("NET007", "UNJUDGED", target, why, why_unjudged=why, evidence=place))
+        found.append(Finding("NET007", "UNJUDGED", target, why, evidence=place))
     elif not facts.ports:
         why = f"{facts.listed} devices are listed; without -l the tool says what state they are in"
-        found.append(Finding("NET001", "UNJUDGED", target, why, why_unjudged=why, evidence=place))
+        found.append(Finding("NET001", "UNJUDGED", target, why, evidence=place))
     asked = context.port_gbit_s if isinstance(context, NetworkContext) else None
     if asked is not None and facts.ports and all(p.port.gbit_s is None for p in facts.ports):
         why = "ibv_devinfo says the rate only with -v"

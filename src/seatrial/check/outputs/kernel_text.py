@@ -251,11 +251,7 @@ def judge(log: KernelText, context: Context) -> list[Finding]:
         found.append(Finding("XID004", "PASS", target, text, evidence=(log.file,)))
     if len(strangers) > 1 and len(strangers) == len(log.hosts):
         why = f"a log of several hosts, {listed(strangers)}, none of them {context.node}: whose messages these are is not known"
-        found.append(
-            Finding(
-                "FILE008", "UNJUDGED", Target(node=context.node), why, why_unjudged=why, evidence=(log.file,)
-            )
-        )
+        found.append(Finding("FILE008", "UNJUDGED", Target(node=context.node), why, evidence=(log.file,)))
     return found
 
 
@@ -417,7 +413,6 @@ def _others(log: KernelText, context: Context) -> Iterator[Finding]:
             last.measured,
             "Gb/s" if last.measured is not None else "",
             expected,
-            why_unjudged=text if last.verdict == "UNJUDGED" else "",
             evidence=evidence(log.file, (o.line for o in same)),
         )
 

@@ -180,31 +180,39 @@ def _rank(speed: str) -> float | None:
 
 def _best(text: str | None) -> str | None:
     """The fastest of a list as "0x000000f1 (NDR,HDR,EDR)"."""
-    listed = _LISTED.search(text or "")
-    speeds = [] if listed is None else [s.strip() for s in listed["speeds"].split(",")]
-    ranked = [(rank, s) for s in speeds if (rank := _rank(s)) is not None]
+    ranked = [(rank, s) for s in _speeds(text) if (rank := _rank(s)) is not None]
     return max(ranked)[1] if ranked else None
+
+
+def _speeds(text: str | None) -> list[str]:
+    listed = _LISTED.search(text or "")
+    return [] if listed is None else [s.strip() for s in listed["speeds"].split(",")]
 
 
 def _speed(facts: LinkFacts, target: Target) -> list[Finding]:
     if facts.text("State") != "Active":
         return []
     speed, width = facts.text("Speed") or "", facts.text("Width") or ""
+    lists = [
+        facts.text(f"{of} Speed") or facts.text(f"{of} Speed (Ext.)")
+        for of in ("Enabled Link", "Supported Cable")
+    ]
     unknown = [
         x
         for x, known in ((speed, _rank(speed) is not None), (width, re.fullmatch(r"[0-9]{1,2}x", width)))
         if not known
     ]
+    if speed.startswith("IB-"):  # of Ethernet not all names are known
+        unknown += [s for text in lists for s in _speeds(text) if _rank(s) is None]
     evidence = (facts.place("Speed"),)
     if unknown:
         why = f"this speed or width is not known: {', '.join(unknown)[:60]!r}"
-        return [Finding("NET002", "UNJUDGED", target, why, why_unjudged=why, evidence=evidence)]
+        return [Finding("NET002", "UNJUDGED", target, why, evidence=evidence)]
     found = []
-    enabled = _best(facts.text("Enabled Link Speed") or facts.text("Enabled Link Speed (Ext.)"))
-    cable = _best(facts.text("Supported Cable Speed") or facts.text("Supported Cable Speed (Ext.)"))
+    enabled, cable = map(_best, lists)
     if enabled is None:
         why = "which speeds are enabled is not in the output, or not readable"
-        return [Finding("NET002", "UNJUDGED", target, why, why_unjudged=why, evidence=evidence)]
+        return [Finding("NET002", "UNJUDGED", target, why, evidence=evidence)]
     best = min((s for s in (enabled, cable) if s is not None), key=lambda s: _rank(s) or 0.0)
     if (_rank(speed) or 0.0) < (_rank(best) or 0.0):
         expected = Expected(best, "", "the fastest that both port and cable can do, as mlxlink says")
@@ -237,7 +245,7 @@ def _quality(facts: LinkFacts, target: Target) -> list[Finding]:
             )
         else:
             why = f"the status opcode is not readable: {opcode[:40]!r}"
-            found.append(Finding("NET008", "UNJUDGED", target, why, why_unjudged=why, evidence=place))
+            found.append(Finding("NET008", "UNJUDGED", target, why, evidence=place))
     for name in ("Effective Physical BER", "Symbol BER"):
         said = facts.text(name)
         if said is None or said in ("N/A", ""):
@@ -248,9 +256,7 @@ def _quality(facts: LinkFacts, target: Target) -> list[Finding]:
             continue
         if rate is None:
             why = f"`{name}` is not readable: {said[:40]!r}"
-            found.append(
-                Finding("NET008", "UNJUDGED", target, why, why_unjudged=why, evidence=(facts.place(name),))
-            )
+            found.append(Finding("NET008", "UNJUDGED", target, why, evidence=(facts.place(name),)))
             continue
         expected = Expected(_BIT_ERRORS, "", "at most; InfiniBand Architecture Specification")
         says = f"{name} {said}: errors are left after correction"

@@ -105,12 +105,12 @@ def _right(log: NcclLog, context: Context) -> Iterator[Finding]:
     else:
         why = _lost_ranks(log)
     if why:
-        yield Finding("NCC001", "UNJUDGED", target, why, why_unjudged=why, evidence=(log.file,))
+        yield Finding("NCC001", "UNJUDGED", target, why, evidence=(log.file,))
     elif not wrong and not failures:
         unchecked = all(r.wrong is None for r in log.rows)
         if unchecked:
             why = "the numbers were not checked (-c 0)"
-            yield Finding("NCC001", "UNJUDGED", target, why, why_unjudged=why, evidence=(log.file,))
+            yield Finding("NCC001", "UNJUDGED", target, why, evidence=(log.file,))
         else:
             alone = (
                 "; one rank: no link was used, so this says nothing of bandwidth" if _ranks(log) == 1 else ""

@@ -198,7 +198,7 @@ def judge(facts: ScoutFacts, context: Context) -> list[Finding]:
         )
     if untested := _untested(facts.counts):
         why = f"{untested} nodes were reachable and not tested"
-        found.append(Finding("NET009", "UNJUDGED", Target(), why, why_unjudged=why, evidence=(facts.file,)))
+        found.append(Finding("NET009", "UNJUDGED", Target(), why, evidence=(facts.file,)))
     if facts.floor is None and facts.pairs:
         why = "the output does not say the threshold, and no other floor is known for these GPUs"
         text = (
@@ -229,7 +229,7 @@ def judge(facts: ScoutFacts, context: Context) -> list[Finding]:
         )
     if not found:
         why = "no pair of nodes was measured"
-        found.append(Finding("NET009", "UNJUDGED", Target(), why, why_unjudged=why, evidence=(facts.file,)))
+        found.append(Finding("NET009", "UNJUDGED", Target(), why, evidence=(facts.file,)))
     return found
 
 

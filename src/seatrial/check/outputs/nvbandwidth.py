@@ -32,7 +32,7 @@ _FAULT = re.compile(
 )
 _BESIDE = re.compile(
     r"(?:nvbandwidth Version: .*|Built from Git version:.*|MPI version: .*|CUDA (?:Runtime|Driver) Version(?: \(API\))?: [\d.]+(?: \(\d+\))?"
-    r"|Driver Version: .*|[a-z0-9][\w.-]{1,252})\s*"
+    r"|Driver Version: .*|(?=[\w.-]*[a-z])[a-z0-9][\w.-]{1,252})\s*"
 )
 _NOTE = re.compile(r"NOTE: .*|Performance can vary with .*|Additional system-specific tuning may .*")
 # What a test is held to: code, floor, and the direction of that.

@@ -34,13 +34,13 @@ class Say:
         expected: Expected | None = None,
         median: float | None = None,
     ) -> None:
-        """One finding; `lines` are its places, none for the whole file. UNJUDGED has `text` as its reason."""
+        """One finding; `lines` are its places, none for the whole file."""
         target = replace(target or Target(), node=(target and target.node) or self.context.node)
-        unit, why = expected.unit if expected else "", text if verdict == "UNJUDGED" else ""
+        unit = expected.unit if expected else ""
         places = evidence(self.file, [n for n in lines if n is not None]) or (self.file,)
         code = code or self.code
         self.found.append(
-            Finding(code, verdict, target, text, measured, unit, expected, median, why, evidence=places)
+            Finding(code, verdict, target, text, measured, unit, expected, median, evidence=places)
         )
 
     def all_well(self, text: str, code: str = "") -> list[Finding]:

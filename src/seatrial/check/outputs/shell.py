@@ -58,9 +58,7 @@ def judge(facts: ShellFacts, context: Context) -> list[Finding]:
     """UNJUDGED with the message."""
     why = f"the tool did not run: {facts.message[:200]}"
     target = Target(node=context.node)
-    return [
-        Finding("FILE007", "UNJUDGED", target, why, why_unjudged=why, evidence=(at(facts.file, facts.line),))
-    ]
+    return [Finding("FILE007", "UNJUDGED", target, why, evidence=(at(facts.file, facts.line),))]
 
 
 TOOLS = (Tool("shell", matches, parse, judge),)

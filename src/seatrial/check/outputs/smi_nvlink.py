@@ -111,7 +111,7 @@ def _links(output: GpuList, context: Context) -> Iterator[Finding]:
         elif (off and sku is None) or (board == "mesh" and sku is not None and have < (sku.links or 0)):
             dark = f"NVLink {listed(off)} inactive" if off else f"{have} NVLinks up"
             why = f"{dark}, and how many a {gpu.name} must have up here is not known"
-            yield Finding("NVL008", "UNJUDGED", _target(context, gpu), why, why_unjudged=why, evidence=where)
+            yield Finding("NVL008", "UNJUDGED", _target(context, gpu), why, evidence=where)
         yield from _rates(gpu, sku, median(rates) if rates else None, output, context)
 
 
@@ -131,15 +131,15 @@ def _all_off(
         yield Finding("NVL008", "PASS", target, "the driver says that it has no NVLink", evidence=where)
     elif gpu.inactive is None and gpu.unsupported is None and not gpu.links:
         why = f"nothing about the links of GPU {gpu.index}"
-        yield Finding("NVL008", "UNJUDGED", target, why, why_unjudged=why, evidence=where)
+        yield Finding("NVL008", "UNJUDGED", target, why, evidence=where)
     elif sku is None and len(dark) == len(alike):
         why = f"no NVLink is up, and whether a {gpu.name} must have some is not known"
-        yield Finding("NVL008", "UNJUDGED", target, why, why_unjudged=why, evidence=where)
+        yield Finding("NVL008", "UNJUDGED", target, why, evidence=where)
     elif sku is not None and (sku.board == "none" or (sku.board == "bridge" and _may_be_single(alike, dark))):
         yield Finding("NVL008", "PASS", target, f"no NVLink up, as a {sku.name} can be", evidence=where)
     elif sku is not None and sku.board == "switch" and len(output.gpus) == 1 and gpu.index == 0:
         why = "no NVLink is up on the only GPU shown: so it is in a virtual machine with one GPU, elsewhere it is a fault"
-        yield Finding("NVL001", "UNJUDGED", target, why, why_unjudged=why, evidence=where)
+        yield Finding("NVL001", "UNJUDGED", target, why, evidence=where)
     else:
         must = sku.links if sku is not None and sku.links else max(len(v) for v in up.values())
         verdict: Verdict = "WARN" if sku is None or sku.board == "bridge" else "FAIL"
@@ -212,7 +212,7 @@ def _counters(output: GpuList, context: Context) -> Iterator[Finding]:
                 why = f"{limit.counter} as on the node's other links: one reading does not say whether they grow"
                 place = evidence(output.file, (line for _, line in high.values()))
                 target = _target(context, gpu)
-                yield Finding("NVL003", "UNJUDGED", target, why, why_unjudged=why, evidence=place)
+                yield Finding("NVL003", "UNJUDGED", target, why, evidence=place)
 
 
 def _lacking(output: GpuList, context: Context) -> Iterator[Finding]:
@@ -221,7 +221,7 @@ def _lacking(output: GpuList, context: Context) -> Iterator[Finding]:
     names = {k[1] for g in output.gpus for k in g.counters} & known
     if not names and not all(g.inactive or g.unsupported for g in output.gpus):
         why = "none of the error counters that are judged is in the output"
-        yield Finding("NVL003", "UNJUDGED", Target(node=context.node), why, why_unjudged=why)
+        yield Finding("NVL003", "UNJUDGED", Target(node=context.node), why)
     for gpu in output.gpus:
         links = {k[0] for k in gpu.counters}
         lost = [(k, n) for k in sorted(links) for n in sorted(names) if (k, n) not in gpu.counters]
@@ -233,7 +233,7 @@ def _lacking(output: GpuList, context: Context) -> Iterator[Finding]:
             what = f"{lost[0][1]} of NVLink {lost[0][0]}" if lost else f"NVLink {listed(gaps) or 'counters'}"
             why = f"{what} is missing in the output"
             place = evidence(output.file, [gpu.line])
-            yield Finding("OUT002", "UNJUDGED", _target(context, gpu), why, why_unjudged=why, evidence=place)
+            yield Finding("OUT002", "UNJUDGED", _target(context, gpu), why, evidence=place)
 
 
 def _counted(

@@ -290,7 +290,7 @@ class Judge:
 
     def _unjudged(self, target: Target, why: str, *values: Value | None, code: str = "GPU011") -> Finding:
         places = evidence(self.query.file, sorted(v.line for v in values if v is not None))
-        return Finding(code, "UNJUDGED", target, why, why_unjudged=why, evidence=places)
+        return Finding(code, "UNJUDGED", target, why, evidence=places)
 
     def alike(self) -> Iterator[Finding]:
         """What differs between the GPUs of this node."""
@@ -316,15 +316,15 @@ class Judge:
         yield from inforom_findings(self.query.corrupt, self.query.file, self.context)
         if self.query.attached is None and any(g.pci is not None for g in self.query.gpus):
             why = "the number of attached GPUs is missing: the beginning is cut off"
-            yield Finding("GPU011", "UNJUDGED", target, why, why_unjudged=why, evidence=(self.query.file,))
+            yield Finding("GPU011", "UNJUDGED", target, why, evidence=(self.query.file,))
         if any(g.pci is None and len(g.sections) > 1 for g in self.query.gpus):
             why = "several sections without a GPU's heading: the beginning is cut off"
-            yield Finding("GPU011", "UNJUDGED", target, why, why_unjudged=why, evidence=(self.query.file,))
+            yield Finding("GPU011", "UNJUDGED", target, why, evidence=(self.query.file,))
         shown, attached = len(self.query.gpus) + len(self.query.lost), self.query.attached
         places = evidence(self.query.file, (g.line for g in self.query.gpus))
         if attached is not None and shown < attached:
             why = f"{attached} GPUs attached, {shown} in the output: asked for only these, or cut off"
-            yield Finding("GPU011", "UNJUDGED", target, why, why_unjudged=why, evidence=places)
+            yield Finding("GPU011", "UNJUDGED", target, why, evidence=places)
         elif self.query.gpus and all(g.pci is not None for g in self.query.gpus):
             names = {g.name for g in self.query.gpus}
             sku = find_sku(names.pop()) if len(names) == 1 else None

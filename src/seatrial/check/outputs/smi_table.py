@@ -167,7 +167,7 @@ def judge(table: Table, context: Context) -> list[Finding]:
         place = evidence(table.file, [line])
         if _NOT_ALLOWED.search(text):
             node = Target(node=context.node)
-            found.append(Finding("GPU011", "UNJUDGED", node, text, why_unjudged=text, evidence=place))
+            found.append(Finding("GPU011", "UNJUDGED", node, text, evidence=place))
         else:
             found.append(Finding("GPU002", "FAIL", Target(node=context.node), text, evidence=place))
     found += inforom_findings(table.corrupt, table.file, context)
@@ -195,12 +195,7 @@ def _cut(table: Table, context: Context) -> Iterator[Finding]:
         last = table.rows[-1].line
         why = "the list of processes below the GPUs is not whole: cut off, or shortened, so there may be more GPUs"
         yield Finding(
-            "GPU011",
-            "UNJUDGED",
-            Target(node=context.node),
-            why,
-            why_unjudged=why,
-            evidence=evidence(table.file, [last]),
+            "GPU011", "UNJUDGED", Target(node=context.node), why, evidence=evidence(table.file, [last])
         )
 
 

@@ -116,7 +116,7 @@ def judge(topology: Topology, context: Context) -> list[Finding]:
             text = f"{count} {sku.name} GPUs, none joined by NVLink"
             return [*found, Finding("NVL008", "PASS", node, text, evidence=places)]
         why = "no NVLink between any GPUs, and the output does not name the kind of GPU that would say whether it must have some"
-        return [*found, Finding("NVL006", "UNJUDGED", node, why, why_unjudged=why, evidence=places)]
+        return [*found, Finding("NVL006", "UNJUDGED", node, why, evidence=places)]
     peers = sorted({sum(topology.links(g, o) > 0 for o in topology.gpus if o != g) for g in topology.gpus})
     text = f"{count} GPU{'s' * (count != 1)}, each joined by NVLink to {listed(peers)} others"
     if peers and max(peers) < count - 1:

@@ -24,7 +24,7 @@ class Look:
 def looks() -> tuple[Look, ...]:
     """All of them, in the order of the file: the first that fits counts."""
     table = tomllib.loads(files("seatrial.check").joinpath("unknown.toml").read_text(encoding="utf-8"))
-    return tuple(Look(e["name"], re.compile(e["pattern"], re.MULTILINE), e["instead"]) for e in table["look"])
+    return tuple(Look(n, re.compile(pattern, re.MULTILINE), to) for n, (pattern, to) in table.items())
 
 
 def looks_like(text: str) -> Look | None:
