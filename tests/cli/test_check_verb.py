@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -47,17 +48,15 @@ def test_a_person_sees_the_fault_what_to_do_and_the_verdict(
     out, err = capsys.readouterr()
     assert err == ""
     assert out.splitlines() == [
+        "1 of 4 nodes failed: n2",
+        "",
         "FAIL      NET001  n2 mlx5_2/1: Down, physical state Polling",
         "          expected  Active, LinkUp [3 of 4 ports like it are]",
         "          seen in   out/n2/ibstat.txt:42",
         "          to do     physical state Polling: reseat or swap the cable, look at the switch's port; Disabled:",
         "          enable the port (`mlxlink -d DEVICE --port_state UP`), look at the switch's setting and at the",
         "          adapter's firmware; Initializing: start the subnet manager. Drain the node until then",
-        "PASS      NET001  n1: 4 fabric ports (MT4129 InfiniBand) active at 400 Gb/s",
-        "PASS      NET001  n3: 4 fabric ports (MT4129 InfiniBand) active at 400 Gb/s",
-        "PASS      NET001  n10: 4 fabric ports (MT4129 InfiniBand) active at 400 Gb/s",
-        "",
-        "nodes     1 of 4 failed: n2",
+        "PASS      NET001  n1, n3, n10: 4 fabric ports (MT4129 InfiniBand) active at 400 Gb/s",
         "",
         "take out  of Slurm, not carried out:",
         '          scontrol update nodename=n2 state=drain reason="seatrial NET001 mlx5_2/1: Down, physical state Polling"',
@@ -202,9 +201,9 @@ def test_a_simulated_cluster_names_the_culprit_in_every_output(
     assert main(["check", "--simulate", scenario, *extra]) == 1
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert lines[0].startswith("FAIL      BLM003  node0003 mlx5_5/1: ")
+    assert lines[:2] == ["1 of 16 nodes failed: node0003", ""]
+    assert lines[2].startswith("FAIL      BLM003  node0003 mlx5_5/1: ")
     assert any(line.startswith("stages    node 1 round; pair ") for line in lines)
-    assert "nodes     1 of 16 failed: node0003" in lines
     assert lines[-1].endswith(" passed on 16 simulated nodes")
     assert "take out" not in out  # there is nobody to take out
     assert err == "report: r.html\n1 nodes to exclude: bad.txt\n"
@@ -315,3 +314,63 @@ def test_the_real_ib_write_bw_without_a_device_is_unjudged(
     (found,) = json.loads(capsys.readouterr().out)["findings"]
     assert (found["code"], found["verdict"]) == ("NET007", "UNJUDGED")
     assert "no RDMA device" in found["why_unjudged"]
+
+
+def test_stdin_is_read(tmp_path: Path) -> None:
+    call = [sys.executable, "-P", "-m", "seatrial", "check", "--from", "-", "--json"]
+    for data, code in ((HEALTHY, 0), (ILL, 1)):
+        done = subprocess.run(call, input=(FIXTURES / data).read_bytes(), capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (code, b"")
+        (output,) = json.loads(done.stdout)["outputs"]
+        assert (output["file"], output["tool"]) == ("stdin", "ibstat")
+    both = [*call[:-1], str(FIXTURES / SUSPECT)]
+    done = subprocess.run(
+        both, input=gzip.compress((FIXTURES / ILL).read_bytes()), capture_output=True, check=False
+    )
+    assert done.returncode == 1
+    assert b"stdin" in done.stdout
+    assert subprocess.run(call, input=b"", capture_output=True, check=False).returncode == 0, "UNJUDGED"
+
+
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_long_reading_says_how_far_it_is(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("seatrial.cli.progress.PLAIN_EVERY_S", 0.0)
+    log = tmp_path / "messages"
+    log.write_text("Nov 15 12:00:00 gpu07 systemd[1]: Started Session 1 of User root.\n" * 60_000)
+    with log.open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert main(["check", "--from", str(log) if source == "file" else "-", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["verdict"] == "PASS"
+    lines = err.splitlines()
+    assert lines
+    if source == "file":
+        assert all(line.startswith("reading: ") and "MiB of 3.78 MiB (" in line for line in lines), lines
+    else:
+        assert all(line.startswith("reading: ") and line.endswith(" so far, at stdin") for line in lines), (
+            lines
+        )
+
+
+def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
+    """The program itself, on pipes of 1 and of 48 MiB."""
+    code = (
+        "import sys; from seatrial.cli.main import main; code = main(['check', '--from', '-', '--json']);"
+        "print(open('/proc/self/status').read().partition('VmHWM:')[2].split()[0], file=sys.stderr); sys.exit(code)"
+    )
+    line = b"Nov 15 12:00:00 gpu07 sshd[4711]: Accepted publickey for slurm from 10.0.3.7 port 51234 ssh2\n"
+    peaks = []
+    for mib in (1, 48):
+        data = (
+            line * ((mib << 20) // len(line))
+            + b"Nov 15 12:00:01 gpu07 kernel: NVRM: Xid (PCI:0000:3b:00): 79, pid=1\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code], input=data, capture_output=True, check=False
+        )
+        assert done.returncode == 1
+        assert json.loads(done.stdout)["nodes"] == {"gpu07": "FAIL"}
+        peaks.append(int(done.stderr) / 1024)
+    assert peaks[1] - peaks[0] < 24, peaks

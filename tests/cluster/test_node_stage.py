@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,11 +154,21 @@ def test_programs_die_with_their_caller(tmp_path: Path) -> None:
 # -- the whole stage
 
 
-def test_the_node_stage_of_this_machine(tmp_path: Path) -> None:
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    """A host without GPUs, ports and messages, whatever this one has: what is asked of it is asked of stand-ins."""
+    log = tmp_path / "kmsg"
+    log.write_text("6,0,100,-;Linux version 6.18.0\n6,1,200,-;random: crng init done\n")
+    (tmp_path / "root").mkdir()
+    return Places(str(tmp_path / "root"), str(tmp_path / "no-infiniband"), str(log))
+
+
+def test_the_node_stage_of_this_machine(tmp_path: Path, places: Places) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     parts: list[str] = []
-    facts = measure(NodeOptions(storage=str(folder), device="cpu"), parts.append)
+    # All that is measured is this machine's, but what its kernel said before is no matter of the test.
+    facts = measure(NodeOptions(storage=str(folder), device="cpu"), parts.append, replace(places, root="/"))
     assert list(folder.iterdir()) == []
     assert children() == set()
     assert parts == ["inventory", "limits", "clock", "ports", "storage", "rates", "kernel log"]
@@ -191,8 +202,8 @@ def test_the_node_stage_of_this_machine(tmp_path: Path) -> None:
     }
 
 
-def test_without_rates_there_is_no_load(tmp_path: Path) -> None:
-    facts = measure(NodeOptions(storage=str(tmp_path), device="cpu", rates=False))
+def test_without_rates_there_is_no_load(tmp_path: Path, places: Places) -> None:
+    facts = measure(NodeOptions(storage=str(tmp_path), device="cpu", rates=False), places=places)
     assert facts["rates"] is None
     assert "write_gb_s" not in facts["storage"]
     assert "rates" not in facts["parts"]
@@ -244,6 +255,7 @@ esac
 )
 def test_two_gpus_from_driver_to_verdict(
     tmp_path: Path,
+    places: Places,
     monkeypatch: pytest.MonkeyPatch,
     faults: dict[str, int],
     down: str,
@@ -256,7 +268,7 @@ def test_two_gpus_from_driver_to_verdict(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("FAULTS", json.dumps(faults))
     monkeypatch.setenv("DOWN", down)
-    facts = json.loads(json.dumps(measure(NodeOptions(rates=False))))
+    facts = json.loads(json.dumps(measure(NodeOptions(rates=False), places=places)))
     assert [g["pci"] for g in facts["gpus"]["gpus"]] == ["0000:18:00", "0000:19:00"]
     assert {o["tool"] for o in facts["outputs"]} == {
         "NVML",
@@ -271,8 +283,18 @@ def test_two_gpus_from_driver_to_verdict(
     assert unread == []
 
 
+def test_what_the_kernel_said_is_judged_with_its_line(tmp_path: Path, places: Places) -> None:
+    with Path(places.kernel_log).open("a") as log:
+        log.write("3,2,300,-;EXT4-fs (loop3): I/O error while writing superblock\n")
+        log.write("3,3,400,-;blk_update_request: I/O error, dev sda, sector 1234 op 0x0:(READ)\n")
+    report = judge_stage({"n": measure(NodeOptions(device="cpu", rates=False), places=places)})
+    (told,) = (f for f in report.findings if f.code == "SYS007")
+    assert (told.verdict, told.target.node) == ("WARN", "n")
+    assert "(sda): 'blk_update_request: I/O error, dev sda, sector 1234 op 0x0:(READ)'" in told.message
+
+
 def test_a_driver_that_hangs_is_a_finding_and_holds_up_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(tmp_path, "nvidia-smi", 'case "$1" in topo) echo torn;; *) exec sleep 1000;; esac')
     (tmp_path / "pynvml.py").write_text(
@@ -280,7 +302,7 @@ def test_a_driver_that_hangs_is_a_finding_and_holds_up_nothing(
     )
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    facts = measure(NodeOptions(rates=False, seconds=8.0))
+    facts = measure(NodeOptions(rates=False, seconds=8.0), places=places)
     assert children() == set()
     found = judge_stage({"n": facts}).findings
     hung = {f.message for f in found if (f.code, f.verdict, f.target.node) == ("NOD002", "FAIL", "n")}
@@ -293,13 +315,13 @@ def test_a_driver_that_hangs_is_a_finding_and_holds_up_nothing(
 
 
 def test_dcgmis_document_counts_whatever_its_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document = Path("tests/fixtures/check/dcgm_mixed.json").resolve()
     program(tmp_path, "dcgmi", f'[ "$*" = "diag -r 1 -j" ] || exit 9; cat {document}; exit 226')
     program(tmp_path, "nvidia-smi", "echo no devices were found; exit 6")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    facts = measure(NodeOptions(rates=False, dcgm_level=1))
+    facts = measure(NodeOptions(rates=False, dcgm_level=1), places=places)
     codes = {f.code for f in judge_stage({"n": facts}).findings}
     assert any(code.startswith("DIA") for code in codes)
     told = {f.message for f in judge_stage({"n": facts}).findings if f.code == "NOD001"}
@@ -307,9 +329,9 @@ def test_dcgmis_document_counts_whatever_its_exit_code(
     assert "nvidia-smi topo -m: ended with exit code 6" in told
 
 
-def test_a_tree_of_ports_is_read_and_judged(tmp_path: Path) -> None:
+def test_a_tree_of_ports_is_read_and_judged(tmp_path: Path, places: Places) -> None:
     for n in range(4):
-        folder = tmp_path / f"mlx5_{n}"
+        folder = tmp_path / "infiniband" / f"mlx5_{n}"
         ports = folder / "ports/1"
         (ports / "counters").mkdir(parents=True)
         (folder / "hca_type").write_text("MT4129\n")
@@ -319,7 +341,10 @@ def test_a_tree_of_ports_is_read_and_judged(tmp_path: Path) -> None:
         (ports / "rate").write_text("400 Gb/sec (4X NDR)\n" if n != 2 else "10 Gb/sec (4X SDR)\n")
         (ports / "link_layer").write_text("InfiniBand\n")
         (ports / "counters/symbol_error").write_text("0\n")
-    facts = measure(NodeOptions(device="cpu", rates=False), places=Places(infiniband=str(tmp_path)))
+    facts = measure(
+        NodeOptions(device="cpu", rates=False),
+        places=replace(places, infiniband=str(tmp_path / "infiniband")),
+    )
     assert set(facts["ports"]["before"]) == set(facts["ports"]["after"]) == {f"mlx5_{n}/1" for n in range(4)}
     assert facts["ports"]["before"]["mlx5_0/1"]["counters"] == {"symbol_error": 0}
     failed = {(f.code, f.target.port) for f in judge_stage({"n": facts}).findings if f.verdict == "FAIL"}

@@ -2,85 +2,97 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from typing import IO
 
 from seatrial.base.errors import Diagnostic, InputError
-from seatrial.check.outputs import sysfs
+from seatrial.check import intake, labels
+from seatrial.check.labels import Label
+from seatrial.check.names import same_host
+from seatrial.check.outputs import nccl_log, shell, sysfs
 from seatrial.check.registry import recognise
 from seatrial.check.report import natural
+from seatrial.check.tool import Lines, listed
 
-LARGEST_BYTES = 256 << 20  # of one file: a kernel log of months is smaller
+Progress = Callable[[int, int, str], None]
+
+STDIN = "-"
 _DEEPEST = 8  # folders below one that was named
-_PACKED = {
-    b"\x1f\x8b": "gzip",
-    b"PK\x03\x04": "zip",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"\xfd7zXZ": "xz",
-    b"BZh": "bzip2",
-}
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\n]*(?:\x07|\x1b\\)")
-# Control characters that terminals and pagers leave are no damage: tab, newline, return, backspace, form feed.
-_FOREIGN = re.compile("[\x00-\x07\x0b\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
-_HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_PDSH = re.compile(rf"^(?P<host>{_HOST}): ?(?P<rest>.*)$")
-_DSHBAK = re.compile(rf"^-{{4,}}\n(?P<host>{_HOST})\n-{{4,}}$", re.MULTILINE)
-# What a person has copied along: the prompt and the command before an output, the next prompt after it, the fences of Markdown.
-_PROMPT = re.compile(
-    r"^\s*(?:\([\w.-]+\) )?\[?[\w.-]{1,60}@[\w.-]{1,120}(?:[: ][^\n#$%>]{0,200})?\]?[#$%>](?: .*)?$"
-    r"|^\s*[$>] ?(?:sudo )?(?:nvidia-smi|ib\w+|mlxlink|dcgmi|dmesg|journalctl|cat|tail|grep|kubectl|srun|mpirun|\./)\b.*$"
-)
+_LOOKED_AT = 200  # lines of a host that show whether its lines are a tool's
 _FENCE = re.compile(r"^\s*(?:```|~~~)\s*\w*\s*$")
-_EDGE = 3  # lines at either end that can be such
 _SYSTEM = ("sys", "class", "infiniband", "proc", "var", "log")  # parts of a path, no names of nodes
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One output. `problem` is the code of what keeps it from being text (then `text` is empty), with `why`.
+    """Outputs of one node. `problem` is the code of what keeps it from being text (then `lines` are none), with `why`.
 
-    `foreign_line` is the first line that holds what no text of a tool holds, None where there is none.
+    `remarks`: what is not as it should be, each with its code, the reason and the line.
     """
 
     file: str
     node: str | None
-    text: str = ""
+    lines: Lines = field(default_factory=lambda: Lines([]))
     tree: Path | None = None
     problem: str = ""
     why: str = ""
-    foreign_line: int | None = None
+    remarks: tuple[tuple[str, str, int | None], ...] = ()
 
 
-def collect(paths: Sequence[str]) -> list[Piece]:
-    """Every output in `paths`, each file once. Raises InputError for all paths that do not exist, and if nothing is there.
+def collect(paths: Sequence[str], progress: Progress = lambda done, total, what: None) -> Iterator[Piece]:
+    """Every output in `paths`, each file once; "-" is what comes in on stdin. Raises InputError at once for all paths that
+    do not exist, and if nothing is there. `progress` is called with bytes read, bytes in all (0: unknown), and the file.
 
     In a folder, each folder is a node; what lies beside them is of no named node. Of several folders without folders
     in them, each is a node.
     """
-    missing = [p for p in paths if not os.path.lexists(p)]
+    missing = [p for p in paths if p != STDIN and not os.path.lexists(p)]
     if missing:
         hint = "name files, or a folder with one folder a node"
         raise InputError([Diagnostic("no such file or folder", file=p, hint=hint) for p in missing])
-    seen: set[str] = set()
-    found: list[Piece] = []
+    places: dict[str, tuple[Path, str | None]] = {}
     folders = sum(os.path.isdir(p) for p in paths)
     for given in paths:
         path = Path(given)
-        if not path.is_dir():
-            places: Iterator[tuple[Path, str | None]] = iter([(path, None)])
+        if given == STDIN or not path.is_dir():
+            places.setdefault(STDIN if given == STDIN else os.path.realpath(path), (path, None))
         else:
-            places = _walk(path, path.resolve().name if folders > 1 else None)
-        for place, node in places:
-            real = os.path.realpath(place)
-            if real not in seen:
-                seen.add(real)
-                found += _pieces(place, node)
-    if not found:
+            for place, node in _walk(path, path.resolve().name if folders > 1 else None):
+                places.setdefault(os.path.realpath(place), (place, node))
+    if not places:
         raise InputError(f"nothing to judge in {', '.join(paths)}", hint="the folder holds no files")
-    return found
+    return _read_all(list(places.values()), progress)
+
+
+def _read_all(places: Sequence[tuple[Path, str | None]], progress: Progress) -> Iterator[Piece]:
+    sizes = [0 if str(path) == STDIN else _size(path) for path, _ in places]
+    total = 0 if any(str(path) == STDIN for path, _ in places) else sum(sizes)
+    befores = accumulate(sizes, initial=0)
+    for (path, node), before in zip(places, befores, strict=False):
+        yield from _pieces(path, node, partial(_tell, progress, before, total, _named(path)))
+
+
+def _tell(progress: Progress, before: int, total: int, what: str, read: int) -> None:
+    progress(before + read, total, what)
+
+
+def _named(path: Path) -> str:
+    return "stdin" if str(path) == STDIN else str(path)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except OSError:
+        return 0
 
 
 def _walk(folder: Path, node: str | None) -> Iterator[tuple[Path, str | None]]:
@@ -120,8 +132,10 @@ def _is_tree(folder: Path) -> bool:
         return False
 
 
-def _pieces(path: Path, node: str | None) -> list[Piece]:
-    file = str(path)
+def _pieces(path: Path, node: str | None, tell: Callable[[int], None]) -> list[Piece]:
+    file = _named(path)
+    if str(path) == STDIN:
+        return pieces_of(sys.stdin.buffer, file, None, tell)
     if _is_tree(path):
         return [Piece(file, node, tree=path)]
     if not path.is_file():
@@ -130,86 +144,82 @@ def _pieces(path: Path, node: str | None) -> list[Piece]:
         )
         return [Piece(file, node, problem="FILE005" if path.is_dir() else "FILE004", why=why)]
     try:
-        with path.open("rb") as f:
-            data = f.read(LARGEST_BYTES + 1)
+        with path.open("rb") as raw:
+            return pieces_of(raw, file, node, lambda _: tell(raw.tell()))
     except OSError as error:
         return [Piece(file, node, problem="FILE005", why=f"cannot be read: {error.strerror}")]
-    if len(data) > LARGEST_BYTES:
-        return [Piece(file, node, problem="FILE004", why=f"larger than {LARGEST_BYTES >> 20} MiB")]
-    return pieces_of(data, file, node)
 
 
-def pieces_of(data: bytes, file: str, node: str | None) -> list[Piece]:
-    """The outputs in a file's bytes: one, or one for each host where `pdsh` or `dshbak` has marked them."""
-    if not data.strip(b"\0 \t\r\n"):
-        return [Piece(file, node, problem="FILE002", why="the file is empty")]
-    packed = next((name for magic, name in _PACKED.items() if data.startswith(magic)), None)
-    if packed is not None:
-        return [Piece(file, node, problem="FILE004", why=f"compressed ({packed})")]
-    text = _decode(data)
-    if text is None:
-        return [Piece(file, node, problem="FILE004", why="binary data")]
-    text = undressed(_ANSI.sub("", text).replace("\r\n", "\n"))
-    foreign = _FOREIGN.search(text)
-    line = None if foreign is None else text.count("\n", 0, foreign.start()) + 1
-    parts = split_hosts(text)
-    if not any(recognise(part) for _, part in parts):
-        return [Piece(file, node, text, foreign_line=line)]
-    return [Piece(file, host, part, foreign_line=line) for host, part in parts]
+def pieces_of(
+    data: bytes | IO[bytes], file: str, node: str | None, tell: Callable[[int], None] = lambda read: None
+) -> list[Piece]:
+    """The outputs in a file's bytes: one, or one for each host or rank where their names stand before or above the lines.
 
-
-def undressed(text: str) -> str:
-    """The text without what a person has copied along with it; the lines keep their numbers.
-
-    An indentation that all lines share is taken away, and prompts and fences at either end become empty lines.
+    The folder's name (`node`) wins over what stands in the file. Raises OSError where the file cannot be read.
     """
-    lines = text.split("\n")
-    filled = [n for n, line in enumerate(lines) if line.strip()]
-    fences = [n for n in (filled[:1] + filled[-1:]) if _FENCE.match(lines[n])]
-    if len(fences) == 2:
-        lines[fences[0]] = lines[fences[1]] = ""
-        filled = filled[1:-1]
-    for n in {*filled[:_EDGE], *filled[-_EDGE:]}:
-        if _PROMPT.match(lines[n]):
-            lines[n] = ""
-    starts = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line.strip()]
+    taken = intake.take(io.BytesIO(data) if isinstance(data, bytes) else data, tell)
+    if taken.problem is not None:
+        return [Piece(file, node, problem=taken.problem[0], why=taken.problem[1])]
+    remarks: list[tuple[str, str, int | None]] = [("FILE003", why, line) for why, line in taken.damage]
+    lines = undressed(taken.lines)
+    parts: list[tuple[tuple[str | None, ...], labels.Numbered, int]]
+    if taken.labelled and (groups := _by_host(lines)):
+        remarks += _of_ranks(groups, file)
+        parts = [
+            ((None if label is None else label.host,), part, taken.passed[label])
+            for label, part in groups.items()
+        ]
+    else:
+        parts = [
+            (hosts or (None,), part, taken.passed.total() if not n else 0)
+            for n, (hosts, part) in enumerate(labels.by_title(lines))
+        ]
+    names = list(dict.fromkeys(host for hosts, _, _ in parts for host in hosts if host is not None))
+    if node is not None and names and not all(same_host(name, node) for name in names):
+        why = f"the folder says {node}, the lines say {listed(names)}: the folder counts"
+        remarks.append(("FILE008", why, None))
+    found = [
+        Piece(file, node or host, Lines(part, passed, taken.repeated))
+        for hosts, part, passed in parts
+        for host in hosts
+    ]
+    return [replace(found[0], remarks=tuple(remarks)), *found[1:]]
+
+
+def _by_host(lines: labels.Numbered) -> dict[Label | None, labels.Numbered]:
+    """The lines of each label; empty where what stands behind the labels is no tool's output, or is one output of all ranks."""
+    groups = labels.by_label(lines)
+    text = "\n".join(line for _, line in lines)
+    if nccl_log.is_table(text) or nccl_log.is_debug(text):
+        ranks = any(label is not None and label.rank is not None for label in groups)
+        return {} if ranks else groups
+    known = (
+        tool.name
+        for label, part in groups.items()
+        if label is not None
+        for tool in recognise("\n".join(line for _, line in part[:_LOOKED_AT]))
+    )
+    return groups if any(name != shell.TOOLS[0].name for name in known) else {}  # a shell has a name too
+
+
+def _of_ranks(groups: Mapping[Label | None, object], file: str) -> Iterator[tuple[str, str, int | None]]:
+    """Ranks that have said nothing although later ones have."""
+    ranks = {label.rank for label in groups if label is not None and label.rank is not None}
+    silent = sorted(set(range(max(ranks, default=-1) + 1)) - ranks)
+    if silent:
+        yield "FILE003", f"no line of rank {listed(silent)}, while rank {max(ranks)} has some", None
+
+
+def undressed(lines: labels.Numbered) -> labels.Numbered:
+    """The lines without what a person has copied along with them: a fence of Markdown around, an indentation of all."""
+    filled = [n for n, (_, line) in enumerate(lines) if line.strip()]
+    fences = [n for n in (filled[:1] + filled[-1:]) if _FENCE.match(lines[n][1])]
+    if len(set(fences)) == 2:
+        lines = [each for n, each in enumerate(lines) if n not in fences]
+    starts = [line[: len(line) - len(line.lstrip(" \t"))] for _, line in lines if line.strip()]
     least, most = min(starts, default=""), max(starts, default="")
     same = next((n for n, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))
     shared = least[:same]
     if len(shared) > 1 or shared == "\t":
-        lines = [line[len(shared) :] if line.strip() else line for line in lines]
-    return "\n".join(lines)
-
-
-def _decode(data: bytes) -> str | None:
-    """The text; bytes that are none become U+FFFD. None for data that is mostly not text."""
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):  # PowerShell's `>`
-        return data.decode("utf-16", "replace")
-    text = data.decode("utf-8-sig", "replace")
-    if len(_FOREIGN.findall(text[:65536])) > len(text[:65536]) // 10:
-        return None
-    return text
-
-
-def split_hosts(text: str) -> list[tuple[str, str]]:
-    """(host, output) where each line begins with its host's name (pdsh, clush), or dshbak has put titles; else nothing.
-
-    Some tools begin each line with a word of their own ("NVRM: "), so what comes out must be looked at.
-    """
-    if text.startswith("----") and (titles := list(_DSHBAK.finditer(text))) and titles[0].start() == 0:
-        ends = [t.start() for t in titles[1:]] + [len(text)]
-        return [(t["host"], text[t.end() + 1 : end]) for t, end in zip(titles, ends, strict=True)]
-    lines: dict[str, list[str]] = {}
-    count = 0
-    for line in text.split("\n"):
-        if not line.strip():
-            continue
-        found = _PDSH.match(line)
-        if found is None:
-            return []
-        count += 1
-        lines.setdefault(found["host"], []).append(found["rest"])
-    # A name before every line, and the same few names again and again.
-    if not lines or len(lines) * 5 > count:
-        return []
-    return [(host, "\n".join(rest) + "\n") for host, rest in lines.items()]
+        return [(n, line[len(shared) :] if line.strip() else line) for n, line in lines]
+    return lines

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.network import banded
 from seatrial.check.report import Judged
+from seatrial.check.tool import listed
 
 HIGHER_IS_BETTER = ("Gb/s", "GB/s", "TB/s", "MB/s", "TFLOP/s", "GFLOP/s")
 LOWER_IS_BETTER = ("µs", "us", "ms", "s")
@@ -71,7 +72,7 @@ def _inventories(named: Sequence[Judged]) -> list[Finding]:
                     found.setdefault((node, name), _differs(node, name, value, usual, who))
         else:
             who = "; ".join(
-                f"{value}: {', '.join(n for n, v in values.items() if v == value)}" for value, _ in ranked
+                f"{value}: {listed((n for n, v in values.items() if v == value), 24)}" for value, _ in ranked
             )
             text = f"{name} differs, and no value has a majority: {who[:300]}"
             found.setdefault((None, name), Finding("CMP001", "WARN", Target(), text))
@@ -116,9 +117,7 @@ def _absent(named: Sequence[Judged]) -> list[Finding]:
         for node in (n for n in nodes if n not in have):
             why = f"no readable output of {tool}, which {len(have)} of {len(nodes)} nodes have handed in"
             action = f"collect the output of {tool} on it too, and look why it is not there"
-            found.append(
-                Finding("CMP001", "UNJUDGED", Target(node=node), why, why_unjudged=why, action=action)
-            )
+            found.append(Finding("CMP001", "UNJUDGED", Target(node=node), why, action=action))
     return found
 
 

@@ -62,8 +62,8 @@ class Expected:
 class Finding:
     """One verdict about one thing.
 
-    `code` is in codes*.toml. `why_unjudged` is set exactly where the verdict is UNJUDGED. `action` is what to do;
-    left empty, it is what the code says (nothing for PASS). `evidence` holds "FILE:LINE" or the command asked.
+    `code` is in codes*.toml. `why_unjudged` is set exactly where the verdict is UNJUDGED; left empty, it is the message.
+    `action` is what to do; left empty, it is what the code says (nothing for PASS). `evidence` holds "FILE:LINE" or the command asked.
     """
 
     code: str
@@ -81,9 +81,12 @@ class Finding:
     def __post_init__(self) -> None:
         code = codes().get(self.code)
         assert code is not None, f"no such code: {self.code}"
+        if self.verdict == "UNJUDGED" and not self.why_unjudged:
+            object.__setattr__(self, "why_unjudged", self.message)
         assert (self.verdict == "UNJUDGED") == bool(self.why_unjudged), "why_unjudged goes with UNJUDGED"
         if not self.action and self.verdict != "PASS":
-            object.__setattr__(self, "action", code.action)
+            told = code.unjudged if self.verdict == "UNJUDGED" else ""
+            object.__setattr__(self, "action", told or code.action)
 
     @property
     def deviation(self) -> float | None:
@@ -108,6 +111,7 @@ class Code:
     meaning: str
     action: str
     source: str
+    unjudged: str = ""  # what to do where it could not be judged, if that is something else
 
 
 @cache

@@ -2,49 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from seatrial.check.collect import Piece, collect
+from seatrial.check.collect import Piece, Progress, collect
 from seatrial.check.compare import Plan, against_plan, against_siblings, usual_counts
 from seatrial.check.findings import Finding, Target
-from seatrial.check.outputs import ports, sysfs
+from seatrial.check.outputs import kernel_text, ports, sysfs
 from seatrial.check.outputs.network import NetworkContext
-from seatrial.check.registry import recognise
+from seatrial.check.outputs.unknown import looks_like
+from seatrial.check.registry import recognise, tools
 from seatrial.check.report import Judged, Report
-from seatrial.check.tool import ParseError, Tool
+from seatrial.check.split import split
+from seatrial.check.tool import Context, Lines, ParseError, Tool, left_over, quoted
 
 _TREE: Tool[ports.PortsFacts] = sysfs.TOOLS[0]
+_KERNEL = kernel_text.TOOLS[0]
+# What no healthy GPU is ever called, whichever tool or script says it. Driver messages and links: kernel_text.tells().
+_FAULT = re.compile(
+    r"\bERR!|GPU (?:is lost|requires reset)|fallen off the bus|Unable to determine the device handle",
+    re.IGNORECASE,
+)
 # What damaged text can make of arithmetic on it. Anything else is a bug of ours and must be seen as one.
 _OF_DAMAGE = (ArithmeticError, LookupError, ValueError, RecursionError)
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A piece that has been read by one tool. `problem` is a finding instead of facts."""
+    """What one tool has read of a piece. `problem` is a finding instead of facts."""
 
     piece: Piece
     tool: Tool[Any] | None
     facts: Any
     problem: Finding | None
-    mixed: bool = False
 
 
 def judge_paths(
-    paths: Sequence[str], *, plan: Plan | None = None, port_gbit_s: float | None = None
+    paths: Sequence[str],
+    *,
+    plan: Plan | None = None,
+    port_gbit_s: float | None = None,
+    progress: Progress = lambda done, total, what: None,
 ) -> Report:
     """Every output in `paths` judged by itself, with what the others say of its node, and against its siblings.
 
     Raises InputError where a path does not exist or nothing is there. What stands in a file is never an error: unknown,
-    empty, cut off and binary files are UNJUDGED findings.
+    empty, cut off and binary files are UNJUDGED findings. `progress`: see collect().
     """
-    return judge_pieces(collect(paths), plan=plan, port_gbit_s=port_gbit_s)
+    return judge_pieces(collect(paths, progress), plan=plan, port_gbit_s=port_gbit_s)
 
 
 def judge_pieces(
-    pieces: Sequence[Piece], *, plan: Plan | None = None, port_gbit_s: float | None = None
+    pieces: Iterable[Piece], *, plan: Plan | None = None, port_gbit_s: float | None = None
 ) -> Report:
     """As judge_paths(), of outputs that are in memory."""
     reads = [read for piece in pieces for read in _read(piece)]
@@ -82,30 +94,94 @@ def _read(piece: Piece) -> list[_Read]:
     if piece.tree is not None:
         tree = piece.tree
         return [_parsed(piece, _TREE, lambda: sysfs.read_tree(tree, piece.file))]
-    known = recognise(piece.text)
-    if not known:
-        why = "not the output of a tool that is known, or not in English"
-        return [_Read(piece, None, None, _unjudged(piece, "FILE001", why))]
-    return [
-        _parsed(piece, tool, partial(tool.parse, piece.text, piece.file), mixed=len(known) > 1)
-        for tool in known
-    ]
+    parts, again = split(piece.lines)
+    piece = replace(piece, lines=Lines([]))  # what was read of it is kept, and not its text
+    reads: list[_Read] = []
+    left: dict[int, str] = {}
+    understood: set[int] = set()
+    torn: list[tuple[int, str]] = []
+    for part, by in parts:
+        rest, whole = part, True
+        for read, lines in _readers(piece, part, by):
+            reads.append(read)
+            rest, whole = lines, whole and read.problem is None
+        # Of an output that cannot be read no line is known: that is one finding, and not another for its lines.
+        if not whole:
+            torn += part.whole
+            rest = Lines([])
+        numbers = {number for number, _ in rest.whole}
+        understood |= {number for number, _ in part.whole} - numbers
+        left |= dict(rest.whole)
+    unknown = [(n, line) for n, line in sorted(left.items()) if n not in understood]
+    if again:
+        why = "a device for the second time: outputs of several nodes in one file?"
+        piece = replace(piece, remarks=(*piece.remarks, ("FILE003", why, again[0])))
+    remarks = [_Read(piece, None, None, _unjudged(piece, *remark)) for remark in piece.remarks]
+    return reads + _faults(piece, [*unknown, *torn]) + _left(piece, unknown, reads) + remarks
 
 
-def _parsed(piece: Piece, tool: Tool[Any], parse: Callable[[], Any], *, mixed: bool = False) -> _Read:
+def _readers(piece: Piece, part: Lines, by: re.Pattern[str] | None) -> Iterator[tuple[_Read, Lines]]:
+    """Each reader that knows something of this part, and what it has left over: the next one gets that.
+
+    The tool whose beginning the part has (`by`) comes first, and a log's lines need no other sign.
+    """
+    asked: set[str] = set()
+    while part:
+        known = [tool for tool in recognise(part.text) if tool.name not in asked]
+        own = [tool for tool in tools() if by is not None and by is tool.each and tool.name not in asked]
+        tool = next((t for t in (*own, *known) if by in (t.begins, t.each)), next(iter(known), None))
+        if tool is None:
+            return
+        read = _parsed(piece, tool, partial(tool.parse, part, piece.file))
+        rest = part.left() if read.problem is None else part
+        if read.problem is None or not asked:
+            yield read, rest  # what is left of one output need not be another, though it looks like it
+        if len(rest.whole) == len(part.whole) or read.problem is not None:
+            asked.add(tool.name)
+        part = rest
+
+
+def _faults(piece: Piece, lines: Sequence[tuple[int, str]]) -> list[_Read]:
+    """What is an unmistakable fault in lines that no reader knows, whatever stands around it."""
+    found = []
+    for number, line in Lines(lines):
+        if _FAULT.search(line):
+            text = f"in a line of no known output: {quoted(line)}"
+            place = (f"{piece.file}:{number}",)
+            fault = Finding("GPU002", "FAIL", Target(node=piece.node), text, evidence=place)
+            found.append(_Read(piece, None, None, fault))
+    if telling := [(n, line) for n, line in Lines(lines) if kernel_text.tells(line)]:
+        found.append(_Read(piece, _KERNEL, _KERNEL.parse(Lines(telling), piece.file), None))
+    return found
+
+
+def _left(piece: Piece, lines: Sequence[tuple[int, str]], reads: Sequence[_Read]) -> list[_Read]:
+    """What bars a PASS: lines of no known output, beside known ones or alone."""
+    if not any(read.tool is not None for read in reads):
+        why, action = "not the output of a tool that is known, or not in English", ""
+        if (look := looks_like(Lines(lines).text)) is not None:
+            why, action = f"looks like {look.name}, which is not read", f"collect {look.instead} instead"
+        found = replace(_unjudged(piece, "FILE001", why), action=action)
+        return [_Read(piece, None, None, found)]
+    known = ", ".join(dict.fromkeys(read.tool.name for read in reads if read.tool is not None))
+    beside = left_over(Lines(lines), piece.file, Context(node=piece.node), f"beside {known}")
+    return [_Read(piece, None, None, finding) for finding in beside]
+
+
+def _parsed(piece: Piece, tool: Tool[Any], parse: Callable[[], Any]) -> _Read:
     try:
-        return _Read(piece, tool, parse(), None, mixed)
+        return _Read(piece, tool, parse(), None)
     except ParseError as error:
         problem = error.diagnostics[0]
         found = _unjudged(piece, "FILE003", f"{tool.name}: {problem.message}", problem.line)
     except _OF_DAMAGE as error:
         found = _unjudged(piece, "FILE003", f"{tool.name}: cannot be read ({type(error).__name__})")
-    return _Read(piece, tool, None, found, mixed)
+    return _Read(piece, tool, None, found)
 
 
 def _unjudged(piece: Piece, code: str, why: str, line: int | None = None) -> Finding:
     place = piece.file if line is None else f"{piece.file}:{line}"
-    return Finding(code, "UNJUDGED", Target(node=piece.node), why, why_unjudged=why, evidence=(place,))
+    return Finding(code, "UNJUDGED", Target(node=piece.node), why, evidence=(place,))
 
 
 def _inventory(read: _Read) -> dict[str, str | int | float]:
@@ -132,13 +208,6 @@ def _judge(read: _Read, context: NetworkContext) -> list[Finding]:
     ]
     if not found:
         found = [_unjudged(piece, "FILE003", f"{read.tool.name}: nothing in it could be judged")]
-    if read.mixed:
-        # Where one output ends cannot be told, so nothing in it is known to be whole.
-        found = [f for f in found if f.verdict != "PASS"]
-        found.append(_unjudged(piece, "FILE006", f"beside {read.tool.name} another tool's output"))
-    if piece.foreign_line is not None:
-        why = f"{read.tool.name}: characters that no tool writes"
-        found.append(_unjudged(piece, "FILE003", why, piece.foreign_line))
     return found
 
 

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         nargs="+",
         action="extend",
-        help="measure nothing; judge files and folders of outputs, each folder a node",
+        help="measure nothing; judge files and folders of outputs, each folder a node; - is what comes in on stdin",
     )
     source.add_argument(
         "--simulate", metavar="FILE", help="measure nothing; check the simulated cluster of FILE"
@@ -225,9 +225,11 @@ def _report(args: argparse.Namespace, job: Job | None) -> Report:
     if args.sources:
         from seatrial.check.compare import Plan
         from seatrial.check.offline import judge_paths
+        from seatrial.cli.progress import Progress
 
         plan = None if job is None else Plan(job.cluster.nodes, job.cluster.gpus_per_node, args.job)
-        return judge_paths(args.sources, plan=plan, port_gbit_s=args.port_gbit_s)
+        with Progress("reading") as progress:
+            return judge_paths(args.sources, plan=plan, port_gbit_s=args.port_gbit_s, progress=progress)
     from seatrial.cli.check_measure import measured
 
     return measured(args, job)

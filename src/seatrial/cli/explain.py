@@ -49,6 +49,13 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_DONE
     code = chosen[0]
     out.line(f"{code.code}: {code.title}", "bold")
-    for label, text in (("means", code.meaning), ("to do", code.action), ("source", code.source)):
-        out.pair(label, text)
+    told = (
+        ("means", code.meaning),
+        ("to do", code.action),
+        ("unjudged", code.unjudged),
+        ("source", code.source),
+    )
+    for label, text in told:
+        if text:
+            out.pair(label, text)
     return EXIT_DONE

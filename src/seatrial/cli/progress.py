@@ -16,7 +16,7 @@ PLAIN_EVERY_S = 10.0
 
 
 class Progress:
-    """Context manager, called with (bytes done, bytes in all, what is being done).
+    """Context manager, called with (bytes done, bytes in all, what is being done). In all 0: nobody knows how many.
 
     What was done before the first call, by an earlier attempt, does not count for how fast it goes.
     """
@@ -69,13 +69,16 @@ class Progress:
                 self._task = None
         if self._bar is not None:
             if self._task is None:
-                self._task = self._bar.add_task(self._verb, total=total, completed=done)
-            self._bar.update(self._task, completed=done, total=total)
+                self._task = self._bar.add_task(self._verb, total=total or None, completed=done)
+            self._bar.update(self._task, completed=done, total=total or None)
             return
         now = time.monotonic()
-        if now - self._last < PLAIN_EVERY_S or not self._first < done < total:
+        if now - self._last < PLAIN_EVERY_S or not self._first < done < (total or done + 1):
             return
         self._last = now
+        if not total:
+            print(f"{self._verb}: {units.memory(done)} so far, at {what}", file=sys.stderr)
+            return
         left = units.duration((now - self._began) * (total - done) / (done - self._first))
         size = f"{units.memory(done)} of {units.memory(total)}"
         print(f"{self._verb}: {size} ({100 * done // total} %), {left} left, at {what}", file=sys.stderr)

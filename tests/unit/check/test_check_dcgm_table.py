@@ -39,7 +39,7 @@ def test_the_gpu_that_failed_is_named_with_the_reason() -> None:
     ("old", "new", "expected"),
     [
         (
-            "| GPU Memory                | Pass - All      ",
+            "| GPU Memory                | Pass - All       ",
             "| GPU Memory                | Fail - GPUs: 1, 3",
             [("DIA001", "FAIL", 1), ("DIA001", "FAIL", 3)],
         ),

@@ -110,7 +110,7 @@ def test_a_second_port_that_no_card_uses_is_suspect_at_most() -> None:
     """As NVIDIA's own build prints it, below a prompt."""
     text = read("ibv_devinfo_v_two_ports.txt")
     assert bad(text) == [("WARN", "NET001", f"mlx5_{i}/2") for i in range(2)]
-    assert bad(text.replace("# ibv_devinfo -v", "# something else"))[-1][:2] == ("UNJUDGED", "FILE003")
+    assert bad(text.replace("# ibv_devinfo -v", "# something else"))[-1][:2] == ("UNJUDGED", "OUT002")
 
 
 def test_a_rate_that_is_asked_and_not_told_is_no_pass() -> None:

@@ -7,7 +7,7 @@ import pytest
 from seatrial.check.findings import Finding, Target, codes, explain, worst
 from seatrial.check.outputs.smi_query_judge import TOOLS
 from seatrial.check.tool import Context as Known
-from seatrial.check.tool import ParseError, Stray, evidence, lines_of, listed, stray_findings
+from seatrial.check.tool import Lines, ParseError, evidence, left_over, lines_of, listed
 
 
 def finding(verdict: str, **fields: object) -> Finding:
@@ -30,8 +30,8 @@ def test_the_worst_verdict_counts_and_nothing_is_no_pass(said: list[str], verdic
 
 
 def test_unjudged_says_why_and_nothing_else_does() -> None:
-    with pytest.raises(AssertionError, match="why_unjudged"):
-        Finding("GPU001", "UNJUDGED", Target(), "text")
+    assert Finding("GPU001", "UNJUDGED", Target(), "text").why_unjudged == "text"
+    assert finding("UNJUDGED").why_unjudged != "text"
     with pytest.raises(AssertionError, match="why_unjudged"):
         Finding("GPU001", "PASS", Target(), "text", why_unjudged="no tool")
     with pytest.raises(AssertionError, match="XYZ999"):
@@ -90,12 +90,12 @@ def test_lists_and_places_stay_short() -> None:
     assert evidence("f", [3, 4]) == ("f:3", "f:4")
     assert evidence("f", range(1, 100)) == ("f:1", "f:2", "f:3", "...")
     assert listed([1, 2]) == "1, 2"
-    assert listed(range(10), 3) == "0, 1, 2 and 7 more"
+    assert listed(range(0, 20, 2), 3) == "0, 2, 4 and 7 more"
 
 
-def test_stray_lines_are_shown_without_control_characters() -> None:
-    assert stray_findings(Stray("f"), Known(), "tool") == []
-    (said,) = stray_findings(Stray("f", ((4, "Li\x1b[2Jnk"), (9, "x"))), Known(), "tool")
+def test_lines_that_are_left_over_are_shown_without_control_characters() -> None:
+    assert left_over(Lines([]), "f", Known(), "tool") == []
+    (said,) = left_over(Lines([(4, "Li\x1b[2Jnk"), (9, "x")]), "f", Known(), "tool")
     assert said.verdict == "UNJUDGED"
     assert "2 lines not understood, the first: 'Li?[2Jnk'" in said.why_unjudged
     assert said.evidence == ("f:4", "f:9")

@@ -188,3 +188,120 @@ def test_every_form_of_a_log_is_known(form: str) -> None:
     assert worst(KERNEL.read(quiet + fatal, "k")) == "FAIL"
     lost = form.format("NVRM: Xid (PCI:0000:3b:00): 79, pid=1896, GPU has fallen off the bus.") + "\n"
     assert worst(KERNEL.read(quiet + lost, "k")) == "FAIL"
+
+
+def test_a_port_that_was_never_up_did_not_go_down() -> None:
+    """A driver says "Link down" of a port without a cable when it comes up; only one that was up can have lost its link."""
+    boot = "[   12.000001] mlx5_core 0000:5c:00.0 ens1f0: Link up\n[   12.100001] mlx5_core 0000:5c:00.1 ens1f1: Link down\n"
+    (found,) = KERNEL.read(boot, "k")
+    assert (found.code, found.verdict, found.target.port) == ("NET014", "UNJUDGED", "ens1f1")
+    assert "went down" not in found.message
+    assert worst(KERNEL.read(boot + "[   12.900001] mlx5_core 0000:5c:00.1 ens1f1: Link up\n", "k")) == "PASS"
+    # The same line twice is one state, not two losses.
+    again = boot + "[   99.000001] mlx5_core 0000:5c:00.1 ens1f1: Link down\n"
+    assert [f.verdict for f in KERNEL.read(again, "k")] == ["UNJUDGED"]
+    # networkd says "Lost" only of a link that had its carrier.
+    lost = "Mar  4 08:10:11 node7 systemd-networkd[811]: ib4: Lost carrier\n"
+    assert [(f.verdict, "went down 1 time" in f.message) for f in KERNEL.read(lost, "k")] == [("WARN", True)]
+
+
+CAUSE = "NVRM: Xid (PCI:0000:dc:00): {}, pid=1818990, name=python3, {}\n"  # NVIDIA/open-gpu-kernel-modules, issue 1150
+
+
+@pytest.mark.parametrize(
+    ("lines", "verdict"),
+    [
+        ([(45, "Ch 00000001")], "WARN"),
+        ([(45, "Ch 00000001 caused by previous Xid 149")], "FAIL"),
+        ([(45, "Ch 00000001 caused by previous Xid 79")], "FAIL"),
+        ([(45, "Ch 00000001 caused by previous Xid 31")], "WARN"),
+        ([(45, "Ch 00000001 caused by previous Xid 9999")], "WARN"),
+        ([(149, "NETIR_LINK_EVT Fatal XC0 i0 Link 00 (0x026001c6 0x0 0x0 0x0 0x0 0x0)"), (45, "Ch 00000001 caused by previous Xid 149")], "PASS"),
+        ([(149, "NETIR_LINK_EVT Nonfatal XC0 i0 Link 00 (0x004001c6 0x0 0x0 0x0 0x0 0x0)"), (45, "Ch 00000001 caused by previous Xid 149")], "WARN"),
+    ],
+)  # fmt: skip
+def test_a_message_that_names_its_cause_is_judged_by_it(lines: list[tuple[int, str]], verdict: str) -> None:
+    found = KERNEL.read("".join(CAUSE.format(*line) for line in lines), "k")
+    derived = found[-1]
+    assert (derived.measured, derived.verdict) == (45, verdict)
+    assert worst(found) == verdict
+    if "caused" in lines[-1][1] and verdict != "PASS":
+        assert derived.action != ""
+        assert f"Xid {lines[-1][1].rpartition(' ')[2]}" in (derived.expected.source + derived.message)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("line", "device"),
+    [
+        ("blk_update_request: I/O error, dev sda, sector 1234 op 0x0:(READ)", "sda"),
+        ("EXT4-fs (nvme0n1p2): Remounting filesystem read-only", "nvme0n1p2"),
+        ("EXT4-fs error (device dm-3): ext4_find_entry:1455: inode #2: comm ls: reading directory lblock 0", "dm-3"),
+        ("nvme nvme0: I/O 12 QID 3 timeout, reset controller", "nvme0"),
+        ("md/raid1:md127: Disk failure on sdb1, disabling device.", "sdb1"),
+        ("nfs: server 10.1.2.3 not responding, still trying", "10.1.2.3"),
+        ("XFS (sdc1): metadata I/O error in \"xfs_buf_ioend\" at daddr 0x1 len 1 error 5", "sdc1"),
+        ("systemd-udevd: attempt to access beyond end of device\\x0asdd: rw=0, want=8, limit=0", "sdd"),
+        ("EDAC MC1: 1 UE memory read error on CPU_SrcID#1_MC#0_Chan#0_DIMM#0", "MC1"),
+        ("watchdog: BUG: soft lockup - CPU#24 stuck for 23s! [kworker/24:1:1234]", "CPU 24"),
+        ("NVRM: GPU6 _kgspIsHeartbeatTimedOut: Heartbeat timed out, currentTimeMs 812751949", "GPU6"),
+    ],
+)  # fmt: skip
+def test_a_finding_quotes_its_line_and_names_its_device(line: str, device: str) -> None:
+    (found,) = KERNEL.read(f"[   13.000001] {line}\n", "k")
+    assert f" ({device})" in found.message
+    assert " ".join(line.split())[:60] in found.message
+    assert found.evidence == ("k:1",)
+
+
+@pytest.mark.parametrize(
+    ("line", "pci"),
+    [
+        ("pcieport 0000:00:01.0: AER: Uncorrected (Fatal) error received: 0000:01:00.0", "0000:01:00"),
+        ("NVRM: GPU 0000:1b:00.0: RmInitAdapter failed! (0x26:0x56:1463)", "0000:1b:00"),
+        ("NVRM: Rate limiting GSP RPC error prints for GPU at PCI:0000:9b:00 (printing 1 of every 30).", "0000:9b:00"),
+        ("mlx5_core 0000:5c:00.0: Port module event[error]: module 0, Cable error, High Temperature", "0000:5c:00"),
+    ],
+)  # fmt: skip
+def test_a_finding_names_its_card(line: str, pci: str) -> None:
+    (found,) = KERNEL.read(f"[   13.000001] {line}\n", "k")
+    assert found.target.pci == pci
+    assert line[:60] in found.message
+
+
+def test_errors_of_two_disks_are_two_findings_and_of_one_disk_are_one() -> None:
+    line = "[{}.000001] blk_update_request: I/O error, dev {}, sector {} op 0x0:(READ)\n"
+    found = KERNEL.read("".join(line.format(100 + i, "sda" if i else "sdb", i) for i in range(5)), "k")
+    assert sorted((f.verdict, f.message.partition(":")[0]) for f in found) == [
+        ("WARN", "errors of a disk (sda), 4 times, the last"),
+        ("WARN", "errors of a disk (sdb)"),
+    ]
+    assert "sector 4 op" in next(f.message for f in found if "(sda)" in f.message)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "EXT4-fs (loop3): I/O error while writing superblock",
+        "EXT4-fs error (device loop0): ext4_find_entry:1455: inode #2: comm ls: reading directory lblock 0",
+        "Buffer I/O error on dev loop0, logical block 0, lost sync page write",
+        "EXT4-fs (loop7): Remounting filesystem read-only",
+        "XFS (loop12): metadata I/O error in \"xfs_buf_ioend\" at daddr 0x1 len 1 error 5",
+        "blk_update_request: I/O error, dev loop2, sector 0 op 0x0:(READ)",
+        "blk_update_request: I/O error, dev sr0, sector 0 op 0x0:(READ)",
+        "Buffer I/O error on dev ram0, logical block 0, async page read",
+        "attempt to access beyond end of device\n[   14.000002] loop4: rw=0, want=8, limit=0",
+        "systemd-udevd: attempt to access beyond end of device\\x0aloop0: rw=0, want=8, limit=0",
+        "sd 6:0:0:0: [sdq] Attached SCSI removable disk\n[   15.000001] blk_update_request: I/O error, dev sdq, sector 1 op 0x0:(READ)",
+        "sd 6:0:0:0: [sdq] Attached SCSI removable disk\n[   15.000001] EXT4-fs (sdq1): Remounting filesystem read-only",
+    ],
+)  # fmt: skip
+def test_what_is_no_disk_of_the_node_is_no_fault_of_its_disks(line: str) -> None:
+    assert worst(KERNEL.read(f"[   13.000001] {line}\n", "k")) == "PASS"
+    assert worst(KERNEL.read(f"[   13.000001] {line.replace('loop', 'sd').replace('removable ', '')}\n", "k")) in (
+        "WARN", "FAIL", "PASS" if "sr0" in line or "ram0" in line else "FAIL",
+    )  # fmt: skip
+
+
+def test_a_link_quotes_the_line_of_its_last_loss() -> None:
+    (found,) = KERNEL.read(FLAPS, "k")
+    assert "ib4: Lost carrier" in found.message

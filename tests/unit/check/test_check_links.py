@@ -9,7 +9,7 @@ import pytest
 from seatrial.check.findings import Finding, worst
 from seatrial.check.outputs import mlxlink, ncclscout
 from seatrial.check.outputs.network import NetworkContext
-from seatrial.check.tool import ParseError
+from seatrial.check.tool import Lines, ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 
@@ -20,7 +20,7 @@ def text_of(name: str) -> str:
 
 def link(text: str) -> list[Finding]:
     assert mlxlink.matches(text)
-    return mlxlink.judge(mlxlink.parse(text, "f"), NetworkContext())
+    return mlxlink.TOOLS[0].read(text, "f", NetworkContext())
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,9 @@ def test_links_that_are_ill_or_torn(old: str, new: str, verdict: str) -> None:
 
 def test_other_sections_may_repeat_a_name_and_the_three_that_count_may_not() -> None:
     text = text_of("mlxlink_ndr.txt")
-    module = "\nModule Info\n-----------\nWidth                              : OSFP\nsome words\n"
+    module = "\nModule Info\n-----------\nWidth                              : OSFP\n"
     assert worst(link(text + module)) == "PASS"
+    assert worst(link(text + module + "some words\n")) == "UNJUDGED"
     twice = "Width                              : 4x\n"
     assert worst(link(text.replace(twice, twice * 2))) == "UNJUDGED"
 
@@ -89,13 +90,13 @@ def test_one_lane_is_right_for_ethernet_and_wrong_for_infiniband() -> None:
 
 
 def test_json_that_is_cut_off_is_an_error() -> None:
-    with pytest.raises(ParseError, match="not whole JSON"):
-        mlxlink.parse(text_of("mlxlink_ethernet.json")[:-5], "f")
+    with pytest.raises(ParseError, match="JSON cannot be read"):
+        mlxlink.parse(Lines.of(text_of("mlxlink_ethernet.json")[:-5]), "f")
 
 
 def scout(text: str) -> list[Finding]:
     assert ncclscout.matches(text)
-    return ncclscout.judge(ncclscout.parse(text, "f"), NetworkContext())
+    return ncclscout.judge(ncclscout.parse(Lines.of(text), "f"), NetworkContext())
 
 
 def test_good_pairs() -> None:
@@ -103,6 +104,13 @@ def test_good_pairs() -> None:
     assert (found.verdict, found.measured, found.unit) == ("PASS", 449.9, "GB/s")
     assert found.expected is not None
     assert found.expected.value == 440.0
+
+
+def test_nothing_at_all_is_no_pass_at_any_threshold() -> None:
+    text = text_of("ncclscout_good.txt")
+    for number in ("451.20", "449.90", "450.55", "440.0"):
+        text = text.replace(number, "0.00")
+    assert {(f.code, f.verdict) for f in scout(text)} >= {("NET009", "FAIL")}
 
 
 def test_the_node_that_is_slow_with_all_is_named_and_its_partners_are_not() -> None:

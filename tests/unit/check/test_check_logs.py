@@ -181,6 +181,42 @@ def test_no_part_of_the_json_passes() -> None:
     assert worst(DCGM.read('{"DCGM Diagnostic": ' + "[" * 100_000, "d")) == "UNJUDGED"
 
 
+def test_null_drops_nothing() -> None:
+    """DCGM 3.1 leaves null where a test or a GPU did not run (dcgmi/Diag.cpp, v3.1.8: an index of the list is left out)."""
+    text, mixed = fixture("dcgm3_pass.json"), fixture("dcgm_mixed.json")
+    assert (
+        worst(
+            DCGM.read(
+                text.replace('"tests": [{"name": "Denylist"', '"tests": [null, {"name": "Denylist"'), "d"
+            )
+        )
+        == "PASS"
+    )
+    assert (
+        worst(
+            DCGM.read(text.replace('"tests": [{"name": "Targeted', '"tests": [null, {"name": "Targeted'), "d")
+        )
+        == "UNJUDGED"
+    )
+    results = text.replace('"results": [{"gpu_ids"', '"results": [null, {"gpu_ids"')
+    assert bad(DCGM.read(results, "d")) == [("DIA002", "UNJUDGED")]
+    for old, new in (
+        ('"tests": [\n        {"name": "pcie"', '"tests": [null, {"name": "pcie"'),
+        ('{"category": "Deployment"', 'null, {"category": "Deployment"'),
+        ('{"category": "Deployment"', '{"category": "Stress", "tests": null}, {"category": "Deployment"'),
+        ('{"name": "software"', '{"name": null}, {"name": "software", "extra": null'),
+        ('{"name": "software", "results": [', '{"name": "software", "results": null}, {"name": "x", "results": [null, '),
+        ('"status": "Skip"', '"status": null'),
+        ('"status": "Skip"', '"status": "Skip", "warnings": null'),
+    ):  # fmt: skip
+        assert old in mixed
+        found = bad(DCGM.read(mixed.replace(old, new, 1), "d"))
+        assert ("DIA001", "FAIL") in found, new
+        assert {v for _, v in found} == {"FAIL", "UNJUDGED"}
+    failed = text.replace('"0,1", "status": "PASS"', '"0,1", "status": "FAIL", "warnings": null')
+    assert "None" not in DCGM.read(failed, "d")[1].message
+
+
 # -- nccl-tests
 
 NODE = fixture("nccl_h100_node.log")
@@ -273,7 +309,8 @@ def test_a_bandwidth_that_falls_with_the_size_is_suspect() -> None:
 
 def test_one_rank_uses_no_link() -> None:
     lines = [x for x in NODE.split("\n") if "Rank" not in x or "Rank  0" in x]
-    (said,) = TESTS.read("\n".join(lines), "n")
+    alone = re.sub(r"(\d+\.\d\d +)\d+\.\d\d(?= +0)", r"\g<1>0.00", "\n".join(lines))
+    (said,) = TESTS.read(alone, "n")
     assert (said.code, said.verdict) == ("NCC001", "PASS")
     assert "no link was used" in said.message
 

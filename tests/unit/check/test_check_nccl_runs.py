@@ -120,3 +120,47 @@ def test_hardware_without_nvls_lacks_nothing() -> None:
     assert worst(DEBUG.read(said + channels, "n")) == "PASS"
     other = "node9:41003:42003 [3] NCCL INFO NVLS multicast support is available on dev 3\n"
     assert worst(DEBUG.read(said + other + channels, "n")) == "FAIL"
+
+
+def without(text: str, *starts: str) -> str:
+    return "".join(x for x in text.splitlines(keepends=True) if not x.startswith(starts))
+
+
+NODE = (FIXTURES / "nccl_h100_node.log").read_text()
+RATES = re.compile(r"(\d+\.\d\d) +(\d+\.\d\d)(?= +0)")  # algbw and busbw
+SLOW = RATES.sub(lambda m: f"{float(m[1]) / 20:.2f} {float(m[2]) / 20:.2f}", NODE)
+
+
+@pytest.mark.parametrize("kept", [(), (7,), (6, 7), (0,), (0, 7)])
+def test_a_run_whose_head_is_cut_off_is_not_of_the_ranks_that_are_left(kept: tuple[int, ...]) -> None:
+    """At a twentieth of the bandwidth: one rank that is left over was read as a run of one rank, which has none."""
+    gone = [f"#  Rank  {n} " for n in range(8) if n not in kept]
+    for text in (without(SLOW, *gone), without(SLOW, "# nThread", *gone)):
+        found = TESTS.read(text, "n")
+        assert worst(found) == "UNJUDGED"
+        assert ("NCC002", "UNJUDGED") in bad(found)
+    assert worst(TESTS.read(without(NODE, *gone), "n")) == "UNJUDGED"
+
+
+def test_ranks_that_threads_and_gpus_do_not_make() -> None:
+    gathered = renamed("sendrecv_perf", "367.20", "367.20", "none")
+    assert worst(TESTS.read(gathered, "n")) == "PASS"
+    text = without(gathered, *(f"#  Rank  {n} " for n in range(5, 8)))
+    assert worst(TESTS.read(text.replace("nThread 1 nGpus 1", "nThread 1 nGpus 8"), "n")) == "UNJUDGED"
+
+
+def test_no_bandwidth_at_all_between_several_ranks_is_a_fault() -> None:
+    dead = RATES.sub("0.00 0.00", ONE)
+    assert ("NCC002", "FAIL") in bad(
+        TESTS.read(dead.replace("NVIDIA H100 80GB HBM3", "NVIDIA Some Other"), "n")
+    )
+    assert ("NCC002", "FAIL") in bad(TESTS.read(dead, "n"))
+
+
+def test_lines_of_some_ranks_only_are_no_pass() -> None:
+    line = "node9:410:420 [0] NCCL INFO comm 0x55d0 rank 0 nRanks 16 nNodes 1 localRanks 16 localRank 0 MNNVL 0\n"
+    channels = (
+        "node9:410:420 [0] NCCL INFO 4 coll channels, 0 collnet channels, 0 nvls channels, 4 p2p channels\n"
+    )
+    assert bad(DEBUG.read(line + channels, "n")) == [("NCC004", "UNJUDGED")]
+    assert worst(DEBUG.read(line.replace("16", "1") + channels, "n")) == "PASS"

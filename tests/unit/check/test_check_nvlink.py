@@ -8,7 +8,7 @@ from seatrial.check.findings import Finding, worst
 from seatrial.check.outputs import smi_nvlink, smi_topo
 from seatrial.check.outputs.nvlink_growth import judge_growth
 from seatrial.check.outputs.smi_gpu_list import parse
-from seatrial.check.tool import Context, Tool
+from seatrial.check.tool import Context, Lines, Tool
 
 H200, A6000, PCIE, V100 = "NVIDIA H200", "NVIDIA RTX A6000", "NVIDIA H100 PCIe", "Tesla V100-SXM2-32GB"
 OFF = "NVML: Unable to retrieve NVLink information as all links are inActive"
@@ -106,6 +106,39 @@ def test_one_gpu_asked_for_alone_says_nothing_of_their_number() -> None:
     assert worst(found) == "PASS"
     assert not [f for f in found if f.code == "GPU001"]
     assert bad(read(text(node(8)[2:]))) == [("GPU001", "UNJUDGED", None, None)]
+
+
+V100 = "Tesla V100-SXM2-32GB"
+
+
+def test_a_v100_of_a_full_mesh_has_six_links() -> None:
+    """All eight with the same link dark looked alike, and passed; fewer than eight may have fewer up by design."""
+
+    def mesh(gpus: int, dark: int) -> str:
+        made = node(gpus, V100, 6, "25.781 GB/s")
+        for gpu in made:
+            gpu[1 : 1 + dark] = [f"\t Link {k}: <inactive>" for k in range(dark)]
+        return text(made)
+
+    assert worst(read(mesh(8, 0))) == "PASS"
+    assert bad(read(mesh(8, 1))) == [("NVL001", "FAIL", g, 0) for g in range(8)]
+    assert worst(read(mesh(4, 0))) == "PASS"
+    assert {f.verdict for f in read(mesh(4, 2)) if f.verdict != "PASS"} == {"UNJUDGED"}
+    alone = text(node(1, V100, 6, "25.781 GB/s")).replace("Link 5: 25.781 GB/s", "Link 5: <inactive>")
+    assert worst(read(alone)) == "UNJUDGED"
+
+
+def test_dark_links_of_an_unknown_gpu_are_not_right_because_its_siblings_have_them_too() -> None:
+    gpus = node(8, "NVIDIA Z9", 8)
+    for gpu in gpus:
+        gpu[8] = "\t Link 7: <inactive>"
+    assert worst(read(text(gpus))) == "UNJUDGED"
+    assert worst(read(text(node(8, "NVIDIA Z9", 8)))) == "PASS"
+
+
+def test_a_link_at_no_rate_at_all_is_down() -> None:
+    assert worst(read(text(node(8, "NVIDIA Z9", 8, "0 GB/s")))) == "FAIL"
+    assert worst(read(text(node(8, H200, 18, "0 GB/s")))) == "FAIL"
 
 
 @pytest.mark.parametrize(
@@ -256,7 +289,9 @@ def test_missing_counters_are_no_pass() -> None:
 
 
 def grown(before: str, after: str, seconds: float = 60.0) -> list[Finding]:
-    return judge_growth(parse(before, "a"), parse(after, "b"), seconds, Context(node="node7"))
+    return judge_growth(
+        parse(Lines.of(before), "a"), parse(Lines.of(after), "b"), seconds, Context(node="node7")
+    )
 
 
 def test_only_what_grows_under_load_is_wrong_now() -> None:
@@ -350,6 +385,26 @@ def test_no_nvlink_at_all_depends_on_the_kind_of_gpu() -> None:
     assert worst(TOPO.read(apart, "t")) == "UNJUDGED"
     assert worst(TOPO.read(apart, "t", Context(gpu="NVIDIA L40S"))) == "PASS"
     assert worst(TOPO.read(apart, "t", Context(gpu=H200))) == "FAIL"
+
+
+def test_the_mesh_of_a_dgx_1_has_six_links_each() -> None:
+    """Each GPU has three links of two and one within its four (here), and one or two to the other four."""
+
+    def mesh(across: str) -> str:
+        joins = full(8, "SYS")
+        for a in range(8):
+            for b in range(8):
+                if a != b and a // 4 == b // 4:
+                    joins[a][b] = "NV2" if (a ^ b) == 3 else "NV1"
+                elif (a ^ b) == 4:
+                    joins[a][b] = across
+        return matrix(joins)
+
+    assert worst(TOPO.read(mesh("NV2"), "t", Context(gpu=V100))) == "PASS"
+    assert bad(TOPO.read(mesh("NV1"), "t", Context(gpu=V100))) == [
+        ("NVL006", "FAIL", g, None) for g in range(8)
+    ]
+    assert worst(TOPO.read(mesh("NV1"), "t")) == "PASS"  # nobody says what they are
 
 
 def test_a_damaged_matrix_is_no_pass() -> None:

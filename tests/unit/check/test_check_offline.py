@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import seatrial.check
 from seatrial.base.errors import InputError
 from seatrial.check.baseline import compare_baseline, save_baseline
-from seatrial.check.collect import pieces_of, split_hosts
+from seatrial.check.collect import pieces_of
 from seatrial.check.compare import Plan, median_of_others
 from seatrial.check.offline import judge_paths, judge_pieces
 from seatrial.check.registry import MODULES, recognise, tools
@@ -118,13 +118,16 @@ def test_bytes_that_are_no_text_are_damage_and_faults_are_still_told() -> None:
     assert judged(ill + b"\xff\xfe\n").verdict == "FAIL"
 
 
-def test_outputs_of_two_tools_in_one_file_do_not_pass() -> None:
+def test_outputs_of_two_tools_in_one_file_are_judged_each() -> None:
     mixed = text_of("ibstat_four_ndr.txt") + text_of("ib_write_bw_ndr.txt")
     report = judged(mixed.encode())
-    assert report.verdict == "UNJUDGED"
-    assert "FILE006" in {f.code for f in report.findings}
-    ill = text_of("ibstat_one_down.txt") + text_of("ib_write_bw_ndr.txt")
-    assert judged(ill.encode()).verdict == "FAIL"
+    assert [(j.tool, j.verdict) for j in report.judged] == [("ibstat", "PASS"), ("perftest", "PASS")]
+    ill = text_of("ib_write_bw_ndr.txt") + text_of("ibstat_one_down.txt")
+    report = judged(ill.encode())
+    assert [(j.tool, j.verdict) for j in report.judged] == [("perftest", "PASS"), ("ibstat", "FAIL")]
+    (fault,) = (f for f in report.findings if f.verdict == "FAIL")
+    (place,) = fault.evidence
+    assert ill.splitlines()[int(place.partition(":")[2]) - 1].strip() == "Port 1:"
 
 
 def test_a_run_that_was_killed_does_not_pass() -> None:
@@ -138,9 +141,8 @@ def test_pdsh_and_dshbak_name_the_nodes() -> None:
         f"----------------\n{h}\n----------------\n{t}" for h, t in (("n1", healthy), ("n2", ill))
     )
     for text in (pdsh, dshbak):
-        assert [host for host, _ in split_hosts(text)] == ["n1", "n2"]
         assert judged(text.encode()).nodes == {"n1": "PASS", "n2": "FAIL"}
-    assert split_hosts(healthy) == []
+    assert judged(healthy.encode()).nodes == {}
 
 
 def test_folders_are_nodes(tmp_path: Path) -> None:

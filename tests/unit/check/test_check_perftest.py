@@ -9,7 +9,7 @@ import pytest
 from seatrial.check.findings import Finding, worst
 from seatrial.check.outputs import perftest
 from seatrial.check.outputs.network import NetworkContext
-from seatrial.check.tool import ParseError
+from seatrial.check.tool import Lines, ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 
@@ -20,7 +20,7 @@ def text_of(name: str) -> str:
 
 def judged(text: str, **known: object) -> list[Finding]:
     assert perftest.matches(text)
-    return perftest.judge(perftest.parse(text, "f.txt"), NetworkContext(**known))  # type: ignore[arg-type]
+    return perftest.judge(perftest.parse(Lines.of(text), "f.txt"), NetworkContext(**known))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -164,4 +164,4 @@ def test_a_waiting_server_is_no_result() -> None:
 
 def test_no_test_at_all_is_an_error() -> None:
     with pytest.raises(ParseError, match="no test of perftest"):
-        perftest.parse("hello\n", "f.txt")
+        perftest.parse(Lines.of("hello\n"), "f.txt")

@@ -10,7 +10,7 @@ from seatrial.check.findings import Finding, worst
 from seatrial.check.outputs import ibstat, sysfs
 from seatrial.check.outputs.network import NetworkContext
 from seatrial.check.outputs.ports import fabric_ports, inventory, rates
-from seatrial.check.tool import ParseError
+from seatrial.check.tool import Lines, ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 
@@ -18,7 +18,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 def judged(name: str, **known: object) -> list[Finding]:
     text = (FIXTURES / name).read_text()
     assert ibstat.matches(text)
-    return ibstat.judge(ibstat.parse(text, name), NetworkContext(**known))  # type: ignore[arg-type]
+    return ibstat.judge(ibstat.parse(Lines.of(text), name), NetworkContext(**known))  # type: ignore[arg-type]
 
 
 def told(found: list[Finding]) -> list[tuple[str, str, str | None]]:
@@ -86,7 +86,7 @@ def test_second_ports_that_nobody_uses_are_told_not_failed() -> None:
     text = (FIXTURES / "ibstat_four_ndr.txt").read_text().partition("CA 'mlx5_8'")[0]
     cas = ["CA '" + part for part in text.split("CA '")[1:]]
     everywhere = "".join(map(with_second_port, cas))
-    found = ibstat.judge(ibstat.parse(everywhere, "f"), NetworkContext())
+    found = ibstat.judge(ibstat.parse(Lines.of(everywhere), "f"), NetworkContext())
     assert told(found) == [("NET001", "WARN", f"mlx5_{i}/2") for i in range(4)]
 
 
@@ -95,12 +95,12 @@ def test_every_line_of_ibstat_matters(name: str) -> None:
     lines = (FIXTURES / name).read_text().splitlines(keepends=True)
     for i in range(len(lines)):
         text = "".join(lines[:i] + lines[i + 1 :])
-        found = ibstat.judge(ibstat.parse(text, "f"), NetworkContext())
+        found = ibstat.TOOLS[0].read(text, "f", NetworkContext())
         assert worst(found) != "PASS", lines[i]
 
 
 def test_what_other_nodes_are_compared_by() -> None:
-    facts = ibstat.parse((FIXTURES / "ibstat_four_ndr.txt").read_text(), "f")
+    facts = ibstat.parse(Lines.of((FIXTURES / "ibstat_four_ndr.txt").read_text()), "f")
     assert inventory(facts) == {
         "fabric ports": 4,
         "NIC firmware": "28.39.3560",
@@ -113,7 +113,7 @@ def test_what_other_nodes_are_compared_by() -> None:
 
 def test_no_ca_is_an_error() -> None:
     with pytest.raises(ParseError):
-        ibstat.parse("nothing\n", "f")
+        ibstat.parse(Lines.of("nothing\n"), "f")
 
 
 def write_tree(folder: Path, text: str) -> None:
@@ -129,7 +129,7 @@ def test_sysfs_as_a_tree_and_as_text_say_the_same(tmp_path: Path) -> None:
     write_tree(tmp_path, text)
     assert sysfs.is_tree(tmp_path)
     assert not sysfs.is_tree(tmp_path / "mlx5_0")
-    tree, grep = sysfs.read_tree(tmp_path, "t"), sysfs.parse(text, "t")
+    tree, grep = sysfs.read_tree(tmp_path, "t"), sysfs.parse(Lines.of(text), "t")
     assert tree == grep
     found = sysfs.judge(tree, NetworkContext())
     assert {(f.code, f.verdict) for f in found} == {("NET001", "PASS"), ("NET011", "UNJUDGED")}
@@ -137,7 +137,7 @@ def test_sysfs_as_a_tree_and_as_text_say_the_same(tmp_path: Path) -> None:
 
 
 def test_lifetime_counters_that_still_count_are_no_fault() -> None:
-    facts = sysfs.parse((FIXTURES / "sysfs_grep_clean.txt").read_text(), "t")
+    facts = sysfs.parse(Lines.of((FIXTURES / "sysfs_grep_clean.txt").read_text()), "t")
     assert worst(sysfs.judge(facts, NetworkContext())) == "PASS"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -134,10 +135,6 @@ def slow(text: str, state: str) -> str:
 
 
 def test_a_host_bridge_that_cannot_be_asked_is_no_lost_card() -> None:
-    lines = []
-    for line in QUERY.splitlines(keepends=True):
-        lines.append(line)
-        if "PCIe Generation" in line:
-            lines.append(" " * 16 + "Host Max                  : Unknown Error\n")
-    assert len(lines) > QUERY.count("\n")
-    assert bad(ASKED.read("".join(lines), "q")) == []
+    asked = re.sub(r"(Host Max +: )5", r"\1Unknown Error", QUERY)
+    assert asked != QUERY
+    assert bad(ASKED.read(asked, "q")) == []

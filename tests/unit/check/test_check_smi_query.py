@@ -9,7 +9,7 @@ import pytest
 from seatrial.check.findings import Finding, worst
 from seatrial.check.outputs import smi_query_judge, smi_table
 from seatrial.check.outputs.smi_query import parse
-from seatrial.check.tool import Context, ParseError
+from seatrial.check.tool import Context, Lines, ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 (QUERY,) = smi_query_judge.TOOLS
@@ -174,7 +174,7 @@ def test_xml_faults_are_the_same_faults() -> None:
 def test_entities_are_refused() -> None:
     text = '<!DOCTYPE x [<!ENTITY a "aaaa">]>\n<nvidia_smi_log><gpu id="&a;"></gpu></nvidia_smi_log>'
     with pytest.raises(ParseError, match="entity"):
-        parse(text, "q.xml")
+        parse(Lines.of(text), "q.xml")
 
 
 def test_no_part_of_a_whole_output_passes() -> None:
@@ -285,3 +285,17 @@ def test_a_cut_off_table_is_unjudged() -> None:
         assert worst(TABLE.read("\n".join(lines[:end]), "t")) == "UNJUDGED"
     three = FOUR.replace("".join(x + "\n" for x in lines[20:24]), "")
     assert bad(TABLE.read(three, "t")) == [("GPU001", "FAIL", None)]
+
+
+def test_a_part_whose_head_is_cut_off_may_lack_gpus() -> None:
+    """`-d` prints how many GPUs are attached before the first of them, as the whole output does."""
+    gpu = "GPU 00000000:{:02X}:00.0\n    ECC Errors\n        Volatile\n            DRAM Uncorrectable : 0\n        Aggregate\n            DRAM Uncorrectable : 0\n"
+    head = "==============NVSMI LOG==============\n\nTimestamp : Tue Mar  4 08:15:00 2025\nDriver Version : 535.161.08\n\nAttached GPUs : 4\n"
+    whole = head + "".join(gpu.format(n) for n in range(4))
+    assert worst(QUERY.read(whole, "q")) == "PASS"
+    for begin in (
+        whole.index("GPU 00000000:00"),
+        whole.index("GPU 00000000:01"),
+        whole.index("GPU 00000000:03"),
+    ):
+        assert worst(QUERY.read(whole[begin:], "q")) == "UNJUDGED"

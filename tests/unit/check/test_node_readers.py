@@ -24,7 +24,7 @@ from seatrial.check.node.node_stage import collect_rates
 from seatrial.check.outputs import smi_query, smi_query_judge
 from seatrial.check.outputs.kernel_text import parse as parse_log
 from seatrial.check.outputs.kernel_text import tells
-from seatrial.check.tool import Context
+from seatrial.check.tool import Context, Lines
 
 GIB = 1 << 30
 
@@ -227,9 +227,9 @@ def test_lines_that_tell_are_those_that_are_judged() -> None:
     ]
     kept = [line for line in lines if tells(line)]
     assert kept == lines[1:6]
-    whole, cut = parse_log("\n".join(lines), "x"), parse_log("\n".join(kept), "x")
+    whole, cut = parse_log(Lines.of("\n".join(lines)), "x"), parse_log(Lines.of("\n".join(kept)), "x")
     assert [m.xid for m in cut.messages] == [m.xid for m in whole.messages]
-    assert [o.text for o in cut.others] == [o.text for o in whole.others]
+    assert [(o.what, o.quote) for o in cut.others] == [(o.what, o.quote) for o in whole.others]
 
 
 # -- ports
@@ -416,7 +416,7 @@ def judged() -> list[Finding]:
     text = node_gpu.query_text(probe_nvml.read())
     assert text is not None
     assert smi_query.matches(text)
-    return smi_query_judge.judge(smi_query.parse(text, "NVML"), Context(node="n"))
+    return smi_query_judge.judge(smi_query.parse(Lines.of(text), "NVML"), Context(node="n"))
 
 
 def test_what_nvml_says_is_judged_as_nvidia_smis_output(library: Library) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from seatrial.check.findings import Direction, Expected, Finding, Target, Verdict
 from seatrial.check.floors import Floor, What, find_sku
+from seatrial.check.tool import listed
 from seatrial.hardware.counters import Links, Port, findings, nvlink_findings
 from seatrial.hardware.xid import address, catalogue, parse
 
@@ -250,7 +251,7 @@ def _links(stage: NodeStage) -> Iterator[Finding]:
         # With all of them down the one that went first is told by the driver's message.
         link = links[0] if len(links) == 1 else None
         target = Target(node=stage.names[node], gpu=slot, pci=stage.slots[slot], link=link)
-        text = f"{len(links)} of {stage.links} NVLinks are inactive: {', '.join(map(str, links))}"
+        text = f"{len(links)} of {stage.links} NVLinks are inactive: {listed(links)}"
         up = stage.links - len(links)
         expected = Expected(stage.links, "links", "the other GPUs")
         yield Finding("MSR005", "FAIL", target, text, up, "links", expected, float(stage.links))

@@ -198,7 +198,9 @@ def judge_topology(topology: Topology) -> list[Finding]:
                 )
     if not found:
         found.append(
-            Finding("TOP001", "PASS", Target(), f"{len(leaves)} leaf switches, {usual} uplinks each", usual)
+            Finding(
+                "TOP001", "PASS", Target(), f"leaf switches: {len(leaves)}, uplinks of each: {usual}", usual
+            )
         )
     return found
 

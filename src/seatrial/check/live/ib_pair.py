@@ -15,7 +15,7 @@ from seatrial.check.live.crew import Crew, Key, Order
 from seatrial.check.live.hosts import Host
 from seatrial.check.outputs import perftest
 from seatrial.check.outputs.perftest_judge import judge
-from seatrial.check.tool import Context, ParseError
+from seatrial.check.tool import Context, Lines, ParseError
 
 TOOL = "ib_write_bw"
 # Large messages over four queue pairs fill a link; -F: clocks of the processor that change are no error (field notes 1).
@@ -49,7 +49,7 @@ def heard(reply: Mapping[str, Any], node: str) -> Heard:
         return Heard(None, (_unjudged(node, why, "install perftest on every node"),), blocked=True)
     text, file = f"{reply.get('out', '')}\n{reply.get('err', '')}", f"{TOOL} on {node}"
     try:
-        runs = perftest.parse(text, file)
+        runs = perftest.parse(Lines.of(text), file)
     except ParseError:
         why = f"{TOOL} said nothing that is known (exit code {reply.get('rc')})"
         return Heard(None, (_unjudged(node, why, ""),), blocked=True)
@@ -70,7 +70,7 @@ def without_devices(reply: Mapping[str, Any], node: str) -> list[Finding]:
     """What a host without RDMA devices says when the tool is called: why nothing of RDMA is judged there."""
     if reply.get("absent"):
         why = "this host shows no RDMA device, and perftest, which would say so, is not installed"
-        return [Finding("NET007", "UNJUDGED", Target(node=node), why, why_unjudged=why)]
+        return [Finding("NET007", "UNJUDGED", Target(node=node), why)]
     return list(heard(reply, node).findings)
 
 
@@ -127,4 +127,4 @@ def rates(
 
 
 def _unjudged(node: str, why: str, action: str) -> Finding:
-    return Finding("NET004", "UNJUDGED", Target(node=node), why, why_unjudged=why, action=action)
+    return Finding("NET004", "UNJUDGED", Target(node=node), why, action=action)

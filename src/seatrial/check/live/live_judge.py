@@ -17,7 +17,7 @@ from seatrial.check.live.live_ranks import Outcome, Sum
 from seatrial.check.outputs import nccl_judge, nccl_log
 from seatrial.check.outputs.nccl_log import NcclLog, Rank, Row
 from seatrial.check.report import Judged
-from seatrial.check.tool import Context, ParseError, listed
+from seatrial.check.tool import Context, Lines, ParseError, listed
 
 _SHOWN = 8  # of what went wrong in the same way
 _PEERS = 3  # nodes whose median says what is usual
@@ -73,7 +73,7 @@ def _failed(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Findi
         yield Finding("LIV009", "UNJUDGED", Target(), text, why_unjudged=result.why)
     if len(cut) > _SHOWN:
         text = f"{len(cut) - _SHOWN} more measurements of pairs and groups were cut short"
-        yield Finding("LIV009", "UNJUDGED", Target(), text, why_unjudged=text)
+        yield Finding("LIV009", "UNJUDGED", Target(), text)
 
 
 def _wrong(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Finding]:
@@ -181,6 +181,6 @@ def _log(bench: LiveBench, result: Outcome, file: str) -> NcclLog | None:
         own = re.escape(str(bench.hello[n]["host"]))
         lines.append(re.sub(rf"^(\[[^\]]*\] )?{own}:", rf"\g<1>{bench.hosts[n].name}:", line))
     try:
-        return nccl_log.parse("\n".join(lines), file) if lines else None
+        return nccl_log.parse(Lines.of("\n".join(lines)), file) if lines else None
     except ParseError:
         return None

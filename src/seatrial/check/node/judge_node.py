@@ -18,6 +18,7 @@ from seatrial.check.node.node_clock import judge_clock
 from seatrial.check.node.node_files import FACTS_VERSION
 from seatrial.check.offline import judge_pieces
 from seatrial.check.report import Judged, Report
+from seatrial.check.tool import Lines
 
 Facts = Mapping[str, Any]
 
@@ -82,16 +83,16 @@ def _calls(facts: Facts, node: str) -> Iterator[Finding]:
         if call["ended"] in _HANGING:
             yield Finding("NOD002", "FAIL", target, call["why"], call["seconds"], "s of waiting")
         else:
-            yield Finding("NOD001", "UNJUDGED", target, call["why"], why_unjudged=call["why"])
+            yield Finding("NOD001", "UNJUDGED", target, call["why"])
     for failure in [] if rates is None else rates["failed"]:
         text = f"{failure['part']}: {failure['problem']}"
         if failure["hardware"]:
             yield Finding("NOD022", "FAIL", target, text)
         else:
-            yield Finding("NOD001", "UNJUDGED", target, text, why_unjudged=text)
+            yield Finding("NOD001", "UNJUDGED", target, text)
     for name in [] if rates is None else rates["skipped"]:
         why = f"{name}: no time was left"
-        yield Finding("NOD001", "UNJUDGED", target, why, why_unjudged=why)
+        yield Finding("NOD001", "UNJUDGED", target, why)
 
 
 def _kernel(facts: Facts, node: str) -> Iterator[Finding]:
@@ -103,7 +104,7 @@ def _kernel(facts: Facts, node: str) -> Iterator[Finding]:
         if facts["gpus"] is None:
             yield Finding("NOD014", "PASS", target, f"{why}; without GPUs that is enough")
         else:
-            yield Finding("NOD014", "UNJUDGED", target, why, why_unjudged=why)
+            yield Finding("NOD014", "UNJUDGED", target, why)
 
 
 def judged_node(
@@ -151,7 +152,7 @@ def pieces_of(facts: Facts | None, node: str) -> list[Piece]:
     """The outputs of tools among the facts, for offline.judge_pieces()."""
     if facts is None:
         return []
-    found = [Piece(f"{node}: {o['tool']}", node, o["text"]) for o in facts["outputs"]]
+    found = [Piece(f"{node}: {o['tool']}", node, Lines.of(o["text"])) for o in facts["outputs"]]
     kernel = facts["kernel"]
     if kernel["text"] is not None:
         cut = (
@@ -159,7 +160,7 @@ def pieces_of(facts: Facts | None, node: str) -> list[Piece]:
             if kernel["cut"]
             else ""
         )
-        found.append(Piece(f"{node}: {kernel['source']}{cut}", node, kernel["text"]))
+        found.append(Piece(f"{node}: {kernel['source']}{cut}", node, Lines.of(kernel["text"])))
     return found
 
 
@@ -189,4 +190,4 @@ def judge_stage(
 
 def _strange(node: str) -> Finding:
     why = "another version of seatrial runs there, whose measurements cannot be read here"
-    return Finding("NOD001", "UNJUDGED", Target(node=node), why, why_unjudged=why)
+    return Finding("NOD001", "UNJUDGED", Target(node=node), why)

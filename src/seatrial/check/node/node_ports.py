@@ -13,7 +13,7 @@ from seatrial.check.node.probe_ports import ROOT
 from seatrial.check.node.run_tool import Order, Result, run_tool
 from seatrial.check.outputs import sysfs
 from seatrial.check.outputs.ports import fabric_ports
-from seatrial.check.tool import ParseError
+from seatrial.check.tool import Lines, ParseError
 from seatrial.hardware.counters import Port
 
 _PORTS_S = 10.0
@@ -41,7 +41,7 @@ def mlxlink_orders(text: str) -> list[Order]:
 def fabric_of(text: str) -> dict[str, Port]:
     """ "mlx5_0/1" -> port, of the training fabric's ports in a tree's text; empty for a text that is none."""
     try:
-        facts = sysfs.parse(text, "sysfs")
+        facts = sysfs.parse(Lines.of(text), "sysfs")
     except ParseError:
         return {}
     return {each.name: each.port for each in fabric_ports(facts.ports)}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from seatrial.check.findings import Finding, Target
-from seatrial.check.tool import Context, ParseError, Tool, listed
+from seatrial.check.outputs.network import damaged
+from seatrial.check.tool import Context, Lines, ParseError, Tool, listed, read_json
 
 _TOP = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
 _CONFIG = 5  # DCGM_ERROR_CONFIG of dcgmErrorSeverity_enum, dcgm_errors.h
@@ -46,6 +46,7 @@ class Diagnostic:
     results: tuple[Result, ...]
     error: str | None  # why the run as a whole did not happen
     version: str | None
+    damage: tuple[str, ...] = ()  # what is torn in it
 
 
 def matches(text: str) -> bool:
@@ -53,42 +54,55 @@ def matches(text: str) -> bool:
     return any(f'"{top}"' in text[:5_000] for top in _TOP)
 
 
-def parse(text: str, file: str) -> Diagnostic:
+def parse(lines: Lines, file: str) -> Diagnostic:
     """Raises ParseError where the JSON is not whole or has another form."""
-    begin = max(0, text.find("{"))
-    try:
-        table, _ = json.JSONDecoder().raw_decode(text[begin:])
-    except json.JSONDecodeError as error:
-        line = error.lineno + text[:begin].count("\n")
-        raise ParseError(f"the JSON cannot be read: {error.msg}", file=file, line=line) from None
-    except RecursionError:
-        raise ParseError("the JSON is nested deeper than dcgmi ever does", file=file) from None
+    table = read_json(lines, file)
     top = next((table[k] for k in _TOP if isinstance(table, dict) and k in table), None)
     if not isinstance(top, dict):
         raise ParseError('there is no "DCGM Diagnostic" in the JSON', file=file)
     error_text = top.get("runtime_error") or top.get("error")
-    categories = top.get("test_categories", [])
     results: list[Result] = []
-    for category in _list(categories, "test_categories", file):
-        for test in _list(_field(category, "tests", file), "tests", file):
-            name = _field(test, "name", file)
-            if not isinstance(name, str):
-                raise ParseError("a test has no name", file=file)
-            rows = _list(_field(test, "results", file), f"results of {name}", file)
-            own = [result for row in rows for result in _results(name, row, file)]
-            # DCGM 4 sums a test up; what stands only there (an error of no GPU) counts too.
-            whole = test.get("test_summary")
-            if isinstance(whole, dict) and "status" in whole:
-                own += [r for r in _results(name, whole, file) if r.status not in {o.status for o in own}]
-            results += own
-            if not rows:
-                results.append(Result(name, None, "notrun", ("no result",), False))
+    damage: list[str] = []
+    for category in _list(top.get("test_categories") or [], "test_categories", file):
+        # What is torn in one test says nothing against what the others have found.
+        try:
+            tests = _list(_field(category, "tests", file) or [None], "tests", file)
+        except ParseError as error:
+            damage.append(error.diagnostics[0].message)
+            continue
+        for test in tests:
+            try:
+                results += _of_entry(test, str(category.get("category")), file)
+            except ParseError as error:
+                damage.append(error.diagnostics[0].message)
     version = next((v for v in (top.get("version"), table.get("metadata", {})) if v), None)
     if isinstance(version, dict):
         version = version.get("version")
     return Diagnostic(
-        file, tuple(results), str(error_text) if error_text else None, str(version) if version else None
+        file,
+        tuple(results),
+        str(error_text) if error_text else None,
+        str(version) if version else None,
+        tuple(damage),
     )
+
+
+def _of_entry(test: Any, category: str, file: str) -> list[Result]:
+    """The results of one test. DCGM 3.1 leaves null for a test, or for a GPU, that was not run."""
+    if test is None:
+        # Among the software's tests that is one that DCGM itself has given up (dcgmi/Diag.cpp, v3.1.8).
+        absent = Result(f"a test of {category}", None, "notrun", ("no result",), False)
+        return [] if category == "Deployment" else [absent]
+    name = _field(test, "name", file)
+    if not isinstance(name, str):
+        raise ParseError("a test has no name", file=file)
+    rows = _list(_field(test, "results", file) or [None], f"results of {name}", file)
+    own = [result for row in rows for result in _results(name, row, file)]
+    # DCGM 4 sums a test up; what stands only there (an error of no GPU) counts too.
+    whole = test.get("test_summary")
+    if isinstance(whole, dict) and "status" in whole:
+        own += [r for r in _results(name, whole, file) if r.status not in {o.status for o in own}]
+    return own
 
 
 def _field(entry: Any, key: str, file: str) -> Any:
@@ -104,11 +118,14 @@ def _list(value: Any, what: str, file: str) -> list[Any]:
 
 
 def _results(name: str, row: Any, file: str) -> Iterator[Result]:
+    if row is None:
+        yield Result(name, None, "notrun", ("no result",), False)
+        return
     status = _field(row, "status", file)
     if not isinstance(status, str):
         raise ParseError(f"the status of {name} is no text", file=file)
     texts, config = [], []
-    entries = row.get("warnings", [])
+    entries = row.get("warnings") or []
     for entry in entries if isinstance(entries, list) else [entries]:
         text = str(entry.get("warning", entry) if isinstance(entry, dict) else entry)
         texts.append(" ".join("".join(c if c.isprintable() else " " for c in text[:300]).split()))
@@ -132,17 +149,17 @@ def _gpus(row: dict[str, Any], texts: list[str]) -> list[int | None]:
 
 def judge(run: Diagnostic, context: Context) -> list[Finding]:
     """One finding for each failed result, one for each test that did not run, one for each that passed everywhere."""
-    found: list[Finding] = []
+    found = damaged([(text, None) for text in run.damage], run.file, "dcgmi diag")
     node = Target(node=context.node)
     if run.error is not None:
         why = f"dcgmi diag did not run: {run.error[:200]}"
-        found.append(Finding("DIA002", "UNJUDGED", node, why, why_unjudged=why, evidence=(run.file,)))
+        found.append(Finding("DIA002", "UNJUDGED", node, why, evidence=(run.file,)))
     for test in dict.fromkeys(r.test for r in run.results):
         found += _of_test(test, [r for r in run.results if r.test == test], run, context)
     hard = [r for r in run.results if r.test.lower() not in _SOFT and r.status not in ("skip", "notrun")]
     if not hard and run.error is None:
         why = "no test of the hardware has run, only of software and settings"
-        found.append(Finding("DIA002", "UNJUDGED", node, why, why_unjudged=why, evidence=(run.file,)))
+        found.append(Finding("DIA002", "UNJUDGED", node, why, evidence=(run.file,)))
     return found
 
 
@@ -152,13 +169,13 @@ def _of_test(test: str, results: list[Result], run: Diagnostic, context: Context
     for status in dict.fromkeys(r.status for r in results):
         same = [r for r in results if r.status == status]
         gpus = sorted({r.gpu for r in same if r.gpu is not None})
-        which = f" (GPU {listed(gpus)})" if gpus else ""
+        which = f" (GPU{'s' * (len(gpus) > 1)} {listed(gpus)})" if gpus else ""
         target = Target(node=context.node, gpu=gpus[0] if len(gpus) == 1 else None)
         if status == "pass":
             passed = same
         elif status in ("skip", "notrun"):
             why = f"{test}: {'skipped' if status == 'skip' else 'not run'}{which}"
-            yield Finding("DIA002", "UNJUDGED", target, why, why_unjudged=why, evidence=place)
+            yield Finding("DIA002", "UNJUDGED", target, why, evidence=place)
         elif status == "fail":
             settings = [r for r in same if r.config]
             if settings:
@@ -179,7 +196,7 @@ def _of_test(test: str, results: list[Result], run: Diagnostic, context: Context
                 )
         else:
             why = f"{test}: {status!r} is no known status{which}"
-            yield Finding("DIA002", "UNJUDGED", target, why, why_unjudged=why, evidence=place)
+            yield Finding("DIA002", "UNJUDGED", target, why, evidence=place)
     if len(passed) == len(results):
         yield Finding("DIA004", "PASS", Target(node=context.node), f"{test} passed", evidence=place)
 

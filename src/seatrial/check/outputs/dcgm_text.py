@@ -6,10 +6,11 @@ import re
 from dataclasses import replace
 
 from seatrial.check.outputs.dcgm_diag import CONFIG_TEXT, Diagnostic, Result, judge
-from seatrial.check.tool import ParseError, Tool, lines_of
+from seatrial.check.tool import Lines, ParseError, Tool
 
 _HEAD = re.compile(r"^\|\s*Diagnostic\s*\|\s*Result\s*\|\s*$", re.MULTILINE)
-_ROW = re.compile(r"^\|(?P<name>[^|]*)\|(?P<value>.*)\|\s*$")
+_ROW = re.compile(r"^\|(?P<name>[^|]*)\|(?P<value>[^|]*)\|\s*$")
+_SUCCESS = re.compile(r"Successfully ran diagnostic for group\.?\s*")
 _SECTION = re.compile(r"^[|+]-{3,}\s+(?P<name>\w[\w ]*?)\s+-{3,}\+-+[|+]\s*$")
 _RULE = re.compile(r"^\+[-=]+\+[-=]+\+\s*$")
 _STATUS = "Pass|Fail|Warn|Skip|Not Run"
@@ -32,22 +33,26 @@ def matches(text: str) -> bool:
     return _HEAD.search(text) is not None
 
 
-def parse(text: str, file: str) -> Diagnostic:
+def parse(lines: Lines, file: str) -> Diagnostic:
     """Raises ParseError where no test has a result, or where the table does not end."""
-    reader, head, closed = _Reader(), _HEAD.search(text), False
-    begin = 0 if head is None else text.count("\n", 0, head.start()) + 1
-    for number, line in enumerate(lines_of(text), 1):
-        if number <= begin or not line.strip():
-            continue
-        if section := _SECTION.match(line):
+    reader, closed = _Reader(), False
+    width: int | None = None  # of all lines of the table
+    for number, line in lines:
+        if _HEAD.match(line) and width is None:
+            width = len(line.rstrip())
+        elif width is None or len(line.rstrip()) != width:
+            if not _SUCCESS.fullmatch(line):
+                continue
+        elif section := _SECTION.match(line):
             reader.section, closed = section["name"].lower(), False
         elif _RULE.match(line):
             closed = bool(reader.results)
         elif row := _ROW.match(line):
             reader.row(row["name"].strip(), row["value"].strip())
             closed = False
-        elif not closed:
-            raise ParseError("a line that is none of the table", file=file, line=number, source_line=line)
+        else:
+            continue
+        lines.claim(number)
     if not reader.results:
         raise ParseError("no test in the table of dcgmi diag", file=file)
     if not closed:
@@ -131,4 +136,5 @@ def inventory(run: Diagnostic) -> dict[str, str | int | float]:
     return {} if run.version is None else {"DCGM": run.version}
 
 
-TOOLS: tuple[Tool[Diagnostic], ...] = (Tool("dcgmi diag", matches, parse, judge, inventory),)
+_BEGINS = re.compile(r"Successfully ran diagnostic|\|\s*(?P<id>Diagnostic)\s*\|\s*Result\s*\|")
+TOOLS: tuple[Tool[Diagnostic], ...] = (Tool("dcgmi diag", matches, parse, judge, inventory, begins=_BEGINS),)

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from seatrial.check.findings import Finding, Target, Verdict
-from seatrial.check.tool import Context, ParseError, Stray, Tool, evidence, lines_of, stray_findings
+from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence
 from seatrial.hardware.xid import address
 
 _LINE = re.compile(
     r"^\[(?P<time>[A-Z][a-z]{2} [ 0-9][0-9] [0-9]{4} [0-9:]{8})\] \[(?P<level>[A-Z]{4,8})\] \[tid (?P<tid>[0-9]+)\] (?P<text>.*)$"
 )
-# A message goes on in lines without a head of their own.
+# A message goes on in a line without a head of its own.
+_PAYLOAD = re.compile(r"Message payload details:")
 _SWITCH = re.compile(
     r"NVSwitch (?P<severity>non-fatal|fatal) error (?P<code>[0-9]{1,6}) .*?pci bus id (?P<pci>[0-9A-Fa-f:.]{7,20})(?: physical id [0-9]+)?(?: port (?P<port>[0-9]{1,3}))?",
     re.IGNORECASE,
@@ -40,7 +41,6 @@ class FabricLog:
     file: str
     lines: int
     entries: tuple[Entry, ...]
-    stray: Stray
 
 
 def matches(text: str) -> bool:
@@ -55,32 +55,28 @@ def matches(text: str) -> bool:
     )
 
 
-def parse(text: str, file: str) -> FabricLog:
+def parse(lines: Lines, file: str) -> FabricLog:
     """Raises ParseError where no line is the fabric manager's."""
-    entries, stray = [], []
+    entries = []
     count = 0
-    for number, line in enumerate(lines_of(text), 1):
-        found = _LINE.match(line)
-        if found is None:
-            # Continuations are free text; what begins like a head and is none, or tells of an error, is damage.
-            if re.search(r"\[(?:ERROR|CRITICAL|FATAL|WARN)|NVSwitch (?:non-)?fatal", line) or re.match(
-                r"\[[A-Z][a-z]{2} ", line
-            ):
-                stray.append((number, line))
+    for number, line in lines:
+        if found := _LINE.match(line):
+            count += 1
+            if found["level"] not in _LEVELS:
+                continue
+            if found["level"] not in ("INFO", "DEBUG", "NOTICE"):
+                entries.append(Entry(number, found["time"], found["level"], found["text"].strip()))
+        elif not (count and _PAYLOAD.match(line)):
             continue
-        count += 1
-        if found["level"] not in _LEVELS:
-            stray.append((number, line))
-        elif found["level"] not in ("INFO", "DEBUG", "NOTICE"):
-            entries.append(Entry(number, found["time"], found["level"], found["text"].strip()))
+        lines.claim(number)
     if not count:
         raise ParseError("no line of the fabric manager", file=file)
-    return FabricLog(file, count, tuple(entries), Stray(file, tuple(stray)))
+    return FabricLog(file, count, tuple(entries))
 
 
 def judge(log: FabricLog, context: Context) -> list[Finding]:
     """One finding for each kind of message; one PASS for none."""
-    found = [*stray_findings(log.stray, context, "fabric manager log"), *_entries(log, context)]
+    found = list(_entries(log, context))
     if not found:
         text = f"no error in {log.lines} messages of the fabric manager"
         found.append(Finding("NVL008", "PASS", Target(node=context.node), text, evidence=(log.file,)))
@@ -108,4 +104,4 @@ def _entries(log: FabricLog, context: Context) -> Iterator[Finding]:
         yield Finding("NVL007", verdict, target, text, evidence=evidence(log.file, (e.line for e in same)))
 
 
-TOOLS: tuple[Tool[FabricLog], ...] = (Tool("fabric manager log", matches, parse, judge),)
+TOOLS: tuple[Tool[FabricLog], ...] = (Tool("fabric manager log", matches, parse, judge, each=_LINE),)

@@ -21,9 +21,7 @@ def count_findings(
         return []
     if list(indices) != list(range(len(indices))):
         why = f"only the GPUs {listed(indices)} are in the output: asked for only these, or cut off"
-        return [
-            Finding("GPU001", "UNJUDGED", Target(node=context.node), why, why_unjudged=why, evidence=evidence)
-        ]
+        return [Finding("GPU001", "UNJUDGED", Target(node=context.node), why, evidence=evidence)]
     count, target = len(indices), Target(node=context.node)
     if context.gpus is not None:
         expected = Expected(context.gpus, "GPUs", "plan or siblings")

@@ -10,12 +10,13 @@ from seatrial.base.errors import InputError
 from seatrial.check.blame.topology import AGGREGATION, Topology, judge_topology, parse_ibnetdiscover
 from seatrial.check.findings import Finding
 from seatrial.check.outputs.network import damaged
-from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.check.tool import Context, Lines, ParseError, Tool
 
 _NODE = re.compile(r'^(?:Switch|Ca|Rt)\s+(?P<ports>\d+)\s+"(?P<id>[^"]+)"')
 _LINK = re.compile(r'^\[(?P<port>\d+)\](?:\([^)]*\))?(?:\[ext \d+\])?\s+"(?P<id>[^"]+)"\[(?P<peer>\d+)\]')
 _KNOWN = re.compile(
-    r"^(?:#.*|(?:vendid|devid|sysimgguid|switchguid|caguid|rtguid|chassisguid)=0x[0-9a-f]+.*|Chassis \d+.*)?$",
+    r"^(?:#|# Topology file: generated on .*|# Initiated from node [0-9a-f]+ port [0-9a-f]+|# (?:Non-)?Chassis.*"
+    r"|(?:vendid|devid|sysimgguid|switchguid|caguid|rtguid|chassisguid)=0x[0-9a-f]+(?:\([0-9a-f]+\))?(?:\s+#.*)?|Chassis \d+.*)$",
     re.I,
 )
 
@@ -34,18 +35,19 @@ def matches(text: str) -> bool:
     return re.search(r'^(?:Switch|Ca)\s+\d+\s+"[SH]-[0-9a-f]+"', text, re.MULTILINE) is not None
 
 
-def parse(text: str, file: str) -> FabricFacts:
+def parse(lines: Lines, file: str) -> FabricFacts:
     """Raises ParseError where no switch with a link is in it, or a line of one cannot be read."""
     try:
-        topology = parse_ibnetdiscover(text, file)
+        topology = parse_ibnetdiscover(lines.text, file)
     except InputError as error:
         first = error.diagnostics[0]
-        raise ParseError(first.message, file=file, line=first.line, source_line=first.source_line) from None
-    return FabricFacts(file, topology, tuple(_damage(text)))
+        line = None if first.line is None else lines.whole[min(first.line, len(lines.whole)) - 1][0]
+        raise ParseError(first.message, file=file, line=line, source_line=first.source_line) from None
+    return FabricFacts(file, topology, tuple(_damage(lines)))
 
 
-def _damage(text: str) -> list[tuple[str, int | None]]:
-    """Lines that the tool does not write, more links than ports, and links that only one of their ends shows.
+def _damage(lines: Lines) -> list[tuple[str, int | None]]:
+    """More links than ports, and links that only one of their ends shows. Claims the lines that the tool writes.
 
     The tool prints each link at both ends, so an end without the other is where the output was cut off.
     """
@@ -53,12 +55,10 @@ def _damage(text: str) -> list[tuple[str, int | None]]:
     ends: dict[tuple[str, str, str, str], int] = {}
     ports: dict[str, int] = {}
     inside = ""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in lines:
         line = line.rstrip()
         if node := _NODE.match(line):
             inside = node["id"]
-            if inside in ports:
-                damage.append((f"{inside} twice", number))
             ports[inside] = int(node["ports"])
         elif link := _LINK.match(line):
             end = (inside, link["port"], link["id"], link["peer"])
@@ -68,7 +68,8 @@ def _damage(text: str) -> list[tuple[str, int | None]]:
             if not AGGREGATION.search(line):
                 ends[end] = number
         elif _KNOWN.match(line.strip()) is None:
-            damage.append(("a line that ibnetdiscover does not write", number))
+            continue
+        lines.claim(number)
     for (near, port, far, peer), number in ends.items():
         if (far, peer, near, port) not in ends:
             damage.append((f"port {port} of {near} leads to {far}, which does not show it", number))
@@ -84,4 +85,5 @@ def judge(facts: FabricFacts, context: Context) -> list[Finding]:
     return damaged(facts.damage, facts.file, "ibnetdiscover") + judge_topology(facts.topology)
 
 
-TOOLS: tuple[Tool[FabricFacts], ...] = (Tool("ibnetdiscover", matches, parse, judge),)
+_BEGINS = re.compile(r'# (?P<id>Topology file: generated on)|vendid=0x|(?:Switch|Ca|Rt)\s+\d+\s+"')
+TOOLS: tuple[Tool[FabricFacts], ...] = (Tool("ibnetdiscover", matches, parse, judge, begins=_BEGINS),)

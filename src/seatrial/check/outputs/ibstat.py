@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 from seatrial.check.findings import Finding, Target
 from seatrial.check.outputs.network import damaged
 from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
-from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.check.tool import Context, Lines, ParseError, Tool
 from seatrial.hardware import counters
 
 _CA = re.compile(r"^\s*CA '(?P<name>[^']*)'\s*$")
 _PORT = re.compile(r"^\s*Port (?P<number>\d+):\s*$")
 _FIELD = re.compile(r"^\s+(?P<name>[A-Z][\w ]*?):(?P<value>.*)$")
-_PART = re.compile(
-    r"^[A-Za-z' ]{0,20}:|^\W*\w{0,2}\s*'"
-)  # of a field or of a CA's line, whose beginning is cut off
 _CA_FIELDS = (
     "CA type",
     "Number of ports",
@@ -69,37 +66,28 @@ class _Block:
     ports: list[_Block] = field(default_factory=list)
 
 
-def parse(text: str, file: str) -> PortsFacts:
+def parse(lines: Lines, file: str) -> PortsFacts:
     """All ports. Raises ParseError where not one CA is in it. What is torn is in `damage`."""
     damage: list[tuple[str, int | None]] = []
     cas: list[_Block] = []
     block: _Block | None = None
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         if ca := _CA.match(line):
             block = _Block(ca["name"], number)
             cas.append(block)
-        elif not cas:
-            # A prompt or a banner is none of its lines; a field is, and then its CA is gone.
-            if _FIELD.match(line) or _PORT.match(line) or _PART.match(line):
-                damage.append(("lines before the first CA", number))
-        elif port := _PORT.match(line):
+        elif (port := _PORT.match(line)) and cas:
             block = _Block(port["number"], number)
             cas[-1].ports.append(block)
         elif (pair := _FIELD.match(line)) and block is not None:
             known = _PORT_FIELDS if block is not cas[-1] else _CA_FIELDS
             if pair["name"] not in known or pair["name"] in block.fields:
-                damage.append((f"`{pair['name'][:40]}` where it does not belong", number))
-            else:
-                block.fields[pair["name"]] = pair["value"].strip()
+                continue
+            block.fields[pair["name"]] = pair["value"].strip()
         else:
-            damage.append(("a line that ibstat does not write", number))
+            continue
+        lines.claim(number)
     if not cas:
         raise ParseError("no CA in it", file=file)
-    names = [ca.name for ca in cas]
-    if len(set(names)) < len(names):
-        damage.append(("a CA twice: outputs of several nodes in one file?", cas[0].line))
     ports = []
     for each in cas:
         damage += _torn_ca(each)
@@ -115,7 +103,9 @@ def _torn_ca(ca: _Block) -> list[tuple[str, int | None]]:
     ]
     if not re.fullmatch(r"[\w.:-]+", ca.name):
         torn.append(("a CA with a strange name", ca.line))
-    if "CA type" in ca.fields and not re.fullmatch(r"MT\d+.*|[\w. ()/-]*", ca.fields["CA type"]):
+    if "CA type" in ca.fields and not re.fullmatch(
+        r"MT\d{4,5}(?!\d).*|(?!MT\d)[\w. ()/-]*", ca.fields["CA type"]
+    ):
         torn.append((f"CA {ca.name}: a strange type", ca.line))
     if ca.fields.get("Number of ports", str(len(ca.ports))) != str(len(ca.ports)):
         torn.append(
@@ -176,12 +166,10 @@ def judge(facts: PortsFacts, context: Context) -> list[Finding]:
     found = damaged(facts.damage, facts.file, facts.tool) + judge_ports(facts, context)
     if not found:
         why = "the output shows no port"
-        found.append(
-            Finding(
-                "NET001", "UNJUDGED", Target(node=context.node), why, why_unjudged=why, evidence=(facts.file,)
-            )
-        )
+        found.append(Finding("NET001", "UNJUDGED", Target(node=context.node), why, evidence=(facts.file,)))
     return found
 
 
-TOOLS = (Tool("ibstat", matches, parse, judge, inventory),)
+TOOLS = (
+    Tool("ibstat", matches, parse, judge, inventory, begins=re.compile(r"\s*CA '(?P<device>[^']*)'\s*$")),
+)

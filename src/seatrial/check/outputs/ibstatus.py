@@ -9,7 +9,7 @@ from seatrial.check.findings import Finding, Target
 from seatrial.check.outputs.network import at, damaged
 from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
 from seatrial.check.outputs.sysfs import PHYSICAL, RATE, STATE, STATES
-from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.check.tool import Context, Lines, ParseError, Tool
 from seatrial.hardware import counters
 
 _TITLE = re.compile(r"^\s*Infiniband device '(?P<device>[^']*)' port (?P<port>\d{1,3}) status:\s*$")
@@ -17,7 +17,6 @@ _FIELD = re.compile(r"^\s+(?P<name>[a-z][a-z_ ]*?):\s*(?P<value>.*?)\s*$")
 _FATAL = re.compile(
     r"^Fatal error: +(?P<what>No devices|device '[^']*': sys files not found .*)$", re.MULTILINE
 )
-_PROMPT = re.compile(r"^.{0,80}[#$>] ?(?:sudo )?(?:\S*/)?ibstatus\b")
 _FIELDS = ("default gid", "base lid", "sm lid", "state", "phys state", "rate", "link_layer")
 # The script's word where a file of sysfs cannot be read, and what it says of the link layer where a kernel has no such file.
 _UNREAD, _OLD_KERNEL = "unknown", "IB"
@@ -48,35 +47,27 @@ def matches(text: str) -> bool:
     )
 
 
-def parse(text: str, file: str) -> StatusFacts:
+def parse(lines: Lines, file: str) -> StatusFacts:
     """All ports. Raises ParseError where there is neither a port nor the script's error. What is torn is in `damage`."""
     blocks: list[_Block] = []
     damage: list[tuple[str, int | None]] = []
     fatal, fatal_line = "", None
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         if title := _TITLE.match(line):
             blocks.append(_Block(title["device"], int(title["port"]), number))
         elif error := _FATAL.match(line):
             fatal, fatal_line = error["what"], number
-        elif not blocks and _PROMPT.match(line):
-            continue
-        elif not blocks:
-            damage.append(("lines before the first port", number))
-        elif (
-            (pair := _FIELD.match(line)) and pair["name"] in _FIELDS and pair["name"] not in blocks[-1].fields
-        ):
+        elif (pair := _FIELD.match(line)) and blocks and pair["name"] in _FIELDS:
+            if pair["name"] in blocks[-1].fields:
+                continue
             blocks[-1].fields[pair["name"]] = pair["value"]
         else:
-            damage.append(("a line that ibstatus does not write", number))
+            continue
+        lines.claim(number)
     if not blocks and not fatal:
         raise ParseError("no port in it", file=file)
     if fatal and blocks:
         damage.append((f"it ended with an error: {fatal}", fatal_line))
-    names = [(b.device, b.port) for b in blocks]
-    if len(set(names)) < len(names):
-        damage.append(("a port twice: outputs of several nodes in one file?", blocks[0].line))
     for block in blocks:
         damage += _torn(block)
     ports = tuple(_port(b) for b in blocks)
@@ -139,8 +130,9 @@ def judge(facts: StatusFacts, context: Context) -> list[Finding]:
         why = f"ibstatus: {facts.fatal}"
         place = (at(facts.file, facts.fatal_line),)
         target = Target(node=context.node)
-        found.append(Finding("NET007", "UNJUDGED", target, why, why_unjudged=why, evidence=place))
+        found.append(Finding("NET007", "UNJUDGED", target, why, evidence=place))
     return found
 
 
-TOOLS: tuple[Tool[StatusFacts], ...] = (Tool("ibstatus", matches, parse, judge, inventory),)
+_BEGINS = re.compile(r"\s*Infiniband device '(?P<device>[^']*' port \d{1,3}) status:|Fatal error: ")
+TOOLS: tuple[Tool[StatusFacts], ...] = (Tool("ibstatus", matches, parse, judge, inventory, begins=_BEGINS),)

@@ -11,19 +11,18 @@ from dataclasses import dataclass, field
 from seatrial.check.findings import Expected, Finding, Target
 from seatrial.check.outputs.network import NetworkContext, at, damaged, gbit
 from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
-from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.check.tool import Context, Lines, ParseError, Tool
 from seatrial.hardware import counters
 
 _DEVICE = re.compile(r"^hca_id:\s*(?P<name>\S.*?)\s*$")
 _PORT = re.compile(r"^\s+port:\s*(?P<number>\d{1,3})\s*$")
 _FIELD = re.compile(r"^\s+(?P<name>[a-z][\w ]{0,60}?):\s*(?P<value>.*?)\s*$")
 # What stands below the capabilities of -v: flags in capitals or words, and sentences without a value.
-_FLAG = re.compile(r"^\s+[A-Za-z][\w \t.,()/-]{0,80}(?:[:=]\s*[\w.]*)?\s*$")
+_FLAG = re.compile(r"^(?:\t| {4})\s*[A-Za-z][\w \t.,()/-]{0,80}(?:[:=]\s*(?:0x)?[0-9A-Fa-f]*)?\s*$")
 _GID = re.compile(
     r"^\s+GID\[\s*\d+\]:\s*(?:(?:[0-9a-f]{4}:){7}[0-9a-f]{4}|[0-9a-f:.]+(?=,))(?:, (?:RoCE v[12](?:\.\d)?|IB/RoCE v1))?\s*$"
 )
 _SECTION = re.compile(r"^\s+Device ports:\s*$")  # NVIDIA's own builds
-_PROMPT = re.compile(r"^.{0,80}[#$>] ?(?:sudo )?(?:\S*/)?ibv_devinfo\b")
 _CODED = re.compile(r"(?P<word>.*?)\s*\((?P<code>\d{1,5})\)")
 _LIST = re.compile(r"^(?P<count>\d{1,3}) HCAs? found:\s*$", re.MULTILINE)
 _LISTED = re.compile(r"\s+[\w.-]+\s*")
@@ -94,34 +93,29 @@ def matches(text: str) -> bool:
     )
 
 
-def parse(text: str, file: str) -> DevinfoFacts:
+def parse(lines: Lines, file: str) -> DevinfoFacts:
     """All ports. Raises ParseError where nothing of the tool is in it. What is torn is in `damage`."""
     damage: list[tuple[str, int | None]] = []
     devices: list[_Block] = []
-    verbose = re.search(r"^\s+(?:max_mr_size|active_width):", text, re.MULTILINE) is not None
+    verbose = re.search(r"^\s+(?:max_mr_size|active_width):", lines.text, re.MULTILINE) is not None
     error, error_line, listed = "", None, None
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         if device := _DEVICE.match(line):
             devices.append(_Block(device["name"], number))
         elif message := _ERROR.match(line):
             error, error_line = message[0].strip(), number
         elif found := _LIST.match(line):
             listed = int(found["count"])
-        elif not devices and (_PROMPT.match(line) or (listed is not None and _LISTED.fullmatch(line))):
+        elif devices:
+            if not _take(devices[-1], line, number, verbose):
+                continue
+        elif listed is None or not _LISTED.fullmatch(line):
             continue
-        elif not devices:
-            damage.append(("lines before the first device", number))
-        elif not _take(devices[-1], line, number, verbose):
-            damage.append(("a line that ibv_devinfo does not write", number))
+        lines.claim(number)
     if not devices and not error and listed is None:
         raise ParseError("no device in it", file=file)
     if error and devices:
         damage.append((f"a device is missing: {error}", error_line))
-    names = [d.name for d in devices]
-    if len(set(names)) < len(names):
-        damage.append(("a device twice: outputs of several nodes in one file?", devices[0].line))
     ports = []
     for each in devices:
         damage += _torn_device(each)
@@ -267,10 +261,10 @@ def judge(facts: DevinfoFacts, context: Context) -> list[Finding]:
     place = (at(facts.file, facts.error_line),)
     if not facts.ports and (facts.error or not facts.listed):
         why = f"ibv_devinfo: {facts.error or 'no device'}"
-        found.append(Finding("NET007", "UNJUDGED", target, why, why_unjudged=why, evidence=place))
+        found.append(Finding("NET007", "UNJUDGED", target, why, evidence=place))
     elif not facts.ports:
         why = f"{facts.listed} devices are listed; without -l the tool says what state they are in"
-        found.append(Finding("NET001", "UNJUDGED", target, why, why_unjudged=why, evidence=place))
+        found.append(Finding("NET001", "UNJUDGED", target, why, evidence=place))
     asked = context.port_gbit_s if isinstance(context, NetworkContext) else None
     if asked is not None and facts.ports and all(p.port.gbit_s is None for p in facts.ports):
         why = "ibv_devinfo says the rate only with -v"
@@ -282,4 +276,7 @@ def judge(facts: DevinfoFacts, context: Context) -> list[Finding]:
     return found
 
 
-TOOLS: tuple[Tool[DevinfoFacts], ...] = (Tool("ibv_devinfo", matches, parse, judge, inventory),)
+_BEGINS = re.compile(r"hca_id:\s*(?P<device>\S+)|\d{1,3} HCAs? found:")
+TOOLS: tuple[Tool[DevinfoFacts], ...] = (
+    Tool("ibv_devinfo", matches, parse, judge, inventory, begins=_BEGINS),
+)

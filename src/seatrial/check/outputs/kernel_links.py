@@ -30,11 +30,17 @@ _DAY = re.compile(
 
 @dataclass
 class Link:
-    """One interface: the lines in which it went down, by day, and whether it was up at the end."""
+    """One interface: the lines in which it went down, by day, and whether it was up at the end.
+
+    `dark` are lines that say of one that was never seen up that it is down, as drivers do when they come up.
+    """
 
     port: str
     lost: dict[str, list[int]] = field(default_factory=dict)
-    up: bool = True
+    dark: list[int] = field(default_factory=list)
+    up: bool = False
+    quote: str = ""  # the line of the last loss
+    more: int = 0  # losses whose lines were left out
 
     @property
     def lines(self) -> list[int]:
@@ -44,10 +50,14 @@ class Link:
         """None for a link that went down once and came back, as one does when its other end is restarted."""
         if max((len(day) for day in self.lost.values()), default=0) >= _FLAPS:
             return "FAIL"
-        return "WARN" if len(self.lines) > 1 or (self.lines and not self.up) else None
+        if len(self.lines) > 1 or (self.lines and not self.up):
+            return "WARN"
+        return "UNJUDGED" if self.dark and not self.up else None
 
     def text(self) -> str:
-        times = len(self.lines)
+        times = len(self.lines) + self.more
+        if not times:
+            return f"link {self.port} is down, and was never up in this log: not cabled, or down since before"
         return f"link {self.port} went down {times} time{'s' * (times > 1)}" + (
             "" if self.up else " and was down at the end"
         )
@@ -66,14 +76,18 @@ class Watch:
     def __init__(self) -> None:
         self.links: dict[str, Link] = {}
 
-    def take(self, number: int, line: str) -> None:
-        """Remember what this line says of a link, if it says something."""
+    def take(self, number: int, line: str, times: int = 1) -> None:
+        """Remember what this line says of a link, if it says something; `times`: how many lines it stands for."""
         found = told(line)
         if found is None or (found["what"] == "unplugged" and found["port"] not in self.links):
             return
         link = self.links.setdefault(found["port"], Link(found["port"]))
-        link.up = found["what"].lower() in ("gained", "up", "plugged")
-        if not link.up:
+        what, was_up = found["what"].lower(), link.up
+        link.up = what in ("gained", "up", "plugged")
+        if not link.up and (was_up or what == "lost"):
             day = _DAY.match(line)
             said = "" if day is None else day["day"] or str(int(day["seconds"]) // 86400)
             link.lost.setdefault(said, []).append(number)
+            link.quote, link.more = line, link.more + times - 1
+        elif not link.up:
+            link.dark.append(number)

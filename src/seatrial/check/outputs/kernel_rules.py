@@ -7,6 +7,7 @@ Azure/azurehpc-health-checks (customTests), NVIDIA's lists of driver messages.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from seatrial.check.findings import Verdict
 
@@ -111,7 +112,7 @@ OTHERS: tuple[Rule, ...] = (
         "SYS007",
         "WARN",
         "errors of a disk",
-        r"\bI/O error, dev (?!fd\d|sr\d|loop)|\bBuffer I/O error on dev (?!fd\d|sr\d|loop)|\bnvme nvme\d+: I/O .{0,40}timeout|\bI/O error while writing superblock"
+        r"\bI/O error, dev |\bBuffer I/O error on dev |\bnvme nvme\d+: I/O .{0,40}timeout|\bI/O error while writing superblock"
         r"|\battempt to access beyond end of device|\b(?:EXT4-fs|XFS|BTRFS) ?(?:error| \(\S{1,40}\): (?:Corruption|metadata I/O error))",
     ),
     _rule(
@@ -159,18 +160,78 @@ OTHERS: tuple[Rule, ...] = (
     _rule("SYS002", "WARN", "no more files can be opened", r"\bVFS: file-max limit \d+ reached"),
 )  # fmt: skip
 
-# One of these is in every line that a rule can match, in small letters: most lines have none, and a log can have millions.
-_WORDS = (
-    *("oom", "out of memory", "memory failure", "file-max", "aer: ", "severity=", "hardware error", "machine check"),
-    *("edac ", "pciehp", "throttled", "nvrm: ", "fabricmanager", "kernel panic", "bug: ", "oops: ", "lockup", "stall"),
-    *("blocked for more", "read-only", "nvme", "md/raid", "i/o error", "beyond end", "ext4-fs", "xfs", "btrfs"),
-    *("not responding", "mlx5_core", "insufficient power", "libnccl", "nvidia-peermem"),
+# What an error of a disk names: the device, its partition, an array's member, a file server.
+_DISK = re.compile(
+    r"\bdev (?P<dev>[\w-]+)|\((?:device )?(?P<system>[a-z][\w-]{0,30})\)|(?:\\x0a|^\s*)(?P<access>[a-z][\w-]{0,30}): rw="
+    r"|\bDisk failure on (?P<member>[\w-]+)|\bserver (?P<server>\S+) not|\b(?P<nvme>nvme\d+(?:n\d+(?:p\d+)?)?)\b"
+)
+_PART = re.compile(
+    r"\bEDAC (?P<memory>MC\d+)|\bCPU#?(?P<cpu>\d+)|\b(?P<gpu>GPU\d+)\b|\bSlot\((?P<slot>[^)]{1,20})\)"
+)
+_PCI = re.compile(r"\b[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-9a-f])?\b", re.IGNORECASE)
+# An image that is mounted as a disk, memory, a floppy, a drive for discs: no disks of the node.
+_NO_DISK = re.compile(r"(?:loop|ram|fd|sr)\d+(?:p\d+)?")
+_REMOVABLE = re.compile(r"\[(?P<disk>sd[a-z]+)\] Attached SCSI removable disk")
+# What stands below "attempt to access beyond end of device".
+_ACCESS = re.compile(r"(?:^|: |\] )(?P<disk>[a-z][\w-]{0,30}): rw=\d+, ")
+
+# One of these is in every line that tells() knows, in small letters: most lines have none, and a log can have millions.
+_MANY = 1000  # lines that are worth loading pyarrow for, 0.3 s
+WORDS = (
+    *("oom", "memory", "file-max", "aer: ", "severity=", "error", "machine check", "edac ", "pciehp", "throttled", "nvrm"),
+    *("fabricmanager", "panic", "bug: ", "oops: ", "lockup", "stall", "blocked for more", "read-only", "nvme", "md/raid"),
+    *("beyond end", ": rw=", "removable", "corruption", "not responding", "mlx", "insufficient power", "libnccl"),
+    *("nvidia-peermem", "xid", "pcie bandwidth", "carrier", "link"),
 )  # fmt: skip
 
 
+def have_words(lines: Sequence[str]) -> Sequence[bool]:
+    """Of each line whether it has one of WORDS. Of many lines by pyarrow, which looks for all words at once."""
+    if len(lines) < _MANY:
+        return [any(word in small for word in WORDS) for small in map(str.lower, lines)]
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    pattern = "|".join(map(re.escape, WORDS))
+    found: list[bool] = pc.match_substring_regex(pa.array(lines), pattern, ignore_case=True).to_pylist()
+    return found
+
+
 def rule_of(line: str) -> Rule | None:
-    """The first rule that the line matches."""
-    small = line.lower()
-    if not any(word in small for word in _WORDS):
+    """The first rule that the line matches; None also for errors of what is no disk of the node."""
+    if not have_words([line])[0]:
         return None
-    return next((rule for rule in OTHERS if rule[2].search(line)), None)
+    rule = next((rule for rule in OTHERS if rule[2].search(line)), None)
+    return None if rule is not None and is_no_disk(device_of(rule, line)) else rule
+
+
+def device_of(rule: Rule, text: str) -> str | None:
+    """What the message is about, as it calls it: "sda1", "MC0", "CPU 24"; None where it does not say."""
+    found = (_DISK if rule[0] == "SYS007" else _PART).search(text)
+    if found is None:
+        return None
+    name = found[found.lastgroup or 0]
+    return {"cpu": f"CPU {name}", "slot": f"slot {name}"}.get(found.lastgroup or "", name)
+
+
+def pci_of(text: str) -> str | None:
+    """The PCI address that the message names, the last of several: an error is received from the one that has it."""
+    found = _PCI.findall(text)
+    return found[-1] if found else None
+
+
+def is_no_disk(device: str | None) -> bool:
+    """Whether a device is none of the node's own disks."""
+    return device is not None and _NO_DISK.fullmatch(device) is not None
+
+
+def removable_disk(line: str) -> str | None:
+    """The disk that a line calls removable."""
+    found = _REMOVABLE.search(line)
+    return None if found is None else found["disk"]
+
+
+def accessed_disk(line: str) -> str | None:
+    """The device that a line of details below an error names."""
+    found = _ACCESS.search(line)
+    return None if found is None else found["disk"]

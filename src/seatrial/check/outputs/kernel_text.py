@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.names import is_host, same_host
 from seatrial.check.outputs.kernel_links import Watch, told
-from seatrial.check.outputs.kernel_rules import rule_of
-from seatrial.check.tool import Context, ParseError, Stray, Tool, evidence, lines_of, listed, stray_findings
+from seatrial.check.outputs.kernel_rules import (
+    accessed_disk,
+    device_of,
+    have_words,
+    is_no_disk,
+    pci_of,
+    removable_disk,
+    rule_of,
+)
+from seatrial.check.report import ORDER
+from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence, lines_of, listed, quoted
 from seatrial.hardware.xid import NVLINK5_CODES, XidMessage, address, catalogue
 from seatrial.hardware.xid import parse as parse_xid
 
@@ -27,11 +37,12 @@ _HARDWARE = (
 _FAIL_CODES = frozenset({48, 64, 94, 95, 140, 167, 169})
 _WATCHED_CODES = frozenset({63, 92})
 _SAME = 8  # processes and times that a message lists
+_QUOTED = 160  # characters of a line
 
 _TAG = r"\S+ [^\s:]+(?:\[[0-9]+\])?: "  # host and program
-_LINE = re.compile(
+LINE = re.compile(
     r"^(?:"
-    r"(?:<[0-9]{1,3}>)?\[ *[0-9]+\.[0-9]{3,9}(?: < *[0-9.]+>)?\]"  # dmesg, with its level in -r, with steps in -d
+    r"(?:<[0-9]{1,3}>)?\[ *[0-9]+\.[0-9]{2,9}(?: < *[0-9.]+>)?\]"  # dmesg, with its level in -r, with steps in -d
     r"|\[\w{2,4}\.? +\w{3,5}\.? +[0-9]{1,2} [0-9:]{8} [0-9]{4}\] "  # dmesg -T, in any language
     r"|\[[A-Z][a-z]{2} ?[0-9]{1,2} [0-9]{2}:[0-9]{2}\] |\[ +\+[0-9]+\.[0-9]{6}\] "  # dmesg -H
     r"|[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8},[0-9]{3,9}[+-][0-9:]{4,5} "  # dmesg --time-format=iso
@@ -44,6 +55,15 @@ _LINE = re.compile(
     r"|(?:kernel: )?NVRM: "
     r")"
 )
+# Not a code of a few digits, nor a part of an address or a name.
+_NUMBERS = re.compile(r"(?<![\w.:(-])(?:0x)?[0-9a-fA-F]{4,}(?![\w.:)-])")
+# Syslog and the journal name the host; dmesg writes its times of this form with a comma.
+_HOST = re.compile(
+    r"^(?:<[0-9]{1,3}>)?(?:[A-Z][a-z]{2} [ 0-9][0-9] [0-9:]{8}(?:\.[0-9]+)?|[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}(?:\.[0-9]+)?(?:Z|[+-][0-9:]{4,5})?"
+    r"|[A-Z][a-z]{2} [0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{8}\S* \S+|[0-9]{9,11}\.[0-9]{6}) (?P<host>\S+) [^\s:]+(?:\[[0-9]+\])?: "
+)
+# What the journal writes between boots, and the details of a record of /dev/kmsg.
+_BESIDE = re.compile(r"-- (?:Boot|Reboot|Logs begin|Journal begins|No entries|Hint:).*| [A-Z][A-Z_]*=\S.*")
 _LOOKS = re.compile(r"\bS?Xid", re.IGNORECASE)
 # Other lines that tell of hardware are in kernel_rules.py.
 _PCIE = re.compile(
@@ -54,35 +74,41 @@ _PCIE = re.compile(
 
 @dataclass(frozen=True)
 class Message:
-    """A driver message and its line."""
+    """A driver message and its line. `host`: where the log names it."""
 
     line: int
     xid: XidMessage
+    host: str | None = None
+    times: int = 1
 
 
 @dataclass(frozen=True)
 class Other:
-    """Another line that tells of hardware."""
+    """Another line that tells of hardware: what it means, the message as it stands there, and what it is about."""
 
     line: int
     code: str
     verdict: Verdict
-    text: str
+    what: str
+    quote: str = ""
+    device: str | None = None
     pci: str | None = None
     measured: float | None = None
     expected: float | None = None
     port: str | None = None
+    host: str | None = None
+    times: int = 1
 
 
 @dataclass(frozen=True)
 class KernelText:
-    """What of a log matters."""
+    """What of a log matters. `hosts`: those that its lines name."""
 
     file: str
     lines: int
     messages: tuple[Message, ...]
     others: tuple[Other, ...]
-    stray: Stray  # lines that speak of Xid and cannot be read
+    hosts: tuple[str, ...] = ()
 
 
 def matches(text: str) -> bool:
@@ -92,7 +118,7 @@ def matches(text: str) -> bool:
         return False
     if any(parse_xid(x) is not None for x in lines):
         return True
-    return sum(_LINE.match(x) is not None for x in lines) * 2 > len(lines)
+    return sum(LINE.match(x) is not None for x in lines) * 2 > len(lines)
 
 
 def tells(line: str) -> bool:
@@ -103,90 +129,167 @@ def tells(line: str) -> bool:
         or "PCIe bandwidth, limited by" in line
         or rule_of(line) is not None
         or told(line) is not None
+        or removable_disk(line) is not None
+        or accessed_disk(line) is not None
     )
 
 
-def parse(text: str, file: str) -> KernelText:
+def quiet_of(lines: Sequence[str]) -> list[bool]:
+    """Of each line whether it is a log's of which parse() makes nothing; what digits stand in it makes no difference."""
+    return [
+        LINE.match(line) is not None and not telling
+        for line, telling in zip(lines, have_words(lines), strict=True)
+    ]
+
+
+def alike(line: str) -> str | None:
+    """What messages that differ in times and long numbers have in common; None for what is no log's line."""
+    head = LINE.match(line)
+    return None if head is None else f"{host_of(line)} {_NUMBERS.sub('', line[head.end() :])}"
+
+
+def host_of(line: str) -> str | None:
+    """The host that a line of syslog or the journal names; None where it names none."""
+    found = _HOST.match(line)
+    return found["host"] if found is not None and is_host(found["host"]) else None
+
+
+def parse(lines: Lines, file: str) -> KernelText:
     """Raises ParseError for an empty log: that nothing was seen is not that nothing was."""
-    messages, others, stray = [], [], []
-    links, count = Watch(), 0
-    for number, line in enumerate(lines_of(text), 1):
+    messages: list[Message] = []
+    others: list[Other] = []
+    links: dict[str | None, Watch] = {}
+    hosts: dict[str, None] = {}
+    removable: set[str] = set()
+    count = lines.passed
+    column = 0  # in which the last line's text began: a message of several goes on there
+    for number, line in lines:
         if not line.strip():
             continue
         count += 1
-        if (xid := parse_xid(line)) is not None:
-            messages.append(Message(number, xid))
-            if _claims_more(line, xid):
-                stray.append((number, line))
-        elif _LOOKS.search(line) and re.search(r"NVRM|nvswitch|PCI:", line):
-            stray.append((number, line))
-        elif "PCIe bandwidth, limited by" in line:
-            found = _PCIE.search(line)
-            if found is None:
-                stray.append((number, line))
-                continue
-            text_ = f"{found['driver']}: {found['have']} Gb/s of PCIe bandwidth, limited by a {found['link']} link, {found['can']} possible"
+        head = LINE.match(line)
+        if head is not None:
+            column = len(line) - len(line[head.end() :].lstrip())
+        elif line[:column].strip() or not line[column : column + 1].strip():
+            column = 0
+        xid = parse_xid(line)
+        if (column or xid is not None or _BESIDE.match(line)) and not _unread(line, xid):
+            lines.claim(number)
+        text, host = line[column:], host_of(line)
+        if host is not None:
+            hosts.setdefault(host)
+        more = lines.repeated.get(number, 0)
+        if xid is not None:
+            messages.append(Message(number, xid, host, 1 + more))
+        elif found := _PCIE.search(line):
+            others.append(_narrow(number, found, host))
+        elif rule := rule_of(line):
+            pci = None if (named := pci_of(text)) is None else address(named)
             others.append(
                 Other(
                     number,
-                    "SYS001",
-                    "WARN",
-                    text_,
-                    address(found["pci"]),
-                    float(found["have"]),
-                    float(found["can"]),
+                    rule[0],
+                    rule[1],
+                    rule[3],
+                    text,
+                    device_of(rule, text),
+                    pci,
+                    host=host,
+                    times=1 + more,
                 )
             )
-        else:
-            if (rule := rule_of(line)) is not None:
-                others.append(Other(number, rule[0], rule[1], rule[3]))
-            links.take(number, line)
+        elif (disk := accessed_disk(line)) and others and others[-1].device is None:
+            others[-1] = replace(others[-1], device=disk)
+        elif (disk := removable_disk(line)) is not None:
+            removable.add(disk)
+        links.setdefault(host, Watch()).take(number, line, 1 + more)
     if not count:
         raise ParseError("the log is empty: what the kernel said is not known", file=file)
-    others += [
-        Other(n, "NET014", verdict, link.text(), port=link.port)
-        for link in links.links.values()
-        if (verdict := link.verdict()) is not None
-        for n in link.lines
+    others = [
+        o
+        for o in others
+        if not is_no_disk(o.device) and (o.device or "").rstrip("0123456789") not in removable
     ]
-    return KernelText(file, count, tuple(messages), tuple(others), Stray(file, tuple(stray)))
+    others += [
+        Other(n, "NET014", verdict, link.text(), port=link.port, quote=link.quote, host=host)
+        for host, watch in links.items()
+        for link in watch.links.values()
+        if (verdict := link.verdict()) is not None
+        for n in link.lines or link.dark
+    ]
+    return KernelText(file, count, tuple(messages), tuple(others), tuple(hosts))
 
 
-def _claims_more(line: str, xid: XidMessage) -> bool:
-    """Whether a line of an NVLink 5 message has a severity or registers that could not be read."""
+def _narrow(number: int, found: re.Match[str], host: str | None) -> Other:
+    """A card with less of PCIe than it can use."""
+    what = f"{found['driver']}: {found['have']} Gb/s of PCIe bandwidth, limited by a {found['link']} link, {found['can']} possible"
+    have, can = float(found["have"]), float(found["can"])
+    return Other(
+        number, "SYS001", "WARN", what, pci=address(found["pci"]), measured=have, expected=can, host=host
+    )
+
+
+def _unread(line: str, xid: XidMessage | None) -> bool:
+    """Whether a line says something of hardware that could not be read."""
+    if xid is None:
+        return (_LOOKS.search(line) is not None and re.search(r"NVRM|nvswitch|PCI:", line) is not None) or (
+            "PCIe bandwidth, limited by" in line and _PCIE.search(line) is None
+        )
+    # A line of an NVLink 5 message has a severity.
     return xid.kind == "xid" and xid.code in NVLINK5_CODES and xid.severity is None and "atal" in line
 
 
 def judge(log: KernelText, context: Context) -> list[Finding]:
     """One finding for each code of each GPU or switch, and for each other kind of trouble; one PASS for none."""
-    found = [
-        *stray_findings(log.stray, context, "kernel log"),
-        *_driver(log, context),
-        *_others(log, context),
-    ]
+    found = [*_driver(log, context), *_others(log, context)]
+    strangers = [] if context.node is None else [h for h in log.hosts if not same_host(h, context.node)]
     if not found:
+        only = log.hosts[0] if len(log.hosts) == 1 else None
         text = f"no message of the GPU or NVSwitch driver that tells of a fault, in {log.lines} lines"
-        found.append(Finding("XID004", "PASS", Target(node=context.node), text, evidence=(log.file,)))
+        text += f" of host {only}" if strangers and only else ""
+        target = Target(node=context.node or only)
+        found.append(Finding("XID004", "PASS", target, text, evidence=(log.file,)))
+    if len(strangers) > 1 and len(strangers) == len(log.hosts):
+        why = f"a log of several hosts, {listed(strangers)}, none of them {context.node}: whose messages these are is not known"
+        found.append(Finding("FILE008", "UNJUDGED", Target(node=context.node), why, evidence=(log.file,)))
     return found
 
 
+def _node(log: KernelText, context: Context, host: str | None) -> str | None:
+    """Whose message it is: the node that the log was handed in for; another only where the log names that one as well."""
+    if context.node is None or host is None or same_host(host, context.node):
+        return context.node or host
+    return host if any(same_host(h, context.node) for h in log.hosts) else context.node
+
+
 def _driver(log: KernelText, context: Context) -> Iterator[Finding]:
-    groups: dict[tuple[str, str, int, Verdict], list[Message]] = {}
+    groups: dict[tuple[str | None, int, str, str, int, Verdict], tuple[XidMessage, list[Message]]] = {}
     # A line with data belongs to the one that gave the severity.
     told = {
-        (m.xid.pci, m.xid.code) for m in log.messages if m.xid.kind == "sxid" and m.xid.severity is not None
+        (m.host, m.xid.pci, m.xid.code)
+        for m in log.messages
+        if m.xid.kind == "sxid" and m.xid.severity is not None
     }
-    for message in log.messages:
+    worst: dict[tuple[str | None, str, int], XidMessage] = {}
+    for message in (m for m in log.messages if m.xid.kind == "xid"):
         xid = message.xid
-        if xid.kind == "sxid" and xid.severity is None and (xid.pci, xid.code) in told:
+        of = (_node(log, context, message.host), xid.pci, xid.code)
+        if ORDER.index(verdict_of(xid)) < ORDER.index(verdict_of(worst.setdefault(of, xid))):
+            worst[of] = xid
+    for message in log.messages:
+        xid, node = message.xid, _node(log, context, message.host)
+        if xid.kind == "sxid" and xid.severity is None and (message.host, xid.pci, xid.code) in told:
             continue
-        groups.setdefault((xid.kind, xid.pci, xid.code, verdict_of(xid)), []).append(message)
-    for (kind, pci, code, verdict), same in groups.items():
-        first = same[0].xid
+        # A message that only follows from another is worth what that one is; where the log does not hold it, what its code is.
+        if xid.cause is not None:
+            xid = worst.get((node, xid.pci, xid.cause)) or replace(xid, code=xid.cause, message="")
+        key = (node, message.xid.code, xid.kind, xid.pci, xid.code, verdict_of(xid))
+        groups.setdefault(key, (xid, []))[1].append(message)
+    for (node, code, kind, pci, _, verdict), (first, same) in groups.items():
         yield Finding(
             "NVL007" if kind == "sxid" else _code(first, verdict),
             verdict,
-            Target(node=context.node, pci=pci, link=_one(m.xid.link for m in same)),
+            Target(node=node, pci=pci, link=_one(m.xid.link for m in same)),
             _text(same),
             measured=code,
             expected=Expected("none", "", _source(first)),
@@ -231,8 +334,8 @@ def _text(same: list[Message]) -> str:
     text = f"{'SXid' if first.kind == 'sxid' else 'Xid'} {first.code}"
     if known is not None and known.meaning != "Unused":
         text += f" ({known.meaning})"
-    if len(same) > 1:
-        text += f", {len(same)} times"
+    if (count := sum(m.times for m in same)) > 1:
+        text += f", {count} times"
     if first.message:
         text += f": {first.message}"
     names = sorted({m.xid.name for m in same if m.xid.name})
@@ -285,25 +388,33 @@ def _one(links: Iterator[int | None]) -> int | None:
 
 
 def _others(log: KernelText, context: Context) -> Iterator[Finding]:
-    groups: dict[tuple[str, Verdict, str | None, str], list[Other]] = {}
+    groups: dict[tuple[str | None, ...], list[Other]] = {}
     for other in log.others:
         # A NIC's figures change when it is trained again.
-        kind = "" if other.pci is not None else other.text
-        groups.setdefault((other.code, other.verdict, other.pci, kind), []).append(other)
-    for (code, verdict, pci, _), same in groups.items():
-        first = same[-1]  # the newest
-        times = f", {len(same)} times" if len(same) > 1 and first.port is None else ""
-        expected = None if first.expected is None else Expected(first.expected, "Gb/s", "the NIC's driver")
+        kind = None if other.measured is not None else other.what
+        node = _node(log, context, other.host)
+        groups.setdefault(
+            (node, other.code, other.verdict, other.pci, other.device, other.port, kind), []
+        ).append(other)
+    for (node, *_), same in groups.items():
+        last = same[-1]  # the newest
+        text = last.what + ("" if last.device is None else f" ({last.device})")
+        times = sum(other.times for other in same)
+        if times > 1 and last.port is None:
+            text += f", {times} times" + (", the last" if last.quote else "")
+        if last.quote:
+            text += f": {quoted(last.quote, _QUOTED)}"
+        expected = None if last.expected is None else Expected(last.expected, "Gb/s", "the NIC's driver")
         yield Finding(
-            code,
-            verdict,
-            Target(node=context.node, pci=pci, port=first.port),
-            first.text + times,
-            first.measured,
-            "Gb/s" if first.measured is not None else "",
+            last.code,
+            last.verdict,
+            Target(node=node, pci=last.pci, port=last.port),
+            text,
+            last.measured,
+            "Gb/s" if last.measured is not None else "",
             expected,
             evidence=evidence(log.file, (o.line for o in same)),
         )
 
 
-TOOLS: tuple[Tool[KernelText], ...] = (Tool("kernel log", matches, parse, judge),)
+TOOLS: tuple[Tool[KernelText], ...] = (Tool("kernel log", matches, parse, judge, each=LINE),)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.network import at, damaged
-from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.check.tool import Context, Lines, ParseError, Tool, read_json
 
 _PAIR = re.compile(r"^(?P<name>\S[^:]*?)\s*:\s?(?P<value>.*?)\s*$")
+_LONGEST = 45  # characters of a name: what is longer is a sentence
 _RULE = re.compile(r"-{3,}\s*")
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _SECTIONS = ("Operational Info", "Supported Info", "Troubleshooting Info")
 _COUNTERS = "Physical Counters and BER Info"
 _NO_ISSUE = re.compile(r"No issue was observed\.?")
@@ -54,15 +52,14 @@ def matches(text: str) -> bool:
     )
 
 
-def parse(text: str, file: str) -> LinkFacts:
+def parse(lines: Lines, file: str) -> LinkFacts:
     """All fields. Raises ParseError where none is in it. What is torn is in `damage`."""
-    text = _ANSI.sub("", text)
     fields: dict[str, tuple[str, int | None]] = {}
     damage: list[tuple[str, int | None]] = []
-    if text.lstrip().startswith("{"):
-        sections = _from_json(text, file, fields)
+    if lines.text.lstrip().startswith("{"):
+        sections = _from_json(lines, file, fields)
     else:
-        sections = _from_text(text, fields, damage)
+        sections = _from_text(lines, fields)
     if not fields:
         raise ParseError("no field of mlxlink in it", file=file)
     damage += [(f"the section `{name}` is missing", None) for name in _SECTIONS if name not in sections]
@@ -86,36 +83,32 @@ def parse(text: str, file: str) -> LinkFacts:
     return LinkFacts(file, fields, tuple(damage))
 
 
-def _from_text(
-    text: str, fields: dict[str, tuple[str, int | None]], damage: list[tuple[str, int | None]]
-) -> set[str]:
+def _from_text(lines: Lines, fields: dict[str, tuple[str, int | None]]) -> set[str]:
+    """The sections. A line is mlxlink's where its colon stands in the column of the others, or after a longer name."""
     sections: set[str] = set()
     seen: set[tuple[str, str]] = set()
-    section = ""
-    lines = text.splitlines()
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or _RULE.fullmatch(line):
-            continue
-        if number < len(lines) and _RULE.fullmatch(lines[number]):
-            section = line.strip()
-            if section in sections:
-                damage.append(("a section twice: outputs of several ports in one file?", number))
+    section, colon = "", 0
+    following = [*[line for _, line in lines][1:], ""]
+    for (number, line), after in zip(lines, following, strict=True):
+        if _RULE.fullmatch(after) and line.strip() not in (*sections, "") and ":" not in line:
+            section, colon = line.strip(), 0
             sections.add(section)
-        elif pair := _PAIR.match(line):
-            if (section, pair["name"]) in seen:
-                damage.append((f"`{pair['name'][:40]}` twice", number))
+        elif section and (pair := _PAIR.match(line)) and (section, pair["name"]) not in seen:
+            column = line.index(":", pair.end("name"))
+            if not colon:
+                colon = column
+            elif column != colon and not (colon < column < _LONGEST and column - pair.end("name") < 2):
+                continue
             seen.add((section, pair["name"]))
             fields.setdefault(pair["name"], (pair["value"], number))
-        elif section in _SECTIONS and not line.startswith(" "):
-            damage.append(("a line that mlxlink does not write", number))
+        elif not (section and colon and line.strip() and not line[:colon].strip()):  # a value that goes on
+            continue
+        lines.claim(number)
     return sections
 
 
-def _from_json(text: str, file: str, fields: dict[str, tuple[str, int | None]]) -> set[str]:
-    try:
-        document: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ParseError(f"not whole JSON: {error}", file=file) from None
+def _from_json(lines: Lines, file: str, fields: dict[str, tuple[str, int | None]]) -> set[str]:
+    document = read_json(lines, file)
     result = document.get("result") if isinstance(document, dict) else None
     output = result.get("output") if isinstance(result, dict) else None
     if not isinstance(output, dict):
@@ -187,31 +180,39 @@ def _rank(speed: str) -> float | None:
 
 def _best(text: str | None) -> str | None:
     """The fastest of a list as "0x000000f1 (NDR,HDR,EDR)"."""
-    listed = _LISTED.search(text or "")
-    speeds = [] if listed is None else [s.strip() for s in listed["speeds"].split(",")]
-    ranked = [(rank, s) for s in speeds if (rank := _rank(s)) is not None]
+    ranked = [(rank, s) for s in _speeds(text) if (rank := _rank(s)) is not None]
     return max(ranked)[1] if ranked else None
+
+
+def _speeds(text: str | None) -> list[str]:
+    listed = _LISTED.search(text or "")
+    return [] if listed is None else [s.strip() for s in listed["speeds"].split(",")]
 
 
 def _speed(facts: LinkFacts, target: Target) -> list[Finding]:
     if facts.text("State") != "Active":
         return []
     speed, width = facts.text("Speed") or "", facts.text("Width") or ""
+    lists = [
+        facts.text(f"{of} Speed") or facts.text(f"{of} Speed (Ext.)")
+        for of in ("Enabled Link", "Supported Cable")
+    ]
     unknown = [
         x
         for x, known in ((speed, _rank(speed) is not None), (width, re.fullmatch(r"[0-9]{1,2}x", width)))
         if not known
     ]
+    if speed.startswith("IB-"):  # of Ethernet not all names are known
+        unknown += [s for text in lists for s in _speeds(text) if _rank(s) is None]
     evidence = (facts.place("Speed"),)
     if unknown:
         why = f"this speed or width is not known: {', '.join(unknown)[:60]!r}"
-        return [Finding("NET002", "UNJUDGED", target, why, why_unjudged=why, evidence=evidence)]
+        return [Finding("NET002", "UNJUDGED", target, why, evidence=evidence)]
     found = []
-    enabled = _best(facts.text("Enabled Link Speed") or facts.text("Enabled Link Speed (Ext.)"))
-    cable = _best(facts.text("Supported Cable Speed") or facts.text("Supported Cable Speed (Ext.)"))
+    enabled, cable = map(_best, lists)
     if enabled is None:
         why = "which speeds are enabled is not in the output, or not readable"
-        return [Finding("NET002", "UNJUDGED", target, why, why_unjudged=why, evidence=evidence)]
+        return [Finding("NET002", "UNJUDGED", target, why, evidence=evidence)]
     best = min((s for s in (enabled, cable) if s is not None), key=lambda s: _rank(s) or 0.0)
     if (_rank(speed) or 0.0) < (_rank(best) or 0.0):
         expected = Expected(best, "", "the fastest that both port and cable can do, as mlxlink says")
@@ -244,7 +245,7 @@ def _quality(facts: LinkFacts, target: Target) -> list[Finding]:
             )
         else:
             why = f"the status opcode is not readable: {opcode[:40]!r}"
-            found.append(Finding("NET008", "UNJUDGED", target, why, why_unjudged=why, evidence=place))
+            found.append(Finding("NET008", "UNJUDGED", target, why, evidence=place))
     for name in ("Effective Physical BER", "Symbol BER"):
         said = facts.text(name)
         if said is None or said in ("N/A", ""):
@@ -255,9 +256,7 @@ def _quality(facts: LinkFacts, target: Target) -> list[Finding]:
             continue
         if rate is None:
             why = f"`{name}` is not readable: {said[:40]!r}"
-            found.append(
-                Finding("NET008", "UNJUDGED", target, why, why_unjudged=why, evidence=(facts.place(name),))
-            )
+            found.append(Finding("NET008", "UNJUDGED", target, why, evidence=(facts.place(name),)))
             continue
         expected = Expected(_BIT_ERRORS, "", "at most; InfiniBand Architecture Specification")
         says = f"{name} {said}: errors are left after correction"
@@ -267,4 +266,4 @@ def _quality(facts: LinkFacts, target: Target) -> list[Finding]:
     return found
 
 
-TOOLS = (Tool("mlxlink", matches, parse, judge),)
+TOOLS = (Tool("mlxlink", matches, parse, judge, begins=re.compile(r"(?P<id>Operational Info)\s*$")),)

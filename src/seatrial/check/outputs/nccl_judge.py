@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from seatrial.check.findings import Expected, Finding, Target
 from seatrial.check.floors import Floor, find_sku, highest, judge_share, shares
-from seatrial.check.outputs.nccl_log import NcclLog, Row, is_debug, is_table, parse
-from seatrial.check.tool import Context, Tool, evidence, listed, stray_findings
+from seatrial.check.outputs.nccl_log import BEGINS, NcclLog, Row, is_debug, is_table, parse
+from seatrial.check.tool import Context, Tool, evidence, listed
 
 _MIB, _GIB = 1 << 20, 1 << 30
 # From which size on the bus bandwidth is at its plateau: at 256 MiB B200s read 77 % of it, at 1 GiB 86 %, H100s 95 %
@@ -32,8 +32,7 @@ def judge(log: NcclLog, context: Context) -> list[Finding]:
 
 
 def _run(log: NcclLog, context: Context) -> list[Finding]:
-    tool = "nccl-tests" if log.table else "NCCL_DEBUG"
-    found = [*stray_findings(log.stray, context, tool), *_topology(log, context)]
+    found = list(_topology(log, context))
     for line, text in log.warnings[:3]:
         place = evidence(log.file, [line])
         found.append(
@@ -43,17 +42,24 @@ def _run(log: NcclLog, context: Context) -> list[Finding]:
         found += [*_right(log, context), *_bandwidth(log, context)]
     elif not found:
         hosts = f"{len(log.hosts)} host{'s' * (len(log.hosts) != 1)}"
-        if log.channels:
+        why = (
+            ""
+            if log.channels
+            else "no line about channels: NCCL_DEBUG=INFO, and the whole start-up, are needed"
+        )
+        if log.channels and len(log.channels) < log.most_ranks:
+            why = f"lines about channels of {len(log.channels)} of {log.most_ranks} ranks: those of all are needed"
+        if not why:
             text = f"{hosts}, {len(log.channels)} GPUs with {listed(sorted({c for c, _ in log.channels.values()}))} channels"
             found.append(Finding("NCC004", "PASS", Target(node=context.node), text, evidence=(log.file,)))
         else:
-            why = f"{hosts}, but no line about channels: NCCL_DEBUG=INFO, and the whole start-up, are needed"
+            text = f"{hosts}, {why}"
             found.append(
                 Finding(
                     "NCC004",
                     "UNJUDGED",
                     Target(node=context.node),
-                    why,
+                    text,
                     why_unjudged=why,
                     evidence=(log.file,),
                 )
@@ -97,14 +103,14 @@ def _right(log: NcclLog, context: Context) -> Iterator[Finding]:
     elif meant is not None and last < meant:
         why = f"the run was to go to {meant} bytes and ends at {last}"
     else:
-        why = ""
+        why = _lost_ranks(log)
     if why:
-        yield Finding("NCC001", "UNJUDGED", target, why, why_unjudged=why, evidence=(log.file,))
+        yield Finding("NCC001", "UNJUDGED", target, why, evidence=(log.file,))
     elif not wrong and not failures:
         unchecked = all(r.wrong is None for r in log.rows)
         if unchecked:
             why = "the numbers were not checked (-c 0)"
-            yield Finding("NCC001", "UNJUDGED", target, why, why_unjudged=why, evidence=(log.file,))
+            yield Finding("NCC001", "UNJUDGED", target, why, evidence=(log.file,))
         else:
             alone = (
                 "; one rank: no link was used, so this says nothing of bandwidth" if _ranks(log) == 1 else ""
@@ -114,14 +120,33 @@ def _right(log: NcclLog, context: Context) -> Iterator[Finding]:
 
 
 def _ranks(log: NcclLog) -> int | None:
-    """How many ranks took part: as listed, else by what all_reduce makes of algbw, busbw = algbw x 2 (n - 1) / n."""
+    """How many ranks took part: as listed, else by what all_reduce makes of algbw. None where that cannot be told."""
     if log.ranks:
-        return len(log.ranks)
+        return None if _lost_ranks(log) else len(log.ranks)
+    ratio = _ratio(log)
+    # Only the list tells that there was one rank: no bandwidth at all can be several ranks' as well.
+    ranks = None if ratio is None or ratio >= 1.999 else round(2 / (2 - ratio))
+    return ranks if ranks != 1 and log.test in (None, "all_reduce_perf") else None
+
+
+def _ratio(log: NcclLog) -> float | None:
+    """busbw / algbw at the largest message: 2 (n - 1) / n of n ranks for all_reduce (nccl-tests, doc/PERFORMANCE.md)."""
     row = max(log.rows, key=lambda r: r.size, default=None)
-    if row is None or row.algbw <= 0 or log.test not in (None, "all_reduce_perf"):
-        return None
-    ratio = row.busbw / row.algbw
-    return round(2 / (2 - ratio)) if ratio < 1.999 else None
+    return None if row is None or row.algbw <= 0 else row.busbw / row.algbw
+
+
+def _lost_ranks(log: NcclLog) -> str:
+    """Why the list of ranks is not whole, as where the head is cut off; empty if nothing says so."""
+    numbers, ratio = sorted(r.rank for r in log.ranks), _ratio(log)
+    if numbers != list(range(len(numbers))):
+        return f"only the ranks {listed(numbers)} are listed: the head of the run is not whole"
+    if len(numbers) % log.each:
+        return f"{len(numbers)} ranks are listed of processes with {log.each} each: the list is not whole"
+    if not numbers or ratio is None or _test(log) != "all_reduce_perf":
+        return ""
+    if abs(ratio - 2 * (len(numbers) - 1) / len(numbers)) > _SAME_RATIO:
+        return f"{len(numbers)} ranks are listed, and busbw is {ratio:.3g} times algbw, which is that of another number"
+    return ""
 
 
 def _test(log: NcclLog) -> str | None:
@@ -129,10 +154,9 @@ def _test(log: NcclLog) -> str | None:
 
     Only all_reduce can be told so: the others share their ratios, and some print "sum" that sum nothing. None where nothing tells.
     """
-    row = max(log.rows, key=lambda r: r.size, default=None)
-    if log.test is not None or row is None or row.algbw <= 0:
+    ratio, ranks = _ratio(log), len(log.ranks)
+    if log.test is not None or ratio is None:
         return log.test
-    ratio, ranks = row.busbw / row.algbw, len(log.ranks)
     if ratio > 1 + _SAME_RATIO or (ranks > 1 and abs(ratio - 2 * (ranks - 1) / ranks) < _SAME_RATIO):
         return "all_reduce_perf"
     return "sendrecv_perf" if abs(ratio - 1) < _SAME_RATIO else "alltoall_perf"
@@ -157,6 +181,11 @@ def _bandwidth(log: NcclLog, context: Context) -> Iterator[Finding]:
             Expected(best, "GB/s", "the same run", "one direction", "busbw", row.size),
             evidence=evidence(log.file, [row.line]),
         )
+    if row.busbw == 0 and row.size >= _LEAST and (_ranks(log) or 0) > 1:
+        text = f"0 GB/s busbw at {row.size} bytes between {_ranks(log)} ranks"
+        place = evidence(log.file, [row.line])
+        yield Finding("NCC002", "FAIL", target, text, row.busbw, "GB/s", evidence=place)
+        return
     why, test = "", _test(log)
     floor, guess = _floor(log, context)
     if test not in _RING and (test not in _LIKE_RING or len(_hosts(log)) > 1):
@@ -346,6 +375,6 @@ def _topology(log: NcclLog, context: Context) -> Iterator[Finding]:
 
 
 TOOLS: tuple[Tool[NcclLog], ...] = (
-    Tool("nccl-tests", is_table, parse, judge),
-    Tool("NCCL_DEBUG", is_debug, parse, judge),
+    Tool("nccl-tests", is_table, parse, judge, begins=BEGINS),
+    Tool("NCCL_DEBUG", is_debug, parse, judge, begins=BEGINS),
 )

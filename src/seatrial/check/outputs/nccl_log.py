@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from seatrial.check.tool import ParseError, Stray, lines_of
+from seatrial.check.tool import Lines, ParseError, lines_of
 
 # What mpirun --tag-output and srun --label write before each line.
 _LABEL = re.compile(r"^(?:\[[0-9]+,[0-9]+\]<std(?:out|err)>: ?|[0-9]{1,5}: (?=\s*(?:#|[0-9]|\S+:[0-9]+:)))")
@@ -13,7 +13,7 @@ _RANK = re.compile(
     r"Rank\s+(?P<rank>[0-9]{1,6})\s+(?:Group\s+[0-9]+\s+)?Pid\s+[0-9]+ on\s+(?P<host>\S{1,120}) device\s+(?P<device>[0-9]{1,3}) \[(?P<pci>[0-9A-Fa-fx:.]+)\]\s+(?P<name>.{1,80}?)\s*$"
 )
 _RANGE = re.compile(
-    r"minBytes (?P<least>[0-9]+) maxBytes (?P<most>[0-9]+)(?: step: (?P<step>[0-9]{1,18})\((?P<unit>factor|bytes)\))?"
+    r"(?:nThread (?P<threads>[0-9]{1,4}) nGpus (?P<gpus>[0-9]{1,3}) )?minBytes (?P<least>[0-9]+) maxBytes (?P<most>[0-9]+)(?: step: (?P<step>[0-9]{1,18})\((?P<unit>factor|bytes)\))?"
 )
 _REDUCED = re.compile(r"Reducing maxBytes to (?P<most>[0-9]+) due to memory limitation")
 _START = re.compile(r"Collective test starting: (?P<test>\S+)")
@@ -41,6 +41,15 @@ _CHANNELS = re.compile(
 )
 _NVLS = re.compile(r"NVLS multicast support is (?P<no>not )?available on dev (?P<device>[0-9]{1,3})")
 _NETWORK = re.compile(r"Using network (?P<name>\S{1,60})")
+# What stands beside: titles, units, and what the scripts of oracle-quickstart/oci-hpc print of the hosts.
+_PLAIN = re.compile(
+    r"#?\s*(?:nccl-tests version \S+.*|Collective test concluded: \S+|Using devices|out-of-place\s+in-place|NCCL version \S+"
+    r"|\(B\)\s+\(elements\)(?:\s+\((?:us|GB/s|usec)\))+|MACHINEFILE)?\s*"
+)
+BEGINS = re.compile(
+    rf"(?:{_LABEL.pattern[1:]})?(?:#?\s*(?:nccl-tests version \S|Collective test starting: |nThread [0-9]|MACHINEFILE$|size +count +type|Using devices|Rank +[0-9]+ .{0, 40}Pid)|NCCL version [0-9]"
+    r"|(?:\[[0-9 :T.Z+-]{10,40}\] )?[^\s:\[]{1,120}:[0-9]+:[0-9]+ \[[0-9]{1,3}\] .{0,80}?NCCL (?:INFO|WARN) )"
+)
 _NUMBER = re.compile(r"-?[0-9]{1,20}(?:\.[0-9]{1,9})?(?:e[+-]?[0-9]{1,4})?")
 
 
@@ -73,6 +82,7 @@ class NcclLog:
     test: str | None = None
     rows: list[Row] = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
+    each: int = 1  # ranks that one process has: their number is a multiple of it
     most_bytes: int | None = None
     step: tuple[int, str] | None = None  # from one size to the next: 2, "factor", or "bytes"
     out_of_bounds: tuple[int, int, bool] | None = None  # line, count, whether it says OK
@@ -80,6 +90,7 @@ class NcclLog:
     failures: list[tuple[int, str]] = field(default_factory=list)
     warnings: list[tuple[int, str]] = field(default_factory=list)
     nodes: dict[int, int] = field(default_factory=dict)  # nNodes -> line
+    most_ranks: int = 0  # of a communicator, as NCCL_DEBUG tells
     hosts: set[str] = field(default_factory=set)  # in the debug lines
     channels: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # channels, line
     nvls: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # NVLS channels, line
@@ -87,7 +98,6 @@ class NcclLog:
     no_multicast: dict[tuple[str, int], int] = field(default_factory=dict)
     network: dict[str, int] = field(default_factory=dict)
     table: bool = False
-    stray: Stray = field(default_factory=lambda: Stray(""))
     later: list[NcclLog] = field(default_factory=list)  # the runs that follow it in the same file
 
     def last_size(self) -> int | None:
@@ -120,61 +130,76 @@ def _columns(line: str) -> list[str]:
     return words if words[:2] == ["size", "count"] and "busbw" in words and "algbw" in words else []
 
 
-def parse(text: str, file: str) -> NcclLog:
+def parse(lines: Lines, file: str) -> NcclLog:
     """Raises ParseError where there is neither a table with rows nor a line of NCCL_DEBUG."""
-    log = first = NcclLog(file, table=_BEGUN.search(text) is not None)
+    log = first = NcclLog(file, table=_BEGUN.search(lines.text) is not None)
     columns: list[str] = []
-    stray: list[tuple[int, str]] = []
+    names: list[tuple[int, str]] = []
     seen_debug = False
-    for number, raw in enumerate(lines_of(text), 1):
+    for number, raw in lines:
         line = _LABEL.sub("", raw)
-        if found := _DEBUG.match(line):
+        if (found := _DEBUG.match(line)) and "NCCL" in found["rest"]:
             seen_debug = True
             _debug(log, found, number)
+            lines.claim(number)
             continue
-        if (log.rows or log.average) and (_START.search(line) or _RANGE.search(line)):
-            log.stray = Stray(file, tuple(stray))
-            log, columns, stray = NcclLog(file, table=True), [], []
+        if (log.rows or log.average) and _begins(line):
+            log, columns = NcclLog(file, table=True), []
             first.later.append(log)
-        if head := _columns(line):
-            columns, log.table = head, True
-            continue
         words = line.split()
-        if columns and words and _NUMBER.fullmatch(words[0]) and not line.lstrip().startswith("#"):
+        if head := _columns(line):
+            known, columns, log.table = not columns, head, True
+        elif columns and words and _NUMBER.fullmatch(words[0]) and not line.lstrip().startswith("#"):
             row = _row(columns, words, number)
-            if row is None:
-                stray.append((number, line))
-            else:
-                log.rows.append(row)
-            continue
-        if not _plain(log, line, number) and columns and re.match(r"\s*[0-9]+\s+[0-9-]", line):
-            stray.append((number, line))
-    log.stray = Stray(file, tuple(stray))
+            # Sizes grow within a run: another row is another run's.
+            known = row is not None and (not log.rows or row.size > log.rows[-1].size)
+            log.rows += [] if row is None else [row]
+        else:
+            known = _plain(log, line, number)
+        if known:
+            lines.claim(number)
+        elif len(words) == 1:
+            names.append((number, words[0]))
+    hosts = {r.host for run in (first, *first.later) for r in run.ranks}
+    lines.claim(*(number for number, name in names if name in hosts))
     if not first.table and not seen_debug:
         raise ParseError("no table of nccl-tests and no line of NCCL_DEBUG", file=file)
     return first
 
 
+def _begins(line: str) -> bool:
+    """Whether a line comes before the table of a run."""
+    rank = _RANK.search(line)
+    return any((_START.search(line), _RANGE.search(line), _columns(line), rank and int(rank["rank"]) == 0))
+
+
 def _plain(log: NcclLog, line: str, number: int) -> bool:
-    """A line outside the table; False if it says nothing that matters."""
+    """A line outside the table; False if it is none of a run's, or not of this one: a run says each thing once."""
+    first = True
     if found := _RANK.search(line):
+        first = int(found["rank"]) == len(log.ranks)
         log.ranks.append(Rank(int(found["rank"]), found["host"], int(found["device"]), found["name"]))
     elif found := _RANGE.search(line):
+        first = log.most_bytes is None
         log.most_bytes = int(found["most"])
         log.step = None if found["step"] is None else (int(found["step"]), found["unit"])
+        log.each = int(found["threads"] or 1) * int(found["gpus"] or 1) or 1
     elif found := _REDUCED.search(line):
         log.most_bytes = int(found["most"])
     elif found := _START.search(line):
+        first = log.test is None
         log.test = found["test"]
     elif found := _BOUNDS.search(line):
+        first = log.out_of_bounds is None
         log.out_of_bounds = (number, int(found["count"]), found["word"] == "OK")
     elif (found := _AVERAGE.search(line)) and found["word"] in (None, "OK", "FAILED"):
+        first = log.average is None
         log.average = (number, found["value"], found["word"] == "FAILED")
     elif _FAILED.search(line):
         log.failures.append((number, line.strip()[:200]))
     else:
-        return False
-    return True
+        return _PLAIN.fullmatch(line) is not None
+    return first
 
 
 def _row(columns: list[str], words: list[str], number: int) -> Row | None:
@@ -225,6 +250,7 @@ def _debug(log: NcclLog, found: re.Match[str], number: int) -> None:
         log.warnings.append((number, warning["text"].strip()))
     elif comm := _COMM.search(rest):
         log.nodes.setdefault(int(comm["nodes"]), number)
+        log.most_ranks = max(log.most_ranks, int(comm["ranks"]))
     elif channels := _CHANNELS.search(rest):
         log.channels[where] = (int(channels["coll"]), number)
         if channels["nvls"] is not None:

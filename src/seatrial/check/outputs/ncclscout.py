@@ -9,7 +9,7 @@ from statistics import median
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.network import BROKEN, at, damaged
-from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
 
 _NODE = r"[\w.-]+"
 _PAIR = re.compile(
@@ -21,12 +21,28 @@ _WITH = re.compile(
 _FAILED_PAIR = re.compile(rf"^\s*Test failed between (?P<a>{_NODE}) and (?P<b>{_NODE})\s*$")
 _UNREACHABLE = re.compile(rf"^\s*Host (?P<node>{_NODE}) is unreachable\.\s*$")
 _COUNT = re.compile(
-    r"(?P<what>Total nodes provided|Reachable nodes|Good nodes|Bad nodes|Unreachable nodes|Successfully categorized|Never tested|Skipped \(shape issues\))"
+    r"[^\w]*(?P<what>Total nodes provided|Reachable nodes|Good nodes|Bad nodes|Unreachable nodes|Successfully categorized|Never tested|Skipped \(shape issues\))"
     r"(?: \([≥<] (?P<floor>\d+(?:\.\d+)?) GB/s[^)]*\))?: (?P<n>\d+)\s*$"
 )
-_LISTS = re.compile(r"^(?P<what>Good|Bad|Unreachable) Nodes \((?P<n>\d+)\):\s*$")
+_LISTS = re.compile(
+    r"^(?P<what>Good|Bad|Unreachable|\W*Nodes that failed ALL) (?:Nodes|tests) \((?P<n>\d+)\):\s*$"
+)
+_NAMES = re.compile(rf"\s*{_NODE}(?:, {_NODE})*\s*")
 _STATISTIC = re.compile(r"^\s*(?P<what>Maximum|Minimum|Average): (?P<gb_s>\d+(?:\.\d+)?) GB/s\s*$")
 _END = re.compile(r"^Test completed at: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\s*$")
+# What it prints beside its results. Some of it names a failure that the results show as well.
+_PLAIN = re.compile(
+    rf"\s*(?:Running NCCL test (?:on \d+ (?:unique )?nodes from (?:sinfo|file)|between: {_NODE} and {_NODE})\.\.\."
+    r"|Checking reachability of \d+ nodes\.\.\.|Warning: \d+ nodes are unreachable and will be excluded from testing\."
+    r"|Note: Removed duplicates from sinfo output:|  \S+: appeared \d+ times|Total unique nodes: \d+"
+    r"|Duplicate hosts found and removed, host file updated\.\.\.|Creating test pairs\.\.\.|Created \d+ test pairs(?: for parallel testing)?"
+    rf"|Unpaired nodes(?: \(\d+\)| to test separately): {_NODE}(?:, {_NODE})*|Running NCCL Tests (?:sequentially|in parallel)\.\.\."
+    r"|(?:Testing pairs|Retesting(?: \([\w ]+\))?) \|[█-]*(?:\| [\d.]+% Complete)?|Testing \d+ unpaired nodes\.\.\.|Initial Test Results:"
+    r"|=== COMPREHENSIVE RETESTING PHASE ===|COMPREHENSIVE NODE ACCOUNTING SUMMARY|Retesting (?:all )?\d+ (?:problematic )?nodes(?: due to [\w ]+)?\.\.\."
+    r"|Phase \d: [\w -]+\.\.\.|Note: \d+ good node\(s\) available to test \d+ bad nodes\.|(?:[^\w]*)Failed all tests \(timeout/error\): \d+"
+    r"|Verification: \d+ nodes accounted for out of \d+ total|[^\w]*Nodes that failed ALL tests \(\d+\):|Bandwidth Statistics:|Failed tests: \d+"
+    r"|Please perform health checks on problematic nodes\.)\s*"
+)
 _BESIDE = 1e-2 / 2 + 1e-9  # printed with two decimals
 
 
@@ -65,48 +81,62 @@ def matches(text: str) -> bool:
     )
 
 
-def parse(text: str, file: str) -> ScoutFacts:
+def parse(lines: Lines, file: str) -> ScoutFacts:
     """Raises ParseError where no pair and no summary is in it."""
     facts = ScoutFacts(file)
     pending: str | None = None
     # The progress bar returns to the start of its line and writes over it.
-    for number, raw in enumerate(re.split(r"\r\n|\n", text), 1):
+    for number, raw in lines:
+        known = []
         for line in raw.split("\r"):
-            if pending is not None and line.strip():
+            if pending is not None and _NAMES.fullmatch(line):
                 facts.lists[pending] = [n.strip() for n in line.split(",")]
-                pending = None
+                known.append(True)
             elif found := _LISTS.match(line):
-                pending = found["what"]
-                facts.counts.setdefault(f"{pending} list", int(found["n"]))
+                facts.counts.setdefault(f"{found['what']} list", int(found["n"]))
+                known.append(True)
             else:
-                _line(facts, line, number)
+                known.append(not line.strip() or _line(facts, line, number))
+            if line.strip():
+                lists = _LISTS.match(line)
+                pending = None if lists is None else lists["what"]
+        if all(known):
+            lines.claim(number)
     if not facts.pairs and not facts.counts:
         raise ParseError("no pair of nodes and no summary in it", file=file)
     _check(facts)
     return facts
 
 
-def _line(facts: ScoutFacts, line: str, number: int) -> None:
+def _line(facts: ScoutFacts, line: str, number: int) -> bool:
+    """Take one line in; False if it is none of the tool's."""
     if (found := _PAIR.match(line)) or (found := _WITH.match(line)):
         gb_s = None if found["failed"] else float(found["gb_s"])
         listed = line.startswith("  ") and "..." not in line
+        again = any(
+            (p.a, p.b, p.gb_s, p.listed) == (found["a"], found["b"], gb_s, listed) for p in facts.pairs
+        )
         facts.pairs.append(Pair(found["a"], found["b"], gb_s, number, listed))
+        return not again
     elif found := _FAILED_PAIR.match(line):
         facts.pairs.append(Pair(found["a"], found["b"], None, number))
     elif found := _UNREACHABLE.match(line):
         facts.unreachable[found["node"]] = number
-    elif found := _COUNT.search(line):
+    elif found := _COUNT.match(line):
+        if found["what"] in facts.counts:
+            return False
         facts.counts[found["what"]] = int(found["n"])
         if found["floor"]:
             if facts.floor not in (None, float(found["floor"])):
                 facts.damage.append(("two different thresholds", number))
             facts.floor = float(found["floor"])
-    elif found := _STATISTIC.match(line):
+    elif (found := _STATISTIC.match(line)) and found["what"] not in facts.statistics:
         facts.statistics[found["what"]] = float(found["gb_s"])
     elif _END.match(line):
         facts.whole = True
-    elif "GB/s" in line or " <-> " in line:
-        facts.damage.append(("a line with a measurement that cannot be read", number))
+    else:
+        return _PLAIN.fullmatch(line) is not None
+    return True
 
 
 def _check(facts: ScoutFacts) -> None:
@@ -168,7 +198,7 @@ def judge(facts: ScoutFacts, context: Context) -> list[Finding]:
         )
     if untested := _untested(facts.counts):
         why = f"{untested} nodes were reachable and not tested"
-        found.append(Finding("NET009", "UNJUDGED", Target(), why, why_unjudged=why, evidence=(facts.file,)))
+        found.append(Finding("NET009", "UNJUDGED", Target(), why, evidence=(facts.file,)))
     if facts.floor is None and facts.pairs:
         why = "the output does not say the threshold, and no other floor is known for these GPUs"
         text = (
@@ -199,7 +229,7 @@ def judge(facts: ScoutFacts, context: Context) -> list[Finding]:
         )
     if not found:
         why = "no pair of nodes was measured"
-        found.append(Finding("NET009", "UNJUDGED", Target(), why, why_unjudged=why, evidence=(facts.file,)))
+        found.append(Finding("NET009", "UNJUDGED", Target(), why, evidence=(facts.file,)))
     return found
 
 
@@ -225,14 +255,14 @@ def _nodes(facts: ScoutFacts, usual: float | None) -> list[Finding]:
     for node, mine in pairs.items():
         best = max(mine, key=lambda p: p.gb_s or 0.0)
         gb_s = best.gb_s or 0.0
-        if gb_s >= floor:
+        if gb_s and gb_s >= floor:
             continue
         partners = sorted({p.b if p.a == node else p.a for p in mine})
         good = [n for n in partners if any((p.gb_s or 0.0) >= floor for p in pairs[n])]
         if best.gb_s is None:
-            says, verdict = f"every test failed, with {', '.join(partners)}", "FAIL"
+            says, verdict = f"every test failed, with {listed(partners)}", "FAIL"
         else:
-            says = f"{gb_s:.1f} GB/s at best, with {', '.join(partners)}"
+            says = f"{gb_s:.1f} GB/s at best, with {listed(partners)}"
             verdict = "FAIL" if good or gb_s < BROKEN * floor else "WARN"
         if not good:
             says += "; none of these is good with another, so the fault may be theirs"
@@ -257,4 +287,7 @@ def _nodes(facts: ScoutFacts, usual: float | None) -> list[Finding]:
     return found
 
 
-TOOLS = (Tool("ncclscout", matches, parse, judge),)
+_BEGINS = re.compile(
+    r"(?P<id>Checking reachability of|COMPREHENSIVE NODE ACCOUNTING)|Running NCCL test (?:on|between)"
+)
+TOOLS = (Tool("ncclscout", matches, parse, judge, begins=_BEGINS),)

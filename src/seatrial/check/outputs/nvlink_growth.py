@@ -17,12 +17,12 @@ def judge_growth(before: GpuList, after: GpuList, seconds: float, context: Conte
     places = (before.file, after.file)
     if not seconds > 0:
         why = f"{seconds} s between the two readings"
-        return [Finding("NVL003", "UNJUDGED", node, why, why_unjudged=why, evidence=places)]
+        return [Finding("NVL003", "UNJUDGED", node, why, evidence=places)]
     indices = {g.uuid: g.index for g in after.gpus}
     found = []
     for uuid in sorted({g.uuid for g in before.gpus} ^ set(indices)):
         why = f"{uuid} is in only one of the two readings"
-        found.append(Finding("NVL003", "UNJUDGED", node, why, why_unjudged=why, evidence=places))
+        found.append(Finding("NVL003", "UNJUDGED", node, why, evidence=places))
     for grown in nvlink_findings(_links(before), _links(after), seconds):
         deltas: dict[str, int] = grown.evidence["deltas"]
         found.append(

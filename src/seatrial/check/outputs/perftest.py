@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from seatrial.check.outputs.perftest_json import looks_like_json, parse_json
 from seatrial.check.outputs.perftest_judge import inventory, judge
 from seatrial.check.outputs.perftest_run import ANY_ERROR, OWN_ERROR, Row, Run, Runs, consistent
-from seatrial.check.tool import ParseError, Tool
+from seatrial.check.tool import Lines, ParseError, Tool
 
 _TITLE = re.compile(
     r"^\s*(?P<verb>(?:RDMA_(?:Write|Read|Atomic)|Write_with_immediate|WRITE_IMM|Send|ATOMIC\w*|Atomic\w*)[\w ]*?)\s*"
@@ -29,6 +29,17 @@ _NUMBERS = re.compile(r"^\s*\d+\s+[\d.]")
 _ADDRESS = re.compile(r"^\s*(?P<side>local|remote) address:\s*LID (?P<lid>\S+)")
 _GID = re.compile(r"^\s*GID:\s*(?P<gid>\S+)")
 _NUMBER = re.compile(r"^\d+(?:\.\d+)?$")
+_DIRECTION = re.compile(r"^\s*(?P<side>Local|Remote) results:\s*$")  # --report-both, after the sum
+# A line of settings: the first name in 16 columns, or ended by a tab.
+_SETTINGS = re.compile(r"^ ?[A-Za-z](?:[^:\t]{15}|[^:\t]{1,15}\t+ ?): ?\S")
+# What it says beside the test, on either side of it.
+_PLAIN = re.compile(
+    r"\s*(?:\*+ ?(?:Waiting for client to (?:connect|rejoin)\.\.\. \*)?|Disabling dynamic polling|WARNING: BW peak won't be measured in this run\."
+    r"|Conflicting CPU frequency values detected: .{1,80}|Using sampled CPU speed .{1,80}|Connected: .{1,40}|scnt=\d+, ccnt=\d+"
+    r"|Perftest doesn't supports? CUDA tests with inline messages: inline size set to 0|(?:initializing|Listing all) CUDA(?: devices in system:)?"
+    r"|CUDA device (?:\d+: PCIe address is \S+|integrated: \d)|Picking (?:device No\.|GPU number) \d+|\[pid = \d+, dev = \d+\] device name = \[.{1,60}\]"
+    r"|creating CUDA Ctx|making it the current CUDA Ctx|(?:de)?allocat(?:ed|ing) GPU buffer .{0,100}|cuMemAlloc\(\) of a \d+ bytes GPU buffer|destroying current CUDA Ctx)\s*"
+)
 
 
 def matches(text: str) -> bool:
@@ -41,13 +52,14 @@ def matches(text: str) -> bool:
     )
 
 
-def parse(text: str, file: str) -> Runs:
+def parse(lines: Lines, file: str) -> Runs:
     """Every run in the text, with what is damaged in it. Raises ParseError where there is no run and no error text."""
-    if looks_like_json(text):
-        return parse_json(text, file)
+    if looks_like_json(lines.text):
+        return parse_json(lines, file)
     reader = _Reader(file)
-    for number, line in enumerate(text.splitlines(), 1):
-        reader.take(number, line)
+    for number, line in lines:
+        if reader.take(number, line):
+            lines.claim(number)
     runs = tuple(reader.finished())
     if not runs and not reader.errors:
         raise ParseError("no test of perftest in it", file=file)
@@ -63,6 +75,9 @@ class _Open:
     columns: list[str] = field(default_factory=list)
     gids: list[str] = field(default_factory=list)
     lids: list[tuple[str, str]] = field(default_factory=list)
+    direction: str = ""
+    titles: int = 1
+    last: list[str] = field(default_factory=list)
 
 
 class _Reader:
@@ -72,22 +87,28 @@ class _Reader:
         self._done: list[_Open] = []
         self._open: _Open | None = None
 
-    def take(self, number: int, line: str) -> None:
+    def take(self, number: int, line: str) -> bool:
+        """Take one line in; False if it is none of perftest's."""
         if title := _TITLE.match(line):
             self._title(number, title)
-            return
+            return True
         if ANY_ERROR.search(line):
             self.errors.append((line.strip(), number))
-            return
+            return True
         now = self._open
+        if _PLAIN.fullmatch(line) or (now is None and not _HEADER.match(line)):
+            return _PLAIN.fullmatch(line) is not None
         if now is None:
-            if not _HEADER.match(line):
-                return  # what is before the first title: "Waiting for client", a prompt, warnings
             now = self._open = _Open(number, Run(kind="", line=number))
-        if _HEADER.match(line):
+        if direction := _DIRECTION.match(line):
+            now.direction = direction["side"].lower()
+            now.run = replace(now.run, complete=False)
+        elif _HEADER.match(line):
+            if now.columns and now.titles == 1 and not now.direction:
+                return False
             self._columns(now, line, number)
         elif _RULE.match(line):
-            if now.run.rows:
+            if now.run.rows and now.run.rows[-1].direction == now.direction:
                 now.run = replace(now.run, complete=True)
         elif _NUMBERS.match(line):
             self._row(now, line, number)
@@ -95,9 +116,21 @@ class _Reader:
             now.lids.append((address["side"], address["lid"]))
         elif gid := _GID.match(line):
             now.gids.append(gid["gid"])
+        elif _SETTINGS.match(line) and not now.columns:
+            return self._settings(now, line, number)
         else:
-            for setting in _SETTING.finditer(line):
-                now.run.settings.setdefault(setting["name"].strip().lower(), setting["value"])
+            return False
+        return True
+
+    def _settings(self, now: _Open, line: str, number: int) -> bool:
+        """Take a line of settings in; False if they are there already, but for those of a loopback's other end."""
+        found = {s["name"].strip().lower(): s["value"] for s in _SETTING.finditer(line)}
+        known = now.run.settings
+        for name in (n for n, value in found.items() if known.get(n, value) != value):
+            now.run = now.run.torn(f"`{name}` twice, and not the same", number)
+        fresh = not found or not found.keys() <= known.keys() or now.titles > 1
+        known.update({n: value for n, value in found.items() if n not in known})
+        return fresh
 
     def _title(self, number: int, title: re.Match[str]) -> None:
         kind = "latency" if title["kind"] == "Latency" else "bandwidth"
@@ -105,6 +138,7 @@ class _Reader:
         both = "Bidirectional" in title[0]
         # Server and client of a loopback test print over each other into one file: one run, two titles.
         if self._open is not None and not self._open.run.rows and self._open.run.kind in ("", kind):
+            self._open.titles += 1
             if self._open.run.verb not in ("", verb) or self._open.run.both_directions != both:
                 self._open.run = self._open.run.torn("two different tests begin, none has a result", number)
             return
@@ -122,19 +156,24 @@ class _Reader:
             now.run = now.run.torn("its column line changes", number)
         if now.run.kind and kind != now.run.kind:
             now.run = now.run.torn("its columns are not of its test", number)
+            return
         now.columns = columns
         unit = average[0][11:-1] if average else ""
         now.run = replace(now.run, kind=kind, unit=unit)
 
     def _row(self, now: _Open, line: str, number: int) -> None:
         words = line.split()
+        if now.run.complete and line.split() != now.last:  # each end of a loopback closes the table
+            now.run = now.run.torn("figures after the closing line", number)
+            return
+        now.last = words
         if not now.columns:
             now.run = now.run.torn("figures before a column line", number)
             return
         if len(words) != len(now.columns) or not all(_NUMBER.match(w) for w in words):
             now.run = now.run.torn("a row that does not fit its columns", number)
             return
-        row = Row.of(dict(zip(now.columns, words, strict=True)), now.run.unit, number)
+        row = Row.of(dict(zip(now.columns, words, strict=True)), now.run.unit, number, now.direction)
         if row is None:
             now.run = now.run.torn("a row in an unknown unit", number)
             return
@@ -152,12 +191,23 @@ class _Reader:
                 or (len(each.gids) > 1 and len(set(each.gids)) == 1)
             )
             run = replace(run, loopback=loopback)
+            if each.titles > 1 and not loopback:
+                run = run.torn("two tests begin, and they are not the ends of a loopback", run.line)
             if not run.verb:
                 run = run.torn("the test's title is missing", run.line)
             if "device" not in run.settings:
                 run = run.torn("the device's name is missing", run.line)
+            told = {row.direction for row in run.rows} | {each.direction}
+            if len(told) == 2 or (told != {""} and not run.both_directions):
+                run = run.torn("the result of one direction is missing", each.line)
             if not run.rows:
                 run = run.torn("no result: the test did not end, or nobody connected", run.line)
+            elif (
+                each.titles == 1
+                and not endless(run)
+                and len({(r.direction, r.size_bytes) for r in run.rows}) < len(run.rows)
+            ):
+                run = run.torn("a size twice", run.rows[-1].line)
             elif not run.complete and not endless(run):
                 run = run.torn("the closing line is missing: cut off", run.rows[-1].line)
             yield run
@@ -176,4 +226,8 @@ def int_or(lid: str) -> int:
         return 0
 
 
-TOOLS = (Tool("perftest", matches, parse, judge, inventory),)
+_BEGINS = re.compile(
+    rf"(?:{_TITLE.pattern[1:-1].replace('?P<verb>', '?:').replace('?P<both>', '?:').replace('?P<kind>', '?:')})$"
+    r'|\s*"?test_info"?\s*:|\s*(?:\* Waiting for client|WARNING: BW peak|Disabling dynamic polling|Perftest doesn)'
+)
+TOOLS = (Tool("perftest", matches, parse, judge, inventory, begins=_BEGINS),)

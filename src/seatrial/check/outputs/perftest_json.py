@@ -6,14 +6,13 @@ size only.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from seatrial.check.outputs.perftest_run import Row, Run, Runs, consistent
-from seatrial.check.tool import ParseError
+from seatrial.check.tool import Lines, ParseError, read_json
 
-_PAIR = re.compile(r'^\s*"?(?P<name>[A-Za-z][\w .*]*?)"?\s*:\s*(?P<value>"[^"]*"|[^\s,{}]+)\s*,?\s*$')
+_PAIR = re.compile(r'^\s*"?(?P<name>[A-Za-z][\w .*]*?)"?\s*:\s*(?P<value>"[^"]*"|[^\s,{}]+)\s*,\s*$')
 _OPENS = re.compile(r'^\s*"?(?P<name>test_info|results)"?\s*:\s*\{\s*$')
 _SETTINGS = {"Device": "device", "Number_of_qps": "number of qps", "Link_type": "link type"}
 _TIMES = {"t_min": "min", "t_max": "max", "t_typical": "typical", "t_avg": "avg", "percentile_99": "99"}
@@ -25,9 +24,9 @@ def looks_like_json(text: str) -> bool:
     return start.startswith("{") and re.match(r'\{\s*"?test_info"?\s*:', start) is not None
 
 
-def parse_json(text: str, file: str) -> Runs:
+def parse_json(lines: Lines, file: str) -> Runs:
     """The one run of the file. Raises ParseError where it holds no result at all."""
-    document, damage = _document(text)
+    document, damage = _document(lines, file)
     info, results = document.get("test_info"), document.get("results")
     if not isinstance(info, dict) or not info:
         raise ParseError("perftest's JSON without the test's description", file=file)
@@ -54,26 +53,20 @@ def parse_json(text: str, file: str) -> Runs:
     return Runs(file, (run if consistent(row) else run.torn("figures that contradict each other", None),))
 
 
-def _document(text: str) -> tuple[dict[str, Any], list[str]]:
+def _document(lines: Lines, file: str) -> tuple[dict[str, Any], list[str]]:
     """The two tables, and what is wrong with them beside missing quotation marks."""
     try:
-        document = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError):
-        return _unquoted(text)
+        document = read_json(lines, file)
+    except ParseError:
+        return _unquoted(lines)
     return (document, []) if isinstance(document, dict) else ({}, ["not an object"])
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({k for k, _ in pairs}) != len(pairs):
-        raise ValueError("a name twice")
-    return dict(pairs)
-
-
-def _unquoted(text: str) -> tuple[dict[str, Any], list[str]]:
+def _unquoted(lines: Lines) -> tuple[dict[str, Any], list[str]]:
     document: dict[str, dict[str, Any]] = {}
     damage: list[str] = []
     depth, table = 0, None
-    for line in text.splitlines():
+    for number, line in lines:
         if opens := _OPENS.match(line):
             depth += 1
             table = document.setdefault(opens["name"], {})
@@ -89,8 +82,9 @@ def _unquoted(text: str) -> tuple[dict[str, Any], list[str]]:
         elif line.strip().rstrip(",") == "}":
             depth -= 1
             table = None
-        elif line.strip():
-            damage.append("a line that is no value")
+        else:
+            continue
+        lines.claim(number)
     if depth:
         damage.append("brackets do not close: cut off")
     return document, damage
@@ -117,11 +111,11 @@ def _row(results: dict[str, Any], kind: str) -> Row | None:
             else None
         )
     average, rate = number("BW_average"), number("MsgRate")
-    if average is None or rate is None or not average:
+    if average is None or rate is None:
         return None
     carried = rate * size * 8 / 1e3
     mib = 2**20 * 8 / 1e9
     # Gb/s with --report_gbits, else MiB/s: the factor between them is 119, nobody can mistake one for the other.
     factor = mib if abs(average * mib - carried) < abs(average - carried) else 1.0
-    step = 0.5e-6 / rate + 0.005 / average if rate else 0.0
+    step = 0.5e-6 / rate + 0.005 / average if rate and average else 0.0
     return Row(int(size), int(iterations or 0), average * factor, rate, step, {}, 1)

@@ -50,19 +50,32 @@ def _target(run: Run, context: Context) -> Target:
 
 
 def _largest(run: Run) -> Row:
-    """The row of the largest message; of several the slowest."""
-    return max(run.rows, key=lambda row: (row.size_bytes, -(row.gbit_s or 0.0)))
+    """The row of the largest message; of several the slowest, and rather one direction than the sum of both."""
+    return max(run.rows, key=lambda row: (row.size_bytes, bool(row.direction), -(row.gbit_s or 0.0)))
+
+
+def _one_direction(run: Run, row: Row) -> tuple[float, str]:
+    """What one port carried in one direction, in Gb/s, and what that was made of."""
+    assert row.gbit_s is not None  # every row of a bandwidth test has one
+    each, how = row.gbit_s, ""
+    if row.ports_gbit_s:
+        each, how = min(row.ports_gbit_s), "; the slower of two ports"
+    elif run.two_ports:
+        each, how = each / 2, f"; {gbit(each)} Gb/s is the sum of both ports"
+    if row.direction:
+        how += f"; the slower direction ({row.direction})"
+    elif run.both_directions:
+        each, how = each / 2, f"{how}; {gbit(each)} Gb/s is the sum of both directions"
+    return each, how
 
 
 def _bandwidth(run: Run, file: str, context: Context) -> Finding:
     row = _largest(run)
-    assert row.gbit_s is not None  # every row of a bandwidth test has one
-    each = row.gbit_s / 2 if run.both_directions else row.gbit_s
+    each, made = _one_direction(run, row)
     rate = port_rate(context, run.device)
     lowest = next((r for r in FABRIC_RATES_GBIT_S if each <= r * _MEASURED_AT), None)
     how = f"{run.name}, {row.size_bytes} bytes, {run.queue_pairs} queue pair{'s' * (run.queue_pairs > 1)}"
-    if run.both_directions:
-        how += f"; {gbit(row.gbit_s)} Gb/s is the sum of both directions"
+    how += made
     if run.loopback:
         how += "; both ends are one adapter, so cable and switch were not tested"
 
@@ -85,6 +98,8 @@ def _bandwidth(run: Run, file: str, context: Context) -> Finding:
     def expect(value: float, source: str) -> Expected:
         return Expected(value, "Gb/s", source, "one direction", run.name, row.size_bytes)
 
+    if not each and not row.messages_m_s:
+        return finding("FAIL", "nothing came through", expect(*rate) if rate is not None else None)
     if row.size_bytes < _FILLS_BYTES:
         text = f"messages of {row.size_bytes} bytes do not fill a link"
         return finding("UNJUDGED", text, None, f"{text}; measure with -s 8388608")

@@ -24,9 +24,11 @@ class Row:
     )
     times_us: Mapping[str, float]  # "min", "max", "typical", "avg", "99", "99.9"
     line: int
+    direction: str = ""  # "local" or "remote" where it is one of both (--report-both)
+    ports_gbit_s: tuple[float, ...] = ()  # of each port where `gbit_s` is the sum of two (--report-per-port)
 
     @classmethod
-    def of(cls, values: Mapping[str, str], unit: str, line: int) -> Row | None:
+    def of(cls, values: Mapping[str, str], unit: str, line: int, direction: str = "") -> Row | None:
         """From column name to text; None if the unit of the bandwidth is unknown."""
         average = next((v for name, v in values.items() if name.startswith("BW average")), None)
         if average is not None and unit not in _GBIT_S:
@@ -40,6 +42,8 @@ class Row:
             _step(average) + _step(rate),
             {_time(name): float(v) for name, v in values.items() if "[usec]" in name},
             line,
+            direction,
+            tuple(float(v) * _GBIT_S[unit] for name, v in values.items() if name.startswith("BW Port")),
         )
 
 
@@ -89,6 +93,11 @@ class Run:
     @property
     def device(self) -> str | None:
         return self.settings.get("device")
+
+    @property
+    def two_ports(self) -> bool:
+        """Whether it runs over both ports of its device, whose bandwidths are added."""
+        return "ON" in (self.settings.get("dual-port"), self.settings.get("dual port"))
 
     @property
     def queue_pairs(self) -> int:

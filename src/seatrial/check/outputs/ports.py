@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +10,17 @@ from statistics import median_high
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.network import BROKEN, SUSPECT, TARGET_SOURCE, NetworkContext, at, gbit
-from seatrial.check.tool import Context
+from seatrial.check.tool import Context, listed
 from seatrial.hardware import counters
 
 # What a port of each adapter can do at most, in Gb/s. Names: pci.ids; rates: NVIDIA's user manuals of the adapters.
 # MT4126 is the virtual function of any of them, so it says nothing.
 _ADAPTER_GBIT_S = {
+    "MT4099": 56.0,  # ConnectX-3
+    "MT4103": 56.0,  # ConnectX-3 Pro
+    "MT4113": 56.0,  # Connect-IB
     "MT4115": 100.0,  # ConnectX-4
+    "MT4117": 50.0,  # ConnectX-4 Lx
     "MT4119": 100.0,  # ConnectX-5
     "MT4121": 100.0,  # ConnectX-5 Ex
     "MT4123": 200.0,  # ConnectX-6
@@ -119,7 +124,7 @@ def judge_ports(facts: PortsFacts, context: Context) -> list[Finding]:
     if fabric:
         found += _states(facts, fabric, context)
         found += _rates(facts, fabric, context)
-    found += _others(facts, fabric, context)
+    found += _others(facts, fabric, context) + _strangers(facts, fabric, context)
     wanted = context.fabric_ports if isinstance(context, NetworkContext) else None
     if wanted is not None and len(fabric) < wanted:
         expected = Expected(wanted, "ports", "the plan, or most of the siblings")
@@ -153,6 +158,23 @@ def judge_ports(facts: PortsFacts, context: Context) -> list[Finding]:
             )
         )
     return found
+
+
+def _strangers(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> list[Finding]:
+    """UNJUDGED for InfiniBand ports of adapters that nobody knows, slower than the fabric: whether they belong to it is not known."""
+    rate = max((p.port.gbit_s or 0.0 for p in fabric), default=0.0)
+    return [
+        Finding(
+            "NET002",
+            "UNJUDGED",
+            Target(node=context.node, port=p.name),
+            f"{gbit(p.port.gbit_s or 0.0)} Gb/s, the fabric {gbit(rate)}; whether {p.port.adapter} belongs to it is not known",
+            evidence=(at(facts.file, p.line),),
+        )
+        for p in _without_bridges(facts.ports)
+        if p not in fabric and p.port.link_layer == "InfiniBand" and (p.port.gbit_s or 0.0) < rate
+        if re.fullmatch(r"MT\d+", p.port.adapter or "") and p.port.adapter not in (*_ADAPTER_GBIT_S, "MT4126")
+    ]
 
 
 def _healthy(each: PortFacts) -> bool:
@@ -251,7 +273,7 @@ def _others(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> lis
 
 def _names(ports: Sequence[PortFacts]) -> str:
     kinds = sorted({" ".join(x for x in (p.port.adapter, p.port.link_layer) if x) for p in ports})
-    return f"{', '.join(p.name for p in ports)} ({', '.join(kinds)})"
+    return f"{listed(p.name for p in ports)} ({', '.join(kinds)})"
 
 
 def inventory(facts: PortsFacts) -> Mapping[str, str | int | float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from seatrial.check.findings import Finding, Target
 from seatrial.check.outputs.network import at
-from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.check.tool import Context, Lines, ParseError, Tool
 
 _LONGEST_LINES = 20  # a message and what stands around it, and no log that mentions one
 _AT_THE_END = 3
@@ -32,34 +32,33 @@ class ShellFacts:
     line: int
 
 
-def _message(text: str) -> tuple[int, str] | None:
-    """The first message and its line: in a short text anywhere, in a long one at its end, where a run was killed."""
-    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if len(lines) > _LONGEST_LINES:
-        lines = lines[-_AT_THE_END:]
-    return next(((n, line) for n, line in lines if any(m.search(line) for m in _MESSAGES)), None)
+def _messages(lines: Lines) -> list[tuple[int, str]]:
+    """The messages and their lines: in a short text anywhere, in a long one at its end, where a run was killed."""
+    said = [(n, line.strip()) for n, line in lines if line.strip()]
+    if len(said) > _LONGEST_LINES:
+        said = said[-_AT_THE_END:]
+    return [(n, line) for n, line in said if any(m.search(line) for m in _MESSAGES)]
 
 
 def matches(text: str) -> bool:
     """Such a message."""
-    return _message(text) is not None
+    return bool(_messages(Lines.of(text)))
 
 
-def parse(text: str, file: str) -> ShellFacts:
+def parse(lines: Lines, file: str) -> ShellFacts:
     """Raises ParseError where `matches` is false."""
-    found = _message(text)
-    if found is None:
+    found = _messages(lines)
+    if not found:
         raise ParseError("no message of a shell in it", file=file)
-    return ShellFacts(file, found[1], found[0])
+    lines.claim(*(n for n, _ in found))
+    return ShellFacts(file, found[0][1], found[0][0])
 
 
 def judge(facts: ShellFacts, context: Context) -> list[Finding]:
     """UNJUDGED with the message."""
     why = f"the tool did not run: {facts.message[:200]}"
     target = Target(node=context.node)
-    return [
-        Finding("FILE007", "UNJUDGED", target, why, why_unjudged=why, evidence=(at(facts.file, facts.line),))
-    ]
+    return [Finding("FILE007", "UNJUDGED", target, why, evidence=(at(facts.file, facts.line),))]
 
 
 TOOLS = (Tool("shell", matches, parse, judge),)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from seatrial.check.tool import ParseError, Stray, lines_of
+from seatrial.check.tool import Lines, ParseError, lines_of
 
 Kind = Literal["status", "errors", "remote", "info", "list"]
 
@@ -24,7 +24,9 @@ _ERRORS = re.compile(
 _REMOTE = re.compile(
     r"^\s*Link (?P<link>[0-9]{1,2}): Remote Device (?P<device>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]): Link (?P<far>[0-9]{1,3})\s*$"
 )
-_INFO = re.compile(r"^\s+(?P<name>[A-Z][A-Za-z ]{1,40}):(?: (?P<value>[A-Za-z0-9.:_-]{1,80}))?\s*$")
+_INFO = re.compile(
+    r"^\s+(?P<name>(?:NVLE|Firmware Version|MSE|NETIR(?: [A-Z]{2,8})?)):(?: (?P<value>[A-Za-z0-9.:_-]{1,80}))?\s*$"
+)
 _INACTIVE = re.compile(
     r"^\s*NVML: Unable to retrieve NVLink information as all links are inActive\s*$", re.IGNORECASE
 )
@@ -64,13 +66,13 @@ class Gpu:
 
 @dataclass
 class GpuList:
-    """The whole output; `stray` holds what is none of its lines."""
+    """The whole output."""
 
     file: str
     kind: Kind
     gpus: list[Gpu]
-    stray: Stray
     lost: tuple[tuple[int, str], ...] = ()  # lines that say that a GPU does not answer
+    tool: str = ""  # another one than nvidia-smi
 
 
 def kind_of(text: str) -> Kind | None:
@@ -96,21 +98,17 @@ def kind_of(text: str) -> Kind | None:
     return "list" if not rest else None
 
 
-def parse(text: str, file: str) -> GpuList:
+def parse(lines: Lines, file: str) -> GpuList:
     """Raises ParseError where there is no GPU in it, or where a GPU comes twice."""
-    kind = kind_of(text)
+    kind = kind_of(lines.text)
     if kind is None:
         raise ParseError("no list of GPUs as nvidia-smi prints it", file=file)
     gpus: list[Gpu] = []
-    stray: list[tuple[int, str]] = []
     lost: list[tuple[int, str]] = []
-    for number, line in enumerate(lines_of(text), 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         if _LOST.match(line):
             lost.append((number, line.strip()))
-            continue
-        if found := _GPU.match(line):
+        elif found := _GPU.match(line):
             if any(g.index == int(found["index"]) for g in gpus):
                 raise ParseError(
                     f"GPU {found['index']} comes twice", file=file, line=number, source_line=line
@@ -118,14 +116,11 @@ def parse(text: str, file: str) -> GpuList:
             gpus.append(Gpu(int(found["index"]), found["name"], found["uuid"], number))
             # Some versions say it in the same line.
             if found["rest"] and not _take(kind, gpus[-1], found["rest"], number):
-                stray.append((number, line))
-        elif not gpus:
-            # A prompt or banner before the first GPU; what looks like a line of the list is damage.
-            if re.match(r"^\s*(GPU|Link)\b", line):
-                stray.append((number, line))
-        elif not _take(kind, gpus[-1], line, number):
-            stray.append((number, line))
-    return GpuList(file, kind, gpus, Stray(file, tuple(stray)), tuple(lost))
+                continue
+        elif not gpus or not _take(kind, gpus[-1], line, number):
+            continue
+        lines.claim(number)
+    return GpuList(file, kind, gpus, tuple(lost))
 
 
 def _take(kind: Kind, gpu: Gpu, line: str, number: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from statistics import median
@@ -10,7 +11,7 @@ from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.floors import Sku, find_sku, shares
 from seatrial.check.outputs.gpu_count import count_findings
 from seatrial.check.outputs.smi_gpu_list import Gpu, GpuList, Kind, Link, kind_of, parse
-from seatrial.check.tool import Context, Tool, evidence, listed, stray_findings
+from seatrial.check.tool import Context, Tool, evidence, listed
 from seatrial.hardware.counters import NVLINK_LIMITS
 
 _ENDS = (255, 65535, (1 << 32) - 1)  # where counters of 8, 16 and 32 bits stop
@@ -26,8 +27,8 @@ _NAMES: dict[Kind, str] = {
 
 def judge(output: GpuList, context: Context) -> list[Finding]:
     """What is wrong with GPUs and links; one PASS where nothing is."""
-    name = _NAMES[output.kind]
-    found = [*stray_findings(output.stray, context, name), *_count(output, context)]
+    name = output.tool or _NAMES[output.kind]
+    found = _count(output, context)
     for line, text in output.lost:
         place = evidence(output.file, [line])
         found.append(Finding("GPU002", "FAIL", Target(node=context.node), text[:200], evidence=place))
@@ -87,7 +88,11 @@ def _links(output: GpuList, context: Context) -> Iterator[Finding]:
         if have == 0:
             yield from _all_off(gpu, sku, output, up, context, where)
             continue
-        must = sku.links if sku is not None and sku.board in ("switch", "bridge") else None
+        # A mesh of eight uses all links; what a smaller one leaves dark differs from board to board.
+        board = (
+            "none" if sku is None else "switch" if sku.board == "mesh" and len(siblings) > 6 else sku.board
+        )
+        must = sku.links if sku is not None and board in ("switch", "bridge") else None
         must = max(must or 0, most) or None
         if must is not None and have < must:
             which = f": {listed(off)} inactive" if off else ""
@@ -103,9 +108,10 @@ def _links(output: GpuList, context: Context) -> Iterator[Finding]:
                 float(most) if siblings else None,
                 evidence=where,
             )
-        elif off and must is None:
-            why = f"{listed(off)} inactive, and how many links a {gpu.name} must have up is not known"
-            yield Finding("NVL008", "UNJUDGED", _target(context, gpu), why, why_unjudged=why, evidence=where)
+        elif (off and sku is None) or (board == "mesh" and sku is not None and have < (sku.links or 0)):
+            dark = f"NVLink {listed(off)} inactive" if off else f"{have} NVLinks up"
+            why = f"{dark}, and how many a {gpu.name} must have up here is not known"
+            yield Finding("NVL008", "UNJUDGED", _target(context, gpu), why, evidence=where)
         yield from _rates(gpu, sku, median(rates) if rates else None, output, context)
 
 
@@ -125,15 +131,15 @@ def _all_off(
         yield Finding("NVL008", "PASS", target, "the driver says that it has no NVLink", evidence=where)
     elif gpu.inactive is None and gpu.unsupported is None and not gpu.links:
         why = f"nothing about the links of GPU {gpu.index}"
-        yield Finding("NVL008", "UNJUDGED", target, why, why_unjudged=why, evidence=where)
+        yield Finding("NVL008", "UNJUDGED", target, why, evidence=where)
     elif sku is None and len(dark) == len(alike):
         why = f"no NVLink is up, and whether a {gpu.name} must have some is not known"
-        yield Finding("NVL008", "UNJUDGED", target, why, why_unjudged=why, evidence=where)
+        yield Finding("NVL008", "UNJUDGED", target, why, evidence=where)
     elif sku is not None and (sku.board == "none" or (sku.board == "bridge" and _may_be_single(alike, dark))):
         yield Finding("NVL008", "PASS", target, f"no NVLink up, as a {sku.name} can be", evidence=where)
     elif sku is not None and sku.board == "switch" and len(output.gpus) == 1 and gpu.index == 0:
         why = "no NVLink is up on the only GPU shown: so it is in a virtual machine with one GPU, elsewhere it is a fault"
-        yield Finding("NVL001", "UNJUDGED", target, why, why_unjudged=why, evidence=where)
+        yield Finding("NVL001", "UNJUDGED", target, why, evidence=where)
     else:
         must = sku.links if sku is not None and sku.links else max(len(v) for v in up.values())
         verdict: Verdict = "WARN" if sku is None or sku.board == "bridge" else "FAIL"
@@ -162,12 +168,14 @@ def _rates(
     for must, source in ((known, sku.source if sku is not None else ""), (usual, "the node's other links")):
         if must is None:
             continue
-        slow = [x for x in gpu.links if x.gb_s is not None and x.gb_s < shares().suspect * must]
+        slow = [
+            x for x in gpu.links if x.gb_s is not None and (x.gb_s < shares().suspect * must or not x.gb_s)
+        ]
         if slow:
             least = min(x.gb_s for x in slow if x.gb_s is not None)
             yield Finding(
                 "NVL002",
-                "FAIL" if least < shares().broken * must else "WARN",
+                "FAIL" if least < shares().broken * must or not least else "WARN",
                 _target(context, gpu, slow[0].link if len(slow) == 1 else None),
                 f"NVLink {listed(x.link for x in slow)} at {least} GB/s instead of {must}",
                 least,
@@ -204,7 +212,7 @@ def _counters(output: GpuList, context: Context) -> Iterator[Finding]:
                 why = f"{limit.counter} as on the node's other links: one reading does not say whether they grow"
                 place = evidence(output.file, (line for _, line in high.values()))
                 target = _target(context, gpu)
-                yield Finding("NVL003", "UNJUDGED", target, why, why_unjudged=why, evidence=place)
+                yield Finding("NVL003", "UNJUDGED", target, why, evidence=place)
 
 
 def _lacking(output: GpuList, context: Context) -> Iterator[Finding]:
@@ -213,7 +221,7 @@ def _lacking(output: GpuList, context: Context) -> Iterator[Finding]:
     names = {k[1] for g in output.gpus for k in g.counters} & known
     if not names and not all(g.inactive or g.unsupported for g in output.gpus):
         why = "none of the error counters that are judged is in the output"
-        yield Finding("NVL003", "UNJUDGED", Target(node=context.node), why, why_unjudged=why)
+        yield Finding("NVL003", "UNJUDGED", Target(node=context.node), why)
     for gpu in output.gpus:
         links = {k[0] for k in gpu.counters}
         lost = [(k, n) for k in sorted(links) for n in sorted(names) if (k, n) not in gpu.counters]
@@ -225,7 +233,7 @@ def _lacking(output: GpuList, context: Context) -> Iterator[Finding]:
             what = f"{lost[0][1]} of NVLink {lost[0][0]}" if lost else f"NVLink {listed(gaps) or 'counters'}"
             why = f"{what} is missing in the output"
             place = evidence(output.file, [gpu.line])
-            yield Finding("OUT002", "UNJUDGED", _target(context, gpu), why, why_unjudged=why, evidence=place)
+            yield Finding("OUT002", "UNJUDGED", _target(context, gpu), why, evidence=place)
 
 
 def _counted(
@@ -281,8 +289,12 @@ def inventory(output: GpuList) -> dict[str, str | int | float]:
     return found
 
 
+# The same GPU with the same UUID begins another list of this node, with another UUID one of another node, or none.
+_BEGINS = re.compile(r"(?P<id>GPU (?P<device>[0-9]{1,3}): .{1,120} \(UUID: [^)\s]{1,80}\))")
+
+
 def _tool(kind: Kind) -> Tool[GpuList]:
-    return Tool(_NAMES[kind], lambda text: kind_of(text) == kind, parse, judge, inventory)
+    return Tool(_NAMES[kind], lambda text: kind_of(text) == kind, parse, judge, inventory, begins=_BEGINS)
 
 
 TOOLS: tuple[Tool[GpuList], ...] = tuple(_tool(kind) for kind in _NAMES)

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import re
 import xml.parsers.expat
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
-from seatrial.check.outputs.smi_table import inforom_lines, without_inforom
-from seatrial.check.tool import ParseError, Stray, lines_of
+from seatrial.check.outputs.smi_table import inforom_lines
+from seatrial.check.tool import Lines, ParseError, lines_of
 from seatrial.hardware.xid import address
 
 _HEADER = re.compile(r"^=+\s*NVSMI LOG\s*=+\s*$")
 _GPU = re.compile(r"^GPU (?P<id>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])\s*$", re.ASCII)
+_XML, _XML_END = re.compile(r"<(?:\?xml|!DOCTYPE|nvidia_smi_log)"), "</nvidia_smi_log>"
+_HEAD_KEYS = ("timestamp", "driver_version", "cuda_version", "attached_gpus")
+BEGINS = re.compile(
+    r"(?:=+\s*(?=NVSMI LOG\b)|<(?=\?xml\b))(?P<id>)|<nvidia_smi_log|GPU [0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]\s*$"
+)
+# Values that are judged stand once in each GPU. Lists, of processes, pages or clocks, repeat their names.
+_ONCE = re.compile(
+    r"(?:remapped_rows|ecc_errors|ecc_mode|clocks_\w+_reasons|fabric|gpu_reset_status|pci|retired_pages)\.(?!.*list)|gpu_recovery_action|product_name"
+)
 _NAME = re.compile(r"[\x20\tA-Za-z0-9._/()&-]+")
 _COLON = re.compile(r"\s:(?=\s|$)")
-_LOST = re.compile(
+LOST = re.compile(
     r"^Unable to determine the device handle for (?P<what>.{0,80}?): *(?P<why>.{0,200})$|^.{0,80}GPU is lost.{0,120}$",
     re.IGNORECASE,
 )
@@ -54,6 +63,7 @@ class Gpu:
     pci: str | None  # None for a part without a heading
     line: int
     values: dict[str, Value] = field(default_factory=dict)
+    index: int | None = None  # where the output says it; else the order is the driver's
 
     def get(self, *paths: str) -> Value | None:
         """The first of `paths` that has a value other than N/A."""
@@ -88,7 +98,6 @@ class Query:
     gpus: list[Gpu]
     lost: list[tuple[int, str]]
     whole: bool  # all sections, not -d of some
-    stray: Stray  # lines whose names cannot be nvidia-smi's
     corrupt: list[tuple[int, str | None]] = field(default_factory=list)  # GPUs whose infoROM is, by address
 
     @property
@@ -113,11 +122,15 @@ def matches(text: str) -> bool:
     return part and re.search(r"^\s+[A-Z][\w. ]{1,60}\s+: \S", start, re.MULTILINE) is not None
 
 
-def parse(text: str, file: str) -> Query:
+def parse(lines: Lines, file: str) -> Query:
     """Raises ParseError where it is no such output, or where it ends before its end."""
-    clean = without_inforom(text)
-    query = _parse_xml(clean, file) if "<nvidia_smi_log" in text else _parse_text(clean, file)
-    query.corrupt = inforom_lines(text)
+    corrupt = inforom_lines(lines)
+    lost = [(number, line.strip()) for number, line in lines if LOST.match(line)]
+    lines.claim(*(number for number, _ in lost))
+    # What the driver says of GPUs goes to stderr, and stands anywhere where that was kept as well.
+    said = {number for number, _ in (*corrupt, *lost)}
+    query = (_parse_xml if "<nvidia_smi_log" in lines.text else _parse_text)(lines, said, file)
+    query.corrupt, query.lost = corrupt, lost
     if not query.gpus and not query.lost:
         raise ParseError("no GPU in the output of nvidia-smi -q", file=file)
     _check_end(query, file)
@@ -150,58 +163,68 @@ def _told(path: str, gpu: Gpu) -> bool:
     )
 
 
-def _parse_text(text: str, file: str) -> Query:
+def _parse_text(lines: Lines, said: Set[int], file: str) -> Query:
     head: dict[str, Value] = {}
     gpus: list[Gpu] = []
-    lost: list[tuple[int, str]] = []
-    stray: list[tuple[int, str]] = []
     stack: list[tuple[int, str]] = []  # indentation and name of the sections around
-    for number, line in enumerate(lines_of(text), 1):
-        if not line.strip() or _HEADER.match(line):
+    heading: tuple[int, int] | None = None  # number and indentation of the last line, if it had no value
+    for number, line in lines:
+        if not line.strip() or number in said:
             continue
-        if _LOST.match(line):
-            lost.append((number, line.strip()))
+        if _HEADER.match(line):
+            lines.claim(number)
             continue
         if found := _GPU.match(line):
+            if all(g.pci != address(found["id"]) for g in gpus):
+                lines.claim(number)
             gpus.append(Gpu(address(found["id"]), number))
-            stack = []
+            stack, heading = [], None
             continue
         colon = _COLON.search(line)
         name, value = (line, None) if colon is None else (line[: colon.start()], line[colon.end() :].strip())
-        if gpus and not _NAME.fullmatch(name):
-            stray.append((number, line))
-            continue
         indent, key = len(line.expandtabs(8)) - len(line.expandtabs(8).lstrip()), _key(name)
+        if (gpus and not _NAME.fullmatch(name)) or (gpus and gpus[0].pci is not None and not indent):
+            continue
+        # A heading is one by what stands below it.
+        if heading is not None and indent > heading[1]:
+            lines.claim(heading[0])
+        heading = (number, indent) if value is None else None
         while stack and stack[-1][0] >= indent:
             stack.pop()
         path = ".".join([*(name for _, name in stack), key])
         if not gpus and indent == 0 and value is not None:
-            head[key] = Value(value, number)
+            if head.setdefault(key, Value(value, number)).line == number and key in _HEAD_KEYS:
+                lines.claim(number)
             continue
         if not gpus:
             if key not in SECTIONS:
                 continue  # a prompt, or what another tool wrote before
             gpus.append(Gpu(None, number))
-        if value is not None:
-            gpus[-1].values.setdefault(path, Value(value, number))
+        # What stands there twice is another GPU's, but for the programs that use one.
+        if value is not None and (
+            gpus[-1].values.setdefault(path, Value(value, number)).line == number
+            or path.startswith((_END, "accounted_processes"))
+        ):
+            lines.claim(number)
         stack.append((indent, key))
     whole = any(_WHOLE in g.sections for g in gpus)
-    return Query(file, False, head, gpus, lost, whole, Stray(file, tuple(stray)))
+    return Query(file, False, head, gpus, [], whole)
 
 
-def _parse_xml(text: str, file: str) -> Query:
+def _parse_xml(lines: Lines, said: Set[int], file: str) -> Query:
     """By expat alone: it does not fetch the DTD that the output names, and entities are refused."""
     head: dict[str, Value] = {}
     gpus: list[Gpu] = []
     path: list[str] = []
     words: list[str] = []
     parser = xml.parsers.expat.ParserCreate()
+    number = 0
 
     def start(name: str, attributes: dict[str, str]) -> None:
         words.clear()
         path.append(name)
         if name == "gpu" and len(path) == 2:
-            gpus.append(Gpu(address(attributes.get("id", "")), parser.CurrentLineNumber))
+            gpus.append(Gpu(address(attributes.get("id", "")), number))
 
     def end(name: str) -> None:
         value = "".join(words).strip()
@@ -210,9 +233,10 @@ def _parse_xml(text: str, file: str) -> Query:
         key = ".".join(path[2:] if inside else path[1:])
         if value:
             target = gpus[-1].values if inside else head
-            target.setdefault(key, Value(value, parser.CurrentLineNumber))
+            if target.setdefault(key, Value(value, number)).line != number and _ONCE.match(key):
+                raise ParseError(f"{key} twice in one GPU", file=file, line=number)
         elif inside and len(path) == 3:
-            gpus[-1].values.setdefault(f"{key}.", Value("", parser.CurrentLineNumber))  # an empty section
+            gpus[-1].values.setdefault(f"{key}.", Value("", number))  # an empty section
         path.pop()
 
     def entity(*_: object) -> None:
@@ -222,18 +246,25 @@ def _parse_xml(text: str, file: str) -> Query:
     parser.EndElementHandler = end
     parser.CharacterDataHandler = words.append
     parser.EntityDeclHandler = entity
-    # What the driver says of a GPU that it cannot open goes to stderr, and stands anywhere where that was kept as well.
-    lost = [(n, line.strip()) for n, line in enumerate(lines_of(text), 1) if _LOST.match(line)]
-    if lost:
-        text = "\n".join("" if _LOST.match(line) else line for line in text.split("\n"))
-    begin = max(0, text.find("<?xml"))
-    try:
-        parser.Parse(text[begin:].strip(), True)
-    except xml.parsers.expat.ExpatError as error:
-        reason = xml.parsers.expat.errors.messages[error.code]
-        line = error.lineno + text[:begin].count("\n")
-        raise ParseError(f"the XML cannot be read: {reason}", file=file, line=line) from None
-    return Query(file, True, head, gpus, lost, any(_WHOLE in g.values for g in gpus), Stray(file))
+    begin = _XML.search(lines.text)
+    first, last = 0 if begin is None else begin.start(), lines.text.find(_XML_END) + len(_XML_END)
+    place = 0
+    for number, line in lines.whole:
+        at, place = place, place + len(line) + 1
+        if number in said or place <= first or at >= last or not line.strip():
+            continue
+        if line.strip() != "None" and not (line.strip().startswith("<") and line.rstrip().endswith(">")):
+            raise ParseError("text between the elements of the XML", file=file, line=number, source_line=line)
+        try:
+            parser.Parse(line[max(0, first - at) : last - at] + "\n", False)
+        except xml.parsers.expat.ExpatError as error:
+            reason = xml.parsers.expat.errors.messages[error.code]
+            raise ParseError(f"the XML cannot be read: {reason}", file=file, line=number) from None
+    if last < len(_XML_END) or path:
+        last = lines.whole[-1][0]
+        raise ParseError("the XML does not end: it is cut off", file=file, line=last)
+    lines.claim_text(first, last)
+    return Query(file, True, head, gpus, [], any(_WHOLE in g.values for g in gpus))
 
 
 def _key(text: str) -> str:

@@ -92,14 +92,19 @@ _JUDGED = (
 )
 
 
-def damage(gpu: Gpu, whole: bool) -> Iterator[tuple[str, Value | None]]:
-    """What is wrong, and the value it is about; `whole`: the output has all sections, not some by -d."""
+def malformed(gpu: Gpu) -> Iterator[tuple[str, Value]]:
+    """Values of another form than nvidia-smi prints, and what is wrong with them."""
     for key, value in gpu.values.items():
         if value.text in (*_NO_VALUE, *ERRORS, *NEEDS_RESET):
             continue
         form = next((f for path, f in _FORMS if path.fullmatch(key)), None)
         if form is not None and not form.fullmatch(value.text):
             yield f"{key} is {value.text[:40]!r}, which nvidia-smi does not print", value
+
+
+def damage(gpu: Gpu, whole: bool) -> Iterator[tuple[str, Value | None]]:
+    """What is wrong, and the value it is about; `whole`: the output has all sections, not some by -d."""
+    yield from malformed(gpu)
     missing = [
         f"{section}.{names[0]}"
         for section, values in _SECTIONS

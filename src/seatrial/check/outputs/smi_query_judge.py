@@ -10,10 +10,10 @@ from statistics import median
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.floors import find_sku, shares
 from seatrial.check.outputs.gpu_count import count_findings
-from seatrial.check.outputs.smi_query import Gpu, Query, Value, matches, number, parse
+from seatrial.check.outputs.smi_query import BEGINS, Gpu, Query, Value, matches, number, parse
 from seatrial.check.outputs.smi_query_damage import ERRORS, NEEDS_RESET, REASONS, damage
 from seatrial.check.outputs.smi_table import inforom_findings
-from seatrial.check.tool import Context, Tool, evidence, stray_findings
+from seatrial.check.tool import Context, Tool, evidence
 from seatrial.hardware.catalogue import find_gpu
 
 _RETIRED_LIMIT = 63  # DCGM, dcgm_gpu_hardware_limits.h
@@ -40,14 +40,17 @@ _ALIKE = {
 }
 
 
-class _Judge:
+class Judge:
+    """What one output says of each of its GPUs, of all of them, and of those that it lacks."""
+
     def __init__(self, query: Query, context: Context) -> None:
         self.query, self.context = query, context
 
-    def target(self, index: int, gpu: Gpu) -> Target:
+    def target(self, place: int, gpu: Gpu) -> Target:
         # The order of the output is the driver's, but a single GPU may have been asked for.
         alone = self.query.attached not in (None, len(self.query.gpus)) or gpu.pci is None
-        return Target(node=self.context.node, gpu=None if alone else index, pci=gpu.pci)
+        index = gpu.index if gpu.index is not None else None if alone else place
+        return Target(node=self.context.node, gpu=index, pci=gpu.pci)
 
     def finding(
         self,
@@ -130,21 +133,25 @@ class _Judge:
         pending = gpu.get("remapped_rows.pending", "remapped_rows.remapped_row_pending")
         if pending is not None and pending.text == "Yes":
             # A fault of this very boot may still be in use; an older one is kept away from new work.
-            fresh = any(
-                _is_uncorrectable(k) and (number(v) or 0) > 0 for k, v in gpu.below("ecc_errors.volatile")
-            )
+            counts = [number(v) for k, v in gpu.below("ecc_errors.volatile") if _is_uncorrectable(k)]
+            known = [n for n in counts if n is not None]
+            fresh = any(known) if known else None
             rows = gpu.get("remapped_rows.uncorrectable_error", "remapped_rows.remapped_row_unc")
             text = "a memory row waits for a reset to be remapped"
             if rows is not None:
                 text += f" ({rows.text} remapped for uncorrectable errors in the card's life)"
-            if not fresh:
+            if fresh is False:
                 text += "; the card can work until then"
             yield self._pending(target, text, pending, fresh)
 
-    def _pending(self, target: Target, text: str, value: Value, bad: bool) -> Finding:
+    def _pending(self, target: Target, text: str, value: Value, bad: bool | None) -> Finding:
+        """`bad`: whether it is for an uncorrectable error; None where the output does not say."""
         code = "GPU005"
         if bad:
             return self.finding(code, "FAIL", target, text, value)
+        if bad is None:
+            text += "; whether for an uncorrectable error is not in the output"
+            return self._unjudged(target, text, value, code=code)
         place = evidence(self.query.file, [value.line])
         action = "reset the GPU when it is idle"
         return Finding(code, "PASS", target, text, action=action, evidence=place)
@@ -177,7 +184,7 @@ class _Judge:
         )
         if pending is not None and pending.text == "Yes":
             text = f"a memory page waits to be retired ({double_pages:.0f} double-bit pages so far)"
-            yield self._pending(target, text, pending, double_pages > 0)
+            yield self._pending(target, text, pending, None if number(double) is None else double_pages > 0)
 
     def _recovery(self, target: Target, gpu: Gpu) -> Iterator[Finding]:
         action = gpu.get("gpu_recovery_action")
@@ -281,9 +288,9 @@ class _Judge:
         for what, value in damage(gpu, self.query.whole):
             yield self._unjudged(target, what, value)
 
-    def _unjudged(self, target: Target, why: str, *values: Value | None) -> Finding:
+    def _unjudged(self, target: Target, why: str, *values: Value | None, code: str = "GPU011") -> Finding:
         places = evidence(self.query.file, sorted(v.line for v in values if v is not None))
-        return Finding("GPU011", "UNJUDGED", target, why, why_unjudged=why, evidence=places)
+        return Finding(code, "UNJUDGED", target, why, evidence=places)
 
     def alike(self) -> Iterator[Finding]:
         """What differs between the GPUs of this node."""
@@ -306,19 +313,18 @@ class _Judge:
         target = Target(node=self.context.node)
         for line, text in self.query.lost:
             yield Finding("GPU002", "FAIL", target, text[:200], evidence=evidence(self.query.file, [line]))
-        yield from stray_findings(self.query.stray, self.context, "nvidia-smi -q")
         yield from inforom_findings(self.query.corrupt, self.query.file, self.context)
-        if self.query.whole and self.query.attached is None:
+        if self.query.attached is None and any(g.pci is not None for g in self.query.gpus):
             why = "the number of attached GPUs is missing: the beginning is cut off"
-            yield Finding("GPU011", "UNJUDGED", target, why, why_unjudged=why, evidence=(self.query.file,))
+            yield Finding("GPU011", "UNJUDGED", target, why, evidence=(self.query.file,))
         if any(g.pci is None and len(g.sections) > 1 for g in self.query.gpus):
             why = "several sections without a GPU's heading: the beginning is cut off"
-            yield Finding("GPU011", "UNJUDGED", target, why, why_unjudged=why, evidence=(self.query.file,))
+            yield Finding("GPU011", "UNJUDGED", target, why, evidence=(self.query.file,))
         shown, attached = len(self.query.gpus) + len(self.query.lost), self.query.attached
         places = evidence(self.query.file, (g.line for g in self.query.gpus))
         if attached is not None and shown < attached:
             why = f"{attached} GPUs attached, {shown} in the output: asked for only these, or cut off"
-            yield Finding("GPU011", "UNJUDGED", target, why, why_unjudged=why, evidence=places)
+            yield Finding("GPU011", "UNJUDGED", target, why, evidence=places)
         elif self.query.gpus and all(g.pci is not None for g in self.query.gpus):
             names = {g.name for g in self.query.gpus}
             sku = find_sku(names.pop()) if len(names) == 1 else None
@@ -327,7 +333,7 @@ class _Judge:
 
 def judge(query: Query, context: Context) -> list[Finding]:
     """Findings for every GPU of the output. A GPU of which nothing is wrong gives one PASS."""
-    work = _Judge(query, context)
+    work = Judge(query, context)
     found = [*work.missing(), *work.alike()]
     for index, gpu in enumerate(query.gpus):
         target = work.target(index, gpu)
@@ -382,4 +388,4 @@ def inventory(query: Query) -> dict[str, str | int | float]:
     return found
 
 
-TOOLS: tuple[Tool[Query], ...] = (Tool("nvidia-smi -q", matches, parse, judge, inventory),)
+TOOLS: tuple[Tool[Query], ...] = (Tool("nvidia-smi -q", matches, parse, judge, inventory, begins=BEGINS),)

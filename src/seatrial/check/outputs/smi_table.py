@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from seatrial.check.findings import Finding, Target
 from seatrial.check.floors import find_sku
 from seatrial.check.outputs.gpu_count import count_findings
-from seatrial.check.tool import Context, ParseError, Tool, evidence, lines_of
+from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence, lines_of
 from seatrial.hardware.xid import address
 
 _HEAD = re.compile(r"NVIDIA-SMI\s+(?P<smi>\S+)\s+(?:KMD|Driver) Version:\s*(?P<driver>\S+)")
@@ -31,6 +31,10 @@ _INSTEAD = re.compile(
 )
 _INFOROM = re.compile(
     r"^WARNING: infoROM is corrupted at gpu (?P<pci>[0-9A-Fa-f:.]{7,20})", re.MULTILINE | re.IGNORECASE
+)
+_BESIDE = re.compile(
+    r"NVML library version: [0-9.]+|Make sure that the latest NVIDIA driver is installed and running\.",
+    re.IGNORECASE,
 )
 _RULE = re.compile(r"\+[-=+]{40,}\+")
 _END = re.compile(r"\+-{40,}\+")
@@ -77,16 +81,30 @@ def matches(text: str) -> bool:
     return _INSTEAD.search(start) is not None
 
 
-def parse(text: str, file: str) -> Table:
+def parse(lines: Lines, file: str) -> Table:
     """Raises ParseError where there is no GPU and no reason why, or where the table ends in a GPU."""
-    head = _HEAD.search(text)
+    head = _HEAD.search(lines.text)
     table = Table(file, head["driver"] if head else None, [], [], False)
-    table.corrupt = inforom_lines(text)
-    inside = False
-    for number, line in enumerate(lines_of(text), 1):
+    table.corrupt = inforom_lines(lines)
+    inside, processes, below = False, False, ""
+    width: int | None = None  # of all lines of the table
+    for number, line in lines:
+        if width is None and _HEAD.search(line):
+            width = len(line.rstrip())
+        found = _ROW.match(line)
+        again = found is not None and any(r.index == int(found["index"]) for r in table.rows)
+        again |= inside and table.rows[-1].second and _SECOND.match(line) is not None
+        if len(line.rstrip()) == width and not (again or (processes and _END.fullmatch(below))):
+            lines.claim(number)
+        if processes:
+            below = line.rstrip() if line.startswith(("|", "+")) else below
+            continue
         if _LOST.search(line):
+            lines.claim(number)
             table.lost.append((number, line.strip()[:200]))
-        elif found := _ROW.match(line):
+        elif _BESIDE.fullmatch(line.strip()):
+            lines.claim(number)
+        elif found is not None:
             row = Row(int(found["index"]), found["name"].strip(), address(found["pci"]), number)
             counted = _COUNTED.search(line)
             if counted and counted["ecc"].isdecimal():
@@ -103,10 +121,9 @@ def parse(text: str, file: str) -> Table:
                 row.second = True
                 memory = _MEMORY.search(line)
                 row.memory_mib = int(memory["total"]) if memory else row.memory_mib
-        if re.match(r"^\|\s*(?:Compute )?Processes", line, re.IGNORECASE):
-            below = [x.rstrip() for x in lines_of(text)[number:] if x.startswith(("|", "+"))]
-            table.ended = bool(below) and _END.fullmatch(below[-1]) is not None
-            break
+        processes = re.match(r"^\|\s*(?:Compute )?Processes", line, re.IGNORECASE) is not None
+    if processes:
+        table.ended = _END.fullmatch(below) is not None
     if not table.rows and not table.lost:
         raise ParseError("no GPU in the table of nvidia-smi", file=file)
     torn = next((r for r in table.rows if not r.second), None)
@@ -116,15 +133,11 @@ def parse(text: str, file: str) -> Table:
     return table
 
 
-def inforom_lines(text: str) -> list[tuple[int, str | None]]:
+def inforom_lines(lines: Lines) -> list[tuple[int, str | None]]:
     """Line and PCI address of each GPU whose infoROM nvidia-smi calls corrupt; it says so below any of its outputs."""
-    found = _INFOROM.finditer(text)
-    return [(text.count("\n", 0, m.start()) + 1, address(m["pci"])) for m in found]
-
-
-def without_inforom(text: str) -> str:
-    """The text with these lines empty, so that the others keep their numbers."""
-    return re.sub(_INFOROM.pattern + r".*$", "", text, flags=_INFOROM.flags)
+    found = [(number, m["pci"]) for number, line in lines if (m := _INFOROM.match(line))]
+    lines.claim(*(number for number, _ in found))
+    return [(number, address(pci)) for number, pci in found]
 
 
 def inforom_findings(corrupt: list[tuple[int, str | None]], file: str, context: Context) -> list[Finding]:
@@ -154,7 +167,7 @@ def judge(table: Table, context: Context) -> list[Finding]:
         place = evidence(table.file, [line])
         if _NOT_ALLOWED.search(text):
             node = Target(node=context.node)
-            found.append(Finding("GPU011", "UNJUDGED", node, text, why_unjudged=text, evidence=place))
+            found.append(Finding("GPU011", "UNJUDGED", node, text, evidence=place))
         else:
             found.append(Finding("GPU002", "FAIL", Target(node=context.node), text, evidence=place))
     found += inforom_findings(table.corrupt, table.file, context)
@@ -182,12 +195,7 @@ def _cut(table: Table, context: Context) -> Iterator[Finding]:
         last = table.rows[-1].line
         why = "the list of processes below the GPUs is not whole: cut off, or shortened, so there may be more GPUs"
         yield Finding(
-            "GPU011",
-            "UNJUDGED",
-            Target(node=context.node),
-            why,
-            why_unjudged=why,
-            evidence=evidence(table.file, [last]),
+            "GPU011", "UNJUDGED", Target(node=context.node), why, evidence=evidence(table.file, [last])
         )
 
 
@@ -214,4 +222,5 @@ def inventory(table: Table) -> dict[str, str | int | float]:
     return found
 
 
-TOOLS: tuple[Tool[Table], ...] = (Tool("nvidia-smi", matches, parse, judge, inventory),)
+_BEGINS = re.compile(r"\|\s*(?P<id>NVIDIA-SMI)\s+\S")
+TOOLS: tuple[Tool[Table], ...] = (Tool("nvidia-smi", matches, parse, judge, inventory, begins=_BEGINS),)

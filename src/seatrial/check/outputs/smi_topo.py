@@ -8,13 +8,19 @@ from dataclasses import dataclass
 
 from seatrial.check.findings import Expected, Finding, Target
 from seatrial.check.floors import find_sku
-from seatrial.check.tool import Context, ParseError, Tool, evidence, lines_of, listed
+from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence, listed
 
 # The underlined head; where it was copied from a terminal, without its escape character.
 _COLOUR = re.compile(r"\x1b?\[[0-9]{1,2}(?:;[0-9]{1,2})*m")
 _DEVICE = r"(?:GPU[0-9]{1,3}|NIC[0-9]{1,3}|[a-z][a-z0-9_]*_[a-z0-9_]+)"
+# Of a single GPU no join says that it is this matrix, and not that of -p2p.
+_FIRST_ROW = r"^\s*GPU[0-9]{1,3}\s+(?:(?:X\s+)?(?:NV[0-9]|SYS|NODE|PHB|P[XI]B|PIX|C2C)|X\s*(?:$|[0-9]|N/A))"
 _JOIN = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|NV[0-9]{1,2}|C2C|N/A", re.ASCII)
 _GPU = re.compile(r"GPU(?P<index>[0-9]{1,3})", re.ASCII)
+_LEGEND = re.compile(
+    r"\s*(?:(?:NIC )?Legend:|(?:X|SYS|NODE|PHB|PXB|PIX|NV#|C2C)\s+= \S.*|NIC[0-9]{1,3}: \S+)\s*"
+)
+_AFFINITY = re.compile(r"[0-9,-]+|N/A")
 # Of a full NVLink mesh or an NVSwitch board, or of a part of it for a virtual machine: machines with 16 are HGX-2.
 _FULL_COUNTS = (2, 4, 8, 16)
 
@@ -43,30 +49,32 @@ def matches(text: str) -> bool:
     """Whether a matrix of GPUs is in the text."""
     clean = _COLOUR.sub("", text[:20_000])
     return re.search(r"^\s+GPU[0-9]{1,3}\b.*$", clean, re.MULTILINE) is not None and (
-        re.search(r"^\s*GPU[0-9]{1,3}\s+(?:X|NV[0-9]|SYS|NODE|PHB|P[XI]B|PIX)", clean, re.MULTILINE)
-        is not None
+        re.search(_FIRST_ROW, clean, re.MULTILINE) is not None
     )
 
 
-def parse(text: str, file: str) -> Topology:
+def parse(lines: Lines, file: str) -> Topology:
     """Raises ParseError where the matrix is not whole or not symmetric."""
     devices: list[str] = []
     rows: dict[str, list[str]] = {}
     places: dict[str, int] = {}
-    for number, raw in enumerate(lines_of(text), 1):
+    ended = False
+    for number, raw in lines:
         line = _COLOUR.sub("", raw)
         words = line.split()
         if not words:
-            if rows:
-                break  # the legend follows
+            ended = bool(rows)  # the legend follows
             continue
         if not devices:
             if line[:1].isspace() and _GPU.fullmatch(words[0]):
                 devices = _header(line)
+                lines.claim(number)
             continue
         name, values = words[0], words[1 : 1 + len(devices)]
-        if name not in devices or name in rows:
-            raise ParseError("this is no row of the matrix", file=file, line=number, source_line=line)
+        if ended or name not in devices or name in rows:
+            if _LEGEND.fullmatch(line):
+                lines.claim(number)
+            continue
         odd = next((v for v in values if not _JOIN.fullmatch(v)), None)
         if len(values) < len(devices) or odd is not None:
             what = (
@@ -74,6 +82,8 @@ def parse(text: str, file: str) -> Topology:
             )
             raise ParseError(f"row {name}: {what}", file=file, line=number, source_line=line)
         rows[name], places[name] = values, number
+        if all(_AFFINITY.fullmatch(word) for word in words[1 + len(devices) :]):
+            lines.claim(number)
     if not devices:
         raise ParseError("no matrix with GPUs in its head", file=file)
     missing = [d for d in devices if d not in rows]
@@ -106,7 +116,7 @@ def judge(topology: Topology, context: Context) -> list[Finding]:
             text = f"{count} {sku.name} GPUs, none joined by NVLink"
             return [*found, Finding("NVL008", "PASS", node, text, evidence=places)]
         why = "no NVLink between any GPUs, and the output does not name the kind of GPU that would say whether it must have some"
-        return [*found, Finding("NVL006", "UNJUDGED", node, why, why_unjudged=why, evidence=places)]
+        return [*found, Finding("NVL006", "UNJUDGED", node, why, evidence=places)]
     peers = sorted({sum(topology.links(g, o) > 0 for o in topology.gpus if o != g) for g in topology.gpus})
     text = f"{count} GPU{'s' * (count != 1)}, each joined by NVLink to {listed(peers)} others"
     if peers and max(peers) < count - 1:
@@ -150,10 +160,13 @@ def _uneven(topology: Topology, context: Context) -> Iterator[Finding]:
     top = max(best.values(), default=0)
     sku = find_sku(context.gpu)
     must = sku.links if sku is not None and sku.board == "switch" and len(gpus) > 1 else None
+    most = max(total.values(), default=0)
+    if sku is not None and sku.board == "mesh" and len(gpus) > 7:
+        most = max(most, sku.links or 0)
     full = any(len(p) == len(gpus) - 1 for p in peers.values()) and len(gpus) > 2
     pairs = bool(top) and all(len(p) <= 1 for p in peers.values())
     for gpu in gpus:
-        have, text = best[gpu], ""
+        have, wanted, text = best[gpu], must or top, ""
         if must is not None and have < must:
             text = f"{have} NVLinks to its peers, {must} expected of a {sku.name if sku else ''}"
         elif full and len(peers[gpu]) < len(gpus) - 1:
@@ -165,11 +178,13 @@ def _uneven(topology: Topology, context: Context) -> Iterator[Finding]:
             text = "no NVLink, while others are joined in pairs"
         elif have and have < top:
             text = f"{have} NVLinks to its best peer, others have {top}"
-        elif not full and not pairs and total[gpu] < max(total.values()):
-            text = f"{total[gpu]} NVLinks in all, others have {max(total.values())}"
+        elif not full and not pairs and total[gpu] < most:
+            have, wanted, text = total[gpu], most, f"{total[gpu]} NVLinks in all, {most} expected"
         if text:
             expected = Expected(
-                must or top or None, "links", sku.source if must and sku else "the node's other GPUs"
+                wanted or None,
+                "links",
+                sku.source if sku and wanted == sku.links else "the node's other GPUs",
             )
             yield Finding(
                 "NVL006",
@@ -194,4 +209,9 @@ def inventory(topology: Topology) -> dict[str, str | int | float]:
     return {"GPUs": len(topology.gpus), "NICs in topo": len(topology.nics), "NVLinks between GPUs": links}
 
 
-TOOLS: tuple[Tool[Topology], ...] = (Tool("nvidia-smi topo -m", matches, parse, judge, inventory),)
+_BEGINS = re.compile(
+    r"(?=[\s\x1b\[])(?:\x1b?\[[0-9;]*m|\s)*(?P<id>GPU)[0-9]{1,3}(?:\x1b?\[[0-9;]*m|\s)+(?:GPU[0-9]|CPU Affinity|NIC[0-9]|[a-z0-9]+_)"
+)
+TOOLS: tuple[Tool[Topology], ...] = (
+    Tool("nvidia-smi topo -m", matches, parse, judge, inventory, begins=_BEGINS),
+)

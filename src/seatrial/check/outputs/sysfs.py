@@ -8,12 +8,13 @@ from pathlib import Path
 from seatrial.check.findings import Finding, Target
 from seatrial.check.outputs.network import damaged
 from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
-from seatrial.check.tool import Context, ParseError, Tool
+from seatrial.check.tool import Context, Lines, ParseError, Tool
 from seatrial.hardware import counters
 
 _LINE = re.compile(
     r"^(?P<path>\S*?)(?P<device>[\w.-]+)/(?P<file>ports/\d+/[\w/.-]+|hca_type|fw_ver|board_id|sys_image_guid|node_guid|node_type|node_desc):(?P<value>.*)$"
 )
+_GREP = re.compile(r"grep: \S+: (?:Invalid argument|Operation not supported|Is a directory|No such device)$")
 _NEEDED = ("state", "phys_state", "rate", "link_layer")
 STATE = re.compile(r"\d+: (?P<state>[A-Z_]+)")
 PHYSICAL = re.compile(r"\d+: (?P<state>[A-Za-z]+)")
@@ -65,20 +66,16 @@ def matches(text: str) -> bool:
     return bool(re.search(r"^\S*/ports/\d+/(?:state|phys_state|rate|link_layer):\S", text, re.MULTILINE))
 
 
-def parse(text: str, file: str) -> PortsFacts:
+def parse(lines: Lines, file: str) -> PortsFacts:
     """As read_tree(), from the text that grep makes of the tree."""
     files: dict[str, dict[str, str]] = {}
     damage: list[tuple[str, int | None]] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.startswith("grep: "):
-            continue
-        found = _LINE.match(line)
-        if found is None:
-            damage.append(("a line that is not `PATH:VALUE`", number))
-        elif found["file"] in files.setdefault(found["device"], {}):
-            damage.append((f"{found['device']}/{found['file']} twice", number))
-        else:
+    for number, line in lines:
+        if (found := _LINE.match(line)) and found["file"] not in files.setdefault(found["device"], {}):
             files[found["device"]][found["file"]] = found["value"].strip()
+        elif not _GREP.match(line):
+            continue
+        lines.claim(number)
     return _ports(files, damage, "sysfs", file)
 
 
@@ -156,4 +153,7 @@ def judge(facts: PortsFacts, context: Context) -> list[Finding]:
     return found
 
 
-TOOLS = (Tool("sysfs", matches, parse, judge, inventory),)
+_BEGINS = re.compile(
+    r"\S*?[\w.-]+/(?:ports/\d+/[\w/.-]+|hca_type|fw_ver|board_id|sys_image_guid|node_guid|node_type|node_desc):"
+)
+TOOLS = (Tool("sysfs", matches, parse, judge, inventory, begins=_BEGINS),)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 
 from seatrial.base.errors import InputError
+from seatrial.check.ranges import numbered, ranges
 from seatrial.check.report import Report, natural
 
 _NAME = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?$")
-_NUMBERED = re.compile(r"^(?P<prefix>.*?)(?P<number>\d+)$")
 
 
 def failed_nodes(report: Report) -> list[str]:
@@ -33,29 +33,11 @@ def slurm(nodes: Iterable[str]) -> str:
 
     "node7" and "node07" are different hosts, so what has leading zeros makes ranges of its own.
     """
-    alone: list[str] = []
-    numbered: dict[tuple[str, int], list[int]] = {}
-    for node in dict.fromkeys(nodes):
-        if found := _NUMBERED.match(node):
-            digits = found["number"]
-            # "node[9-10]" is node9 and node10 to Slurm, "node[09-10]" is node09 and node10.
-            padded = len(digits) if digits.startswith("0") and len(digits) > 1 else 0
-            numbered.setdefault((found["prefix"], padded), []).append(int(digits))
-        else:
-            alone.append(node)
-    parts = list(alone)
-    for (prefix, width), numbers in numbered.items():
-        ranges = _ranges(sorted(numbers), width)
-        single = len(ranges) == 1 and "-" not in ranges[0]
-        parts.append(f"{prefix}{ranges[0]}" if single else f"{prefix}[{','.join(ranges)}]")
+    plain, groups = numbered(nodes)
+    parts = list(plain)
+    for (prefix, suffix, width), numbers in groups.items():
+        # "node[9-10]" is node9 and node10 to Slurm, "node[09-10]" is node09 and node10.
+        texts = [text for text, _ in ranges(numbers, width, least=2)]
+        single = len(texts) == 1 and "-" not in texts[0]
+        parts.append(prefix + (texts[0] if single else f"[{','.join(texts)}]") + suffix)
     return ",".join(sorted(parts, key=natural)) + "\n" if parts else "\n"
-
-
-def _ranges(numbers: list[int], width: int) -> list[str]:
-    found: list[list[int]] = []
-    for n in numbers:
-        if found and n == found[-1][1] + 1:
-            found[-1][1] = n
-        else:
-            found.append([n, n])
-    return [f"{a:0{width}d}" if a == b else f"{a:0{width}d}-{b:0{width}d}" for a, b in found]

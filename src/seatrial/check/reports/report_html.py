@@ -9,16 +9,20 @@ from seatrial.check.adapters import SCHEDULERS, Order
 from seatrial.check.course import Blamed
 from seatrial.check.findings import Finding, Verdict, codes
 from seatrial.check.measured import lines as rate_lines
+from seatrial.check.ranges import shortened
 from seatrial.check.report import ORDER, Report
 from seatrial.check.reports.report_table import (
     conclusion,
     expected,
     groups,
+    lead,
     message,
     places,
     targets,
     told_already,
+    would_refuse,
 )
+from seatrial.check.tool import listed
 
 _FOLDED_ROWS = 24
 _STYLE = """
@@ -34,6 +38,7 @@ main{max-width:1080px;margin:0 auto;padding:28px 20px 60px}h1{font-size:22px;mar
 .counts{display:flex;gap:28px;flex-wrap:wrap;margin-top:14px}.counts b{font-size:26px;color:var(--c);display:block;line-height:1.1}
 .nodes{display:flex;flex-wrap:wrap;gap:5px}.nodes .node{border:1px solid var(--c);color:var(--c);border-radius:4px;padding:1px 7px;font-size:13px}
 .nodes .node.FAIL{background:var(--fail);color:var(--card);font-weight:700}
+.lead{font-size:17px;font-weight:600;margin:4px 0;overflow-wrap:anywhere}
 .f{border-left:4px solid var(--c)}.f p{margin:4px 0}.code{font-family:ui-monospace,monospace;font-size:13px}
 dl{display:grid;grid-template-columns:86px 1fr;margin:8px 0 0;gap:3px 12px;font-size:14px}dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
 table{border-collapse:collapse;width:100%;font-size:14px}td,th{text-align:left;padding:5px 10px 5px 0;border-bottom:1px solid var(--line);
@@ -53,10 +58,10 @@ def page(report: Report, orders: Sequence[Order] = (), title: str = "Seatrial ch
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
             f"<style>{_STYLE}</style></head><body><main>",
             *_head(report, title),
+            *_nodes(report),
             *_blames(report),
             *_findings(report),
-            *_nodes(report),
-            *_orders(orders),
+            *_orders(report, orders),
             *_course(report),
             *_passes(report),
             *_outputs(report),
@@ -68,6 +73,8 @@ def page(report: Report, orders: Sequence[Order] = (), title: str = "Seatrial ch
 
 def _head(report: Report, title: str) -> Iterator[str]:
     yield f'<div class="card head {report.verdict}"><h1>{escape(title)}: <span class="tag">{report.verdict}</span></h1>'
+    if said := lead(report):
+        yield f'<p class="lead">{escape(said)}</p>'
     yield f'<div class="soft">{escape(conclusion(report))}</div><div class="counts">'
     words = {"FAIL": "failed", "WARN": "suspect", "UNJUDGED": "not judged", "PASS": "passed"}
     for verdict, n in report.counts.items():
@@ -84,7 +91,7 @@ def _blames(report: Report) -> Iterator[str]:
         yield "<h2>Who is to blame</h2>"
         yield from (_blame(b) for b in course.blames)
     elif course.unsettled:
-        yield f'<h2>Who is to blame</h2><div class="card UNJUDGED f"><p>not settled: {escape(", ".join(course.unsettled))}</p></div>'
+        yield f'<h2>Who is to blame</h2><div class="card UNJUDGED f"><p>not settled: {escape(listed(course.unsettled, 24))}</p></div>'
 
 
 def _blame(b: Blamed) -> str:
@@ -111,32 +118,37 @@ def _course(report: Report) -> Iterator[str]:
         yield "</ul></div>" if rates else "</div>"
 
 
-def _orders(orders: Sequence[Order]) -> Iterator[str]:
-    """The commands that take failed nodes out."""
+def _orders(report: Report, orders: Sequence[Order]) -> Iterator[str]:
+    """The commands that take failed nodes out, and whether --apply would carry them out."""
     for scheduler in SCHEDULERS:
         mine = [o for o in orders if o.scheduler == scheduler]
         if mine:
             words = {None: "not carried out", True: "done", False: "failed"}
             told = "\n".join(f"{escape(o.text)}   # {words[o.done]}" for o in mine)
-            yield f'<h2>To take them out of {scheduler.capitalize()}</h2><div class="card"><pre>{told}</pre></div>'
+            yield f'<h2>To take them out of {scheduler.capitalize()}</h2><div class="card">'
+            if why := would_refuse(report, mine):
+                yield f"<p>--apply would refuse: {escape(why)}</p>"
+            yield f"<pre>{told}</pre></div>"
 
 
 def _nodes(report: Report) -> Iterator[str]:
     """Those with something against them, and the others folded where they are many."""
     if not report.nodes:
         return
-    good = [name for name, verdict in report.nodes.items() if verdict == "PASS"]
-    bad = sorted((n for n in report.nodes.items() if n[1] != "PASS"), key=lambda n: ORDER.index(n[1]))
+    said = {verdict: [n for n, v in report.nodes.items() if v == verdict] for verdict in ORDER}
+    good = said.pop("PASS")
     yield "<h2>Nodes</h2>"
-    if bad:
-        yield f'<div class="nodes">{"".join(_node(name, verdict) for name, verdict in bad)}</div>'
+    if any(said.values()):
+        yield f'<div class="nodes">{"".join(_nodes_of(names, verdict) for verdict, names in said.items())}</div>'
     if good:
         yield f'<details class="card"{_open(len(good))}><summary>nothing found on {len(good)}</summary>'
-        yield f'<div class="nodes">{"".join(_node(name, "PASS") for name in good)}</div></details>'
+        yield f'<div class="nodes">{_nodes_of(good, "PASS")}</div></details>'
 
 
-def _node(name: str, verdict: Verdict) -> str:
-    return f'<span class="node {verdict}" title="{verdict}">{escape(name)}</span>'
+def _nodes_of(names: Sequence[str], verdict: Verdict) -> str:
+    return "".join(
+        f'<span class="node {verdict}" title="{verdict}">{escape(n)}</span>' for n in shortened(names)
+    )
 
 
 def _findings(report: Report) -> Iterator[str]:
@@ -165,18 +177,18 @@ def _finding(group: Sequence[Finding]) -> str:
         rows.append(("peers", f"median {f.peers_median:.6g} {f.unit}{deviation}"))
     if f.why_unjudged and f.why_unjudged not in f.message:
         rows.append(("why", f.why_unjudged))
-    if f.action and not (f.verdict == "UNJUDGED" and f.measured is not None):
+    if f.action:
         rows.append(("to do", f.action))
     if (seen := places(group)) and not told_already(f):
         rows.append(("seen in", seen))
     about = targets(group)
     where = f"<b>{escape(about)}</b> " if about else ""
-    listed = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows)
+    rows_html = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows)
     title = escape(codes()[f.code].title)
     return (
         f'<div class="card f {f.verdict}"><p><span class="tag">{f.verdict}</span>'
         f'<span class="code">{f.code}</span> <span class="soft">{title}</span></p>'
-        f"<p>{where}{escape(message(f))}</p><dl>{listed}</dl></div>"
+        f"<p>{where}{escape(message(f))}</p><dl>{rows_html}</dl></div>"
     )
 
 
@@ -186,9 +198,10 @@ def _passes(report: Report) -> Iterator[str]:
         return
     yield f'<h2>What passed</h2><details class="card"{_open(len(findings))}>'
     yield f"<summary>{len(findings)} findings</summary><table><tr><th>code</th><th>of</th><th>what</th></tr>"
-    for f in findings:
+    for group in groups(findings):
+        f = group[0]
         yield (
-            f'<tr><td class="code v">{f.code}</td><td>{escape(str(f.target))}</td><td>{escape(f.message)}</td></tr>'
+            f'<tr><td class="code v">{f.code}</td><td>{escape(targets(group))}</td><td>{escape(message(f))}</td></tr>'
         )
     yield "</table></details>"
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from seatrial.check.adapters import Order
+from seatrial.check.adapters import SCHEDULERS, Order, Scheduler
 from seatrial.check.findings import Finding
 from seatrial.check.report import Report
+from seatrial.check.reports.report_table import would_refuse
 
 SCHEMA_VERSION = 1
 
@@ -18,7 +19,7 @@ def document(report: Report, orders: Sequence[Order] = ()) -> dict[str, Any]:
     """`verdict`, `counts`, `nodes` (name -> verdict), `findings` (the worst first), `outputs` (each file with its verdict).
 
     Of a check that measured also `measured` (rates, for the planner), `rounds`, `seconds`, `blames` and `unsettled`. `orders`
-    are the commands that take failed nodes out, and how they went.
+    are the commands that take failed nodes out, and how they went; `apply_refused` why --apply would not do it without --force.
     """
     course = {} if report.course is None else report.course.document()
     return {
@@ -39,6 +40,7 @@ def document(report: Report, orders: Sequence[Order] = ()) -> dict[str, Any]:
         ],
         **course,
         "orders": [order.document() for order in orders],
+        "apply_refused": next((why for s in SCHEDULERS if (why := _refused(report, orders, s))), None),
     }
 
 
@@ -46,6 +48,10 @@ def text(report: Report, orders: Sequence[Order] = (), *, time: float | None = N
     """The document with a final newline, of unix `time` where it is kept. A number that JSON has no word for becomes null."""
     whole = document(report, orders) | ({} if time is None else {"time": time})
     return json.dumps(_finite(whole), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _refused(report: Report, orders: Sequence[Order], scheduler: Scheduler) -> str:
+    return would_refuse(report, [o for o in orders if o.scheduler == scheduler])
 
 
 def _finding(f: Finding) -> dict[str, Any]:

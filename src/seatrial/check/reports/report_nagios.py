@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seatrial.check.findings import Verdict
 from seatrial.check.report import Report
-from seatrial.check.reports.report_table import extent
+from seatrial.check.reports.report_table import extent, lead
 
 _STATES: dict[Verdict, tuple[str, int]] = {
     "PASS": ("OK", 0),
@@ -30,6 +30,8 @@ def line(report: Report, *, strict: bool) -> tuple[str, int]:
         where = "" if str(first.target) == "-" else f"{first.target} "
         more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
         text = f"{where}{first.code} {first.message}{more}"
+        if sum(verdict == report.verdict for verdict in report.nodes.values()) > 1:
+            text = f"{lead(report)}; {text}"
     return f"SEATRIAL {state} - {clean(text)} | {figures}", code
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from seatrial.check.adapters import SCHEDULERS, Order
-from seatrial.check.findings import Expected, Finding, Verdict
+from seatrial.check.adapters import SCHEDULERS, Order, refusal
+from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.measured import lines as rate_lines
+from seatrial.check.ranges import pieces, ranges, shortened
 from seatrial.check.report import Report, natural
+from seatrial.check.tool import listed
 
 STYLES: dict[Verdict, str] = {"FAIL": "bold red", "WARN": "yellow", "UNJUDGED": "magenta", "PASS": "green"}
 _PASSES_SHOWN = 12  # lines; more than that are counted
@@ -20,23 +24,34 @@ _NAMES_SHOWN = 24
 _INDENT = 10
 
 Line = tuple[str, str]  # text and style
+_PORT_OF = re.compile(r"^(\d+) to (.+)$")  # a switch stands in the place of a peer
 
 
 def table(report: Report, orders: Sequence[Order] = (), *, width: int = 100) -> list[Line]:
     """Lines with their styles. The last one is the verdict with its meaning. `orders` take the failed nodes out."""
     lines: list[Line] = []
+    if said := lead(report):
+        lines = [*_wrapped("", said, width, STYLES[report.verdict], indent=0), ("", "")]
     told: set[tuple[str, str]] = set()
     for group in groups([f for f in report.findings if f.verdict != "PASS"]):
         lines += _group(group, width, told)
     lines += _passes([f for f in report.findings if f.verdict == "PASS"], width)
     lines += _measured(report, width)
-    bad = [name for name, verdict in report.nodes.items() if verdict == "FAIL"]
-    if bad:
-        more = f" and {len(bad) - _NAMES_SHOWN} more" if len(bad) > _NAMES_SHOWN else ""
-        text = f"{len(bad)} of {len(report.nodes)} failed: {', '.join(bad[:_NAMES_SHOWN])}{more}"
-        lines += [("", ""), *_wrapped(f"{'nodes':<{_INDENT}}", text, width, "bold red")]
-    lines += _orders(orders)
+    lines += _orders(report, orders, width)
     return [*lines, ("", ""), (conclusion(report), STYLES[report.verdict])]
+
+
+def lead(report: Report) -> str:
+    """What is worst, and of whom: "2 of 4 nodes failed: n3, n7"; outputs where no node is named. Empty for a PASS."""
+    of = report.nodes
+    what, names = "node", [name for name, verdict in of.items() if verdict == report.verdict]
+    if not names:
+        of = {j.file: j.verdict for j in report.judged}
+        what, names = "output", [name for name, verdict in of.items() if verdict == report.verdict]
+    if not names or report.verdict == "PASS":
+        return ""
+    some = f"{len(names)} of {len(of)} {what}{'s' * (len(of) > 1)}"
+    return f"{some} {_WORDS[report.verdict]}: {listed(names, _NAMES_SHOWN)}"
 
 
 def conclusion(report: Report) -> str:
@@ -83,13 +98,8 @@ def _file(f: Finding) -> str:
 
 def _group(group: Sequence[Finding], width: int, told: set[tuple[str, str]]) -> Iterator[Line]:
     first = group[0]
-    where = targets(group)
     head = f"{first.verdict:<{_INDENT}}"
-    says = message(first)
-    if not says.startswith(f"{where} "):  # "node7 does not answer" needs no "node7: " before it
-        says = f"{where}{': ' if where else ''}{says}"
-    text = f"{first.code}  {says}"
-    yield from _wrapped(head, text, width, STYLES[first.verdict])
+    yield from _wrapped(head, _said(group), width, STYLES[first.verdict])
     blank = " " * _INDENT
     if first.why_unjudged and first.why_unjudged not in first.message:
         yield from _wrapped(blank, f"why       {first.why_unjudged}", width)
@@ -103,11 +113,10 @@ def _group(group: Sequence[Finding], width: int, told: set[tuple[str, str]]) -> 
         )
     if (seen := places(group)) and not told_already(first):
         yield from _wrapped(blank, f"seen in   {seen}", width)
-    # What was measured and could not be judged is no trouble yet.
-    idle = first.verdict == "UNJUDGED" and first.measured is not None
-    if first.action and not idle and (first.code, first.action) not in told:
+    if first.action:
+        again = (first.code, first.action) in told
         told.add((first.code, first.action))
-        yield from _wrapped(blank, f"to do     {first.action}", width)
+        yield from _wrapped(blank, f"to do     {'as above' if again else first.action}", width)
 
 
 def place(finding: Finding) -> str:
@@ -127,10 +136,47 @@ def told_already(finding: Finding) -> bool:
 
 
 def targets(group: Sequence[Finding]) -> str:
-    """What a group is about: the first few, and how many more."""
-    names = sorted({place(f) for f in group} - {"-"}, key=natural)
-    more = f" and {len(names) - _TARGETS_SHOWN} more" if len(names) > _TARGETS_SHOWN else ""
-    return ", ".join(names[:_TARGETS_SHOWN]) + more
+    """What a group is about: "n[1-4] GPUs 0-7, n7 mlx5_2/1"; the first few, and how many more."""
+    blames = any(f.code.startswith(("BLM", "TOP")) for f in group)
+    whole = {f.target for f in group}
+    rest: dict[str, list[str]] = {}
+    for node in sorted({t.node or "" for t in whole}, key=natural):
+        parts = _parts([replace(t, node=None) for t in whole if (t.node or "") == node])
+        for part in [_PORT_OF.sub(r"\2 port \1", p.removeprefix("to ")) for p in parts] if blames else parts:
+            rest.setdefault(part, []).append(node)
+    # All nodes of which the same is said together, in the order of the first of them.
+    said: list[tuple[str, int]] = []
+    for part, nodes in rest.items():
+        for text, count in pieces(nodes):
+            said.append((f"{text} {part}".strip(), count))
+    said.sort(key=lambda s: natural(s[0].replace("[", "")))
+    said = [s for s in said if s[0]]
+    more = sum(count for _, count in said[_TARGETS_SHOWN:])
+    return ", ".join(text for text, _ in said[:_TARGETS_SHOWN]) + (f" and {more} more" if more else "")
+
+
+def _parts(about: Sequence[Target]) -> list[str]:
+    """What of one node: its GPUs, the links of a GPU and its ports as ranges, "" for the node itself."""
+    gpus = sorted(
+        {t.gpu for t in about if t.gpu is not None and t.link is None and t.port is None and t.peer is None}
+    )
+    links: dict[Target, list[int]] = {}
+    found: list[str] = []
+    ports: list[str] = []
+    for t in sorted(about, key=lambda t: natural(str(t))):
+        if t.link is not None:
+            links.setdefault(replace(t, link=None), []).append(t.link)
+        elif t == Target(port=t.port) and t.port:
+            ports.append(t.port)
+        elif len(gpus) < 2 or t.gpu not in gpus:
+            found.append("" if t == Target() else str(t))
+    if len(gpus) > 1:
+        found.append(f"GPUs {','.join(text for text, _ in ranges(gpus, least=2))}")
+    for t, numbers in links.items():
+        where = "" if t == Target() else f"{t} "
+        several = "s" * (len(numbers) > 1)
+        found.append(f"{where}NVLink{several} {','.join(x for x, _ in ranges(sorted(numbers), least=2))}")
+    return found + shortened(ports)
 
 
 def places(group: Sequence[Finding]) -> str:
@@ -151,21 +197,28 @@ def expected(e: Expected) -> str:
 
 
 def _passes(findings: Sequence[Finding], width: int) -> Iterator[Line]:
-    if len(findings) <= _PASSES_SHOWN:
-        for f in findings:
-            where = "" if str(f.target) == "-" else f"{f.target}: "
-            source = f" [{os.path.basename(file)}]" if (file := _file(f)) else ""
-            text = f"{f.code}  {where}{f.message}{source}"
-            yield from _wrapped(f"{'PASS':<{_INDENT}}", text, width, STYLES["PASS"])
+    alike = groups(findings)
+    head, style = f"{'PASS':<{_INDENT}}", STYLES["PASS"]
+    if len(alike) <= _PASSES_SHOWN:
+        for group in alike:
+            source = f" [{os.path.basename(file)}]" if (file := _file(group[0])) else ""
+            yield from _wrapped(head, f"{_said(group)}{source}", width, style)
         return
-    by_code: dict[str, list[Finding]] = {}
-    for f in findings:
-        by_code.setdefault(f.code, []).append(f)
-    for code, alike in sorted(by_code.items()):
-        where = "" if str(alike[0].target) == "-" else f"{place(alike[0])}: "
-        more = f" (and {len(alike) - 1} more of this code)" if len(alike) > 1 else ""
-        text = f"{code}  {where}{message(alike[0])}{more}"
-        yield from _wrapped(f"{'PASS':<{_INDENT}}", text, width, STYLES["PASS"])
+    by_code: dict[str, list[Sequence[Finding]]] = {}
+    for group in alike:
+        by_code.setdefault(group[0].code, []).append(group)
+    for _, same in sorted(by_code.items()):
+        more = sum(map(len, same)) - len(same[0])
+        text = f"{_said(same[0])} (and {more} more of this code)" if more else _said(same[0])
+        yield from _wrapped(head, text, width, style)
+
+
+def _said(group: Sequence[Finding]) -> str:
+    """Code, place and message; "node7 does not answer" needs no "node7: " before it."""
+    where, says = targets(group), message(group[0])
+    return (
+        f"{group[0].code}  {says if says.startswith(f'{where} ') else f'{where}: {says}' if where else says}"
+    )
 
 
 def _measured(report: Report, width: int) -> Iterator[Line]:
@@ -182,8 +235,8 @@ def _measured(report: Report, width: int) -> Iterator[Line]:
         yield from _wrapped(f"{'measured' if i == 0 else '':<{_INDENT}}", text, width)
 
 
-def _orders(orders: Sequence[Order]) -> Iterator[Line]:
-    """Whole commands, never wrapped: they are to be copied."""
+def _orders(report: Report, orders: Sequence[Order], width: int) -> Iterator[Line]:
+    """Whole commands, never wrapped: they are to be copied. And whether --apply would carry them out."""
     for scheduler in SCHEDULERS:
         mine = [o for o in orders if o.scheduler == scheduler]
         if not mine:
@@ -197,12 +250,19 @@ def _orders(orders: Sequence[Order]) -> Iterator[Line]:
             yield " " * _INDENT + order.text, "" if order.done is not False else "bold red"
         if len(mine) > _ORDERS_SHOWN:
             yield " " * _INDENT + f"and {len(mine) - _ORDERS_SHOWN} more, which --json lists", ""
+        if why := would_refuse(report, mine):
+            yield from _wrapped(" " * _INDENT, f"--apply would refuse: {why}", width)
 
 
-def _wrapped(head: str, text: str, width: int, style: str = "") -> Iterator[Line]:
+def would_refuse(report: Report, orders: Sequence[Order]) -> str:
+    """Why --apply would not carry out these orders of one scheduler; empty if it would, or has."""
+    return "" if any(o.done is not None for o in orders) else refusal(report, orders, force=False)
+
+
+def _wrapped(head: str, text: str, width: int, style: str = "", indent: int = _INDENT) -> Iterator[Line]:
     clean = "".join(c if c.isprintable() else "?" for c in text)
-    room = max(40, width - _INDENT)
+    room = max(40, width - indent)
     for i, line in enumerate(
         textwrap.wrap(clean, room, break_long_words=False, break_on_hyphens=False) or [""]
     ):
-        yield (head if i == 0 else " " * _INDENT) + line, style if i == 0 else ""
+        yield (head if i == 0 else " " * indent) + line, style if i == 0 or not indent else ""

@@ -1,0 +1,67 @@
+"""`dcgmi nvlink -s`: which NVLinks of GPUs and NVSwitches are up. Judged as `nvidia-smi nvlink -s` is.
+
+Format: NVIDIA/DCGM, dcgmi/Nvlink.cpp, DisplayNvLinkLinkStatus.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from seatrial.check.findings import Finding
+from seatrial.check.outputs.say import having
+from seatrial.check.outputs.smi_gpu_list import Gpu, GpuList, Link
+from seatrial.check.outputs.smi_nvlink import judge as judge_links
+from seatrial.check.tool import Context, Lines, ParseError, Tool
+
+_WHO = re.compile(r"\s+(?P<kind>gpuId|physicalId) (?P<id>\d{1,3}):\s*")
+_STATES = re.compile(r"\s+(?P<states>[UDX_](?: [UDX_])*)\s*")
+_BESIDE = re.compile(
+    r"\|?\s*NvLink Link Status\s*\|?|GPUs:|NvSwitches:|\s+No (?:GPUs|NvSwitches) found\.|Key: Up=U, Down=D, Disabled=X, Not Supported=_|\s+Link Entities:.*|\s+(?:\d+:\d+ ?)+"
+)
+_END = "Key: Up=U"
+
+
+def parse(lines: Lines, file: str) -> GpuList:
+    """Raises ParseError where no GPU is in it, or where it does not end. Switches' ports are unused by design on many boards."""
+    gpus: list[Gpu] = []
+    open_gpu: Gpu | None = None
+    for number, line in lines:
+        if who := _WHO.fullmatch(line):
+            open_gpu = (
+                Gpu(int(who["id"]), "", f"gpuId {who['id']}", number) if who["kind"] == "gpuId" else None
+            )
+            gpus += [open_gpu] if open_gpu is not None else []
+        elif states := _STATES.fullmatch(line):
+            if open_gpu is not None and open_gpu.links:
+                continue
+            for link, state in enumerate(states["states"].split()) if open_gpu is not None else ():
+                if open_gpu is not None and state != "_":
+                    open_gpu.links.append(Link(link, number, device="up" if state == "U" else None))
+        elif not _BESIDE.fullmatch(line.rstrip()):
+            continue
+        lines.claim(number)
+    if not gpus:
+        raise ParseError("no GPU in it", file=file)
+    if _END not in lines.text:
+        raise ParseError("the key at its end is missing: cut off", file=file, line=gpus[-1].line)
+    for gpu in gpus:
+        gpu.unsupported = gpu.line if not gpu.links else None
+    return GpuList(file, "remote", gpus, tool="dcgmi nvlink -s")
+
+
+def judge(output: GpuList, context: Context) -> list[Finding]:
+    """As nvidia-smi's; the kind of GPU is only known from elsewhere."""
+    named = [replace(gpu, name=context.gpu or "GPU") for gpu in output.gpus]
+    return judge_links(replace(output, gpus=named), context)
+
+
+TOOLS: tuple[Tool[GpuList], ...] = (
+    Tool(
+        "dcgmi nvlink -s",
+        having(r"^\|\s*NvLink Link Status\s*\|"),
+        parse,
+        judge,
+        begins=re.compile(r"\|\s*NvLink Link Status\s*\|"),
+    ),
+)

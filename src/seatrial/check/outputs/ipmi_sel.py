@@ -1,0 +1,104 @@
+"""`ipmitool sel list` and `elist`: the log of the board's management controller.
+
+Format: ipmitool, lib/ipmi_sel.c; the events: include/ipmitool/ipmi_sel.h. What is asserted and later deasserted is over.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from seatrial.check.findings import Finding, Verdict
+from seatrial.check.outputs.say import Say, having
+from seatrial.check.tool import Context, Lines, ParseError, Tool
+
+_RECORD = re.compile(
+    r"\s*(?P<id>[0-9a-f]{1,4}) \| +(?:(?P<date>\d\d/\d\d/\d{2,4}|Pre-Init) +\|\s*(?P<time>[\d:]{8}(?: \w{3,5})?|\d{1,10}|Pre-Init)\s*\| +)?(?P<what>\S.*?)\s*"
+)
+_STATELESS = ("OEM record", "System Boot", "Linux")
+_EMPTY = re.compile(r"SEL has no entries\s*")
+# By sensor and event; the first that fits counts.
+_RULES: tuple[tuple[Verdict, str], ...] = (
+    ("FAIL", r"uncorrectable (?:ecc|machine check|cpu-complex)|bus (?:uncorrectable|fatal)|fatal nmi|\bpci [ps]err\b|\bierr\b|thermal trip|critical overtemperature"),
+    ("FAIL", r"non-recoverable|frb[123]/|parity$|memory device disabled|unrecoverable|undetermined system hardware failure|(?:no|no usable) system memory"),
+    ("FAIL", r"bad ?pcie|fru failure|controller unavailable|processor.*\| (?:configuration error|disabled)"),
+    ("WARN", r"correctable|bus degraded|bus timeout|(?:upper|lower) (?:non-)?critical|at or (?:above|below)|transition to (?:degraded|critical|non-critical|off line)"),
+    ("WARN", r"failure detected|failed$|predictive failure(?! deasserted)|ac lost|ac out-of-range|config(?:uration)? error|power supply inactive|redundancy (?:lost|degraded)|insufficient resources"),
+    ("WARN", r"drive fault|in (?:critical|failed) array|rebuild aborted|throttled|limit exceeded|performance lags|soft[- ]power control failure|\| low$|nmi|linux kernel panic"),
+    ("WARN", r"watchdog.*\| (?:timer expired|hard reset|power (?:down|cycle))|critical stop|error during system startup|os (?:expired|nmi)|no bootable media|heartbeat lost|communication lost|sensor failure|hotswap fault|memory scrub failed|degraded or unavailable"),
+    ("PASS", r"system event|event logging|system (?:boot|firmware progress|acpi)|\bos (?:boot|stop|critical stop.*graceful|shutdown)|button|session audit|version change|firmware or software change|timestamp clock sync|initiated by|boot completed|graceful|entity presence"),
+    ("PASS", r"present|presence|absent|fully redundant|power off/down|power cycle|interlock|sufficient|state deasserted|deasserted|transition to (?:ok|running|active|idle|on line|power off|power save)|not exceeded|performance met|enabled|intrusion|unplugged|connected|installed|ready for|drive present|hot spare|rebuild in progress|s[0-5]/|working|soft-off|log (?:area|almost)|monitor$|informational|spare"),
+)  # fmt: skip
+_COMPILED = tuple((verdict, re.compile(pattern, re.IGNORECASE)) for verdict, pattern in _RULES)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One record: the sensor with its event, without time and reading."""
+
+    line: int
+    when: str
+    what: str
+    over: bool
+
+
+@dataclass(frozen=True)
+class Sel:
+    """The whole log."""
+
+    file: str
+    events: tuple[Event, ...]
+
+
+def parse(lines: Lines, file: str) -> Sel:
+    """Raises ParseError where no record is in it."""
+    events: list[Event] = []
+    seen = empty = False
+    for number, line in lines:
+        if _EMPTY.fullmatch(line):
+            empty = True
+        elif (found := _RECORD.fullmatch(line)) and ("|" in found["what"] or "kernel panic" in found["what"]):
+            parts = [p.strip() for p in found["what"].split("|")]
+            state = next((p for p in parts if p in ("Asserted", "Deasserted")), "")
+            if not state and len(parts) == 2 and not parts[0].startswith(_STATELESS):
+                continue  # cut off before it says which
+            when = f"{found['date'] or ''} {found['time'] or ''}".strip()
+            events.append(Event(number, when, " | ".join(parts[:2]), state == "Deasserted"))
+            seen = True
+        else:
+            continue
+        lines.claim(number)
+    if not seen and not empty:
+        raise ParseError("no record of the log in it", file=file)
+    return Sel(file, tuple(events))
+
+
+def judge(sel: Sel, context: Context) -> list[Finding]:
+    """One finding for each sensor and event that is still asserted; what no rule knows is UNJUDGED."""
+    say = Say(sel.file, context, "SEL001")
+    open_: dict[str, list[Event]] = {}
+    for event in sel.events:
+        if event.over:
+            open_.pop(event.what, None)
+        else:
+            open_.setdefault(event.what, []).append(event)
+    unknown: list[Event] = []
+    for what, events in open_.items():
+        verdict = next((v for v, p in _COMPILED if p.search(what)), None)
+        if verdict is None:
+            unknown += events
+        elif verdict != "PASS":
+            times = f", {len(events)} times" if len(events) > 1 else ""
+            text = f"{what.replace(' | ', ': ')}{times}, last {events[-1].when}"
+            say(verdict, text, *(e.line for e in events))
+    if unknown:
+        kinds = list(dict.fromkeys(e.what.replace(" | ", ": ")[:60] for e in unknown))
+        text = f"{len(unknown)} of the log's records are not known: {'; '.join(kinds[:4])}"
+        say("UNJUDGED", text, *(e.line for e in unknown))
+    return say.all_well("nothing that is still wrong in the log of the management controller")
+
+
+_MATCHES = having(
+    r"^\s*[0-9a-f]{1,4} \| +(?:\d\d/\d\d/\d{2,4}|Pre-Init) +\|\s*(?:[\d:]+|Pre-Init)|^SEL has no entries"
+)
+TOOLS: tuple[Tool[Sel], ...] = (Tool("ipmitool sel", _MATCHES, parse, judge),)

@@ -1,0 +1,147 @@
+"""Output of lspci: accelerators and adapters that do not answer any more, and with -vv links below what the card can do.
+
+Format: pciutils, lspci.c and ls-caps.c (cap_express_link).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.outputs.gpu_count import count_findings
+from seatrial.check.outputs.say import Say, having
+from seatrial.check.tool import Context, Lines, ParseError, Tool
+from seatrial.hardware.xid import address
+
+_DEVICE = re.compile(
+    r"(?P<pci>(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) (?P<kind>[A-Z0-9][\w /-]*?)(?: \[[0-9a-f]{4}\])?: (?P<name>\S.*?)"
+    r"(?: \(rev (?P<rev>[0-9a-f]{2})\))?(?: \(prog-if [0-9a-f]{2}(?: \[[^\]]*\])?\))?\s*"
+)
+_LINK = re.compile(
+    r"\s+Lnk(?P<what>Cap|Sta):\s+(?:Port #\d+, )?Speed (?P<speed>[\d.]+GT/s|unknown)[^,]*, Width x(?P<width>\d+).*"
+)
+_DEAD = re.compile(r"\s*!!! Unknown header type 7f\s*")
+# What is shown of a device below its head, with -x its registers, and what lspci says when it lacks a library. Nothing of it
+# has a space before its colon, as what nvidia-smi indents.
+_DETAIL = re.compile(
+    r"(?!.* : )(?:\t+ ?| {4,})(?:10Bit|[A-Z!<\[])[^|]*|[0-9a-f]{2,3}:(?: [0-9a-f]{2}){1,16}\s*|lspci: Unable to load libkmod .*"
+)
+_DENIED = re.compile(r"\s+Capabilities: <access denied>\s*")
+_KINDS = (
+    ("GPU", re.compile(r"(?i:(?:3D|VGA compatible|Display) controller|Processing accelerators)\b.*\b(?i:NVIDIA|Instinct|Aldebaran|Aqua Vanjaram|MI\d{3}|Habana|Gaudi)")),
+    ("adapter", re.compile(r"Infiniband controller|.*(?:ConnectX|BlueField|BCM57[5-9]|Pensando|Pollara|Elastic Fabric)", re.IGNORECASE)),
+    ("NVSwitch", re.compile(r".*NVSwitch|Bridge: NVIDIA", re.IGNORECASE)),
+)  # fmt: skip
+_HYPER = re.compile(
+    r"SXM|HGX|NVLink|OAM|Instinct", re.IGNORECASE
+)  # on boards whose slots are as wide as the card
+
+
+@dataclass
+class Device:
+    """One device that matters. `links` are the speed in GT/s and the lanes of LnkCap and LnkSta, with their lines."""
+
+    pci: str
+    kind: str
+    name: str
+    line: int
+    gone: bool
+    denied: bool = False
+    links: dict[str, tuple[float | None, int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Bus:
+    """Accelerators and adapters among `count` devices. `whole`: of the whole bus, not only of some devices."""
+
+    file: str
+    devices: tuple[Device, ...]
+    count: int
+    whole: bool
+
+
+def parse(lines: Lines, file: str) -> Bus:
+    """Raises ParseError where no device is in it."""
+    devices: list[Device] = []
+    now: Device | None = None
+    count, whole = 0, False
+    for number, line in lines:
+        if found := _DEVICE.fullmatch(line):
+            count += 1
+            whole = whole or found["kind"] == "Host bridge"
+            told = f"{found['kind']}: {found['name']}"
+            kind = next((kind for kind, pattern in _KINDS if pattern.match(told)), "")
+            gone = found["rev"] == "ff"
+            now = Device(address(found["pci"]) or found["pci"], kind, found["name"], number, gone)
+            if kind or gone:
+                devices.append(now)
+        elif now is None or not _DETAIL.fullmatch(line):
+            continue
+        elif link := _LINK.fullmatch(line):
+            if link["what"] in now.links:
+                continue  # of another device, whose head is lost
+            speed = None if link["speed"] == "unknown" else float(link["speed"].removesuffix("GT/s"))
+            now.links[link["what"]] = (speed, int(link["width"]), number)
+        elif _DENIED.fullmatch(line):
+            now.denied = True
+        elif _DEAD.fullmatch(line):
+            now.gone = True
+            devices += [now] if now not in devices else []
+        lines.claim(number)
+    if not count:
+        raise ParseError("no device of the bus in it", file=file)
+    return Bus(file, tuple(devices), count, whole)
+
+
+def judge(bus: Bus, context: Context) -> list[Finding]:
+    """FAIL for what does not answer (rev ff), then links; UNJUDGED where -vv was not allowed to show them."""
+    say = Say(bus.file, context, "PCI001")
+    gpus = [d for d in bus.devices if d.kind == "GPU"]
+    if bus.whole and not gpus and context.gpus:
+        say("FAIL", f"no GPU on the bus, {context.gpus} expected", code="GPU001", measured=0)
+    elif bus.whole:
+        say.found += count_findings(range(len(gpus)), None, context, (bus.file,))
+    shown = any(d.links for d in bus.devices)  # with -vv
+    for device in bus.devices:
+        target = Target(pci=device.pci)
+        if device.gone:
+            text = f"{device.name[:80]} does not answer on the bus any more (rev ff)"
+            say("FAIL", text, device.line, target=target, measured="ff")
+        elif device.denied:
+            say("UNJUDGED", "its link can only be seen by root", device.line, code="PCI002", target=target)
+        elif device.links or (device.kind and shown):
+            _link(say, device, target)
+    if not bus.devices:
+        say("UNJUDGED", f"no accelerator and no fabric adapter among {bus.count} devices")
+    counts = [(sum(d.kind == kind for d in bus.devices), kind) for kind in ("GPU", "adapter", "NVSwitch")]
+    kinds = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for n, kind in counts if n)
+    return say.all_well(f"{kinds} on the bus, all answer")
+
+
+def _link(say: Say, device: Device, target: Target) -> None:
+    if not {"Cap", "Sta"} <= device.links.keys():
+        say("UNJUDGED", "LnkCap or LnkSta is missing: cut off", device.line, code="PCI002", target=target)
+        return
+    (could, widest, _), (speed, width, line) = device.links["Cap"], device.links["Sta"]
+    about = device.name[:60]
+    if width < widest:
+        verdict: Verdict = "FAIL" if width == 0 or _HYPER.search(device.name) else "WARN"
+        least, text = Expected(widest, "lanes", "LnkCap"), f"{about}: x{width} of x{widest}"
+        say(verdict, text, line, code="PCI002", target=target, measured=width, expected=least)
+    # A GPU lowers its speed on purpose when it is idle, never its width.
+    if device.kind != "GPU" and could is not None and (speed is None or speed < could):
+        least, text = Expected(could, "GT/s", "LnkCap"), f"{about}: {speed or 0:g} GT/s of {could:g}"
+        say("WARN", text, line, code="PCI002", target=target, measured=speed, expected=least)
+
+
+def inventory(bus: Bus) -> dict[str, str | int | float]:
+    """How many GPUs answer; nothing where only some devices were asked for."""
+    gpus = sum(d.kind == "GPU" and not d.gone for d in bus.devices)
+    return {"GPUs": gpus} if bus.whole and gpus else {}
+
+
+_MATCHES = having(
+    r"^(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7] [A-Z0-9][\w /-]+(?: \[[0-9a-f]{4}\])?: \S"
+)
+TOOLS: tuple[Tool[Bus], ...] = (Tool("lspci", _MATCHES, parse, judge, inventory),)

@@ -1,0 +1,89 @@
+"""Output of perfquery (infiniband-diags): the counters of one port, or of all ports of a switch added up.
+
+Format: rdma-core, infiniband-diags/perfquery.c, libibmad/fields.c: "SymbolErrorCounter:..............0".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from seatrial.check.findings import Finding, Target
+from seatrial.check.outputs.say import Say, having
+from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
+from seatrial.hardware.counters import LIMITS, saturated
+
+_TITLE = re.compile(
+    r"# Port (?P<kind>extended )?counters: (?P<where>.{0,80}?) ?port (?P<port>\d{1,3})(?: \(CapMask: 0x[0-9A-F]+(?: CapMask2: 0x[0-9A-F]+)?\))?\s*"
+)
+_COUNTER = re.compile(r"(?P<name>[A-Z][A-Za-z0-9]{3,40}):\.{2,}(?P<value>0x[0-9a-f]+|\d{1,20})\s*")
+_ALL_PORTS = 255
+# What the kernel calls them, whose limits they have (drivers/infiniband/core/sysfs.c).
+_NAMES = {
+    "SymbolErrorCounter": "symbol_error", "LinkErrorRecoveryCounter": "link_error_recovery", "LinkDownedCounter": "link_downed",
+    "PortRcvErrors": "port_rcv_errors", "PortRcvRemotePhysicalErrors": "port_rcv_remote_physical_errors",
+    "PortXmitDiscards": "port_xmit_discards", "LocalLinkIntegrityErrors": "local_link_integrity_errors",
+    "ExcessiveBufferOverrunErrors": "excessive_buffer_overrun_errors",
+}  # fmt: skip
+_LIMITS = {limit.counter: limit for limit in LIMITS}
+
+
+@dataclass
+class Counters:
+    """What one query showed: counter -> value and line."""
+
+    title: str
+    port: int
+    line: int
+    extended: bool
+    values: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PerfFacts:
+    """All queries of one output."""
+
+    file: str
+    queries: tuple[Counters, ...]
+
+
+def parse(lines: Lines, file: str) -> PerfFacts:
+    """Raises ParseError where no query with counters is in it."""
+    queries: list[Counters] = []
+    for number, line in lines:
+        if title := _TITLE.fullmatch(line):
+            queries.append(Counters(title["where"], int(title["port"]), number, bool(title["kind"])))
+        elif queries and (said := _COUNTER.fullmatch(line)) and said["name"] not in queries[-1].values:
+            queries[-1].values[said["name"]] = (int(said["value"], 0), number)
+        else:
+            continue
+        lines.claim(number)
+    if not any(q.values for q in queries):
+        raise ParseError("no counters of a port in it", file=file)
+    return PerfFacts(file, tuple(queries))
+
+
+def judge(facts: PerfFacts, context: Context) -> list[Finding]:
+    """Counters that are zero pass. Others are UNJUDGED: one reading does not say when they grew, the second one does."""
+    say = Say(facts.file, context, "NET011")
+    for query in facts.queries:
+        where = "all ports" if query.port == _ALL_PORTS else f"port {query.port}"
+        target = Target(port=f"{query.title} {where}")
+        # Extended counters have data and packets, of new adapters errors as well.
+        lacking = [n for n in _NAMES if n not in query.values] if not query.extended else []
+        if lacking or "PortRcvPkts" not in query.values:
+            say("UNJUDGED", f"no {(lacking or ['PortRcvPkts'])[0]}: cut off", query.line, target=target)
+        for name, counter in _NAMES.items():
+            value, line = query.values.get(name, (0, query.line))
+            if value >= _LIMITS[counter].least:
+                full = "its highest value, so how much more is not known"
+                more = full if saturated(counter, value) else _LIMITS[counter].reason
+                text = f"{name} {value}, and one reading does not say whether it grows: {more}"
+                say("UNJUDGED", text, line, target=target, measured=value)
+    if not any(n in q.values for q in facts.queries for n in _NAMES):
+        say("UNJUDGED", "only data and packets were counted here: perfquery without -x shows errors")
+    return say.all_well(f"no errors counted in {listed(q.title + f' port {q.port}' for q in facts.queries)}")
+
+
+_BEGINS = r"# Port (?:extended )?counters: "
+TOOLS = (Tool("perfquery", having(f"^{_BEGINS}"), parse, judge, begins=re.compile(_BEGINS)),)

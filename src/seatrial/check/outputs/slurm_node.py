@@ -1,0 +1,94 @@
+"""Output of `scontrol show node` (Slurm), also with --oneliner: whether a node takes work, and has the GPUs that it was set up with.
+
+Format: SchedMD/slurm, src/api/node_info.c and slurm_protocol_defs.c (node_state_flags).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from seatrial.check.findings import Finding, Target
+from seatrial.check.outputs.say import Say, having
+from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
+
+_PAIR = re.compile(r"(?P<key>[A-Z][A-Za-z_]{1,30})=(?P<value>.*?)(?=\s+[A-Z][A-Za-z_]{1,30}=|\s*$)")
+_LINE = re.compile(r"\s*[A-Z][A-Za-z_]{1,30}=.*")
+_REASON = re.compile(r"\s{5,}\S.*")  # a reason of several lines
+_NEEDED = ("State", "CfgTRES")
+# What keeps work away. What is planned or means only that work runs is no trouble.
+_OUT = re.compile(r"DOWN|ERROR|FAIL|NOT_RESPONDING|INVALID_REG|INVAL")
+_ASIDE = re.compile(
+    r"DRAIN(?:ED|ING)?|MAINT(?:ENANCE)?|REBOOT_(?:REQUESTED|ISSUED)|POWER(?:ED|ING)?_DOWN|BLOCKED|UNKNOWN|FUTURE"
+)
+_GOOD = re.compile(
+    r"IDLE|ALLOCATED|MIXED|COMPLETING|CLOUD|DYNAMIC_NORM|RESERVED|PLANNED|RESUME|POWER(?:ING)?_UP|EXTERNAL"
+)
+
+
+@dataclass
+class Node:
+    """One node: its fields, and the line of its name."""
+
+    name: str
+    line: int
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """All nodes of one output."""
+
+    file: str
+    nodes: tuple[Node, ...]
+
+
+def parse(lines: Lines, file: str) -> NodeFacts:
+    """Raises ParseError where no node is in it."""
+    nodes: list[Node] = []
+    for number, line in lines:
+        if _LINE.fullmatch(line):
+            pairs = {p["key"]: p["value"] for p in _PAIR.finditer(line.strip())}
+            if "NodeName" in pairs:
+                nodes.append(Node(pairs["NodeName"], number))
+            elif not nodes or any(k in nodes[-1].fields for k in pairs):
+                continue
+            nodes[-1].fields |= pairs
+        elif not nodes or "Reason" not in nodes[-1].fields or not _REASON.fullmatch(line):
+            continue
+        lines.claim(number)
+    if not nodes:
+        raise ParseError("no node of Slurm in it", file=file)
+    return NodeFacts(file, tuple(nodes))
+
+
+def judge(facts: NodeFacts, context: Context) -> list[Finding]:
+    """Each node by its state: FAIL if it is down or does not answer, WARN if it has been taken out."""
+    say = Say(facts.file, context, "SLM001")
+    for node in facts.nodes:
+        at, said = Target(node=node.name), node.fields
+        # "MIXED+DRAIN", "IDLE*" in older ones: the star is NOT_RESPONDING.
+        words = said.get("State", "").replace("*", "+NOT_RESPONDING").strip("+").split("+")
+        reason = f": {said['Reason']}" if said.get("Reason") else ""
+        if bad := [w for w in words if _OUT.fullmatch(w)] or [w for w in words if _ASIDE.fullmatch(w)]:
+            text = f"Slurm: {', '.join(bad).lower().replace('_', ' ')}{reason}"[:300]
+            say(
+                "FAIL" if _OUT.fullmatch(bad[0]) else "WARN",
+                text,
+                node.line,
+                target=at,
+                measured=said["State"],
+            )
+        if unknown := [w for w in words if not any(p.fullmatch(w) for p in (_OUT, _ASIDE, _GOOD))]:
+            say("UNJUDGED", f"Slurm's state {', '.join(unknown)[:60]!r} is not known", node.line, target=at)
+        if lacking := [k for k in _NEEDED if k not in said]:
+            say("UNJUDGED", f"no {lacking[0]}: cut off", node.line, target=at)
+        if drained := said.get("GresDrain", "").replace("N/A", ""):
+            say("WARN", f"Slurm has taken out generic resources: {drained[:120]}", node.line, target=at)
+    return say.all_well(f"Slurm gives work to {listed(n.name for n in facts.nodes)}")
+
+
+_FIRST = r"NodeName=(?P<id>\S+) +(?:Arch|CpuBind|CoresPerSocket)="
+TOOLS: tuple[Tool[NodeFacts], ...] = (
+    Tool("scontrol show node", having(f"^{_FIRST}"), parse, judge, begins=re.compile(_FIRST)),
+)

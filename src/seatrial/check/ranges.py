@@ -1,0 +1,60 @@
+"""Numbers, and names that differ in a number, as ranges: "0-7", "n[1-3]", "mlx5_[0-7]/1"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from seatrial.check.report import natural
+
+# A name's last number counts, or the one before a port's ("/1").
+_NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<number>[0-9]{1,18})(?P<suffix>/[0-9]+)?")
+_LEAST = 3  # numbers that a person reads rather as a range
+
+
+def ranges(numbers: Iterable[int], width: int = 0, least: int = _LEAST) -> list[tuple[str, int]]:
+    """Ascending numbers as ("4-7", 4) where `least` or more follow each other, else as ("4", 1); `width` digits each."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    parts = [part for run in runs for part in ([run] if len(run) >= least else [[n] for n in run])]
+    return [("-".join(f"{n:0{width}d}" for n in dict.fromkeys((p[0], p[-1]))), len(p)) for p in parts]
+
+
+def numbered(names: Iterable[str]) -> tuple[list[str], dict[tuple[str, str, int], list[int]]]:
+    """Names without a number, and (prefix, suffix, width) -> numbers, ascending; each name once.
+
+    "node7" and "node07" are two hosts: numbers with leading zeros have a width, and those of as many digits go with them.
+    """
+    plain: list[str] = []
+    split: list[tuple[str, str, str]] = []
+    for name in dict.fromkeys(names):
+        if (match := _NUMBERED.fullmatch(name)) is None:
+            plain.append(name)
+        else:
+            split.append((match["prefix"], match["suffix"] or "", match["number"]))
+    padded = {(p, s, len(digits)) for p, s, digits in split if digits[0] == "0" and len(digits) > 1}
+    found: dict[tuple[str, str, int], list[int]] = {}
+    for prefix, suffix, digits in split:
+        width = len(digits) if (prefix, suffix, len(digits)) in padded else 0
+        found.setdefault((prefix, suffix, width), []).append(int(digits))
+    return plain, {key: sorted(numbers) for key, numbers in found.items()}
+
+
+def pieces(names: Iterable[str]) -> list[tuple[str, int]]:
+    """The names in order, those that follow each other as "n[1-3]", and how many each is."""
+    plain, groups = numbered(names)
+    found = [(name, 1) for name in plain]
+    for (prefix, suffix, width), numbers in groups.items():
+        # "25.781" is a value, no name.
+        for text, count in ranges(numbers, width, _LEAST if prefix[:1].isalpha() else len(numbers) + 1):
+            found.append((f"{prefix}[{text}]{suffix}" if count > 1 else f"{prefix}{text}{suffix}", count))
+    return sorted(found, key=lambda piece: natural(piece[0].replace("[", "")))
+
+
+def shortened(names: Sequence[str]) -> list[str]:
+    """pieces() without the counts."""
+    return [text for text, _ in pieces(names)]
