@@ -127,6 +127,16 @@ def test_another_largest_token_is_found_by_verify(tmp_path: Path) -> None:
     assert problem == f"its largest token is {largest[first]}, the manifest says {largest[first] - 1}"
 
 
+def test_hashes_of_some_shards_only_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "store")
+    path = tmp_path / "store" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["shards"][1]["chunks"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match="some of its shards have hashes"):
+        TokenStore.open(tmp_path / "store")
+
+
 def test_a_swapped_shard_is_damage(tmp_path: Path) -> None:
     write(tmp_path / "s")
     a, b = tmp_path / "s/shard-00000.bin", tmp_path / "s/shard-00001.bin"
