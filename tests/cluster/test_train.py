@@ -414,6 +414,14 @@ class TestResume:
         assert (folder / "runs/small.old-1/checkpoints/step-00000002/manifest.json").is_file()
         assert len(records(run_of(folder) / "metrics.jsonl")) == 2
 
+    def test_fresh_does_not_go_on_from_checkpoints_elsewhere(self, folder: Path, start: Start) -> None:
+        words = ["--set", "train.steps=2", "--set", "checkpoint.folder=elsewhere"]
+        assert start(*words).wait()[0] == 0
+        code, _, err = start("--fresh", *words).wait()
+        assert code == 0
+        assert "step-00000002 is of the run before, and set aside as step-00000002.damaged" in err
+        assert len(records(run_of(folder) / "metrics.jsonl")) == 2
+
 
 class TestRefused:
     """Bad input: exit 2, a place or a name, a hint; nothing started and nothing lost."""

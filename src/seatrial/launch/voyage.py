@@ -56,6 +56,22 @@ class Voyage:
                 return True
         return False
 
+    def set_checkpoints_aside(self) -> None:
+        """Those of the run before, where they lie outside its folder: it is started over, not continued from them."""
+        for place in self._places():
+            for step in place.steps():
+                aside = place.set_aside(step, "a run of this name was started over with --fresh")
+                text = f"{place.where(step)} is of the run before, and set aside as {aside}"
+                self.opened.notes.append(text)
+                events.append(
+                    self.opened.folder,
+                    "checkpoint_set_aside",
+                    text,
+                    severity="warning",
+                    generation=self.opened.generation,
+                    data={"step": step},
+                )
+
     def _places(self) -> list[Place]:
         """Where checkpoints are. Raises StorageError where one cannot be seen: an older one elsewhere is no substitute."""
         urls = checkpoint_urls(self.job.checkpoint, self.job.name, self.opened.folder)
@@ -146,4 +162,7 @@ def prepare_voyage(job: Job, root: Path, *, fresh: bool = False, progress: Progr
     }
     add_to_plan(opened.folder, "data", data)
     freeze(opened.folder)
-    return Voyage(job, opened, stores, device, reason)
+    voyage = Voyage(job, opened, stores, device, reason)
+    if fresh:
+        voyage.set_checkpoints_aside()
+    return voyage
