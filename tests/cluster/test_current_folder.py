@@ -76,7 +76,11 @@ class Place:
         (folder / "bin/ssh").write_text(SSH)
         (folder / "bin/ssh").chmod(0o755)
         self.environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "SLURM_"))},
+            **{
+                k: v
+                for k, v in os.environ.items()
+                if not k.startswith(("PYTHON", "SLURM_", "TORCHINDUCTOR_"))
+            },
             "PLANTED_TOLD": str(self.told),
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",

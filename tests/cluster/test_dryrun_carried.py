@@ -158,13 +158,13 @@ def test_a_rank_that_is_not_there_is_refused() -> None:
 
 def test_a_process_that_ends_badly_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of({"name": "x", "layout": {}, "tied": False, "precision": "fp32"})
-    monkeypatch.setattr(dryrun, "_WORKER", (sys.executable, "-c", "raise ValueError('not so')"))
+    program = "raise ValueError('not so')"
+    monkeypatch.setattr(dryrun, "python", lambda *words: [sys.executable, "-c", program])
     with pytest.raises(InternalError, match="ValueError: not so"):
         dry_run(job)
-    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    monkeypatch.setattr(dryrun, "_WORKER", (sys.executable, "-c", killed))
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(RunFailed, match="signal 9"):
         dry_run(job)
-    monkeypatch.setattr(dryrun, "_WORKER", (sys.executable, "-c", "import signal; signal.pause()"))
+    program = "import signal; signal.pause()"
     with pytest.raises(RunFailed, match="longer than"):
         dry_run(job, timeout_s=0.1)

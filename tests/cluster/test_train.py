@@ -195,25 +195,30 @@ class TestKilled:
         run.wait_gone(within_s=5)
 
     def test_a_run_that_diverges_says_so_and_what_may_help(self, folder: Path, start: Start) -> None:
-        """With an absurd learning rate; the same command would end in the same way."""
-        arguments = ["--set", "optimizer.lr=3e8", "--set", "optimizer.clip_norm=0.0"]
+        """With weights that no number of steps mends; the same command would end in the same way."""
+        assert start("--set", "train.steps=3", "--set", "name=short").wait()[0] == 0
+        assert seatrial(folder, "export", "runs/short", "--out", "hf").returncode == 0
+        weights = safetensors.torch.load_file(folder / "hf/model.safetensors")
+        weights["model.norm.weight"] *= 1e38
+        safetensors.torch.save_file(weights, folder / "hf/model.safetensors", {"format": "pt"})
+        arguments = ["--set", "model.init_from=hf", "--set", "optimizer.clip_norm=0.0"]
         code, out, err = start("--json", *arguments).wait()
         assert code == 1
-        assert "small failed: step 4 of 12, 3 left out, after" in err
-        assert "  left out     steps 2-4 (24 samples), on purpose\n" in err
+        assert "small failed: step 3 of 12, 3 left out, after" in err
+        assert "  left out     steps 1-3 (24 samples), on purpose\n" in err
         document = json.loads(out)
         assert document["state_reason"].startswith(
             "it diverged, and no more steps may be left out: the loss is "
         )
-        assert document["ledger"]["skipped_steps"] == [2, 3, 4]
+        assert document["ledger"]["skipped_steps"] == [1, 2, 3]
         commands = [command.partition("   # ")[0] for command in document["next_commands"]]
         assert (
             commands[0]
-            == "seatrial train job.toml --set optimizer.clip_norm=0.0 --set optimizer.lr=1e+08 --fresh"
+            == "seatrial train job.toml --set model.init_from=hf --set optimizer.clip_norm=0.0 --set optimizer.lr=0.0033 --fresh"
         )
         assert not any(c.startswith("seatrial train") and "--fresh" not in c for c in commands)
-        assert "steps 2-4 (24 samples), on purpose" in seatrial(folder, "watch", "small", "--once").stdout
-        assert "steps 2-4 (24 samples), on purpose" in seatrial(folder, "verify", "small", "--ledger").stdout
+        assert "steps 1-3 (24 samples), on purpose" in seatrial(folder, "watch", "small", "--once").stdout
+        assert "steps 1-3 (24 samples), on purpose" in seatrial(folder, "verify", "small", "--ledger").stdout
 
     def test_an_interrupt_is_not_a_failure(self, folder: Path, start: Start) -> None:
         run = start("--set", "train.steps=100000")

@@ -271,7 +271,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         text = read_text(path, links=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise Damaged(f"{path} is missing: this checkpoint is not complete") from None
     except UnicodeDecodeError as error:
         raise Damaged(f"{path} is not a checkpoint manifest: {error!r}") from None

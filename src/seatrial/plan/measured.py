@@ -143,7 +143,8 @@ def _checked(file: Path, job: Job, wanted: Gpu | None, now: float) -> Measured:
     except FileNotFoundError:
         return Measured()
     except (OSError, ValueError) as error:
-        return Measured(unused=(f"{file} cannot be used: {error}",))
+        reason = error.strerror if isinstance(error, OSError) else error
+        return Measured(unused=(f"{file} cannot be used: {reason}",))
     why = _unusable(document, now - written)
     if why is not None:
         return Measured(unused=(f"{file} is not used: {why}",))

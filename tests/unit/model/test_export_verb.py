@@ -102,7 +102,7 @@ def test_of_a_chosen_step(run: Path, tmp_path: Path) -> None:
     assert _holds(tmp_path / "out", 5)
     with pytest.raises(InputError, match="no checkpoint of step 7") as caught:
         _export(run, "--step", "7", "--out", tmp_path / "other")
-    assert "it has: 10, 5" in caught.value.render()
+    assert "it has: 5, 10" in caught.value.render()
     with pytest.raises(InputError, match="is one checkpoint"):
         _export(run / "checkpoints" / "step-00000005", "--step", "5", "--out", tmp_path / "other")
 
@@ -157,7 +157,10 @@ def test_a_damaged_checkpoint_is_not_exported(
     with pytest.raises(RunFailed, match="is damaged"):
         _export(newest, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    assert _export(run, "--out", tmp_path / "out") == 0
+    with pytest.raises(RunFailed, match=r"the newest checkpoint, .* is damaged"):
+        _export(run, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert _export(run, "--allow-older", "--out", tmp_path / "out") == 0
     assert _holds(tmp_path / "out", 5)
     assert "damaged: " in capsys.readouterr().err
 

@@ -218,9 +218,9 @@ def test_the_virtual_cluster_computes_on_what_is_here(
 
 
 def test_other_launchers_compute_on_what_the_job_names() -> None:
-    gpu = place_here(open_job("llama3-8b-h100")).gpu
+    gpu = place_here(open_job("qwen2.5-72b-b300")).gpu
     assert gpu is not None
-    assert gpu.name == "H100 SXM"
+    assert gpu.name == "B300 SXM"
 
 
 def test_what_the_check_measured_is_what_is_chosen_for(tmp_path: Path) -> None:

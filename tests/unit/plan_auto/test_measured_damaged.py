@@ -86,4 +86,4 @@ def test_nobody_waits_for_a_report_that_is_a_pipe(tmp_path: Path) -> None:
     other.mkdir()
     os.mkfifo(other / "plan.json")
     found = measured_rates(tmp_path / JOB.name, JOB)
-    assert "is no file" in found.unused[0]
+    assert "is a pipe" in found.unused[0]
