@@ -16,7 +16,7 @@ from typing import IO
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.check import intake, labels
 from seatrial.check.labels import Label
-from seatrial.check.names import same_host
+from seatrial.check.names import is_host, same_host
 from seatrial.check.outputs import nccl_log, shell, sysfs
 from seatrial.check.registry import recognise
 from seatrial.check.report import natural
@@ -29,6 +29,17 @@ _DEEPEST = 8  # folders below one that was named
 _LOOKED_AT = 200  # lines of a host that show whether its lines are a tool's
 _FENCE = re.compile(r"^\s*(?:```|~~~)\s*\w*\s*$")
 _SYSTEM = ("sys", "class", "infiniband", "proc", "var", "log")  # parts of a path, no names of nodes
+_HEAPS = (
+    "logs",
+    "out",
+    "output",
+    "outputs",
+    "result",
+    "results",
+    "data",
+    "nodes",
+    "hosts",
+)  # of nodes' folders
 
 
 @dataclass(frozen=True)
@@ -51,8 +62,8 @@ def collect(paths: Sequence[str], progress: Progress = lambda done, total, what:
     """Every output in `paths`, each file once; "-" is what comes in on stdin. Raises InputError at once for all paths that
     do not exist, and if nothing is there. `progress` is called with bytes read, bytes in all (0: unknown), and the file.
 
-    In a folder, each folder is a node; what lies beside them is of no named node. Of several folders without folders
-    in them, each is a node.
+    In a folder, each folder is a node, unless its name is a date, a number or another that no host has; what lies beside
+    them is of no named node. Of several folders without folders in them, each is a node.
     """
     missing = [p for p in paths if p != STDIN and not os.path.lexists(p)]
     if missing:
@@ -65,7 +76,8 @@ def collect(paths: Sequence[str], progress: Progress = lambda done, total, what:
         if given == STDIN or not path.is_dir():
             places.setdefault(STDIN if given == STDIN else os.path.realpath(path), (path, None))
         else:
-            for place, node in _walk(path, path.resolve().name if folders > 1 else None):
+            name = path.resolve().name
+            for place, node in _walk(path, name if folders > 1 and is_host(name) else None):
                 places.setdefault(os.path.realpath(place), (place, node))
     if not places:
         raise InputError(f"nothing to judge in {', '.join(paths)}", hint="the folder holds no files")
@@ -95,26 +107,26 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _walk(folder: Path, node: str | None) -> Iterator[tuple[Path, str | None]]:
-    """Files, and folders that are a tree of sysfs. Hidden files are the editor's and git's, not a tool's."""
+def _walk(
+    folder: Path, node: str | None, depth: int = _DEEPEST + 1, named: bool = False
+) -> Iterator[tuple[Path, str | None]]:
+    """Files, and folders that are a tree of sysfs. Hidden files are the editor's and git's, not a tool's.
+
+    The uppermost folder whose name can be a host's names the node, and `named` is said of those below it.
+    """
     if _is_tree(folder):
         yield folder, node
         return
     for entry in _entries(folder):
-        if entry.is_dir() and not _is_tree(entry) and entry.name not in _SYSTEM:
-            yield from _inside(entry, entry.name, _DEEPEST)
-        elif entry.is_dir() and not _is_tree(entry):
-            yield from _inside(entry, node, _DEEPEST)
-        else:
+        linked = entry.is_symlink() and depth <= _DEEPEST
+        if not entry.is_dir() or _is_tree(entry) or not depth or linked:
             yield entry, node
-
-
-def _inside(folder: Path, node: str | None, depth: int) -> Iterator[tuple[Path, str | None]]:
-    for entry in _entries(folder):
-        if entry.is_dir() and not _is_tree(entry) and depth > 0 and not entry.is_symlink():
-            yield from _inside(entry, node, depth - 1)
+        elif named or entry.name in _SYSTEM:
+            yield from _walk(entry, node, depth - 1, True)
+        elif entry.name.lower() in _HEAPS or not is_host(entry.name):
+            yield from _walk(entry, node, depth - 1)
         else:
-            yield entry, node
+            yield from _walk(entry, entry.name, depth - 1, True)
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -11,8 +11,8 @@ _DATE = re.compile(r"[0-9]{4}-[0-9]{2}(?:-[0-9]{2}.*)?|[0-9]{8}T[0-9]{4,6}.*")
 # Facilities of syslog, what kernel and drivers begin their lines with, shells and tools that name themselves.
 _OTHERS = frozenset(
     """
-    kernel kern user mail daemon auth authpriv syslog lpr news uucp cron ftp local0 local1 local2 local3 local4 local5 local6 local7
-    localhost unknown nvrm audit systemd ipv6 acpi pci usb mce edac rcu nfs xfs btrfs info warning warn error err debug notice fatal
+    kernel kern emerg alert crit user mail daemon auth authpriv syslog lpr news uucp cron ftp local0 local1 local2 local3 local4 local5 local6 local7
+    localhost localdomain unknown nvrm audit systemd ipv6 acpi pci usb mce edac rcu nfs xfs btrfs info warning warn error err debug notice fatal
     note bash sh dash zsh ksh timeout sudo env nohup srun sbatch slurmstepd exec ssh pdsh clush mpirun prterun prte orterun orted
     xargs grep cat nvidia-smi dcgmi ibstat ibstatus ibwarn ibpanic iberror ibv_devinfo mlxlink ib_write_bw ib_read_bw ib_send_bw
     dmesg journalctl python python3 docker kubectl
@@ -29,7 +29,7 @@ def is_host(name: str) -> bool:
         _NAME.fullmatch(name) is not None
         and any(c.isalpha() for c in name)
         and not _DATE.fullmatch(name)
-        and name.lower() not in _OTHERS
+        and not all(part in _OTHERS for part in name.lower().split("."))
     )
 
 

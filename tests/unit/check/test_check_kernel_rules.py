@@ -20,6 +20,27 @@ def bad(found: list[Finding]) -> list[tuple[str, str]]:
 
 
 SAMPLES = (
+    ("pcieport 0000:15:01.0: DPC: containment event, status:0x1f01 source:0x0000", "SYS003", "FAIL"),
+    ("amdgpu 0000:05:00.0: amdgpu: 3 uncorrectable hardware errors detected in umc block", "SYS003", "FAIL"),
+    (
+        "nvidia 0000:9d:00.0: Unable to change power state from D3cold to D0, device inaccessible (config space inaccessible)",
+        "SYS003",
+        "FAIL",
+    ),
+    (
+        "amdgpu 0000:05:00.0: amdgpu: ring sdma0 timeout, signaled seq=4312, emitted seq=4314",
+        "SYS006",
+        "WARN",
+    ),
+    ("nvme nvme2: Removing after probe failure status: -19", "SYS007", "FAIL"),
+    ("nvme nvme2: controller is down; will reset: CSTS=0xffffffff, PCI_STATUS=0xffff", "SYS007", "WARN"),
+    ("critical medium error, dev nvme0n1, sector 3907 op 0x0:(READ)", "SYS007", "WARN"),
+    ("NETDEV WATCHDOG: ens1np0 (mlx5_core): transmit queue 3 timed out 5004 ms", "NET013", "WARN"),
+    (
+        "mlx5_core 0000:18:00.0: temp_warn:180:(pid 0): High temperature on sensors with bit set 0 1",
+        "NET013",
+        "WARN",
+    ),
     ("python3 invoked oom-killer: gfp_mask=0x140dca", "SYS002", "WARN"),
     ("EDAC MC1: 1 UE memory read error on CPU_SrcID#1_MC#0_Chan#0_DIMM#0", "SYS003", "FAIL"),
     ("Memory failure: 0x3f2a1b: recovery action for dirty LRU page: Recovered", "SYS003", "FAIL"),

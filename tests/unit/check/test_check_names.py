@@ -38,6 +38,11 @@ def labelled(label: str, text: str) -> str:
         "<4>Nov 15 12:{i:02}:00 gpu07 kernel: {x}",
         "Fri 2024-11-15 12:{i:02}:00 UTC gpu07 kernel: {x}",
         "17316720{i:02}.000001 gpu07 kernel: {x}",
+        "2024-11-15 12:{i:02}:00 gpu07 kernel: {x}",
+        "Mär 15 12:{i:02}:00 gpu07 kernel: {x}",
+        "11月 15 12:{i:02}:00 gpu07 kernel: {x}",
+        "<4>1 2024-11-15T12:{i:02}:00.000001Z gpu07 kernel - - - {x}",
+        '<4>1 2024-11-15T12:{i:02}:00.000001Z gpu07 kernel 17 ID4 [meta sequenceId="2"][x@1 a="b"] {x}',
     ],
 )
 def test_the_host_that_a_log_names_is_the_node(form: str) -> None:
@@ -64,6 +69,35 @@ def test_a_date_a_facility_and_a_driver_are_no_hosts(form: str) -> None:
     found = report("\n".join([*lines, form.format(i=50, x=XID)]) + "\n")
     assert failed(found) == {None}
     assert found.nodes == {}
+
+
+@pytest.mark.parametrize("label", ["kern.warn: ", "local0.notice: ", "localhost.localdomain: "])
+def test_a_facility_with_its_level_is_no_host(label: str) -> None:
+    assert report(labelled(label, f"[   10.000001] {XID}")).nodes == {}
+
+
+def test_folders_named_by_no_host_are_no_nodes(tmp_path: Path) -> None:
+    for place in (
+        "2024-11-15/smi",
+        "0/smi",
+        "logs/n1/down",
+        "run/2024-11-16/n2/smi",
+        "n3/logs/down",
+        "n3/net/x",
+    ):
+        path = tmp_path / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(DOWN if path.name == "down" else TABLE)
+    found = judge_paths([str(tmp_path)])
+    assert failed(found) == {"n1", "n3"}
+    assert found.nodes.keys() == {"n1", "run", "n3"}
+    several = judge_paths([str(tmp_path / "2024-11-15"), str(tmp_path / "0"), str(tmp_path / "logs" / "n1")])
+    assert several.nodes.keys() == {"n1"}
+
+
+@pytest.mark.parametrize("form", ["[五 11月 15 12:{i:02}:00 2024] {x}", "[Sa Mär 15 12:{i:02}:00 2024] {x}"])
+def test_dmesg_of_another_language_is_read_whole(form: str) -> None:
+    assert report("".join(form.format(i=i, x="IPv6: eth0: ready\n") for i in range(9))).verdict == "PASS"
 
 
 def test_a_log_of_many_hosts_names_each() -> None:

@@ -254,6 +254,11 @@ def test_a_counter_at_its_end_and_one_that_stands_out() -> None:
     ]
 
 
+def test_of_two_links_the_bad_one_stands_out() -> None:
+    both = errors(1, 2).replace("Link 1: CRC Errors: 0", "Link 1: CRC Errors: 9912")
+    assert ("NVL003", "WARN", 0, 1) in bad(read(both))
+
+
 def test_what_all_links_have_is_told_by_no_single_reading() -> None:
     all_over = {f"replay_{g}_{k}": 40 + g for g in range(8) for k in range(6)}
     assert {f.verdict for f in read(errors(8, **all_over))} == {"UNJUDGED", "PASS"}

@@ -82,6 +82,28 @@ def test_a_table_without_its_processes_passes_only_if_there_can_be_no_more_gpus(
     assert worst(TABLE.read("".join(lines + eight), "t")) == "PASS"
 
 
+def test_errors_of_a_mig_device_are_its_gpus() -> None:
+    rows = """\
++------------------+----------------------------------+-----------+-----------------------+
+| GPU  GI  CI  MIG |                     Memory-Usage |        Vol|        Shared         |
+|      ID  ID  Dev |                       BAR1-Usage | SM     Unc| CE ENC  DEC  OFA  JPG |
+|                  |                                  |        ECC|                       |
+|==================+==================================+===========+=======================|
+|  2    9   0   0  |              12MiB /  9856MiB    | 16      0 |  1   0    1    0    1 |
+|                  |                 0MiB / 16383MiB  |           |                       |
++------------------+----------------------------------+-----------+-----------------------+
+"""
+    healthy = (FIXTURES / "smi_table_four.txt").read_text()
+    place = healthy.index("+", healthy.index("Processes:") - 100)
+    text = healthy[:place] + rows + healthy[place:]
+    assert verdict(text) == "PASS"
+    (found,) = (
+        f for f in smi_table.TOOLS[0].read(text.replace("16      0", "16      7"), "f") if f.verdict == "FAIL"
+    )
+    assert (found.code, found.target.gpu, found.measured) == ("GPU003", 2, 7)
+    assert found.evidence == (f"f:{text[: text.index('|  2    9')].count(chr(10)) + 1}",)
+
+
 def test_a_prompt_before_the_list_is_none_of_it() -> None:
     listed = GPU.format(0, "NVIDIA H200", 0)
     assert verdict("[root@node7 ~]# nvidia-smi -L\n" + listed) == "PASS"

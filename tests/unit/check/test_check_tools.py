@@ -148,6 +148,15 @@ CHANGED = [
     ("smi_csv_h100.csv", r"^2, .*\n", "", "UNJUDGED GPU001 -"),
     ("smi_csv_h100.csv", r"^3, .*", "3, NVIDIA H100 80GB HBM3, 00000000:5D:00.0, P0", "UNJUDGED GPU011 -"),
     ("smi_csv_h100.csv", r"^2, .*", "Unable to determine the device handle for GPU2: 0000:4C:00.0: Unknown Error", "FAIL GPU002 -"),
+    ("smi_csv_h100.csv", r"^(2, .* MiB), 0", r"\1, [GPU is lost]", "FAIL GPU002 GPU 2 (0000:4c:00)"),
+    ("slurm_node_idle.txt", r"State=IDLE", "State=FAILING", "FAIL SLM001 n01"),
+    ("lspci_vv.txt", r"^\t\tLnkSta:\tSpeed 2.5", "\t\tDevSta:\tNonFatalErr- FatalErr+\n\\g<0>", "WARN SYS003 0000:19:00"),
+    ("lspci_vv.txt", r"^\t\tLnkSta:\tSpeed 2.5", "\t\tUESta:\tDLP- UnsupReq+ MalfTLP+\n\\g<0>", "WARN SYS003 0000:19:00"),
+    ("lspci_vv.txt", r"^\t\tLnkSta:\tSpeed 2.5", "\t\tUESta:\tDLP- UnsupReq+ MalfTLP-\n\\g<0>", ""),
+    ("ib_write_bw_ndr.txt", r"\Z", "* Waiting for client to connect... *\n", "UNJUDGED FILE003 -"),
+    ("ib_write_bw_ndr.txt", r"\A", "* Waiting for client to connect... *\n", ""),
+    ("dcgm3_pass.json", r'"status": "PASS"', '"status": "PASS", "warnings": [{"warning": "GPU 1 XID 48"}]', "WARN DIA001 GPU 1"),
+    ("smi_table_four.txt", r"(\n\| N/A   30C .*)0MiB / 143771MiB", r"\1      GPU is lost", "FAIL GPU002 GPU 1 (0000:43:00)"),
     ("smi_p2p_four.txt", r"^ GPU3.*\n", "", "UNJUDGED FILE003 -"),
 ]  # fmt: skip
 

@@ -131,10 +131,10 @@ def _results(name: str, row: Any, file: str) -> Iterator[Result]:
         texts.append(" ".join("".join(c if c.isprintable() else " " for c in text[:300]).split()))
         severity = entry.get("error_severity") if isinstance(entry, dict) else None
         config.append(severity == _CONFIG if severity is not None else CONFIG_TEXT.search(text) is not None)
+    status = re.sub(r"[\s_]", "", status.lower())
+    status = "warn" if status == "pass" and texts else status
     for gpu in _gpus(row, texts):
-        yield Result(
-            name, gpu, re.sub(r"[\s_]", "", status.lower()), tuple(texts), bool(config) and all(config)
-        )
+        yield Result(name, gpu, status, tuple(texts), bool(config) and all(config))
 
 
 def _gpus(row: dict[str, Any], texts: list[str]) -> list[int | None]:

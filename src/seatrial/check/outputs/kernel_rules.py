@@ -31,7 +31,8 @@ OTHERS: tuple[Rule, ...] = (
         "FAIL",
         "uncorrected hardware error",
         r"\bAER: .{0,40}Uncorrect(?:ed|able)|severity=Uncorrect(?:ed|able)|\[Hardware Error\]:.{0,60}\b(?:fatal|uncorrected)"
-        r"|\bEDAC \S{1,20}: \d{1,9} UE\b|\bMemory failure: 0x",
+        r"|\bEDAC \S{1,20}: \d{1,9} UE\b|\bMemory failure: 0x|\bDPC: (?:containment event|unmasked uncorrectable error)"
+        r"|\bamdgpu: [1-9]\d{0,15} uncorrectable hardware errors|\b[Uu]nable to change power state .{0,60}inaccessible\)",
     ),
     _rule(
         "SYS003",
@@ -98,21 +99,22 @@ OTHERS: tuple[Rule, ...] = (
     _rule(
         "SYS006",
         "WARN",
-        "a process or a processor hung",
-        r"\bsoft lockup - CPU#\d+ stuck|\bhard LOCKUP on cpu|\bblocked for more than \d{2,6} seconds|\bdetected stalls? on CPUs|\bself-detected stall on CPU",
+        "a process, a processor or a GPU hung",
+        r"\bsoft lockup - CPU#\d+ stuck|\bhard LOCKUP on cpu|\bblocked for more than \d{2,6} seconds|\bdetected stalls? on CPUs|\bself-detected stall on CPU"
+        r"|\bamdgpu: (?:ring \S{1,30} timeout|GPU reset begin)",
     ),
     _rule(
         "SYS007",
         "FAIL",
         "a disk or its file system has failed",
         r"\bRemounting filesystem read-only|\bnvme\d+: Disabling device after reset failure|\bnvme\w+: no available path - failing I/O"
-        r"|\bmd/raid\S{0,20}: Disk failure on",
+        r"|\bmd/raid\S{0,20}: Disk failure on|\bnvme nvme\d+: Removing after probe failure",
     ),
     _rule(
         "SYS007",
         "WARN",
         "errors of a disk",
-        r"\bI/O error, dev |\bBuffer I/O error on dev |\bnvme nvme\d+: I/O .{0,40}timeout|\bI/O error while writing superblock"
+        r"\b(?:I/O|medium|target) error, dev |\bnvme nvme\d+: controller is down|\bBuffer I/O error on dev |\bnvme nvme\d+: I/O .{0,40}timeout|\bI/O error while writing superblock"
         r"|\battempt to access beyond end of device|\b(?:EXT4-fs|XFS|BTRFS) ?(?:error| \(\S{1,40}\): (?:Corruption|metadata I/O error))",
     ),
     _rule(
@@ -131,13 +133,13 @@ OTHERS: tuple[Rule, ...] = (
         "NET013",
         "WARN",
         "the adapter does not answer its driver",
-        r"\bmlx5_core .{0,160}(?:No done completion|timeout\. Will cause a leak of a command resource)",
+        r"\bmlx5_core .{0,160}(?:No done completion|timeout\. Will cause a leak of a command resource)|\bNETDEV WATCHDOG: .{0,40}timed out",
     ),
     _rule(
         "NET013",
         "WARN",
-        "trouble with a cable or a transceiver",
-        r"\bmlx5_core .{0,40}Port module event(?:\[error\]|: module \d+, Cable error)",
+        "trouble with a cable or a transceiver, or it is too hot",
+        r"\bmlx5_core .{0,60}High temperature on sensors|\bmlx5_core .{0,40}Port module event(?:\[error\]|: module \d+, Cable error)",
     ),
     _rule(
         "NET013",
@@ -181,7 +183,7 @@ WORDS = (
     *("oom", "memory", "file-max", "aer: ", "severity=", "error", "machine check", "edac ", "pciehp", "throttled", "nvrm"),
     *("fabricmanager", "panic", "bug: ", "oops: ", "lockup", "stall", "blocked for more", "read-only", "nvme", "md/raid"),
     *("beyond end", ": rw=", "removable", "corruption", "not responding", "mlx", "insufficient power", "libnccl"),
-    *("nvidia-peermem", "xid", "pcie bandwidth", "carrier", "link"),
+    *("dpc: ", "amdgpu", "inaccessible", "watchdog", "nvidia-peermem", "xid", "pcie bandwidth", "carrier", "link"),
 )  # fmt: skip
 
 

@@ -39,29 +39,26 @@ _WATCHED_CODES = frozenset({63, 92})
 _SAME = 8  # processes and times that a message lists
 _QUOTED = 160  # characters of a line
 
-_TAG = r"\S+ [^\s:]+(?:\[[0-9]+\])?: "  # host and program
+# Syslog (RFC 3164 and 5424) and the journal, with months in any language: time, host, program. What follows names the host.
+_SYSLOG = (
+    r"(?:<[0-9]{1,3}>(?P<new>1 )?)?(?:\S{2,6} [ 0-9][0-9] [0-9:]{8}(?:\.[0-9]+)?"
+    r"|[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:]{8}(?:\.[0-9]+)?(?:Z|[+-][0-9:]{4,5})?"  # rsyslog, journal -o short-iso
+    r"|\S{2,6} [0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{8}\S* \S+"  # journal -o short-full
+    r"|[0-9]{9,11}\.[0-9]{6})"  # journal -o short-unix
+    r" (?P<host>\S+) (?(new)\S+ \S+ \S+ (?:-|(?:\[[^\]]*\])+) |[^\s:]+(?:\[[0-9]+\])?: )"
+)
 LINE = re.compile(
     r"^(?:"
     r"(?:<[0-9]{1,3}>)?\[ *[0-9]+\.[0-9]{2,9}(?: < *[0-9.]+>)?\]"  # dmesg, with its level in -r, with steps in -d
-    r"|\[\w{2,4}\.? +\w{3,5}\.? +[0-9]{1,2} [0-9:]{8} [0-9]{4}\] "  # dmesg -T, in any language
+    r"|\[\S{1,6} +\S{1,6} +[0-9]{1,2} [0-9:]{8} [0-9]{4}\] "  # dmesg -T, in any language
     r"|\[[A-Z][a-z]{2} ?[0-9]{1,2} [0-9]{2}:[0-9]{2}\] |\[ +\+[0-9]+\.[0-9]{6}\] "  # dmesg -H
     r"|[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8},[0-9]{3,9}[+-][0-9:]{4,5} "  # dmesg --time-format=iso
     r"|[0-9]{1,3},[0-9]+,[0-9]+,[^;\s]*;"  # /dev/kmsg
     r"|(?:kern|user|daemon|syslog) *:[a-z]+ *: "  # dmesg -x
-    rf"|(?:<[0-9]{{1,3}}>)?[A-Z][a-z]{{2}} [ 0-9][0-9] [0-9:]{{8}}(?:\.[0-9]+)? {_TAG}"  # syslog, journal
-    rf"|[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}T[0-9:]{{8}}\S* {_TAG}"  # rsyslog, journal -o short-iso
-    rf"|[A-Z][a-z]{{2}} [0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}} [0-9:]{{8}}\S* \S+ {_TAG}"  # journal -o short-full
-    rf"|[0-9]{{9,11}}\.[0-9]{{6}} {_TAG}"  # journal -o short-unix
-    r"|(?:kernel: )?NVRM: "
-    r")"
+    rf"|{_SYSLOG}|(?:kernel: )?NVRM: )"
 )
 # Not a code of a few digits, nor a part of an address or a name.
 _NUMBERS = re.compile(r"(?<![\w.:(-])(?:0x)?[0-9a-fA-F]{4,}(?![\w.:)-])")
-# Syslog and the journal name the host; dmesg writes its times of this form with a comma.
-_HOST = re.compile(
-    r"^(?:<[0-9]{1,3}>)?(?:[A-Z][a-z]{2} [ 0-9][0-9] [0-9:]{8}(?:\.[0-9]+)?|[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}(?:\.[0-9]+)?(?:Z|[+-][0-9:]{4,5})?"
-    r"|[A-Z][a-z]{2} [0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{8}\S* \S+|[0-9]{9,11}\.[0-9]{6}) (?P<host>\S+) [^\s:]+(?:\[[0-9]+\])?: "
-)
 # What the journal writes between boots, and the details of a record of /dev/kmsg.
 _BESIDE = re.compile(r"-- (?:Boot|Reboot|Logs begin|Journal begins|No entries|Hint:).*| [A-Z][A-Z_]*=\S.*")
 _LOOKS = re.compile(r"\bS?Xid", re.IGNORECASE)
@@ -150,8 +147,8 @@ def alike(line: str) -> str | None:
 
 def host_of(line: str) -> str | None:
     """The host that a line of syslog or the journal names; None where it names none."""
-    found = _HOST.match(line)
-    return found["host"] if found is not None and is_host(found["host"]) else None
+    found = LINE.match(line)
+    return found["host"] if found is not None and is_host(found["host"] or "") else None
 
 
 def parse(lines: Lines, file: str) -> KernelText:
@@ -185,19 +182,9 @@ def parse(lines: Lines, file: str) -> KernelText:
             others.append(_narrow(number, found, host))
         elif rule := rule_of(line):
             pci = None if (named := pci_of(text)) is None else address(named)
-            others.append(
-                Other(
-                    number,
-                    rule[0],
-                    rule[1],
-                    rule[3],
-                    text,
-                    device_of(rule, text),
-                    pci,
-                    host=host,
-                    times=1 + more,
-                )
-            )
+            code, level, _, what = rule
+            about = device_of(rule, text)
+            others.append(Other(number, code, level, what, text, about, pci, host=host, times=1 + more))
         elif (disk := accessed_disk(line)) and others and others[-1].device is None:
             others[-1] = replace(others[-1], device=disk)
         elif (disk := removable_disk(line)) is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.gpu_count import count_findings
 from seatrial.check.outputs.say import Say, having
-from seatrial.check.tool import Context, Lines, ParseError, Tool
+from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
 from seatrial.hardware.xid import address
 
 _DEVICE = re.compile(
@@ -21,6 +21,9 @@ _DEVICE = re.compile(
 _LINK = re.compile(
     r"\s+Lnk(?P<what>Cap|Sta):\s+(?:Port #\d+, )?Speed (?P<speed>[\d.]+GT/s|unknown)[^,]*, Width x(?P<width>\d+).*"
 )
+# Sticky bits of what the device itself has seen. Others are set on healthy ones too, by a request that nobody answers.
+_STATUS = re.compile(r"\s+(?:DevSta|UESta):.*")
+_FATAL = re.compile(r"\b(FatalErr|DLP|SDES|TLP|FCP|CmpltTO|RxOF|MalfTLP|ECRC)\+")
 _DEAD = re.compile(r"\s*!!! Unknown header type 7f\s*")
 # What is shown of a device below its head, with -x its registers, and what lspci says when it lacks a library. Nothing of it
 # has a space before its colon, as what nvidia-smi indents.
@@ -48,6 +51,7 @@ class Device:
     line: int
     gone: bool
     denied: bool = False
+    errors: dict[str, int] = field(default_factory=dict)  # name -> line
     links: dict[str, tuple[float | None, int, int]] = field(default_factory=dict)
 
 
@@ -83,6 +87,8 @@ def parse(lines: Lines, file: str) -> Bus:
                 continue  # of another device, whose head is lost
             speed = None if link["speed"] == "unknown" else float(link["speed"].removesuffix("GT/s"))
             now.links[link["what"]] = (speed, int(link["width"]), number)
+        elif _STATUS.fullmatch(line):
+            now.errors |= dict.fromkeys(_FATAL.findall(line), number)
         elif _DENIED.fullmatch(line):
             now.denied = True
         elif _DEAD.fullmatch(line):
@@ -108,7 +114,14 @@ def judge(bus: Bus, context: Context) -> list[Finding]:
         if device.gone:
             text = f"{device.name[:80]} does not answer on the bus any more (rev ff)"
             say("FAIL", text, device.line, target=target, measured="ff")
-        elif device.denied:
+        elif device.errors:
+            text = (
+                f"{device.name[:60]}: PCIe errors at some time since its last reset: {listed(device.errors)}"
+            )
+            say("WARN", text, *device.errors.values(), code="SYS003", target=target)
+        if device.gone:
+            continue
+        if device.denied:
             say("UNJUDGED", "its link can only be seen by root", device.line, code="PCI002", target=target)
         elif device.links or (device.kind and shown):
             _link(say, device, target)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
-from seatrial.check.outputs.network import at, damaged
+from seatrial.check.outputs.network import damaged
+from seatrial.check.outputs.say import Say
 from seatrial.check.tool import Context, Lines, ParseError, Tool, read_json
 
 _PAIR = re.compile(r"^(?P<name>\S[^:]*?)\s*:\s?(?P<value>.*?)\s*$")
@@ -17,6 +18,7 @@ _SECTIONS = ("Operational Info", "Supported Info", "Troubleshooting Info")
 _COUNTERS = "Physical Counters and BER Info"
 _NO_ISSUE = re.compile(r"No issue was observed\.?")
 _NEEDED = ("State", "Physical state", "Speed", "Width")
+_DOWN = ("Disable", "Disabled", "Polling", "Down", "Close port", "Port PLL Down")
 _UP = ("LinkUp", "ETH_AN_FSM_ENABLE", "Phy Test Up", "ETH_FORCE_FSM")
 # Of the slowest first. IB: InfiniBand Architecture Specification; Ethernet as mlxlink writes it.
 _IB = ("SDR", "DDR", "QDR", "FDR10", "FDR", "EDR", "HDR", "NDR", "XDR")
@@ -41,8 +43,8 @@ class LinkFacts:
         found = self.fields.get(name)
         return None if found is None else found[0]
 
-    def place(self, name: str) -> str:
-        return at(self.file, self.fields[name][1] if name in self.fields else None)
+    def line(self, name: str) -> int | None:
+        return self.fields[name][1] if name in self.fields else None
 
 
 def matches(text: str) -> bool:
@@ -124,48 +126,26 @@ def _from_json(lines: Lines, file: str, fields: dict[str, tuple[str, int | None]
 
 def judge(facts: LinkFacts, context: Context) -> list[Finding]:
     """State, speed against what port and cable can do, and quality. PASS only where the link is up, at full speed and clean."""
-    target = Target(node=context.node, port=facts.text("Device") or facts.text("device"))
-    found = damaged(facts.damage, facts.file, "mlxlink")
-    found += _state(facts, target)
-    found += _speed(facts, target)
-    found += _quality(facts, target)
-    if not found:
-        text = f"{facts.text('Speed')} {facts.text('Width')}, link up, no issue told"
-        found.append(Finding("NET008", "PASS", target, text, evidence=(facts.file,)))
-    return found
+    say = Say(facts.file, context, "NET008", Target(port=facts.text("Device") or facts.text("device")))
+    say.found += damaged(facts.damage, facts.file, "mlxlink")
+    _state(facts, say)
+    _speed(facts, say)
+    _quality(facts, say)
+    return say.all_well(f"{facts.text('Speed')} {facts.text('Width')}, link up, no issue told")
 
 
-def _state(facts: LinkFacts, target: Target) -> list[Finding]:
+def _state(facts: LinkFacts, say: Say) -> None:
     state, physical = facts.text("State"), facts.text("Physical state")
     if not state or not physical or (state == "Active" and physical in _UP):
-        return []
+        return
     expected = Expected("Active, LinkUp", source="InfiniBand Architecture Specification, port states")
-    text = f"{state}, physical state {physical}"
-    if state == "Active" or state not in (
-        "Disable",
-        "Disabled",
-        "Polling",
-        "Down",
-        "Close port",
-        "Port PLL Down",
-    ):
-        why = f"this state is not known: {text[:80]}"
-        return [
-            Finding(
-                "NET001",
-                "UNJUDGED",
-                target,
-                text,
-                state,
-                "",
-                expected,
-                why_unjudged=why,
-                evidence=(facts.place("State"),),
-            )
-        ]
-    if advice := facts.text("Recommendation"):
+    text, down = f"{state}, physical state {physical}", state in _DOWN
+    if not down:
+        text = f"this state is not known: {text[:80]}"
+    elif advice := facts.text("Recommendation"):
         text += f"; {advice}"
-    return [Finding("NET001", "FAIL", target, text, state, "", expected, evidence=(facts.place("State"),))]
+    verdict: Verdict = "FAIL" if down else "UNJUDGED"
+    say(verdict, text, facts.line("State"), code="NET001", measured=state, expected=expected)
 
 
 def _rank(speed: str) -> float | None:
@@ -189,35 +169,29 @@ def _speeds(text: str | None) -> list[str]:
     return [] if listed is None else [s.strip() for s in listed["speeds"].split(",")]
 
 
-def _speed(facts: LinkFacts, target: Target) -> list[Finding]:
+def _speed(facts: LinkFacts, say: Say) -> None:
     if facts.text("State") != "Active":
-        return []
+        return
     speed, width = facts.text("Speed") or "", facts.text("Width") or ""
     lists = [
         facts.text(f"{of} Speed") or facts.text(f"{of} Speed (Ext.)")
         for of in ("Enabled Link", "Supported Cable")
     ]
-    unknown = [
-        x
-        for x, known in ((speed, _rank(speed) is not None), (width, re.fullmatch(r"[0-9]{1,2}x", width)))
-        if not known
-    ]
+    unknown = [speed] * (_rank(speed) is None) + [width] * (re.fullmatch(r"[0-9]{1,2}x", width) is None)
     if speed.startswith("IB-"):  # of Ethernet not all names are known
         unknown += [s for text in lists for s in _speeds(text) if _rank(s) is None]
-    evidence = (facts.place("Speed"),)
-    if unknown:
-        why = f"this speed or width is not known: {', '.join(unknown)[:60]!r}"
-        return [Finding("NET002", "UNJUDGED", target, why, evidence=evidence)]
-    found = []
-    enabled, cable = map(_best, lists)
-    if enabled is None:
+    line, (enabled, cable) = facts.line("Speed"), map(_best, lists)
+    if unknown or enabled is None:
         why = "which speeds are enabled is not in the output, or not readable"
-        return [Finding("NET002", "UNJUDGED", target, why, evidence=evidence)]
+        if unknown:
+            why = f"this speed or width is not known: {', '.join(unknown)[:60]!r}"
+        say("UNJUDGED", why, line, code="NET002")
+        return
     best = min((s for s in (enabled, cable) if s is not None), key=lambda s: _rank(s) or 0.0)
     if (_rank(speed) or 0.0) < (_rank(best) or 0.0):
         expected = Expected(best, "", "the fastest that both port and cable can do, as mlxlink says")
         text = f"runs at {speed}, port and cable can do {best}"
-        found.append(Finding("NET002", "FAIL", target, text, speed, "", expected, evidence=evidence))
+        say("FAIL", text, line, code="NET002", measured=speed, expected=expected)
     narrow = width == "1x" or (width == "2x" and (_rank(speed) or 0) < _IB.index("NDR"))
     if narrow and speed.startswith("IB-"):
         expected = Expected("4x", "", "the width of a port up to HDR; NDR and later are also sold with 2x")
@@ -226,44 +200,29 @@ def _speed(facts: LinkFacts, target: Target) -> list[Finding]:
         verdict: Verdict = "WARN" if (speed, width) == ("IB-HDR", "2x") else "FAIL"
         if verdict == "WARN":
             text += ": lost two lanes, unless its switch's port is split (HDR100)"
-        place = (facts.place("Width"),)
-        found.append(Finding("NET002", verdict, target, text, width, "", expected, evidence=place))
-    return found
+        say(verdict, text, facts.line("Width"), code="NET002", measured=width, expected=expected)
 
 
-def _quality(facts: LinkFacts, target: Target) -> list[Finding]:
-    found = []
+def _quality(facts: LinkFacts, say: Say) -> None:
     opcode, advice = facts.text("Status Opcode"), facts.text("Recommendation") or ""
     if opcode is not None and opcode != "0" and facts.text("State") == "Active":
-        place = (facts.place("Status Opcode"),)
+        line = facts.line("Status Opcode")
         if opcode.isdecimal():
-            text = f"status opcode {opcode}: {advice}"
-            found.append(
-                Finding(
-                    "NET008", "WARN", target, text, opcode, "", Expected("0", "", "mlxlink"), evidence=place
-                )
-            )
+            text, good = f"status opcode {opcode}: {advice}", Expected("0", "", "mlxlink")
+            say("WARN", text, line, measured=opcode, expected=good)
         else:
-            why = f"the status opcode is not readable: {opcode[:40]!r}"
-            found.append(Finding("NET008", "UNJUDGED", target, why, evidence=place))
+            say("UNJUDGED", f"the status opcode is not readable: {opcode[:40]!r}", line)
     for name in ("Effective Physical BER", "Symbol BER"):
-        said = facts.text(name)
+        said, line = facts.text(name), facts.line(name)
         if said is None or said in ("N/A", ""):
             continue
         rate = float(said) if re.fullmatch(r"\d+(?:\.\d+)?(?:[eE]-?\d{1,3})?", said) else None
-        verdict: Verdict = "PASS" if rate is not None and rate <= _BIT_ERRORS else "WARN"
-        if verdict == "PASS":
-            continue
         if rate is None:
-            why = f"`{name}` is not readable: {said[:40]!r}"
-            found.append(Finding("NET008", "UNJUDGED", target, why, evidence=(facts.place(name),)))
-            continue
-        expected = Expected(_BIT_ERRORS, "", "at most; InfiniBand Architecture Specification")
-        says = f"{name} {said}: errors are left after correction"
-        found.append(
-            Finding("NET008", "WARN", target, says, rate, "", expected, evidence=(facts.place(name),))
-        )
-    return found
+            say("UNJUDGED", f"`{name}` is not readable: {said[:40]!r}", line)
+        elif rate > _BIT_ERRORS:
+            most = Expected(_BIT_ERRORS, "", "at most; InfiniBand Architecture Specification")
+            text = f"{name} {said}: errors are left after correction"
+            say("WARN", text, line, measured=rate, expected=most)
 
 
 TOOLS = (Tool("mlxlink", matches, parse, judge, begins=re.compile(r"(?P<id>Operational Info)\s*$")),)

@@ -32,6 +32,7 @@ _NUMBER = re.compile(r"^\d+(?:\.\d+)?$")
 _DIRECTION = re.compile(r"^\s*(?P<side>Local|Remote) results:\s*$")  # --report-both, after the sum
 # A line of settings: the first name in 16 columns, or ended by a tab.
 _SETTINGS = re.compile(r"^ ?[A-Za-z](?:[^:\t]{15}|[^:\t]{1,15}\t+ ?): ?\S")
+_WAITING = "* Waiting for client to connect..."
 # What it says beside the test, on either side of it.
 _PLAIN = re.compile(
     r"\s*(?:\*+ ?(?:Waiting for client to (?:connect|rejoin)\.\.\. \*)?|Disabling dynamic polling|WARNING: BW peak won't be measured in this run\."
@@ -45,6 +46,8 @@ _PLAIN = re.compile(
 def matches(text: str) -> bool:
     """Whether it is perftest's: a test's title, its column line, its JSON, or an error text of its own."""
     if looks_like_json(text):
+        return True
+    if _WAITING in text:
         return True
     lines = text.splitlines() if "Test" in text or "#bytes" in text else []
     return any(_TITLE.match(line) or (_HEADER.match(line) and "[" in line) for line in lines) or (
@@ -86,15 +89,18 @@ class _Reader:
         self.errors: list[tuple[str, int]] = []
         self._done: list[_Open] = []
         self._open: _Open | None = None
+        self._waits: int | None = None  # the line of a server that has no client yet
 
     def take(self, number: int, line: str) -> bool:
         """Take one line in; False if it is none of perftest's."""
         if title := _TITLE.match(line):
             self._title(number, title)
+            self._waits = None
             return True
         if ANY_ERROR.search(line):
             self.errors.append((line.strip(), number))
             return True
+        self._waits = number if _WAITING in line else self._waits
         now = self._open
         if _PLAIN.fullmatch(line) or (now is None and not _HEADER.match(line)):
             return _PLAIN.fullmatch(line) is not None
@@ -211,6 +217,10 @@ class _Reader:
             elif not run.complete and not endless(run):
                 run = run.torn("the closing line is missing: cut off", run.rows[-1].line)
             yield run
+        if self._waits is not None:
+            yield Run(kind="", line=self._waits).torn(
+                "a server waits for a client: no test has begun", self._waits
+            )
 
 
 def endless(run: Run) -> bool:

@@ -17,10 +17,10 @@ def having(pattern: str) -> Callable[[str], bool]:
 
 
 class Say:
-    """The findings of one output, in the order in which they are said; about `code` where no other is named."""
+    """The findings of one output, in the order in which they are said; about `code` and `target` where no other is named."""
 
-    def __init__(self, file: str, context: Context, code: str) -> None:
-        self.file, self.context, self.code = file, context, code
+    def __init__(self, file: str, context: Context, code: str, target: Target | None = None) -> None:
+        self.file, self.context, self.code, self.target = file, context, code, target or Target()
         self.found: list[Finding] = []
 
     def __call__(
@@ -35,7 +35,8 @@ class Say:
         median: float | None = None,
     ) -> None:
         """One finding; `lines` are its places, none for the whole file."""
-        target = replace(target or Target(), node=(target and target.node) or self.context.node)
+        target = target or self.target
+        target = replace(target, node=target.node or self.context.node)
         unit = expected.unit if expected else ""
         places = evidence(self.file, [n for n in lines if n is not None]) or (self.file,)
         code = code or self.code

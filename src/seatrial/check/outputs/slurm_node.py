@@ -17,7 +17,7 @@ _LINE = re.compile(r"\s*[A-Z][A-Za-z_]{1,30}=.*")
 _REASON = re.compile(r"\s{5,}\S.*")  # a reason of several lines
 _NEEDED = ("State", "CfgTRES")
 # What keeps work away. What is planned or means only that work runs is no trouble.
-_OUT = re.compile(r"DOWN|ERROR|FAIL|NOT_RESPONDING|INVALID_REG|INVAL")
+_OUT = re.compile(r"DOWN|ERROR|FAIL(?:ING)?|NOT_RESPONDING|INVALID_REG|INVAL")
 _ASIDE = re.compile(
     r"DRAIN(?:ED|ING)?|MAINT(?:ENANCE)?|REBOOT_(?:REQUESTED|ISSUED)|POWER(?:ED|ING)?_DOWN|BLOCKED|UNKNOWN|FUTURE"
 )

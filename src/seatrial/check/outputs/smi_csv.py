@@ -87,7 +87,7 @@ def parse(lines: Lines, file: str) -> Query:
     lost: list[tuple[int, str]] = []
     for number, line in lines:
         cells = _cells(line)
-        if LOST.match(line):
+        if LOST.match(line) and not 1 < len(cells) == len(columns):
             lost.append((number, line.strip()))
         elif _is_head(line) and not gpus:
             columns = [re.sub(r" \[.*\]$", "", c) for c in cells]

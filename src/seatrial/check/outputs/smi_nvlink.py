@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from statistics import median
+from statistics import median, median_low
 
 from seatrial.check.findings import Expected, Finding, Target, Verdict
 from seatrial.check.floors import Sku, find_sku, shares
@@ -198,7 +198,7 @@ def _counters(output: GpuList, context: Context) -> Iterator[Finding]:
         }
         if not seen:
             continue
-        usual = median(value for value, _ in seen.values())
+        usual = median_low(value for value, _ in seen.values())
         for gpu in output.gpus:
             own = {link: v for (index, link), v in seen.items() if index == gpu.index}
             ended = {k: v for k, v in own.items() if v[0] in _ENDS and limit.bits is not None}

@@ -24,7 +24,7 @@ _FORMS = (
     (re.compile(r"ecc_errors\.(volatile|aggregate)\.(?!sram_threshold).*"), re.compile(r"[0-9]+")),
     (re.compile(r"retired_pages\..*(bit_ecc|retired_count)"), re.compile(r"[0-9]+")),
     (re.compile(r"remapped_rows\..*(error|corr|unc)"), re.compile(r"[0-9]+")),
-    (re.compile(r"remapped_rows\..*histogram\..*"), re.compile(r"[0-9]+ bank\(s\)")),
+    (re.compile(r"remapped_rows\..*histogram\..*"), re.compile(r"[0-9]+(?: bank\(s\))?")),
     (re.compile(r"pci\..*(width|gen)[^.]*\.[^.]*"), re.compile(r"[0-9]+x?")),
 )
 _NO_VALUE = (

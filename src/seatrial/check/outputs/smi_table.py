@@ -40,7 +40,10 @@ _RULE = re.compile(r"\+[-=+]{40,}\+")
 _END = re.compile(r"\+-{40,}\+")
 _LONGEST = 12  # lines of a message that comes instead of a table, with a prompt before it
 _MEMORY = re.compile(r"(?P<used>[0-9]+|N/A|ERR!)\s*(?:MiB)?\s*/\s*(?P<total>[0-9]+)\s*MiB")
-_COUNTED = re.compile(r"\|\s*(?P<ecc>[0-9]+|N/A|Off|Disabled|ERR!)\s*\|\s*$")
+# Uncorrectable errors: at the end of a GPU's first line, and in the third column of each of its MIG devices.
+_COUNTED = re.compile(
+    r"\|\s*(?P<gpu>[0-9]{1,3})\s.*\|\s*(?:[0-9]+\s+(?=[0-9]+ \|.*\|))?(?P<ecc>[0-9]+) \|(?:[ 0-9]+\|)?\s*"
+)
 
 
 @dataclass
@@ -52,7 +55,7 @@ class Row:
     pci: str | None
     line: int
     errors: list[tuple[int, str]] = field(default_factory=list)
-    uncorrected: int | None = None
+    uncorrected: dict[int, int] = field(default_factory=dict)  # by line: its own, and of MIG devices
     memory_mib: int | None = None
     second: bool = False  # whether its second line is there
 
@@ -99,28 +102,28 @@ def parse(lines: Lines, file: str) -> Table:
         if processes:
             below = line.rstrip() if line.startswith(("|", "+")) else below
             continue
-        if _LOST.search(line):
+        if _LOST.search(line) and not (inside and line.startswith("|")):
             lines.claim(number)
             table.lost.append((number, line.strip()[:200]))
         elif _BESIDE.fullmatch(line.strip()):
             lines.claim(number)
         elif found is not None:
             row = Row(int(found["index"]), found["name"].strip(), address(found["pci"]), number)
-            counted = _COUNTED.search(line)
-            if counted and counted["ecc"].isdecimal():
-                row.uncorrected = int(counted["ecc"])
             table.rows.append(row)
             inside, table.closed = True, False
         elif _RULE.fullmatch(line.rstrip()) and table.rows:
             inside, table.closed = False, True
         if inside and line.startswith("|"):
             row = table.rows[-1]
-            if "ERR!" in line or "Unknown Error" in line:
+            if "ERR!" in line or "Unknown Error" in line or _LOST.search(line):
                 row.errors.append((number, _named(line)))
             if _SECOND.match(line):
                 row.second = True
                 memory = _MEMORY.search(line)
                 row.memory_mib = int(memory["total"]) if memory else row.memory_mib
+        if counted := _COUNTED.fullmatch(line):
+            of = [r for r in table.rows if r.index == int(counted["gpu"])] or table.rows[-1:]
+            of[-1].uncorrected |= {number: int(counted["ecc"])} if int(counted["ecc"]) else {}
         processes = re.match(r"^\|\s*(?:Compute )?Processes", line, re.IGNORECASE) is not None
     if processes:
         table.ended = _END.fullmatch(below) is not None
@@ -150,14 +153,16 @@ def inforom_findings(corrupt: list[tuple[int, str | None]], file: str, context: 
 
 
 def _named(line: str) -> str:
-    """Which value of a GPU's line is in error: they stand in the order of the head, "Fan Temp Perf Pwr:Usage/Cap"."""
+    """What is wrong in a GPU's line, and which value: they stand in the order of the head, "Fan Temp Perf Pwr:Usage/Cap"."""
+    if lost := _LOST.search(line):
+        return lost[0]
     words = line.strip("| ").split()
     names = ("fan", "temperature", "performance state", "power")
     if _SECOND.match(line):
         for name, word in zip(names, words, strict=False):
             if word == "ERR!":
-                return name
-    return "a value"
+                return f"ERR! instead of a value: {name}"
+    return "ERR! instead of a value"
 
 
 def judge(table: Table, context: Context) -> list[Finding]:
@@ -201,13 +206,13 @@ def _cut(table: Table, context: Context) -> Iterator[Finding]:
 
 def _of_row(row: Row, table: Table, context: Context) -> Iterator[Finding]:
     target = Target(node=context.node, gpu=row.index, pci=row.pci)
-    for line, what in row.errors:
-        text = f"ERR! instead of a value: {what}"
+    for line, text in row.errors:
         yield Finding("GPU002", "FAIL", target, text, "ERR!", evidence=evidence(table.file, [line]))
     if row.uncorrected:
-        text = f"{row.uncorrected} uncorrectable memory errors since the driver was loaded"
-        place = evidence(table.file, [row.line])
-        yield Finding("GPU003", "FAIL", target, text, row.uncorrected, "errors", evidence=place)
+        count = sum(row.uncorrected.values())
+        text = f"{count} uncorrectable memory errors since the driver was loaded"
+        place = evidence(table.file, row.uncorrected)
+        yield Finding("GPU003", "FAIL", target, text, count, "errors", evidence=place)
 
 
 def inventory(table: Table) -> dict[str, str | int | float]:
