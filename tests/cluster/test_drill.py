@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from seatrial.job.huggingface import config_from_architecture
+from seatrial.job.loading import load_job
+from seatrial.model.decoder import whole_shapes
 from seatrial.record import lock
 from seatrial.record.folder import RunFolder
 
@@ -123,9 +128,14 @@ def test_an_interrupted_drill_leaves_a_report_and_nothing_else(drill: Drill, fol
     assert list(folder.glob("runs/.drill/small-*/report.md"))
 
 
-def test_a_job_that_does_not_run_cannot_be_drilled(drill: Drill) -> None:
-    """The reference has to be one that never failed."""
-    process = drill("--only", "kill_rank", "--set", "optimizer.lr=1e30")
+def test_a_job_that_does_not_run_cannot_be_drilled(drill: Drill, folder: Path) -> None:
+    """The reference has to be one that never failed; with these weights no loss is finite."""
+    arch = load_job(folder / "job.toml").architecture
+    (folder / "hf").mkdir()
+    (folder / "hf/config.json").write_text(json.dumps(config_from_architecture(arch)))
+    weights = {name: torch.full(shape, 1e38) for name, shape in whole_shapes(arch).items()}
+    save_file(weights, folder / "hf/model.safetensors")
+    process = drill("--only", "kill_rank", "--set", "model.init_from=hf")
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert "the undisturbed copy of the job ended with exit code 1" in err
