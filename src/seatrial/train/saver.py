@@ -72,6 +72,7 @@ class Saver:
         self.doubts: Sequence[Doubts] = ()  # what may yet have checkpoints set aside
         self._told_every_s = min(_TOLD_S, job.resilience.first_step_s / 3)
         self._attempt: Attempt | None = None
+        self._again = False  # if it fails, the same step is saved once more, over what is there of it
         self._hangs = False  # the storage neither took nor refused the last attempt
         self._unordered = False  # its copy may still be on its way from the device
         self._number = 0  # of the last attempt
@@ -288,7 +289,9 @@ class Saver:
             assert self._attempt is not None
             self._attempt = replace(self._attempt, stalled_s=attempt.stalled_s)
         else:
-            if self._writes and not self._hangs:  # a full disk has room for nothing else before it is gone
+            if (
+                self._writes and not self._hangs and not self._again
+            ):  # a full disk has room for nothing else before it is gone
                 self._writer.order_abandon(self._places.urls[attempt.place], attempt.step, self._generation)
             self._rhythm.failed()
 
@@ -297,10 +300,16 @@ class Saver:
     def finish(self, step: int, *, must: bool) -> None:
         """Have the state after `step` in a checkpoint before this returns; all ranks wait.
 
-        A failure is told, and with `must` raised as SaveFailed in every rank.
+        A failure is told, and with `must` raised as SaveFailed in every rank after a second attempt: it may have been only
+        the writing process that failed, and there is another one by then. A storage that hangs is not asked again.
         """
         self._wait()
         if self._saved_step != step:
+            self._again = must
+            self.begin(step)
+            self._wait()
+            self._again = False
+        if self._saved_step != step and must and not self._any(self._hangs):
             self.begin(step)
             self._wait()
         if self._saved_step != step and must:
@@ -332,8 +341,11 @@ class Saver:
 
     def has(self, step: int) -> bool:
         """Whether there is a checkpoint of `step`, or a later one; all ranks ask together."""
-        found = self._writes and self._places.newest_step() >= step
-        told = torch.tensor([float(found)], dtype=torch.float64, device=self._mesh.device)
+        return self._any(self._writes and self._places.newest_step() >= step)
+
+    def _any(self, here: bool) -> bool:
+        """Whether `here` is true in any rank; all ask together."""
+        told = torch.tensor([float(here)], dtype=torch.float64, device=self._mesh.device)
         return float(self._mesh.sum_over_ranks(told).item()) > 0
 
     def _wait(self) -> None:

@@ -325,7 +325,10 @@ def test_the_end_waits_and_fails_together(make: Callable[..., Ranks]) -> None:
         writer.auto = lambda what, attempt, rank=rank: (what, rank) != ("part", 1)
     errors = ranks.together(lambda s: s.finish(15, must=True))
     assert [type(e) for e in errors] == [PeerSaveFailed, SaveFailed, PeerSaveFailed]
-    assert ranks.kinds() == ["checkpoint_saved", "checkpoint_failed"]
+    assert ranks.kinds() == ["checkpoint_saved", "checkpoint_failed", "checkpoint_failed"]
+    assert [step for _, step in ranks.writers[0].given_up] == [15], (
+        "after the second attempt, which writes over the first"
+    )
     for writer in ranks.writers:
         writer.auto = lambda what, attempt: True
     assert ranks.together(lambda s: s.finish(15, must=True)) == [None] * RANKS
@@ -333,6 +336,28 @@ def test_the_end_waits_and_fails_together(make: Callable[..., Ranks]) -> None:
     staged = ranks.writers[0].staged
     assert ranks.together(lambda s: s.finish(15, must=True)) == [None] * RANKS
     assert ranks.writers[0].staged == staged, "what is saved is not saved again"
+
+
+def test_the_last_save_is_tried_again_where_a_writing_process_failed(make: Callable[..., Ranks]) -> None:
+    ranks = make("every_steps = 10")
+    ranks.steps(1, 9)
+    for rank, writer in enumerate(ranks.writers):
+        writer.auto = lambda what, attempt, rank=rank: (what, attempt, rank) != ("part", 1, 1)
+    assert ranks.together(lambda s: s.finish(9, must=True)) == [None] * RANKS
+    assert ranks.kinds() == ["checkpoint_failed", "checkpoint_saved"]
+    assert [w.given_up for w in ranks.writers] == [[]] * RANKS, (
+        "nothing is removed that is being written again"
+    )
+
+
+def test_a_storage_that_hangs_is_not_asked_again_at_the_end(make: Callable[..., Ranks]) -> None:
+    ranks = make("every_steps = 10")
+    for rank, writer in enumerate(ranks.writers):
+        writer.auto = lambda what, attempt, rank=rank: (what, rank) != ("part", 1)
+    ranks.savers[1]._hangs = True
+    errors = ranks.together(lambda s: s.finish(9, must=True))
+    assert all(isinstance(e, SaveFailed) for e in errors)
+    assert ranks.kinds() == ["checkpoint_failed"]
 
 
 def test_nothing_of_a_distrusted_state_is_completed(make: Callable[..., Ranks]) -> None:
