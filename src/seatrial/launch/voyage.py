@@ -17,6 +17,7 @@ from seatrial.hardware.devices import choose_device
 from seatrial.launch import launcher_for
 from seatrial.launch.base import Launcher, Outcome
 from seatrial.record import events
+from seatrial.record.folder import RunFolder
 from seatrial.record.inputs import freeze
 from seatrial.record.run import OpenedRun, add_to_plan, open_run
 
@@ -152,6 +153,9 @@ def prepare_voyage(job: Job, root: Path, *, fresh: bool = False, progress: Progr
         global_batch=job.train.global_batch,
         tokenizer_spec=job.data.tokenizer,
     )
+    if fresh:  # before the old run is moved: what cannot be seen now could not be set aside then
+        for url in checkpoint_urls(job.checkpoint, job.name, RunFolder(root / job.name)):
+            open_place(url).steps()
     opened = open_run(job, root, fresh=fresh, data=stores_identity(stores))
     opened.notes += notes
     data = {

@@ -13,13 +13,14 @@ from seatrial.base.errors import InputError
 from seatrial.control.ports import check_port, free_port, is_free
 from seatrial.control.spec import parse_agent_arguments
 from seatrial.job import Job, job_from_text, preset_text
-from seatrial.launch import LocalLauncher, Outcome, launcher_for, local
+from seatrial.launch import LocalLauncher, Outcome, launcher_for, local, voyage
 from seatrial.launch.netns import Hosts
 from seatrial.launch.voyage import Voyage
 from seatrial.record.events import append, read_events
 from seatrial.record.folder import RunFolder
 from seatrial.record.run import open_run
 from seatrial.record.view import read_view
+from seatrial.storage import StorageError
 
 
 def job(*overrides: str, port: int | None = 20500) -> Job:
@@ -55,6 +56,23 @@ def test_a_free_port_can_be_listened_on() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", free_port()))
         server.listen(1)
+
+
+def test_fresh_moves_nothing_where_the_old_checkpoints_cannot_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "corpus.txt").write_text("some text\n" * 2000)
+    again = job(f"data.train={tmp_path}/corpus.txt", "checkpoint.folder=s3://bucket/team", port=None)
+    open_run(again, tmp_path / "runs").close()
+
+    class Away:
+        def steps(self) -> list[int]:
+            raise StorageError("unreachable", "list", "s3://bucket/team", "it does not answer")
+
+    monkeypatch.setattr(voyage, "open_place", lambda url: Away())
+    with pytest.raises(StorageError):
+        voyage.prepare_voyage(again, tmp_path / "runs", fresh=True)
+    assert [p.name for p in (tmp_path / "runs").iterdir() if not p.name.startswith(".")] == ["first-voyage"]
 
 
 def agent_lines(text: str) -> list[list[str]]:
