@@ -170,6 +170,11 @@ class Faults:
         for _, what in due:
             what()
 
+    @property
+    def launcher_deaths(self) -> int:
+        """How often the run's own process was killed, rather than paused."""
+        return sum("launcher" in done and "SIGSTOP" not in done for done in self.done)
+
     def _pause(self, whom: list[Part], what: str) -> None:
         self._note(f"SIGSTOP to {what} for {PAUSE_S:g} s")
         for part in whom:
@@ -239,11 +244,12 @@ def _follow(stage: Stage, faults: Faults, coming: list[Strike]) -> str:
 
     try:
         stage.wait_until(look)
-        if stage.exits[-1] != 0 and "launcher" in " ".join(faults.done):
+        # Each time that the run's own process was killed, the same command goes on.
+        while stage.exits[-1] != 0 and len(stage.exits) <= faults.launcher_deaths:
             stage.wait_gone()
             if stage.left:
                 return f"left behind: {stage.left}"
-            stage.again()  # the run's own process was killed: the same command goes on
+            stage.again()
             stage.wait_until(look)
     except Overdue:
         return "stalled"
