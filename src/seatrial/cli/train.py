@@ -99,13 +99,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tell_memory(voyage: Voyage, ready: Ready) -> list[tuple[str, str]]:
-    """Lines of the header, and the same as an event."""
+    """Lines of the header, and the same data for an event."""
     from seatrial.plan.host import in_words
 
     lines = list(in_words(ready.account))
     copies, _ = ready.account.copies
     notable = bool(ready.notes) or copies < min(1, voyage.job.resilience.snapshot_every_steps) * 2
-    with contextlib.suppress(OSError):  # what starts next will say that the folder cannot be written
+    with contextlib.suppress(OSError):  # the launch will report that the folder cannot be written
         events.append(
             voyage.opened.folder,
             "memory_planned",
@@ -140,7 +140,7 @@ def _data(voyage: Voyage) -> str:
 
 
 def _next(args: argparse.Namespace, voyage: Voyage, code: int, view: RunView) -> list[str]:
-    """Commands that help, each with what it does."""
+    """Suggested commands, each with what it does."""
     path = voyage.opened.folder.path
     look = f"seatrial watch {shlex.quote(str(path))} --once"
     if code == EXIT_DONE:
@@ -156,7 +156,7 @@ def _next(args: argparse.Namespace, voyage: Voyage, code: int, view: RunView) ->
 
 
 def _after_divergence(args: argparse.Namespace, voyage: Voyage, view: RunView, end: Event) -> list[str]:
-    """Not the same command: it meets the same step with the same budget, and ends there again."""
+    """Not the same command: it would reach the same step with the same budget, and fail there again."""
     path, job = view.folder.path, voyage.job
     lower = f"{job.optimizer.lr / 3:.2g}"
     commands = [
@@ -187,7 +187,7 @@ def _after_divergence(args: argparse.Namespace, voyage: Voyage, view: RunView, e
 
 
 def _train(args: argparse.Namespace, *more: str, lr: str | None = None) -> str:
-    """The command that was given, with `more`; `lr` takes the place of the learning rate."""
+    """The user's command with `more` appended; a new `lr` replaces the old one."""
     words = ["seatrial", "train", str(args.job)]
     sets = [s for s in args.set if lr is None or s.partition("=")[0].strip() != "optimizer.lr"]
     words += [w for s in sets + ([] if lr is None else [f"optimizer.lr={lr}"]) for w in ("--set", s)]

@@ -1,4 +1,4 @@
-"""`seatrial validate JOB`: whether a job could start here, with all that stands against it; nothing is started."""
+"""`seatrial validate JOB`: report whether a job could start here, and every problem; starts nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """The arguments of every verb that starts a job, or says whether it could be."""
+    """Arguments of the verbs that start a job, or check whether it could start."""
     parser.add_argument("job", type=Path, nargs=nargs, metavar="JOB", help="job file (see `seatrial init`)")
     parser.add_argument(
         "--set",

@@ -23,7 +23,7 @@ _END = "Key: Up=U"
 
 
 def parse(lines: Lines, file: str) -> GpuList:
-    """Raises ParseError where no GPU is in it, or where it does not end. Switches' ports are unused by design on many boards."""
+    """Raises ParseError if there is no GPU, or it is cut off. Switch ports are skipped: many boards leave some unused."""
     gpus: list[Gpu] = []
     open_gpu: Gpu | None = None
     for number, line in lines:
@@ -51,7 +51,7 @@ def parse(lines: Lines, file: str) -> GpuList:
 
 
 def judge(output: GpuList, context: Context) -> list[Finding]:
-    """As nvidia-smi's; the kind of GPU is only known from elsewhere."""
+    """As for `nvidia-smi nvlink -s`; the GPU model is known only from other outputs."""
     named = [replace(gpu, name=context.gpu or "GPU") for gpu in output.gpus]
     return judge_links(replace(output, gpus=named), context)
 

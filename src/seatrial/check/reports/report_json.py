@@ -19,7 +19,8 @@ def document(report: Report, orders: Sequence[Order] = ()) -> dict[str, Any]:
     """`verdict`, `counts`, `nodes` (name -> verdict), `findings` (the worst first), `outputs` (each file with its verdict).
 
     Of a check that measured also `measured` (rates, for the planner), `rounds`, `seconds`, `blames` and `unsettled`. `orders`
-    are the commands that take failed nodes out, and how they went; `apply_refused` why --apply would not do it without --force.
+    With measurements also `measured` (rates, for the planner), `rounds`, `seconds`, `blames` and `unsettled`. `orders`:
+    the commands that drain failed nodes, with their results; `apply_refused`: why --apply needs --force.
     """
     course = {} if report.course is None else report.course.document()
     return {
