@@ -115,9 +115,8 @@ def _archive(head: bytes) -> str:
 def _blocks(raw: IO[bytes], taken: Taken) -> Iterator[bytes]:
     """The decompressed content in blocks of about BLOCK_BYTES; decompression errors are recorded as damage."""
     start = raw.read(BLOCK_BYTES)
-    while 0 < len(start) < BLOCK_BYTES and (
-        more := raw.read(BLOCK_BYTES - len(start))
-    ):  # a read from a pipe may be short
+    # A read from a pipe may be short.
+    while 0 < len(start) < BLOCK_BYTES and (more := raw.read(BLOCK_BYTES - len(start))):
         start += more
     if _packing(start) is None:
         yield start

@@ -289,9 +289,8 @@ class Saver:
             assert self._attempt is not None
             self._attempt = replace(self._attempt, stalled_s=attempt.stalled_s)
         else:
-            if (
-                self._writes and not self._hangs and not self._again
-            ):  # a full disk needs the partial files removed first
+            # A full disk needs the partial files removed first.
+            if self._writes and not self._hangs and not self._again:
                 self._writer.order_abandon(self._places.urls[attempt.place], attempt.step, self._generation)
             self._rhythm.failed()
 

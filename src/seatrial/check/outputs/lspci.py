@@ -36,9 +36,8 @@ _KINDS = (
     ("adapter", re.compile(r"Infiniband controller|.*(?:ConnectX|BlueField|BCM57[5-9]|Pensando|Pollara|Elastic Fabric)", re.IGNORECASE)),
     ("NVSwitch", re.compile(r".*NVSwitch|Bridge: NVIDIA", re.IGNORECASE)),
 )  # fmt: skip
-_HYPER = re.compile(
-    r"SXM|HGX|NVLink|OAM|Instinct", re.IGNORECASE
-)  # on boards whose slots are as wide as the card
+# On boards whose slots are as wide as the card.
+_HYPER = re.compile(r"SXM|HGX|NVLink|OAM|Instinct", re.IGNORECASE)
 
 
 @dataclass

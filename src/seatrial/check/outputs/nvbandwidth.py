@@ -157,9 +157,8 @@ def _matrix(say: Say, test: Test, sku: Sku | None) -> bool:
     between = test.name.startswith("device_to_device")
     rows = test.rows
     if between and test.line is None and len(rows) == 3 * len(rows[0]):
-        rows = rows[
-            -len(rows[0]) :
-        ]  # the JSON lists the rows of both streams one below the other, their sum last
+        # The JSON lists the rows of both streams one below the other, their sum last.
+        rows = rows[-len(rows[0]) :]
     pairs = [(v, i, j) for i, row in enumerate(rows) for j, v in enumerate(row) if not between or i != j]
     cells = [(v, i, j) for v, i, j in pairs if v is not None]
     if not cells:
