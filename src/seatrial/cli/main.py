@@ -54,16 +54,14 @@ _USAGE = "usage: seatrial VERB [options]"
 
 def entry() -> NoReturn:
     """The console script: `main` over the command line, with its exit code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # As stderr does: escape file names that are not UTF-8, or that the locale cannot encode.
-        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main(sys.argv[1:]))
 
 
 def main(argv: list[str]) -> int:
     """Run one command line; returns the exit code. Errors go to stderr, with `--json` as JSON."""
     as_json = "--json" in argv
-    if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be valid text
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As stderr does: escape file names that are not UTF-8, or that the locale cannot encode.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _dispatch(argv)

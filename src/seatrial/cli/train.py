@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seatrial.base import units
@@ -18,7 +17,7 @@ from seatrial.base.errors import (
     EXIT_PREEMPTED,
     SeatrialError,
 )
-from seatrial.cli.validate import job_arguments
+from seatrial.cli.validate import job_arguments, train_command
 from seatrial.record import events
 from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
@@ -152,7 +151,7 @@ def _next(args: argparse.Namespace, voyage: Voyage, code: int, view: RunView) ->
         what = "starts over: there is no checkpoint yet" if step is None else f"resumes after step {step}"
     except SeatrialError as error:  # the storage may be what ended the run
         what = error.message
-    return [f"{_train(args)}   # {what}", look]
+    return [f"{train_command(args)}   # {what}", look]
 
 
 def _after_divergence(args: argparse.Namespace, voyage: Voyage, view: RunView, end: Event) -> list[str]:
@@ -160,7 +159,7 @@ def _after_divergence(args: argparse.Namespace, voyage: Voyage, view: RunView, e
     path, job = view.folder.path, voyage.job
     lower = f"{job.optimizer.lr / 3:.2g}"
     commands = [
-        f"{_train(args, '--fresh', lr=lower)}   # starts over with a third of the learning rate; keeps the old run"
+        f"{train_command(args, '--fresh', lr=lower)}   # starts over with a third of the learning rate; keeps the old run"
     ]
     if view.checkpoints:
         told = (end.data or {}).get("step")
@@ -175,7 +174,7 @@ def _after_divergence(args: argparse.Namespace, voyage: Voyage, view: RunView, e
             f"seatrial export {shlex.quote(str(path))} --step {step} --out {shlex.quote(path.name)}-{step}-hf"
             "   # for model.init_from of a job with another name and learning rate"
             + (f"; there are also {others}" if others else ""),
-            f"{_train(args, '--set', f'resilience.max_skipped_steps={more}')}"
+            f"{train_command(args, '--set', f'resilience.max_skipped_steps={more}')}"
             f"   # if it is the samples: resumes after step {max(steps)}, and may leave out {more} steps in all",
         ]
     if end.rank is not None:
@@ -184,13 +183,3 @@ def _after_divergence(args: argparse.Namespace, voyage: Voyage, view: RunView, e
             "computed it: is its hardware well?"
         )
     return commands
-
-
-def _train(args: argparse.Namespace, *more: str, lr: str | None = None) -> str:
-    """The user's command with `more` appended; a new `lr` replaces the old one."""
-    words = ["seatrial", "train", str(args.job)]
-    sets = [s for s in args.set if lr is None or s.partition("=")[0].strip() != "optimizer.lr"]
-    words += [w for s in sets + ([] if lr is None else [f"optimizer.lr={lr}"]) for w in ("--set", s)]
-    if args.runs != Path("runs"):
-        words += ["--runs", str(args.runs)]
-    return shlex.join([*words, *more])

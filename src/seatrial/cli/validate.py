@@ -39,6 +39,16 @@ def job_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> 
     )
 
 
+def train_command(args: argparse.Namespace, *more: str, lr: str | None = None) -> str:
+    """The `seatrial train` command for these arguments with `more` appended; a new `lr` replaces the old one."""
+    words = ["seatrial", "train", str(args.job)]
+    sets = [s for s in args.set if lr is None or s.partition("=")[0].strip() != "optimizer.lr"]
+    words += [w for s in sets + ([] if lr is None else [f"optimizer.lr={lr}"]) for w in ("--set", s)]
+    if args.runs != Path("runs"):
+        words += ["--runs", str(args.runs)]
+    return shlex.join([*words, *more])
+
+
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 it could start, 1 the storage of its data cannot be reached, 2 it could not."""
     from seatrial.launch.preflight import preflight
@@ -67,10 +77,5 @@ def run(args: argparse.Namespace) -> int:
     data, notes = (("data", source) for source in ready.data), (("note", note) for note in ready.notes)
     for label, text in (*data, *in_words(account), *notes):
         out.pair(label, text)
-    words = ["seatrial", "train", str(args.job), *(w for s in args.set for w in ("--set", s))]
-    if args.runs != Path("runs"):
-        words += ["--runs", str(args.runs)]
-    if args.ignore_memory:
-        words.append("--ignore-memory")
-    out.pair("next", shlex.join(words))
+    out.pair("next", train_command(args, *(["--ignore-memory"] if args.ignore_memory else [])))
     return EXIT_DONE
