@@ -143,12 +143,10 @@ def parse_rocm(lines: Lines, file: str) -> Gpus:
     faults: list[tuple[int, str]] = []
     columns = False
     for number, line in lines:
-        if (found := _ROCM.fullmatch(line) or (_CONCISE.fullmatch(line) if columns else None)) is not None:
-            gpu = gpus.setdefault(int(found["index"]), Gpu(int(found["index"]), number))
-            name, value = (
-                (found["key"].strip().lower(), found["value"]) if found.re is _ROCM else ("row", line)
-            )
-            gpu.values.setdefault(name, (value, number))
+        if found := _ROCM.fullmatch(line) or (_CONCISE.fullmatch(line) if columns else None):
+            said = {"key": "row", "value": line} | found.groupdict()
+            gpu = gpus.setdefault(int(said["index"]), Gpu(int(said["index"]), number))
+            gpu.values.setdefault(said["key"].strip().lower(), (said["value"], number))
         elif _LOST.match(line):
             faults.append((number, line.strip()[:200]))
         elif _COLUMNS.fullmatch(line):
@@ -158,9 +156,8 @@ def parse_rocm(lines: Lines, file: str) -> Gpus:
         lines.claim(number)
     if not gpus and not faults:
         raise ParseError("no GPU in it", file=file)
-    return Gpus(
-        "rocm-smi", file, tuple(gpus.values()), tuple(faults), "End of ROCm SMI Log" not in lines.text
-    )
+    torn = "End of ROCm SMI Log" not in lines.text
+    return Gpus("rocm-smi", file, tuple(gpus.values()), tuple(faults), torn)
 
 
 def _rule(name: str) -> tuple[str, str, Verdict, str] | None:

@@ -28,16 +28,17 @@ def parse(lines: Lines, file: str) -> GpuList:
     open_gpu: Gpu | None = None
     for number, line in lines:
         if who := _WHO.fullmatch(line):
-            open_gpu = (
-                Gpu(int(who["id"]), "", f"gpuId {who['id']}", number) if who["kind"] == "gpuId" else None
-            )
-            gpus += [open_gpu] if open_gpu is not None else []
+            open_gpu = None
+            if who["kind"] == "gpuId":
+                open_gpu = Gpu(int(who["id"]), "", f"gpuId {who['id']}", number)
+                gpus.append(open_gpu)
         elif states := _STATES.fullmatch(line):
-            if open_gpu is not None and open_gpu.links:
-                continue
-            for link, state in enumerate(states["states"].split()) if open_gpu is not None else ():
-                if open_gpu is not None and state != "_":
-                    open_gpu.links.append(Link(link, number, device="up" if state == "U" else None))
+            if open_gpu is not None:
+                if open_gpu.links:
+                    continue
+                for link, state in enumerate(states["states"].split()):
+                    if state != "_":
+                        open_gpu.links.append(Link(link, number, device="up" if state == "U" else None))
         elif not _BESIDE.fullmatch(line.rstrip()):
             continue
         lines.claim(number)

@@ -83,9 +83,8 @@ def parse_info(lines: Lines, file: str) -> LinkFacts:
         else:
             continue
         lines.claim(number)
-    return _facts(
-        "iblinkinfo", file, [replace(e, switch=e.switch or (not kind and ports[e.near[0]] > 2)) for e in ends]
-    )
+    ends = [replace(e, switch=e.switch or (not kind and ports[e.near[0]] > 2)) for e in ends]
+    return _facts("iblinkinfo", file, ends)
 
 
 def parse_ports(lines: Lines, file: str) -> LinkFacts:

@@ -53,7 +53,7 @@ class Sel:
 def parse(lines: Lines, file: str) -> Sel:
     """Raises ParseError if there is no record."""
     events: list[Event] = []
-    seen = empty = False
+    empty = False
     for number, line in lines:
         if _EMPTY.fullmatch(line):
             empty = True
@@ -64,11 +64,10 @@ def parse(lines: Lines, file: str) -> Sel:
                 continue  # cut off before the direction
             when = f"{found['date'] or ''} {found['time'] or ''}".strip()
             events.append(Event(number, when, " | ".join(parts[:2]), state == "Deasserted"))
-            seen = True
         else:
             continue
         lines.claim(number)
-    if not seen and not empty:
+    if not events and not empty:
         raise ParseError("no record of the log in it", file=file)
     return Sel(file, tuple(events))
 

@@ -113,13 +113,12 @@ def judge(bus: Bus, context: Context) -> list[Finding]:
         if device.gone:
             text = f"{device.name[:80]} does not answer on the bus any more (rev ff)"
             say("FAIL", text, device.line, target=target, measured="ff")
-        elif device.errors:
+            continue
+        if device.errors:
             text = (
                 f"{device.name[:60]}: PCIe errors at some time since its last reset: {listed(device.errors)}"
             )
             say("WARN", text, *device.errors.values(), code="SYS003", target=target)
-        if device.gone:
-            continue
         if device.denied:
             say("UNJUDGED", "its link can only be seen by root", device.line, code="PCI002", target=target)
         elif device.links or (device.kind and shown):
