@@ -58,6 +58,7 @@ class Reader:
         file = span.file
         self._before, self.read, self.lines, self.foreign = self.bytes_done, 0, 0, 0
         self._path = str(file.path)
+        whole = span.begin == 0 and span.end is None
         try:
             with self._opened(file) as f:
                 if file.kind == "parquet":
@@ -74,14 +75,13 @@ class Reader:
                         hint="run it again when nothing writes to it any more, or name a copy",
                     )
                 )
-            whole = span.begin == 0 and span.end is None
             if whole and (problem := foreign_problem(file.path, self.foreign, self.read)) is not None:
                 self._problem(problem)
         except OSError as e:
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise  # the scratch folder is full: only that needs space
             self._problem(Diagnostic(f"cannot be read: {e.strerror or e}", file=self._path))
-        if span.begin == 0 and span.end is None:
+        if whole:
             self.bytes_done = self._before + file.size
 
     @contextlib.contextmanager
