@@ -4,7 +4,7 @@ import sys
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        del sys.path[0]  # `-m` put the current folder there: what lies in it is not ours to execute
+        del sys.path[0]  # `-m` puts the current folder there; nothing in it must shadow a module
     from seatrial.cli.main import entry
 
     entry()

@@ -21,7 +21,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace `path` by `text`: the old content or the new one, never a mixture, also after a power loss.
 
     Not `durable`: after a power loss anything may be there. It does not wait for the disk, which can take seconds.
-    Whatever stood there, a link or a pipe, is replaced, and nothing is written through it.
+    Replaces whatever is at `path`, also a link or a pipe; nothing is written through it.
     """
     write_bytes(path, text.encode("utf-8"), durable=durable)
 
@@ -29,7 +29,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """`write_text` of what is no text, or is encoded already."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # of a dead process that had our number
+    temporary.unlink(missing_ok=True)  # left by a dead process with the same pid
     try:
         with open(temporary, "xb") as f:
             f.write(content)
@@ -45,9 +45,9 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write to where the user has said: as `write_bytes`, but what is no file (/dev/stdout, a pipe) is written to.
+    """Write to a path given by the user, as `write_bytes`; devices and pipes (/dev/stdout) are written to.
 
-    A file in the place of a device would be the end of it.
+    Replacing a device by a regular file would destroy it.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     if path.exists() and not path.is_file():
@@ -59,7 +59,7 @@ def write_output(path: Path, content: str | bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """`write_text` of `value` as indented JSON with a final newline."""
-    # A file's name that is no UTF-8 has characters that UTF-8 cannot write: JSON has escapes of the same form.
+    # Non-UTF-8 bytes of a file name are surrogate escapes, which UTF-8 cannot encode: write them as JSON escapes.
     write_bytes(path, json_text(value).encode("utf-8", "backslashreplace"))
 
 

@@ -24,8 +24,8 @@ _LONGEST_LINE = 200  # characters of the user's file that an error shows
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal would obey: a model, a log or a damaged file may hold escape sequences."""
-    # Cc and Cf: control and format characters (also those that reverse the direction); Cs: lone surrogates.
+    """`text` with control characters replaced: models, logs and damaged files may contain escape sequences."""
+    # Cc and Cf: control and format characters (including text direction overrides); Cs: lone surrogates.
     return "".join(
         c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else "\N{REPLACEMENT CHARACTER}"
         for c in text.replace("\r\n", "\n")
@@ -37,8 +37,8 @@ class Diagnostic:
     """One problem in what the user gave, with the place and what to do about it.
 
     `line` and `column` count from 1; they are None where the problem has no place in a file
-    (a missing folder, an environment variable). `source_line` is the text of that line. `count` lines have the
-    problem, of which this is the first.
+    (a missing folder, an environment variable). `source_line` is the text of that line. `count` is the number of lines
+    with this problem; `line` is the first of them.
     """
 
     message: str
@@ -52,7 +52,7 @@ class Diagnostic:
 
     @property
     def told(self) -> str:
-        """The message, with how many lines it is about."""
+        """The message with the number of affected lines."""
         return f"{self.message} ({self.count:,} such lines were read)" if self.count > 1 else self.message
 
     def render(self) -> str:
@@ -129,7 +129,7 @@ class InternalError(SeatrialError):
     exit_code = EXIT_INTERNAL
 
 
-# What the kernel refuses, and what to do about it.
+# Hints for OSErrors, by errno.
 HINTS = {
     errno.ENOSPC: "free space there, or give another place",
     errno.EDQUOT: "your quota there is used up: free space, or ask for more",
@@ -149,7 +149,7 @@ _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENOTDIR, errno.E
 
 
 def from_machine(error: Exception) -> SeatrialError | None:
-    """What the machine refused, or a path that cannot be one, in words; None where it may be a bug of ours."""
+    """Describe an OSError, or an invalid path, for the user; None for what may be a bug in Seatrial."""
     if isinstance(error, MemoryError) or (isinstance(error, ImportError) and "map segment" in str(error)):
         return SeatrialError("no memory is left", hint=address_limit() or HINTS[errno.ENOMEM])
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
@@ -166,7 +166,7 @@ def from_machine(error: Exception) -> SeatrialError | None:
 
 
 def address_limit() -> str | None:
-    """What to do where memory addresses are limited, of which each library tells in words of its own; else None."""
+    """The hint if the address space is limited (RLIMIT_AS), which each library reports differently; else None."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return None

@@ -1,4 +1,4 @@
-"""Opening files that others may have put there: only what is a regular file, never a wait, never more than belongs there."""
+"""Open files safely: regular files only, never blocking, with a size limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from seatrial.base import units
 
-# Far above any record that is read as a whole: the manifest of a checkpoint of a thousand ranks has some tens of MiB.
+# Far above any record that is read whole: the manifest of a checkpoint with a thousand ranks is tens of MiB.
 LARGEST_BYTES = 256 << 20
 _LARGEST_NAMED_BYTES = 64 << 20
 
@@ -28,17 +28,17 @@ _KINDS = (
 
 
 class NotAFile(OSError):
-    """What stands there is no regular file; `strerror` says what it is."""
+    """The path is not a regular file; `strerror` says what it is."""
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY, *, links: bool = False) -> int:
-    """A descriptor of the regular file at `path`, made with mode 644 where `flags` say so.
+    """Open the regular file at `path` and return its descriptor; created with mode 644 if `flags` say so.
 
-    NotAFile for anything else, a link among it: whoever made the link would choose what we read, or overwrite. With
-    `links` they are followed, for what belongs to the user or is verified by its hash.
+    Raises NotAFile for anything else, including links: whoever made the link would choose what is read or overwritten.
+    `links` follows them, for files that belong to the user or are verified by hash.
     """
-    with contextlib.suppress(FileNotFoundError):  # open() says so, or makes it
-        # Before it is opened: that alone waits at a pipe, and a device may take it as an order.
+    with contextlib.suppress(FileNotFoundError):  # open() reports it, or creates it
+        # Check before opening: opening a pipe blocks, and opening a device can have side effects.
         _check(path, os.stat(path, follow_symlinks=links))
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     fd = os.open(path, flags, 0o644)
@@ -58,7 +58,7 @@ def _check(path: Path, status: os.stat_result) -> None:
 
 
 def not_a_file(path: Path) -> NotAFile | None:
-    """What `open_file` would object to; None where it is a regular file, is not there, or cannot be looked at."""
+    """Why `open_file` would refuse this path; None if it is a regular file, missing, or cannot be examined."""
     try:
         _check(path, os.lstat(path))
     except NotAFile as error:
@@ -69,7 +69,7 @@ def not_a_file(path: Path) -> NotAFile | None:
 
 
 def read_bytes(path: Path, *, most: int = LARGEST_BYTES, links: bool = False) -> bytes:
-    """All of a regular file. Raises OSError, also where it has more than `most` bytes: then it is not what it should be."""
+    """Read a regular file. Raises OSError, also if it is larger than `most` bytes."""
     with open(open_file(path, links=links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -78,9 +78,9 @@ def read_bytes(path: Path, *, most: int = LARGEST_BYTES, links: bool = False) ->
 
 
 def read_named(path: Path) -> bytes:
-    """All of what the user has named: a file, or a pipe, as the shell's <(...) is one. Raises OSError.
+    """Read a file or pipe named by the user, such as the shell's <(...). Raises OSError.
 
-    Of a device that never ends not more than a file of that kind can have.
+    Reads at most `_LARGEST_NAMED_BYTES`, because a device may be endless.
     """
     with open(path, "rb") as file:
         data = file.read(_LARGEST_NAMED_BYTES + 1)
@@ -90,17 +90,17 @@ def read_named(path: Path) -> bytes:
 
 
 def read_text(path: Path, *, most: int = LARGEST_BYTES, links: bool = False) -> str:
-    """As `read_bytes`; ValueError for what is no UTF-8."""
+    """As `read_bytes`, decoded as UTF-8; raises ValueError if it is not."""
     return read_bytes(path, most=most, links=links).decode("utf-8")
 
 
 def read_json(path: Path, *, links: bool = False) -> Any:
-    """The JSON document in a regular file. Raises OSError; ValueError where it is none."""
+    """Parse the JSON document in a regular file. Raises OSError; ValueError if it is not JSON."""
     return parse_json(read_bytes(path, links=links))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As `json.loads`, with ValueError for everything that it refuses, too deep a nesting too."""
+    """As `json.loads`, but every failure is a ValueError, also nesting that is too deep."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -108,7 +108,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """As `tomllib.loads`, with ValueError for everything that it refuses, too deep a nesting too."""
+    """As `tomllib.loads`, but every failure is a ValueError, also nesting that is too deep."""
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""A folder of this user alone, for what is kept in TMPDIR and trusted when it is found again."""
+"""A private folder in TMPDIR, for files that are trusted when they are found again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from seatrial.base.errors import InputError
 
 
 def private_folder() -> Path:
-    """`seatrial-UID` in TMPDIR (or /tmp), made where it is missing: a folder, ours, with mode 700.
+    """Return `seatrial-UID` in TMPDIR (or /tmp), created if missing: a folder owned by this user with mode 700.
 
-    Raises InputError where it is anything else: a file that somebody else could put there would be believed. Who may
-    rename what lies in TMPDIR can still exchange it: /tmp has the sticky bit against that.
+    Raises InputError if it is anything else, because another user could plant files there. In a shared TMPDIR the
+    sticky bit is needed too: otherwise others could rename the folder.
     """
     name = f"seatrial-{os.getuid()}"
     try:
@@ -39,15 +39,15 @@ def private_folder() -> Path:
 
 
 def keep_compiler_private() -> None:
-    """Have torch.compile in this process, and the programs that it starts, believe nothing that others can write.
+    """Keep the caches of torch.compile in this process, and in its children, where no other user can write.
 
-    torch keeps compiled code in TMPDIR under a name that anybody can guess, and unpickles and loads what it finds there;
-    it asks other Pythons, which would import from the current folder. A TORCHINDUCTOR_CACHE_DIR of the user's own stays.
-    To be called before anything is compiled. Raises InputError.
+    By default torch caches compiled code in TMPDIR under a predictable name, and unpickles and loads what it finds
+    there. Its compile workers are other Python processes, which would import from the current folder. A
+    TORCHINDUCTOR_CACHE_DIR set by the user is kept. Call it before anything is compiled. Raises InputError.
     """
     folder = private_folder()
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
-    if os.path.dirname(cache) == tempfile.gettempdir():  # set by torch itself, as it was imported
+    if os.path.dirname(cache) == tempfile.gettempdir():  # set by torch itself on import
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     os.environ["PYTHONSAFEPATH"] = "1"

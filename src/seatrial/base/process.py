@@ -54,17 +54,17 @@ def become_subreaper() -> None:
 
 
 def python(module: str, *arguments: str, interpreter: str = sys.executable) -> list[str]:
-    """The command that runs `module` with `arguments` in a Python of its own.
+    """The command that runs `module` with `arguments` in a new Python process.
 
-    -P: the folder that it is started in is not searched, so that a `random.py` lying there is not executed.
+    -P: do not import from the current folder, where a `random.py` would shadow the standard library.
     """
     return [interpreter, "-P", "-m", module, *arguments]
 
 
 def allow_files(count: int, what: str) -> None:
-    """Let this process, and those that it starts, have `count` files open, which `what` needs.
+    """Raise the limit of open files of this process and its children to `count`; `what` needs them.
 
-    Raises InputError where that is more than it may have.
+    Raises InputError if the hard limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != soft < count:
@@ -83,10 +83,10 @@ def signal_group(pid: int, signum: int) -> None:
 def fork(body: Callable[[], int], *, log: Path | int | None = None) -> int:
     """Fork a child that runs `body`, exits with its value, and dies with this process; its pid.
 
-    The child leads a process group of its own, has default signal handlers, reads from /dev/null, and writes stdout
-    and stderr, line by line, to `log`, a file or an open descriptor. An exception that escapes from `body` leaves its traceback there and exit
-    code 1. The child ends without `atexit` handlers: those belong to the parent. Call it from the main thread: the
-    child dies when the calling thread does.
+    The child leads a process group of its own, has default signal handlers, reads from /dev/null, and writes stdout and
+    stderr, line by line, to `log`, a path or an open descriptor. An uncaught exception in `body` is logged with its
+    traceback, and the exit code is 1. The child ends without `atexit` handlers: those belong to the parent. Call it
+    from the main thread: the child dies when the calling thread does.
     """
     parent = os.getpid()
     sys.stdout.flush()
@@ -144,7 +144,10 @@ def _run_child(
 
 
 def open_log(path: Path) -> int:
-    """A descriptor that appends to a log, made where it is missing. Raises OSError, also for a link or a pipe."""
+    """Open a log for appending, created if missing; returns the descriptor.
+
+    Raises OSError, also for a link or a pipe.
+    """
     return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 

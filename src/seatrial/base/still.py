@@ -1,6 +1,6 @@
-"""Whether processes get anything done: what the kernel says of them, look after look.
+"""Detect processes that make no progress, by sampling their state in /proc.
 
-A process that was stopped (SIGSTOP, a job control signal) holds up everybody who waits for it, and says nothing.
+A stopped process (SIGSTOP, job control) blocks everyone who waits for it and reports nothing.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-LOOK_S = 1.0  # from one look to the next
-STOPPED_S = 5.0  # a pause of a whole machine, or a debugger's snapshot, is over sooner
-IDLE_S = 30.0  # without any CPU time, for a process that has work to do: a slow file system gives it some now and then
+LOOK_S = 1.0  # sampling interval
+STOPPED_S = 5.0  # longer than a pause of the whole machine or a debugger's snapshot
+IDLE_S = 30.0  # without CPU time, for a process with work to do; even a slow file system gives it some now and then
 
 
 @dataclass
@@ -22,7 +22,7 @@ class _Past:
 
 
 def state_of(pid: int) -> tuple[str, int] | None:
-    """The kernel's letter for the state of `pid` and its CPU time in ticks (proc(5)); None if there is no such process."""
+    """State letter and CPU time in ticks of `pid` (proc(5)); None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -32,7 +32,7 @@ def state_of(pid: int) -> tuple[str, int] | None:
 
 
 class Stillness:
-    """Finds processes that stand still. Call `look` every `LOOK_S`."""
+    """Finds processes that make no progress. Call `look` every `LOOK_S`."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Stillness:
         self._looked = clock()
 
     def look(self, pids: Mapping[int, bool]) -> dict[int, str]:
-        """Which of `pids` stand still, and since when, in words. The value is whether one has work to do all the time."""
+        """The stalled processes among `pids` (pid -> whether it always has work to do), each with a description."""
         now = self._clock()
-        # Where this process did not run itself, because the whole machine was paused, nobody else could.
+        # If this process itself was paused, the whole machine may have been: do not count the gap.
         seconds, self._looked = min(now - self._looked, 2 * LOOK_S), now
         past, self._past, found = self._past, {}, {}
         for pid, works in pids.items():

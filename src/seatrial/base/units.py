@@ -22,7 +22,7 @@ def memory(n_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.25 -> '250 ms', 75 -> '1 min 15 s', 90000 -> '1 d 1 h'; what is not finite is 'unknown'."""
+    """0.25 -> '250 ms', 75 -> '1 min 15 s', 90000 -> '1 d 1 h'; 'unknown' if not finite."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 1:

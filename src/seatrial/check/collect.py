@@ -26,7 +26,7 @@ Progress = Callable[[int, int, str], None]
 
 STDIN = "-"
 _DEEPEST = 8  # folders below one that was named
-_LOOKED_AT = 200  # lines of a host that show whether its lines are a tool's
+_LOOKED_AT = 200  # lines of a host to inspect when deciding whether they are a tool's output
 _FENCE = re.compile(r"^\s*(?:```|~~~)\s*\w*\s*$")
 _SYSTEM = ("sys", "class", "infiniband", "proc", "var", "log")  # parts of a path, no names of nodes
 _HEAPS = (
@@ -39,14 +39,14 @@ _HEAPS = (
     "data",
     "nodes",
     "hosts",
-)  # of nodes' folders
+)  # folders that hold node folders
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Outputs of one node. `problem` is the code of what keeps it from being text (then `lines` are none), with `why`.
+    """Outputs of one node. `problem`: code of the reason why it is not text, with `why`; then there are no lines.
 
-    `remarks`: what is not as it should be, each with its code, the reason and the line.
+    `remarks`: irregularities, each with its code, the reason and the line.
     """
 
     file: str
@@ -59,11 +59,12 @@ class Piece:
 
 
 def collect(paths: Sequence[str], progress: Progress = lambda done, total, what: None) -> Iterator[Piece]:
-    """Every output in `paths`, each file once; "-" is what comes in on stdin. Raises InputError at once for all paths that
-    do not exist, and if nothing is there. `progress` is called with bytes read, bytes in all (0: unknown), and the file.
+    """Every output in `paths`, each file once; "-" is stdin.
 
-    In a folder, each folder is a node, unless its name is a date, a number or another that no host has; what lies beside
-    them is of no named node. Of several folders without folders in them, each is a node.
+    Raises InputError, for all missing paths at once, before anything is read; also if nothing is found. In a folder,
+    each subfolder is a node, unless its name cannot be a host's (a date, a number); files beside the subfolders belong
+    to no named node. If several folders without subfolders are given, each is a node. `progress` is called with bytes
+    read, total bytes (0: unknown), and the file.
     """
     missing = [p for p in paths if p != STDIN and not os.path.lexists(p)]
     if missing:
@@ -110,9 +111,9 @@ def _size(path: Path) -> int:
 def _walk(
     folder: Path, node: str | None, depth: int = _DEEPEST + 1, named: bool = False
 ) -> Iterator[tuple[Path, str | None]]:
-    """Files, and folders that are a tree of sysfs. Hidden files are the editor's and git's, not a tool's.
+    """Yield files and sysfs trees below `folder`, each with its node. Hidden files (editor, git) are skipped.
 
-    The uppermost folder whose name can be a host's names the node, and `named` is said of those below it.
+    The topmost folder whose name can be a host's names the node; `named` is true below it.
     """
     if _is_tree(folder):
         yield folder, node
@@ -165,9 +166,9 @@ def _pieces(path: Path, node: str | None, tell: Callable[[int], None]) -> list[P
 def pieces_of(
     data: bytes | IO[bytes], file: str, node: str | None, tell: Callable[[int], None] = lambda read: None
 ) -> list[Piece]:
-    """The outputs in a file's bytes: one, or one for each host or rank where their names stand before or above the lines.
+    """The outputs in a file: one, or one per host or rank if lines are labelled or have titles with host names.
 
-    The folder's name (`node`) wins over what stands in the file. Raises OSError where the file cannot be read.
+    The folder's name (`node`) wins over names in the file. Raises OSError if the file cannot be read.
     """
     taken = intake.take(io.BytesIO(data) if isinstance(data, bytes) else data, tell)
     if taken.problem is not None:
@@ -199,7 +200,7 @@ def pieces_of(
 
 
 def _by_host(lines: labels.Numbered) -> dict[Label | None, labels.Numbered]:
-    """The lines of each label; empty where what stands behind the labels is no tool's output, or is one output of all ranks."""
+    """Lines by label; empty if the text behind the labels is not a tool's output, or is one output of all ranks."""
     groups = labels.by_label(lines)
     text = "\n".join(line for _, line in lines)
     if nccl_log.is_table(text) or nccl_log.is_debug(text):
@@ -211,11 +212,12 @@ def _by_host(lines: labels.Numbered) -> dict[Label | None, labels.Numbered]:
         if label is not None
         for tool in recognise("\n".join(line for _, line in part[:_LOOKED_AT]))
     )
-    return groups if any(name != shell.TOOLS[0].name for name in known) else {}  # a shell has a name too
+    # Any shell output matches the shell reader.
+    return groups if any(name != shell.TOOLS[0].name for name in known) else {}
 
 
 def _of_ranks(groups: Mapping[Label | None, object], file: str) -> Iterator[tuple[str, str, int | None]]:
-    """Ranks that have said nothing although later ones have."""
+    """Report ranks without output although higher ranks have some."""
     ranks = {label.rank for label in groups if label is not None and label.rank is not None}
     silent = sorted(set(range(max(ranks, default=-1) + 1)) - ranks)
     if silent:
@@ -223,7 +225,7 @@ def _of_ranks(groups: Mapping[Label | None, object], file: str) -> Iterator[tupl
 
 
 def undressed(lines: labels.Numbered) -> labels.Numbered:
-    """The lines without what a person has copied along with them: a fence of Markdown around, an indentation of all."""
+    """The lines without copy-and-paste residue: an enclosing Markdown fence, a common indentation."""
     filled = [n for n, (_, line) in enumerate(lines) if line.strip()]
     fences = [n for n in (filled[:1] + filled[-1:]) if _FENCE.match(lines[n][1])]
     if len(set(fences)) == 2:

@@ -62,8 +62,8 @@ class Expected:
 class Finding:
     """One verdict about one thing.
 
-    `code` is in codes*.toml. `why_unjudged` is set exactly where the verdict is UNJUDGED; left empty, it is the message.
-    `action` is what to do; left empty, it is what the code says (nothing for PASS). `evidence` holds "FILE:LINE" or the command asked.
+    `code` is in codes*.toml. `why_unjudged` is set only for UNJUDGED, by default to the message. `action` defaults to
+    the action of the code (nothing for PASS). `evidence` holds "FILE:LINE" or the command that was run.
     """
 
     code: str
@@ -111,7 +111,7 @@ class Code:
     meaning: str
     action: str
     source: str
-    unjudged: str = ""  # what to do where it could not be judged, if that is something else
+    unjudged: str = ""  # what to do if it could not be judged; default: `action`
 
 
 @cache

@@ -1,7 +1,7 @@
-"""The bytes of a file or a pipe as numbered lines: unpacked, decoded, in bounded memory.
+"""Read a file or a pipe as numbered lines: decompressed, decoded, in bounded memory.
 
-A kernel log of months has gigabytes, and a few lines of it tell something. So of what is longer than a block, lines of a log
-that say nothing of hardware are counted and left out, and so are messages that come again and again. All else is kept.
+A kernel log of several months can be gigabytes with a few relevant lines. After the first block, log lines that say
+nothing about hardware, and frequent repetitions of a message, are counted and dropped. Everything else is kept.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from seatrial.check.labels import Label, are_labelled, label_of
 from seatrial.check.outputs import kernel_text
 
 BLOCK_BYTES = 1 << 20
-LARGEST_CHARS = 64 << 20  # that are kept
+LARGEST_CHARS = 64 << 20  # of kept lines
 LONGEST_LINE = 4 << 20
-_AGAIN = 200  # messages alike that are kept; of more, the last
-_FORMS = 100_000  # of lines that are remembered, and messages that are counted
+_AGAIN = 200  # similar messages to keep; beyond that, only the last one
+_FORMS = 100_000  # limit of cached line forms, and of distinct messages to count
 
-# What unpacks one stream, and what may stand behind its end: another stream.
+# Decompressors of one stream; another stream may follow it.
 _PACKED: dict[bytes, tuple[str, Callable[[], Any]]] = {
     b"\x1f\x8b": ("gzip", lambda: zlib.decompressobj(16 + zlib.MAX_WBITS)),
     b"\xfd7zXZ": ("xz", lambda: lzma.LZMADecompressor(memlimit=_XZ_BYTES)),
     b"BZh": ("bzip2", bz2.BZ2Decompressor),
     b"\x28\xb5\x2f\xfd": ("zstd", lambda: zstandard.ZstdDecompressor().decompressobj()),
 }
-_XZ_BYTES = 1 << 28  # of memory; xz -9 needs 65 MiB
-_AT_ONCE = 1 << 12  # packed bytes, of which at most 128 MiB can come
+_XZ_BYTES = 1 << 28  # memory limit; xz -9 needs 65 MiB
+_AT_ONCE = 1 << 12  # compressed bytes per call, which expand to at most 128 MiB
 _TORN = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\n]*(?:\x07|\x1b\\)")
-# Control characters that terminals and pagers leave are no damage: tab, newline, return, backspace, form feed.
+# Control characters of terminals and pagers are not damage: tab, newline, return, backspace, form feed.
 _FOREIGN = re.compile("[\x00-\x07\x0b\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
 _DIGITS = str.maketrans("123456789", "0" * 9)
 _FOREIGN_BYTES = bytes(n for n in range(256) if _FOREIGN.match(chr(n)))
@@ -46,10 +46,10 @@ _FOREIGN_BYTES = bytes(n for n in range(256) if _FOREIGN.match(chr(n)))
 
 @dataclass
 class Taken:
-    """What a stream holds. `problem`: the code of what keeps it from being text, and why; then there are no lines.
+    """The content of a stream. `problem`: why it is not text (code and reason); then there are no lines.
 
-    `passed`: how many lines were left out, by label where lines have one; `repeated`: how many like the line with this
-    number. `damage`: what is not whole, and in which line.
+    `passed`: number of dropped lines, by label if lines have one; `repeated`: line number -> number of dropped lines
+    like it. `damage`: what is incomplete or damaged, and in which line.
     """
 
     lines: list[tuple[int, str]] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Taken:
 
 
 def take(raw: IO[bytes], tell: Callable[[int], None] = lambda read: None) -> Taken:
-    """Everything in `raw`. `tell` is called with what was read so far. Raises OSError where the file cannot be read."""
+    """Read everything in `raw`. `tell` is called with the bytes read so far. Raises OSError if it cannot be read."""
     taken = Taken()
     blocks = _blocks(raw, taken)
     head = next(blocks, b"")
@@ -74,7 +74,7 @@ def take(raw: IO[bytes], tell: Callable[[int], None] = lambda read: None) -> Tak
     if archive := _archive(head):
         taken.problem = "FILE004", f"{archive}: unpack it, and hand the folder in"
         return taken
-    wide = head[:2] in (b"\xff\xfe", b"\xfe\xff")  # PowerShell's `>`
+    wide = head[:2] in (b"\xff\xfe", b"\xfe\xff")  # UTF-16, as written by `>` in PowerShell
     decoder = codecs.getincrementaldecoder("utf-16" if wide else "utf-8-sig")("replace")
     keeper = _Keeper(taken)
     text = decoder.decode(head)
@@ -83,11 +83,11 @@ def take(raw: IO[bytes], tell: Callable[[int], None] = lambda read: None) -> Tak
         return taken
     rest, read, skipping = "", 0, False
     while text or head:
-        if skipping:  # to the end of a line that is too long
+        if skipping:  # to the end of an overlong line
             _, ended, text = text.partition("\n")
             text, skipping = ended + text, not ended
         *lines, rest = _plain(rest + text).split("\n")
-        # A quick look, because the search itself takes longer than all else.
+        # A cheap test first: the regex search takes longer than everything else.
         keeper.searched |= not head.isascii() or len(head.translate(None, _FOREIGN_BYTES)) < len(head)
         keeper.take(lines)
         read += len(head)
@@ -113,11 +113,10 @@ def _archive(head: bytes) -> str:
 
 
 def _blocks(raw: IO[bytes], taken: Taken) -> Iterator[bytes]:
-    """What is in the file, unpacked, in blocks of about BLOCK_BYTES; what cannot be unpacked is damage."""
+    """The decompressed content in blocks of about BLOCK_BYTES; decompression errors are recorded as damage."""
     start = raw.read(BLOCK_BYTES)
-    while 0 < len(start) < BLOCK_BYTES and (
-        more := raw.read(BLOCK_BYTES - len(start))
-    ):  # a pipe gives what it has
+    # A read from a pipe may be short.
+    while 0 < len(start) < BLOCK_BYTES and (more := raw.read(BLOCK_BYTES - len(start))):
         start += more
     if _packing(start) is None:
         yield start
@@ -141,11 +140,11 @@ def _packing(start: bytes) -> tuple[str, Callable[[], Any]] | None:
 
 
 def _unpacked(data: bytes, raw: IO[bytes]) -> Iterator[bytes]:
-    """`data` and the rest of `raw`, one stream after the other. Raises one of _TORN."""
+    """Decompress `data` and the rest of `raw`, one stream after the other. Raises one of _TORN."""
     decoder = None
     while data or (data := raw.read(BLOCK_BYTES)):
         if decoder is None:
-            data = data.lstrip(b"\0")  # padding
+            data = data.lstrip(b"\0")
             data += raw.read(8) if len(data) < 8 else b""
             if not data:
                 continue
@@ -167,26 +166,26 @@ def _plain(text: str) -> str:
 
 
 class _Keeper:
-    """Keeps lines, and leaves out what is not needed, from the second block on."""
+    """Collects lines; from the second block on, drops irrelevant ones."""
 
     def __init__(self, taken: Taken) -> None:
-        self.next = 1  # the number of the next line
-        self.searched = False  # whether there can be characters that no tool writes
+        self.next = 1  # number of the next line
+        self.searched = False  # whether unexpected characters may be present
         self._taken = taken
         self._chars = 0
         self._foreign = False
         self._quiet: set[str] = set()
         self._loud: set[str] = set()
-        self._passed: Counter[str] = Counter()  # by what stands before the colon
-        self._alike: dict[str, list[int]] = {}  # messages kept, left out
-        self._last: dict[str, tuple[int, str]] = {}  # of those that were left out
+        self._passed: Counter[str] = Counter()  # by the text before the colon
+        self._alike: dict[str, list[int]] = {}  # message -> [kept, dropped]
+        self._last: dict[str, tuple[int, str]] = {}  # the last dropped line of each message
 
     @property
     def full(self) -> bool:
         return self._chars > LARGEST_CHARS
 
     def take(self, lines: list[str]) -> None:
-        """The next lines."""
+        """Take the next lines."""
         first, self.next = self.next, self.next + len(lines)
         self._damage(first, lines)
         if first == 1:
@@ -207,7 +206,7 @@ class _Keeper:
         self._chars += sum(len(line) + 1 for _, line in lines)
 
     def _damage(self, first: int, lines: list[str]) -> None:
-        """The first line that holds what no text of a tool holds."""
+        """Record the first line with characters that no tool writes."""
         if not self.searched or self._foreign:
             return
         text = "\n".join(lines)
@@ -218,7 +217,7 @@ class _Keeper:
             )
 
     def _learn(self, forms: set[str]) -> None:
-        """Which lines say nothing: they are judged by their form, in which all digits are 0. Most logs have few."""
+        """Classify new lines as quiet or not, cached by form (all digits replaced by 0): most logs have few forms."""
         if len(self._quiet) + len(self._loud) > _FORMS:
             self._quiet, self._loud = set(), set()
         new = list(forms - self._quiet - self._loud)
@@ -226,12 +225,11 @@ class _Keeper:
             (self._quiet if quiet else self._loud).add(form)
 
     def _bare(self, line: str) -> str:
-        """The line without its label."""
         found = label_of(line) if self._taken.labelled else None
         return line if found is None else found[1]
 
     def _with_new_labels(self, lines: list[str], loud: set[int]) -> list[int]:
-        """`loud`, and the first line of each host that has said nothing yet: that it was there counts."""
+        """`loud` plus the first line of each new host: its presence in the log matters."""
         found = []
         for n, line in enumerate(lines):
             word = line.partition(":")[0]
@@ -255,7 +253,7 @@ class _Keeper:
         return False
 
     def end(self) -> None:
-        """The last of each message that came too often, with how many were left out, and whose the quiet lines are."""
+        """Add the last line of each message that was dropped, with its count, and the counts of quiet lines by label."""
         for word, count in self._passed.items():
             self._taken.passed[(label_of(f"{word}:") or (None, ""))[0]] += count
         for key, (number, _) in self._last.items():

@@ -1,4 +1,4 @@
-"""Lines that begin with the name of the host or the number of the rank that wrote them, and titles that name hosts."""
+"""Lines prefixed with the host or rank that wrote them, and titles that name hosts."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from dataclasses import dataclass
 from seatrial.check.blame.topology import hostlist
 from seatrial.check.names import is_host
 
-# mpirun --tag-output, srun --label, pdsh and clush.
+# Prefixes of mpirun --tag-output, srun --label, pdsh and clush.
 _LABEL = re.compile(
     r"(?:\[[0-9]+,(?P<tag>[0-9]{1,7})\]<std(?:out|err)>:| {0,6}(?P<rank>[0-9]{1,7}):(?: |$)"
     r"|(?P<host>[A-Za-z0-9][A-Za-z0-9._-]{0,251}):(?: |$)) ?"
 )
-_SHARE = 0.8  # of the lines must have a label: beside them stands what pdsh itself says
+_SHARE = 0.8  # minimum share of labelled lines; pdsh adds messages of its own
 _RULE = re.compile(r"-{15,16}")
-_TITLE = re.compile(r"(?P<hosts>[A-Za-z0-9][\w.,\[\]-]{0,4000})(?: \([0-9]+\))?")  # clush says how many
+# clush appends the number of hosts.
+_TITLE = re.compile(r"(?P<hosts>[A-Za-z0-9][\w.,\[\]-]{0,4000})(?: \([0-9]+\))?")
 
 Numbered = list[tuple[int, str]]
 
 
 @dataclass(frozen=True)
 class Label:
-    """Who wrote a line. A rank is a number that no host has for a name."""
+    """Who wrote a line. A number that cannot be a host name is a rank."""
 
     host: str | None = None
     rank: int | None = None
 
 
 def label_of(line: str) -> tuple[Label, str] | None:
-    """The label of a line, and the line without it; None where it has none."""
+    """The label of a line and the rest of the line; None if it has no label."""
     found = _LABEL.match(line)
     if found is None:
         return None
@@ -40,14 +41,14 @@ def label_of(line: str) -> tuple[Label, str] | None:
 
 
 def are_labelled(lines: Sequence[str]) -> bool:
-    """Whether lines begin with labels. Many words can be a label, so what follows them must be looked at."""
+    """Whether the lines are labelled. Many words look like labels, so the text behind them must be checked too."""
     filled = [line for line in lines if line.strip()]
     labels = [found[0] for line in filled if (found := label_of(line)) is not None]
     return len(labels) >= max(1, _SHARE * len(filled))
 
 
 def by_label(lines: Numbered) -> dict[Label | None, Numbered]:
-    """The lines of each label, without it; of None those that have none."""
+    """Lines by label, without it; None: lines without a label."""
     groups: dict[Label | None, Numbered] = {}
     for number, line in lines:
         label, rest = label_of(line) or (None, line)
@@ -57,7 +58,7 @@ def by_label(lines: Numbered) -> dict[Label | None, Numbered]:
 
 
 def by_title(lines: Numbered) -> list[tuple[tuple[str, ...], Numbered]]:
-    """The lines below each title of dshbak or clush -b, with the hosts that it names; what is above the first is of none."""
+    """Sections below the titles of dshbak or clush -b, each with its hosts; text before the first title has no host."""
     parts: list[tuple[tuple[str, ...], Numbered]] = [((), [])]
     at = 0
     while at < len(lines):

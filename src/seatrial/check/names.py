@@ -1,4 +1,4 @@
-"""What can be the name of a node, and what stands in such a place and is none: dates, numbers, facilities, programs."""
+"""Which names can be a host's, and which cannot: dates, numbers, syslog facilities, programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:]*::?[0-9A-Fa-f:]+")
 _ADDRESS = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}|[0-9A-Fa-f]*(?::[0-9A-Fa-f]*){2,7}")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}(?:-[0-9]{2}.*)?|[0-9]{8}T[0-9]{4,6}.*")
-# Facilities of syslog, what kernel and drivers begin their lines with, shells and tools that name themselves.
+# Syslog facilities, prefixes of kernel and driver messages, shells and tools that print their own name.
 _OTHERS = frozenset(
     """
     kernel kern emerg alert crit user mail daemon auth authpriv syslog lpr news uucp cron ftp local0 local1 local2 local3 local4 local5 local6 local7
@@ -22,7 +22,7 @@ _OTHERS = frozenset(
 
 @lru_cache(1 << 14)
 def is_host(name: str) -> bool:
-    """Whether this can be a host's name or address. A date, a bare number, a facility or a program's name is none."""
+    """Whether this can be a host name or address; not a date, a bare number, a facility or a program name."""
     if _ADDRESS.fullmatch(name):
         return True
     return (
@@ -34,7 +34,7 @@ def is_host(name: str) -> bool:
 
 
 def same_host(one: str, other: str) -> bool:
-    """Whether two names are of one host: equal, or one with its domain and one without."""
+    """Whether two names mean one host: equal, or with and without the domain."""
     one, other = one.lower(), other.lower()
     return one == other or (
         one.partition(".")[0] == other.partition(".")[0] and not ("." in one and "." in other)

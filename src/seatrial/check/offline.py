@@ -21,7 +21,7 @@ from seatrial.check.tool import Context, Lines, ParseError, Tool, left_over, quo
 
 _TREE: Tool[ports.PortsFacts] = sysfs.TOOLS[0]
 _KERNEL = kernel_text.TOOLS[0]
-# What no healthy GPU is ever called, whichever tool or script says it. Driver messages and links: kernel_text.tells().
+# Strings that never describe a healthy GPU, in any output. Driver messages and links: kernel_text.tells().
 _FAULT = re.compile(
     r"\bERR!|GPU (?:is lost|requires reset)|fallen off the bus|Unable to determine the device handle",
     re.IGNORECASE,
@@ -32,7 +32,7 @@ _OF_DAMAGE = (ArithmeticError, LookupError, ValueError, RecursionError)
 
 @dataclass(frozen=True)
 class _Read:
-    """What one tool has read of a piece. `problem` is a finding instead of facts."""
+    """The result of one reader on a piece. `problem` is a finding instead of facts."""
 
     piece: Piece
     tool: Tool[Any] | None
@@ -50,7 +50,8 @@ def judge_paths(
     """Every output in `paths` judged by itself, with what the others say of its node, and against its siblings.
 
     Raises InputError where a path does not exist or nothing is there. What stands in a file is never an error: unknown,
-    empty, cut off and binary files are UNJUDGED findings. `progress`: see collect().
+    Raises InputError where a path does not exist or nothing is found. Content never raises: unknown, empty, cut-off and
+    binary files are UNJUDGED findings. `progress`: see collect().
     """
     return judge_pieces(collect(paths, progress), plan=plan, port_gbit_s=port_gbit_s)
 
@@ -95,7 +96,7 @@ def _read(piece: Piece) -> list[_Read]:
         tree = piece.tree
         return [_parsed(piece, _TREE, lambda: sysfs.read_tree(tree, piece.file))]
     parts, again = split(piece.lines)
-    piece = replace(piece, lines=Lines([]))  # what was read of it is kept, and not its text
+    piece = replace(piece, lines=Lines([]))  # free the text: only the parsed facts are needed
     reads: list[_Read] = []
     left: dict[int, str] = {}
     understood: set[int] = set()
@@ -105,7 +106,7 @@ def _read(piece: Piece) -> list[_Read]:
         for read, lines in _readers(piece, part, by):
             reads.append(read)
             rest, whole = lines, whole and read.problem is None
-        # Of an output that cannot be read no line is known: that is one finding, and not another for its lines.
+        # An output that cannot be parsed is one finding; do not report its lines as well.
         if not whole:
             torn += part.whole
             rest = Lines([])
@@ -121,9 +122,9 @@ def _read(piece: Piece) -> list[_Read]:
 
 
 def _readers(piece: Piece, part: Lines, by: re.Pattern[str] | None) -> Iterator[tuple[_Read, Lines]]:
-    """Each reader that knows something of this part, and what it has left over: the next one gets that.
+    """Each reader that understands part of `part`, with the lines it left unclaimed, which go to the next reader.
 
-    The tool whose beginning the part has (`by`) comes first, and a log's lines need no other sign.
+    The tool whose `begins` matched (`by`) comes first; for a log, matching `each` is enough.
     """
     asked: set[str] = set()
     while part:
@@ -135,14 +136,14 @@ def _readers(piece: Piece, part: Lines, by: re.Pattern[str] | None) -> Iterator[
         read = _parsed(piece, tool, partial(tool.parse, part, piece.file))
         rest = part.left() if read.problem is None else part
         if read.problem is None or not asked:
-            yield read, rest  # what is left of one output need not be another, though it looks like it
+            yield read, rest  # unclaimed lines may resemble another tool's output without being one
         if len(rest.whole) == len(part.whole) or read.problem is not None:
             asked.add(tool.name)
         part = rest
 
 
 def _faults(piece: Piece, lines: Sequence[tuple[int, str]]) -> list[_Read]:
-    """What is an unmistakable fault in lines that no reader knows, whatever stands around it."""
+    """Report unmistakable faults in lines that no reader understood, in any surrounding text."""
     found = []
     for number, line in Lines(lines):
         if _FAULT.search(line):
@@ -156,7 +157,7 @@ def _faults(piece: Piece, lines: Sequence[tuple[int, str]]) -> list[_Read]:
 
 
 def _left(piece: Piece, lines: Sequence[tuple[int, str]], reads: Sequence[_Read]) -> list[_Read]:
-    """What bars a PASS: lines of no known output, beside known ones or alone."""
+    """Report what prevents a PASS: lines of no known output, beside known ones or alone."""
     if not any(read.tool is not None for read in reads):
         why, action = "not the output of a tool that is known, or not in English", ""
         if (look := looks_like(Lines(lines).text)) is not None:

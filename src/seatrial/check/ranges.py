@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 from seatrial.check.report import natural
 
-# A name's last number counts, or the one before a port's ("/1").
+# The last number of a name, or the one before a port ("/1").
 _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<number>[0-9]{1,18})(?P<suffix>/[0-9]+)?")
-_LEAST = 3  # numbers that a person reads rather as a range
+_LEAST = 3  # shorter runs are easier to read as single numbers
 
 
 def ranges(numbers: Iterable[int], width: int = 0, least: int = _LEAST) -> list[tuple[str, int]]:
-    """Ascending numbers as ("4-7", 4) where `least` or more follow each other, else as ("4", 1); `width` digits each."""
+    """Group ascending numbers: runs of at least `least` as ("4-7", 4), others as ("4", 1); padded to `width` digits."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][-1] + 1:
@@ -25,9 +25,10 @@ def ranges(numbers: Iterable[int], width: int = 0, least: int = _LEAST) -> list[
 
 
 def numbered(names: Iterable[str]) -> tuple[list[str], dict[tuple[str, str, int], list[int]]]:
-    """Names without a number, and (prefix, suffix, width) -> numbers, ascending; each name once.
+    """Split names into those without a number, and (prefix, suffix, width) -> ascending numbers; each name once.
 
-    "node7" and "node07" are two hosts: numbers with leading zeros have a width, and those of as many digits go with them.
+    "node7" and "node07" are two hosts: width is the number of digits if some number of that length has a leading zero,
+    else 0.
     """
     plain: list[str] = []
     split: list[tuple[str, str, str]] = []
@@ -45,11 +46,11 @@ def numbered(names: Iterable[str]) -> tuple[list[str], dict[tuple[str, str, int]
 
 
 def pieces(names: Iterable[str]) -> list[tuple[str, int]]:
-    """The names in order, those that follow each other as "n[1-3]", and how many each is."""
+    """The names in order, consecutive ones as "n[1-3]", each with the number of names it covers."""
     plain, groups = numbered(names)
     found = [(name, 1) for name in plain]
     for (prefix, suffix, width), numbers in groups.items():
-        # "25.781" is a value, no name.
+        # A numeric prefix ("25.781") is a value, not a name.
         for text, count in ranges(numbers, width, _LEAST if prefix[:1].isalpha() else len(numbers) + 1):
             found.append((f"{prefix}[{text}]{suffix}" if count > 1 else f"{prefix}{text}{suffix}", count))
     return sorted(found, key=lambda piece: natural(piece[0].replace("[", "")))

@@ -1,4 +1,4 @@
-"""The outputs that stand in one file, cut where one of them begins for certain, and what belongs to no output at all."""
+"""Split a file with several outputs where one of them certainly begins."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from seatrial.check.tool import Lines
 
 _DECODER = json.JSONDecoder()
 _DOCUMENT = re.compile(r"\{|\[\s*(?:\{|$)")
-_TRIES = 50  # at documents that are not whole: each is read to its end
+_TRIES = 50  # at incomplete JSON documents: each attempt scans to the end
 
 
 @dataclass
 class Part:
-    """Lines that belong together, and the pattern of the tool whose they are; None where nothing says it."""
+    """Lines that belong together, and the pattern of their tool; None if unknown."""
 
     by: re.Pattern[str] | None
     numbered: list[tuple[int, str]] = field(default_factory=list)
-    begun: set[tuple[str, str]] = field(default_factory=set)  # what only one output has, or one device
+    begun: set[tuple[str, str]] = field(default_factory=set)  # groups `id`, `device` seen so far
 
 
 def split(lines: Lines) -> tuple[list[tuple[Lines, re.Pattern[str] | None]], list[int]]:
-    """The outputs in `lines` with the pattern of their tool, in the order in which they begin. And where a device comes for the
-    second time: of another output, or by damage.
+    """The outputs in `lines`, each with the pattern of its tool, in order of their first lines.
 
-    A line can be in two parts: one of them knows it. Lines before the first output, and after what ends one, are parts of
-    their own: a reader may know them all the same.
+    Also the numbers of lines where a device is repeated, by another output or by damage.
+
+    A line can be in two parts, of which one will claim it. Lines before the first output, and between outputs, form
+    parts of their own, which a reader may still recognise.
     """
     parts: list[Part] = []
     logs: dict[re.Pattern[str], Part] = {}
-    log: Part | None = None  # whose line was the last, and may go on in this one
+    log: Part | None = None  # the log of the previous line, which may continue here
     now: Part | None = None
-    open_: dict[re.Pattern[str], Part] = {}  # the last output of each tool, which may go on behind another
+    open_: dict[re.Pattern[str], Part] = {}  # the last output of each tool, which may continue after another
     again: list[int] = []
     ends, place, tries = 0, 0, _TRIES
     for number, line in lines.whole:
@@ -68,7 +69,7 @@ def split(lines: Lines) -> tuple[list[tuple[Lines, re.Pattern[str] | None]], lis
             log = None
             keys = {(kind, key) for kind, key in begins.groupdict().items() if key is not None}
             if now is not None and now.by is None and not recognise("\n".join(x for _, x in now.numbered)):
-                now.by = begins.re  # what stands before an output may be its own
+                now.by = begins.re  # lines before an output may belong to it
             elif now is None or now.by is not begins.re or keys & now.begun:
                 twice = {kind for kind, _ in keys & (now.begun if now is not None else set())}
                 again += [number] if twice == {"device"} else []
@@ -102,7 +103,7 @@ def _logs() -> tuple[re.Pattern[str], ...]:
 
 @cache
 def _beginnings() -> tuple[re.Pattern[str], tuple[re.Pattern[str], ...]]:
-    """One pattern that tells quickly whether a line is any beginning, and all of them, each once."""
+    """A combined pattern as a fast test, and all `begins` patterns, each once."""
     every = tuple(dict.fromkeys(tool.begins for tool in tools() if tool.begins is not None))
     return re.compile("|".join(f"(?:{re.sub('[?]P<(?:id|device)>', '?:', p.pattern)})" for p in every)), every
 

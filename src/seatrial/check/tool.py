@@ -1,17 +1,17 @@
-"""What every reader of a tool's output is made of: recognise, parse, judge, and what siblings are compared by.
+"""The parts of a reader for a tool's output: recognise, parse, judge, and values to compare between siblings.
 
-**Every line is accounted for.** A reader gets `Lines`, goes over them, and claims each line that it understood, with
-`lines.claim(number)`; a document (JSON, XML) with `lines.claim_text(start, end)`. It claims nothing else: a line that it
-passes over, that merely looks harmless, or that it reads as damage is not claimed. What no reader has claimed is left over.
-offline.py offers it to the other readers, looks in it for unmistakable faults, and what still is left bars PASS, with its
-lines. So a reader needs no word for lines that it does not know, and one that forgets to claim is noticed at once.
-Blank lines and what frames an output (prompts, titles, rules, dates: noise.py) need not be claimed.
+**Every line is accounted for.** A reader iterates over `Lines` and claims each line that it understood with
+`lines.claim(number)`; in a document (JSON, XML) with `lines.claim_text(start, end)`. It claims nothing else: no line
+that it skips, that merely looks harmless, or that it treats as damage. offline.py passes unclaimed lines to the other
+readers and searches the rest for unmistakable faults; what is still unclaimed prevents a PASS and is quoted. So a
+reader needs no rules for unknown lines, and a missing claim is noticed at once. Blank lines and text around outputs
+(prompts, titles, separators, dates: noise.py) need not be claimed.
 
-A file may hold several outputs. split.py cuts it where a line matches the `begins` of another tool than the one before:
-there an output of that tool begins for certain. If the pattern has a group `id`, the same text in it once more begins
-another output of the same tool: it is what one output has only once, its head. A group `device` is cut at as well, but
-bars PASS, because damage can double a name too. Without these groups the reader itself takes several outputs. Logs have
-`each` instead: every line that matches is the log's, wherever it stands, also between the lines of another output.
+A file may hold several outputs. split.py cuts it where a line matches `begins` of another tool than the one before. If
+the pattern has a group `id`, a second match with the same text begins another output of the same tool: use it for a
+header that an output has only once. A repeated group `device` is cut at as well, but prevents a PASS, because damage
+can also duplicate a name. Without these groups the reader itself handles several outputs. Logs have `each` instead:
+every line that matches belongs to the log, also between the lines of another output.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class Context:
 
 
 class Lines:
-    """The lines of one output, numbered as in their file, and which of them a reader has understood.
+    """The numbered lines of one output, and which of them a reader has understood.
 
-    Iterating gives (number, line), with longer lines than any tool writes cut; of such a line only a part is seen, so it
-    cannot be claimed by its number. Of a long log `passed` counts the lines that were left out because they say nothing, and
-    `repeated` those that are like the line of this number.
+    Iterating yields (number, line), with overlong lines truncated; a truncated line cannot be claimed by its number.
+    For a long log, `passed` is the number of irrelevant lines that were dropped, and `repeated` maps a line number to
+    the number of dropped lines like it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Lines:
 
     @classmethod
     def of(cls, text: str) -> Lines:
-        """The lines as an editor numbers them: only line feeds end one, whatever else Unicode knows as a line's end."""
+        """Number the lines as an editor does: only line feeds end a line, not other Unicode line separators."""
         return cls(list(enumerate(text.replace("\r\n", "\n").split("\n"), 1)))
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
@@ -101,24 +101,24 @@ class Lines:
 
     @property
     def whole(self) -> Sequence[tuple[int, str]]:
-        """As iterating, with lines of any length."""
+        """As iterating, without truncation."""
         return self._lines
 
     @cached_property
     def text(self) -> str:
-        """All of it, for what is no matter of lines."""
+        """The lines joined, for readers that do not work line by line."""
         return "\n".join(line for _, line in self._lines) + "\n"
 
     def number(self, place: int) -> int:
-        """The number of the line that holds `text[place]`."""
+        """The number of the line that contains `text[place]`."""
         return self._lines[min(self.text.count("\n", 0, place), len(self._lines) - 1)][0]
 
     def claim(self, *numbers: int) -> None:
-        """These lines are understood."""
+        """Mark these lines as understood."""
         self._claimed.update(n for n in numbers if n not in self._long)
 
     def claim_text(self, start: int, end: int) -> None:
-        """The lines of `text[start:end]` are understood, but not one that goes on before or after it."""
+        """Mark the lines of `text[start:end]` as understood, except partial ones."""
         place = 0
         for number, line in self._lines:
             if start <= place + len(line) - len(line.lstrip()) and place + len(line.rstrip()) <= end:
@@ -126,7 +126,7 @@ class Lines:
             place += len(line) + 1
 
     def left(self) -> Lines:
-        """The lines that are not claimed; none at all where only noise is left."""
+        """The unclaimed lines; empty if they are all noise."""
         left = [(n, line) for n, line in self._lines if n not in self._claimed]
         return Lines(left if any(not is_noise(line) for _, line in left) else [])
 
@@ -136,8 +136,9 @@ class Lines:
 
 @dataclass(frozen=True)
 class Tool(Generic[Facts]):
-    """How one tool's output is read. `parse` claims what it understands and raises ParseError; `judge` is pure and never
-    returns nothing.
+    """The reader of one tool's output.
+
+    `parse` claims what it understands and raises ParseError; `judge` is pure and never returns an empty list.
     """
 
     name: str  # the command: "nvidia-smi nvlink -s"
@@ -146,8 +147,8 @@ class Tool(Generic[Facts]):
     judge: Callable[[Facts, Context], list[Finding]]
     # Property -> value, for comparison between nodes that should be alike: {"GPUs": 8, "driver": "535.183.01"}.
     inventory: Callable[[Facts], Mapping[str, str | int | float]] = field(default=lambda facts: {})
-    begins: re.Pattern[str] | None = None  # matches the line with which an output begins, see above
-    each: re.Pattern[str] | None = None  # of a log: matches each of its lines
+    begins: re.Pattern[str] | None = None  # matches the first line of an output, see above
+    each: re.Pattern[str] | None = None  # for a log: matches each of its lines
 
     def read(self, text: str, file: str, context: Context | None = None) -> list[Finding]:
         """Parse and judge. Never raises for what stands in `text`: what cannot be read is UNJUDGED."""
@@ -178,7 +179,7 @@ class Tool(Generic[Facts]):
 
 
 def left_over(lines: Lines, file: str, context: Context, tool: str) -> list[Finding]:
-    """UNJUDGED for lines that nobody understood; nothing if there are none."""
+    """UNJUDGED for lines that no reader understood; nothing if there are none."""
     numbered = [(n, line) for n, line in lines if not is_noise(line)]
     if not numbered:
         return []
@@ -197,7 +198,7 @@ def left_over(lines: Lines, file: str, context: Context, tool: str) -> list[Find
 
 
 def read_json(lines: Lines, file: str) -> Any:
-    """The first JSON document in `lines`, which it claims. Raises ParseError where it is not whole, or has a name twice."""
+    """Parse and claim the first JSON document in `lines`. Raises ParseError if it is incomplete or has duplicate keys."""
     begin = re.search(r"^\s*[{\[]", lines.text, re.MULTILINE)
     start = 0 if begin is None else begin.end() - 1
     try:
@@ -228,7 +229,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def quoted(line: str, longest: int = 80) -> str:
-    """A line of a file as a message shows it: in quotation marks, without what a terminal would act on."""
+    """A line quoted for a message, without terminal control characters."""
     line = " ".join(line.split())
     shown = "".join(c if c.isprintable() else "?" for c in line[:longest])
     return f"'{shown}{'...' if len(line) > longest else ''}'"
@@ -241,7 +242,7 @@ def evidence(file: str, lines: Iterable[int]) -> tuple[str, ...]:
 
 
 def listed(items: Iterable[object], limit: int = 8) -> str:
-    """ "0-2, 5" (numbers in order, and names with numbers, as ranges), and how many more if there are more than `limit` of these."""
+    """ "0-2, 5": numbers, or names with numbers, as ranges; beyond `limit` entries how many more."""
     every = list(items)
     if all(isinstance(i, int) for i in every):
         said = ranges(i for i in every if isinstance(i, int))

@@ -62,16 +62,17 @@ def make_index(file: File, pieces: list[dict[str, Any]], *, read_back: bool) -> 
     """The content of an index.
 
     A piece is {"key", "shape", "dtype", "offsets", "sizes"}. One with "owner": false is a copy of what another rank
-    saves: it is in the file, and not in the manifest; with "stands_in" it is saved where that replica is gone. `read_back`: the file was read again and compared.
+    saves: it is in the file but not in the manifest; with "stands_in" it is saved if that replica is lost. `read_back`:
+    the file was read again and compared.
     """
     return {"file": asdict(file), "read_back": read_back, "pieces": pieces}
 
 
 def for_replica(index: dict[str, Any], *, owns: bool) -> dict[str, Any]:
-    """A snapshot's index as that of another replica's rank, which holds the same state and is gone.
+    """Convert a snapshot's index for the rank of a lost replica that held the same state.
 
-    `owns`: that rank is one of the first replica, which saves weights and optimizer state for all. The random state in
-    the file stays its own rank's.
+    `owns`: that rank is in the first replica, which saves weights and optimizer state for all. The random state in the
+    file remains that of the rank that wrote it.
     """
     pieces = [
         {**piece, "owner": owns and piece["stands_in"] and not piece["key"].startswith("rng/")}

@@ -251,13 +251,12 @@ def leftovers(checkpoints: Path) -> list[Path]:
     return sorted(p for p in checkpoints.iterdir() if _TEMPORARY.fullmatch(p.name))
 
 
-# A disk that cannot give back one sector has lost that file; everything else that can go wrong with storage is no
-# reason to set a checkpoint aside.
+# An unreadable sector means the file is lost. Any other storage error is no reason to quarantine a checkpoint.
 _LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 
 
 def lost_or_refused(path: Path, error: OSError) -> Damaged | StorageError:
-    """What to raise for a file of a checkpoint that is there and cannot be read: is it lost, or only out of reach?"""
+    """The exception for an existing checkpoint file that cannot be read: lost, or only unreachable?"""
     if error.errno in _LOST or isinstance(error, NotAFile):
         return Damaged(f"{path} cannot be read: {error.strerror}")
     return from_os_error("read", str(path), error)
@@ -266,7 +265,7 @@ def lost_or_refused(path: Path, error: OSError) -> Damaged | StorageError:
 def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json; Damaged if it is missing or not a manifest, OtherVersion if it is another version's.
 
-    StorageError where it cannot be read, which says nothing about it.
+    StorageError if it cannot be read, which says nothing about its content.
     """
     path = folder / MANIFEST
     try:

@@ -1,14 +1,14 @@
-"""The `seatrial` command; before anything else is imported, empty entries of PYTHONPATH are made to mean nothing."""
+"""The `seatrial` command. Removes empty entries of PYTHONPATH before anything else is imported."""
 
 import os
 import sys
 
 
 def _leave_out_current_folder() -> None:
-    """Here and in what is started from here.
+    """Remove empty PYTHONPATH entries, in this process and its children.
 
-    To Python an empty entry is the current folder, and `export PYTHONPATH=$PYTHONPATH:/x` makes one by accident. An
-    entry that names a folder stays, also ".". What Python has imported before it came to us cannot be helped.
+    Python takes an empty entry as the current folder; `export PYTHONPATH=$PYTHONPATH:/x` adds one by accident. Entries
+    that name a folder stay, also ".". Modules that Python imported before this one are out of reach.
     """
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     named = [entry for entry in entries if entry]

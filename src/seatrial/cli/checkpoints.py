@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0; 1 where a place does not answer or one is damaged. InputError: RUN is no run folder."""
+    """Exit code: 0; 1 if a place does not answer or a checkpoint is damaged. InputError: RUN is not a run folder."""
     from seatrial.checkpoint.survey import places_of
 
     folder = RunFolder.find(args.run)

@@ -81,12 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What may be exported, and what is known of the run that it is of."""
+    """Checkpoints that may be exported, and what is known about their run."""
 
-    candidates: list[Checkpoint]  # the best first
+    candidates: list[Checkpoint]  # best first
     run: RunFolder | None
-    steps: list[int]  # of all checkpoints that were found where it lies, the newest first
-    aside: list[tuple[int, str]]  # step and name of those that the run has set aside
+    steps: list[int]  # of all checkpoints found there, newest first
+    aside: list[tuple[int, str]]  # step and name of quarantined checkpoints
     unseen: int  # places of the run that did not answer
 
 
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose(source: str, step: int | None, allow_older: bool) -> _Choice:
-    """The checkpoints to try. An older one is no substitute for what was asked for, unless `allow_older`."""
+    """The checkpoints to try. An older one replaces the requested one only with `allow_older`."""
     from seatrial.checkpoint.manifest import step_of
     from seatrial.checkpoint.survey import InFolder, InPlace, checkpoint_at, places_of
 
@@ -247,7 +247,7 @@ def _write(
 def _provenance(
     choice: _Choice, weights: CheckpointWeights, not_taken: list[dict[str, str]], named: bool
 ) -> dict[str, Any]:
-    """Where the weights are from, for the folder that they are written into. Without paths: it may be published."""
+    """The origin of the weights, for the exported folder. Without paths, because the folder may be published."""
     progress, run_folder = weights.manifest.progress, choice.run
     newer = [step for step in choice.steps if step > progress.step]
     not_taken = [
@@ -266,7 +266,8 @@ def _provenance(
         records, _ = read_ledger(run_folder)
         if records:
             left_out = [r.step for r in records if r.skipped and r.step <= progress.step]
-            tokens -= len(left_out) * (tokens // max(1, progress.step))  # it counts those of every step
+            # progress.tokens includes skipped steps.
+            tokens -= len(left_out) * (tokens // max(1, progress.step))
     return {
         "seatrial": __version__,
         "run": None if run_folder is None else run_folder.path.absolute().name,
@@ -274,12 +275,12 @@ def _provenance(
         "job_steps": job_steps,
         "tokens": tokens,
         "generation": progress.generation,
-        "left_out_steps": left_out,  # null: not known
+        "left_out_steps": left_out,  # null: unknown
         "checkpoint": Path(weights.where).name,
         "checkpoint_time": weights.manifest.time,
         "job_sha256": weights.manifest.job_sha256,
         "code": weights.manifest.code,
-        # null: not known, of a checkpoint that was named by itself, or where a place did not answer
+        # null: unknown, for a checkpoint given by its own path, or if a place did not answer
         "newest": False if newer else True if choice.steps and not choice.unseen else None,
         "not_taken": not_taken,
     }

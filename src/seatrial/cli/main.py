@@ -54,16 +54,14 @@ _USAGE = "usage: seatrial VERB [options]"
 
 def entry() -> NoReturn:
     """The console script: `main` over the command line, with its exit code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # As stderr does: a name that is no UTF-8, or that the locale lacks, is shown with escapes.
-        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main(sys.argv[1:]))
 
 
 def main(argv: list[str]) -> int:
     """Run one command line; returns the exit code. Errors go to stderr, with `--json` as JSON."""
     as_json = "--json" in argv
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name of a file need not be text
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As stderr does: escape file names that are not UTF-8, or that the locale cannot encode.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _dispatch(argv)
@@ -81,11 +79,11 @@ def main(argv: list[str]) -> int:
         # The reader of our stdout has gone (`seatrial ... | head`); the interpreter's own flush must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    except Exception as error:  # noqa: BLE001 - the last resort
+    except Exception as error:  # noqa: BLE001 - last resort: reported as a bug
         if isinstance(error, OSError) and error.errno in _OUTPUT_LOST:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         told = from_machine(error)
-        if told is None:  # whatever it is, it is our bug and is told as one
+        if told is None:  # a bug in Seatrial
             _tell_internal(error, as_json)
             return EXIT_INTERNAL
         with contextlib.suppress(OSError):

@@ -16,9 +16,9 @@ PLAIN_EVERY_S = 10.0
 
 
 class Progress:
-    """Context manager, called with (bytes done, bytes in all, what is being done). In all 0: nobody knows how many.
+    """Context manager, called with (bytes done, total bytes, what is being done). Total 0: unknown.
 
-    What was done before the first call, by an earlier attempt, does not count for how fast it goes.
+    What was done before the first call, by an earlier attempt, does not count towards the rate.
     """
 
     def __init__(self, verb: str) -> None:

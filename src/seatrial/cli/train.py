@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seatrial.base import units
@@ -18,7 +17,7 @@ from seatrial.base.errors import (
     EXIT_PREEMPTED,
     SeatrialError,
 )
-from seatrial.cli.validate import job_arguments
+from seatrial.cli.validate import job_arguments, train_command
 from seatrial.record import events
 from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
@@ -99,13 +98,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tell_memory(voyage: Voyage, ready: Ready) -> list[tuple[str, str]]:
-    """Lines of the header, and the same as an event."""
+    """Lines of the header, and the same data for an event."""
     from seatrial.plan.host import in_words
 
     lines = list(in_words(ready.account))
     copies, _ = ready.account.copies
     notable = bool(ready.notes) or copies < min(1, voyage.job.resilience.snapshot_every_steps) * 2
-    with contextlib.suppress(OSError):  # what starts next will say that the folder cannot be written
+    with contextlib.suppress(OSError):  # the launch will report that the folder cannot be written
         events.append(
             voyage.opened.folder,
             "memory_planned",
@@ -140,7 +139,7 @@ def _data(voyage: Voyage) -> str:
 
 
 def _next(args: argparse.Namespace, voyage: Voyage, code: int, view: RunView) -> list[str]:
-    """Commands that help, each with what it does."""
+    """Suggested commands, each with what it does."""
     path = voyage.opened.folder.path
     look = f"seatrial watch {shlex.quote(str(path))} --once"
     if code == EXIT_DONE:
@@ -152,15 +151,15 @@ def _next(args: argparse.Namespace, voyage: Voyage, code: int, view: RunView) ->
         what = "starts over: there is no checkpoint yet" if step is None else f"resumes after step {step}"
     except SeatrialError as error:  # the storage may be what ended the run
         what = error.message
-    return [f"{_train(args)}   # {what}", look]
+    return [f"{train_command(args)}   # {what}", look]
 
 
 def _after_divergence(args: argparse.Namespace, voyage: Voyage, view: RunView, end: Event) -> list[str]:
-    """Not the same command: it meets the same step with the same budget, and ends there again."""
+    """Not the same command: it would reach the same step with the same budget, and fail there again."""
     path, job = view.folder.path, voyage.job
     lower = f"{job.optimizer.lr / 3:.2g}"
     commands = [
-        f"{_train(args, '--fresh', lr=lower)}   # starts over with a third of the learning rate; keeps the old run"
+        f"{train_command(args, '--fresh', lr=lower)}   # starts over with a third of the learning rate; keeps the old run"
     ]
     if view.checkpoints:
         told = (end.data or {}).get("step")
@@ -175,7 +174,7 @@ def _after_divergence(args: argparse.Namespace, voyage: Voyage, view: RunView, e
             f"seatrial export {shlex.quote(str(path))} --step {step} --out {shlex.quote(path.name)}-{step}-hf"
             "   # for model.init_from of a job with another name and learning rate"
             + (f"; there are also {others}" if others else ""),
-            f"{_train(args, '--set', f'resilience.max_skipped_steps={more}')}"
+            f"{train_command(args, '--set', f'resilience.max_skipped_steps={more}')}"
             f"   # if it is the samples: resumes after step {max(steps)}, and may leave out {more} steps in all",
         ]
     if end.rank is not None:
@@ -184,13 +183,3 @@ def _after_divergence(args: argparse.Namespace, voyage: Voyage, view: RunView, e
             "computed it: is its hardware well?"
         )
     return commands
-
-
-def _train(args: argparse.Namespace, *more: str, lr: str | None = None) -> str:
-    """The command that was given, with `more`; `lr` takes the place of the learning rate."""
-    words = ["seatrial", "train", str(args.job)]
-    sets = [s for s in args.set if lr is None or s.partition("=")[0].strip() != "optimizer.lr"]
-    words += [w for s in sets + ([] if lr is None else [f"optimizer.lr={lr}"]) for w in ("--set", s)]
-    if args.runs != Path("runs"):
-        words += ["--runs", str(args.runs)]
-    return shlex.join([*words, *more])

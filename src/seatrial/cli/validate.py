@@ -1,4 +1,4 @@
-"""`seatrial validate JOB`: whether a job could start here, with all that stands against it; nothing is started."""
+"""`seatrial validate JOB`: report whether a job could start here, and every problem; starts nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """The arguments of every verb that starts a job, or says whether it could be."""
+    """Arguments of the verbs that start a job, or check whether it could start."""
     parser.add_argument("job", type=Path, nargs=nargs, metavar="JOB", help="job file (see `seatrial init`)")
     parser.add_argument(
         "--set",
@@ -37,6 +37,16 @@ def job_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> 
     parser.add_argument(
         "--ignore-memory", action="store_true", help="too little memory is said, and stops nothing"
     )
+
+
+def train_command(args: argparse.Namespace, *more: str, lr: str | None = None) -> str:
+    """The `seatrial train` command for these arguments with `more` appended; a new `lr` replaces the old one."""
+    words = ["seatrial", "train", str(args.job)]
+    sets = [s for s in args.set if lr is None or s.partition("=")[0].strip() != "optimizer.lr"]
+    words += [w for s in sets + ([] if lr is None else [f"optimizer.lr={lr}"]) for w in ("--set", s)]
+    if args.runs != Path("runs"):
+        words += ["--runs", str(args.runs)]
+    return shlex.join([*words, *more])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,10 +77,5 @@ def run(args: argparse.Namespace) -> int:
     data, notes = (("data", source) for source in ready.data), (("note", note) for note in ready.notes)
     for label, text in (*data, *in_words(account), *notes):
         out.pair(label, text)
-    words = ["seatrial", "train", str(args.job), *(w for s in args.set for w in ("--set", s))]
-    if args.runs != Path("runs"):
-        words += ["--runs", str(args.runs)]
-    if args.ignore_memory:
-        words.append("--ignore-memory")
-    out.pair("next", shlex.join(words))
+    out.pair("next", train_command(args, *(["--ignore-memory"] if args.ignore_memory else [])))
     return EXIT_DONE

@@ -19,7 +19,7 @@ from seatrial.ui.summary import print_status, summary_json
 HELP = "show a run from its folder alone"
 
 POLL_S = 0.2
-_LARGE_BYTES = 32 << 20  # of records: to read more takes a second or longer
+_LARGE_BYTES = 32 << 20  # of records, which take a second or longer to read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _begun(name: str) -> RunFolder:
-    """The folder of the run `name`, once a process runs it."""
+    """Wait until a process runs the run `name`; returns its folder."""
     waits = False
     while True:
         with contextlib.suppress(InputError):
@@ -77,7 +77,7 @@ def _show(view: RunView, args: argparse.Namespace) -> int:
 def _follow(folder: RunFolder, args: argparse.Namespace) -> int:
     from seatrial.ui.console import TrainConsole
 
-    # Not by the signal itself: the terminal is to have its cursor back.
+    # Exit normally instead of dying by the signal, so that the cursor is restored.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with TrainConsole(folder, plain=args.plain, json_output=args.json) as console:
         console.catch_up()

@@ -47,7 +47,7 @@ class Agent:
         self.generation = 0  # that its workers work on
         self.stopping: int | None = None  # generation that is to stop
         self.left: dict[str, Any] | None = None  # how all its workers left this generation, once they have
-        self.resigned = -1  # the term in which we stopped coordinating because we heard too few
+        self.resigned = -1  # term in which we resigned as coordinator because we heard too few
         self.wanted: str | None = None  # how its launcher wants the run to end
         self.sources = Watching()
         self.watch, self.unwatch = self.sources.watch, self.sources.unwatch
@@ -288,7 +288,7 @@ class Agent:
     def _order_stop(self, order: dict[str, Any]) -> None:
         generation = order["generation"]
         self.stopping = generation
-        if generation >= self.generation:  # an older one's end leaves the current one alone
+        if generation >= self.generation:  # the end of an older generation does not affect the current one
             self.vault.call_off()  # of a start that still waits for snapshots
             for rank in order.get("kill", ()):
                 self.workers.signal(rank, signal.SIGKILL)

@@ -1,24 +1,24 @@
-"""What nodes say that they run, held against what they were told to run. Pure; knows no clock.
+"""Compare what nodes report to run with what they were told to run. Pure; has no clock.
 
-Every failure is reported by whoever sees it. This finds what nobody reported, whatever the reason, before the first
+Every failure should be reported by whoever sees it. This catches unreported ones, whatever the reason, before the first
 step is overdue.
 """
 
 from __future__ import annotations
 
-WAIT_S = 10.0  # an order takes milliseconds to arrive, and the report of a failure is sent before the beat that shows it
+WAIT_S = 10.0  # an order arrives within milliseconds, and a failure report is sent before the heartbeat that shows it
 
 
 class Confirmations:
-    """The beats of the nodes that are to run ranks."""
+    """Tracks the heartbeats of the nodes that should run ranks."""
 
     def __init__(self) -> None:
-        self._since: dict[int, float] = {}  # node -> when its beats began to differ from its orders
+        self._since: dict[int, float] = {}  # node -> when its heartbeats began to differ from its orders
 
     def beat(self, node: int, wanted: int, runs: int, failed: int, now: float) -> str | None:
-        """A node that is to run generation `wanted` works on `runs`, where `failed` of its ranks have ended badly.
+        """A node that should run `wanted` runs generation `runs`, and `failed` of its ranks have failed.
 
-        What is wrong with that once it has been so for `WAIT_S`; None before that, and where nothing is wrong.
+        Returns the problem once it has persisted for `WAIT_S`, else None.
         """
         if runs == wanted and not failed:
             self._since.pop(node, None)
@@ -31,5 +31,5 @@ class Confirmations:
         return f"{failed} of its ranks have ended, and nobody said why"
 
     def forget(self, node: int) -> None:
-        """The node is not to run anything, or has left in order."""
+        """Stop tracking a node that should run nothing, or has left cleanly."""
         self._since.pop(node, None)

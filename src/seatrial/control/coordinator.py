@@ -61,10 +61,10 @@ class Coordinator:
         dead: int | None = None,
         alone: bool = False,
     ) -> None:
-        """`inputs`: of the job and the plan that every rank must read.
+        """`inputs`: digests of the job and the plan that every rank must read.
 
-        `dead`: the node that coordinated before, if its process is gone for certain. `alone`: this node has resigned
-        and nobody has taken over since, although there was time: it goes on with whom it hears, however few.
+        `dead`: the previous coordinator's node, if its process is known to be dead. `alone`: this node has resigned and
+        nobody has taken over in time: it continues with the nodes it hears, however few.
         """
         self.spec, self.job, self.lease = spec, job, lease
         self.folder: RunFolder = spec.folder
@@ -447,7 +447,7 @@ class Coordinator:
             case m.Stop():
                 self.executor.stop(action, self._kill, self.machine.memory())
                 if not self.machine.at_work(self.machine.generation):
-                    # Otherwise a node is to end what it still has of an older generation, and the current one goes on.
+                    # Otherwise the node only has to stop an older generation; the current one continues.
                     self._peers_gone = None
                     self.hangs.ended()
             case m.Yield():

@@ -116,7 +116,7 @@ class HangWatch:
         self._evidence |= {int(rank): Evidence.from_dict(found) for rank, found in values["evidence"].items()}
 
     def stopped(self, node: int, rank: int, values: dict[str, Any]) -> list[Culprit]:
-        """An agent found that its rank has been stopped: it holds up the others, whatever they do."""
+        """An agent reports that its rank was stopped by a signal: that rank holds up the others."""
         message = str(values["message"])
         self._recorder.event(
             "hang_blamed",

@@ -81,7 +81,7 @@ class Keeper:
         return snapshot
 
     def entries_for(self, local: int, rank: int, layout: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What the files of a local slot hold of `rank`'s state in `layout`, newest first: a leg's "snapshots"."""
+        """The snapshots of `rank` in the files of a local slot, for `layout`, newest first: the "snapshots" of a leg."""
         pair, key = self._own[local], layout_key(layout)
         replicas = Layout.from_dict(layout).replicas(rank)
         return [
@@ -195,7 +195,7 @@ class Common:
 
     step: int
     generation: int
-    parts: dict[int, int]  # rank -> the rank whose part it is: itself, or where nobody has that, a replica
+    parts: dict[int, int]  # rank -> the rank whose part to use: itself, or a replica if nobody has its own
     holders: dict[int, list[int]]  # rank -> nodes that have its part; the one whose own rank it is first
 
 
@@ -206,10 +206,10 @@ def common(
     *,
     at_most: int | None = None,
 ) -> list[Common]:
-    """The states for which somebody has every rank's part, or that of a replica, newest first.
+    """The states for which every rank's part, or that of a replica, is available, newest first.
 
-    `held`: node -> its `Keeper.held()`, of the nodes that live. Parts of different generations are never put together:
-    they may be of the same step and not of the same course. `at_most`: no step after this one.
+    `held`: node -> its `Keeper.held()`, for live nodes. Parts of different generations are never combined: they may
+    have the same step but a different history. `at_most`: no step after this one.
     """
     key = layout_key(layout)
     found: dict[tuple[int, int], dict[int, list[tuple[bool, int]]]] = {}

@@ -1,7 +1,7 @@
-"""Which node's network is slow, from round trips between agents and coordinator as the kernel measures them. Pure.
+"""Find the node with a slow network from the kernel's round-trip times between agents and coordinator. Pure.
 
-The connection carries a few hundred bytes several times a second. On a link that training has filled they wait with the
-rest. A host that has too much to compute delays its agent, but not the kernel's acknowledgements.
+The connection carries a few hundred bytes several times a second, which queue behind training traffic on a saturated
+link. A busy host delays its agent, but not the kernel's acknowledgements.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-_SLOW_S = 0.1  # an acknowledgement may be delayed by 0.04 s, so that it can travel with an answer
+_SLOW_S = 0.1  # a delayed acknowledgement takes up to 0.04 s
 _TIMES = 8.0  # as long as the others' median
 _IN_A_ROW = 4
 
 
 @dataclass(frozen=True)
 class SlowLink:
-    """A node to which round trips take long, and what those to the others take."""
+    """A node with long round trips, and the round trips of the others for comparison."""
 
     node: int
     seconds: float
     others: float
-    own: bool = False  # the coordinator's: those to all others take long
+    own: bool = False  # the coordinator's own link: round trips to all others are long
 
     def __str__(self) -> str:
         if self.own:
@@ -45,7 +45,7 @@ class RoundTrips:
         self._slow: dict[int, int] = {}  # node -> beats in a row
 
     def add(self, node: int, seconds: float) -> SlowLink | None:
-        """One more measurement; a finding once for each time that a node's link becomes slow."""
+        """Add a measurement; returns a finding once each time a node's link becomes slow."""
         self._seconds[node] = seconds
         found = self._judge(node)
         self._slow[node] = self._slow.get(node, 0) + 1 if found is not None else 0

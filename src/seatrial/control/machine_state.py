@@ -101,9 +101,9 @@ class State:
         return "\n".join(lines)
 
     def at_work(self, generation: int) -> bool:
-        """Whether `generation` is the one at work: what its ranks report is then news, not the effect of a stop."""
+        """Whether `generation` is the current one: its reports are then news, not the effect of a stop."""
         return generation == self.generation and self.phase in ("running", "adopting")
 
     def works(self, node: int) -> bool:
-        """Whether the node has work in the generation that runs, and has not left it in order."""
+        """Whether the node has work in the current generation and has not left it cleanly."""
         return node in self._members and self.at_work(self.generation) and node not in self.finished

@@ -1,4 +1,4 @@
-"""control/state.json, read again: what the holder of the term before knew, believed only where it can be true."""
+"""Read control/state.json: what the previous coordinator knew. Only plausible values are accepted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Counts(BaseModel):
 
 
 class MachineMemory(BaseModel):
-    """`State.memory`: what the control machine of one term leaves to the next."""
+    """`State.memory`: the state of the control machine that passes from one term to the next."""
 
     phase: Literal["idle", "flushing", "adopting", "running", "finished"]
     generation: int
@@ -63,14 +63,14 @@ class _Memory(BaseModel):
 
 
 def recall(spec: AgentSpec, shapes: Sequence[Shape]) -> dict[str, Any] | None:
-    """What the holder of the term before put there; None if there was none in this launch, or it cannot be believed.
+    """The state stored by the previous coordinator; None if this launch had none, or it is implausible.
 
-    Without it a coordinator learns from the agents what runs. `Executor.remember` wrote it.
+    Without it a coordinator learns from the agents what runs. Written by `Executor.remember`.
     """
     try:
         data = read_bytes(spec.folder.control_state)
         memory: dict[str, Any] = parse_json(data)
-        # What an earlier launch left is not ours: its failures have been answered by starting again.
+        # Ignore the state of an earlier launch: its failures were handled by starting again.
         if not isinstance(memory, dict) or memory.get("launch") != spec.generation:
             return None
         checked = _Memory.model_validate_json(data, strict=True)

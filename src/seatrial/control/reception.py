@@ -9,8 +9,8 @@ from typing import Any
 
 from seatrial.control.wire import Incoming, Listener
 
-# Connections that have proven nothing. Proving takes milliseconds, so whoever has waited longest while so many others
-# came is most likely not one of us.
+# Unauthenticated connections. The handshake takes milliseconds, so the one that has waited longest behind so many
+# others is most likely not a peer.
 MOST_WAITING = 128
 
 
@@ -34,7 +34,7 @@ class Reception:
         return min((incoming.deadline for incoming in self._waiting), default=None)
 
     def tick(self) -> None:
-        """Close what has proven nothing in time: a connection that says nothing would be held for ever."""
+        """Close connections that did not authenticate in time, which would otherwise stay open for ever."""
         now = time.monotonic()
         for incoming in [i for i in self._waiting if now >= i.deadline]:
             self._refuse(incoming)

@@ -56,7 +56,7 @@ class SnapshotMap:
         self._for: _Flush | None = None  # what it does that for
 
     def transfers(self) -> dict[int, str]:
-        """The name of the child under way by its pid."""
+        """The name of the running child process, by pid."""
         return {} if self._child is None else {self._child.pid: f"checkpoint transfer ({self._child.what})"}
 
     def held(self, node: int, entries: list[dict[str, Any]]) -> None:

@@ -148,9 +148,9 @@ def look(places: Sequence[str]) -> Moving:
 def flush(
     held: Held, place: str, generation: int, *, replica: tuple[int, bool] | None = None, read_back: bool
 ) -> Moving:
-    """Write `held` as its rank's part of the checkpoint that generation `generation` makes at `place`.
+    """Write `held` as its rank's part of the checkpoint of generation `generation` at `place`.
 
-    `replica`: as the part of another rank that holds the same state, and whether that one owns it (`for_replica`).
+    `replica`: write it as the part of another rank with the same state, and whether that rank owns it (`for_replica`).
     """
     snapshot = held.snapshot
     rank, index = snapshot.rank, snapshot.index

@@ -35,7 +35,7 @@ class Vault:
         self._fetching: set[int] = set()  # pids that fill the files of our own ranks
 
     def transfers(self) -> dict[int, str]:
-        """What is under way: the name of each by its pid."""
+        """The running transfers: name by pid."""
         return {pid: f"snapshot transfer ({moving.what})" for pid, (moving, _) in self._moving.items()}
 
     def fds(self) -> dict[int, tuple[int, int]]:

@@ -159,7 +159,7 @@ class Verdicts:
         return min((k for k in (lost, self._blamed) if k is not None), key=lambda k: k[3], default=None)
 
     def _host_hint(self) -> str | None:
-        """A rank that could write nothing of its end may have had no room to, and one without memory says all sorts."""
+        """A rank without an error file may have run out of disk space; without memory, errors are arbitrary."""
         try:
             disk = os.statvfs(self._folder.path)
         except OSError:

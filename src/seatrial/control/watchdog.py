@@ -1,4 +1,4 @@
-"""Processes of a node that others wait for and that stand still: helpers are killed, ranks are reported."""
+"""Watch a node's processes that others wait for: stalled helpers are killed, stalled ranks are reported."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from seatrial.control.worker import Worker
 from seatrial.control.workers import Workers
 
 _ANSWER_LOOKS = (
-    15  # looks at which the fork server may owe an answer; on a crowded host it has to wait for its turn
+    15  # unanswered looks before the fork server counts as stalled; on a loaded host it may wait for CPU time
 )
 
 
 class Watchdog:
-    """Looks once a second at the processes of one agent. Whoever is killed here is missed as if it had crashed."""
+    """Checks the processes of one agent once a second. A killed process is handled as if it had crashed."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class Watchdog:
         rank_stopped: Callable[[Worker, str], None],
         tell: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        """`helpers()`: name of each transfer by its pid; `parent`: the launcher.
+        """`helpers()`: name of each transfer by pid; `parent`: pid of the launcher.
 
-        `rank_stopped(worker, why)` is called once for each rank at work that stands still; `tell(message, data)` for
-        everything else.
+        `rank_stopped(worker, why)` is called once for each stalled rank at work; `tell(message, data)` for everything
+        else.
         """
         self._workers, self._helpers, self._parent = workers, helpers, parent
         self._rank_stopped, self._tell = rank_stopped, tell
@@ -41,7 +41,7 @@ class Watchdog:
         self.deadline = time.monotonic() + LOOK_S
 
     def tick(self) -> None:
-        """Look, if it is time to."""
+        """Check the processes if a look is due."""
         if time.monotonic() < self.deadline:
             return
         self.deadline = time.monotonic() + LOOK_S
@@ -51,7 +51,7 @@ class Watchdog:
             names[self._workers.nursery] = "fork server"
         if self._parent is not None:
             names[self._parent] = "launcher"
-        # While it imports torch nobody waits for anything else; later it waits for us.
+        # While the fork server imports torch it must make progress; afterwards it idles until it gets a request.
         imports = None if self._workers.nursery_ready else self._workers.nursery
         still = self._still.look({pid: pid == imports for pid in (*workers, *names)})
         if self._workers.ask_nursery() > _ANSWER_LOOKS and self._workers.nursery is not None:
@@ -66,7 +66,7 @@ class Watchdog:
     def _on_rank(self, worker: Worker, why: str) -> None:
         assert worker.pid is not None
         if not worker.runs:
-            # It has nothing left to do but to hold a state, or to exit. Its end is waited for.
+            # It only holds a state or is about to exit, and its end is awaited.
             self._tell(f"rank {worker.rank} (process {worker.pid}) {why}: killed", {"pid": worker.pid})
             self._workers.signal(worker.rank, signal.SIGKILL)
         elif worker.pid not in self._told:

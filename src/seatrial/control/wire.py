@@ -25,11 +25,11 @@ Progress = Literal["wait", "ready", "refused"]
 
 _NONCE_BYTES = 16
 _MAC_HEX = 64
-_HANDSHAKE_BYTES = 1 << 18  # longest line of somebody who has not yet proven anything
+_HANDSHAKE_BYTES = 1 << 18  # longest line from an unauthenticated connection
 _LINE_BYTES = 1 << 26
 HANDSHAKE_S = 5.0
-ACCEPT_AT_ONCE = 16  # somebody who connects again and again must not keep an event loop from everything else
-# Of tcpi_rtt (microseconds) in struct tcp_info, linux/tcp.h: eight bytes, then numbers of four bytes each.
+ACCEPT_AT_ONCE = 16  # so that repeated connections cannot monopolise the event loop
+# Offset of tcpi_rtt (microseconds) in struct tcp_info, linux/tcp.h: eight bytes, then 4-byte fields.
 _RTT_AT = 8 + 15 * 4
 
 
@@ -113,13 +113,13 @@ class Link:
 
     @property
     def round_trip_s(self) -> float:
-        """The kernel's estimate of a round trip to the other host, from TCP's own acknowledgements.
+        """The kernel's estimate of the round-trip time to the peer, from TCP acknowledgements; 0 if unknown.
 
-        Neither side's process has a part in it, so it says nothing of how busy the hosts are. 0 where it is unknown.
+        It does not depend on how busy the processes at either end are.
         """
         try:
             info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_AT + 4)
-        except OSError:  # not connected any more, or a socket pair in a test
+        except OSError:  # disconnected, or a socket pair in a test
             return 0.0
         return float(struct.unpack_from("=I", info, _RTT_AT)[0]) / 1e6
 
@@ -289,7 +289,7 @@ class Outgoing(_Handshake):
             pass
         except OSError as error:
             self.why = error.strerror or str(error)
-        except (ValueError, OverflowError) as error:  # out of a damaged record: no address, or no port
+        except (ValueError, OverflowError) as error:  # from a damaged record: invalid address or port
             self.why = str(error)
 
     @property
@@ -350,7 +350,7 @@ class Listener:
         return self._socket.fileno()
 
     def accept(self) -> list[Incoming]:
-        """Some of those that have connected, the others next time; nothing is proven of them yet."""
+        """Accept some pending connections, the others next time; none is authenticated yet."""
         found: list[Incoming] = []
         while len(found) < ACCEPT_AT_ONCE:
             try:

@@ -33,7 +33,7 @@ class Worker:
     pid: int | None = None
     channel: Channel | None = None
     how: str = "done"  # how it left its generation, once finished
-    done: bool = False  # it has said so
+    done: bool = False  # it has reported its end
     step: int = 0  # last step it has told of
     status: int | None = None
     signalled: float | None = None  # when we first sent it a signal
@@ -50,12 +50,12 @@ class Worker:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended otherwise than in order."""
+        """Whether it ended with an error."""
         return self.state == "exited" and not self.left
 
     @property
     def left(self) -> bool:
-        """Whether it has left its generation in order. Once it has said that it is done only its exit is missing."""
+        """Whether it has left its generation cleanly; after its report only its exit is missing."""
         if self.state == "exited":
             return self.status == 0 or (self.done and self.signalled is not None)
         return self.state == "finished" and self.how != "done"

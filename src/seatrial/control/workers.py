@@ -41,13 +41,11 @@ class Workers:
         self.nursery: int | None = None  # pid
         self.nursery_ready = spec.device != "cpu"
         self._nursery_channel: Channel | None = None
-        self._nursery_owes = 0  # answers to `ask_nursery`
+        self._nursery_owes = 0  # unanswered calls of `ask_nursery`
         self._watch, self._unwatch = watch, unwatch
         self._oom = OomWatch()
-        self._grace: Grace | None = (
-            None  # for workers to stop; those that still run when it is over are killed
-        )
-        self._stopping = -1  # the generation up to which they are to stop
+        self._grace: Grace | None = None  # for workers to stop; those still running at the end are killed
+        self._stopping = -1  # workers up to this generation must stop
         # An abstract socket: no file is left behind, and it ends with this process.
         self._name = f"seatrial-{os.getpid()}-{secrets.token_hex(8)}"
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -82,7 +80,7 @@ class Workers:
         self._watch(ours, self._on_nursery)
 
     def ask_nursery(self) -> int:
-        """Ask the nursery for a sign of life, if it is ready; how many times it was asked since its last one."""
+        """Ping the fork server if it is ready; returns the number of unanswered pings."""
         if self._nursery_channel is None or not self.nursery_ready:
             return 0
         self._nursery_channel.post({"ping": {}})
@@ -170,7 +168,7 @@ class Workers:
                 worker.channel.post(message)
 
     def stop(self, generation: int, grace_s: float, *, park: bool) -> None:
-        """End the work on `generation` or an older one: parked, or killed after a grace of `grace_s` (see grace.py)."""
+        """Stop the work on `generation` and older ones: parked, or killed after `grace_s` (see grace.py)."""
         self._stopping = generation
         if park:
             self.send_all({"abandon": {"generation": generation}})

@@ -1,8 +1,9 @@
 """Data: from text to token shards, and from a step's number to its batch.
 
-`prepare` what a job names -> stores. A store made: `sources` which files, `content` what is in one, `packed` compressed
-ones, `parts` the work cut up, `readers` files -> documents, `tokenizer` text <-> ids, `tokenise` a part -> a file, `pool` and `part_worker` by several processes,
-`workspace` what outlives them, `assembly` parts -> `writer` -> shards; `upload` to an object store; `megatron` its pairs of
-files. A store read: `store`, `stream`; `in_use` keeps it from being replaced meanwhile. `blend` position -> source,
-`order` position -> sample, `loader` step -> tensors (the only one with torch).
+Creating a store: `prepare` resolves the sources of a job to stores; `sources` lists files, `content` detects file
+types, `packed` decompresses, `parts` splits the work, `readers` reads documents, `tokenizer` converts text and ids,
+`tokenise` processes one part, `pool` and `part_worker` run parts in parallel, `workspace` keeps progress across
+restarts, `assembly` combines parts, `writer` writes shards; `upload` to an object store; `megatron` .bin/.idx pairs.
+Reading: `store`, `stream`; `in_use` locks a store against replacement. `blend` position -> source, `order` position ->
+sample, `loader` step -> tensors (the only module with torch).
 """

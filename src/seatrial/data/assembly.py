@@ -86,7 +86,7 @@ class Assembly:
         """Deal with the results that are there without a gap."""
         while (result := self._waiting.pop(self._reached.part, None)) is not None:
             part, now = self._parts[result.number], self._reached
-            # What is counted in a file that is cut into parts goes on from one part to the next.
+            # For a file cut into several parts, these counts continue from one part to the next.
             if not part.goes_on:
                 now = replace(now, lines=0, read=0, foreign=0)
             self._problems += [
@@ -99,7 +99,7 @@ class Assembly:
                 self._part_begins = writer.n_tokens - now.tokens
                 self._appending, done = True, 0
                 for tokens, starts in load_part(result, self._space.parts, writer.dtype):
-                    first = max(0, now.tokens - done)  # those before are in the store already
+                    first = max(0, now.tokens - done)  # earlier ones are in the store already
                     writer.append(tokens[first:], starts[starts >= first] - first)
                     done += len(tokens)
                 self._appending = False
@@ -116,12 +116,12 @@ class Assembly:
 
 
 def _rubbish(part: Part, reached: Reached) -> Diagnostic | None:
-    """What is wrong with a file that is cut into parts if so much of it, up to `part`, is no text."""
+    """The problem if a file cut into parts has too many non-text bytes up to `part`."""
     file, last = part.spans[0].file, part.spans[0].end is None
     if last and not part.goes_on:
-        return None  # a file in one part: its reader has judged it
+        return None  # a file in one part: already checked by its reader
     if not last and file.kind == "parquet":
-        return None  # how much text is in it is known at its end
+        return None  # the size of its text is known only at its end
     return foreign_problem(file.path, reached.foreign, reached.read if last else file.size)
 
 

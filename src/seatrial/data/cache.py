@@ -25,7 +25,7 @@ Check = Callable[[bytes], str | None]
 
 
 def cache_folder() -> Path:
-    """The folder for data of this user on this node: in TMPDIR or /tmp, which are local disks. Raises InputError."""
+    """The data folder of this user on this node: in TMPDIR or /tmp, which are local disks. Raises InputError."""
     return private_folder() / "stream"
 
 

@@ -1,4 +1,4 @@
-"""What is in a source file, told by its first bytes: how it is compressed, of what kind it is, and whether it is text."""
+"""Detect what a source file contains from its first bytes: compression, format, and whether it is text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from seatrial.data.packed import Packing, packing_of, unpack
 Kind = Literal["text", "jsonl", "parquet"]
 
 _HEAD = 1 << 16
-_GOES_ON = _HEAD - len(codecs.BOM_UTF8)  # a head of so many bytes, without the mark, may not be all
-# "PAR1" and the first byte behind it, which begins a page header or a footer; 0x15 is in no text.
+_GOES_ON = _HEAD - len(codecs.BOM_UTF8)  # a head of this length, BOM removed, may be truncated
+# "PAR1" and the first byte of a page header or footer; 0x15 does not occur in text.
 _PARQUET = b"PAR1\x15"
-# What a text may hold below 0x20: backspace, tab, line ends, form feed, the end mark of DOS, colours of a terminal.
+# Control characters allowed in text: backspace, tab, line ends, form feed, DOS end-of-file, escape (colours).
 _CONTROLS = bytes(sorted(set(range(32)) - set(b"\b\t\n\v\f\r\x1a\x1b"))) + b"\x7f"
 _REPLACEMENT = "\ufffd"
 
 _UNPACK = "unpack it, and name what is in it"
 _CONVERT = "convert it: iconv -f ENCODING -t UTF-8"
-# (offset, bytes there, what it is, what to do about it).
+# (offset, bytes, description, hint).
 _SIGNATURES = (
     (0, codecs.BOM_UTF32_LE, "UTF-32 text", "convert it: iconv -f UTF-32 -t UTF-8"),
     (0, codecs.BOM_UTF32_BE, "UTF-32 text", "convert it: iconv -f UTF-32 -t UTF-8"),
@@ -46,7 +46,7 @@ _HINT = "text, JSONL and Parquet are read, and each of them compressed"
 
 
 class NotTextError(Exception):
-    """A file that holds something else than text, JSONL or Parquet."""
+    """The file is not text, JSONL or Parquet."""
 
     def __init__(self, what: str, hint: str | None) -> None:
         super().__init__(f"not text: {what}")
@@ -54,15 +54,15 @@ class NotTextError(Exception):
 
 
 def too_foreign(n: int, size: int) -> bool:
-    """Whether `n` bytes that no text has are too many for `size` bytes of text: more than a handful, and over 1 %."""
+    """Whether `n` non-text bytes are too many for `size` bytes of text: more than a handful, and over 1 %."""
     return n > max(size // 100, min(8, size // 5 + 1))
 
 
 def look(path: Path, kind: Kind | None, named: Packing | None) -> tuple[Kind, Packing | None]:
-    """(kind, compression) of the file at `path`; `kind` and `named` are what its suffixes say.
+    """(kind, compression) of the file at `path`; `kind` and `named` are those of its suffixes.
 
-    None for `kind` is a .json: JSONL where its first line is an object, else one text. NotTextError where it is
-    neither text nor Parquet. What cannot be read is left to the reader, who says why.
+    `kind` None means .json: JSONL if its first line is an object, else one text. NotTextError if it is neither text nor
+    Parquet. Read errors are left to the reader, which reports them.
     """
     packing: Packing | None = None
     try:
@@ -85,13 +85,13 @@ def look(path: Path, kind: Kind | None, named: Packing | None) -> tuple[Kind, Pa
 
 
 def _not_text(head: bytes) -> tuple[str, str | None] | None:
-    """(what it is, what to do about it) if `head` is not how a text begins."""
+    """(description, hint) if `head` is not the beginning of a text."""
     text = codecs.getincrementaldecoder("utf-8")("replace").decode(head, final=len(head) < _GOES_ON)
     invalid = text.count(_REPLACEMENT) - head.count(_REPLACEMENT.encode())
     controls = len(head) - len(head.translate(None, _CONTROLS))
     foreign = too_foreign(invalid + controls, len(head))
     for offset, signature, what, hint in _SIGNATURES:
-        # A text may begin with one that can be read.
+        # A text may begin with a printable signature.
         sure = not (signature.isascii() and signature.decode().isprintable())
         if (foreign or sure) and head.startswith(signature, offset):
             return what, hint
@@ -103,7 +103,7 @@ def _not_text(head: bytes) -> tuple[str, str | None] | None:
 
 
 def _is_lines(head: bytes) -> bool:
-    """Whether the first line is a whole JSON object, or so long that it cannot be the first of one that is laid out."""
+    """Whether the first line is a whole JSON object, or too long to belong to a pretty-printed one."""
     first, newline, _ = head.lstrip().partition(b"\n")
     if not newline and len(head) >= _GOES_ON:
         return first.startswith(b"{")

@@ -1,6 +1,6 @@
-"""Nobody replaces a token store while a run trains on it: an flock on its manifest, shared by all who read.
+"""Protect a token store from being replaced while a run trains on it: a shared flock on its manifest.
 
-The kernel drops it however its holder ends. It needs no right to write, and no file of its own.
+The kernel releases it however the process ends. It needs neither write permission nor a lock file.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from seatrial.base.errors import RunFailed
 from seatrial.data.manifest import MANIFEST
 from seatrial.record.folder import RunFolder
 
-_PATIENCE_S = 10.0  # with somebody who moves a store into place
+_PATIENCE_S = 10.0  # for a writer that is moving a store into place
 
 
 def hold(folder: Path) -> int:
-    """A descriptor that keeps the store in `folder` from being replaced until it is closed.
+    """Lock the store in `folder` against replacement; returns a descriptor that holds the lock until it is closed.
 
-    Several may hold one store. RunFailed where somebody is replacing it; OSError where the file system has no locks.
+    The lock is shared. RunFailed if the store is being replaced; OSError if the file system has no locks.
     """
     path, deadline = folder / MANIFEST, time.monotonic() + _PATIENCE_S
     while True:
-        # Not there: the old store has been moved away, and the new one not yet into its place.
+        # Missing: the old store has been moved away, and the new one is not yet in place.
         with contextlib.suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -46,7 +46,7 @@ def hold(folder: Path) -> int:
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """While this lasts nobody holds the store in `folder`. RunFailed, which names the runs, where somebody does."""
+    """Hold the exclusive lock on the store in `folder`. RunFailed, naming the runs, if it is in use."""
     path = folder / MANIFEST
     if not path.exists():
         yield
@@ -54,7 +54,7 @@ def claimed(folder: Path) -> Iterator[None]:
     fd = -1
     try:
         try:
-            # For writing where that is allowed: NFS has no other exclusive locks.
+            # Open for writing if permitted: NFS needs that for an exclusive lock.
             fd = os.open(path, (os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY) | os.O_CLOEXEC)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
@@ -73,14 +73,14 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def _holders(fd: int) -> list[str]:
-    """The runs that have locked the file at `fd`; processes where no run can be told."""
+    """The runs that hold a lock on the file at `fd`; processes for which no run is found."""
     wanted = os.fstat(fd)
     runs: list[str] = []
     processes: list[str] = []
     for pid in sorted(_locked_by(wanted.st_ino)):
         files = _open_files(pid)
         if files and not any(os.path.samestat(status, wanted) for _, status in files):
-            continue  # a file of that number on another device
+            continue  # same inode number on another device
         for path, _ in files:
             if path == (run := RunFolder(path.parent.parent)).lock:
                 runs.append(f"the run {run.path} (process {pid})")
@@ -89,18 +89,18 @@ def _holders(fd: int) -> list[str]:
 
 
 def _locked_by(inode: int) -> set[str]:
-    """Processes with an flock on a file of that number, on any device: overlays have others than they show."""
+    """Processes with an flock on this inode, on any device: overlayfs shows another device number than it locks."""
     try:
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except OSError:
         return set()
-    # 1: FLOCK  ADVISORY  READ  PID MAJOR:MINOR:INODE 0 EOF; with -> in place of FLOCK where it waits
+    # 1: FLOCK  ADVISORY  READ  PID MAJOR:MINOR:INODE 0 EOF; waiting locks have -> in place of FLOCK
     words = [line.split() for line in lines]
     return {w[4] for w in words if len(w) > 5 and w[1] == "FLOCK" and w[5].endswith(f":{inode}")}
 
 
 def _open_files(pid: str) -> list[tuple[Path, os.stat_result]]:
-    """What a process has open; nothing where it has ended, or is somebody else's."""
+    """The open files of a process; empty if it has ended, or belongs to another user."""
     found: list[tuple[Path, os.stat_result]] = []
     with contextlib.suppress(OSError):
         for link in Path("/proc", pid, "fd").iterdir():

@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 Count = Annotated[int, Field(ge=0)]
 # A plain name: a manifest must not make us read, or hash, a file outside its folder.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # names a file of hashes, too
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # also names files of hashes
 
 
 class _Strict(BaseModel):
@@ -117,7 +117,7 @@ def parse_manifest(data: bytes, path: str, *, hint: str) -> Manifest:
                 hint=f"{hint} --force",
             )
         ) from e
-    except ValueError as e:  # no text, too deep, a number of thousands of digits
+    except ValueError as e:  # not UTF-8, nested too deep, a number of thousands of digits
         raise InputError(
             Diagnostic(f"bad JSON in the manifest of a token store: {e}", path, hint=hint)
         ) from e

@@ -1,4 +1,4 @@
-"""Compressed files: told by their content, and read as a stream of what is in them."""
+"""Compressed files: detected by content, read as a stream of the decompressed content."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ PACKINGS: dict[str, Packing] = {
 }
 _MAGIC: dict[Packing, tuple[bytes, ...]] = {
     "gzip": (b"\x1f\x8b\x08",),
-    # "BZh" and a digit may be a text; behind them come the digits of pi, or of its root where nothing is compressed.
+    # "BZh" and a digit may be text; the magic number of a block (pi) or of the stream's end (sqrt pi) follows.
     "bzip2": tuple(
         b"BZh%d%s" % (n, b) for n in range(1, 10) for b in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")
     ),
     "xz": (b"\xfd7zXZ\0",),
-    # A frame of data, or one that is skipped (RFC 8878, 3.1).
+    # A data frame, or a skippable frame (RFC 8878, 3.1).
     "zstd": (b"\x28\xb5\x2f\xfd", *(b"%c\x2a\x4d\x18" % n for n in range(0x50, 0x60))),
 }
 
-# Compressed bytes taken at once. All that gzip and zstd make of them is in memory: of zeros 4 and 128 MiB.
+# Compressed bytes per call. gzip and zstd expand them completely in memory: to 4 and 128 MiB for zeros.
 _AT_ONCE = 1 << 12
-# The other two can be told to stop: bzip2 makes 45 MB of 40 bytes.
+# The other two accept an output limit: bzip2 expands 40 bytes to 45 MB.
 _MADE_AT_ONCE: dict[Packing, tuple[int, ...]] = {"bzip2": (1 << 20,), "xz": (1 << 20,)}
-_XZ_MEMORY = 1 << 28  # what unpacking may take: xz -9 needs 65 MiB. zstd's own limit is 128 MiB
-# Text becomes 3 to 20 times smaller. What becomes so much smaller is no text to train on, and would fill the disk.
+_XZ_MEMORY = 1 << 28  # memory limit: xz -9 needs 65 MiB. zstd's own limit is 128 MiB
+# Text compresses 3 to 20 times. A much higher ratio is not training text, and would fill the disk.
 _FREE_BYTES, _MOST_TIMES = 1 << 26, 200
 
 
-# What they make has eof, unused_data and decompress(), by the standard library's convention.
+# The decoders have eof, unused_data and decompress(), as in the standard library.
 _DECODERS: dict[Packing, Callable[[], Any]] = {
     "gzip": lambda: zlib.decompressobj(16 + zlib.MAX_WBITS),
     "bzip2": bz2.BZ2Decompressor,
@@ -54,9 +54,9 @@ _DECODERS: dict[Packing, Callable[[], Any]] = {
 
 
 def packing_of(head: bytes, named: Packing | None = None) -> Packing | None:
-    """How the file that begins with `head` (16 bytes, fewer if it has no more) is compressed; None: it is not.
+    """The compression of a file that begins with `head` (16 bytes, or the whole file); None if not compressed.
 
-    `named` is what its suffix says: it counts where the file ends within the bytes that would tell.
+    `named`, from its suffix, decides if the file is shorter than the magic number.
     """
     for packing, magic in _MAGIC.items():
         if head.startswith(magic):
@@ -67,29 +67,29 @@ def packing_of(head: bytes, named: Packing | None = None) -> Packing | None:
 
 
 def unpack(path: Path, packing: Packing) -> BinaryIO:
-    """What is compressed in the file at `path`, for reading on from its begin. Its `raw` is an `Unpacked`."""
+    """Open the decompressed content of the file at `path` for sequential reading. Its `raw` is an `Unpacked`."""
     return io.BufferedReader(Unpacked(path, packing), 1 << 16)
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a compressed file, of which only some is in memory at any time.
+    """The decompressed content of a file, in bounded memory.
 
-    Several streams one after the other are one content. OSError where the file is damaged, truncated, or grows
-    beyond any text.
+    Concatenated streams are one content. OSError if the file is damaged, truncated, or expands beyond the limit for
+    text.
     """
 
     def __init__(self, path: Path, packing: Packing) -> None:
         self._packing = packing
         self._decoder = _DECODERS[packing]()
         self._ready = memoryview(b"")
-        self._rest = b""  # of the file, behind the end of a stream
+        self._rest = b""  # bytes of the file after the end of a stream
         self._made = 0
         self._file = open(path, "rb")  # noqa: SIM115  closed by close()
         self._most = max(_FREE_BYTES, _MOST_TIMES * path.stat().st_size)
 
     @property
     def position(self) -> int:
-        """How many bytes of the file have been taken."""
+        """Bytes read from the file."""
         return self._file.tell()
 
     def readable(self) -> bool:
@@ -110,7 +110,7 @@ class Unpacked(io.RawIOBase):
         return n
 
     def _advance(self) -> bool:
-        """Take in some more of the file; False at its end."""
+        """Decompress the next block; False at the end of the file."""
         data = b""
         if self._decoder.eof or getattr(self._decoder, "needs_input", True):
             data = self._rest or self._file.read(_AT_ONCE)
@@ -120,7 +120,7 @@ class Unpacked(io.RawIOBase):
                     raise OSError(None, f"truncated: the {self._packing} data in it has no end")
                 return False
         if self._decoder.eof:
-            data = data.lstrip(b"\0")  # padding
+            data = data.lstrip(b"\0")
             if not data:
                 return True
             self._decoder = _DECODERS[self._packing]()

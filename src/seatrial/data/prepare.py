@@ -100,7 +100,7 @@ def prepare(
             ):
                 counted = assembly.run(team, writer)
                 if writer.n_tokens == 0:
-                    space.clear_up()  # nothing to go on from
+                    space.clear_up()  # nothing to resume from
                     raise InputError(
                         f"no text in {', '.join(sources)}: {len(found.files)} files, every document empty",
                         hint="name files that hold text",
@@ -150,7 +150,7 @@ def blend_of(data: DataSection) -> Blend | None:
 
 
 def sources_of(data: DataSection) -> list[str]:
-    """What `data.train` names, one or several."""
+    """The sources in `data.train`, one or several."""
     return [data.train] if isinstance(data.train, str) else data.train
 
 
@@ -164,7 +164,7 @@ def open_stores(addresses: Sequence[str], cache_root: Path, cache_gb: float) -> 
 
 
 def _held(store: TokenStore, note: Note | None = None) -> TokenStore:
-    """`store`, which nobody replaces as long as it is referred to."""
+    """`store`, locked against replacement as long as it is referenced."""
     try:
         store.hold()
     except OSError as e:
@@ -194,8 +194,8 @@ def resolve_stores(
 
     A source is a store itself, here or on an object store, or prepared once into `cache_root` and reused. Relative
     paths are taken from `base_folder`. The cache's name holds a digest of the source's files (paths, sizes, times) and
-    of the tokenizer. Of several callers at once one prepares, the others wait. As long as a store is referred to,
-    nobody replaces it. InputError names every source that cannot be used.
+    of the tokenizer. Of several callers at once one prepares, the others wait. A store is locked against replacement as
+    long as it is referenced. InputError names every source that cannot be used.
     """
     tokenizer_spec = data.tokenizer if data.tokenizer == "bytes" else str(base_folder / data.tokenizer)
     stores: list[TokenStore] = []
@@ -246,7 +246,7 @@ def _resolve(
         pair = find_pair(path)
         source = str(path)
     tokenizer = load_tokenizer(tokenizer_spec)
-    # What is prepared already is found by what files are called and how large they are.
+    # Without opening files: the cache key uses their names, sizes and times.
     found = find([source] if pair is None else [f"{pair}.bin", f"{pair}.idx"], look_inside=False)
     digest = _source_digest(source, found, tokenizer, data.text_key)
     stem = "python-library" if source == BUILTIN_LIBRARY else Path(source).name

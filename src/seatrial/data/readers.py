@@ -23,7 +23,7 @@ MAX_PROBLEMS = 20
 # Larger documents are cut at a line's end, so that memory stays bounded: a tokenizer keeps about 100 bytes a
 # token while it works. Only a merge across such a cut differs from one call on the whole document.
 PIECE_BYTES = 1 << 22
-_LONGEST_LINE = 1 << 27  # of JSONL: a line is in memory several times while it is read
+_LONGEST_LINE = 1 << 27  # of JSONL: a line is in memory several times while it is parsed
 _PARQUET_ROWS = 4096
 _COPIED = 1 << 20
 _BOM = b"\xef\xbb\xbf"
@@ -37,14 +37,14 @@ class Reader:
     """Reads documents and keeps count; what cannot be read is collected in `problems`, up to MAX_PROBLEMS."""
 
     def __init__(self, text_key: str, scratch: Path, piece_bytes: int | None = None) -> None:
-        """`scratch`: a folder that has room for a compressed Parquet file, unpacked."""
+        """`scratch`: a folder with room for a decompressed Parquet file."""
         self.text_key = text_key
         self.piece_bytes = PIECE_BYTES if piece_bytes is None else piece_bytes
         self.problems: list[Diagnostic] = []
-        self.bytes_done = 0  # of the files as they are, compressed or not
+        self.bytes_done = 0  # of the files on disk, compressed or not
         self.lines = 0  # of the last span, if it was JSONL
-        self.read = 0  # bytes of the last span, unpacked
-        self.foreign = 0  # of those, what no text has
+        self.read = 0  # bytes of the last span, decompressed
+        self.foreign = 0  # non-text bytes among them
         self.replaced: dict[str, int] = {}  # path of a file -> bytes or characters that were no UTF-8
         self._scratch = scratch
 
@@ -52,11 +52,13 @@ class Reader:
         """The documents of `span`; InputError once MAX_PROBLEMS are found.
 
         A span of text that does not reach the file's end breaks off inside its document, without a None.
-        Lines are counted from the span's begin. OSError where the scratch folder has no room.
+        A span of text that does not reach the file's end stops inside its document, without a None. Lines are counted
+        from the beginning of the span. OSError if the scratch folder is full.
         """
         file = span.file
         self._before, self.read, self.lines, self.foreign = self.bytes_done, 0, 0, 0
         self._path = str(file.path)
+        whole = span.begin == 0 and span.end is None
         try:
             with self._opened(file) as f:
                 if file.kind == "parquet":
@@ -73,23 +75,22 @@ class Reader:
                         hint="run it again when nothing writes to it any more, or name a copy",
                     )
                 )
-            whole = span.begin == 0 and span.end is None
             if whole and (problem := foreign_problem(file.path, self.foreign, self.read)) is not None:
                 self._problem(problem)
         except OSError as e:
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise  # of the scratch folder: reading needs no room
+                raise  # the scratch folder is full: only that needs space
             self._problem(Diagnostic(f"cannot be read: {e.strerror or e}", file=self._path))
-        if span.begin == 0 and span.end is None:
+        if whole:
             self.bytes_done = self._before + file.size
 
     @contextlib.contextmanager
     def _opened(self, file: SourceFile) -> Iterator[BinaryIO]:
-        """What is in the file, behind a byte order mark; seekable unless it is compressed text."""
+        """The content of the file, without a byte order mark; seekable unless it is compressed text."""
         with contextlib.ExitStack() as stack:
             f = stack.enter_context(_open(file))
             if file.kind == "parquet" and file.packing is not None:
-                # Parquet is read from its end. A file without a name: it goes with this process.
+                # Parquet is read from its end. The unnamed file disappears with this process.
                 packed, f = f, stack.enter_context(tempfile.TemporaryFile(dir=self._scratch))
                 shutil.copyfileobj(packed, f, _COPIED)
             elif file.kind != "parquet" and f.read(len(_BOM)) != _BOM:
@@ -97,7 +98,7 @@ class Reader:
             yield f
 
     def _has_read(self, f: BinaryIO, n: int) -> None:
-        """Note `n` more bytes of text, taken from `f`."""
+        """Count `n` more bytes of text, read from `f`."""
         self.read += n
         raw = getattr(f, "raw", None)
         self.bytes_done = self._before + (raw.position if isinstance(raw, Unpacked) else self.read)
@@ -240,10 +241,10 @@ class Reader:
 
 
 def merged(problems: Sequence[Diagnostic]) -> list[Diagnostic]:
-    """`problems`, of which those that many lines may have are told once, with their number."""
+    """`problems`, with those that repeat on many lines merged into one with a count."""
     found: dict[object, Diagnostic] = {}
     for i, problem in enumerate(problems):
-        # What has a column shows its line, so each is told by itself.
+        # A problem with a column shows its line, so it is not merged.
         key = problem.message if problem.line is not None and problem.column is None else i
         known = found.get(key)
         found[key] = problem if known is None else replace(known, count=known.count + problem.count)
@@ -251,7 +252,7 @@ def merged(problems: Sequence[Diagnostic]) -> list[Diagnostic]:
 
 
 def foreign_problem(path: Path, foreign: int, size: int) -> Diagnostic | None:
-    """What is wrong if `foreign` of the `size` bytes in a file are none of a text; None if that is a handful."""
+    """The problem if `foreign` of the `size` bytes in a file are not text; None if they are only a handful."""
     if not too_foreign(foreign, size):
         return None
     return Diagnostic(
@@ -266,7 +267,7 @@ def _open(file: SourceFile) -> BinaryIO:
 
 
 def _skip_line(f: BinaryIO) -> int:
-    """Read on to behind the next line's end; how many bytes that is."""
+    """Skip past the end of the current line; returns the number of bytes."""
     n = 0
     while part := f.readline(_COPIED):
         n += len(part)

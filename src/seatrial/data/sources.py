@@ -1,4 +1,4 @@
-"""Which files a source means: a file, a folder, or `builtin:python-library`; and of what kind they are."""
+"""The files that a source refers to (a file, a folder, or `builtin:python-library`), and their kinds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SourceFile:
     kind: Kind
     size: int
     mtime_ns: int
-    packing: Packing | None = None  # how it is compressed: then it can only be read from its begin
+    packing: Packing | None = None  # compression: such a file can only be read from its beginning
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,26 @@ class Span:
 
 @dataclass
 class Found:
-    """Files in a fixed order, and what was left out: reason -> how many, and the first of them."""
+    """Files in a fixed order, and skipped entries: reason -> count, and the first of them."""
 
     files: list[SourceFile] = field(default_factory=list)
     skipped: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
 
     def skip(self, reason: str, name: str, n: int = 1) -> None:
-        """Leave `n` out, `name` among them."""
+        """Count `n` skipped entries, with `name` as the example."""
         self.skipped[reason] = self.skipped.get(reason, 0) + n
         self.examples.setdefault(reason, name)
 
     def add(self, other: Found) -> None:
-        """All of `other`, behind what is here."""
+        """Append all of `other`."""
         self.files += other.files
         for reason, n in other.skipped.items():
             self.skip(reason, other.examples[reason], n)
 
 
 def told_skipped(skipped: Mapping[str, int], examples: Mapping[str, str]) -> list[str]:
-    """What was left out, for people: the most frequent reasons first, each with an example."""
+    """Skipped entries for people: the most frequent reasons first, each with an example."""
     told = [
         f"{n} {reason}" + (f" ({examples[reason]}{', ...' if n > 1 else ''})" if reason in examples else "")
         for reason, n in sorted(skipped.items(), key=lambda item: -item[1])
@@ -97,7 +97,7 @@ def refuse_remote(path: str, hint: str = "") -> None:
 def find(sources: Sequence[str], *, look_inside: bool = True) -> Found:
     """The files of all `sources`, in the order given, sorted within each; InputError lists every unusable one.
 
-    Without `look_inside` no file is opened, and what is known of them is what their names say.
+    Without `look_inside` no file is opened; kind and compression are taken from the names.
     """
     found = Found()
     problems: list[Diagnostic] = []
@@ -125,7 +125,7 @@ def _find_one(source: str, found: Found, look_inside: bool) -> None:
         _find_library(found)
         return
     if not source:
-        raise InputError("an empty path names no file or folder")  # to Path it is the current folder
+        raise InputError("an empty path names no file or folder")  # Path("") is the current folder
     path = Path(source)
     if path.is_dir():
         _find_in_folder(path, found, look_inside)
@@ -141,7 +141,7 @@ def _find_one(source: str, found: Found, look_inside: bool) -> None:
 
 
 def _suffixes(name: str) -> tuple[str, str]:
-    """(suffix of the kind, suffix of the compression behind it), "" where there is none."""
+    """(suffix of the kind, suffix of the compression after it), "" if absent."""
     stem, last = os.path.splitext(name.lower())
     return (os.path.splitext(stem)[1], last) if last in PACKINGS else (last, "")
 
@@ -182,9 +182,9 @@ def _find_in_folder(root: Path, found: Found, look_inside: bool) -> None:
 
 
 def _walk(root: Path, left_out: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
-    """(relative POSIX path, "") of the files below `root`, sorted; (path, why) of folders that are not entered.
+    """(relative POSIX path, "") of the files below `root`, sorted; (path, reason) of skipped folders.
 
-    Those are hidden ones (.git, caches), and links, which may lead back.
+    Hidden folders (.git, caches) and links, which may form a loop, are skipped.
     """
 
     def refuse(error: OSError) -> None:

@@ -98,7 +98,7 @@ class TokenStore:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of its manifest, which holds hashes of everything else: another store, or one made anew, has another."""
+        """SHA-256 of its manifest, which has hashes of everything else, so that a recreated store has another digest."""
         return hashlib.sha256(self.manifest.model_dump_json().encode()).hexdigest()
 
     @classmethod
@@ -114,9 +114,9 @@ class TokenStore:
         return store
 
     def hold(self) -> None:
-        """From now on nobody replaces this store, until the last reference to this object is gone.
+        """Lock this store against replacement until the last reference to this object is gone.
 
-        RunFailed where that has just happened; OSError where the file system has no locks.
+        RunFailed if it has just been replaced; OSError if the file system has no locks.
         """
         fd = hold(self.folder)
         weakref.finalize(self, os.close, fd)
@@ -194,7 +194,7 @@ class TokenStore:
             if self.where(file) not in known:
                 shard = shards.get(file)
                 chunks = None if shard is None else shard.chunks
-                # By chunks too: a wrong length of them makes every hash of one wrong.
+                # Include the chunk length: with a wrong one every chunk hash would be wrong.
                 by_chunk = None if chunks is None else ChunkHasher(chunks.chunk_bytes)
                 largest = None if shard is None else _Largest(self.dtype)
                 try:
@@ -314,7 +314,7 @@ class _Hash(_Sink, Protocol):
 
 
 class _Largest:
-    """The largest token of a file that comes in blocks of any size."""
+    """The largest token in a file, read in blocks of any size."""
 
     def __init__(self, dtype: np.dtype[np.unsignedinteger]) -> None:
         self.value = 0
@@ -330,7 +330,7 @@ class _Largest:
 
 
 def _hash(state: _Hash, blocks: Iterable[bytes], *others: _Sink | None) -> str:
-    """The digest of `blocks`, which the `others` are given too."""
+    """The digest of `blocks`, which are also passed to the `others`."""
     sinks: list[_Sink] = [state, *(other for other in others if other is not None)]
     for block in blocks:
         for sink in sinks:

@@ -91,7 +91,7 @@ class StreamedStore(TokenStore):
         return self._objects.url
 
     def hold(self) -> None:
-        """Nothing: an object store has no locks. What is replaced there is no longer what the manifest says."""
+        """Does nothing: an object store has no locks. A replaced object no longer matches the manifest."""
 
     def where(self, file: str) -> str:
         return join(self._objects.url, file)

@@ -1,7 +1,7 @@
 """One part of the sources to tokens: read, encoded, written to a file of its own with its hash.
 
-part-00000007.bin    batch after batch: its tokens, then where documents begin (int64, in tokens from the batch's first)
-part-00000007.json   counts, hash, fingerprint of the sources, sealed; written last: without it there is no part
+part-00000007.bin    batch after batch: its tokens, then where documents begin (int64, offsets from the batch's first)
+part-00000007.json   counts, hash, fingerprint of the sources, sealed; written last: without it the part is missing
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PartResult:
     number: int
     fingerprint: str
     lines: int  # of JSONL, in the part's last file: what the line numbers of the next part begin behind
-    read: int = 0  # bytes, unpacked, in the part's last file
-    foreign: int = 0  # of those, what no text has
+    read: int = 0  # bytes, decompressed, in the part's last file
+    foreign: int = 0  # non-text bytes among them
     batches: tuple[tuple[int, int], ...] = ()  # (tokens, documents that begin) of each
     hash: str = ""  # XXH3-128 of the file
     empty: int = 0  # documents without text
@@ -62,13 +62,13 @@ class PartResult:
 
 
 def sealed(content: object) -> str:
-    """`content` as JSON, with a hash of it: a number that was damaged meanwhile is still JSON."""
+    """`content` as JSON with a hash: JSON with a damaged number may still parse."""
     text = json.dumps(content)
     return json.dumps({"content": content, "xxh3_128": xxhash.xxh3_128_hexdigest(text.encode())})
 
 
 def unsealed(data: bytes) -> Any:
-    """What `sealed` was given; ValueError, TypeError or KeyError where `data` is not what it gave."""
+    """The inverse of `sealed`; ValueError, TypeError or KeyError if `data` was damaged."""
     document = parse_json(data)
     if xxhash.xxh3_128_hexdigest(json.dumps(document["content"]).encode()) != document["xxh3_128"]:
         raise ValueError("damaged")
@@ -144,9 +144,9 @@ def find_part(part: Part, folder: Path) -> PartResult | None:
 
 
 def load_part(result: PartResult, folder: Path, kind: np.dtype[np.unsignedinteger]) -> Batches:
-    """(tokens, where documents begin among them) of each batch of a part in `folder`.
+    """(tokens, offsets where documents begin) of each batch of a part in `folder`.
 
-    OSError, before the first one, where they are not as written.
+    OSError, before the first batch, if the file is not as it was written.
     """
     path = _data_file(folder, result.number)
     if _hash(path) != result.hash:

@@ -86,7 +86,7 @@ class FileTokenizer:
         from tokenizers import Tokenizer as Engine
 
         hint = 'give the path of a tokenizer.json, or "bytes" for the built-in one'
-        if not os.path.isfile(path):  # a device or a pipe is never read: it may have no end
+        if not os.path.isfile(path):  # never read a device or a pipe, which may be endless
             what = "is no file" if os.path.exists(path) else "does not exist"
             raise InputError(f"the tokenizer {path} {what}", hint=hint)
         try:

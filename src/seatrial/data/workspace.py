@@ -42,8 +42,8 @@ class Reached:
     part: int = 0  # the first that is not wholly in it
     tokens: int = 0  # of that part that are
     lines: int = 0  # of JSONL in the file that the part before ends in
-    read: int = 0  # bytes, unpacked, of that file
-    foreign: int = 0  # of those, what no text has
+    read: int = 0  # bytes, decompressed, of that file
+    foreign: int = 0  # non-text bytes among them
     empty: int = 0
     replaced: int = 0
     replaced_files: int = 0

@@ -168,9 +168,9 @@ class StoreWriter:
                 self._begun.shard_done(self._shards)
 
     def finish(self, source: dict[str, Any]) -> TokenStore:
-        """Write the manifest and move the store into place; ValueError where nothing was appended.
+        """Write the manifest and move the store into place; ValueError if nothing was appended.
 
-        RunFailed, with everything as it was, where a run has begun to use the store that would be replaced.
+        RunFailed, with everything unchanged, if a run has begun to use the store that would be replaced.
         """
         self._close_shard()
         if not self._shards:
@@ -190,7 +190,7 @@ class StoreWriter:
             n_documents=sum(s.index.n_documents for s in self._shards),
             max_token=max(s.max_token for s in self._shards),
             shards=self._shards,
-            # Of a file's name that is no UTF-8, what can be shown.
+            # Replace surrogates, which come from file names that are not UTF-8.
             source=json.loads(json.dumps(source, ensure_ascii=False).encode("utf-8", "replace")),
         )
         write_json(self._temporary / MANIFEST, manifest.model_dump())
@@ -217,9 +217,9 @@ class Begun:
 
 
 def check_target(folder: Path, *, replace: bool) -> None:
-    """InputError where `folder` cannot become a token store, without touching anything.
+    """InputError if `folder` cannot become a token store; changes nothing.
 
-    RunFailed where a run uses the store that would be replaced.
+    RunFailed if a run uses the store that would be replaced.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return

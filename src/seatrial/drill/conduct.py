@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _SPARE_TIME_S = 90.0  # what detection and recovery may add to a run, before it is given up
 _FIRST_STEPS = 6  # a first step that takes so many times as long as the reference's is a hang
 _LEAST_FIRST_STEP_S = 45.0  # the machine may be busy with something else
-_MOST_DATA_BYTES = 1 << 30  # that are copied for a scenario that alters its data
+_MOST_DATA_BYTES = 1 << 30  # largest data to copy for a scenario that changes its data
 _RECOVERY_S = 5.0  # what they usually add, for the estimate
 
 
@@ -237,7 +237,7 @@ class Drill:
         return -(-steps // every) * every
 
     def _own_data(self, scenario: Scenario) -> list[str]:
-        """Copies of the token stores, for a scenario that alters them. Raises InputError where there is no room for that."""
+        """Copies of the token stores, for a scenario that changes them. Raises InputError if there is no space."""
         total = sum(shard.bytes for store in self._stores for shard in store.manifest.shards)
         if total > _MOST_DATA_BYTES or any(is_remote(store.address) for store in self._stores):
             raise InputError(f"the data ({units.memory(total)}) would have to be copied")
@@ -306,7 +306,7 @@ class Drill:
 
 
 def _copied_every(job: Job, *, node_lost: bool) -> int:
-    """After how many steps what a fault leaves is copied anew; 0: it leaves no copy."""
+    """Number of steps after which the affected state is copied again; 0: the fault leaves no copy."""
     kept = job.resilience
     apart = kept.copies > 1 or job.layout.survives_a_node(job.cluster.gpus_per_node)
     return kept.snapshot_every_steps if kept.copies and (apart or not node_lost) else 0

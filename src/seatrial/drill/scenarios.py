@@ -21,7 +21,7 @@ from seatrial.train import straggler
 
 _AWAY_S = 4.0  # after which a node returns
 _BACK_S = 14.0  # by when it trains again, with its start
-_FOUND_S = 10.0  # by when a process that was stopped is found
+_FOUND_S = 10.0  # limit for detecting a stopped process
 
 RECOVERING = "recovering"
 

@@ -60,14 +60,14 @@ def freeze(stage: Stage, plan: Plan) -> None:
 
 
 def kill_two_ranks(stage: Stage, plan: Plan) -> None:
-    """The first and the last, in most jobs on different nodes."""
+    """The first and the last rank, in most jobs on different nodes."""
     stage.wait_step(plan.fault)
     for rank in (0, max(stage.scene.ranks)):
         stage.kill_rank(rank)
 
 
 def kill_in_recovery(stage: Stage, plan: Plan) -> None:
-    """A second rank, as soon as the failure of the first was judged."""
+    """Kill a second rank as soon as recovery from the first failure begins."""
     stage.wait_step(plan.fault)
     stage.kill_rank(max(stage.scene.ranks))
     begin = stage.injections[-1].time
@@ -76,7 +76,7 @@ def kill_in_recovery(stage: Stage, plan: Plan) -> None:
 
 
 def pause_agent(stage: Stage, plan: Plan) -> None:
-    """Of a node that does not coordinate, while its ranks are being started."""
+    """Pause the agent of a node that does not coordinate, while its ranks are being started."""
     nodes = _begun(stage)
     stage.pause_agent(next(n for n in nodes if n != stage.scene.coordinator or len(nodes) == 1), _long(stage))
 
@@ -88,7 +88,7 @@ def pause_coordinator(stage: Stage, plan: Plan) -> None:
 
 
 def _begun(stage: Stage) -> list[int]:
-    """Wait for the order to start; the nodes that it went to."""
+    """Wait until a generation is started; returns its nodes."""
     stage.wait_until(lambda scene: scene.since(0.0, ("generation_started",)) is not None)
     started = stage.scene.since(0.0, ("generation_started",))
     assert started is not None
@@ -96,7 +96,7 @@ def _begun(stage: Stage) -> list[int]:
 
 
 def _long(stage: Stage) -> float:
-    """Longer than an agent may go on without being heard."""
+    """Longer than an agent may stay silent."""
     return 2 * stage.job.resilience.silence_s
 
 
@@ -109,7 +109,7 @@ def fork_server(signum: signal.Signals) -> Callable[[Stage, Plan], None]:
 
 
 def edit_job(stage: Stage, plan: Plan) -> None:
-    """Then the same command again, which writes the file anew."""
+    """Edit the run's job file and kill a rank; then the same command again, which rewrites the file."""
     stage.wait_step(plan.fault)
     stage.kill_rank(max(stage.scene.ranks), before=stage.edit_job())
     stage.wait_end()
@@ -118,7 +118,7 @@ def edit_job(stage: Stage, plan: Plan) -> None:
 
 
 def remake_data(stage: Stage, plan: Plan) -> None:
-    """Then the old data put back, and the same command again."""
+    """As `edit_job`, with recreated data; then the original data and the same command again."""
     stage.wait_step(plan.fault)
     with stage.remade_data() as what:
         stage.kill_rank(max(stage.scene.ranks), before=what)

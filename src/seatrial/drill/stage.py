@@ -218,7 +218,7 @@ class Stage:
         self._signal(pid, signal.SIGKILL)
 
     def pause_agent(self, node: int, seconds: float) -> None:
-        """SIGSTOP to a node's agent, and SIGCONT after a while."""
+        """SIGSTOP to a node's agent, SIGCONT after `seconds`."""
         pid = self.scene.agents[node]
         self.note("pause_agent", f"the agent of node {node} is stopped for {seconds:g} s", node=node, pid=pid)
         self._signal(pid, signal.SIGSTOP)
@@ -229,7 +229,7 @@ class Stage:
             self._signal(pid, signal.SIGCONT)
 
     def signal_fork_server(self, node: int, signum: signal.Signals) -> None:
-        """A signal to the process that forks a node's ranks."""
+        """Send a signal to the fork server of a node."""
         parents, agent = process.living(), self.scene.agents[node]
         pid = next(p for p, parent in parents.items() if parent == agent and NURSERY_MODULE in describe(p))
         message = f"{signum.name} to the fork server of node {node}"
@@ -237,7 +237,7 @@ class Stage:
         self._signal(pid, signum)
 
     def edit_job(self) -> str:
-        """Another learning rate in the run's own copy of the job; what was done, for the log."""
+        """Change the learning rate in the run's own copy of the job; returns a text for the log."""
         text = self.folder.job_toml.read_text(encoding="utf-8")
         lr = self.job.optimizer.lr
         edited = re.sub(r"(?m)^lr = .*$", f"lr = {10 * lr!r}", text)
@@ -247,7 +247,7 @@ class Stage:
 
     @contextlib.contextmanager
     def remade_data(self) -> Iterator[str]:
-        """Another manifest in the first token store, as if it had been made anew; yields what was done, for the log."""
+        """Change the manifest of the first token store, as if it had been recreated; yields a text for the log."""
         path = Path(self.job.data.sources[0]) / MANIFEST
         text = path.read_text(encoding="utf-8")
         path.write_text(json.dumps({**json.loads(text), "source": {"drill": "made anew"}}), encoding="utf-8")

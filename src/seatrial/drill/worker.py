@@ -179,7 +179,8 @@ def _dies(call: Any, *, fault: Planted, now: _Now) -> Any:
     def order_part(self: AsyncWriter, *arguments: Any, **keys: Any) -> Any:
         call(self, *arguments, **keys)
         if _fires(fault, now, or_later=True):
-            os.kill(os.getpid(), signal.SIGKILL)  # its writing process, which has just begun, dies with it
+            # Its checkpoint writer, which has just started, dies with it.
+            os.kill(os.getpid(), signal.SIGKILL)
 
     return order_part
 

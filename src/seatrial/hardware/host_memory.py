@@ -1,7 +1,7 @@
-"""Memory that processes started now can have on this host: what the kernel has available, and what control groups allow.
+"""Host memory that new processes can still get: limited by the kernel's available memory and by cgroups.
 
-A memory file (memfd) lies in the kernel's own tmpfs, which no size limits, not in /dev/shm; its pages count to the control
-group of the process that wrote them, like any other memory of it.
+Memory files (memfd) are on the kernel's internal tmpfs, which has no size limit, not in /dev/shm. Their pages are
+charged to the cgroup of the process that wrote them, like its other memory.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _V1_NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class HostMemory:
-    """`bytes` can still be had; `source` says what bounds it, in words."""
+    """`bytes` are still available; `source` names the limit, for people."""
 
     bytes: int
     source: str
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory | None:
-    """None where the kernel does not say."""
+    """None if the kernel does not report it."""
     fields = dict(_fields(root / "proc/meminfo"))
     available, total = fields.get("MemAvailable"), fields.get("MemTotal")
     if available is None or total is None:
@@ -42,7 +42,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory | None:
 
 
 def control_groups(root: Path = Path("/")) -> list[Path]:
-    """Folders of this process's control groups, each with all above it that can be seen here."""
+    """cgroup folders of this process, each with all its visible ancestors."""
     found: dict[Path, None] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
@@ -51,7 +51,7 @@ def control_groups(root: Path = Path("/")) -> list[Path]:
         base = next((b for b in bases if b.is_dir()), None)
         if base is None:
             continue
-        # In a container the path is the host's, and what it leads to is at the mount's top.
+        # In a container the path is the host's, and the cgroup is at the top of the mount.
         inside = base / path.lstrip("/")
         inside = inside if inside.is_dir() else base
         while True:
@@ -63,23 +63,23 @@ def control_groups(root: Path = Path("/")) -> list[Path]:
 
 
 def memory_limit(group: Path) -> int | None:
-    """Bytes that the processes of a control group may use; None for no limit of its own."""
-    # memory.high does not kill: it slows whoever is above it down, until nothing goes on.
+    """Memory limit of a cgroup in bytes; None if it has no limit of its own."""
+    # memory.high does not kill: above it processes are throttled until they make no progress.
     found = [_number(group / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
     return min((n for n in found if n is not None and n < _V1_NO_LIMIT), default=None)
 
 
 def memory_used(group: Path) -> int:
-    """Bytes that its processes have, without what the kernel gives up when memory is short: cached files. Memory files are not among these."""
+    """Memory use of a cgroup in bytes, without reclaimable page cache. Memory files are not reclaimable."""
     used, prefix = _number(group / "memory.current"), ""
-    if used is None:  # version 1
+    if used is None:  # cgroup v1
         used, prefix = _number(group / "memory.usage_in_bytes") or 0, "total_"
     stat = dict(_fields(group / "memory.stat"))
     return max(0, used - sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active")))
 
 
 def _fields(path: Path) -> Iterator[tuple[str, int]]:
-    """Of lines such as "MemTotal:  1000 kB" and "inactive_file 1000"."""
+    """Parse lines such as "MemTotal:  1000 kB" and "inactive_file 1000"."""
     for line in _text(path).splitlines():
         words = line.replace(":", " ").split()
         if len(words) > 1 and words[1].isdecimal():

@@ -64,7 +64,7 @@ class XidMessage:
 
     @property
     def cause(self) -> int | None:
-        """The code of the earlier message that this one only follows from ("caused by previous Xid 149"); None if it names none."""
+        """The code of the Xid that caused this one ("caused by previous Xid 149"); None if it names none."""
         found = _CAUSE.search(self.message)
         return None if found is None else int(found["code"])
 
@@ -121,7 +121,7 @@ _REGISTERS = re.compile(r"\((?P<words>0x[0-9a-f]{1,8}(?:[,\s]+0x[0-9a-f]{1,8})*)
 _RECOVERY = re.compile(
     r"changed from\s+\S+\s+\([^)]*\)\s+to\s+(?P<number>0x[0-9a-f]{1,4})\s+\((?P<label>[^)]*)\)", _FLAGS
 )
-# NVIDIA/open-gpu-kernel-modules, src/nvidia: where a channel is removed for an error before (Xid 45).
+# NVIDIA/open-gpu-kernel-modules, src/nvidia: a channel is removed because of an earlier error (Xid 45).
 _CAUSE = re.compile(r"\bcaused by previous Xid (?P<code>[0-9]{1,6})(?![0-9])", _FLAGS)
 _RECOVERY_LABELS: tuple[tuple[str, Recovery], ...] = (
     ("reboot", "reboot"),

@@ -60,14 +60,14 @@ class Job:
 
     @contextmanager
     def about(self, key: str) -> Iterator[None]:
-        """What is refused within is told at the place of `key` in the job file."""
+        """Report an InputError raised inside at the place of `key` in the job file."""
         try:
             yield
         except InputError as error:
             raise self.refusal(key, error.diagnostics[0].message, error.diagnostics[0].hint or "") from None
 
     def located(self, finding: Finding) -> Diagnostic:
-        """A finding at its place in the job file."""
+        """Convert a finding to a diagnostic at its place in the job file."""
         if self.text is None:
             return Diagnostic(finding.message, self.source, hint=finding.hint)
         return finding.locate(self.text)

@@ -36,7 +36,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
-        """The inverse of `as_dict`; other keys do not count."""
+        """The inverse of `as_dict`; other keys are ignored."""
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     @property
@@ -66,14 +66,14 @@ class Layout:
         return (rest * self.shard + at.shard) * self.tensor + at.tensor
 
     def replicas(self, rank: int) -> list[int]:
-        """The ranks that hold the same weights and optimizer state as `rank`, itself first."""
+        """The ranks with the same weights and optimizer state as `rank`, itself first."""
         at = self.coordinates(rank)
         all_ = (self.rank(replace(at, replicate=n)) for n in range(self.replicate))
         return sorted(all_, key=lambda other: other != rank)
 
     def survives_a_node(self, ranks_per_node: int) -> bool:
-        """Whether every rank has a replica on another node, where ranks go to nodes in their order."""
-        # Rank 0 and its last replica are this far apart: if they are on one node it does not survive, else all others are as far.
+        """Whether every rank has a replica on another node, with ranks assigned to nodes in order."""
+        # The distance of rank 0 and its last replica, which is the same for every rank of the first replica.
         return (self.replicate - 1) * self.shard * self.tensor >= ranks_per_node
 
     def stage_indices(self, pipeline_rank: int) -> list[int]:

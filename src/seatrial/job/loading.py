@@ -41,7 +41,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def job_file(path: Path) -> Path:
-    """The file that `path` means: itself, or where it is none, the file of that name with .toml."""
+    """The file that `path` names: itself, or if it does not exist, the same name with .toml."""
     named = path.with_name(f"{path.name}.toml") if path.name else path
     return named if not os.path.isfile(path) and os.path.isfile(named) else path
 
@@ -62,9 +62,9 @@ def judged(
     overrides: Sequence[str] = (),
     more_rules: Sequence[Rule] = (),
 ) -> tuple[Job | None, list[Diagnostic]]:
-    """The job and its problems, by line; None where a value is missing or unreadable.
+    """The job and its problems, by line; job is None if a value is missing or invalid.
 
-    `more_rules` are checked with the job file's own. InputError for what is no TOML.
+    `more_rules` are checked with the job file's own. InputError for invalid TOML.
     """
     source = Source(text, name)
     kinds = {"text_fields": text_fields(), "list_fields": list_fields()}
@@ -110,7 +110,7 @@ def _make_absolute(source: Source, base_folder: Path) -> None:
 def _absolute(section: str, key: str, value: str, folder: Path) -> str:
     if not value or _is_no_path(section, key, value):
         return value
-    with contextlib.suppress(RuntimeError):  # ~somebody whom this machine does not know
+    with contextlib.suppress(RuntimeError):  # ~unknown user
         value = str(Path(value).expanduser())
     return str((folder / value).absolute())
 

@@ -8,7 +8,7 @@ from importlib import resources
 
 from seatrial.base.errors import InputError
 
-# What stands in a preset's paths for something that is yours.
+# Placeholders in the paths of a preset.
 PLACEHOLDER = re.compile(r"<[^<>/]+>")
 
 
@@ -28,11 +28,11 @@ def preset_text(name: str) -> str:
 
 
 def preset_summary(name: str) -> str:
-    """One line about a preset: the first line of its file that speaks to people, not to editors."""
+    """One line about a preset: the first comment line of its file that is not an editor directive."""
     lines = preset_text(name).splitlines()
     return next(line for line in lines if line.startswith("# ")).removeprefix("# ")
 
 
 def is_complete(text: str) -> bool:
-    """Whether a job file leaves nothing to be filled in."""
+    """Whether a job file has no placeholders left."""
     return not any(PLACEHOLDER.search(line.partition("#")[0]) for line in text.splitlines())

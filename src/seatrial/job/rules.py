@@ -28,7 +28,7 @@ Rule = Callable[[Facts], Iterator[Finding]]
 
 
 def check(facts: Facts, more: Sequence[Rule] = ()) -> list[Finding]:
-    """Everything that does not hold, as far as it can be judged, by the rules of the job file and by `more`."""
+    """All violations that can be judged, of the rules of the job file and of `more`."""
     found: list[Finding] = []
     for rule in (*RULES, *DATA_RULES, *LAYOUT_RULES, *more):
         try:
@@ -121,7 +121,7 @@ def _init_from(facts: Facts) -> Iterator[Finding]:
         return
     keys, folder = ("model.init_from",), Path(given)
     hint = "name the folder of a Hugging Face checkpoint: config.json and *.safetensors"
-    if not os.path.isdir(folder):  # a name that is too long is no folder either
+    if not os.path.isdir(folder):  # False also for a name that is too long
         yield Finding(keys, f"init_from: no folder {folder}", hint)
         return
     if not any(folder.glob("*.safetensors")):
@@ -276,5 +276,5 @@ RULES: tuple[Rule, ...] = (
     _keep_every,
 )
 
-# Of the machine that the job starts on: a job for another one can be read and planned without.
+# Rules about this machine: a job for another machine can be read and planned without them.
 HERE_RULES: tuple[Rule, ...] = (_init_from,)

@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-# Every number has a least and a largest value: beyond these nobody has trained anything, and arithmetic, clocks or memory give in.
-Size = Annotated[int, Field(ge=1, le=10_000_000)]  # of a model's dimension
+# Every number has limits, far beyond any training run, so that arithmetic, clocks and memory cannot overflow.
+Size = Annotated[int, Field(ge=1, le=10_000_000)]  # a dimension of the model
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]  # of steps, tokens, sequences
 CountOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Ranks = Annotated[int, Field(ge=1, le=1_000_000)]  # along one dimension of the mesh
-Seconds = Annotated[float, Field(ge=1, le=2_678_400)]  # 31 days: what any clock and any wait takes
+Seconds = Annotated[float, Field(ge=1, le=2_678_400)]  # 31 days
 SecondsOrNone = Annotated[float, Field(ge=0, le=2_678_400)]
-Times = Annotated[float, Field(gt=1, le=1_000_000)]  # as much as something else
+Times = Annotated[float, Field(gt=1, le=1_000_000)]  # a ratio
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -232,7 +232,7 @@ class OptimizerSection(Section):
     )
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8  # fp32 has nothing below: 0 / 0 where a moment is 0
+    eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8  # smaller is 0 in fp32: 0 / 0 if a moment is 0
     weight_decay: Annotated[float, Field(ge=0, le=100)] = Field(
         default=0.1, description="decoupled, as in AdamW"
     )
@@ -353,7 +353,7 @@ class ResilienceSection(Section):
 
     @property
     def copies(self) -> int:
-        """On how many nodes a rank's state is kept in memory; where nobody has compared it with the memory, on two."""
+        """Number of nodes that keep a rank's state in memory; "auto" means two until it is compared with the memory."""
         if not self.snapshot_every_steps:
             return 0
         return 2 if self.snapshot_copies == "auto" else self.snapshot_copies

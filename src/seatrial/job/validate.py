@@ -285,7 +285,7 @@ def _describe(value: Any) -> str:
 
 
 def _huge(value: Any) -> str | None:
-    """What Python refuses to write out, and nobody reads."""
+    """A value too large for Python to print."""
     bits = value.bit_length() if isinstance(value, int) else 0
     return f"an integer of about {bits * 3 // 10:,} digits" if bits > 128 else None
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from seatrial.job import Job
 
 _LOOPBACK = "127.0.0.1"
-# Of a process: gloo ranks are connected with each other once for each group (measured: 4 ranks need 50, 8 need 70).
+# Files per process: each gloo group connects its ranks (measured: 4 ranks need 50, 8 need 70).
 _FILES, _FILES_A_RANK = 32, 6
 
 
@@ -47,7 +47,7 @@ class LocalLauncher:
         self.returns = dict(returns or {})
 
     def check(self, job: Job) -> None:
-        """Raise InputError if the port is taken, the device cannot be had, or too few files may be open."""
+        """Raise InputError if the port is taken, the device is unavailable, or the open-file limit is too low."""
         if not sys.platform.startswith("linux"):
             raise InputError(
                 f"the virtual cluster needs Linux, and this is {sys.platform}",

@@ -1,7 +1,8 @@
-"""Everything about a job that can be refused before anything starts, found at once. Nothing is started, prepared or written.
+"""Find everything about a job that can be refused before anything starts, and report it at once.
 
-With the rules of the job file those of this machine: data, tokenizer, hardware that is known, folders. Then, of a job whose values
-can all be read, what its launcher needs, the layout that `parallel = "auto"` takes, and memory.
+Nothing is started, prepared or written. Checks the rules of the job file and those of this machine: data, tokenizer,
+known hardware, folders. Then, if all values can be read: what its launcher needs, the layout for `parallel = "auto"`,
+and memory.
 """
 
 from __future__ import annotations
@@ -48,28 +49,28 @@ if TYPE_CHECKING:
 _PATHS = ("model.hf", "model.init_from", "data.tokenizer", "checkpoint.folder", "checkpoint.fallback")
 _MODEL = ("model.preset", "model.hf", "model.num_hidden_layers", "model")
 _ANYWAY = "; --ignore-memory starts anyway"
-# Of these the size says how many tokens there can be at most.
+# For these suffixes the file size bounds the number of tokens.
 _PLAIN = (".txt", ".md", ".py", ".jsonl")
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A job that may start here: with a layout, and with the number of copies in memory that was chosen."""
+    """A job that may start here, with a layout and the chosen number of copies in memory."""
 
     job: Job
     account: Account
-    data: tuple[str, ...]  # of each source, what there is
-    notes: tuple[str, ...]  # what must be said, and stops nothing
+    data: tuple[str, ...]  # one description per source
+    notes: tuple[str, ...]  # warnings
 
 
 def preflight(
     file: Path, overrides: Sequence[str], runs: Path, *, fresh: bool = False, ignore_memory: bool = False
 ) -> Ready:
-    """The job of `file` with `--set` overrides, ready to be run below `runs`. Raises InputError with every problem; StorageError
-    where the only one is an object store that cannot be reached.
+    """The job of `file` with `--set` overrides, ready to run below `runs`.
 
-    With `parallel = "auto"` it has the layout that its run has already, or one that is chosen now; with `fresh` always the
-    latter. `ignore_memory`: too little memory is a note.
+    Raises InputError with every problem; StorageError if the only one is an object store that cannot be reached. For
+    `parallel = "auto"` the layout is that of the existing run, or chosen now (always with `fresh`). `ignore_memory`:
+    too little memory is only a note.
     """
     file = job_file(file)
     data = _Data(data_cache(runs))
@@ -104,11 +105,11 @@ def preflight(
     raise InputError(sorted(dict.fromkeys(problems), key=by_line))
 
 
-# -- what this machine must have
+# -- this machine
 
 
 def _unfilled(facts: Facts) -> Iterator[Finding]:
-    """What a preset leaves to be filled in."""
+    """Placeholders of a preset that are not filled in."""
     for key in _PATHS:
         section, _, name = key.partition(".")
         value = getattr(getattr(facts.job, section), name)
@@ -121,7 +122,7 @@ def _unfilled(facts: Facts) -> Iterator[Finding]:
 
 
 def _named(key: str, known: Callable[[str], object]) -> Rule:
-    """That `known` knows what [cluster] names."""
+    """A rule: `known` must accept the name in [cluster]."""
 
     def rule(facts: Facts) -> Iterator[Finding]:
         name = getattr(facts.job.cluster, key)
@@ -141,7 +142,7 @@ def _told(error: InputError, *keys: str) -> Iterator[Finding]:
 
 
 def _folders(facts: Facts) -> Iterator[Finding]:
-    """Where checkpoints go must be a folder that can be written, or one that can be made."""
+    """The checkpoint folder must be writable, or possible to create."""
     for name in ("folder", "fallback"):
         given = getattr(facts.job.checkpoint, name)
         if given is None or is_remote(given) or PLACEHOLDER.search(given):
@@ -159,13 +160,13 @@ def _folders(facts: Facts) -> Iterator[Finding]:
 
 
 class _Data:
-    """The rules about data. What one of them has opened, the next one uses."""
+    """The rules about data, which share what they have opened."""
 
     def __init__(self, cache: Path) -> None:
         self.told: list[str] = []
         self.unreachable: StorageError | None = None
         self._cache = cache
-        # By place in data.train: a store, or of what is to be prepared the most tokens it can give, if known.
+        # Index in data.train -> store, or for data to be prepared the maximum number of tokens, if known.
         self._found: dict[int, TokenStore | int | None] = {}
         self._tokenizer: Tokenizer | None = None
 
@@ -210,11 +211,11 @@ class _Data:
         files = find([source]).files
         size = sum(f.size for f in files)
         self.told.append(f"{source}: {len(files):,} files, {units.memory(size)}, prepared at the start")
-        # A byte that is no UTF-8 becomes three, and each document has an end.
+        # An invalid UTF-8 byte becomes three, and each document has an end token.
         return 3 * size + len(files) if all(f.path.suffix in _PLAIN for f in files) else None
 
     def fits(self, facts: Facts) -> Iterator[Finding]:
-        """Vocabulary, and samples enough for a step."""
+        """The vocabulary must fit, and there must be enough samples for a step."""
         data, train, vocabulary = facts.job.data, facts.job.train, facts.architecture.vocab_size
         sources = sources_of(data)
         weights = data.weights or [1.0]
@@ -250,10 +251,10 @@ class _Data:
 
 
 def _account(job: Job) -> Account:
-    """What a settled job needs, and what there is."""
+    """The memory that a settled job needs, and that is available."""
     cluster = job.cluster
     device: Device
-    if cluster.launcher != "local":  # its nodes are not this one
+    if cluster.launcher != "local":  # runs on other nodes
         device, reason = ("cpu" if cluster.device == "cpu" else "cuda"), "chosen on each of its nodes"
         room, gpu = None, find_gpu(cluster.gpu or "")
     else:
@@ -267,7 +268,7 @@ def _account(job: Job) -> Account:
 
 
 def _memory(account: Account) -> Iterator[Finding]:
-    """That it does not fit, with the account and what would."""
+    """Findings if it does not fit, with the account and what would fit."""
     if not account.gpu_fits:
         assert account.gpu_room is not None
         yield Finding(

@@ -58,7 +58,7 @@ class Voyage:
         return False
 
     def set_checkpoints_aside(self) -> None:
-        """Those of the run before, where they lie outside its folder: it is started over, not continued from them."""
+        """Quarantine checkpoints of the previous run outside its folder: with --fresh they must not be resumed from."""
         for place in self._places():
             for step in place.steps():
                 aside = place.set_aside(step, "a run of this name was started over with --fresh")
@@ -142,7 +142,7 @@ def prepare_voyage(job: Job, root: Path, *, fresh: bool = False, progress: Progr
     launcher_for(job).check(job)
     device, reason = choose_device(job.cluster)
     if job.train.compile:
-        private_folder()  # where ranks keep what they compile; refused here rather than by each of them
+        private_folder()  # compile cache of the ranks; fail here rather than in each rank
     notes: list[str] = []
     stores = resolve_stores(job.data, data_cache(root), Path.cwd(), progress, notes.append)
     check_stores(
@@ -153,7 +153,7 @@ def prepare_voyage(job: Job, root: Path, *, fresh: bool = False, progress: Progr
         global_batch=job.train.global_batch,
         tokenizer_spec=job.data.tokenizer,
     )
-    if fresh:  # before the old run is moved: what cannot be seen now could not be set aside then
+    if fresh:  # before the old run is moved: unreachable checkpoints could not be quarantined later
         for url in checkpoint_urls(job.checkpoint, job.name, RunFolder(root / job.name)):
             open_place(url).steps()
     opened = open_run(job, root, fresh=fresh, data=stores_identity(stores))

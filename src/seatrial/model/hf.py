@@ -20,7 +20,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-_FILE = re.compile(r"(?!\.\.?$)[^/\x00-\x1f\x7f\ud800-\udfff]+")  # a plain name, and text
+_FILE = re.compile(r"(?!\.\.?$)[^/\x00-\x1f\x7f\ud800-\udfff]+")  # a plain file name that is valid text
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

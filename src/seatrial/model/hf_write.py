@@ -56,12 +56,11 @@ def write_huggingface(
     """Write `source` as the folder `out` that `from_pretrained` reads: complete, or not there at all.
 
     `dtype` is a torch dtype, its name, or "stored" for what the source says by `dtype(name)`: float32 where it does not
-    say, or says float64. Files are of at most `max_shard_bytes`, or of one parameter; in memory there is one block of it at a
-    time, whatever its size.
-    `tokenizer` is a tokenizer.json, copied with the files beside it that belong to it. `notes` are
-    further files, name -> text. `progress` is told (bytes done,
-    bytes in all). Files are written to `OUT.tmp-PID` and renamed. Raises InputError for an `out` that holds files, an
-    unwritable place, a missing tokenizer or too small a disk, RunFailed where writing fails later.
+    say, or says float64. A file has at most `max_shard_bytes`, or one parameter; parameters are written block by block,
+    so that memory is bounded. `tokenizer` is a tokenizer.json, copied with its companion files. `notes` are further
+    files, name -> text. `progress` is called with (bytes done, bytes in all). Files are written to `OUT.tmp-PID` and
+    renamed. Raises InputError for an `out` that holds files, an unwritable place, a missing tokenizer or too small a
+    disk, RunFailed where writing fails later.
     """
     shapes = whole_shapes(arch)
     dtypes = {name: _resolve(dtype, source, name) for name in shapes}

@@ -1,4 +1,4 @@
-"""The store that the ranks of a process group meet at: it listens on one address and nowhere else."""
+"""The TCPStore of a process group, listening on a single address."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-_BACKLOG = 4096  # all ranks of a large world connect at the same moment; the kernel caps it
+_BACKLOG = 4096  # all ranks connect at the same moment; the kernel caps it
 
 
 def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
-    """The store of rank 0, on `port` of `address`, 0 for a free one. Raises OSError where it cannot listen there.
+    """Create rank 0's store on `port` of `address`, 0 for a free one. Raises OSError if it cannot listen there.
 
-    Left to itself torch listens on every interface, and the store believes whoever connects: on a host with other
-    users, or another network, anybody could write into it. What can reach `address` still can.
+    By default torch listens on every interface, and the store does not authenticate clients: any user of the host, or
+    of another network, could write to it. Clients that can reach `address` still can.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listening:
@@ -29,5 +29,5 @@ def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
             is_master=True,
             wait_for_workers=False,
             timeout=timeout,
-            master_listen_fd=listening.detach(),  # the store closes it
+            master_listen_fd=listening.detach(),  # closed by the store
         )

@@ -168,7 +168,7 @@ def _ask(
         "edges": at.edges,
         "traces": traces,
     }
-    tempfile.gettempdir()  # torch will not start without one, and cannot say so as well
+    tempfile.gettempdir()  # fail early: torch cannot start without one, and its message is less clear
     command = python(_WORKER, "--parent", str(os.getpid()))
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

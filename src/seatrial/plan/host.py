@@ -1,12 +1,12 @@
-"""Host memory that a job takes, and whether it is there; with that, on how many nodes its state is kept in memory.
+"""Host memory that a job needs, whether it is available, and on how many nodes the state is kept in memory.
 
-A rank's state is its fp32 weights and both moments, 12 bytes a parameter (`Stack.state_bytes`). In host memory lie, for each rank:
+A rank's state is its fp32 weights and both moments, 12 bytes a parameter (`Stack.state_bytes`). Host memory holds:
 
-    processes    interpreters with torch: a nursery and an agent a node, and of each rank what it does not share with them
-    CPU ranks    what `memory.py` says of a GPU, which is host memory here. An in-place recovery holds the state twice, without
+    processes    Python with torch: a fork server and an agent per node, and the unshared memory of each rank
+    CPU ranks    the GPU memory of `memory.py`, in host memory here. An in-place recovery holds the state twice, without
                  gradients and activations
-    staging      one state, on its way into a checkpoint; of the ranks of the first replica, which save for all
-    copies       the one that is being written and two files of a rank, 3 states; kept on the next node too, two files more: 5
+    staging      one state per saving rank (those of the first replica), on its way into a checkpoint
+    copies       per rank one being written and two files, 3 states; with copies on the next node two more files: 5
 """
 
 from __future__ import annotations
@@ -34,32 +34,34 @@ from seatrial.plan.predict import stack_for
 from seatrial.plan.recipe import Recipe
 
 _MIB = 1024.0**2
-# Measured on CPU ranks (bench/host_memory.py, torch 2.13.0): anonymous memory of each process; libraries' pages once a host.
+# Measured on CPU ranks (bench/host_memory.py, torch 2.13.0): anonymous memory per process; shared library pages per
+# host.
 LAUNCHER_BYTES, AGENT_BYTES, NURSERY_BYTES, LIBRARIES_BYTES = 50 * _MIB, 30 * _MIB, 140 * _MIB, 100 * _MIB
 CPU_RANK_BYTES, WRITER_BYTES = 200 * _MIB, 15 * _MIB
-# A rank with CUDA imports torch by itself, and CUDA and NCCL have buffers in host memory. An assumption: not measured.
+# A CUDA rank imports torch itself, and CUDA and NCCL have host buffers. Assumed, not measured.
 CUDA_RANK_BYTES = 2048 * _MIB
-# glibc's heap over what torch has allocated in it: tensors of a layer come and go between others that stay (measured as above).
+# glibc heap fragmentation relative to what torch has allocated: layer tensors come and go between lasting ones
+# (measured).
 HEAP = 2.2
-_GRAIN = 2 * _MIB  # of staging memory
+_GRAIN = 2 * _MIB  # granularity of staging memory
 
 
 @dataclass(frozen=True)
 class HostNeed:
-    """Bytes on the host that has most of them."""
+    """Bytes on the host that needs the most."""
 
     processes: float
-    ranks: float  # of CPU ranks; 0 where they compute on GPUs
+    ranks: float  # CPU ranks; 0 if they compute on GPUs
     staging: float
-    state: float  # one state of each rank, of which copies are made
+    state: float  # one state per rank
     nodes: int
 
     def copies(self, n: int) -> float:
-        """Copies of the state in memory on `n` nodes; a node alone has no other to give its own to."""
+        """Bytes of the copies of the state on `n` nodes; a single node has no other node to copy to."""
         return self.state * (0, 3, 3 if self.nodes == 1 else 5)[n]
 
     def parts(self, copies: int) -> dict[str, float]:
-        """By name, what is there at all."""
+        """Bytes by name, without zero entries."""
         named = {
             "CPU ranks": self.ranks,
             "copies of the state": self.copies(copies),
@@ -73,14 +75,14 @@ class HostNeed:
 
 
 def host_need(job: Job, device: Device) -> HostNeed:
-    """Of a settled job. On the virtual cluster all nodes and spares are on one host; else it is the node that has most."""
+    """The need of a settled job. A virtual cluster has all nodes and spares on one host; else the largest node counts."""
     cluster, layout = job.cluster, job.layout
     model, recipe = Model.of(job.architecture), Recipe.of(job)
     stack = stack_for(recipe)
     here = cluster.launcher == "local"
     nodes, extra = (cluster.nodes, cluster.spares) if here else (1, 0)
     state = ranks = staging = 0.0
-    # Ranks of one pipeline stage hold as much as each other; the worst node elsewhere has ranks of the heaviest stage only.
+    # Ranks of one pipeline stage need the same; on other launchers assume a node with ranks of the heaviest stage only.
     for stage in range(layout.pipeline):
         own = (
             (stack.state_bytes[0] + stack.state_bytes[2]) * rank_parameters(model, recipe, stage) / recipe.cut
@@ -103,7 +105,7 @@ def host_need(job: Job, device: Device) -> HostNeed:
 
 @dataclass(frozen=True)
 class Account:
-    """What a job needs of the memory of its host and of each GPU, against what there is. `room`s are None where not known."""
+    """The memory that a job needs on its host and on each GPU, and the memory available. A `room` of None is unknown."""
 
     job: Job
     device: Device
@@ -114,7 +116,7 @@ class Account:
 
     @cached_property
     def gpu(self) -> float:
-        """Bytes of the GPU that holds most; 0 where ranks compute on the CPU."""
+        """Bytes on the GPU that needs the most; 0 if ranks compute on the CPU."""
         if self.device == "cpu":
             return 0.0
         recipe = Recipe.of(self.job)
@@ -145,7 +147,7 @@ class Account:
         return n, f"{more}; {self._price(n)}"
 
     def _price(self, copies: int) -> str:
-        """What fewer copies cost."""
+        """The consequence of fewer copies."""
         layout, asked = self.job.layout, self.job.resilience
         if copies and layout.survives_a_node(self.job.cluster.gpus_per_node):
             return "a replica on another node holds the same state"
@@ -156,14 +158,14 @@ class Account:
         return "a run that fails goes back to its last checkpoint"
 
     def host_told(self) -> str:
-        """What the host must have and has, in words."""
+        """Host memory needed and available, for people."""
         n, _ = self.copies
         parts = ", ".join(f"{name} {units.memory(b)}" for name, b in self.host.parts(n).items())
         there = "how much there is is not known" if self.room is None else self.room.source
         return f"{units.memory(self.host.total(n))} ({parts}); {there}"
 
     def settled(self) -> Job:
-        """The job with the number of copies written out."""
+        """The job with the chosen number of copies."""
         resilience = self.job.resilience.model_copy(update={"snapshot_copies": self.copies[0]})
         return replace(self.job, file=self.job.file.model_copy(update={"resilience": resilience}))
 
@@ -185,7 +187,7 @@ class Account:
 
 
 def would_fit(account: Account) -> str:
-    """What of the job would have to be otherwise for it to fit, in words; empty where nothing of that is enough."""
+    """A change of the job that would fit, for people; empty if none is found."""
 
     def fits(job: Job) -> bool:
         other = replace(account, job=job, host=host_need(job, account.device))
@@ -208,7 +210,7 @@ def would_fit(account: Account) -> str:
 
 
 def in_words(account: Account) -> Iterator[tuple[str, str]]:
-    """(label, text) of what is needed and what there is."""
+    """(label, text) of memory needed and available."""
     yield "host memory", account.host_told()
     if account.device == "cuda":
         of = "" if account.gpu_room is None else f" of {units.memory(account.gpu_room)}"

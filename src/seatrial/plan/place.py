@@ -79,7 +79,7 @@ def known_network(name: str) -> Network:
 
 
 def known_gpu(name: str) -> Gpu:
-    """The GPU with this name. Raises InputError, with names that are alike."""
+    """The GPU with this name. Raises InputError, with similar names."""
     found = find_gpu(name)
     if found is None:
         rest = "; leave it out where it is another: its memory and speed are unknown then"

@@ -14,7 +14,7 @@ from seatrial.base.files import not_a_file, read_text
 # Any of these makes a folder a run folder. job.toml alone does not: `seatrial init` writes such files anywhere.
 _MARKS = ("control/lock", "control/identity.json", "plan.json", "events.jsonl", "metrics.jsonl")
 
-_COUNT = re.compile(r"[0-9]{1,18}")  # int() would take digits of any script
+_COUNT = re.compile(r"[0-9]{1,18}")  # int() would accept digits of any script
 _COUNT_BYTES = 64
 
 
@@ -50,7 +50,7 @@ class RunFolder:
 
     @property
     def inputs_json(self) -> Path:
-        """Digests of job.toml and plan.json as the last launch was begun with them; see `record.inputs`."""
+        """Digests of job.toml and plan.json at the start of the last launch; see `record.inputs`."""
         return self.control / "inputs.json"
 
     @property
@@ -100,7 +100,7 @@ class RunFolder:
         return any(os.path.lexists(self.path / mark) for mark in _MARKS)
 
     def check_records(self) -> None:
-        """Raise InputError for every record that is there and is no regular file: a link among them, a pipe, a folder."""
+        """Raise InputError for every existing record that is not a regular file: a link, a pipe, a folder."""
         records = (self.job_toml, self.plan_json, self.events, self.metrics, self.ledger, self.interval_json)
         control = (self.lock, self.generation_file, self.identity_json, self.inputs_json, self.secret)
         more = (self.control_state, self.coordinator_log)
@@ -111,7 +111,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """The run folder at `path`, for readers. Raises InputError where there is none, and as `check_records`."""
+        """The run folder at `path`, for readers. Raises InputError if there is none, and as `check_records`."""
         folder = cls(path)
         if folder.is_run():
             folder.check_records()

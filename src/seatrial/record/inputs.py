@@ -1,7 +1,7 @@
-"""What a launch was begun with, as digests: a process that starts later must read the very same.
+"""Digests of the inputs of a launch: a process that starts later must read the same content.
 
-A rank that is forked again reads the job and the plan anew. Had somebody edited them meanwhile it would train on, with
-other numbers than its peers.
+A rank that is forked again reads the job and the plan again. If they were edited meanwhile, it would train with other
+values than its peers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Digests = Mapping[str, str]  # file name -> SHA-256 of its content
 
 
 def freeze(folder: RunFolder) -> None:
-    """Write down what job.toml and plan.json hold now. Whoever holds the run's lock does so before anything starts."""
+    """Record the digests of job.toml and plan.json. Called by the holder of the run's lock before anything starts."""
     write_json(folder.inputs_json, {path.name: _sha256(read_bytes(path)) for path in _files(folder)})
 
 
 def frozen(folder: RunFolder) -> Digests:
-    """The digests of the launch under way. InputError where they cannot be read."""
+    """The digests of the current launch. InputError if they cannot be read."""
     try:
         found = read_json(folder.inputs_json)
         return {path.name: str(found[path.name]) for path in _files(folder)}
@@ -35,7 +35,7 @@ def frozen(folder: RunFolder) -> Digests:
 
 
 def read_unchanged(path: Path, digests: Digests) -> str:
-    """The text of `path`. InputError where it is not what the launch was begun with."""
+    """The text of `path`. InputError if it has changed since the launch."""
     try:
         content = read_bytes(path)
     except OSError as error:
@@ -49,7 +49,7 @@ def read_unchanged(path: Path, digests: Digests) -> str:
 
 
 def job_of(folder: RunFolder, digests: Digests) -> Job:
-    """The job of the launch under way. InputError where its file was changed since."""
+    """The job of the current launch. InputError if its file has changed since."""
     text = read_unchanged(folder.job_toml, digests)
     return job_from_text(text, name=str(folder.job_toml), base_folder=folder.path)
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from seatrial.base.files import open_file, parse_json
 
-_LONGEST_LINE = 16 << 20  # bytes; no record comes near it
+_LONGEST_LINE = 16 << 20  # bytes; far longer than any record
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def each_numbered(path: Path, noun: str, problems: list[Problem]) -> Iterator[tu
     try:
         with open(open_file(path), "rb") as f:
             for number, line in enumerate(_lines(f), 1):
-                # A whole object without its newline is a whole object; the next writer adds the newline.
+                # Accept a complete object without its newline; the next writer adds the newline.
                 value, reason = _parse_line(line)
                 if value is not None:
                     yield number, value
@@ -143,7 +143,7 @@ class Tail:
         self.path = path
         self.noun = noun
         self.problems: list[Problem] = []
-        self.begun = 0  # how many files were begun: another one in its place is read from its beginning
+        self.begun = 0  # number of files opened so far: a replaced file is read from its beginning
         self._offset = 0
         self._lines = 0
         self._inode: int | None = None
@@ -158,7 +158,7 @@ class Tail:
         return [item for part in self.parts() for item in part]
 
     def parts(self) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-        """As `poll_numbered`, a few MiB at a time: nobody need hold all of a long file."""
+        """As `poll_numbered`, a few MiB at a time, to bound memory."""
         while data := self._read():
             self._offset += len(data)
             values = []
@@ -172,11 +172,11 @@ class Tail:
             yield values
 
     def rest(self) -> list[tuple[int, dict[str, Any]]]:
-        """The object after the last newline, once nobody writes to the file any more; else it is a problem."""
+        """The object after the last newline, once nobody writes to the file; an invalid one becomes a problem."""
         torn = self._read(torn=True)
-        if not torn or b"\n" in torn:  # a new start writes on
+        if not torn or b"\n" in torn:  # a new start is writing
             return []
-        self._offset += len(torn)  # whoever writes on begins with a newline, so this stays the same line
+        self._offset += len(torn)  # the next writer begins with a newline, so this stays the same line
         value, reason = _parse_line(torn)
         if value is not None:
             return [(self._lines + 1, value)]
@@ -186,7 +186,7 @@ class Tail:
         return []
 
     def _read(self, *, torn: bool = False) -> bytes:
-        """The next whole lines; with `torn` what stands after the last of them."""
+        """The next complete lines; with `torn` the data after the last newline."""
         try:
             with open(open_file(self.path), "rb") as f:
                 status = os.fstat(f.fileno())
@@ -197,7 +197,7 @@ class Tail:
                 data = f.read(_LONGEST_LINE)
                 if len(data) == _LONGEST_LINE and b"\n" not in data:
                     raise _too_long()
-        except FileNotFoundError:  # not there yet, or moved aside
+        except FileNotFoundError:  # not there yet, or moved away
             return b""
         except OSError as error:
             if not self._unreadable:
@@ -208,7 +208,7 @@ class Tail:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Each line, the last perhaps without its newline. OSError at what is longer than any: 20 GB of zeros, say."""
+    """Each line, the last perhaps without its newline. OSError for an overlong line, such as 20 GB of zeros."""
     while line := file.readline(_LONGEST_LINE):
         if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
             raise _too_long()

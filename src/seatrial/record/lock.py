@@ -26,8 +26,8 @@ class LockHeld(Exception):
 def acquire(path: Path) -> int:
     """Lock `path` (made where missing), write our pid inside, return the descriptor that holds it.
 
-    Raises LockHeld, or OSError where the file system has no locks, or what stands there is no lock. A child that is
-    forked without exec shares the lock.
+    Raises LockHeld, or OSError if the file system has no locks, or the file is not a lock. A child that is forked
+    without exec shares the lock.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while True:
@@ -82,7 +82,7 @@ def _pid_in(path: Path) -> int | None:
 
 
 def _check_ours(path: Path, fd: int) -> None:
-    # A hard link leads to somebody's file as well as any other; what it holds would be overwritten.
+    # A hard link may lead to another file, which would be overwritten.
     content = os.pread(fd, _LONGEST + 1, 0)
     if len(content) > _LONGEST or (not content.strip().isdigit() and content):
         raise OSError(errno.EINVAL, "is no lock of Seatrial: it holds something else than a pid", str(path))

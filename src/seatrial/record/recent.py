@@ -58,7 +58,7 @@ def told_marks(folder: RunFolder) -> set[str]:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """The file in pieces that end where a line ends; nothing of one that cannot be read, or from a line without end on."""
+    """The file in pieces that end at line ends; stops at an overlong line, and yields nothing if it cannot be read."""
     rest = b""
     with contextlib.suppress(OSError), open(open_file(path), "rb") as f:
         while block := f.read(_BLOCK_BYTES):

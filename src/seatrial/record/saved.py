@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as far as its folder tells without asking any other place."""
+"""The checkpoints of a run as its folder shows them, without querying other places."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_checkpoints(
 ) -> tuple[list[CheckpointInfo], CheckpointInfo | None]:
     """The complete checkpoints (those with a manifest) by step, and the one that `latest` names, else the newest.
 
-    Of those that lie elsewhere, nobody is asked what is there: of them it is the newest that the events tell of.
+    Other places are not queried: from those only the newest checkpoint recorded in the events is listed.
     """
     found = []
     try:
@@ -41,7 +41,7 @@ def read_checkpoints(
             continue
         try:
             found.append(CheckpointInfo(int(match[1]), str(path), (path / "manifest.json").stat().st_mtime))
-        except OSError:  # half written, or removed while we look
+        except OSError:  # incomplete, or removed meanwhile
             continue
     found.sort(key=lambda c: c.step)
     try:
@@ -57,7 +57,7 @@ def read_checkpoints(
 
 
 def _saved_elsewhere(folder: RunFolder, events: Sequence[Event]) -> CheckpointInfo | None:
-    """The newest checkpoint that was saved into another place than the run folder, and not set aside since."""
+    """The newest checkpoint saved outside the run folder and not quarantined since."""
     saved: dict[int, CheckpointInfo] = {}
     for event in events:
         step, where = (event.data or {}).get("step"), (event.data or {}).get("folder")
@@ -67,7 +67,7 @@ def _saved_elsewhere(folder: RunFolder, events: Sequence[Event]) -> CheckpointIn
             saved.pop(step, None)
         elif event.kind == "checkpoint_saved" and isinstance(where, str):
             saved.pop(step, None)
-            # By its name: the folder may be a copy, and lie in another place than when that was written.
+            # Compare the name only: the run folder may have been copied or moved since.
             if "://" in where or Path(where).parent.name != folder.checkpoints.name:
                 saved[step] = CheckpointInfo(step, where, event.time)
     return saved[max(saved)] if saved else None

@@ -55,11 +55,11 @@ def read_secret(folder: RunFolder) -> bytes:
 
 
 def _owned(path: Path) -> str:
-    """The text of a file that is ours and that nobody else can read or write. Raises OSError."""
+    """The text of a file that this user owns and nobody else can access. Raises OSError."""
     with open(open_file(path), "rb") as file:
         told = _whose(file.fileno())
         if told != (os.geteuid(), 0):
-            # Some file servers give all our files to another user, or show every mode as open: then a new one too.
+            # Some file servers map all owners to another user, or show every mode as open: compare with a new file.
             with tempfile.TemporaryFile(dir=path.parent) as new:
                 if told != _whose(new.fileno()):
                     raise PermissionError(
@@ -69,7 +69,7 @@ def _owned(path: Path) -> str:
 
 
 def _whose(fd: int) -> tuple[int, int]:
-    """Its owner, and what it allows to others."""
+    """Its owner, and the permissions of others."""
     status = os.fstat(fd)
     return status.st_uid, stat.S_IMODE(status.st_mode) & 0o077
 

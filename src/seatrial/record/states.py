@@ -1,4 +1,4 @@
-"""How a run stands, and why: one table, which every view and docs/run-folder.md show."""
+"""The state of a run, and its reason: one table, used by every view and docs/run-folder.md."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ _NUMBERS = ("nonfinite", "loss_spike")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the state of a run is decided by: all of it is about its last start."""
+    """The facts that decide the state of a run, all about its last start."""
 
     held: bool  # a process holds the run's lock
     pid: int | None  # of that process
     events: Sequence[Event]
-    generation: int  # the start's last one
-    stepped: bool  # it has recorded a step
-    ever_stepped: bool  # it, or a start before it, has recorded a step
-    complete: bool  # the job's last step is done, and there is a checkpoint of it
+    generation: int  # the last generation of this start
+    stepped: bool  # this start has recorded a step
+    ever_stepped: bool  # this start or an earlier one has recorded a step
+    complete: bool  # the job's last step is done and has a checkpoint
 
     @property
     def end(self) -> Event | None:
-        """Its last word."""
+        """The event that ended it."""
         return _last(self.events, _ENDS)
 
     @property
     def alive(self) -> bool:
-        """Whoever has said how it ended may hold the lock for a moment longer, to print it."""
+        """A process that has recorded its end may hold the lock for a moment longer, to print it."""
         return self.held and self.end is None
 
     @property
     def recovering(self) -> Event | None:
-        """The failure that is being recovered from."""
+        """The failure being recovered from."""
         last = _last(self.events, ("recovering", "recovered"))
         return last if last is not None and last.kind == "recovering" else None
 
     @property
     def failed_part(self) -> Event | None:
-        """The first part of the last generation that failed; it has recovered from those before."""
+        """The first failed component of the last generation; earlier failures were recovered from."""
         return next((e for e in self.events if e.generation == self.generation and is_failure(e)), None)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; the first that holds counts."""
+    """A row of the table; the first that matches decides."""
 
     state: State
     when: str
-    reason: str  # `{message}`: of the event that the row is about
-    about: Callable[[Facts], Event | bool | None]  # that event, or whether the row holds
+    reason: str  # `{message}`: of the event that matched
+    about: Callable[[Facts], Event | bool | None]  # the event that matched, or whether the row does
 
 
 TABLE = (
@@ -111,7 +111,7 @@ TABLE = (
 
 
 def state_of(facts: Facts) -> tuple[State, str]:
-    """State and reason by the table."""
+    """State and reason, from the table."""
     for row in TABLE:
         about = row.about(facts)
         if about:
@@ -122,9 +122,9 @@ def state_of(facts: Facts) -> tuple[State, str]:
 
 
 def diverged(events: Sequence[Event]) -> Event | None:
-    """What ended a start whose numbers could not be mended: a step that is not finite, or a spike, once too often.
+    """The event that ended a diverged start: one non-finite step or loss spike too many.
 
-    The same start again meets the same step with the same budget, so it ends in the same way.
+    Resuming reaches the same step with the same budget, and fails in the same way.
     """
     for event in reversed(events):
         evidence = (event.data or {}).get("evidence")
@@ -134,7 +134,7 @@ def diverged(events: Sequence[Event]) -> Event | None:
 
 
 def is_failure(event: Event) -> bool:
-    """A part of the run failed: a rank, its agent, what forks it."""
+    """A component of the run failed: a rank, an agent, a fork server."""
     return event.severity == "error" and event.kind in _FAILED_PARTS
 
 

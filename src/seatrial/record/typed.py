@@ -14,7 +14,7 @@ from seatrial.record.jsonl import Problem
 
 Record = TypeVar("Record")
 
-_LAST_TIME = 1e11  # unix seconds that a calendar can show; a NaN is none either
+_LAST_TIME = 1e11  # last unix time that a calendar can show; NaN is invalid too
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

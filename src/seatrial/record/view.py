@@ -23,7 +23,7 @@ Record = TypeVar("Record")
 
 # What is written when a run's folder is opened, whether or not anything is started then.
 _OF_OPENING = ("job_changed", "layout_chosen")
-# As many as there are ranks, in each generation: no view shows them.
+# One per rank and generation; no view shows them.
 _NOT_KEPT = "rank_started"
 
 
@@ -74,10 +74,10 @@ class RunView:
     generation: int  # 0: never started
     first_generation: int  # of the last start; each recovery is a further one
     job: JobFacts
-    device: str | None  # that rank 0 computes on: "cpu", or what the driver calls the GPU; None: not told
+    device: str | None  # of rank 0: "cpu" or the GPU name of the driver; None: unknown
     history: History
     eta_s: float | None  # seconds to the job's last step; None: not known, or not yet
-    events: list[Event]  # but for `rank_started`
+    events: list[Event]  # without `rank_started`
     checkpoints: list[CheckpointInfo]  # complete ones, by step
     latest: CheckpointInfo | None
     failure: Failure | None
@@ -92,12 +92,12 @@ class RunView:
 
     @property
     def last(self) -> MetricsRecord | None:
-        """The last step that was trained."""
+        """The last trained step."""
         return self.history.last
 
     @property
     def step(self) -> int:
-        """The last step that was trained or left out; 0 before the first."""
+        """The last step that was trained or skipped; 0 before the first."""
         step = self.last.step if self.last is not None else 0
         left_out = set(self.skipped_steps)
         while step + 1 in left_out:
@@ -106,12 +106,12 @@ class RunView:
 
     @property
     def skipped_samples(self) -> int:
-        """How many samples were left out on purpose."""
+        """The number of samples skipped on purpose."""
         return len(self.skipped_steps) * (self.job.global_batch or 0)
 
     @property
     def tokens(self) -> int:
-        """Tokens trained on. metrics.jsonl counts those of all steps up to the last one."""
+        """Tokens trained on. metrics.jsonl counts those of all steps up to the last one, including skipped ones."""
         if self.last is None:
             return 0
         left_out = sum(step < self.last.step for step in self.skipped_steps)
@@ -119,12 +119,12 @@ class RunView:
 
     @property
     def own_events(self) -> list[Event]:
-        """Those of the last start."""
+        """The events of the last start."""
         return [e for e in self.events if e.generation >= self.first_generation]
 
     @property
     def diverged(self) -> Event | None:
-        """What ended the last start, if its numbers did."""
+        """The event that ended the last start, if it diverged."""
         return diverged(self.own_events) if self.state == "failed" else None
 
     @property
@@ -146,12 +146,12 @@ class RunView:
 
 
 class RunReader:
-    """Follows a run folder: each `poll` reads only what was written since the one before."""
+    """Follows a run folder: each `poll` reads only what was written since the previous one."""
 
     def __init__(
         self, folder: RunFolder, show: Callable[[MetricsRecord | Event], None] | None = None
     ) -> None:
-        """`show` is told each step and event once it is taken in."""
+        """`show` is called with each step and event."""
         self.folder = folder
         self.show = show
         self._begin()
@@ -161,20 +161,20 @@ class RunReader:
         self.device: str | None = None
         self.history, self.pace, self.book = History(), Pace(), LedgerBook()
         self.events: list[Event] = []
-        self.problems: list[Problem] = []  # lines that could not be read
+        self.problems: list[Problem] = []  # unreadable lines
         self._started: dict[str, set[int]] = {"run_started": set(), "generation_started": set()}
-        self._newest = 0  # generation that did anything
-        self._judged: tuple[int, list[int], list[str]] | None = None  # a ledger in which something is odd
+        self._newest = 0  # newest generation with any activity
+        self._judged: tuple[int, list[int], list[str]] | None = None  # result for an irregular ledger
         self._metrics = Tail(folder.metrics, metrics.NOUN)
         self._events = Tail(folder.events, events.NOUN)
         self._ledger = Tail(folder.ledger, ledger.NOUN)
 
     def poll(self, *, over: bool = False) -> None:
-        """Take in what is new. `over`: nobody writes any more, so a torn last line counts.
+        """Read new records. `over`: nobody writes any more, so an unterminated last line counts.
 
-        A file that was replaced by another one begins everything anew.
+        If a file was replaced, everything is read again.
         """
-        # What a run is on comes before its first step, and is to be known when that is shown.
+        # Events first: `device` precedes the first step and is needed to show it.
         self._take(self._events, Event, self._take_event, over)
         self._take(self._metrics, MetricsRecord, self._take_metrics, over)
         self._take(self._ledger, LedgerRecord, self.book.take, over)
@@ -185,7 +185,7 @@ class RunReader:
             self.show = show
 
     def eta_s(self, total: int | None) -> float | None:
-        """Seconds from the last step to step `total`; None: not known, or not yet. Of every view the same."""
+        """Seconds from the last step to step `total`; None: not known, or not yet. The same in every view."""
         last = self.history.last
         if last is None or total is None:
             return None
@@ -197,12 +197,12 @@ class RunReader:
         return self._first_generation(self._newest)
 
     def view(self, *, own: bool = False) -> RunView:
-        """Everything the folder tells now. Damaged files become `problems`, never exceptions.
+        """The current content of the folder. Damaged files become `problems`, never exceptions.
 
-        `own`: it is this process that holds the run, and the start is over.
+        `own`: this process holds the run's lock, and the start is over.
         """
         folder = self.folder
-        # The lock first: a run that ends while its files are read is then shown as running, not as stopped.
+        # Check the lock first: a run that ends while its files are read is then shown as running, not as stopped.
         held = not own and lock.is_held(folder.lock)
         self.poll(over=not held)
         facts, wrong_job = read_job_facts(folder)
@@ -212,7 +212,7 @@ class RunReader:
         first = self._first_generation(generation)
         start = self._facts(held, first, generation, complete)
         if (held and start.end is not None and opened > generation) or not generation:
-            # A start that has said nothing yet. One that found everything done, or was refused, never does.
+            # A start without records yet. One that found everything done, or was refused, never has any.
             first = generation = opened
             start = self._facts(held, first, generation, complete)
         elif held:
@@ -220,7 +220,7 @@ class RunReader:
         state, reason = state_of(start)
         steps, skipped, gaps = self._judge_ledger(facts.global_batch, again=not held)
         last = self.history.last
-        # While it runs, the ledger may be a step behind the metrics; afterwards it may not.
+        # While the run is active, the ledger may be a step behind the metrics.
         if not held and last is not None and last.step > steps:
             gaps.append(f"step {last.step} of metrics.jsonl is not in the ledger")
         return RunView(
@@ -282,10 +282,10 @@ class RunReader:
                 self.show(event)
 
     def _first_generation(self, generation: int) -> int:
-        """The generation with which the start began that `generation` belongs to.
+        """The first generation of the start that `generation` belongs to.
 
-        A recovery is a generation that the coordinator started within a start. Any other one is a start of its own, also
-        where it has said nothing yet.
+        A recovery is a generation started by the coordinator within a start. Any other generation is a start of its
+        own, even without records.
         """
         recoveries = self._started["generation_started"] - self._started["run_started"]
         while generation in recoveries and generation > 1:
@@ -304,7 +304,7 @@ class RunReader:
         )
 
     def _judge_ledger(self, global_batch: int | None, again: bool) -> tuple[int, list[int], list[str]]:
-        """(steps, those left out, what contradicts it). `again`: as it is now, also if that takes long."""
+        """(steps, skipped steps, contradictions). `again`: judge the current ledger, even if that is slow."""
         book = self.book
         if not book.odd and (global_batch is None or book.batch in (None, global_batch)):
             return book.steps, sorted(book.skipped), []

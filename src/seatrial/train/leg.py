@@ -73,7 +73,7 @@ class Leg:
     layout: Layout
     snapshots: list[dict[str, Any]]
     log: Path
-    inputs: Digests  # of the job and the plan, which this rank must have read
+    inputs: Digests  # digests of the job and the plan that this rank must have read
     again: bool = True  # it follows a generation of the same launch
 
     @classmethod
@@ -119,7 +119,7 @@ class Worker:
     """The legs of one process."""
 
     def __init__(self, folder: RunFolder, attendant: Attendant, inputs: Digests) -> None:
-        """Raises InputError where the job is not what `inputs` say."""
+        """Raises InputError if the job does not match `inputs`."""
         self.folder = folder
         self.attendant = attendant
         self._job: Job = job_of(folder, inputs)
@@ -181,7 +181,7 @@ class Worker:
             store = serve_store(address, port, TIMEOUT)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and job.cluster.port is None:
-                # Nobody asked for this port: it was free a moment ago, and the next generation takes another.
+                # The port was free a moment ago and was not chosen by the user; the next generation takes another.
                 raise ConnectionError(f"the store's port was taken by another process: {error}") from error
             raise InputError(
                 f"rank 0 cannot listen on port {port} of {address}: {error.strerror}",
@@ -394,7 +394,7 @@ class Worker:
 
 
 def _check_stores(stores: Sequence[TokenStore], plan: Mapping[str, Any]) -> None:
-    """InputError where a store is not the one that the launch was begun with."""
+    """InputError if a store is not the one that the launch started with."""
     for store, digest in zip(stores, plan["data"]["digests"], strict=True):
         if store.digest != digest:
             raise InputError(

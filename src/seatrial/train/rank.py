@@ -177,7 +177,7 @@ def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, loader: BatchLoader) 
 
 
 def join(place: Place, store: Store | None = None) -> torch.device:
-    """Become a member of the world; the device of this rank. Without a `store`, at the one that torchrun made."""
+    """Join the process group; returns this rank's device. Without a `store`, use the one of torchrun."""
     if place.device == "cuda":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
@@ -203,7 +203,7 @@ def join(place: Place, store: Store | None = None) -> torch.device:
 
 
 def make_loader(job: Job, folder: RunFolder, plan: Mapping[str, Any]) -> BatchLoader:
-    """The batches of the run, from the stores that the launcher found, as plan.json says, or else prepared here."""
+    """The batches of the run, from the stores in plan.json, or else prepared here."""
     train = job.train
     cache, blend = data_cache(folder.path.parent), blend_of(job.data)
     known = plan.get("data")

@@ -72,7 +72,7 @@ class Saver:
         self.doubts: Sequence[Doubts] = ()  # what may yet have checkpoints set aside
         self._told_every_s = min(_TOLD_S, job.resilience.first_step_s / 3)
         self._attempt: Attempt | None = None
-        self._again = False  # if it fails, the same step is saved once more, over what is there of it
+        self._again = False  # if it fails, save the same step once more, over the partial files
         self._hangs = False  # the storage neither took nor refused the last attempt
         self._unordered = False  # its copy may still be on its way from the device
         self._number = 0  # of the last attempt
@@ -289,9 +289,8 @@ class Saver:
             assert self._attempt is not None
             self._attempt = replace(self._attempt, stalled_s=attempt.stalled_s)
         else:
-            if (
-                self._writes and not self._hangs and not self._again
-            ):  # a full disk has room for nothing else before it is gone
+            # A full disk needs the partial files removed first.
+            if self._writes and not self._hangs and not self._again:
                 self._writer.order_abandon(self._places.urls[attempt.place], attempt.step, self._generation)
             self._rhythm.failed()
 
@@ -300,8 +299,8 @@ class Saver:
     def finish(self, step: int, *, must: bool) -> None:
         """Have the state after `step` in a checkpoint before this returns; all ranks wait.
 
-        A failure is told, and with `must` raised as SaveFailed in every rank after a second attempt: it may have been only
-        the writing process that failed, and there is another one by then. A storage that hangs is not asked again.
+        A failure is reported, and with `must` raised as SaveFailed in every rank after a second attempt: perhaps only
+        the writing process failed, and there is a new one by then. A hanging storage is not tried again.
         """
         self._wait()
         if self._saved_step != step:
@@ -344,7 +343,7 @@ class Saver:
         return self._any(self._writes and self._places.newest_step() >= step)
 
     def _any(self, here: bool) -> bool:
-        """Whether `here` is true in any rank; all ask together."""
+        """Whether `here` is true in any rank; a collective."""
         told = torch.tensor([float(here)], dtype=torch.float64, device=self._mesh.device)
         return float(self._mesh.sum_over_ranks(told).item()) > 0
 

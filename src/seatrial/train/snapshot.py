@@ -234,10 +234,10 @@ class Snapshots:
 def restore_from_memory(
     fd: int, entry: Mapping[str, Any], model: ParallelModel, optimizer: ShardedAdamW, *, checked: bool = False
 ) -> int:
-    """Fill this rank from its own snapshot in `fd`, or a replica's, which `entry` of the leg's "snapshots" describes; its step.
+    """Restore this rank from the snapshot in `fd`, its own or a replica's; returns its step.
 
-    Weights, optimizer state, count of updates and random state come back bit for bit, also boxes that others own. A
-    replica's random state is its own, see `carried.share_state`.
+    `entry` is its description in the leg's "snapshots". Weights, optimizer state, update count and random state are
+    restored bit for bit, also boxes that others own. A replica's random state is not taken, see `carried.share_state`.
     `checked`: `memory.verify` was called just before. Raises Damaged, and then nothing has been changed, where the
     content is not what `entry` says, or not of this rank and layout. Only reads, and only this file.
     """

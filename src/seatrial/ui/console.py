@@ -48,14 +48,14 @@ class TrainConsole:
         self._total = total_steps
         self._generation = generation
         self._reader = RunReader(folder, self._take)
-        self._news: list[tuple[MetricsRecord | Event, float | None]] = []  # with the ETA then
-        self._told = 0  # how many of the reader's problems
+        self._news: list[tuple[MetricsRecord | Event, float | None]] = []  # with the ETA at that time
+        self._told = 0  # number of reported problems of the reader
         self._recoveries = Recoveries()
         self._began = time.time()
         self._live: LivePane | None = None
-        self._stands: list[Pair] = []  # what the live lines say of the run as a whole
+        self._stands: list[Pair] = []  # live lines about the run as a whole
         self._stands_until = 0.0  # on the monotonic clock
-        self._left_out = 0  # the step up to which steps after the last trained one were left out
+        self._left_out = 0  # last step skipped after the last trained one
 
     def header(
         self,
@@ -79,10 +79,10 @@ class TrainConsole:
         for note in notes:
             self.out.pair("note", note, "yellow")
         self.out.line()
-        self._reader.poll()  # of a long run that is resumed it takes seconds, in which nobody waits for us yet
+        self._reader.poll()  # resuming a long run takes seconds here, while nothing waits for it
 
     def catch_up(self) -> None:
-        """Say how it stands, and follow it from here on: for a viewer that comes later."""
+        """Print the current state and follow it from here: for a viewer that starts later."""
         self._reader = RunReader(self.folder)
         view = self._reader.view()
         self._reader.show = self._take
@@ -103,13 +103,13 @@ class TrainConsole:
             self._draw(self._live)
 
     def ended(self, state: State | None = None, reason: str = "", failure: Failure | None = None) -> RunView:
-        """How it stands at its end. `state` and `reason`: what this process knows, which has run it.
+        """The view at the end. `state` and `reason`: known to this process, which ran it.
 
-        What `failure` leaves open, and all of it where it is None, comes from the run folder.
+        Missing details of `failure`, or all of it if it is None, come from the run folder.
         """
         view = self._reader.view(own=state is not None)
         if state is not None and state != view.state:
-            # It had nothing to do, or a full disk has kept the end out of the records.
+            # There was nothing to do, or a full disk kept the end out of the records.
             view.state, view.state_reason = state, reason or (failure.cause if failure is not None else state)
         if view.state == "failed":
             known = (
@@ -121,9 +121,9 @@ class TrainConsole:
         return view
 
     def summary(self, view: RunView, next_commands: Sequence[str] = ()) -> None:
-        """Say how it ended.
+        """Print how it ended.
 
-        `next_commands` are printed as they are; without any, there is the one to look at the run again.
+        `next_commands` are printed as they are; by default the command to look at the run again.
         """
         self._show_news()
         self.close()
@@ -155,7 +155,7 @@ class TrainConsole:
             self.out.line(f"warning: {problem}", "yellow")
         self._told = len(problems)
         news, self._news = self._news, []
-        # In the order in which they happened; at the same instant, a step before what came of it.
+        # In order of time; at the same time, a step before events.
         for item, eta in sorted(news, key=lambda n: (n[0].time, isinstance(n[0], Event))):
             if isinstance(item, Event):
                 self._show_event(item)
@@ -170,7 +170,7 @@ class TrainConsole:
             view = self._reader.view()
             self._stands, self._left_out = live_pairs(view, time.time()), view.step
             self._began = time.time() - (view.wall_time_s(time.time()) or 0.0)
-            # A large run, or a slow file system: at most a twentieth of the time goes into it.
+            # For a large run or a slow file system: spend at most a twentieth of the time on it.
             self._stands_until = now + max(0.2, 20 * (time.monotonic() - now))
         last = self._reader.history.last
         live.update(

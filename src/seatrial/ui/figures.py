@@ -35,7 +35,7 @@ def mfu(share: float | None) -> str:
 
 
 def eta(seconds: float | None) -> str:
-    """12 s, 1 min 12 s; "unknown" as long as nobody can tell."""
+    """12 s, 1 min 12 s; "unknown" for None."""
     if seconds is None or not math.isfinite(seconds):
         return "unknown"
     return units.duration(seconds) if seconds >= 59.5 else f"{seconds:.0f} s"
@@ -47,7 +47,7 @@ def step_of(step: int, total: int | None) -> str:
 
 
 def unit(device: str | None) -> str:
-    """What a rank is called where its speed is told: a GPU only if it has one."""
+    """The unit for the speed of one rank: "GPU" only if it has one."""
     return "rank" if device in (None, "cpu") else "GPU"
 
 
@@ -69,7 +69,7 @@ def step_line(m: MetricsRecord, total: int | None, eta_s: float | None, unit: st
 
 
 def steps(numbers: Sequence[int], most: int = 20) -> str:
-    """step 5; steps 5, 7, 9-12; of more than `most` how many there are beside them. `numbers` rise."""
+    """step 5; steps 5, 7, 9-12; beyond `most` entries the number of others. `numbers` are ascending."""
     ranges: list[list[int]] = []
     for n in numbers:
         if ranges and n == ranges[-1][-1] + 1:

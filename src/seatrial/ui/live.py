@@ -19,11 +19,11 @@ from seatrial.ui.out import LABEL_WIDTH, Pair
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-_LEFT_ABOVE = 6  # lines of a terminal that stay for what happens
+_LEFT_ABOVE = 6  # terminal lines that stay free for events
 
 
 class LivePane:
-    """A progress bar with the last step's figures and how the run stands, redrawn in place; vanishes on close."""
+    """A progress bar with the last step's figures and the run's state, redrawn in place; vanishes on close."""
 
     def __init__(self, console: Console) -> None:
         # Drawn by `update` alone: no thread of rich's beside ours. stdout is data and may be another file: not rerouted.
@@ -31,7 +31,7 @@ class LivePane:
         self._live.start()
 
     def update(self, *lines: RenderableType) -> None:
-        """Draw the first of `lines`, of which each takes one or two lines of the terminal: as many as fit."""
+        """Draw as many of `lines` as fit; each takes one or two terminal lines."""
         room = max(1, self._live.console.size.height - _LEFT_ABOVE)
         self._live.update(Group(*lines[:room]), refresh=True)
 
@@ -50,10 +50,10 @@ def pane(
     step: int = 0,
     pairs: Sequence[Pair] = (),
 ) -> list[RenderableType]:
-    """How far, how well, and `pairs`, each on one line of any width.
+    """Progress, figures of the last step, and `pairs`, each on one line of any width.
 
-    `last` is None before the first step, for which `waited_s` seconds have been waited. `underway` is the recovery that
-    the run is in. `step` is given where steps after the last one were left out.
+    `last` is None before the first step, after a wait of `waited_s` seconds. `underway` describes the current recovery.
+    `step` is given if steps after the last one were skipped.
     """
     rest = [_pair(pair) for pair in pairs]
     if underway is not None:

@@ -1,4 +1,4 @@
-"""What an exported Hugging Face folder says of where it is from: README.md for people, seatrial.json for programs."""
+"""The origin of an exported Hugging Face folder: README.md for people, seatrial.json for programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEWEST = {
 
 
 def notes(provenance: dict[str, Any], model: str) -> dict[str, str]:
-    """File name -> content. `model`: family, size and the like in words."""
+    """File name -> content. `model`: family, size and the like, for people."""
     document = {"schema_version": SCHEMA_VERSION, **provenance}
     return {
         PROVENANCE: json_text(document),
@@ -30,7 +30,7 @@ def notes(provenance: dict[str, Any], model: str) -> dict[str, str]:
 
 
 def origin(folder: Path) -> str | None:
-    """Where the weights in an exported folder are from, on one line; None where nobody tells."""
+    """The origin of the weights in an exported folder, on one line; None if unknown."""
     try:
         told = read_json(folder / PROVENANCE)
     except (OSError, ValueError):

@@ -17,7 +17,7 @@ LABEL_WIDTH = 13
 
 
 class Pair(NamedTuple):
-    """A label and what it is, in `style` on a terminal."""
+    """Print a label and its text, in `style` on a terminal."""
 
     label: str
     text: str
@@ -78,7 +78,7 @@ class Out:
             self.line(f"  {label:<{LABEL_WIDTH}}{text}")
 
     def pairs(self, pairs: Iterable[Pair]) -> None:
-        """Each of them as `pair`."""
+        """Print each of them as `pair`."""
         for pair in pairs:
             self.pair(*pair)
 

@@ -1,4 +1,4 @@
-"""Failures, recoveries and nodes of a run as people read them, from its events."""
+"""Failures, recoveries and nodes of a run for people, from its events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STYLES = {
     "snapshot_flushed": "dim",
 }
 
-# What the ranks do about numbers that cannot be right.
+# What the ranks do about a bad step.
 _MENDED = {
     "redo": "it is done again",
     "roll back": "the run goes back to its last copy in memory",
@@ -33,7 +33,7 @@ _MENDED = {
 
 
 def message_of(event: Event) -> str:
-    """What happened, and of a step that went wrong what follows."""
+    """The message, and for a bad step the action taken."""
     evidence = (event.data or {}).get("evidence")
     action = evidence.get("action") if isinstance(evidence, dict) else None
     follows = _MENDED.get(str(action)) if event.kind in ("nonfinite", "loss_spike") else None
@@ -136,7 +136,7 @@ class Recoveries:
 
 
 class Nodes:
-    """Which nodes have ranks, wait as spares, or are gone, from a start's events in their order."""
+    """Tracks which nodes have ranks, are spares, or are gone, from the events of a start in order."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self.training: list[int] = []
@@ -156,12 +156,12 @@ class Nodes:
 
     @property
     def spares(self) -> list[int]:
-        """Those that are there and have no ranks."""
+        """Nodes without ranks."""
         return sorted(self.present - set(self.training))
 
     @property
     def text(self) -> str | None:
-        """All of it on one line; None where nobody told of any."""
+        """All nodes on one line; None without any events about them."""
         if not self.training:
             return None
         training = [n for n in self.training if n not in self.gone]

@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 TRACEBACK_LINES = 15
 LAST_EVENTS = 8
 
-# At least one for each node, which say nothing that `nodes` does not.
+# At least one per node, and `nodes` shows the same.
 _UNTOLD = ("agent_started", "node_joined")
 
 STATE_STYLES = {"finished": "bold green", "failed": "bold red", "running": "bold blue"}
@@ -75,7 +75,7 @@ def print_status(out: Out, view: RunView, now: float) -> None:
 
 
 def live_pairs(view: RunView, now: float) -> list[Pair]:
-    """What the live lines say beside the last step's figures, the most wanted first."""
+    """The live lines besides the last step's figures, most important first."""
     return [
         *loss_pairs(view),
         *recovery_pairs(view),
@@ -86,7 +86,7 @@ def live_pairs(view: RunView, now: float) -> list[Pair]:
 
 
 def print_headline(out: Out, view: RunView) -> None:
-    """Name, state and generation."""
+    """Print name, state and generation."""
     who = f" by process {view.pid}" if view.pid is not None else ""
     generation = f", generation {view.generation}" if view.generation else ""
     out.line(
@@ -95,7 +95,7 @@ def print_headline(out: Out, view: RunView) -> None:
 
 
 def print_events(out: Out, view: RunView) -> None:
-    """The last events, each on a line."""
+    """Print the last events, one per line."""
     events = [e for e in view.events if e.kind not in _UNTOLD][-LAST_EVENTS:]
     if events:
         out.line("  last events")
@@ -107,7 +107,7 @@ def print_events(out: Out, view: RunView) -> None:
 
 
 def ledger_pairs(view: RunView) -> list[Pair]:
-    """Whether every sample was seen exactly once so far, and which steps were left out."""
+    """Whether every sample was seen exactly once so far, and which steps were skipped."""
     left_out = view.skipped_steps
     told = f"{view.ledger_steps:,} step{'' if view.ledger_steps == 1 else 's'}"
     if view.ledger_gaps:
@@ -126,7 +126,7 @@ def ledger_pairs(view: RunView) -> list[Pair]:
 
 
 def left_out_pair(steps: Sequence[int], global_batch: int | None) -> Pair:
-    """The steps whose samples were left out on purpose."""
+    """The steps whose samples were skipped on purpose."""
     samples = "" if global_batch is None else f" ({len(steps) * global_batch:,} samples)"
     return Pair("left out", f"{figures.steps(steps)}{samples}, on purpose", "yellow")
 
@@ -216,7 +216,7 @@ def _progress_pairs(view: RunView) -> list[Pair]:
 
 
 def loss_pairs(view: RunView) -> list[Pair]:
-    """The loss from the first step to the last, and its course."""
+    """The loss of the first and the last step, and its course."""
     if view.first is None or view.last is None:
         return []
     bars = figures.spark(view.history.column("loss"))
@@ -224,13 +224,13 @@ def loss_pairs(view: RunView) -> list[Pair]:
 
 
 def _median(view: RunView, column: str) -> float | None:
-    """Of the last start, or of all where it has done no step yet."""
+    """Of the last start, or of all starts if it has done no step yet."""
     values = view.history.column(column, view.first_generation) or view.history.column(column)
     return median(values) if values else None
 
 
 def recovery_pairs(view: RunView, now: float | None = None) -> list[Pair]:
-    """What it recovered from in its last start; with `now` also what it recovers from."""
+    """The recoveries of the last start; with `now` also a current one."""
     recoveries = Recoveries(view.own_events)
     pairs = [] if recoveries.total is None else [Pair("recoveries", recoveries.total)]
     underway = recoveries.underway(now) if now is not None and view.state == "running" else None
@@ -238,13 +238,13 @@ def recovery_pairs(view: RunView, now: float | None = None) -> list[Pair]:
 
 
 def node_pairs(view: RunView) -> list[Pair]:
-    """Where the run is, and who is missing."""
+    """The nodes of the run, and missing ones."""
     nodes = Nodes(view.own_events)
     return [] if nodes.text is None else [Pair("nodes", nodes.text, "yellow" if nodes.gone else "")]
 
 
 def checkpoint_pairs(view: RunView, now: float) -> list[Pair]:
-    """The newest checkpoint, and how old it is."""
+    """The newest checkpoint and its age."""
     if view.latest is None:
         return [Pair("checkpoint", "none yet")]
     kept = f", {len(view.checkpoints)} kept" if len(view.checkpoints) > 1 else ""

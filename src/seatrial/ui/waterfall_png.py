@@ -66,7 +66,7 @@ def _matplotlib() -> tuple[Any, Any]:
             f"pictures as PNG need matplotlib, which cannot be loaded: {error}",
             hint="pip install 'seatrial[plots]', or write SVG instead, which needs nothing",
         ) from error
-    matplotlib.rcdefaults()  # not what a matplotlibrc in the current folder says: it could start programs (usetex)
+    matplotlib.rcdefaults()  # ignore a matplotlibrc in the current folder, which could start programs (usetex)
     return Figure, FigureCanvasAgg
 
 

@@ -1,7 +1,7 @@
-"""Outputs of AMD's tools for its GPUs: `amd-smi` (its table; `metric`, `bad-pages`, `static`, `list` as text or --json) and `rocm-smi`.
+"""Output of AMD's GPU tools: `amd-smi` (table; `metric`, `bad-pages`, `static`, `list` as text or --json), `rocm-smi`.
 
 Formats: ROCm/amdsmi, amdsmi_cli/amdsmi_commands.py and CHANGELOG.md; ROCm/rocm_smi_lib, python_smi_tools/rocm_smi.py.
-Of what they say memory errors, bad pages, throttling, XGMI and lost GPUs are judged; the rest only tells that the GPU answers.
+Judged are memory errors, bad pages, throttling, XGMI and lost GPUs; other values only show that the GPU answers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from seatrial.check.tool import Context, Lines, ParseError, Tool, listed, read_j
 
 _GPU = re.compile(r"GPU: (?P<index>\d{1,3})\s*")
 _FIELD = re.compile(r"(?P<indent>\s+)(?P<key>[A-Z][A-Z0-9_ ]{0,60}): ?(?P<value>.*?)\s*")
-_MORE = re.compile(r"\s{8,}\S.*[\],]\s*")  # a list that goes on in the next line
-# A GPU has two rows in the table: its name and errors, then its number.
+_MORE = re.compile(r"\s{8,}\S.*[\],]\s*")  # continuation line of a list
+# A GPU has two table rows: name and errors, then its index.
 _TABLE = re.compile(
     r"\| [0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f] +\S.*? *\| +(?:N/A|\d+ %) +(?:N/A|\d+ .C) +(?P<ue>N/A|\d+) +\S+ W *\|\s*"
 )
@@ -39,7 +39,7 @@ _HEADS = re.compile(
 _LOST = re.compile(
     r"(?i:Unable to (?:get|open|initialize)|ERROR: ?(?:root|No AMD GPUs|GPU\[)|AMDSMI_STATUS_\w+|RSMI_STATUS_\w+|Exception caught: ).*"
 )
-# Name of a value -> code, and the verdict where it is more than zero or one of the words below.
+# (pattern of the field name, code, verdict for a count above zero or a word of _BAD, text)
 _RULES: tuple[tuple[str, str, Verdict, str], ...] = (
     (r"(?:^|\.)(?:total|cache|\w+)?_?uncorrectable_count$|^uncorrectable error count$|^ue$", "GPU003", "FAIL", "uncorrectable memory errors"),
     (r"(?:^|\.)(?:total_)?deferred_count$", "GPU003", "WARN", "deferred memory errors"),
@@ -56,7 +56,7 @@ _GOOD = re.compile(
 
 @dataclass
 class Gpu:
-    """One GPU: name of a value in small letters, with the sections around it -> what it says, and its line."""
+    """One GPU: dotted lower-case field name, including its sections -> value and line."""
 
     index: int
     line: int | None
@@ -65,7 +65,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """All GPUs of one output; `faults` are lines in which the tool says that it could not ask one. `torn`: it does not end."""
+    """All GPUs of one output. `faults`: lines that report a failed query. `torn`: the output is cut off."""
 
     tool: str
     file: str
@@ -75,7 +75,7 @@ class Gpus:
 
 
 def parse_amd(lines: Lines, file: str) -> Gpus:
-    """amd-smi. Raises ParseError where no GPU is in it, or the JSON is not whole."""
+    """Parse amd-smi. Raises ParseError if there is no GPU, or the JSON is incomplete."""
     if re.match(r"\s*[\[{]", lines.text):
         return _from_json(read_json(lines, file), file, "amd-smi")
     gpus: list[Gpu] = []
@@ -93,7 +93,7 @@ def parse_amd(lines: Lines, file: str) -> Gpus:
             stack.append((len(said["indent"]), said["key"].lower()))
             name = ".".join(key for _, key in stack)
             if name in gpus[-1].values and _rule(name):
-                continue  # of another GPU, whose head is lost
+                continue  # of another GPU, whose header is missing
             gpus[-1].values[name] = (said["value"], number)
         elif first := _TABLE.fullmatch(line):
             errors = first["ue"]
@@ -134,7 +134,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def parse_rocm(lines: Lines, file: str) -> Gpus:
-    """rocm-smi. Raises ParseError where no GPU is in it, or the JSON is not whole."""
+    """Parse rocm-smi. Raises ParseError if there is no GPU, or the JSON is incomplete."""
     if lines.text.lstrip().startswith("{"):
         cards = read_json(lines, file)
         entries = [{"gpu": k[4:]} | v for k, v in cards.items() if k != "system" and isinstance(v, dict)]
@@ -143,12 +143,10 @@ def parse_rocm(lines: Lines, file: str) -> Gpus:
     faults: list[tuple[int, str]] = []
     columns = False
     for number, line in lines:
-        if (found := _ROCM.fullmatch(line) or (_CONCISE.fullmatch(line) if columns else None)) is not None:
-            gpu = gpus.setdefault(int(found["index"]), Gpu(int(found["index"]), number))
-            name, value = (
-                (found["key"].strip().lower(), found["value"]) if found.re is _ROCM else ("row", line)
-            )
-            gpu.values.setdefault(name, (value, number))
+        if found := _ROCM.fullmatch(line) or (_CONCISE.fullmatch(line) if columns else None):
+            said = {"key": "row", "value": line} | found.groupdict()
+            gpu = gpus.setdefault(int(said["index"]), Gpu(int(said["index"]), number))
+            gpu.values.setdefault(said["key"].strip().lower(), (said["value"], number))
         elif _LOST.match(line):
             faults.append((number, line.strip()[:200]))
         elif _COLUMNS.fullmatch(line):
@@ -158,9 +156,8 @@ def parse_rocm(lines: Lines, file: str) -> Gpus:
         lines.claim(number)
     if not gpus and not faults:
         raise ParseError("no GPU in it", file=file)
-    return Gpus(
-        "rocm-smi", file, tuple(gpus.values()), tuple(faults), "End of ROCm SMI Log" not in lines.text
-    )
+    torn = "End of ROCm SMI Log" not in lines.text
+    return Gpus("rocm-smi", file, tuple(gpus.values()), tuple(faults), torn)
 
 
 def _rule(name: str) -> tuple[str, str, Verdict, str] | None:
@@ -168,7 +165,7 @@ def _rule(name: str) -> tuple[str, str, Verdict, str] | None:
 
 
 def judge(output: Gpus, context: Context) -> list[Finding]:
-    """What each GPU says that is wrong; UNJUDGED for what is cut off and for values that are not known."""
+    """Faults of each GPU; UNJUDGED for cut-off output and unknown values."""
     say = Say(output.file, context, "GPU011")
     for number, text in output.faults:
         lost = re.search(r"GPU\[|device|NO_DATA|BUSY|IO", text) is not None
@@ -186,7 +183,7 @@ def judge(output: Gpus, context: Context) -> list[Finding]:
             bad = _BAD.fullmatch(word) or rule[0].startswith("^bad_page")
             what = f"{rule[3]}: {name.rpartition('.')[2].replace('_', ' ')} {value}"[:200]
             say(rule[2] if bad else "UNJUDGED", what, line, code=rule[1], target=target, measured=value[:40])
-        # The last GPU of what is cut off says less than those before it.
+        # In cut-off output the last GPU has fewer values than those before it.
         silent = {n for n in told if gpu.values.get(n, ("", 0))[0].upper() in _NOTHING}
         silent = silent or {n for n in output.gpus[0].values if "process" not in n} - gpu.values.keys()
         if silent:
@@ -202,7 +199,7 @@ def judge(output: Gpus, context: Context) -> list[Finding]:
 
 
 def inventory(output: Gpus) -> dict[str, str | int | float]:
-    """How many GPUs there are."""
+    """The number of GPUs."""
     return {"GPUs": len(output.gpus)} if output.gpus else {}
 
 

@@ -46,7 +46,7 @@ class Diagnostic:
     results: tuple[Result, ...]
     error: str | None  # why the run as a whole did not happen
     version: str | None
-    damage: tuple[str, ...] = ()  # what is torn in it
+    damage: tuple[str, ...] = ()  # damaged parts
 
 
 def matches(text: str) -> bool:
@@ -64,7 +64,7 @@ def parse(lines: Lines, file: str) -> Diagnostic:
     results: list[Result] = []
     damage: list[str] = []
     for category in _list(top.get("test_categories") or [], "test_categories", file):
-        # What is torn in one test says nothing against what the others have found.
+        # A damaged test does not invalidate the results of the others.
         try:
             tests = _list(_field(category, "tests", file) or [None], "tests", file)
         except ParseError as error:
@@ -88,9 +88,9 @@ def parse(lines: Lines, file: str) -> Diagnostic:
 
 
 def _of_entry(test: Any, category: str, file: str) -> list[Result]:
-    """The results of one test. DCGM 3.1 leaves null for a test, or for a GPU, that was not run."""
+    """The results of one test. DCGM 3.1 writes null for a test, or a GPU, that was not run."""
     if test is None:
-        # Among the software's tests that is one that DCGM itself has given up (dcgmi/Diag.cpp, v3.1.8).
+        # In the software category null is a test that DCGM itself abandoned (dcgmi/Diag.cpp, v3.1.8).
         absent = Result(f"a test of {category}", None, "notrun", ("no result",), False)
         return [] if category == "Deployment" else [absent]
     name = _field(test, "name", file)
@@ -98,7 +98,7 @@ def _of_entry(test: Any, category: str, file: str) -> list[Result]:
         raise ParseError("a test has no name", file=file)
     rows = _list(_field(test, "results", file) or [None], f"results of {name}", file)
     own = [result for row in rows for result in _results(name, row, file)]
-    # DCGM 4 sums a test up; what stands only there (an error of no GPU) counts too.
+    # DCGM 4 has a summary per test; an entry that is only there (an error of no GPU) counts too.
     whole = test.get("test_summary")
     if isinstance(whole, dict) and "status" in whole:
         own += [r for r in _results(name, whole, file) if r.status not in {o.status for o in own}]

@@ -1,4 +1,4 @@
-"""`dcgmi health -c`, as a table or with -j: what DCGM's background watches have seen.
+"""`dcgmi health -c`, as a table or with -j: results of DCGM's background health watches.
 
 Format: NVIDIA/DCGM, dcgmi/Health.cpp and DcgmiOutput.cpp.
 """
@@ -23,7 +23,7 @@ _WORDS: dict[str, Verdict] = {"Healthy": "PASS", "Warning": "WARN", "Failure": "
 
 @dataclass
 class Entry:
-    """One line of the tree: where it stands ("GPU", "0", "Errors", "PCIe system"), what it says, and more text about it."""
+    """One entry of the tree: its path ("GPU", "0", "Errors", "PCIe system"), its value, and further text."""
 
     path: tuple[str, ...]
     value: str
@@ -33,7 +33,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Health:
-    """The whole report. `error`: what dcgmi says instead of one, and its line."""
+    """The whole report. `error`: the message that dcgmi printed instead, with its line."""
 
     file: str
     entries: tuple[Entry, ...]
@@ -41,7 +41,7 @@ class Health:
 
 
 def parse(lines: Lines, file: str) -> Health:
-    """Raises ParseError where there is no overall health, or the table does not end."""
+    """Raises ParseError if the overall health is missing, or the table is cut off."""
     error: tuple[str, int] | None = None
     if "{" in lines.text and "|" not in lines.text.partition("{")[0]:
         document = read_json(lines, file)
@@ -87,7 +87,7 @@ def _walk(path: tuple[str, ...], children: Any) -> Iterator[Entry]:
 
 
 def judge(health: Health, context: Context) -> list[Finding]:
-    """Each system that warns or fails; UNJUDGED for words that are not known and for watches that are off."""
+    """Systems that warn or fail; UNJUDGED for unknown words and for watches that are off."""
     say = Say(health.file, context, "DIA005")
     if health.error is not None:
         say("UNJUDGED", health.error[0][:200], health.error[1], code="DIA002")

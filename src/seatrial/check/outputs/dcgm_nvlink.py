@@ -23,21 +23,22 @@ _END = "Key: Up=U"
 
 
 def parse(lines: Lines, file: str) -> GpuList:
-    """Raises ParseError where no GPU is in it, or where it does not end. Switches' ports are unused by design on many boards."""
+    """Raises ParseError if there is no GPU, or it is cut off. Switch ports are skipped: many boards leave some unused."""
     gpus: list[Gpu] = []
     open_gpu: Gpu | None = None
     for number, line in lines:
         if who := _WHO.fullmatch(line):
-            open_gpu = (
-                Gpu(int(who["id"]), "", f"gpuId {who['id']}", number) if who["kind"] == "gpuId" else None
-            )
-            gpus += [open_gpu] if open_gpu is not None else []
+            open_gpu = None
+            if who["kind"] == "gpuId":
+                open_gpu = Gpu(int(who["id"]), "", f"gpuId {who['id']}", number)
+                gpus.append(open_gpu)
         elif states := _STATES.fullmatch(line):
-            if open_gpu is not None and open_gpu.links:
-                continue
-            for link, state in enumerate(states["states"].split()) if open_gpu is not None else ():
-                if open_gpu is not None and state != "_":
-                    open_gpu.links.append(Link(link, number, device="up" if state == "U" else None))
+            if open_gpu is not None:
+                if open_gpu.links:
+                    continue
+                for link, state in enumerate(states["states"].split()):
+                    if state != "_":
+                        open_gpu.links.append(Link(link, number, device="up" if state == "U" else None))
         elif not _BESIDE.fullmatch(line.rstrip()):
             continue
         lines.claim(number)
@@ -51,7 +52,7 @@ def parse(lines: Lines, file: str) -> GpuList:
 
 
 def judge(output: GpuList, context: Context) -> list[Finding]:
-    """As nvidia-smi's; the kind of GPU is only known from elsewhere."""
+    """As for `nvidia-smi nvlink -s`; the GPU model is known only from other outputs."""
     named = [replace(gpu, name=context.gpu or "GPU") for gpu in output.gpus]
     return judge_links(replace(output, gpus=named), context)
 

@@ -36,7 +36,7 @@ def matches(text: str) -> bool:
 def parse(lines: Lines, file: str) -> Diagnostic:
     """Raises ParseError where no test has a result, or where the table does not end."""
     reader, closed = _Reader(), False
-    width: int | None = None  # of all lines of the table
+    width: int | None = None  # of all table lines
     for number, line in lines:
         if _HEAD.match(line) and width is None:
             width = len(line.rstrip())

@@ -1,6 +1,6 @@
-"""Outputs that list the links of an InfiniBand fabric, a line each: `iblinkinfo` (with -l or without) and `ibnetdiscover -p`.
+"""Lists of InfiniBand links, one per line: `iblinkinfo` (with or without -l) and `ibnetdiscover -p`.
 
-Formats: rdma-core, infiniband-diags/iblinkinfo.c and ibnetdiscover.c (dump_ports_report). Judged as ibnetdiscover's own list.
+Formats: rdma-core, infiniband-diags/iblinkinfo.c and ibnetdiscover.c (dump_ports_report). Judged as `ibnetdiscover` is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PORT = re.compile(
     r"(?P<kind>CA|SW|RT) +(?P<lid>\d+) +(?P<port>\d+) (?P<guid>0x[0-9a-f]{16}) (?P<width>\d+|\?)(?:x|\?) (?P<speed>\w+|\?{3})"
     r"(?: - (?P<far_kind>CA|SW|RT) +(?P<far_lid>\d+) +(?P<far_port>\d+) (?P<far_guid>0x[0-9a-f]{16}) \( '(?P<name>.*)' - '(?P<far>.*)' \)| +'.*')\s*"
 )
-# Gb/s of a lane on the wire: InfiniBand Architecture Specification; libibmad/dump.c.
+# Signalling rate of a lane in Gb/s: InfiniBand Architecture Specification; libibmad/dump.c.
 _SPEEDS = {
     "2.5": "SDR", "5.0": "DDR", "10.0": "QDR", "14.0625": "FDR", "25.78125": "EDR", "53.125": "HDR", "106.25": "NDR", "212.5": "XDR",
 }  # fmt: skip
@@ -36,7 +36,7 @@ _SPEEDS = {
 
 @dataclass(frozen=True)
 class End:
-    """One end of a link. `near` and `far` are (node, port), with a LID or GUID for the node; `could` is what both ends can do."""
+    """One end of a link. `near` and `far` are (LID or GUID of the node, port); `could` is what both ends support."""
 
     switch: bool
     name: str
@@ -51,7 +51,7 @@ class End:
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """All ends. `damage`: what is torn, and in which line."""
+    """All link ends. `damage`: what is cut off, and in which line."""
 
     tool: str
     file: str
@@ -60,11 +60,9 @@ class LinkFacts:
 
 
 def parse_info(lines: Lines, file: str) -> LinkFacts:
-    """iblinkinfo. Raises ParseError where no link is in it."""
+    """Parse iblinkinfo. Raises ParseError if there is no link."""
     ends: list[End] = []
-    ports: Counter[str] = (
-        Counter()
-    )  # with -l nothing says what a node is, but only switches have more than two
+    ports: Counter[str] = Counter()  # -l omits the node type, but only switches have more than two ports
     kind, name = "", ""
     for number, line in lines:
         if node := _NODE.fullmatch(line):
@@ -74,7 +72,7 @@ def parse_info(lines: Lines, file: str) -> LinkFacts:
             speed = state["fdr10"] or _SPEEDS.get(state["speed"] or "")
             if found["far_lid"] is not None:
                 if state["width"] is not None and speed is None:
-                    continue  # a speed that nobody knows
+                    continue  # unknown speed
                 near, far = (found["lid"], int(found["port"])), (found["far_lid"], int(found["far_port"]))
                 rate = None if speed is None else f"{state['width']}x{speed}"
                 own, other = (found["name"] or name).strip(), found["far"].strip()
@@ -85,13 +83,12 @@ def parse_info(lines: Lines, file: str) -> LinkFacts:
         else:
             continue
         lines.claim(number)
-    return _facts(
-        "iblinkinfo", file, [replace(e, switch=e.switch or (not kind and ports[e.near[0]] > 2)) for e in ends]
-    )
+    ends = [replace(e, switch=e.switch or (not kind and ports[e.near[0]] > 2)) for e in ends]
+    return _facts("iblinkinfo", file, ends)
 
 
 def parse_ports(lines: Lines, file: str) -> LinkFacts:
-    """ibnetdiscover -p. Raises ParseError where no link is in it."""
+    """Parse ibnetdiscover -p. Raises ParseError if there is no link."""
     ends: list[End] = []
     for number, line in lines:
         if (found := _PORT.fullmatch(line)) is None:
@@ -112,7 +109,7 @@ def _facts(tool: str, file: str, ends: list[End]) -> LinkFacts:
         raise ParseError("no link between two ports in it", file=file)
     known = {(e.near, e.far) for e in ends}
     listed, both = {e.near[0] for e in ends}, any(not e.switch for e in ends)
-    # Each link is shown at both its ends, of the nodes that are shown at all: old versions of iblinkinfo show switches only.
+    # Each link is shown from both ends, of the nodes that are listed: old versions of iblinkinfo list only switches.
     torn = [e for e in ends if (e.far, e.near) not in known and (both or e.far[0] in listed)]
     damage: list[tuple[str, int | None]] = [
         (f"port {e.near[1]} of {e.name} leads to {e.far_name}, which does not show it", e.line)
@@ -124,9 +121,9 @@ def _facts(tool: str, file: str, ends: list[End]) -> LinkFacts:
 
 
 def judge(facts: LinkFacts, context: Context) -> list[Finding]:
-    """Links that are not active or below what both ends can do, then leaves and links against each other."""
+    """Links that are not active or slower than both ends support; then leaves and links compared with each other."""
     say = Say(facts.file, context, "TOP002")
-    said: set[frozenset[tuple[str, int]]] = set()  # links, once from either end
+    said: set[frozenset[tuple[str, int]]] = set()  # links reported already, from either end
     for end in facts.ends:
         target = Target(peer=end.name, port=str(end.near[1]))
         link = f"{end.name} port {end.near[1]} to {end.far_name}"

@@ -13,7 +13,7 @@ from seatrial.hardware.xid import address
 _LINE = re.compile(
     r"^\[(?P<time>[A-Z][a-z]{2} [ 0-9][0-9] [0-9]{4} [0-9:]{8})\] \[(?P<level>[A-Z]{4,8})\] \[tid (?P<tid>[0-9]+)\] (?P<text>.*)$"
 )
-# A message goes on in a line without a head of its own.
+# A message continues on a line without its own header.
 _PAYLOAD = re.compile(r"Message payload details:")
 _SWITCH = re.compile(
     r"NVSwitch (?P<severity>non-fatal|fatal) error (?P<code>[0-9]{1,6}) .*?pci bus id (?P<pci>[0-9A-Fa-f:.]{7,20})(?: physical id [0-9]+)?(?: port (?P<port>[0-9]{1,3}))?",

@@ -1,6 +1,6 @@
-"""Output of gpu_burn: whether each GPU computed right under full load, and as fast as the others.
+"""gpu_burn: whether each GPU computed correctly under full load, and as fast as the others.
 
-Format: wilicc/gpu-burn, gpu_burn-drv.cpp. The line of progress is written over and over, with carriage returns.
+Format: wilicc/gpu-burn, gpu_burn-drv.cpp. The progress line is overwritten with carriage returns.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _BESIDE = re.compile(
     r"\s*(?:Using compare file: .*|Burning for \d+ seconds\.?|Summary at: .*|Killing processes.*|Freed memory for dev \d+|Uninitted cublas|done"
     r"|Run length not specified in the command line\. .*|Initialized device \d+ with \d+ MB of memory .*|Results are \d+ bytes each.*)\s*"
 )
-_WHOLE = 99.0  # per cent at which a run is over: the last line is not always drawn
+_WHOLE = 99.0  # percent from which a run counts as complete: the last progress line is not always printed
 
 
 @dataclass
 class Burn:
-    """The whole run. `rates` are the Gflop/s of each line of progress, by GPU."""
+    """The whole run. `rates` are the Gflop/s of each progress line, by GPU."""
 
     file: str
     names: dict[int, str] = field(default_factory=dict)
     rates: list[list[float]] = field(default_factory=list)
     share: float = 0.0
-    errors: dict[int, int] = field(default_factory=dict)  # GPU -> line in which errors or its death are told
-    results: dict[int, tuple[bool, int]] = field(default_factory=dict)  # GPU -> right, line
+    errors: dict[int, int] = field(default_factory=dict)  # GPU -> line that reports errors or its death
+    results: dict[int, tuple[bool, int]] = field(default_factory=dict)  # GPU -> (OK, line)
     tested: int | None = None
     fatal: list[tuple[int, str]] = field(default_factory=list)
 
 
 def parse(lines: Lines, file: str) -> Burn:
-    """Raises ParseError where there is neither progress nor a result."""
+    """Raises ParseError if there is neither progress nor a result."""
     run, place = Burn(file), 0
     for number, line in lines.whole:
         if all(_take(run, part, number) for part in line.split("\r") if part.strip()):
-            lines.claim_text(place, place + len(line))  # such a line is longer than others may be
+            lines.claim_text(place, place + len(line))  # the progress line exceeds the usual line limit
         place += len(line) + 1
     if not run.rates and not run.results and not run.fatal:
         raise ParseError("no progress and no result of gpu_burn in it", file=file)
@@ -81,7 +81,7 @@ def _take(run: Burn, part: str, number: int) -> bool:
 
 
 def judge(run: Burn, context: Context) -> list[Finding]:
-    """FAIL for wrong results and for GPUs that died; the rates against each other; UNJUDGED for a run that did not end."""
+    """FAIL for wrong results and dead GPUs; the rates compared with each other; UNJUDGED for an unfinished run."""
     say = Say(run.file, context, "DIA001")
     for number, text in run.fatal:
         say("FAIL", text[:200], number, code="NOD022")

@@ -47,7 +47,7 @@ def parse(lines: Lines, file: str) -> FabricFacts:
 
 
 def _damage(lines: Lines) -> list[tuple[str, int | None]]:
-    """More links than ports, and links that only one of their ends shows. Claims the lines that the tool writes.
+    """Reports more links than ports, and links listed at only one end. Claims the lines that the tool writes.
 
     The tool prints each link at both ends, so an end without the other is where the output was cut off.
     """

@@ -1,6 +1,6 @@
-"""`ipmitool sel list` and `elist`: the log of the board's management controller.
+"""`ipmitool sel list` and `elist`: the event log of the BMC.
 
-Format: ipmitool, lib/ipmi_sel.c; the events: include/ipmitool/ipmi_sel.h. What is asserted and later deasserted is over.
+Format: ipmitool, lib/ipmi_sel.c; the events: include/ipmitool/ipmi_sel.h. An event that is deasserted later is over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _RECORD = re.compile(
 )
 _STATELESS = ("OEM record", "System Boot", "Linux")
 _EMPTY = re.compile(r"SEL has no entries\s*")
-# By sensor and event; the first that fits counts.
+# Matched against sensor and event; the first match counts.
 _RULES: tuple[tuple[Verdict, str], ...] = (
     ("FAIL", r"uncorrectable (?:ecc|machine check|cpu-complex)|bus (?:uncorrectable|fatal)|fatal nmi|\bpci [ps]err\b|\bierr\b|thermal trip|critical overtemperature"),
     ("FAIL", r"non-recoverable|frb[123]/|parity$|memory device disabled|unrecoverable|undetermined system hardware failure|(?:no|no usable) system memory"),
@@ -44,16 +44,16 @@ class Event:
 
 @dataclass(frozen=True)
 class Sel:
-    """The whole log."""
+    """The event log of one BMC."""
 
     file: str
     events: tuple[Event, ...]
 
 
 def parse(lines: Lines, file: str) -> Sel:
-    """Raises ParseError where no record is in it."""
+    """Raises ParseError if there is no record."""
     events: list[Event] = []
-    seen = empty = False
+    empty = False
     for number, line in lines:
         if _EMPTY.fullmatch(line):
             empty = True
@@ -61,20 +61,19 @@ def parse(lines: Lines, file: str) -> Sel:
             parts = [p.strip() for p in found["what"].split("|")]
             state = next((p for p in parts if p in ("Asserted", "Deasserted")), "")
             if not state and len(parts) == 2 and not parts[0].startswith(_STATELESS):
-                continue  # cut off before it says which
+                continue  # cut off before the direction
             when = f"{found['date'] or ''} {found['time'] or ''}".strip()
             events.append(Event(number, when, " | ".join(parts[:2]), state == "Deasserted"))
-            seen = True
         else:
             continue
         lines.claim(number)
-    if not seen and not empty:
+    if not events and not empty:
         raise ParseError("no record of the log in it", file=file)
     return Sel(file, tuple(events))
 
 
 def judge(sel: Sel, context: Context) -> list[Finding]:
-    """One finding for each sensor and event that is still asserted; what no rule knows is UNJUDGED."""
+    """One finding per sensor and event that is still asserted; UNJUDGED if no rule matches."""
     say = Say(sel.file, context, "SEL001")
     open_: dict[str, list[Event]] = {}
     for event in sel.events:

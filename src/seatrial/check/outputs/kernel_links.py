@@ -32,15 +32,15 @@ _DAY = re.compile(
 class Link:
     """One interface: the lines in which it went down, by day, and whether it was up at the end.
 
-    `dark` are lines that say of one that was never seen up that it is down, as drivers do when they come up.
+    `dark` are lines that report a link as down that was never seen up, as drivers do while they start.
     """
 
     port: str
     lost: dict[str, list[int]] = field(default_factory=dict)
     dark: list[int] = field(default_factory=list)
     up: bool = False
-    quote: str = ""  # the line of the last loss
-    more: int = 0  # losses whose lines were left out
+    quote: str = ""  # the last line that reports a loss
+    more: int = 0  # losses whose lines were dropped by intake.py
 
     @property
     def lines(self) -> list[int]:
@@ -77,7 +77,7 @@ class Watch:
         self.links: dict[str, Link] = {}
 
     def take(self, number: int, line: str, times: int = 1) -> None:
-        """Remember what this line says of a link, if it says something; `times`: how many lines it stands for."""
+        """Record what a line says about a link, if anything; `times`: number of lines it represents."""
         found = told(line)
         if found is None or (found["what"] == "unplugged" and found["port"] not in self.links):
             return

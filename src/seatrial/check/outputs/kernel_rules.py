@@ -162,7 +162,7 @@ OTHERS: tuple[Rule, ...] = (
     _rule("SYS002", "WARN", "no more files can be opened", r"\bVFS: file-max limit \d+ reached"),
 )  # fmt: skip
 
-# What an error of a disk names: the device, its partition, an array's member, a file server.
+# Subjects of a disk error: a device, a partition, an array member, a file server.
 _DISK = re.compile(
     r"\bdev (?P<dev>[\w-]+)|\((?:device )?(?P<system>[a-z][\w-]{0,30})\)|(?:\\x0a|^\s*)(?P<access>[a-z][\w-]{0,30}): rw="
     r"|\bDisk failure on (?P<member>[\w-]+)|\bserver (?P<server>\S+) not|\b(?P<nvme>nvme\d+(?:n\d+(?:p\d+)?)?)\b"
@@ -171,14 +171,14 @@ _PART = re.compile(
     r"\bEDAC (?P<memory>MC\d+)|\bCPU#?(?P<cpu>\d+)|\b(?P<gpu>GPU\d+)\b|\bSlot\((?P<slot>[^)]{1,20})\)"
 )
 _PCI = re.compile(r"\b[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-9a-f])?\b", re.IGNORECASE)
-# An image that is mounted as a disk, memory, a floppy, a drive for discs: no disks of the node.
+# Loop devices, RAM disks, floppies and optical drives: not disks of the node.
 _NO_DISK = re.compile(r"(?:loop|ram|fd|sr)\d+(?:p\d+)?")
 _REMOVABLE = re.compile(r"\[(?P<disk>sd[a-z]+)\] Attached SCSI removable disk")
-# What stands below "attempt to access beyond end of device".
+# The detail line below "attempt to access beyond end of device".
 _ACCESS = re.compile(r"(?:^|: |\] )(?P<disk>[a-z][\w-]{0,30}): rw=\d+, ")
 
-# One of these is in every line that tells() knows, in small letters: most lines have none, and a log can have millions.
-_MANY = 1000  # lines that are worth loading pyarrow for, 0.3 s
+# Every line that tells() matches contains one of WORDS, in lower case. A fast prefilter: most lines of a log have none.
+_MANY = 1000  # lines from which importing pyarrow (0.3 s) pays off
 WORDS = (
     *("oom", "memory", "file-max", "aer: ", "severity=", "error", "machine check", "edac ", "pciehp", "throttled", "nvrm"),
     *("fabricmanager", "panic", "bug: ", "oops: ", "lockup", "stall", "blocked for more", "read-only", "nvme", "md/raid"),
@@ -188,7 +188,7 @@ WORDS = (
 
 
 def have_words(lines: Sequence[str]) -> Sequence[bool]:
-    """Of each line whether it has one of WORDS. Of many lines by pyarrow, which looks for all words at once."""
+    """For each line, whether it contains one of WORDS. Uses pyarrow, which searches for all words at once, for many lines."""
     if len(lines) < _MANY:
         return [any(word in small for word in WORDS) for small in map(str.lower, lines)]
     import pyarrow as pa
@@ -200,7 +200,7 @@ def have_words(lines: Sequence[str]) -> Sequence[bool]:
 
 
 def rule_of(line: str) -> Rule | None:
-    """The first rule that the line matches; None also for errors of what is no disk of the node."""
+    """The first rule that matches; None also for errors of something that is not a disk of the node."""
     if not have_words([line])[0]:
         return None
     rule = next((rule for rule in OTHERS if rule[2].search(line)), None)
@@ -208,7 +208,7 @@ def rule_of(line: str) -> Rule | None:
 
 
 def device_of(rule: Rule, text: str) -> str | None:
-    """What the message is about, as it calls it: "sda1", "MC0", "CPU 24"; None where it does not say."""
+    """The subject named in the message: "sda1", "MC0", "CPU 24"; None if it names none."""
     found = (_DISK if rule[0] == "SYS007" else _PART).search(text)
     if found is None:
         return None
@@ -217,23 +217,23 @@ def device_of(rule: Rule, text: str) -> str | None:
 
 
 def pci_of(text: str) -> str | None:
-    """The PCI address that the message names, the last of several: an error is received from the one that has it."""
+    """The PCI address in the message; the last of several, which is the device that sent the error."""
     found = _PCI.findall(text)
     return found[-1] if found else None
 
 
 def is_no_disk(device: str | None) -> bool:
-    """Whether a device is none of the node's own disks."""
+    """Whether a device is not one of the node's own disks."""
     return device is not None and _NO_DISK.fullmatch(device) is not None
 
 
 def removable_disk(line: str) -> str | None:
-    """The disk that a line calls removable."""
+    """The disk that a line reports as removable."""
     found = _REMOVABLE.search(line)
     return None if found is None else found["disk"]
 
 
 def accessed_disk(line: str) -> str | None:
-    """The device that a line of details below an error names."""
+    """The device named in a detail line below an error."""
     found = _ACCESS.search(line)
     return None if found is None else found["disk"]

@@ -37,9 +37,9 @@ _HARDWARE = (
 _FAIL_CODES = frozenset({48, 64, 94, 95, 140, 167, 169})
 _WATCHED_CODES = frozenset({63, 92})
 _SAME = 8  # processes and times that a message lists
-_QUOTED = 160  # characters of a line
+_QUOTED = 160  # characters
 
-# Syslog (RFC 3164 and 5424) and the journal, with months in any language: time, host, program. What follows names the host.
+# Syslog (RFC 3164 and 5424) and the journal, month names in any language: time, host, program.
 _SYSLOG = (
     r"(?:<[0-9]{1,3}>(?P<new>1 )?)?(?:\S{2,6} [ 0-9][0-9] [0-9:]{8}(?:\.[0-9]+)?"
     r"|[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:]{8}(?:\.[0-9]+)?(?:Z|[+-][0-9:]{4,5})?"  # rsyslog, journal -o short-iso
@@ -49,7 +49,7 @@ _SYSLOG = (
 )
 LINE = re.compile(
     r"^(?:"
-    r"(?:<[0-9]{1,3}>)?\[ *[0-9]+\.[0-9]{2,9}(?: < *[0-9.]+>)?\]"  # dmesg, with its level in -r, with steps in -d
+    r"(?:<[0-9]{1,3}>)?\[ *[0-9]+\.[0-9]{2,9}(?: < *[0-9.]+>)?\]"  # dmesg, with its level in -r, with deltas in -d
     r"|\[\S{1,6} +\S{1,6} +[0-9]{1,2} [0-9:]{8} [0-9]{4}\] "  # dmesg -T, in any language
     r"|\[[A-Z][a-z]{2} ?[0-9]{1,2} [0-9]{2}:[0-9]{2}\] |\[ +\+[0-9]+\.[0-9]{6}\] "  # dmesg -H
     r"|[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8},[0-9]{3,9}[+-][0-9:]{4,5} "  # dmesg --time-format=iso
@@ -57,9 +57,9 @@ LINE = re.compile(
     r"|(?:kern|user|daemon|syslog) *:[a-z]+ *: "  # dmesg -x
     rf"|{_SYSLOG}|(?:kernel: )?NVRM: )"
 )
-# Not a code of a few digits, nor a part of an address or a name.
+# Long numbers only: not a code of a few digits, nor a part of an address or a name.
 _NUMBERS = re.compile(r"(?<![\w.:(-])(?:0x)?[0-9a-fA-F]{4,}(?![\w.:)-])")
-# What the journal writes between boots, and the details of a record of /dev/kmsg.
+# Separators of the journal between boots, and detail lines of /dev/kmsg.
 _BESIDE = re.compile(r"-- (?:Boot|Reboot|Logs begin|Journal begins|No entries|Hint:).*| [A-Z][A-Z_]*=\S.*")
 _LOOKS = re.compile(r"\bS?Xid", re.IGNORECASE)
 # Other lines that tell of hardware are in kernel_rules.py.
@@ -71,7 +71,7 @@ _PCIE = re.compile(
 
 @dataclass(frozen=True)
 class Message:
-    """A driver message and its line. `host`: where the log names it."""
+    """A driver message and its line. `host`: the host named in the log."""
 
     line: int
     xid: XidMessage
@@ -81,7 +81,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Other:
-    """Another line that tells of hardware: what it means, the message as it stands there, and what it is about."""
+    """Another line about hardware: its meaning, the message, and its subject."""
 
     line: int
     code: str
@@ -99,7 +99,7 @@ class Other:
 
 @dataclass(frozen=True)
 class KernelText:
-    """What of a log matters. `hosts`: those that its lines name."""
+    """The relevant content of a log. `hosts`: the hosts named in its lines."""
 
     file: str
     lines: int
@@ -132,7 +132,7 @@ def tells(line: str) -> bool:
 
 
 def quiet_of(lines: Sequence[str]) -> list[bool]:
-    """Of each line whether it is a log's of which parse() makes nothing; what digits stand in it makes no difference."""
+    """For each line, whether it is a log line that parse() ignores; the result does not depend on digits."""
     return [
         LINE.match(line) is not None and not telling
         for line, telling in zip(lines, have_words(lines), strict=True)
@@ -140,13 +140,13 @@ def quiet_of(lines: Sequence[str]) -> list[bool]:
 
 
 def alike(line: str) -> str | None:
-    """What messages that differ in times and long numbers have in common; None for what is no log's line."""
+    """The message without times and long numbers, to find repetitions; None if it is not a log line."""
     head = LINE.match(line)
     return None if head is None else f"{host_of(line)} {_NUMBERS.sub('', line[head.end() :])}"
 
 
 def host_of(line: str) -> str | None:
-    """The host that a line of syslog or the journal names; None where it names none."""
+    """The host named in a line of syslog or the journal, or None."""
     found = LINE.match(line)
     return found["host"] if found is not None and is_host(found["host"] or "") else None
 
@@ -159,7 +159,7 @@ def parse(lines: Lines, file: str) -> KernelText:
     hosts: dict[str, None] = {}
     removable: set[str] = set()
     count = lines.passed
-    column = 0  # in which the last line's text began: a message of several goes on there
+    column = 0  # column of the last line's text, where continuation lines start
     for number, line in lines:
         if not line.strip():
             continue
@@ -208,7 +208,7 @@ def parse(lines: Lines, file: str) -> KernelText:
 
 
 def _narrow(number: int, found: re.Match[str], host: str | None) -> Other:
-    """A card with less of PCIe than it can use."""
+    """A device with a degraded PCIe link."""
     what = f"{found['driver']}: {found['have']} Gb/s of PCIe bandwidth, limited by a {found['link']} link, {found['can']} possible"
     have, can = float(found["have"]), float(found["can"])
     return Other(
@@ -217,12 +217,12 @@ def _narrow(number: int, found: re.Match[str], host: str | None) -> Other:
 
 
 def _unread(line: str, xid: XidMessage | None) -> bool:
-    """Whether a line says something of hardware that could not be read."""
+    """Whether a line mentions hardware but could not be parsed."""
     if xid is None:
         return (_LOOKS.search(line) is not None and re.search(r"NVRM|nvswitch|PCI:", line) is not None) or (
             "PCIe bandwidth, limited by" in line and _PCIE.search(line) is None
         )
-    # A line of an NVLink 5 message has a severity.
+    # NVLink 5 messages include a severity.
     return xid.kind == "xid" and xid.code in NVLINK5_CODES and xid.severity is None and "atal" in line
 
 
@@ -243,7 +243,7 @@ def judge(log: KernelText, context: Context) -> list[Finding]:
 
 
 def _node(log: KernelText, context: Context, host: str | None) -> str | None:
-    """Whose message it is: the node that the log was handed in for; another only where the log names that one as well."""
+    """The node of a message: the one the log was submitted for, or another that the log names as well."""
     if context.node is None or host is None or same_host(host, context.node):
         return context.node or host
     return host if any(same_host(h, context.node) for h in log.hosts) else context.node
@@ -267,7 +267,7 @@ def _driver(log: KernelText, context: Context) -> Iterator[Finding]:
         xid, node = message.xid, _node(log, context, message.host)
         if xid.kind == "sxid" and xid.severity is None and (message.host, xid.pci, xid.code) in told:
             continue
-        # A message that only follows from another is worth what that one is; where the log does not hold it, what its code is.
+        # A consequential message is judged as its cause; if the cause is not in the log, by the code of the cause.
         if xid.cause is not None:
             xid = worst.get((node, xid.pci, xid.cause)) or replace(xid, code=xid.cause, message="")
         key = (node, message.xid.code, xid.kind, xid.pci, xid.code, verdict_of(xid))
@@ -384,7 +384,7 @@ def _others(log: KernelText, context: Context) -> Iterator[Finding]:
             (node, other.code, other.verdict, other.pci, other.device, other.port, kind), []
         ).append(other)
     for (node, *_), same in groups.items():
-        last = same[-1]  # the newest
+        last = same[-1]  # the most recent
         text = last.what + ("" if last.device is None else f" ({last.device})")
         times = sum(other.times for other in same)
         if times > 1 and last.port is None:

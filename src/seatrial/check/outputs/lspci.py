@@ -1,4 +1,4 @@
-"""Output of lspci: accelerators and adapters that do not answer any more, and with -vv links below what the card can do.
+"""lspci: accelerators and adapters that do not answer, and with -vv PCIe links below the card's capability.
 
 Format: pciutils, lspci.c and ls-caps.c (cap_express_link).
 """
@@ -21,12 +21,12 @@ _DEVICE = re.compile(
 _LINK = re.compile(
     r"\s+Lnk(?P<what>Cap|Sta):\s+(?:Port #\d+, )?Speed (?P<speed>[\d.]+GT/s|unknown)[^,]*, Width x(?P<width>\d+).*"
 )
-# Sticky bits of what the device itself has seen. Others are set on healthy ones too, by a request that nobody answers.
+# Sticky error bits set by the device itself. Other bits are set on healthy devices too, by unanswered requests.
 _STATUS = re.compile(r"\s+(?:DevSta|UESta):.*")
 _FATAL = re.compile(r"\b(FatalErr|DLP|SDES|TLP|FCP|CmpltTO|RxOF|MalfTLP|ECRC)\+")
 _DEAD = re.compile(r"\s*!!! Unknown header type 7f\s*")
-# What is shown of a device below its head, with -x its registers, and what lspci says when it lacks a library. Nothing of it
-# has a space before its colon, as what nvidia-smi indents.
+# Detail lines below a device: with -x its registers; also lspci's complaint about a missing library. Unlike the
+# indented lines of nvidia-smi, none has a space before its colon.
 _DETAIL = re.compile(
     r"(?!.* : )(?:\t+ ?| {4,})(?:10Bit|[A-Z!<\[])[^|]*|[0-9a-f]{2,3}:(?: [0-9a-f]{2}){1,16}\s*|lspci: Unable to load libkmod .*"
 )
@@ -36,14 +36,13 @@ _KINDS = (
     ("adapter", re.compile(r"Infiniband controller|.*(?:ConnectX|BlueField|BCM57[5-9]|Pensando|Pollara|Elastic Fabric)", re.IGNORECASE)),
     ("NVSwitch", re.compile(r".*NVSwitch|Bridge: NVIDIA", re.IGNORECASE)),
 )  # fmt: skip
-_HYPER = re.compile(
-    r"SXM|HGX|NVLink|OAM|Instinct", re.IGNORECASE
-)  # on boards whose slots are as wide as the card
+# On boards whose slots are as wide as the card.
+_HYPER = re.compile(r"SXM|HGX|NVLink|OAM|Instinct", re.IGNORECASE)
 
 
 @dataclass
 class Device:
-    """One device that matters. `links` are the speed in GT/s and the lanes of LnkCap and LnkSta, with their lines."""
+    """One relevant device. `links`: speed in GT/s, lanes and line of LnkCap and LnkSta."""
 
     pci: str
     kind: str
@@ -57,7 +56,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Bus:
-    """Accelerators and adapters among `count` devices. `whole`: of the whole bus, not only of some devices."""
+    """Accelerators and adapters among `count` devices. `whole`: the output covers the whole bus."""
 
     file: str
     devices: tuple[Device, ...]
@@ -66,7 +65,7 @@ class Bus:
 
 
 def parse(lines: Lines, file: str) -> Bus:
-    """Raises ParseError where no device is in it."""
+    """Raises ParseError if there is no device."""
     devices: list[Device] = []
     now: Device | None = None
     count, whole = 0, False
@@ -84,7 +83,7 @@ def parse(lines: Lines, file: str) -> Bus:
             continue
         elif link := _LINK.fullmatch(line):
             if link["what"] in now.links:
-                continue  # of another device, whose head is lost
+                continue  # of another device, whose header is missing
             speed = None if link["speed"] == "unknown" else float(link["speed"].removesuffix("GT/s"))
             now.links[link["what"]] = (speed, int(link["width"]), number)
         elif _STATUS.fullmatch(line):
@@ -101,7 +100,7 @@ def parse(lines: Lines, file: str) -> Bus:
 
 
 def judge(bus: Bus, context: Context) -> list[Finding]:
-    """FAIL for what does not answer (rev ff), then links; UNJUDGED where -vv was not allowed to show them."""
+    """FAIL for devices that do not answer (rev ff); then links; UNJUDGED if -vv had no permission to read them."""
     say = Say(bus.file, context, "PCI001")
     gpus = [d for d in bus.devices if d.kind == "GPU"]
     if bus.whole and not gpus and context.gpus:
@@ -114,13 +113,12 @@ def judge(bus: Bus, context: Context) -> list[Finding]:
         if device.gone:
             text = f"{device.name[:80]} does not answer on the bus any more (rev ff)"
             say("FAIL", text, device.line, target=target, measured="ff")
-        elif device.errors:
+            continue
+        if device.errors:
             text = (
                 f"{device.name[:60]}: PCIe errors at some time since its last reset: {listed(device.errors)}"
             )
             say("WARN", text, *device.errors.values(), code="SYS003", target=target)
-        if device.gone:
-            continue
         if device.denied:
             say("UNJUDGED", "its link can only be seen by root", device.line, code="PCI002", target=target)
         elif device.links or (device.kind and shown):
@@ -142,14 +140,14 @@ def _link(say: Say, device: Device, target: Target) -> None:
         verdict: Verdict = "FAIL" if width == 0 or _HYPER.search(device.name) else "WARN"
         least, text = Expected(widest, "lanes", "LnkCap"), f"{about}: x{width} of x{widest}"
         say(verdict, text, line, code="PCI002", target=target, measured=width, expected=least)
-    # A GPU lowers its speed on purpose when it is idle, never its width.
+    # An idle GPU lowers its link speed on purpose, never the width.
     if device.kind != "GPU" and could is not None and (speed is None or speed < could):
         least, text = Expected(could, "GT/s", "LnkCap"), f"{about}: {speed or 0:g} GT/s of {could:g}"
         say("WARN", text, line, code="PCI002", target=target, measured=speed, expected=least)
 
 
 def inventory(bus: Bus) -> dict[str, str | int | float]:
-    """How many GPUs answer; nothing where only some devices were asked for."""
+    """The number of GPUs that answer; nothing if the output does not cover the whole bus."""
     gpus = sum(d.kind == "GPU" and not d.gone for d in bus.devices)
     return {"GPUs": gpus} if bus.whole and gpus else {}
 

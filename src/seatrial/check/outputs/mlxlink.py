@@ -12,7 +12,7 @@ from seatrial.check.outputs.say import Say
 from seatrial.check.tool import Context, Lines, ParseError, Tool, read_json
 
 _PAIR = re.compile(r"^(?P<name>\S[^:]*?)\s*:\s?(?P<value>.*?)\s*$")
-_LONGEST = 45  # characters of a name: what is longer is a sentence
+_LONGEST = 45  # characters of a name; longer text is a sentence
 _RULE = re.compile(r"-{3,}\s*")
 _SECTIONS = ("Operational Info", "Supported Info", "Troubleshooting Info")
 _COUNTERS = "Physical Counters and BER Info"
@@ -86,7 +86,7 @@ def parse(lines: Lines, file: str) -> LinkFacts:
 
 
 def _from_text(lines: Lines, fields: dict[str, tuple[str, int | None]]) -> set[str]:
-    """The sections. A line is mlxlink's where its colon stands in the column of the others, or after a longer name."""
+    """The sections. A line counts if its colon is in the same column as the others, or follows a longer name."""
     sections: set[str] = set()
     seen: set[tuple[str, str]] = set()
     section, colon = "", 0
@@ -103,7 +103,7 @@ def _from_text(lines: Lines, fields: dict[str, tuple[str, int | None]]) -> set[s
                 continue
             seen.add((section, pair["name"]))
             fields.setdefault(pair["name"], (pair["value"], number))
-        elif not (section and colon and line.strip() and not line[:colon].strip()):  # a value that goes on
+        elif not (section and colon and line.strip() and not line[:colon].strip()):  # continuation of a value
             continue
         lines.claim(number)
     return sections
@@ -178,7 +178,7 @@ def _speed(facts: LinkFacts, say: Say) -> None:
         for of in ("Enabled Link", "Supported Cable")
     ]
     unknown = [speed] * (_rank(speed) is None) + [width] * (re.fullmatch(r"[0-9]{1,2}x", width) is None)
-    if speed.startswith("IB-"):  # of Ethernet not all names are known
+    if speed.startswith("IB-"):  # not all Ethernet speed names are known
         unknown += [s for text in lists for s in _speeds(text) if _rank(s) is None]
     line, (enabled, cable) = facts.line("Speed"), map(_best, lists)
     if unknown or enabled is None:

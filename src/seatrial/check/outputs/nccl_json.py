@@ -1,4 +1,4 @@
-"""nccl-tests as JSON (-J, since 2.17; rccl-tests since its sync with that). Judged as the table is.
+"""nccl-tests as JSON (-J, since 2.17, and rccl-tests synchronised with it). Judged as the table is.
 
 Format: NVIDIA/nccl-tests, src/util.cu.
 """
@@ -12,16 +12,16 @@ from seatrial.check.outputs.nccl_judge import judge
 from seatrial.check.outputs.nccl_log import NcclLog, Rank, Row
 from seatrial.check.tool import Lines, ParseError, Tool, read_json
 
-_MOST = 1024  # GPUs of one process: no machine has more
+_MOST = 1024  # more GPUs than any machine has
 
 
 def matches(text: str) -> bool:
-    """Names that only this JSON has."""
+    """Keys that are specific to this JSON."""
     return '"average_bus_bandwidth"' in text or ('"bus_bw"' in text and '"alg_bw"' in text)
 
 
 def parse(lines: Lines, file: str) -> NcclLog:
-    """Raises ParseError where the JSON is not whole."""
+    """Raises ParseError if the JSON is incomplete."""
     table = read_json(lines, file)
     log = NcclLog(file, table=True)
     try:
@@ -39,7 +39,7 @@ def parse(lines: Lines, file: str) -> NcclLog:
         log.failures = [(1, f"error: {e}"[:200]) for e in table.get("errors") or () if e]
         for device in config["devices"]:
             first, host, number, name = (device[k] for k in ("rank", "hostname", "device", "device_info"))
-            # Of each process only its first GPU is listed.
+            # Only the first GPU of each process is listed.
             log.ranks += [
                 Rank(int(first) + n, str(host), int(number) + n, str(name)) for n in range(log.each)
             ]
@@ -51,7 +51,7 @@ def parse(lines: Lines, file: str) -> NcclLog:
 
 
 def _row(entry: dict[str, Any]) -> Row:
-    """One size; "nan" and null are a side that was not run."""
+    """One message size; "nan" and null mean that side was not run."""
     sides = [side for key in ("out_of_place", "in_place") if (side := entry[key]) is not None]
     bus, alg = max((float(s["bus_bw"]), float(s["alg_bw"])) for s in sides)
     wrong = [float(s["nwrong"]) for s in sides if s["nwrong"] is not None]

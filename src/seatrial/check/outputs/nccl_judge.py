@@ -120,23 +120,23 @@ def _right(log: NcclLog, context: Context) -> Iterator[Finding]:
 
 
 def _ranks(log: NcclLog) -> int | None:
-    """How many ranks took part: as listed, else by what all_reduce makes of algbw. None where that cannot be told."""
+    """The number of ranks: as listed, else from the busbw/algbw ratio of all_reduce; None if unknown."""
     if log.ranks:
         return None if _lost_ranks(log) else len(log.ranks)
     ratio = _ratio(log)
-    # Only the list tells that there was one rank: no bandwidth at all can be several ranks' as well.
+    # Only the list can show a single rank: zero bandwidth is possible with several ranks too.
     ranks = None if ratio is None or ratio >= 1.999 else round(2 / (2 - ratio))
     return ranks if ranks != 1 and log.test in (None, "all_reduce_perf") else None
 
 
 def _ratio(log: NcclLog) -> float | None:
-    """busbw / algbw at the largest message: 2 (n - 1) / n of n ranks for all_reduce (nccl-tests, doc/PERFORMANCE.md)."""
+    """busbw / algbw at the largest message; 2 (n - 1) / n for all_reduce over n ranks (nccl-tests, doc/PERFORMANCE.md)."""
     row = max(log.rows, key=lambda r: r.size, default=None)
     return None if row is None or row.algbw <= 0 else row.busbw / row.algbw
 
 
 def _lost_ranks(log: NcclLog) -> str:
-    """Why the list of ranks is not whole, as where the head is cut off; empty if nothing says so."""
+    """Why the list of ranks is incomplete, such as a header that is cut off; empty if there is no sign of it."""
     numbers, ratio = sorted(r.rank for r in log.ranks), _ratio(log)
     if numbers != list(range(len(numbers))):
         return f"only the ranks {listed(numbers)} are listed: the head of the run is not whole"

@@ -41,7 +41,7 @@ _CHANNELS = re.compile(
 )
 _NVLS = re.compile(r"NVLS multicast support is (?P<no>not )?available on dev (?P<device>[0-9]{1,3})")
 _NETWORK = re.compile(r"Using network (?P<name>\S{1,60})")
-# What stands beside: titles, units, and what the scripts of oracle-quickstart/oci-hpc print of the hosts.
+# Other lines: titles, units, and the host lists that the scripts of oracle-quickstart/oci-hpc print.
 _PLAIN = re.compile(
     r"#?\s*(?:nccl-tests version \S+.*|Collective test concluded: \S+|Using devices|out-of-place\s+in-place|NCCL version \S+"
     r"|\(B\)\s+\(elements\)(?:\s+\((?:us|GB/s|usec)\))+|MACHINEFILE)?\s*"
@@ -82,7 +82,7 @@ class NcclLog:
     test: str | None = None
     rows: list[Row] = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
-    each: int = 1  # ranks that one process has: their number is a multiple of it
+    each: int = 1  # ranks per process; their number must be a multiple of it
     most_bytes: int | None = None
     step: tuple[int, str] | None = None  # from one size to the next: 2, "factor", or "bytes"
     out_of_bounds: tuple[int, int, bool] | None = None  # line, count, whether it says OK
@@ -90,7 +90,7 @@ class NcclLog:
     failures: list[tuple[int, str]] = field(default_factory=list)
     warnings: list[tuple[int, str]] = field(default_factory=list)
     nodes: dict[int, int] = field(default_factory=dict)  # nNodes -> line
-    most_ranks: int = 0  # of a communicator, as NCCL_DEBUG tells
+    most_ranks: int = 0  # of a communicator, from NCCL_DEBUG
     hosts: set[str] = field(default_factory=set)  # in the debug lines
     channels: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # channels, line
     nvls: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # NVLS channels, line
@@ -151,7 +151,7 @@ def parse(lines: Lines, file: str) -> NcclLog:
             known, columns, log.table = not columns, head, True
         elif columns and words and _NUMBER.fullmatch(words[0]) and not line.lstrip().startswith("#"):
             row = _row(columns, words, number)
-            # Sizes grow within a run: another row is another run's.
+            # Sizes grow within a run; a row that does not belongs to another run.
             known = row is not None and (not log.rows or row.size > log.rows[-1].size)
             log.rows += [] if row is None else [row]
         else:
@@ -168,13 +168,13 @@ def parse(lines: Lines, file: str) -> NcclLog:
 
 
 def _begins(line: str) -> bool:
-    """Whether a line comes before the table of a run."""
+    """Whether a line precedes the table of a run."""
     rank = _RANK.search(line)
     return any((_START.search(line), _RANGE.search(line), _columns(line), rank and int(rank["rank"]) == 0))
 
 
 def _plain(log: NcclLog, line: str, number: int) -> bool:
-    """A line outside the table; False if it is none of a run's, or not of this one: a run says each thing once."""
+    """Take a line outside the table. False if it is not of this run: a run prints each line once."""
     first = True
     if found := _RANK.search(line):
         first = int(found["rank"]) == len(log.ranks)

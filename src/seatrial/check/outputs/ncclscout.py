@@ -30,7 +30,7 @@ _LISTS = re.compile(
 _NAMES = re.compile(rf"\s*{_NODE}(?:, {_NODE})*\s*")
 _STATISTIC = re.compile(r"^\s*(?P<what>Maximum|Minimum|Average): (?P<gb_s>\d+(?:\.\d+)?) GB/s\s*$")
 _END = re.compile(r"^Test completed at: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\s*$")
-# What it prints beside its results. Some of it names a failure that the results show as well.
+# Other lines. Some of them report a failure that the results show as well.
 _PLAIN = re.compile(
     rf"\s*(?:Running NCCL test (?:on \d+ (?:unique )?nodes from (?:sinfo|file)|between: {_NODE} and {_NODE})\.\.\."
     r"|Checking reachability of \d+ nodes\.\.\.|Warning: \d+ nodes are unreachable and will be excluded from testing\."
@@ -109,7 +109,7 @@ def parse(lines: Lines, file: str) -> ScoutFacts:
 
 
 def _line(facts: ScoutFacts, line: str, number: int) -> bool:
-    """Take one line in; False if it is none of the tool's."""
+    """Take one line; False if it is not the tool's."""
     if (found := _PAIR.match(line)) or (found := _WITH.match(line)):
         gb_s = None if found["failed"] else float(found["gb_s"])
         listed = line.startswith("  ") and "..." not in line

@@ -1,7 +1,7 @@
 """nvbandwidth, as text and as JSON (-j): copies between GPUs, and between GPUs and the host.
 
-Format: NVIDIA/nvbandwidth, output.cpp, inline_common.h and json_output.cpp; pasted runs of 0.5 to 0.10. All its figures are of one
-direction, but the "Total" of the bidirectional tests between GPUs (testcases_ce.cpp).
+Format: NVIDIA/nvbandwidth, output.cpp, inline_common.h and json_output.cpp; published outputs of 0.5 to 0.10. All
+figures are of one direction, except the "Total" of the bidirectional GPU-to-GPU tests (testcases_ce.cpp).
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ _BESIDE = re.compile(
     r"|Driver Version: .*|(?=[\w.-]*[a-z])[a-z0-9][\w.-]{1,252})\s*"
 )
 _NOTE = re.compile(r"NOTE: .*|Performance can vary with .*|Additional system-specific tuning may .*")
-# What a test is held to: code, floor, and the direction of that.
+# (pattern of the test, code, floor, direction of the floor)
 _FLOORS: tuple[tuple[str, str, What, Direction], ...] = (
     (r"device_to_device_memcpy_\w+ ", "MSR004", "nvlink_copy", "one direction"),
     (r"device_to_device_bidirectional_memcpy_\w+ .*Total", "MSR004", "nvlink_copy", "both directions"),
     (r"(?:host_to_device|device_to_host)_memcpy_\w+ ", "MSR003", "host_to_device", "one direction"),
 )
-_FEW = 3  # values whose median says little
+_FEW = 3  # a median of so few values says little
 
 
 @dataclass
 class Test:
-    """One matrix of one test. `rows[i][j]` is None where nothing was measured."""
+    """One matrix of one test. `rows[i][j]` is None if not measured."""
 
     name: str
     title: str
     line: int | None
     status: str = ""
     rows: list[list[float | None]] = field(default_factory=list)
-    total: float | None = None  # of all cells, as the output says
+    total: float | None = None  # sum of all cells, as printed
     closed: bool = True
 
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """The whole run. `faults` are errors of CUDA, and data that did not arrive."""
+    """The whole run. `faults` are CUDA errors and data verification errors."""
 
     file: str
     devices: tuple[str, ...]
@@ -68,7 +68,7 @@ class Bandwidths:
 
 
 def parse(lines: Lines, file: str) -> Bandwidths:
-    """Raises ParseError where no test is in it, or the JSON is not whole."""
+    """Raises ParseError if there is no test, or the JSON is incomplete."""
     devices: list[str] = []
     tests: list[Test] = []
     faults: list[tuple[int | None, str]] = []
@@ -87,7 +87,7 @@ def parse(lines: Lines, file: str) -> Bandwidths:
         elif (word := _WORD.fullmatch(line)) and not (last and last.rows and not last.closed):
             tests.append(Test(name, word["text"], number, word["status"].lower()))
         elif last is not None and _TITLE.fullmatch(line):
-            # A test of both directions has several matrices, and one "SUM" below each.
+            # Bidirectional tests print several matrices, each with its own "SUM".
             tests.append(Test(name, line.strip(), number, closed=False))
             columns = 0
         elif last is not None and last.title and not columns and _HEAD.fullmatch(line):
@@ -103,7 +103,7 @@ def parse(lines: Lines, file: str) -> Bandwidths:
         elif not _NOTE.fullmatch(line) and (last is not None or not _BESIDE.fullmatch(line)):
             continue
         lines.claim(number)
-    # "Running ..." alone is no result, unless nothing follows.
+    # "Running ..." alone counts only if no result of that test follows.
     tests = [t for t in tests if t.rows or t.status or sum(o.name == t.name for o in tests) == 1]
     if not tests and not faults:
         raise ParseError("no test of nvbandwidth in it", file=file)
@@ -132,7 +132,7 @@ def _from_json(
 
 
 def judge(run: Bandwidths, context: Context) -> list[Finding]:
-    """Errors, then each matrix by the floor of the GPUs, else by its own median."""
+    """Errors; then each matrix against the floor of the GPU model, else against its own median."""
     say = Say(run.file, context, "NOD022")
     for number, text in run.faults:
         say("FAIL", text, number)
@@ -153,20 +153,19 @@ def judge(run: Bandwidths, context: Context) -> list[Finding]:
 
 
 def _matrix(say: Say, test: Test, sku: Sku | None) -> bool:
-    """A finding about the slowest cell where it is not well; whether the test could be judged."""
+    """Report the slowest cell if it is too slow; returns whether the test could be judged."""
     between = test.name.startswith("device_to_device")
     rows = test.rows
     if between and test.line is None and len(rows) == 3 * len(rows[0]):
-        rows = rows[
-            -len(rows[0]) :
-        ]  # the JSON has what both streams read one below the other, their sum last
+        # The JSON lists the rows of both streams one below the other, their sum last.
+        rows = rows[-len(rows[0]) :]
     pairs = [(v, i, j) for i, row in enumerate(rows) for j, v in enumerate(row) if not between or i != j]
     cells = [(v, i, j) for v, i, j in pairs if v is not None]
     if not cells:
         return False
     uneven = len({len(row) for row in rows}) > 1 or (between and len(rows) != len(rows[0]))
     off = 0.0 if test.total is None else abs(sum(v for v, _, _ in cells) - test.total)
-    if uneven or off > 0.01 * len(cells):  # two digits are shown
+    if uneven or off > 0.01 * len(cells):  # values are printed with two decimals
         text = f"{test.name}: the figures are not those that it added up"
         say("UNJUDGED", text, test.line, code="OUT002")
     if uneven:

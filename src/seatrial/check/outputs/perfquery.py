@@ -1,4 +1,4 @@
-"""Output of perfquery (infiniband-diags): the counters of one port, or of all ports of a switch added up.
+"""perfquery (infiniband-diags): the counters of one port, or the totals over all ports of a switch.
 
 Format: rdma-core, infiniband-diags/perfquery.c, libibmad/fields.c: "SymbolErrorCounter:..............0".
 """
@@ -18,7 +18,7 @@ _TITLE = re.compile(
 )
 _COUNTER = re.compile(r"(?P<name>[A-Z][A-Za-z0-9]{3,40}):\.{2,}(?P<value>0x[0-9a-f]+|\d{1,20})\s*")
 _ALL_PORTS = 255
-# What the kernel calls them, whose limits they have (drivers/infiniband/core/sysfs.c).
+# Name -> kernel name (drivers/infiniband/core/sysfs.c), for which the limits are defined.
 _NAMES = {
     "SymbolErrorCounter": "symbol_error", "LinkErrorRecoveryCounter": "link_error_recovery", "LinkDownedCounter": "link_downed",
     "PortRcvErrors": "port_rcv_errors", "PortRcvRemotePhysicalErrors": "port_rcv_remote_physical_errors",
@@ -30,7 +30,7 @@ _LIMITS = {limit.counter: limit for limit in LIMITS}
 
 @dataclass
 class Counters:
-    """What one query showed: counter -> value and line."""
+    """The result of one query: counter -> value and line."""
 
     title: str
     port: int
@@ -48,7 +48,7 @@ class PerfFacts:
 
 
 def parse(lines: Lines, file: str) -> PerfFacts:
-    """Raises ParseError where no query with counters is in it."""
+    """Raises ParseError if there is no query with counters."""
     queries: list[Counters] = []
     for number, line in lines:
         if title := _TITLE.fullmatch(line):
@@ -64,12 +64,12 @@ def parse(lines: Lines, file: str) -> PerfFacts:
 
 
 def judge(facts: PerfFacts, context: Context) -> list[Finding]:
-    """Counters that are zero pass. Others are UNJUDGED: one reading does not say when they grew, the second one does."""
+    """PASS for zero counters, UNJUDGED for others: a single reading does not say when they grew; a second one does."""
     say = Say(facts.file, context, "NET011")
     for query in facts.queries:
         where = "all ports" if query.port == _ALL_PORTS else f"port {query.port}"
         target = Target(port=f"{query.title} {where}")
-        # Extended counters have data and packets, of new adapters errors as well.
+        # Extended counters cover data and packets; on newer adapters errors too.
         lacking = [n for n in _NAMES if n not in query.values] if not query.extended else []
         if lacking or "PortRcvPkts" not in query.values:
             say("UNJUDGED", f"no {(lacking or ['PortRcvPkts'])[0]}: cut off", query.line, target=target)

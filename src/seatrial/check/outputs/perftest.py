@@ -30,10 +30,10 @@ _ADDRESS = re.compile(r"^\s*(?P<side>local|remote) address:\s*LID (?P<lid>\S+)")
 _GID = re.compile(r"^\s*GID:\s*(?P<gid>\S+)")
 _NUMBER = re.compile(r"^\d+(?:\.\d+)?$")
 _DIRECTION = re.compile(r"^\s*(?P<side>Local|Remote) results:\s*$")  # --report-both, after the sum
-# A line of settings: the first name in 16 columns, or ended by a tab.
+# A settings line: its first name fills 16 columns or ends with a tab.
 _SETTINGS = re.compile(r"^ ?[A-Za-z](?:[^:\t]{15}|[^:\t]{1,15}\t+ ?): ?\S")
 _WAITING = "* Waiting for client to connect..."
-# What it says beside the test, on either side of it.
+# Other lines that client and server print.
 _PLAIN = re.compile(
     r"\s*(?:\*+ ?(?:Waiting for client to (?:connect|rejoin)\.\.\. \*)?|Disabling dynamic polling|WARNING: BW peak won't be measured in this run\."
     r"|Conflicting CPU frequency values detected: .{1,80}|Using sampled CPU speed .{1,80}|Connected: .{1,40}|scnt=\d+, ccnt=\d+"
@@ -89,10 +89,10 @@ class _Reader:
         self.errors: list[tuple[str, int]] = []
         self._done: list[_Open] = []
         self._open: _Open | None = None
-        self._waits: int | None = None  # the line of a server that has no client yet
+        self._waits: int | None = None  # line of a server that is waiting for a client
 
     def take(self, number: int, line: str) -> bool:
-        """Take one line in; False if it is none of perftest's."""
+        """Take one line; False if it is not perftest's."""
         if title := _TITLE.match(line):
             self._title(number, title)
             self._waits = None
@@ -129,7 +129,7 @@ class _Reader:
         return True
 
     def _settings(self, now: _Open, line: str, number: int) -> bool:
-        """Take a line of settings in; False if they are there already, but for those of a loopback's other end."""
+        """Take a settings line; False for a repeated one, unless it is from the other end of a loopback."""
         found = {s["name"].strip().lower(): s["value"] for s in _SETTING.finditer(line)}
         known = now.run.settings
         for name in (n for n, value in found.items() if known.get(n, value) != value):
@@ -169,7 +169,7 @@ class _Reader:
 
     def _row(self, now: _Open, line: str, number: int) -> None:
         words = line.split()
-        if now.run.complete and line.split() != now.last:  # each end of a loopback closes the table
+        if now.run.complete and line.split() != now.last:  # both ends of a loopback close the table
             now.run = now.run.torn("figures after the closing line", number)
             return
         now.last = words

@@ -50,13 +50,13 @@ def _target(run: Run, context: Context) -> Target:
 
 
 def _largest(run: Run) -> Row:
-    """The row of the largest message; of several the slowest, and rather one direction than the sum of both."""
+    """The row of the largest message. Among several: the slowest, and a single direction before the sum of both."""
     return max(run.rows, key=lambda row: (row.size_bytes, bool(row.direction), -(row.gbit_s or 0.0)))
 
 
 def _one_direction(run: Run, row: Row) -> tuple[float, str]:
-    """What one port carried in one direction, in Gb/s, and what that was made of."""
-    assert row.gbit_s is not None  # every row of a bandwidth test has one
+    """Bandwidth of one port in one direction in Gb/s, and how it was derived."""
+    assert row.gbit_s is not None
     each, how = row.gbit_s, ""
     if row.ports_gbit_s:
         each, how = min(row.ports_gbit_s), "; the slower of two ports"

@@ -24,8 +24,8 @@ class Row:
     )
     times_us: Mapping[str, float]  # "min", "max", "typical", "avg", "99", "99.9"
     line: int
-    direction: str = ""  # "local" or "remote" where it is one of both (--report-both)
-    ports_gbit_s: tuple[float, ...] = ()  # of each port where `gbit_s` is the sum of two (--report-per-port)
+    direction: str = ""  # "local" or "remote" if it is one of both (--report-both)
+    ports_gbit_s: tuple[float, ...] = ()  # per port if `gbit_s` is the sum of two (--report-per-port)
 
     @classmethod
     def of(cls, values: Mapping[str, str], unit: str, line: int, direction: str = "") -> Row | None:
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def two_ports(self) -> bool:
-        """Whether it runs over both ports of its device, whose bandwidths are added."""
+        """Whether the test uses both ports of the device, whose bandwidths are added."""
         return "ON" in (self.settings.get("dual-port"), self.settings.get("dual port"))
 
     @property

@@ -161,7 +161,7 @@ def judge_ports(facts: PortsFacts, context: Context) -> list[Finding]:
 
 
 def _strangers(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> list[Finding]:
-    """UNJUDGED for InfiniBand ports of adapters that nobody knows, slower than the fabric: whether they belong to it is not known."""
+    """UNJUDGED for InfiniBand ports of unknown adapters that are slower than the fabric: they may not belong to it."""
     rate = max((p.port.gbit_s or 0.0 for p in fabric), default=0.0)
     return [
         Finding(

@@ -1,6 +1,6 @@
-"""Output of `rdma link` (iproute2): state of each RDMA port and its network device.
+"""`rdma link` (iproute2): state of each RDMA port and its network device.
 
-Format: iproute2, rdma/link.c. Older versions begin a line with numbers: "1/1: mlx5_0/1: subnet_prefix ...".
+Format: iproute2, rdma/link.c. Older versions number the lines: "1/1: mlx5_0/1: subnet_prefix ...".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LINK = re.compile(
     r"state (?P<state>[A-Z_]+) physical_state (?P<physical>[A-Z_]+)(?: netdev (?P<netdev>\S+))?(?: netdev_index \d+)?\s*(?:\[.*\])?\s*"
 )
 _STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
-# As ibstat and sysfs write them.
+# Names in ibstat and sysfs.
 _PHYSICAL = {
     "NOP": "No state change",
     "SLEEP": "Sleep",
@@ -32,7 +32,7 @@ _PHYSICAL = {
 
 
 def parse(lines: Lines, file: str) -> PortsFacts:
-    """All ports. Raises ParseError where none is in it. A device that no driver has bound is not in the output."""
+    """All ports. Raises ParseError if there is none. A device without a driver does not appear in the output."""
     ports: list[PortFacts] = []
     for number, line in lines:
         found = _LINK.fullmatch(line)

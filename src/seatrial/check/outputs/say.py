@@ -1,4 +1,4 @@
-"""What small readers share: how a text is recognised, and how a judge says what it found."""
+"""Shared by small readers: recognising a text, and collecting findings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from seatrial.check.tool import Context, evidence
 
 
 def having(pattern: str) -> Callable[[str], bool]:
-    """Whether a text has what `pattern` (re.MULTILINE) finds: for a tool's `matches`."""
+    """A `matches` function for a tool: whether `pattern` (re.MULTILINE) is found in the text."""
     compiled = re.compile(pattern, re.MULTILINE)
     return lambda text: compiled.search(text) is not None
 
 
 class Say:
-    """The findings of one output, in the order in which they are said; about `code` and `target` where no other is named."""
+    """Collects the findings of one output. `code` and `target` are the defaults."""
 
     def __init__(self, file: str, context: Context, code: str, target: Target | None = None) -> None:
         self.file, self.context, self.code, self.target = file, context, code, target or Target()
@@ -34,7 +34,7 @@ class Say:
         expected: Expected | None = None,
         median: float | None = None,
     ) -> None:
-        """One finding; `lines` are its places, none for the whole file."""
+        """Add a finding; `lines` are its places, none for the whole file."""
         target = target or self.target
         target = replace(target, node=target.node or self.context.node)
         unit = expected.unit if expected else ""
@@ -45,7 +45,7 @@ class Say:
         )
 
     def all_well(self, text: str, code: str = "") -> list[Finding]:
-        """All findings; with a PASS where nothing else is among them."""
+        """All findings, plus a PASS if there is nothing else."""
         if all(f.verdict == "PASS" for f in self.found):
             self("PASS", text, code=code)
         return self.found

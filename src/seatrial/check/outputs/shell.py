@@ -33,7 +33,7 @@ class ShellFacts:
 
 
 def _messages(lines: Lines) -> list[tuple[int, str]]:
-    """The messages and their lines: in a short text anywhere, in a long one at its end, where a run was killed."""
+    """Messages with their lines: anywhere in a short text, only near the end of a long one, where a run was killed."""
     said = [(n, line.strip()) for n, line in lines if line.strip()]
     if len(said) > _LONGEST_LINES:
         said = said[-_AT_THE_END:]

@@ -1,4 +1,4 @@
-"""Output of `scontrol show node` (Slurm), also with --oneliner: whether a node takes work, and has the GPUs that it was set up with.
+"""`scontrol show node` (Slurm), also with --oneliner: whether a node accepts work and has its configured GPUs.
 
 Format: SchedMD/slurm, src/api/node_info.c and slurm_protocol_defs.c (node_state_flags).
 """
@@ -14,9 +14,9 @@ from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
 
 _PAIR = re.compile(r"(?P<key>[A-Z][A-Za-z_]{1,30})=(?P<value>.*?)(?=\s+[A-Z][A-Za-z_]{1,30}=|\s*$)")
 _LINE = re.compile(r"\s*[A-Z][A-Za-z_]{1,30}=.*")
-_REASON = re.compile(r"\s{5,}\S.*")  # a reason of several lines
+_REASON = re.compile(r"\s{5,}\S.*")  # continuation line of a reason
 _NEEDED = ("State", "CfgTRES")
-# What keeps work away. What is planned or means only that work runs is no trouble.
+# States and flags that keep work away. Planned ones, and those of running work, are fine.
 _OUT = re.compile(r"DOWN|ERROR|FAIL(?:ING)?|NOT_RESPONDING|INVALID_REG|INVAL")
 _ASIDE = re.compile(
     r"DRAIN(?:ED|ING)?|MAINT(?:ENANCE)?|REBOOT_(?:REQUESTED|ISSUED)|POWER(?:ED|ING)?_DOWN|BLOCKED|UNKNOWN|FUTURE"
@@ -44,7 +44,7 @@ class NodeFacts:
 
 
 def parse(lines: Lines, file: str) -> NodeFacts:
-    """Raises ParseError where no node is in it."""
+    """Raises ParseError if there is no node."""
     nodes: list[Node] = []
     for number, line in lines:
         if _LINE.fullmatch(line):
@@ -63,11 +63,11 @@ def parse(lines: Lines, file: str) -> NodeFacts:
 
 
 def judge(facts: NodeFacts, context: Context) -> list[Finding]:
-    """Each node by its state: FAIL if it is down or does not answer, WARN if it has been taken out."""
+    """FAIL for a node that is down or does not respond, WARN for one that is drained or otherwise taken out."""
     say = Say(facts.file, context, "SLM001")
     for node in facts.nodes:
         at, said = Target(node=node.name), node.fields
-        # "MIXED+DRAIN", "IDLE*" in older ones: the star is NOT_RESPONDING.
+        # "MIXED+DRAIN"; older versions print "IDLE*", where the star means NOT_RESPONDING.
         words = said.get("State", "").replace("*", "+NOT_RESPONDING").strip("+").split("+")
         reason = f": {said['Reason']}" if said.get("Reason") else ""
         if bad := [w for w in words if _OUT.fullmatch(w)] or [w for w in words if _ASIDE.fullmatch(w)]:

@@ -1,7 +1,7 @@
-"""`nvidia-smi --query-gpu=... --format=csv`, with any columns, units or none, and without a head. Judged as `nvidia-smi -q` is.
+"""`nvidia-smi --query-gpu=... --format=csv`, with any columns, with or without units and header.
 
-Names of the columns: `nvidia-smi --help-query-gpu`; --query-remapped-rows has some of the same. What the values are called in -q is
-in _PATHS; columns that are not there are only looked through for errors.
+Judged as `nvidia-smi -q` is. Column names: `nvidia-smi --help-query-gpu`; --query-remapped-rows has some of the same.
+_PATHS maps them to their names in -q; other columns are only searched for errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KNOWN = re.compile(
 _VALUE = re.compile(
     r"GPU-[0-9a-f-]{36}|(?:NVIDIA|Tesla|Quadro|GeForce|TITAN) .{1,80}|[0-9A-F]{4,8}:[0-9A-F]{2}:[0-9A-F]{2}\.0"
 )
-# What -q calls these columns.
+# Column -> path in -q.
 _PATHS = {
     "name": "product_name", "gpu_name": "product_name", "pstate": "performance_state", "memory.total": "fb_memory_usage.total",
     "ecc.mode.current": "ecc_mode.current", "mig.mode.current": "mig_mode.current",
@@ -68,7 +68,7 @@ def _is_head(line: str) -> bool:
 
 
 def matches(text: str) -> bool:
-    """A head of columns that nvidia-smi knows; or rows in each of which a GPU's name, UUID or address stands beside more."""
+    """A header of known columns; or rows that each have a GPU's name, UUID or address among other cells."""
     lines = [x for x in text[:20_000].split("\n") if x.strip()]
     if any(
         _is_head(x) and ("," in x or (n + 1 < len(lines) and _VALUE.fullmatch(lines[n + 1].strip())))
@@ -79,7 +79,7 @@ def matches(text: str) -> bool:
 
 
 def parse(lines: Lines, file: str) -> Query:
-    """Raises ParseError where no GPU is in it. Without a head `whole` is false: which value is which is not known."""
+    """Raises ParseError if there is no GPU. `whole` is false without a header: the columns are unknown then."""
     columns: list[str] = []
     width = 0
     head: dict[str, Value] = {}
@@ -121,14 +121,14 @@ def _values(columns: list[str], cells: list[str], number: int) -> Iterator[tuple
 
 
 def judge(query: Query, context: Context) -> list[Finding]:
-    """As nvidia-smi -q, of the columns that are there."""
+    """As nvidia-smi -q, for the columns that are present."""
     say, work = Say(query.file, context, "GPU011"), Judge(query, context)
     for line, text in query.lost:
         say("FAIL", text[:200], line, code="GPU002")
     names = {g.name for g in query.gpus}
     sku = find_sku(names.pop()) if len(names) == 1 else None
     indices = [n if g.index is None else g.index for n, g in enumerate(query.gpus)]
-    again = len(set(indices)) < len(indices)  # with -l the same GPUs come again and again
+    again = len(set(indices)) < len(indices)  # with -l the same GPUs are printed repeatedly
     if query.whole and not again:
         say.found += count_findings(indices, sku, context, evidence(query.file, (g.line for g in query.gpus)))
         if query.attached is not None and len(indices) < query.attached:

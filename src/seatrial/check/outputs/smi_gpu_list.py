@@ -72,7 +72,7 @@ class GpuList:
     kind: Kind
     gpus: list[Gpu]
     lost: tuple[tuple[int, str], ...] = ()  # lines that say that a GPU does not answer
-    tool: str = ""  # another one than nvidia-smi
+    tool: str = ""  # set if it is not nvidia-smi
 
 
 def kind_of(text: str) -> Kind | None:

@@ -88,7 +88,7 @@ def _links(output: GpuList, context: Context) -> Iterator[Finding]:
         if have == 0:
             yield from _all_off(gpu, sku, output, up, context, where)
             continue
-        # A mesh of eight uses all links; what a smaller one leaves dark differs from board to board.
+        # A mesh of eight uses all links; how many a smaller one leaves unused depends on the board.
         board = (
             "none" if sku is None else "switch" if sku.board == "mesh" and len(siblings) > 6 else sku.board
         )
@@ -289,7 +289,7 @@ def inventory(output: GpuList) -> dict[str, str | int | float]:
     return found
 
 
-# The same GPU with the same UUID begins another list of this node, with another UUID one of another node, or none.
+# The same GPU with the same UUID starts another list of this node; with another UUID or none, one of another node.
 _BEGINS = re.compile(r"(?P<id>GPU (?P<device>[0-9]{1,3}): .{1,120} \(UUID: [^)\s]{1,80}\))")
 
 

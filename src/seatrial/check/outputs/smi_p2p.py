@@ -1,4 +1,4 @@
-"""Which GPUs may talk to each other directly: the matrices of `nvidia-smi topo -p2p r|w|n|a|p`, `-p2p` of driver 535 and 550."""
+"""Peer access between GPUs: the matrices of `nvidia-smi topo -p2p r|w|n|a|p` (driver 535 and 550)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEGEND = re.compile(rf"\s*(?:Legend:|(?:{'|'.join(_WORDS)})\s+= [A-Z][\w .]+)\s
 
 @dataclass(frozen=True)
 class Matrix:
-    """`words[i][j]` is what the matrix says from the i-th GPU to the j-th."""
+    """`words[i][j]` is the entry from the i-th GPU to the j-th."""
 
     file: str
     gpus: tuple[int, ...]
@@ -31,7 +31,7 @@ class Matrix:
 
 
 def parse(lines: Lines, file: str) -> Matrix:
-    """Raises ParseError where the matrix is not whole."""
+    """Raises ParseError if the matrix is incomplete."""
     gpus: tuple[int, ...] = ()
     rows: dict[int, tuple[tuple[str, ...], int]] = {}
     for number, line in lines:
@@ -52,7 +52,7 @@ def parse(lines: Lines, file: str) -> Matrix:
 
 
 def judge(matrix: Matrix, context: Context) -> list[Finding]:
-    """FAIL where GPUs that NVLink joins cannot reach each other; UNJUDGED where the kind of GPU does not say whether they must."""
+    """FAIL if GPUs joined by NVLink lack peer access; UNJUDGED if the GPU model does not say whether they must have it."""
     say, sku = Say(matrix.file, context, "NOD023"), find_sku(context.gpu)
     say.found += count_findings(matrix.gpus, sku, context, (matrix.file,))
     some = any(w == "OK" for row in matrix.words for w in row)

@@ -18,7 +18,7 @@ _HEAD_KEYS = ("timestamp", "driver_version", "cuda_version", "attached_gpus")
 BEGINS = re.compile(
     r"(?:=+\s*(?=NVSMI LOG\b)|<(?=\?xml\b))(?P<id>)|<nvidia_smi_log|GPU [0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]\s*$"
 )
-# Values that are judged stand once in each GPU. Lists, of processes, pages or clocks, repeat their names.
+# Fields that appear once per GPU. Lists of processes, pages or clocks repeat their names.
 _ONCE = re.compile(
     r"(?:remapped_rows|ecc_errors|ecc_mode|clocks_\w+_reasons|fabric|gpu_reset_status|pci|retired_pages)\.(?!.*list)|gpu_recovery_action|product_name"
 )
@@ -63,7 +63,7 @@ class Gpu:
     pci: str | None  # None for a part without a heading
     line: int
     values: dict[str, Value] = field(default_factory=dict)
-    index: int | None = None  # where the output says it; else the order is the driver's
+    index: int | None = None  # as printed; None: by position
 
     def get(self, *paths: str) -> Value | None:
         """The first of `paths` that has a value other than N/A."""
@@ -127,7 +127,7 @@ def parse(lines: Lines, file: str) -> Query:
     corrupt = inforom_lines(lines)
     lost = [(number, line.strip()) for number, line in lines if LOST.match(line)]
     lines.claim(*(number for number, _ in lost))
-    # What the driver says of GPUs goes to stderr, and stands anywhere where that was kept as well.
+    # Driver messages about GPUs go to stderr and may be interleaved anywhere.
     said = {number for number, _ in (*corrupt, *lost)}
     query = (_parse_xml if "<nvidia_smi_log" in lines.text else _parse_text)(lines, said, file)
     query.corrupt, query.lost = corrupt, lost
@@ -185,7 +185,7 @@ def _parse_text(lines: Lines, said: Set[int], file: str) -> Query:
         indent, key = len(line.expandtabs(8)) - len(line.expandtabs(8).lstrip()), _key(name)
         if (gpus and not _NAME.fullmatch(name)) or (gpus and gpus[0].pci is not None and not indent):
             continue
-        # A heading is one by what stands below it.
+        # A line without a value is a heading if indented lines follow.
         if heading is not None and indent > heading[1]:
             lines.claim(heading[0])
         heading = (number, indent) if value is None else None
@@ -200,7 +200,7 @@ def _parse_text(lines: Lines, said: Set[int], file: str) -> Query:
             if key not in SECTIONS:
                 continue  # a prompt, or what another tool wrote before
             gpus.append(Gpu(None, number))
-        # What stands there twice is another GPU's, but for the programs that use one.
+        # A repeated field belongs to another GPU, except in the lists of processes.
         if value is not None and (
             gpus[-1].values.setdefault(path, Value(value, number)).line == number
             or path.startswith((_END, "accounted_processes"))

@@ -93,7 +93,7 @@ _JUDGED = (
 
 
 def malformed(gpu: Gpu) -> Iterator[tuple[str, Value]]:
-    """Values of another form than nvidia-smi prints, and what is wrong with them."""
+    """Values not in nvidia-smi's format, each with a description."""
     for key, value in gpu.values.items():
         if value.text in (*_NO_VALUE, *ERRORS, *NEEDS_RESET):
             continue
@@ -103,7 +103,7 @@ def malformed(gpu: Gpu) -> Iterator[tuple[str, Value]]:
 
 
 def damage(gpu: Gpu, whole: bool) -> Iterator[tuple[str, Value | None]]:
-    """What is wrong, and the value it is about; `whole`: the output has all sections, not some by -d."""
+    """What is malformed, and the value it concerns; `whole`: the output has all sections, not a selection by -d."""
     yield from malformed(gpu)
     missing = [
         f"{section}.{names[0]}"

@@ -41,7 +41,7 @@ _ALIKE = {
 
 
 class Judge:
-    """What one output says of each of its GPUs, of all of them, and of those that it lacks."""
+    """Findings about each GPU of one output, about all of them, and about missing ones."""
 
     def __init__(self, query: Query, context: Context) -> None:
         self.query, self.context = query, context
@@ -145,7 +145,7 @@ class Judge:
             yield self._pending(target, text, pending, fresh)
 
     def _pending(self, target: Target, text: str, value: Value, bad: bool | None) -> Finding:
-        """`bad`: whether it is for an uncorrectable error; None where the output does not say."""
+        """`bad`: whether it is for an uncorrectable error; None if the output does not say."""
         code = "GPU005"
         if bad:
             return self.finding(code, "FAIL", target, text, value)

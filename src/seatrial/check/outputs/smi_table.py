@@ -55,7 +55,7 @@ class Row:
     pci: str | None
     line: int
     errors: list[tuple[int, str]] = field(default_factory=list)
-    uncorrected: dict[int, int] = field(default_factory=dict)  # by line: its own, and of MIG devices
+    uncorrected: dict[int, int] = field(default_factory=dict)  # by line: of the GPU and its MIG devices
     memory_mib: int | None = None
     second: bool = False  # whether its second line is there
 
@@ -90,7 +90,7 @@ def parse(lines: Lines, file: str) -> Table:
     table = Table(file, head["driver"] if head else None, [], [], False)
     table.corrupt = inforom_lines(lines)
     inside, processes, below = False, False, ""
-    width: int | None = None  # of all lines of the table
+    width: int | None = None  # of all table lines
     for number, line in lines:
         if width is None and _HEAD.search(line):
             width = len(line.rstrip())
@@ -153,7 +153,7 @@ def inforom_findings(corrupt: list[tuple[int, str | None]], file: str, context: 
 
 
 def _named(line: str) -> str:
-    """What is wrong in a GPU's line, and which value: they stand in the order of the head, "Fan Temp Perf Pwr:Usage/Cap"."""
+    """What is malformed in a GPU's line; the fields are in the order of the header, "Fan Temp Perf Pwr:Usage/Cap"."""
     if lost := _LOST.search(line):
         return lost[0]
     words = line.strip("| ").split()

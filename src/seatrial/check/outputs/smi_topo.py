@@ -13,7 +13,7 @@ from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence, list
 # The underlined head; where it was copied from a terminal, without its escape character.
 _COLOUR = re.compile(r"\x1b?\[[0-9]{1,2}(?:;[0-9]{1,2})*m")
 _DEVICE = r"(?:GPU[0-9]{1,3}|NIC[0-9]{1,3}|[a-z][a-z0-9_]*_[a-z0-9_]+)"
-# Of a single GPU no join says that it is this matrix, and not that of -p2p.
+# With a single GPU no entry distinguishes this matrix from that of -p2p.
 _FIRST_ROW = r"^\s*GPU[0-9]{1,3}\s+(?:(?:X\s+)?(?:NV[0-9]|SYS|NODE|PHB|P[XI]B|PIX|C2C)|X\s*(?:$|[0-9]|N/A))"
 _JOIN = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|NV[0-9]{1,2}|C2C|N/A", re.ASCII)
 _GPU = re.compile(r"GPU(?P<index>[0-9]{1,3})", re.ASCII)

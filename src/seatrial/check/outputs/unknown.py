@@ -1,4 +1,4 @@
-"""What a text looks like that no reader knows, and what to collect instead: unknown.toml, as data."""
+"""Recognise outputs that no reader supports, and say what to collect instead; the patterns are in unknown.toml."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-_LONGEST = 20_000  # characters that are looked at
+_LONGEST = 20_000  # characters to search
 
 
 @dataclass(frozen=True)
 class Look:
-    """One tool that is known by its looks alone."""
+    """One unsupported tool and the pattern that recognises it."""
 
     name: str
     pattern: re.Pattern[str]
@@ -22,11 +22,11 @@ class Look:
 
 @cache
 def looks() -> tuple[Look, ...]:
-    """All of them, in the order of the file: the first that fits counts."""
+    """In file order: the first match counts."""
     table = tomllib.loads(files("seatrial.check").joinpath("unknown.toml").read_text(encoding="utf-8"))
     return tuple(Look(n, re.compile(pattern, re.MULTILINE), to) for n, (pattern, to) in table.items())
 
 
 def looks_like(text: str) -> Look | None:
-    """The tool that this looks like; None if it is like none."""
+    """The tool whose pattern matches; None if there is none."""
     return next((look for look in looks() if look.pattern.search(text[:_LONGEST])), None)

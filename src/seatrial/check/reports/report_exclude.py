@@ -36,7 +36,7 @@ def slurm(nodes: Iterable[str]) -> str:
     plain, groups = numbered(nodes)
     parts = list(plain)
     for (prefix, suffix, width), numbers in groups.items():
-        # "node[9-10]" is node9 and node10 to Slurm, "node[09-10]" is node09 and node10.
+        # Slurm expands "node[9-10]" to node9 and node10, "node[09-10]" to node09 and node10.
         texts = [text for text, _ in ranges(numbers, width, least=2)]
         single = len(texts) == 1 and "-" not in texts[0]
         parts.append(prefix + (texts[0] if single else f"[{','.join(texts)}]") + suffix)

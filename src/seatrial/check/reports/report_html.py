@@ -119,7 +119,7 @@ def _course(report: Report) -> Iterator[str]:
 
 
 def _orders(report: Report, orders: Sequence[Order]) -> Iterator[str]:
-    """The commands that take failed nodes out, and whether --apply would carry them out."""
+    """The commands that drain failed nodes, and whether --apply would run them."""
     for scheduler in SCHEDULERS:
         mine = [o for o in orders if o.scheduler == scheduler]
         if mine:

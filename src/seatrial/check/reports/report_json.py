@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from seatrial.check.adapters import SCHEDULERS, Order, Scheduler
+from seatrial.check.adapters import SCHEDULERS, Order
 from seatrial.check.findings import Finding
 from seatrial.check.report import Report
 from seatrial.check.reports.report_table import would_refuse
@@ -19,9 +19,11 @@ def document(report: Report, orders: Sequence[Order] = ()) -> dict[str, Any]:
     """`verdict`, `counts`, `nodes` (name -> verdict), `findings` (the worst first), `outputs` (each file with its verdict).
 
     Of a check that measured also `measured` (rates, for the planner), `rounds`, `seconds`, `blames` and `unsettled`. `orders`
-    are the commands that take failed nodes out, and how they went; `apply_refused` why --apply would not do it without --force.
+    With measurements also `measured` (rates, for the planner), `rounds`, `seconds`, `blames` and `unsettled`. `orders`:
+    the commands that drain failed nodes, with their results; `apply_refused`: why --apply needs --force.
     """
     course = {} if report.course is None else report.course.document()
+    refusals = (would_refuse(report, [o for o in orders if o.scheduler == s]) for s in SCHEDULERS)
     return {
         "schema_version": SCHEMA_VERSION,
         "verdict": report.verdict,
@@ -40,7 +42,7 @@ def document(report: Report, orders: Sequence[Order] = ()) -> dict[str, Any]:
         ],
         **course,
         "orders": [order.document() for order in orders],
-        "apply_refused": next((why for s in SCHEDULERS if (why := _refused(report, orders, s))), None),
+        "apply_refused": next(filter(None, refusals), None),
     }
 
 
@@ -48,10 +50,6 @@ def text(report: Report, orders: Sequence[Order] = (), *, time: float | None = N
     """The document with a final newline, of unix `time` where it is kept. A number that JSON has no word for becomes null."""
     whole = document(report, orders) | ({} if time is None else {"time": time})
     return json.dumps(_finite(whole), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _refused(report: Report, orders: Sequence[Order], scheduler: Scheduler) -> str:
-    return would_refuse(report, [o for o in orders if o.scheduler == scheduler])
 
 
 def _finding(f: Finding) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _NAMES_SHOWN = 24
 _INDENT = 10
 
 Line = tuple[str, str]  # text and style
-_PORT_OF = re.compile(r"^(\d+) to (.+)$")  # a switch stands in the place of a peer
+_PORT_OF = re.compile(r"^(\d+) to (.+)$")  # a switch takes the place of a peer
 
 
 def table(report: Report, orders: Sequence[Order] = (), *, width: int = 100) -> list[Line]:
@@ -42,7 +42,7 @@ def table(report: Report, orders: Sequence[Order] = (), *, width: int = 100) -> 
 
 
 def lead(report: Report) -> str:
-    """What is worst, and of whom: "2 of 4 nodes failed: n3, n7"; outputs where no node is named. Empty for a PASS."""
+    """The worst verdict and its nodes: "2 of 4 nodes failed: n3, n7"; outputs if there are no node names. Empty for PASS."""
     of = report.nodes
     what, names = "node", [name for name, verdict in of.items() if verdict == report.verdict]
     if not names:
@@ -136,7 +136,7 @@ def told_already(finding: Finding) -> bool:
 
 
 def targets(group: Sequence[Finding]) -> str:
-    """What a group is about: "n[1-4] GPUs 0-7, n7 mlx5_2/1"; the first few, and how many more."""
+    """The targets of a group: "n[1-4] GPUs 0-7, n7 mlx5_2/1"; the first few, and how many more."""
     blames = any(f.code.startswith(("BLM", "TOP")) for f in group)
     whole = {f.target for f in group}
     rest: dict[str, list[str]] = {}
@@ -144,7 +144,7 @@ def targets(group: Sequence[Finding]) -> str:
         parts = _parts([replace(t, node=None) for t in whole if (t.node or "") == node])
         for part in [_PORT_OF.sub(r"\2 port \1", p.removeprefix("to ")) for p in parts] if blames else parts:
             rest.setdefault(part, []).append(node)
-    # All nodes of which the same is said together, in the order of the first of them.
+    # Merge nodes with equal targets, ordered by the first node.
     said: list[tuple[str, int]] = []
     for part, nodes in rest.items():
         for text, count in pieces(nodes):
@@ -156,7 +156,7 @@ def targets(group: Sequence[Finding]) -> str:
 
 
 def _parts(about: Sequence[Target]) -> list[str]:
-    """What of one node: its GPUs, the links of a GPU and its ports as ranges, "" for the node itself."""
+    """The targets within one node: GPUs, links of a GPU and ports as ranges; "" for the node itself."""
     gpus = sorted(
         {t.gpu for t in about if t.gpu is not None and t.link is None and t.port is None and t.peer is None}
     )
@@ -236,7 +236,7 @@ def _measured(report: Report, width: int) -> Iterator[Line]:
 
 
 def _orders(report: Report, orders: Sequence[Order], width: int) -> Iterator[Line]:
-    """Whole commands, never wrapped: they are to be copied. And whether --apply would carry them out."""
+    """Whole commands, never wrapped, so that they can be copied; and whether --apply would run them."""
     for scheduler in SCHEDULERS:
         mine = [o for o in orders if o.scheduler == scheduler]
         if not mine:
@@ -255,7 +255,7 @@ def _orders(report: Report, orders: Sequence[Order], width: int) -> Iterator[Lin
 
 
 def would_refuse(report: Report, orders: Sequence[Order]) -> str:
-    """Why --apply would not carry out these orders of one scheduler; empty if it would, or has."""
+    """Why --apply would refuse these commands of one scheduler; empty if it would run them, or has."""
     return "" if any(o.done is not None for o in orders) else refusal(report, orders, force=False)
 
 
