@@ -49,7 +49,6 @@ def judge_paths(
 ) -> Report:
     """Every output in `paths` judged by itself, with what the others say of its node, and against its siblings.
 
-    Raises InputError where a path does not exist or nothing is there. What stands in a file is never an error: unknown,
     Raises InputError where a path does not exist or nothing is found. Content never raises: unknown, empty, cut-off and
     binary files are UNJUDGED findings. `progress`: see collect().
     """

@@ -51,7 +51,6 @@ class Reader:
     def documents(self, span: Span) -> Pieces:
         """The documents of `span`; InputError once MAX_PROBLEMS are found.
 
-        A span of text that does not reach the file's end breaks off inside its document, without a None.
         A span of text that does not reach the file's end stops inside its document, without a None. Lines are counted
         from the beginning of the span. OSError if the scratch folder is full.
         """

@@ -18,7 +18,6 @@ SCHEMA_VERSION = 1
 def document(report: Report, orders: Sequence[Order] = ()) -> dict[str, Any]:
     """`verdict`, `counts`, `nodes` (name -> verdict), `findings` (the worst first), `outputs` (each file with its verdict).
 
-    Of a check that measured also `measured` (rates, for the planner), `rounds`, `seconds`, `blames` and `unsettled`. `orders`
     With measurements also `measured` (rates, for the planner), `rounds`, `seconds`, `blames` and `unsettled`. `orders`:
     the commands that drain failed nodes, with their results; `apply_refused`: why --apply needs --force.
     """
