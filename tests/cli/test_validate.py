@@ -210,6 +210,16 @@ def test_a_preset_that_is_not_filled_in_says_so(validate: Validate, preset: str)
     assert any("there is no " in e["message"] and "seatrial data prepare" in e["hint"] for e in said.errors)
 
 
+def test_what_stands_where_the_run_would_save_is_looked_at(validate: Validate, tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    text = preset_text(FIRST).replace("keep = 3", f'keep = 3\nfolder = "{tmp_path}/saved"')
+    assert validate(text).code == 0
+    (tmp_path / "saved/first-voyage").touch()
+    (problem,) = validate(text).errors
+    assert problem["message"] == f"{tmp_path}/saved/first-voyage is no folder"
+    assert text.splitlines()[problem["line"] - 1].startswith("folder = ")
+
+
 # -- memory
 
 

@@ -147,16 +147,21 @@ def _folders(facts: Facts) -> Iterator[Finding]:
         given = getattr(facts.job.checkpoint, name)
         if given is None or is_remote(given) or PLACEHOLDER.search(given):
             continue
-        path = Path(given)
-        try:
-            there = next(p for p in (path, *path.parents) if p.exists())
-            why = "" if there.is_dir() else "is no folder"
-            if not why and not os.access(there, os.W_OK | os.X_OK):
-                why = "cannot be written to"
-        except OSError as error:
-            there, why = path, f"cannot be used: {error.strerror}"
+        # Of a job whose name cannot be read the first is all that can be looked at.
+        why = _unusable(Path(given)) or _unusable(Path(given) / facts.job.name)
         if why:
-            yield Finding((f"checkpoint.{name}",), f"{there} {why}", "name a folder that you may write to")
+            yield Finding((f"checkpoint.{name}",), why, "name a folder that you may write to")
+
+
+def _unusable(path: Path) -> str:
+    """Why no folder can be written to, or made, at `path`; "" where one can."""
+    try:
+        there = next(p for p in (path, *path.parents) if p.exists())
+        if not there.is_dir():
+            return f"{there} is no folder"
+        return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
+    except OSError as error:
+        return f"{path} cannot be used: {error.strerror}"
 
 
 class _Data:
