@@ -1,4 +1,4 @@
-# From a fresh clone:  make train   trains the first-voyage model      make test   runs every test
+# From a fresh clone:  make train   trains the first-voyage model      make test   tests it
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,18 +25,20 @@ train: $(STAMP) first-voyage.toml  ## train a small Qwen2.5-shaped model over a 
 first-voyage.toml: | $(STAMP)
 	$(BIN)/seatrial init --preset first-voyage --out $@
 
-test: $(STAMP)  ## all tests, after the static checks
+test: $(STAMP)  ## static checks, then the tests that CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/vulture
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not alone and not long"
 	$(BIN)/pytest -m "alone and not long"
 
-test-all: test  ## and those that take very long
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m long
+test-all: test  ## and those that take long and show little more
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "long and not alone"
+	$(BIN)/pytest -m "long and alone"
 
-test-fast: $(STAMP)  ## the tests that start no cluster (about two minutes on two cores)
+test-fast: $(STAMP)  ## the tests that start no cluster (two to three minutes on two cores)
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not cluster and not long"
 
 check: $(STAMP)  ## static checks only
@@ -44,6 +46,7 @@ check: $(STAMP)  ## static checks only
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/vulture
 
 format: $(STAMP)  ## format and fix what ruff can
 	$(BIN)/ruff format .

@@ -37,14 +37,15 @@ from plan_fit import Lines, calibrate, line, predicted
 from plan_rows import Guessed, Row, read
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
+from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
-from seatrial.plan.calibration import shipped
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.memory import GIB, layer_activations, rank_memory
-from seatrial.plan.predict import predict
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.schedule import in_flight
-from seatrial.plan.stacks import stacks
+from seatrial.job.schedules import schedule_named
+from seatrial.plan.cost.calibration import shipped
+from seatrial.plan.cost.memory import GIB, layer_activations, rank_memory
+from seatrial.plan.cost.predict import predict
+from seatrial.plan.cost.stacks import stacks
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
 
 STACK = "megatron-2021"
 # Seconds a step of arXiv:2205.05198, table 5: everything recomputed; sequence parallel with attention recomputed.
@@ -139,10 +140,12 @@ def _row(name: str, app: dict[str, Any], execution: dict[str, Any], step_s: floa
 def _activations(app: dict[str, Any], execution: dict[str, Any]) -> float:
     """Bytes that the first rank keeps, as the paper counts them: layers only, nothing that is being worked on."""
     model, recipe = model_of(app), recipe_of(app, execution)
-    held = in_flight(recipe.schedule, recipe.pipeline, recipe.stages_per_rank, recipe.microbatches, 0)
-    layers = held * model.layers / recipe.stages
+    layout = recipe.layout
+    at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, 0)
+    held = schedule_named(layout.schedule).in_flight(*at) if layout.pipeline > 1 else layout.stages_per_rank
+    layers = held * model.num_hidden_layers / layout.stages
     if recipe.recompute == "full":
-        return layers * 2.0 * recipe.tokens * model.hidden
+        return layers * 2.0 * recipe.tokens * model.hidden_size
     return layers * layer_activations(model, recipe, stacks()[STACK])
 
 
@@ -195,7 +198,7 @@ def expressible(row: Row) -> bool:
         and m.kv_heads == m.heads
         and abs(m.vocab - VOCABULARY) < 2000
         and r.context == 1
-        and r.tensor <= row.cluster.gpus_per_node
+        and r.layout.tensor <= row.cluster.gpus_per_node
         and r.precision == "bf16"
         and r.sharding in ("none", "optimizer")
         and r.recompute in RECOMPUTED
@@ -254,14 +257,16 @@ def layouts(app: dict[str, Any], gpus: int, batch: int) -> Iterator[Recipe]:
                     if (cut and data == 1) or (parallel and tensor == 1):
                         continue
                     yield Recipe(
+                        layout=Layout(
+                            tensor=tensor,
+                            shard=data,
+                            pipeline=pipeline,
+                            stages_per_rank=per_rank,
+                            schedule="interleaved-1f1b" if per_rank > 1 else "1f1b",
+                        ),
                         sequence=app["seq_size"],
                         global_batch=batch,
                         microbatch=micro,
-                        tensor=tensor,
-                        shard=data,
-                        pipeline=pipeline,
-                        stages_per_rank=per_rank,
-                        schedule="interleaved-1f1b" if per_rank > 1 else "1f1b",
                         sharding="optimizer" if cut else "none",
                         recompute=again,  # type: ignore[arg-type]
                         sequence_parallel=parallel,

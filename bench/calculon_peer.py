@@ -12,8 +12,10 @@ import types
 from pathlib import Path
 from typing import Any
 
-from seatrial.plan.model import Model
-from seatrial.plan.recipe import Recipe
+from seatrial.job.architecture import Architecture
+from seatrial.job.layout import Layout
+from seatrial.plan.model.other_model import OtherModel
+from seatrial.plan.model.recipe import Recipe
 
 VOCABULARY = 51200  # of all models of arXiv:2205.05198; Calculon's count of parameters has it built in
 RECOMPUTED = {"none": "none", "attention": "attn_only", "full": "full"}
@@ -73,20 +75,20 @@ class Calculon:
         return found
 
 
-def model_of(app: dict[str, Any]) -> Model:
+def model_of(app: dict[str, Any]) -> Architecture:
     """Calculon's application as our model: a GPT without gate, tied embedding, learned positions."""
-    return Model(
-        layers=app["num_blocks"],
-        hidden=app["hidden"],
-        ffn=app["feedforward"],
-        heads=app["attn_heads"],
-        kv_heads=app["attn_heads"],
+    return OtherModel(
+        num_hidden_layers=app["num_blocks"],
+        hidden_size=app["hidden"],
+        intermediate_size=app["feedforward"],
+        num_attention_heads=app["attn_heads"],
+        num_key_value_heads=app["attn_heads"],
         head_dim=app["attn_size"],
-        vocab=VOCABULARY,
+        vocab_size=VOCABULARY,
         gated=False,
-        tied=True,
+        tie_word_embeddings=True,
         layer_vectors=13 * app["hidden"],
-        positions=app["seq_size"],
+        learned_positions=app["seq_size"],
     )
 
 
@@ -95,51 +97,53 @@ def recipe_of(app: dict[str, Any], execution: dict[str, Any]) -> Recipe:
     per_rank = execution["pipeline_interleaving"]
     again = {v: k for k, v in RECOMPUTED.items()}[execution["activation_recompute"]]
     return Recipe(
+        layout=Layout(
+            tensor=execution["tensor_par"],
+            shard=execution["data_par"],
+            pipeline=execution["pipeline_par"],
+            stages_per_rank=per_rank,
+            schedule="interleaved-1f1b" if per_rank > 1 else "1f1b",
+        ),
         sequence=app["seq_size"],
         global_batch=execution["batch_size"],
         microbatch=execution["microbatch_size"],
-        tensor=execution["tensor_par"],
-        shard=execution["data_par"],
-        pipeline=execution["pipeline_par"],
-        stages_per_rank=per_rank,
-        schedule="interleaved-1f1b" if per_rank > 1 else "1f1b",
         sharding="optimizer" if execution["optimizer_sharding"] else "none",
         recompute=again,  # type: ignore[arg-type]
         sequence_parallel=execution["tensor_par_comm_type"] == "rs_ag",
     )
 
 
-def app_of(model: Model, sequence: int) -> dict[str, Any]:
+def app_of(model: Architecture, sequence: int) -> dict[str, Any]:
     return {
-        "hidden": model.hidden,
-        "feedforward": model.ffn,
+        "hidden": model.hidden_size,
+        "feedforward": model.intermediate_size,
         "seq_size": sequence,
-        "attn_heads": model.heads,
+        "attn_heads": model.num_attention_heads,
         "attn_size": model.head_dim,
-        "num_blocks": model.layers,
+        "num_blocks": model.num_hidden_layers,
     }
 
 
 def execution_of(recipe: Recipe, gpus_per_node: int) -> dict[str, Any]:
     """Our recipe as Calculon's execution: settings as in its validation, groups over NVLink where they fit into a node."""
     r = recipe
-    parallel = r.sequence_parallel and r.tensor > 1
+    parallel = r.sequence_parallel and r.layout.tensor > 1
     return {
         "num_procs": r.world,
-        "tensor_par": r.tensor,
-        "pipeline_par": r.pipeline,
-        "data_par": r.data_parallel,
-        "tensor_par_net": int(r.tensor > gpus_per_node),
+        "tensor_par": r.layout.tensor,
+        "pipeline_par": r.layout.pipeline,
+        "data_par": r.layout.data_parallel,
+        "tensor_par_net": int(r.layout.tensor > gpus_per_node),
         "pipeline_par_net": int(r.world > gpus_per_node),
-        "data_par_net": int(r.tensor * r.data_parallel > gpus_per_node),
+        "data_par_net": int(r.layout.tensor * r.layout.data_parallel > gpus_per_node),
         "batch_size": r.global_batch,
         "microbatch_size": r.microbatch,
         "datatype": "float16",
         "fused_activation": False,
         "attention_type": "multihead",
         "activation_recompute": RECOMPUTED[r.recompute],
-        "pipeline_interleaving": r.stages_per_rank,
-        "optimizer_sharding": r.sharding == "optimizer" and r.data_parallel > 1,
+        "pipeline_interleaving": r.layout.stages_per_rank,
+        "optimizer_sharding": r.sharding == "optimizer" and r.layout.data_parallel > 1,
         "tensor_par_comm_type": "rs_ag" if parallel else "ar",
         "tensor_par_overlap": "none",
         "seq_par_ag_redo": parallel and r.recompute != "full",

@@ -16,17 +16,22 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from seatrial.check.blame.faults import Shape, culprit, draw
+from seatrial.check.blame.faults import Shape
 from seatrial.check.blame.localise import localise
 from seatrial.check.blame.simulated import Cluster, Noise, SimulatedBench
 from seatrial.check.node.node_stage import NodeOptions
 from seatrial.check.node.node_stage import measure as node_stage
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "sim"))
+from random_faults import culprit, draw
 
 HARD = Noise(reading=0.02, outlier=0.02, nothing=0.005, silent=0.001, own_outlier=0.002)
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from seatrial.check.collect import pieces_of
-from seatrial.check.findings import Verdict
-from seatrial.check.offline import judge_pieces
-from seatrial.check.report import Report
+from seatrial.check.intake.collect import pieces_of
+from seatrial.check.intake.offline import judge_pieces
+from seatrial.check.judging.findings import Verdict
+from seatrial.check.judging.report import Report
 
 FIXTURES = Path(__file__).parents[1] / "tests" / "fixtures" / "check"
 _JUNK = ("\x00", "\x01\x02", "\x7f", "\ufffd")

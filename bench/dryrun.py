@@ -3,7 +3,7 @@
     python bench/dryrun.py [--microbatches 64] [--whole] [--processes 1] [--tensor 8 --pipeline 2 --shard 8 ...]
 
 Qwen2.5-72B on 128 ranks, tensor 8 x pipeline 2 x shard 8, bf16, sequences of 4,096 tokens; one rank of each pipeline stage.
-Prints what each rank holds and sends, beside the closed form of `seatrial.plan.memory`. `--whole` traces every layer
+Prints what each rank holds and sends, beside the closed form of `seatrial.plan.cost.memory`. `--whole` traces every layer
 and microbatch too, and compares: every figure must be equal. Run it beside nothing else, or read the CPU seconds.
 """
 
@@ -17,11 +17,10 @@ from pathlib import Path
 
 from seatrial.base import units
 from seatrial.job import Job, job_from_text
-from seatrial.plan.dryrun import DryRun, RankStep, dry_run
-from seatrial.plan.memory import rank_memory
-from seatrial.plan.model import Model
-from seatrial.plan.predict import stack_for
-from seatrial.plan.recipe import Recipe
+from seatrial.plan.cost.dryrun import DryRun, RankStep, dry_run
+from seatrial.plan.cost.memory import rank_memory
+from seatrial.plan.cost.predict import stack_for
+from seatrial.plan.model.recipe import Recipe
 
 JOB = """
 name = "reference"
@@ -75,12 +74,12 @@ def same(a: RankStep, b: RankStep) -> bool:
 
 
 def show(job: Job, run: DryRun) -> None:
-    model, recipe = Model.of(job.architecture), Recipe.of(job)
+    model, recipe = job.architecture, Recipe.of(job)
     for step in run.ranks:
         print(f"\nrank {step.rank} (pipeline {step.at.pipeline}), {sum(map(len, step.layers))} layers")
         print(
             f"  parameters {units.memory(step.parameter_bytes)}, gradients {units.memory(step.gradient_bytes)}, "
-            f"optimizer {units.memory(step.optimizer_bytes)}; FLOPs {step.total_flops:.4e}"
+            f"optimizer {units.memory(step.optimizer_bytes)}; FLOPs {sum(step.flops.values()):.4e}"
         )
         kinds = ", ".join(f"{kind} {units.memory(n)}" for kind, n in step.peak.items())
         print(f"  peak {units.memory(step.peak_bytes)} at {step.peak_label!r}: {kinds}")

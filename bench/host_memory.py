@@ -23,7 +23,7 @@ from typing import Any
 from seatrial.base import units
 from seatrial.base.process import descendants
 from seatrial.job import load_job, preset_text
-from seatrial.plan.host import host_need
+from seatrial.plan.cost.host import host_need
 
 EVERY_S = 0.25
 SETTINGS = [

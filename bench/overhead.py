@@ -24,7 +24,7 @@ from torch import nn
 
 from seatrial.base.box import Box
 from seatrial.data.loader import BatchLoader
-from seatrial.data.prepare import resolve_store
+from seatrial.data.prepare import resolve_stores
 from seatrial.job import Job, job_from_text, preset_text
 from seatrial.model.decoder import Decoder, stored_name
 from seatrial.model.initialise import RandomWeights
@@ -97,7 +97,7 @@ def main() -> int:
             ],
         )
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        store = resolve_store(job.data, Path(folder) / ".data", Path(folder))
+        (store,) = resolve_stores(job.data, Path(folder) / ".data", Path(folder))
         loader = BatchLoader(
             store,
             sequence_length=job.train.sequence_length,

@@ -1,6 +1,6 @@
 """How far predictions are from published results: errors, what was left out of calibration, fit, intervals, plan regret.
 
-    python bench/plan_accuracy.py published.csv [--write bench/plan_accuracy.json] [--calibration src/seatrial/plan/calibration.toml]
+    python bench/plan_accuracy.py published.csv [--write bench/plan_accuracy.json] [--calibration src/seatrial/plan/cost/calibration.toml]
 
 Any CSV with these columns will do. Four ways to know a stack's pace on a GPU, from easy to hard:
 
@@ -31,10 +31,10 @@ from typing import Any
 from plan_fit import calibrate, line, predicted, seconds
 from plan_memory import errors_toml, fits, memory_errors, memory_scores, score
 from plan_rows import Guessed, Row, read
-from seatrial.plan.calibration import Calibration, Z, shipped
-from seatrial.plan.collectives import Fabric
-from seatrial.plan.stacks import stacks
-from seatrial.plan.step import step_parts
+from seatrial.plan.cost.calibration import Calibration, Z, shipped
+from seatrial.plan.cost.collectives import Fabric
+from seatrial.plan.cost.stacks import stacks
+from seatrial.plan.cost.step import step_parts
 
 WAYS = ("shipped", "calibrated", "other models", "two or more other models", "other sources", "other GPUs")
 GENERATION = {"A100": "Ampere", "H100": "Hopper", "H200": "Hopper"}
@@ -44,7 +44,7 @@ def settled(row: Row) -> Row:
     """What the source does not say of microbatches: the fastest one that fits."""
     recipe = row.recipe
     if row.free_microbatch:
-        each = recipe.global_batch // recipe.data_parallel
+        each = recipe.global_batch // recipe.layout.data_parallel
         choices = [replace(recipe, microbatch=m) for m in (1, 2, 4, 8) if each % m == 0]
         rows = [replace(row, recipe=r) for r in choices] or [row]
         able = [r for r in rows if fits(r)] or rows[:1]
@@ -99,7 +99,7 @@ def regret(rows: list[Row], known: Calibration) -> dict[str, Any]:
             (row.source, row.name, row.gpu, r.world, r.global_batch, r.sequence, r.precision), []
         ).append(row)
     for group in groups.values():
-        layouts = {(r.recipe.tensor, r.recipe.pipeline, r.recipe.microbatch) for r in group}
+        layouts = {(r.recipe.layout.tensor, r.recipe.layout.pipeline, r.recipe.microbatch) for r in group}
         if len(layouts) < 3:
             continue
         choices += 1
@@ -116,13 +116,13 @@ def regret(rows: list[Row], known: Calibration) -> dict[str, Any]:
 
 
 def shortest(rows: list[Row], known: Calibration) -> float | None:
-    """Milliseconds of the shortest layer: kernels of one microbatch, forward and backward (plan/caution.py); None without rows."""
+    """Milliseconds of the shortest layer: kernels of one microbatch, forward and backward (plan/search/caution.py); None without rows."""
     found = []
     for row in rows:
         r, pace = row.recipe, known.pace(row.stack, row.gpu)
         p = step_parts(row.model, r, Fabric(row.cluster), stacks()[row.stack], pace.value, pace.factors)
         kernels = p.products + p.attention + p.operators
-        found.append(kernels * r.pipeline / (row.model.layers * r.microbatches))
+        found.append(kernels * r.layout.pipeline / (row.model.num_hidden_layers * r.microbatches))
     return round(1e3 * min(found), 2) if found else None
 
 

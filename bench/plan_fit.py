@@ -1,4 +1,4 @@
-"""Calibration from measured steps: for each stack and GPU the three numbers of `plan/calibration.py` that its rows give.
+"""Calibration from measured steps: for each stack and GPU the three numbers of `plan/cost/calibration.py` that its rows give.
 
 The sum of |log(predicted / measured)| to the power of 1.2 is made smallest: single odd rows count little, and two rows still have a
 middle. A model's rows say partly the same: each counts by one over the root of their number. `operators` and `attention` are drawn towards 1, as if measured before with the
@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from plan_rows import Row
-from seatrial.plan.calibration import EVEN, Calibration, Entry, Factors, Pace, Z
-from seatrial.plan.collectives import Fabric
-from seatrial.plan.stacks import stacks
-from seatrial.plan.step import step_parts
+from seatrial.plan.cost.calibration import EVEN, Calibration, Entry, Factors, Pace, Z
+from seatrial.plan.cost.collectives import Fabric
+from seatrial.plan.cost.stacks import stacks
+from seatrial.plan.cost.step import step_parts
 
 # A spread from few rows says little: it is drawn towards what stacks usually have, as if four more rows had that.
 USUAL, WORTH = 0.08, 4

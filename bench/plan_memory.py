@@ -1,6 +1,6 @@
 """Predicted memory beside published figures, and what is said of layouts that ran and of those that ran out of memory.
 
-The three answers (plan/room.py) follow from the errors themselves. When a row is scored, the errors of its own source are left
+The three answers (plan/cost/memory_fit.py) follow from the errors themselves. When a row is scored, the errors of its own source are left
 out: what one source measured must not set the limit that its own rows are judged by.
 """
 
@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from plan_rows import Guessed, Row
-from seatrial.plan.memory import Memory, memory
-from seatrial.plan.predict import capacity
-from seatrial.plan.room import SURE, Errors, Tail, judge, shipped_errors
-from seatrial.plan.stacks import stacks
+from seatrial.plan.cost.memory import Memory, memory
+from seatrial.plan.cost.memory_fit import SURE, Errors, Tail, judge, shipped_errors
+from seatrial.plan.cost.predict import capacity
+from seatrial.plan.cost.stacks import stacks
 
 
 def held(row: Row) -> Memory:
@@ -114,7 +114,7 @@ def errors_toml(errors: Errors) -> str:
     lines = [
         "# How far published memory figures were above their prediction: measured over predicted (memory.py), both of the same kind",
         "# (allocated, reserved, or what the device showed). Written by bench/plan_accuracy.py --calibration from the rows that say all",
-        "# that memory depends on. `figures` counts all of a source, `above` has those beyond 1, from the largest. plan/room.py calls a",
+        "# that memory depends on. `figures` counts all of a source, `above` has those beyond 1, from the largest. plan/cost/memory_fit.py calls a",
         f"# layout tight where {SURE * 100:g} % of all figures or more were as far above as the GPU's memory is above what the layout needs.",
     ]
     for s in errors.sources:

@@ -17,10 +17,12 @@ from pathlib import Path
 from plan_words import as_stack, has_experts, memory_kind, network_of, stack_of
 from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.hardware.networks import Network, find_network
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.kernels import Kernels, UnknownSpeedError
-from seatrial.plan.model import Model
-from seatrial.plan.recipe import Precision, Recipe, Recompute, Sharding
+from seatrial.job.architecture import Architecture
+from seatrial.job.layout import Layout
+from seatrial.plan.cost.kernels import Kernels, UnknownSpeedError
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.other_model import OtherModel
+from seatrial.plan.model.recipe import Precision, Recipe, Recompute, Sharding
 
 GIB = 1024**3
 
@@ -115,7 +117,7 @@ class Row:
     source: str
     name: str
     gpu: str
-    model: Model
+    model: Architecture
     recipe: Recipe
     cluster: Cluster
     stack: str
@@ -227,7 +229,7 @@ def _row(raw: dict[str, str]) -> Row:
     gpus = _number(raw, "n_gpus")
     recipe = _recipe(raw, source, gpus)
     if known is None:
-        if recipe.global_batch % (recipe.data_parallel * recipe.microbatch):
+        if recipe.global_batch % (recipe.layout.data_parallel * recipe.microbatch):
             raise Unusable("the batch is no multiple of microbatch and data parallel")
         recipe = as_stack(raw, recipe, stack)
     gpu, each = _gpu(raw["gpu"]), _number(raw, "gpus_per_node", 8)
@@ -271,25 +273,25 @@ def _network(raw: dict[str, str], usual: str | None, gpu: str, each: int, *, alo
     return found or default
 
 
-def _model(raw: dict[str, str], vocabulary: int) -> Model:
+def _model(raw: dict[str, str], vocabulary: int) -> Architecture:
     hidden, heads = _number(raw, "hidden"), _number(raw, "heads")
     name = raw["model"]
     gated = name.casefold().startswith(tuple(g.casefold() for g in GATED))
     ffn = _number(raw, "ffn_hidden", None if gated else 4 * hidden)
     vocab = _number(raw, "vocab", vocabulary or 32000)
     plain = not gated
-    return Model(
-        layers=_number(raw, "layers"),
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads,
-        kv_heads=_number(raw, "kv_heads", heads),
+    return OtherModel(
+        num_hidden_layers=_number(raw, "layers"),
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_attention_heads=heads,
+        num_key_value_heads=_number(raw, "kv_heads", heads),
         head_dim=hidden // heads,
-        vocab=vocab,
+        vocab_size=vocab,
         gated=gated,
-        tied=name.startswith(TIED),
+        tie_word_embeddings=name.startswith(TIED),
         layer_vectors=(13 if plain else 2) * hidden,
-        positions=_number(raw, "seq_len") if plain and not name.startswith("Nemotron") else 0,
+        learned_positions=_number(raw, "seq_len") if plain and not name.startswith("Nemotron") else 0,
     )
 
 
@@ -328,16 +330,18 @@ def _recipe(raw: dict[str, str], source: str, gpus: int) -> Recipe:
     if pp == 1:
         vpp = 1
     return Recipe(
+        layout=Layout(
+            tensor=tp,
+            shard=shard,
+            replicate=dp // shard,
+            pipeline=pp,
+            stages_per_rank=vpp,
+            schedule="interleaved-1f1b" if vpp > 1 else "1f1b",
+        ),
         sequence=_number(raw, "seq_len"),
         global_batch=batch,
         microbatch=micro,
-        tensor=tp,
         context=cp,
-        shard=shard,
-        replicate=dp // shard,
-        pipeline=pp,
-        stages_per_rank=vpp,
-        schedule="interleaved-1f1b" if vpp > 1 else "1f1b",
         precision=_precision(raw["precision"]),
         sharding=sharding,
         reshard="SHARD_GRAD_OP" not in cut and pp == 1,
@@ -346,7 +350,7 @@ def _recipe(raw: dict[str, str], source: str, gpus: int) -> Recipe:
     )
 
 
-def _step(raw: dict[str, str], model: Model, recipe: Recipe) -> float | None:
+def _step(raw: dict[str, str], model: Architecture, recipe: Recipe) -> float | None:
     """Seconds a step: as given, or from tokens/s, or from TFLOP/s and the formula that its source used."""
     tokens = recipe.global_batch * recipe.sequence
     gpus = recipe.world
@@ -359,9 +363,9 @@ def _step(raw: dict[str, str], model: Model, recipe: Recipe) -> float | None:
     rate = _float(raw, "tflops_per_gpu") * 1e12 * gpus
     convention = raw["attn_flops_convention"]
     if "HFU" in convention:  # arXiv:2104.04473, equation 3
-        h, s, v = model.hidden, recipe.sequence, model.vocab
+        h, s, v, layers = model.hidden_size, recipe.sequence, model.vocab_size, model.num_hidden_layers
         again = 96 if recipe.recompute == "full" else 72
-        flops = again * tokens * model.layers * h * h * (1 + s / (6 * h) + v / (16 * model.layers * h))
+        flops = again * tokens * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
         return flops / rate
     if "full" in convention or "causal" in convention:
         flops = tokens * model.flops_per_token(recipe.sequence, full_attention="full" in convention)

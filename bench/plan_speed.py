@@ -27,11 +27,10 @@ import seatrial
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
 from seatrial.job import Job, load_job
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.model import Model
-from seatrial.plan.predict import predict
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.search import search
+from seatrial.plan.cost.predict import predict
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.search.search import search
 
 # What each may take, seconds: a layout, a search by the number of GPUs, the verb on 128 GPUs by its option.
 LAYOUT_S = 1e-3
@@ -63,7 +62,7 @@ def cluster_of(nodes: int) -> Cluster:
 def layout(rounds: int) -> dict[str, Any]:
     """One prediction; every one of another batch, so that nothing is remembered."""
     job, cluster = job_on(16), cluster_of(16)
-    model, recipe = Model.of(job.architecture), Recipe.of(job)
+    model, recipe = job.architecture, Recipe.of(job)
     batches = range(1024, 1024 + 8 * 200, 8)
 
     def work() -> None:
@@ -88,7 +87,7 @@ def search_of(gpus: int, rounds: int) -> dict[str, Any]:
         "tried": found.tried,
         "too_large": found.too_large,
         "layouts_per_s": round(found.tried / cpu),
-        "best": str(best.layout),
+        "best": str(best.recipe.layout),
         "tokens_per_s_per_gpu": round(best.prediction.tokens_per_s_per_gpu),
     }
 

@@ -16,7 +16,7 @@ from seatrial.hardware.networks import (
     reference_node,
     reference_nodes,
 )
-from seatrial.plan.recipe import Recipe
+from seatrial.plan.model.recipe import Recipe
 
 # The first that a text matches, from the most particular on.
 STACKS = (

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from seatrial.base.process import kill_all, living, marked
-from seatrial.data.prepare import data_cache, resolve_store
+from seatrial.data.prepare import data_cache, resolve_stores
 from seatrial.job import load_job, preset_text
 from seatrial.record.run import open_run
 
@@ -126,7 +126,7 @@ def torchrun(
 ) -> Iterator[Running]:
     """The same worker under torchrun. With --standalone it has one agent: 8 ranks on one node."""
     job = load_job(folder / "job.toml", [*overrides, f'name="{name}"'])
-    store = resolve_store(job.data, data_cache(folder), folder)
+    (store,) = resolve_stores(job.data, data_cache(folder), folder)
     with open_run(job, folder, data=store.identity()):
         pass  # torchrun starts ranks; the folder is ours to make
     mark = f"bench-{os.getpid()}-{name}"
@@ -236,7 +236,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "job.toml").write_text(preset_text("first-voyage"))
-        resolve_store(load_job(folder / "job.toml", OVERRIDES).data, data_cache(folder), folder)
+        resolve_stores(load_job(folder / "job.toml", OVERRIDES).data, data_cache(folder), folder)
         for turn in range(arguments.rounds):
             for case, measure in {
                 "rank_killed_in_place": lambda n: rank_killed(folder, n),

@@ -1,10 +1,11 @@
 """Time from `seatrial train` to the first finished step, 8 ranks, beside torchrun starting the same worker.
 
-    python bench/start.py [--rounds 3] [--no-torchrun]
+    python bench/start.py [--rounds 3] [--no-torchrun] [--slurm]
 
 Both run the first-voyage job's first step on the same virtual cluster of 8 CPU ranks, one after the other, in turns. The time
 is from the start of the command to the first line in metrics.jsonl, as the worker stamped it. The data is prepared
-beforehand, as it is on every start but the first.
+beforehand, as it is on every start but the first. With --slurm also through sbatch and srun of a real Slurm that is started for it on
+this machine (root, slurm-wlm and munge): two of its nodes with four ranks each.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
-from seatrial.data.prepare import data_cache, resolve_store
+from seatrial.data.prepare import data_cache, resolve_stores
 from seatrial.data.store import TokenStore
 from seatrial.job import Job, load_job, preset_text
 from seatrial.record.run import open_run
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster"))
+import slurm_cluster
+
 LIMIT_S = 8.0
+SLURM_LIMIT_S = 3.0  # more than on the virtual cluster
 OVERRIDES = ["train.steps=1", "optimizer.warmup_steps=0", "train.sample_tokens=0"]
 
 
@@ -36,13 +42,13 @@ def first_step(run: Path, began: float) -> float:
     return float(json.loads(line)["time"]) - began
 
 
-def seatrial(folder: Path, turn: int) -> float:
-    runs = folder / f"ours-{turn}"
+def seatrial(folder: Path, turn: int, *more: str) -> float:
+    runs = folder / f"ours-{turn}-{len(more)}"
     runs.mkdir()
     (runs / ".data").symlink_to(data_cache(folder))
     began = time.time()
     command = [sys.executable, "-m", "seatrial", "train", str(folder / "job.toml"), "--runs", str(runs)]
-    for override in OVERRIDES:
+    for override in [*OVERRIDES, *more]:
         command += ["--set", override]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     return first_step(runs / "first-voyage", began)
@@ -74,15 +80,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-torchrun", action="store_true")
+    parser.add_argument("--slurm", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         (folder / "job.toml").write_text(preset_text("first-voyage"))
         job = load_job(folder / "job.toml", OVERRIDES)
-        store = resolve_store(job.data, data_cache(folder), folder)
+        (store,) = resolve_stores(job.data, data_cache(folder), folder)
         contenders: dict[str, Callable[[int], float]] = {"seatrial": lambda turn: seatrial(folder, turn)}
         if not arguments.no_torchrun:
             contenders["torchrun"] = lambda turn: torchrun(folder, turn, job, store)
+        if arguments.slurm:
+            cluster = stack.enter_context(slurm_cluster.slurm(folder / "slurm", ("n1", "n2")))
+            os.environ |= cluster.environment
+            options = ("cluster.launcher=slurm", "cluster.device=cpu", "slurm.follow_up=false")
+            contenders["slurm"] = lambda turn: seatrial(folder, turn, *options)
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(arguments.rounds):
             for name, contender in contenders.items():
@@ -96,7 +108,12 @@ def main() -> int:
     if "torchrun" in times:
         print(f"ratio     {statistics.median(times['torchrun']) / ours:6.2f} times as fast as torchrun")
     print(f"limit     {LIMIT_S:6.2f} s")
-    return 0 if ours <= LIMIT_S else 1
+    within = ours <= LIMIT_S
+    if "slurm" in times:
+        more = statistics.median(times["slurm"]) - ours
+        print(f"slurm     {more:6.2f} s more than on the virtual cluster; limit {SLURM_LIMIT_S:.2f} s")
+        within = within and more <= SLURM_LIMIT_S
+    return 0 if within else 1
 
 
 if __name__ == "__main__":

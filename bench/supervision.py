@@ -21,7 +21,7 @@ from pathlib import Path
 
 from recovery import Running, seatrial, torchrun, wait_for
 from seatrial.base.process import marked
-from seatrial.data.prepare import data_cache, resolve_store
+from seatrial.data.prepare import data_cache, resolve_stores
 from seatrial.job import load_job, preset_text
 
 EVERY = 10
@@ -88,7 +88,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "job.toml").write_text(preset_text("first-voyage"))
-        resolve_store(load_job(folder / "job.toml", JOB).data, data_cache(folder), folder)
+        resolve_stores(load_job(folder / "job.toml", JOB).data, data_cache(folder), folder)
         span = (arguments.first, arguments.last)
         for turn in range(arguments.rounds):
             with torchrun(folder, f"torchrun-{turn}", cured=True, overrides=JOB) as run:

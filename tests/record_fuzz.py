@@ -29,15 +29,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from saving import save
 from seatrial.base.box import Box
 from seatrial.base.errors import SeatrialError
 from seatrial.checkpoint.manifest import MANIFEST, Manifest, Progress
-from seatrial.checkpoint.write import Piece, save
+from seatrial.checkpoint.write import Piece
 from seatrial.cli.main import main as seatrial
-from seatrial.control import lease as leases
-from seatrial.control.lease import Lease
-from seatrial.control.memory import recall
-from seatrial.control.spec import AgentSpec
+from seatrial.control.agent.spec import AgentSpec
+from seatrial.control.coordinator.handover import recall
+from seatrial.control.net.lease import Lease, Leases, last_term
 from seatrial.data.manifest import read_manifest
 from seatrial.data.prepare import prepare
 from seatrial.job import Job, job_from_text, preset_text
@@ -118,9 +118,10 @@ class World:
         folder.generation_file.write_text("2\n")
         for step, generation in ((5, 1), (8, 2)):
             self._checkpoint(folder.checkpoints, step, generation)
-        leases.claim(folder.leases, Lease(1, 0, "127.0.0.1", 9000, 1e9))
-        leases.claim(folder.leases, Lease(2, 1, "127.0.0.1", 9001, 1e9))
-        folder.control_state.write_text(json.dumps(STATE))
+        for node in range(2):
+            hold = Leases(folder.leases).claim(Lease(node + 1, node, "127.0.0.1", 9000 + node, 1e9), 3.0)
+            assert hold is not None
+        hold.state.write_text(json.dumps(STATE))
         error = {"time": 1e9, "type": "ValueError", "message": "x", "traceback": "Trace", "hint": None}
         path = folder.rank_error(1, 0, 3)
         path.parent.mkdir(parents=True)
@@ -306,11 +307,16 @@ def _start(world: World) -> Seen:
 def _lease(world: World) -> Seen:
     def look() -> None:
         with contextlib.suppress(OSError):
-            found = leases.newest(world.run.leases)
+            found = Leases(world.run.leases).newest()
             assert found is None or (type(found.term), type(found.port)) == (int, int)
-        assert leases.last_term(world.run.leases) >= 1
+        last_term(world.run.leases)
 
     return call(look)
+
+
+def _state(world: World) -> Seen:
+    state = world.run.leases / "00000002.state"
+    return call(lambda: recall(world.spec, shapes(world.job), state))
 
 
 def _content(path: Path) -> bytes | None:
@@ -370,8 +376,8 @@ TARGETS = [
         [*WATCH, _start],
     ),
     Target("secret", ["RUN/control/secret"], [lambda world: call(lambda: read_secret(world.run))]),
-    Target("lease", ["RUN/control/leases/00000001.json", "RUN/control/leases/00000002.json"], [_lease]),
-    Target("state", ["RUN/control/state.json"], [lambda world: call(lambda: recall(world.spec, shapes(world.job)))]),
+    Target("lease", ["RUN/control/leases/00000001.json", "RUN/control/leases/00000002.json", "RUN/control/lease.json"], [_lease]),
+    Target("state", ["RUN/control/leases/00000002.state"], [_state]),
     Target(
         "store manifest",
         ["ROOT/store/manifest.json"],

@@ -56,7 +56,7 @@ def test_a_check_needs_no_layout(auto: Path, capsys: pytest.CaptureFixture[str])
     assert "UNJUDGED" in capsys.readouterr().out
 
 
-def test_what_fits_nowhere_is_refused_and_still_told_what_would_do(
+def test_job_that_fits_nowhere_is_refused_and_fit_shows_clusters(
     auto: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large = ["--set", "model.preset=qwen2.5-72b", "--set", "train.precision=bf16", "--set", "cluster.nodes=1"]

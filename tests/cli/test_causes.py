@@ -186,7 +186,7 @@ def test_a_terminal_that_knows_few_letters_gets_an_answer(here: Path, encoding: 
 @pytest.mark.parametrize(
     "number", [*HINTS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.EINVAL, errno.EPIPE]
 )
-def test_what_the_kernel_refuses_is_told_with_its_file_and_a_hint(number: int) -> None:
+def test_os_errors_are_reported_with_file_and_hint(number: int) -> None:
     told = from_machine(OSError(number, os.strerror(number), "runs/x"))
     if number in (errno.ENOENT, errno.EINVAL, errno.EPIPE):
         assert told is None  # nobody has looked where one should have: ours

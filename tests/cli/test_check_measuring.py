@@ -11,10 +11,10 @@ import pytest
 
 from seatrial.check.blame.blame import Blame
 from seatrial.check.blame.localise import Rounds
-from seatrial.check.findings import Expected, Finding, Target
+from seatrial.check.judging.findings import Expected, Finding, Target
+from seatrial.check.judging.report import Judged, Report
 from seatrial.check.live.conductor import LiveOptions, LiveResult
 from seatrial.check.live.hosts import Host
-from seatrial.check.report import Judged, Report
 from seatrial.cli import check_measure
 from seatrial.cli.main import main
 
@@ -170,7 +170,7 @@ def test_a_job_of_real_nodes_is_the_plan(bench: Bench, capsys: pytest.CaptureFix
     assert "nothing says which hosts" in capsys.readouterr().err
 
 
-def test_a_virtual_cluster_is_checked_as_its_nodes_and_reported_into_its_run(
+def test_check_of_a_virtual_cluster_reports_into_its_run_folder(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["init", "--preset", "first-voyage"]) == 0
@@ -208,7 +208,7 @@ def test_a_plugin_hears_nothing_but_its_line(bench: Bench, capsys: pytest.Captur
         ["--save-baseline", "no/b"],
     ],
 )
-def test_files_that_cannot_be_used_are_said_before_anything_is_measured(
+def test_unusable_files_are_reported_before_measuring(
     bench: Bench, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert main(["check", "--nodes", "a,b,c", *arguments]) == 2
@@ -220,7 +220,7 @@ def test_what_apply_lacks_is_said_before_anything_is_measured(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", "--nodes", "a,b,c", "--apply"]) == 2
-    assert "for which scheduler?" in capsys.readouterr().err
+    assert "--apply needs a scheduler" in capsys.readouterr().err
     assert bench.hosts == []
 
 

@@ -16,6 +16,8 @@ import pytest
 import seatrial
 from seatrial.job import preset_text, presets
 
+pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
+
 SOURCE = Path(seatrial.__file__).parents[1]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -46,19 +48,26 @@ usage: seatrial VERB [options]
 From bare GPU nodes to a finished foundation-model training run.
 
 verbs:
-  init         write a job file to start from
+  init         write a job file from a preset
   schema       print the JSON schema of the job file, for editors
-  validate     say whether a job could start here, and what stands against it
+  validate     check whether a job can start here, and list what prevents it
   check        judge whether nodes are fit to train on
-  explain      say what a finding of a check means
+  explain      explain a finding of a check
   plan         predict layout, memory, speed and cost of a job
   data         prepare text for training
   train        run a job; the same command again resumes it
-  drill        prove on a copy of the job that it survives faults
+  attach       follow a run to its end, whoever runs it
+  status       show the state of a run, also as its scheduler sees it
+  stop         save the state of a run and end it
+  agent        run the agent of one node, as schedulers start it
+  drill        inject faults into copies of the job and judge each recovery
+  ls           list the runs here and their states
   watch        show a run from its folder
-  verify       prove that a checkpoint, or a whole run, is what it should be
-  checkpoints  list a run's checkpoints and what is known of them
+  logs         show the logs of a run's ranks and agents
+  verify       verify a checkpoint, or a whole run with its samples
+  checkpoints  list a run's checkpoints and their states
   export       write a checkpoint as a Hugging Face folder
+  completion   print a completion script for bash, zsh or fish
 
 options:
   -h, --help     this text; `seatrial VERB --help` for one verb
@@ -114,7 +123,7 @@ def test_help_takes_at_most_a_fifth_of_a_second_of_a_processor(run: Run) -> None
         (("trian",), "error: unknown verb `trian`\n  hint: did you mean `seatrial train`?\n"),
         (
             ("fly",),
-            "error: unknown verb `fly`\n  hint: verbs: init, schema, validate, check, explain, plan, data, train, drill, watch, verify, checkpoints, export\n",
+            "error: unknown verb `fly`\n  hint: verbs: init, schema, validate, check, explain, plan, data, train, attach, status, stop, agent, drill, ls, watch, logs, verify, checkpoints, export, completion\n",
         ),
         (
             ("--fast",),

@@ -58,7 +58,7 @@ def test_prepare_show_verify(cli: Callable[..., Result], text: Path, tmp_path: P
     shown = cli("show", out)
     assert shown == (0, made.out + "first text  'hello\\n'\n", "")
     verified = cli("verify", out)
-    assert verified == (0, f"{out}: 3 files, 7 tokens, all as written\n", "")
+    assert verified == (0, f"{out}: 3 files, 7 tokens, all intact\n", "")
 
 
 def test_json(cli: Callable[..., Result], text: Path, tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_the_summary_says_what_was_left_out(cli: Callable[..., Result], tmp_path
     (tmp_path / "in/d.txt").write_bytes(bytes(100))
     out = cli("prepare", tmp_path / "in", "--out", tmp_path / "store").out
     assert "skipped     2 suffix .bin (c.bin, ...)\n            1 not text: binary data (d.txt)\n" in out
-    assert "empty       1 documents without text were left out\n" in out
-    assert "replaced    1 bytes or characters that are no UTF-8, in 1 files\n" in out
+    assert "empty       1 documents without text were skipped\n" in out
+    assert "replaced    1 bytes or characters that are not UTF-8, in 1 files\n" in out
 
 
 def test_force(cli: Callable[..., Result], text: Path, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_verify_fails_on_damage(cli: Callable[..., Result], text: Path, tmp_path
         ),
         (
             ["prepare", "builtin:python-library", "--out", "OUT", "--tokenizer", "/dev/zero"],
-            "the tokenizer /dev/zero is no file",
+            "the tokenizer /dev/zero is not a file",
         ),
         (["prepare", "x", "--out", "OUT", "--shard-tokens", "0"], "must be at least 1"),
         (["prepare", "x"], "required: --out"),
@@ -210,7 +210,7 @@ def test_to_megatron_and_back(cli: Callable[..., Result], text: Path, tmp_path: 
     imported = cli("import", f"{pair}.bin", "--tokenizer", "bytes", "--out", tmp_path / "again")
     assert imported.code == 0
     assert f"source      {pair}.bin (2 files)\n" in imported.out
-    assert imported.err == f"{tmp_path}/again links to {pair}.bin: keep that as it is\n"
+    assert imported.err == f"{tmp_path}/again links to {pair}.bin: do not change or move it\n"
     assert cli("show", tmp_path / "again").out.endswith("first text  'hello\\n'\n")
     copied = cli(
         "import", pair, "--tokenizer", "bytes", "--out", tmp_path / "again", "--force", "--copy", "--json"

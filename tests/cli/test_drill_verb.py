@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
+
 JOB = """
 name = "small"
 [model]
@@ -61,7 +63,7 @@ def test_the_list_as_json(tmp_path: Path) -> None:
         (("job.toml", "--steps", "3"), "--steps 3 is too few"),
         (("job.toml", "--seconds", "-1"), "--seconds -1"),
         (("absent.toml",), "no such file"),
-        (("job.toml", "--set", 'cluster.launcher="slurm"'), "is not in this version"),
+        (("job.toml", "--set", 'cluster.launcher="slurm"'), "virtual cluster on this machine"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_made(

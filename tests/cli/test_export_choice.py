@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from saving import save
 from seatrial.base.box import Box
 from seatrial.checkpoint.manifest import Manifest, Progress
-from seatrial.checkpoint.write import Piece, save
+from seatrial.checkpoint.write import Piece
 from seatrial.cli.main import main
 from seatrial.job.architecture import Architecture
 from seatrial.model.decoder import whole_shapes
@@ -114,7 +115,7 @@ def test_a_damaged_newest_one_is_not_replaced_by_an_older_one(
     assert not Path("hf").exists()
     err = capsys.readouterr().err
     assert "error: the newest checkpoint, runs/a-run/checkpoints/step-00000008, is damaged" in err
-    assert "hint: --step N takes another one (there are 5, 2), --allow-older the newest that is whole" in err
+    assert "hint: --step N takes another one (there are 5, 2), --allow-older the newest intact one" in err
 
 
 def test_unless_that_is_allowed_and_then_it_is_said_everywhere(

@@ -23,6 +23,8 @@ from seatrial.record.recent import recent_ledger, skipped_steps, told_marks
 from seatrial.record.secret import make_secret, read_secret
 from seatrial.storage import StorageError
 
+pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
+
 KINDS = {
     "pipe": "a pipe",
     "folder": "a folder",
@@ -32,8 +34,8 @@ KINDS = {
     "socket": "a socket",
 }
 RECORDS = ("job_toml", "plan_json", "events", "metrics", "ledger", "interval_json", "lock", "generation_file", "identity_json", "inputs_json", "secret",
-           "control_state", "coordinator_log")  # fmt: skip
-VERBS = (["watch", "RUN", "--once"], ["verify", "RUN"], ["checkpoints", "RUN"], ["export", "RUN", "--out", "hf"],
+           "lease_json", "launch_json", "outcome_json", "follow_up", "coordinator_log")  # fmt: skip
+VERBS = (["watch", "RUN", "--once"], ["logs", "RUN"], ["status", "RUN"], ["verify", "RUN"], ["checkpoints", "RUN"], ["export", "RUN", "--out", "hf"],
          ["train", "first-voyage.toml", "--plain"])  # fmt: skip
 
 
@@ -102,7 +104,7 @@ def test_every_verb_names_every_such_record_and_touches_nothing(
                 verb[0] == "train"
                 and f"runs/first-voyage/{path.relative_to(folder.path)} is {KINDS[kind]}" in err
             ), err
-            assert "put the file back, or remove what stands in its place" in err
+            assert "restore the file, or remove what is in its place" in err
         assert victim.read_text() == "mine\n"
         path.rmdir() if kind == "folder" else path.unlink()
         if kept is not None:
@@ -117,7 +119,7 @@ def test_all_of_them_are_told_at_once(world: World, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_record_that_is_exchanged_afterwards_is_not_waited_for_either(world: World, kind: str) -> None:
+def test_record_replaced_after_the_check_does_not_block(world: World, kind: str) -> None:
     """Between the check and the use: each open has the same check."""
     folder, victim = world.run, world.root / "victim"
     for path in (
@@ -147,10 +149,10 @@ def test_a_record_that_is_exchanged_afterwards_is_not_waited_for_either(world: W
     assert victim.read_text() == "mine\n"
 
 
-def test_a_lock_that_is_somebodys_file_by_a_hard_link_is_not_overwritten(world: World) -> None:
+def test_lock_hard_linked_to_another_file_is_not_overwritten(world: World) -> None:
     world.run.lock.unlink()
     os.link(world.root / "victim", world.run.lock)
-    with pytest.raises(OSError, match="is no lock of Seatrial"):
+    with pytest.raises(OSError, match="is not a lock of Seatrial"):
         lock.acquire(world.run.lock)
     assert (world.root / "victim").read_text() == "mine\n"
     assert main(["train", "first-voyage.toml"]) == 2
@@ -159,7 +161,7 @@ def test_a_lock_that_is_somebodys_file_by_a_hard_link_is_not_overwritten(world: 
 def test_a_record_larger_than_any_can_be_is_not_read(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path in (world.run.plan_json, world.run.control_state, world.run.generation_file, world.run.job_toml):
+    for path in (world.run.plan_json, world.run.lease_json, world.run.generation_file, world.run.job_toml):
         path.unlink()
         path.touch()
         os.truncate(path, 20 << 30)
@@ -183,7 +185,7 @@ def test_a_line_without_end_takes_neither_memory_nor_time(
         found, problems = read_numbered(path)
         assert found == numbered
         assert [(p.line, p.message) for p in problems] == [
-            (0, "cannot be read (a line is longer than any record; from there on nothing is read)")
+            (0, "cannot be read (a line is longer than any record; nothing after it is read)")
         ]
         tail = Tail(path)
         assert tail.poll_numbered() == numbered
@@ -199,20 +201,18 @@ def test_a_line_without_end_takes_neither_memory_nor_time(
 def test_a_secret_that_others_can_read_is_none(world: World, mode: int) -> None:
     assert len(read_secret(world.run)) == 32
     world.run.secret.chmod(mode)
-    with pytest.raises(InputError, match="others than its owner may read it"):
+    with pytest.raises(InputError, match="others may read it"):
         read_secret(world.run)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to somebody else")
 def test_a_secret_that_somebody_else_has_put_there_is_none(world: World) -> None:
     os.chown(world.run.secret, 12345, 12345)
-    with pytest.raises(InputError, match="or have made it"):
+    with pytest.raises(InputError, match="it belongs to another user"):
         read_secret(world.run)
 
 
-def test_a_file_server_that_gives_our_files_to_another_is_no_reason_to_refuse(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secret_is_accepted_under_root_squash(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root squash, or a file system without modes: a new file of ours looks as the secret does."""
     monkeypatch.setattr("seatrial.record.secret._whose", lambda fd: (65534, 0o077))
     assert len(read_secret(world.run)) == 32

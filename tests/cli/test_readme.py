@@ -1,4 +1,4 @@
-"""README is held to the code: its commands parse, the cheap ones are run, its job file loads, its make targets exist."""
+"""README and what it leads to are held to the code: commands parse, the cheap ones run, the job file loads, links lead on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from seatrial.record.ledger import LedgerRecord, LedgerWriter
 from seatrial.record.run import open_run
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+# In the order of their commands, of which some need what others wrote.
+DOCUMENTS = [
+    ROOT / name for name in ("docs/tutorial.md", "README.md", "docs/commands.md", "docs/training.md")
+]
 MAKEFILE = ROOT / "Makefile"
 
 
@@ -32,13 +35,14 @@ class Block:
     lines: tuple[str, ...]
 
 
-def blocks(path: Path = README) -> list[Block]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def blocks(*paths: Path) -> list[Block]:
+    text = "".join(path.read_text(encoding="utf-8") for path in paths or DOCUMENTS)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [Block(language, tuple(text.splitlines())) for language, text in found]
 
 
 def shell_lines() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(command, the output that README shows for it) of each command in README."""
+    """(command, the output that is shown for it) of each command in the documents."""
     for block in blocks():
         if block.language == "sh":
             yield from ((line, ()) for line in block.lines if line.strip())
@@ -69,19 +73,32 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(rest)
 
 
+CHEAP = {
+    "init",
+    "schema",
+    "validate",
+    "plan",
+    "data",
+    "ls",
+    "watch",
+    "logs",
+    "verify",
+    "checkpoints",
+    "completion",
+}
+
+
 def is_cheap(arguments: list[str]) -> bool:
     """Whether it starts no ranks and loads no torch."""
     verb = arguments[0]
-    return verb in ("init", "schema", "validate", "plan", "data", "watch", "verify", "checkpoints") or (
-        verb == "train" and "--render" in arguments
-    )
+    return verb in CHEAP or (verb == "train" and "--render" in arguments)
 
 
 def makefile_targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):(?!=)", MAKEFILE.read_text(encoding="utf-8"), re.MULTILINE))
 
 
-def test_readme_shows_every_verb_at_work() -> None:
+def test_the_documents_show_every_verb_at_work() -> None:
     assert {arguments[0] for arguments, _ in COMMANDS} == set(VERBS)
 
 
@@ -98,11 +115,14 @@ def test_the_cheap_commands_run(
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("a text of the corpus\n")
     (tmp_path / "corpus" / "b.jsonl").write_text('{"text": "another one"}\n')
-    # What `watch`, `verify` and `checkpoints` look at: the folder of a run that has done one step.
+    # What `watch`, `logs`, `verify` and `checkpoints` look at: the folder of a run that has done one step.
     with open_run(job_from_text(preset_text("first-voyage"), name="preset", base_folder=tmp_path)) as run:
         ledger = LedgerWriter(run.folder)
         ledger.write(LedgerRecord(1, 0, 32, 1))
         ledger.close()
+        log = run.folder.rank_log(run.generation, 0, 3)
+        log.parent.mkdir(parents=True)
+        log.write_text("a line of rank 3\n")
     ran = []
     for arguments, _ in COMMANDS:
         if is_cheap(arguments):
@@ -110,17 +130,7 @@ def test_the_cheap_commands_run(
             out, err = capsys.readouterr()
             assert code == 0, f"seatrial {' '.join(arguments)}: exit {code}\n{out}{err}"
             ran.append(arguments[0])
-    assert set(ran) == {
-        "init",
-        "schema",
-        "validate",
-        "plan",
-        "data",
-        "train",
-        "watch",
-        "verify",
-        "checkpoints",
-    }
+    assert set(ran) == {*CHEAP, "train"}
     assert (tmp_path / "data" / "tokens" / "manifest.json").is_file()
 
 
@@ -134,14 +144,14 @@ def test_an_error_is_shown_as_it_is_told(
     for arguments, shown in shown_errors:
         assert main(arguments) == 2
         assert capsys.readouterr().err.splitlines() == list(shown), (
-            "README shows another text: paste this one"
+            "the tutorial shows another text: paste this one"
         )
 
 
-def test_the_job_file_in_readme_is_the_first_voyage(tmp_path: Path) -> None:
+def test_the_job_file_of_the_tutorial_is_the_first_voyage(tmp_path: Path) -> None:
     whole = [b for b in blocks() if b.language == "toml" and b.lines[0].startswith("name")]
     assert len(whole) == 1
-    shown = job_from_text("\n".join(whole[0].lines), name="README", base_folder=tmp_path)
+    shown = job_from_text("\n".join(whole[0].lines), name="tutorial", base_folder=tmp_path)
     preset = job_from_text(preset_text("first-voyage"), name="preset", base_folder=tmp_path)
     assert shown.to_toml() == preset.to_toml()
 
@@ -164,7 +174,7 @@ def test_the_makefiles_own_commands_parse() -> None:
 
 
 def test_torchruns_target_is_the_worker() -> None:
-    """Without starting it: the module exists, and its options are those that README gives."""
+    """Without starting it: the module exists, and its options are those that the documents give."""
     lines = [words(c) for c, _ in SHELL if words(c)[0] == "torchrun"]
     assert lines
     for line in lines:
@@ -176,13 +186,13 @@ def test_torchruns_target_is_the_worker() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for name in ("README.md", "CONTRIBUTING.md", "docs/design.md", "docs/job-file.md", "docs/run-folder.md"):
-        document = ROOT / name
+    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        name = document.name
         for target, anchor in re.findall(
             r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", document.read_text(encoding="utf-8")
         ):
             path = document.parent / target if target else document
-            assert path.is_file(), f"{name}: {target}"
+            assert path.exists(), f"{name}: {target}"
             if anchor:
                 assert anchor in _anchors(path), f"{name}: {target}#{anchor}"
 
@@ -191,3 +201,7 @@ def _anchors(path: Path) -> set[str]:
     """GitHub's anchors of a document's headings."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -9,6 +9,8 @@ import pytest
 from record_fuzz import campaign
 from seatrial.cli import verify
 
+pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
+
 
 def test_damage_is_never_a_crash_and_never_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

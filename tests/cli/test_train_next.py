@@ -13,7 +13,7 @@ import pytest
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from seatrial.cli import train
 from seatrial.cli.main import VERBS
-from seatrial.launch.voyage import Voyage
+from seatrial.launch.session import Session
 from seatrial.record import events
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord, LedgerWriter
@@ -61,7 +61,7 @@ def offered(folder: RunFolder, code: int, *arguments: str) -> list[str]:
         job=job,
         resume_step=view.latest.step if view.latest else None,
     )
-    commands = train._next(args, cast(Voyage, voyage), code, view)
+    commands = train._next(args, cast(Session, voyage), code, view)
     for command in commands:  # each can be given as it stands
         words = shlex.split(command, comments=True)
         assert words[0] == "seatrial"
@@ -84,7 +84,7 @@ def test_a_run_that_diverged_is_not_offered_the_same_again(folder: RunFolder) ->
     same = shlex.join(["seatrial", "train", "job.toml", *given])
     assert same not in [c.partition("   # ")[0] for c in commands]
     assert commands[1].endswith("another name and learning rate; there are also 5, 9")
-    assert "resumes after step 9, and may leave out 6 steps in all" in commands[2]
+    assert "resumes after step 9, and may skip 6 steps in all" in commands[2]
 
 
 def test_without_a_checkpoint_there_is_only_another_start(folder: RunFolder) -> None:
@@ -99,7 +99,7 @@ def test_without_a_checkpoint_there_is_only_another_start(folder: RunFolder) -> 
 def test_what_only_one_rank_computed_may_be_its_hardware(folder: RunFolder) -> None:
     diverge(folder, rank=1)
     assert offered(folder, EXIT_FAILED)[1] == (
-        "seatrial check job.toml   # only rank 1 on node 0 computed it: is its hardware well?"
+        "seatrial check job.toml   # only rank 1 on node 0 computed it: is its hardware sound?"
     )
 
 

@@ -125,20 +125,20 @@ BROKEN = [
     (FIRST, "clip_norm = 1.0", "clip_norm = 1e-300", "1e-300", "leaves nothing of a gradient"),
     (FIRST, "every_steps = 50", 'every_steps = "often"', '"often"', "expected a number of steps"),
     (FIRST, "keep = 3", "keep = 0", "0", "checkpoint.keep must be at least 1"),
-    (FIRST, "keep = 3", 'keep = 3\nfolder = "/dev/null/saved"', '"/dev/null/saved"', "/dev/null is no folder"),
+    (FIRST, "keep = 3", 'keep = 3\nfolder = "/dev/null/saved"', '"/dev/null/saved"', "/dev/null is not a folder"),
     (FIRST, "snapshot_every_steps = 10", "snapshot_copies = 3", "3", "must be at most 2"),
     (FIRST, "snapshot_every_steps = 10", 'snapshot_copies = "all"', '"all"', 'expected 0, 1, 2 or "auto"'),
     (FIRST, "snapshot_every_steps = 10", "hang_min_s = 1e300", "1e300", "must be at most 2,678,400"),
-    (FIRST, "snapshot_every_steps = 10", "silence_s = 0.5", "0.5", "one late sign of life"),
+    (FIRST, "snapshot_every_steps = 10", "silence_s = 0.5", "0.5", "one late heartbeat"),
     (FIRST, '"builtin:python-library"', '"corpus"', '"corpus"', "there is no "),
     (FIRST, '"builtin:python-library"', '"builtin:python"', '"builtin:python"', "no built-in corpus"),
     (FIRST, '"builtin:python-library"', '"s3:/bucket"', '"s3:/bucket"', "there is no "),
-    (FIRST, 'tokenizer = "bytes"', 'tokenizer = "job.toml"', '"job.toml"', "is no tokenizer.json"),
+    (FIRST, 'tokenizer = "bytes"', 'tokenizer = "job.toml"', '"job.toml"', "is not a tokenizer.json"),
     (FIRST, 'tokenizer = "bytes"', 'tokenizer = "byte"', '"byte"', "does not exist"),
-    (FIRST, 'tokenizer = "bytes"', 'tokenizer = "/dev/zero"', '"/dev/zero"', "is no file"),
+    (FIRST, 'tokenizer = "bytes"', 'tokenizer = "/dev/zero"', '"/dev/zero"', "is not a file"),
     (FIRST, 'tokenizer = "bytes"', 'tokenizer = "a\\u0000b"', '"a\\u0000b"', "does not exist"),
     (FIRST, 'tokenizer = "bytes"', 'tokenizer = "."', '"."', "is a folder"),
-    (FIRST, 'launcher = "local"', 'launcher = "slurm"', '"slurm"', "not in this version"),
+    (FIRST, 'launcher = "local"', 'launcher = "lsf"', '"lsf"', "there is no launcher"),
     (FIRST, 'launcher = "local"', 'launcher = "local"\ndevice = "cuda"', '"cuda"', "no CUDA device on this host"),
     (FIRST, 'launcher = "local"', 'launcher = "local"\nport = 80', "80", "cluster.port must be at least 1024"),
     (FIRST, "[optimizer]", "[optimiser]", "optimiser", "unknown section"),
@@ -216,14 +216,14 @@ def test_what_stands_where_the_run_would_save_is_looked_at(validate: Validate, t
     assert validate(text).code == 0
     (tmp_path / "saved/first-voyage").touch()
     (problem,) = validate(text).errors
-    assert problem["message"] == f"{tmp_path}/saved/first-voyage is no folder"
+    assert problem["message"] == f"{tmp_path}/saved/first-voyage is not a folder"
     assert text.splitlines()[problem["line"] - 1].startswith("folder = ")
 
 
 # -- memory
 
 
-def test_a_model_that_the_host_cannot_hold_is_refused_with_the_account(validate: Validate) -> None:
+def test_model_exceeding_host_memory_is_refused_with_breakdown(validate: Validate) -> None:
     said = validate(filled(LARGE), gib=23)
     assert said.code == 2
     (problem,) = said.errors
@@ -264,7 +264,7 @@ def test_where_the_copies_alone_do_not_fit_there_are_fewer(validate: Validate) -
     )
 
 
-def test_a_job_for_other_machines_is_planned_without_their_data_and_memory(validate: Validate) -> None:
+def test_plan_needs_no_data_or_memory_of_the_target_machines(validate: Validate) -> None:
     for preset in (EIGHT, SEVEN):
         text = preset_text(preset)
         with pytest.MonkeyPatch.context() as nothing:
@@ -412,6 +412,7 @@ def fuzz(validate: Validate, seed: int, count: int) -> dict[int, int]:
     return codes
 
 
+@pytest.mark.cluster
 def test_no_job_file_is_a_crash(validate: Validate) -> None:
     codes = fuzz(validate, FUZZ_SEED, FUZZ_COUNT)
     print(codes)

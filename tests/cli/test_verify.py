@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from saving import save
 from seatrial.base.box import Box
 from seatrial.checkpoint.manifest import Manifest, Progress
-from seatrial.checkpoint.write import Piece, save
+from seatrial.checkpoint.write import Piece
 from seatrial.cli.main import main
 from seatrial.record import events, lock
 from seatrial.record.folder import RunFolder
@@ -95,8 +96,8 @@ HISTORY = [
     "  ledger       proven: 8 steps, 28 samples, each seen exactly once and in order",
     "  history      generation 1: steps 1 to 7 on 8 ranks",
     "               generation 2: steps 6 to 8 on 4 ranks, after step 5 of generation 1",
-    "  done again   2 steps after failures; each counts once, and comes first",
-    "  left out     step 3 (4 samples), on purpose",
+    "  done again   2 steps after failures; the last attempt of each counts",
+    "  skipped      step 3 (4 samples)",
 ]
 
 
@@ -160,7 +161,7 @@ class TestARun:
         assert main(["verify", "a-run"]) == 1
         lines = plain(capsys.readouterr().out)
         assert lines[-2:] == [
-            "  problem      runs/a-run/checkpoints/step-00000008: it goes on at sample 36, but step 8 ends before sample 32",
+            "  problem      runs/a-run/checkpoints/step-00000008: it continues at sample 36, but step 8 ends before sample 32",
             "  result       not verified",
         ]
 
@@ -188,7 +189,7 @@ class TestARun:
             assert main(["verify", "a-run"]) == 0
         finally:
             os.close(fd)
-        assert "the run goes on" in capsys.readouterr().out
+        assert "the run is active" in capsys.readouterr().out
         assert not list(folder.checkpoints.glob("*/verified"))  # nothing is written beside what it works on
 
     def test_a_run_of_which_nothing_was_done(

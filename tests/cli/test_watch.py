@@ -61,7 +61,7 @@ def test_once(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line for line in out.splitlines() if "ago" not in line and "run_started" not in line]
     assert lines == [
         "a-run: stopped, generation 1",
-        "  why          it ended without a last word: killed, or the machine went down",
+        "  why          it ended without recording an outcome: killed, or the machine went down",
         "  loss         4.0000 -> 2.0000  █▅▁",
         "  grad norm    0.50",
         "  tokens       48",
@@ -266,7 +266,7 @@ def test_a_preempted_run_says_so_and_not_who_holds_it(
     data = {"preempted": True}
     events.append(folder, "preempted", "the state is saved", generation=1)
     events.append(folder, "run_interrupted", "goes on", severity="warning", generation=1, data=data)
-    reason = "asked to stop by SIGTERM or SIGHUP: the state is saved; the same command goes on"
+    reason = "stopped on request: the state is saved; the same command resumes"
     fd = lock.acquire(folder.lock)  # by a start that has ended, and still prints its summary
     assert seatrial_watch("a-run", "--once", "--json") == 0
     os.close(fd)

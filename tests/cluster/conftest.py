@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,11 @@ _MARK = "SEATRIAL_TEST_RUN"
 class Run:
     """One start of `seatrial train` in a folder of its own."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, prefix: Sequence[str] = ()) -> None:
         self.mark = uuid.uuid4().hex
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "seatrial", "train", "job.toml", "--plain", *arguments],
+            [*prefix, sys.executable, "-m", "seatrial", "train", "job.toml", "--plain", *arguments],
             cwd=folder,
             env={**os.environ, _MARK: self.mark},
             stdout=subprocess.PIPE,
@@ -94,9 +94,9 @@ class Run:
                 return line
         raise AssertionError(f"no line {wanted!r} in {''.join(read)}")
 
-    def wait(self) -> tuple[int, str, str]:
+    def wait(self, timeout_s: float = TIMEOUT_S) -> tuple[int, str, str]:
         """(exit code, stdout, the rest of stderr) once it has ended."""
-        out, err = self.process.communicate(timeout=TIMEOUT_S)
+        out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
 
     def processes(self) -> list[int]:
@@ -156,6 +156,18 @@ def run_cases(
     )
 
 
+def seatrial(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command of Seatrial in `folder`, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "seatrial", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -182,8 +194,8 @@ def start(folder: Path) -> Iterator[Callable[..., Run]]:
     """Start the job; at the end of the test nothing of any start may be alive."""
     runs: list[Run] = []
 
-    def begin(*arguments: str) -> Run:
-        runs.append(Run(folder, *arguments))
+    def begin(*arguments: str, prefix: Sequence[str] = ()) -> Run:
+        runs.append(Run(folder, *arguments, prefix=prefix))
         return runs[-1]
 
     yield begin

@@ -39,9 +39,9 @@ from seatrial.job.schema import (
 )
 from seatrial.model.initialise import RandomWeights
 from seatrial.parallel.mesh import Mesh
-from seatrial.train.dryrun import as_json
-from seatrial.train.dryrun_recorder import dimensions
-from seatrial.train.dryrun_trace import trace, watch
+from seatrial.train.dryrun.process import as_json
+from seatrial.train.dryrun.recorder import dimensions
+from seatrial.train.dryrun.trace import trace, watch
 from seatrial.train.rank import build
 
 MICROBATCH = 4

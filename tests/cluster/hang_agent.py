@@ -1,4 +1,4 @@
-"""An agent for hang_ranks.py: starts ranks, talks to their attendants, and looks at their processes."""
+"""An agent for hang_ranks.py: starts ranks, talks to their supervisor clients, and looks at their processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from rank_specs import rank_spec
 from seatrial.base.lines import Channel
-from seatrial.control.blame import Blame, Sighting, find_blame
-from seatrial.control.evidence import Evidence, Look
+from seatrial.control.hangs.blame import Blame, Sighting, find_blame
+from seatrial.control.hangs.evidence import Evidence, Look
 from seatrial.job.layout import Layout
+from seatrial.record import messages as msg
 
 TIMEOUT_S = 60.0
-# Longer than an attendant takes to answer, shorter than anybody would wait.
+# Longer than an supervisor client takes to answer, shorter than anybody would wait.
 ANSWER_S = 0.5
 
 
@@ -72,11 +74,11 @@ class RankAgent:
         return self.folder / f"rank{rank}.log"
 
     def fork(self, *ranks: int) -> None:
-        """Start these ranks, and wait until their attendants have said hello."""
+        """Start these ranks, and wait until their supervisor clients have said hello."""
         for rank in ranks:
             token = secrets.token_hex(4)
             self._tokens[token] = rank
-            env = {"SEATRIAL_ATTENDANT": self.name, "SEATRIAL_ATTENDANT_TOKEN": token}
+            env = {"SEATRIAL_SUPERVISOR": self.name, "SEATRIAL_SUPERVISOR_TOKEN": token}
             fault = self.plan.get("fault")
             plan = {**self.plan, "fault": fault if fault and fault["rank"] == rank else None}
             self.forker.order({"rank": rank, "log": str(self.log(rank)), "env": env, "plan": plan})
@@ -93,19 +95,19 @@ class RankAgent:
         with selectors.DefaultSelector() as waiting:
             waiting.register(channel, selectors.EVENT_READ)
             while not (messages := channel.receive()):
-                assert waiting.select(TIMEOUT_S), "an attendant said nothing"
+                assert waiting.select(TIMEOUT_S), "a rank said nothing"
         return messages[0]
 
-    def leg(self, generation: int) -> None:
+    def generation_spec(self, generation: int) -> None:
         """All ranks begin `generation`, in a world with a new port."""
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        self.send({"leg": {"generation": generation, "master_port": port}}, *self.channels)
+        self.send(rank_spec(generation, master_port=port), *self.channels)
 
-    def send(self, message: dict[str, Any], *ranks: int) -> None:
+    def send(self, message: msg.ToRank, *ranks: int) -> None:
         for rank in ranks:
-            self.channels[rank].send(message)
+            self.channels[rank].send(msg.encode(message))
 
     def _listen(self, timeout_s: float) -> bool:
         """Hear what comes within `timeout_s`; whether anything did."""
@@ -138,7 +140,7 @@ class RankAgent:
     def dump(self, within_s: float = TIMEOUT_S) -> dict[int, dict[str, Any]]:
         """The answers of those that answer in time."""
         self._dumps += 1
-        self.send({"dump": {"id": self._dumps}}, *self.channels)
+        self.send(msg.AskDump(self._dumps), *self.channels)
         end = time.monotonic() + within_s
         found: dict[int, dict[str, Any]] = {}
         for rank in list(self.channels):

@@ -1,8 +1,8 @@
-"""Ranks with real attendants, for tests that are their agent. Forks one for each line of stdin.
+"""Ranks with real supervisor clients, for tests that are their agent. Forks one for each line of stdin.
 
     python hang_ranks.py      {"rank", "log", "env", "plan"} a line
 
-A rank trains the small model of parity_ranks.py, leg after leg. Its plan: {"layout", "steps", "async_tensor",
+A rank trains the small model of parity_ranks.py, generation after generation. Its plan: {"layout", "steps", "async_tensor",
 "fault": {"step", "kind"}}; before the forward pass of its first block in that step it says {"fault": kind} and does what `kind` says.
 """
 
@@ -25,10 +25,11 @@ from seatrial.base import process
 from seatrial.job.layout import Layout
 from seatrial.job.schema import OptimizerSection
 from seatrial.parallel.mesh import build_mesh
-from seatrial.train.attendant import Attendant
+from seatrial.record.messages import Exit, RankSpec
 from seatrial.train.optimizer import ShardedAdamW
-from seatrial.train.peers import teardown, wait_for_store
 from seatrial.train.step import train_step
+from seatrial.train.supervision.peers import teardown, wait_for_store
+from seatrial.train.supervision.supervisor_client import SupervisorClient
 
 COMPARED = 3  # steps whose losses are told: the third depends on two updates
 
@@ -56,50 +57,51 @@ class Rank:
         self.number = number
         self.plan = plan
         self.step = 0
-        attendant = Attendant.from_environment()
-        assert attendant is not None
-        self.attendant = attendant
+        supervisor_client = SupervisorClient.from_environment()
+        assert supervisor_client is not None
+        self.supervisor_client = supervisor_client
 
     def serve(self) -> int:
-        while (order := self.attendant.next_order()) is not None:
-            if "exit" in order:
-                return int(order["exit"])
+        while (order := self.supervisor_client.next_order()) is not None:
+            if isinstance(order, Exit):
+                return order.code
             message = ""
             try:
-                self.train(order["leg"])
+                self.train(order)
             except RuntimeError as error:
                 message = f"{type(error).__name__}: {error}"
             begin = time.perf_counter()
             teardown()
             torn_down_s = time.perf_counter() - begin
             if not message:
-                self.attendant.finished("done", self.step)
+                self.supervisor_client.finished("done", self.step)
                 continue
-            self.attendant.tell(
-                {
-                    "left": {
-                        "teardown_s": torn_down_s,
-                        "threads": len(os.listdir("/proc/self/task")),
-                        "fds": len(os.listdir("/proc/self/fd")),
-                        "groups": sum(isinstance(o, dist.ProcessGroup) for o in gc.get_objects()),
-                    }
-                }
-            )
-            self.attendant.parked(self.step, message)
+            left = {
+                "teardown_s": torn_down_s,
+                "threads": len(os.listdir("/proc/self/task")),
+                "fds": len(os.listdir("/proc/self/fd")),
+                "groups": sum(isinstance(o, dist.ProcessGroup) for o in gc.get_objects()),
+            }
+            self.tell_test(left=left)
+            self.supervisor_client.parked(self.step, message)
         return 0
 
-    def train(self, leg: dict[str, Any]) -> None:
+    def tell_test(self, **message: Any) -> None:
+        """What no agent would take."""
+        self.supervisor_client._channel.send(message)
+
+    def train(self, generation_spec: RankSpec) -> None:
         begin = time.perf_counter()
         layout = Layout(**self.plan["layout"])
         os.environ.update(
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(leg["master_port"]),
+            MASTER_PORT=str(generation_spec.master_port),
             WORLD_SIZE=str(layout.world_size),
             RANK=str(self.number),
             GLOO_SOCKET_IFNAME="lo",
         )
         if self.number:
-            wait_for_store("127.0.0.1", leg["master_port"], timeout_s=30.0)
+            wait_for_store("127.0.0.1", generation_spec.master_port, timeout_s=30.0)
         dist.init_process_group("gloo", timeout=small.TIMEOUT)
         mesh = build_mesh(layout, torch.device("cpu"), small.TIMEOUT)
         case = {"tied": True, "async_tensor": self.plan.get("async_tensor", False)}
@@ -115,10 +117,10 @@ class Rank:
             result = train_step(model, optimizer, ids, target, lr=small.LR, clip_norm=small.CLIP)
             losses.append(result.read()[0])
             if self.step == 1:
-                self.attendant.tell({"first": {"seconds": time.perf_counter() - begin}})
+                self.tell_test(first={"seconds": time.perf_counter() - begin})
             if self.step == COMPARED:
-                self.attendant.tell({"losses": losses})
-            self.attendant.beat(self.step, 0.0, self.step == 1)
+                self.tell_test(losses=losses)
+            self.supervisor_client.beat(self.step, 0.0, self.step == 1)
 
     def plant(self, model: Any) -> None:
         fault = self.plan.get("fault")
@@ -127,7 +129,7 @@ class Rank:
 
         def before_forward(*_: Any) -> None:
             if self.step == fault["step"]:
-                self.attendant.tell({"fault": fault["kind"]})
+                self.tell_test(fault=fault["kind"])
                 hang(fault["kind"])
 
         model.stages[0].blocks[0].register_forward_pre_hook(before_forward)

@@ -14,7 +14,7 @@ from seatrial.base import process
 from seatrial.job import load_job
 from seatrial.launch import LocalLauncher
 from seatrial.launch.netns import Hosts
-from seatrial.launch.voyage import prepare_voyage
+from seatrial.launch.session import prepare_session
 from seatrial.ui.console import TrainConsole
 
 
@@ -23,7 +23,7 @@ def main() -> int:
     job = load_job(Path(sys.argv[1]))
     with Hosts(job.cluster.nodes + job.cluster.spares) as hosts:
         actions = {"down": hosts.down, "up": hosts.up, "slow": hosts.slow, "fast": hosts.fast}
-        voyage = prepare_voyage(job, Path("runs"))
+        voyage = prepare_session(job, Path("runs"))
         with (
             voyage.opened as opened,
             TrainConsole(

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seatrial.base.box import Box
-from seatrial.checkpoint import write
 from seatrial.checkpoint.manifest import Manifest, Progress
+from seatrial.checkpoint.write import Piece
 from seatrial.job import parts
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
@@ -38,8 +38,11 @@ from seatrial.model.initialise import RandomWeights
 from seatrial.parallel import overlap, overlap_grad
 from seatrial.parallel.build import ParallelModel, Settings
 from seatrial.parallel.mesh import Mesh, build_mesh
-from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train.optimizer import build_optimizer
 from seatrial.train.step import train_step
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import saving
 
 TIMEOUT = timedelta(seconds=60)
 STEPS = 20
@@ -163,7 +166,8 @@ def sabotage(model: ParallelModel, what: str | None) -> None:
 def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """Loss and gradient norm of each step, this rank's gradients of the first one, and its weights at the end."""
     model = build(case, mesh, NoisyWeights(arch_of(case), seed=1))
-    optimizer = ShardedAdamW(model.shards, OptimizerSection(lr=LR))
+    settings = OptimizerSection(**{"lr": LR, **case.get("optimizer", {})})
+    optimizer = build_optimizer(model.shards, settings)
     gradients: list[tuple[str, Box, Tensor]] = []
     update = optimizer.update
 
@@ -189,7 +193,7 @@ def train(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
                 rows[:, :-1].contiguous(),
                 rows[:, 1:].contiguous(),
                 documents(step)[mine] if case.get("documents") else None,
-                lr=LR,
+                lr=settings.lr,
                 clip_norm=CLIP,
             )
         loss, norm, _ = result.read()
@@ -218,7 +222,7 @@ def convert(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     weights = HuggingFaceWeights(Path(case["from"]))
     weights.check(arch_of(case))
     model = build(case, mesh, weights)
-    pieces = [write.Piece(f"model/{s.name}", s.local, s.box, s.whole) for s in model.shards if s.owner]
+    pieces = [Piece(f"model/{s.name}", s.local, s.box, s.whole) for s in model.shards if s.owner]
     manifest = Manifest(
         progress=Progress(step=1, tokens=0, next_sample=0, generation=1),
         time=0.0,
@@ -236,7 +240,7 @@ def convert(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         return int(mesh.sum_over_ranks(torch.tensor([0.0 if ok else 1.0])).item())
 
     Path(case["to"]).mkdir(exist_ok=True)
-    folder = write.save(
+    folder = saving.save(
         Path(case["to"]), manifest, pieces, rank=mesh.rank, world_size=mesh.layout.world_size, agree=agree
     )
     return {"folder": str(folder)}

@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from seatrial.control import lease
+from seatrial.control.net import lease
 from seatrial.job import load_job
 from seatrial.launch import LocalLauncher, gather
 from seatrial.launch.agents import AgentHandle
-from seatrial.launch.voyage import prepare_voyage
+from seatrial.launch.session import prepare_session
 from seatrial.record.folder import RunFolder
 from seatrial.ui.console import TrainConsole
 
@@ -32,7 +32,7 @@ class Held:
         self.agents: list[AgentHandle] = []
 
     def tick(self) -> None:
-        found = lease.newest(self.folder.leases)
+        found = lease.Leases(self.folder.leases).newest()
         if self.agents and found is not None and found.node == self.first:
             for agent in self.agents:
                 os.kill(agent.popen.pid, signal.SIGCONT)
@@ -52,14 +52,14 @@ class Held:
 def main() -> int:
     plan: dict[str, Any] = json.loads(sys.argv[1])
     job = load_job(Path("job.toml"), plan.get("set", []))
-    voyage = prepare_voyage(job, Path("runs"))
+    voyage = prepare_session(job, Path("runs"))
     held = Held(voyage.opened.folder, plan.get("coordinator"))
 
     class Gathering(gather.Gathering):
         def __init__(self, folder: RunFolder, generation: int, start: Any, **more: Any) -> None:
             super().__init__(folder, generation, held.start(start), **more)
 
-    sys.modules["seatrial.launch.local"].Gathering = Gathering  # type: ignore[attr-defined]
+    gather.Gathering = Gathering  # type: ignore[misc]
     launcher = LocalLauncher(returns={int(n): s for n, s in plan.get("returns", {}).items()})
     with (
         voyage.opened as opened,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ Event = dict[str, Any]
 class Trial(Run):
     """One start of the small job with `SETTINGS` and more. With a plan, see recovery_driver.py."""
 
-    def __init__(self, folder: Path, *settings: str, **plan: Any) -> None:
+    def __init__(self, folder: Path, *settings: str, prefix: Sequence[str] = (), **plan: Any) -> None:
         wanted = [*SETTINGS, *settings]
         if plan:
             command = [str(HERE / "recovery_driver.py"), json.dumps({**plan, "set": wanted})]
@@ -46,7 +47,7 @@ class Trial(Run):
         self.mark = uuid.uuid4().hex
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, *command],
+            [*prefix, sys.executable, *command],
             cwd=folder,
             env={**os.environ, _MARK: self.mark},
             stdout=subprocess.PIPE,
@@ -161,3 +162,27 @@ def assert_same(trial: Trial, reference: Trial) -> None:
     assert ours.keys() == theirs.keys()
     for name, values in ours.items():
         assert torch.equal(values, theirs[name]), name
+
+
+Begin = Callable[..., Trial]
+
+
+@contextlib.contextmanager
+def beginning(folder: Path) -> Iterator[Begin]:
+    """A function that starts the small job in `folder`; at the end nothing of any start may be alive."""
+    make_folder(folder)
+    trials: list[Trial] = []
+
+    def start(*settings: str, **plan: Any) -> Trial:
+        trials.append(Trial(folder, *settings, **plan))
+        return trials[-1]
+
+    yield start
+    left = {trial.mark: trial.processes() for trial in trials}
+    for trial in trials:
+        trial.kill_all()
+        trial.process.wait()
+        for stream in (trial.process.stdout, trial.process.stderr):
+            assert stream is not None
+            stream.close()
+    assert not any(left.values()), f"left behind: {left}"

@@ -13,18 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import parity_ranks
+import parity_ranks  # also for the path to saving
 import torch
 from parity_ranks import CLIP, LENGTH, LR, MICROBATCH, SEQUENCES, TIMEOUT, NoisyWeights, batch
 
-from seatrial.checkpoint import write
+import saving
 from seatrial.checkpoint.manifest import Manifest, Progress
 from seatrial.checkpoint.place import open_place
 from seatrial.job.architecture import Architecture
 from seatrial.job.schema import OptimizerSection
 from seatrial.parallel.build import ParallelModel, Settings
 from seatrial.parallel.mesh import Mesh
-from seatrial.train import state
+from seatrial.train.checkpointing import state
 from seatrial.train.optimizer import ShardedAdamW
 from seatrial.train.step import train_step
 
@@ -77,7 +77,7 @@ def move(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         save(case, mesh, model, optimizer, *case["save"])
     tensors = [("model", s.name, s.box.offsets, s.local.clone()) for s in model.shards if s.box.numel]
     tensors += [(kind, s.name, s.box.offsets, values.clone()) for kind, s, values in optimizer.state()]
-    counts = {float(entry["step"]) for entry in optimizer._adamw.state.values()}
+    counts = {float(count) for count in optimizer.counts()}
     return {"tensors": tensors, "updates": counts, "losses": losses}
 
 
@@ -102,7 +102,7 @@ def save(
 
     pieces = state.lasting_pieces(model, optimizer) + state.random_pieces(mesh.rank, mesh.device)
     Path(folder).mkdir(exist_ok=True)
-    write.save(
+    saving.save(
         Path(folder),
         manifest,
         [piece for piece in pieces if piece.owner],

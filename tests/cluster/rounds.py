@@ -105,9 +105,9 @@ def parts(token: str) -> list[Part]:
                 what = "agent"
             case "agent", True:
                 what = "agent's child"
-            case "nursery", False:
+            case "fork_server", False:
                 what = "fork server"
-            case "nursery", True:
+            case "fork_server", True:
                 what = "rank"
             case "writer", _:
                 what = "writer"

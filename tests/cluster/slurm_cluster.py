@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +59,8 @@ def _port() -> int:
 
 
 @contextmanager
-def slurm(folder: Path, nodes: tuple[str, ...]) -> Iterator[Slurm]:
-    """Start it, wait until every node is idle, and end it. A daemon that does not come up ends with its log in the error."""
+def slurm(folder: Path, nodes: tuple[str, ...], switches: Mapping[str, str] | None = None) -> Iterator[Slurm]:
+    """`switches`: leaf switch -> its nodes, as Slurm writes lists. Start it, wait until every node is idle, and end it. A daemon that does not come up ends with its log in the error."""
     for name in ("state", "spool", "log"):
         (folder / name).mkdir(parents=True)
     key = folder / "munge.key"
@@ -97,6 +97,12 @@ def slurm(folder: Path, nodes: tuple[str, ...]) -> Iterator[Slurm]:
         ),
         f"PartitionName=all Nodes={','.join(nodes)} Default=YES State=UP",
     ]
+    if switches:
+        lines.append("TopologyPlugin=topology/tree")
+        leaves = [f"SwitchName={name} Nodes={below}" for name, below in switches.items()]
+        (folder / "topology.conf").write_text(
+            "\n".join([*leaves, f"SwitchName=top Switches={','.join(switches)}\n"])
+        )
     conf = folder / "slurm.conf"
     conf.write_text("\n".join(lines) + "\n")
     environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(conf)}
@@ -123,6 +129,14 @@ def _idle(cluster: Slurm) -> bool:
         check=False,
     )
     return done.stdout.split() == ["idle"] * len(cluster.nodes)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Ask again and again; AssertionError where it does not come to that."""
+    end = time.monotonic() + _READY_S
+    while not condition():
+        assert time.monotonic() < end, "Slurm did not come to that"
+        select.select([], [], [], 0.1)
 
 
 class _Daemons(ExitStack):

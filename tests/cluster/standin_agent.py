@@ -25,16 +25,24 @@ def wait_for(channel: Channel, key: str) -> Any:
 
 def main() -> int:
     actions = json.loads(sys.argv[1])
-    channel = Channel.from_fd(int(sys.argv[sys.argv.index("--channel") + 1]))
+    channel = Channel.stdio(2)
     print("an agent says hello", flush=True)
     for action in actions:
         match action:
             case {"say": message}:
                 channel.send(message)
             case {"wait": key}:
-                channel.send(
-                    {"agent_started": {"node": -1, "pid": os.getpid(), "heard": wait_for(channel, key)}}
-                )
+                wait_for(channel, key)
+                channel.send({"agent_started": {"node": -1, "pid": os.getpid()}})
+            case {"repeat": key}:
+                channel.send({"heard": wait_for(channel, key)})
+            case {"record": path, "count": count}:  # as whoever coordinates would
+                while count:
+                    select.select([channel], [], [])
+                    for message in channel.receive():
+                        with open(path, "a") as f:
+                            f.write(json.dumps(message["record"], separators=(",", ":")) + "\n")
+                        count -= 1
             case {"spawn": path}:
                 daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
                 with open(path, "w") as f:

@@ -21,7 +21,7 @@ import pytest
 from seatrial.base.errors import InputError
 from seatrial.check.blame.rounds import Round
 from seatrial.check.live import ib_pair
-from seatrial.check.live.crew import Crew, Reply
+from seatrial.check.live.agent_pool import AgentPool, Reply
 from seatrial.check.live.hosts import LOOPBACK, SSH, Host
 
 pytestmark = pytest.mark.cluster
@@ -85,34 +85,34 @@ def host(mark: str, *prefix: str) -> Host:
     return Host("node", LOOPBACK, prefix, environment={_MARK: mark})
 
 
-def ask(crew: Crew, order: dict[str, Any], limit_s: float = WITHIN_S) -> Reply:
-    return crew.ask({(0, 0): order}, limit_s=limit_s)[0, 0]
+def ask(agent_pool: AgentPool, order: dict[str, Any], limit_s: float = WITHIN_S) -> Reply:
+    return agent_pool.ask({(0, 0): order}, limit_s=limit_s)[0, 0]
 
 
 def test_tools_end_hang_and_are_absent(mark: str) -> None:
-    with Crew([host(mark)]) as crew:
-        assert crew.greet(WITHIN_S)[0].alive
-        ended = ask(crew, {"do": "run", "argv": ["sh", "-c", "echo out; echo err >&2; exit 3"]})
+    with AgentPool([host(mark)]) as agent_pool:
+        assert agent_pool.greet(WITHIN_S)[0].alive
+        ended = ask(agent_pool, {"do": "run", "argv": ["sh", "-c", "echo out; echo err >&2; exit 3"]})
         assert ended.value is not None
         assert (ended.value["rc"], ended.value["out"], ended.value["err"]) == (3, "out\n", "err\n")
-        assert ask(crew, {"do": "run", "argv": ["no-such-tool"]}).value == {"absent": True}
+        assert ask(agent_pool, {"do": "run", "argv": ["no-such-tool"]}).value == {"absent": True}
         begin = time.monotonic()
         # What it has started hangs as well, and holds its output open.
-        hung = ask(crew, {"do": "run", "argv": ["sh", "-c", "echo at work >&2; sleep 600 & wait"]}, 1.0)
+        hung = ask(agent_pool, {"do": "run", "argv": ["sh", "-c", "echo at work >&2; sleep 600 & wait"]}, 1.0)
         assert (hung.value, hung.alive) == (None, True)
         assert hung.problem == "did not end within 1 s; its last words: at work"
         assert time.monotonic() - begin < WITHIN_S
-        strange = ask(crew, {"do": "dance"})
+        strange = ask(agent_pool, {"do": "dance"})
         assert (strange.alive, "no such order" in strange.problem) == (True, True)
-        assert ask(crew, {"do": "ping"}).alive
+        assert ask(agent_pool, {"do": "ping"}).alive
 
 
 def test_a_server_is_told_of_once_it_listens(mark: str) -> None:
     serve = "import socket, sys; s = socket.create_server(('', int(sys.argv[1]))); s.accept()"
     heard: list[dict[str, Any]] = []
-    with Crew([host(mark)]) as crew:
-        crew.greet(WITHIN_S)
-        offered = ask(crew, {"do": "port", "count": 1}).value
+    with AgentPool([host(mark)]) as agent_pool:
+        agent_pool.greet(WITHIN_S)
+        offered = ask(agent_pool, {"do": "port", "count": 1}).value
         assert offered is not None
         (port,) = offered["ports"]
         argv = [sys.executable, "-c", serve, str(port)]
@@ -121,7 +121,7 @@ def test_a_server_is_told_of_once_it_listens(mark: str) -> None:
             heard.append(dict(note))
             return {(0, 1): {"do": "reach", "targets": [[LOOPBACK, port]]}}
 
-        replies = crew.ask(
+        replies = agent_pool.ask(
             {(0, 0): {"do": "run", "argv": argv, "listen": port}}, limit_s=WITHIN_S, note=connect
         )
     assert heard == [{"listening": port}]
@@ -130,16 +130,16 @@ def test_a_server_is_told_of_once_it_listens(mark: str) -> None:
 
 def test_a_rank_whose_partner_never_comes_fails_in_time(mark: str) -> None:
     spec = {**SPEC, "ranks": [0], "seconds": {**SPEC["seconds"], "stall": 3.0}}
-    with Crew([host(mark)]) as crew:
-        crew.greet(WITHIN_S)
-        ask(crew, {"do": "prepare"}, 120.0)
-        reply = crew.ask({(0, 0): {"do": "ranks", "spec": spec}}, limit_s=60.0, note=lambda key, note: {})[
-            0, 0
-        ]
+    with AgentPool([host(mark)]) as agent_pool:
+        agent_pool.greet(WITHIN_S)
+        ask(agent_pool, {"do": "prepare"}, 120.0)
+        reply = agent_pool.ask(
+            {(0, 0): {"do": "ranks", "spec": spec}}, limit_s=60.0, note=lambda key, note: {}
+        )[0, 0]
         assert reply.value is not None
         (rank,) = reply.value["ranks"]
         assert rank["failed"] == "nothing came through for 3 s"
-        assert ask(crew, {"do": "ping"}).alive
+        assert ask(agent_pool, {"do": "ping"}).alive
 
 
 def test_when_one_rank_is_killed_the_other_is_called_back(mark: str) -> None:
@@ -147,11 +147,11 @@ def test_when_one_rank_is_killed_the_other_is_called_back(mark: str) -> None:
         spec = {**SPEC, "ranks": [1], "store": [LOOPBACK, note["port"]], "backend": "no-such-backend"}
         return {(1, 0): {"do": "ranks", "spec": spec}}
 
-    with Crew([host(mark), host(mark)]) as crew:
-        crew.greet(WITHIN_S)
-        crew.ask({(n, 0): {"do": "prepare"} for n in (0, 1)}, limit_s=120.0)
+    with AgentPool([host(mark), host(mark)]) as agent_pool:
+        agent_pool.greet(WITHIN_S)
+        agent_pool.ask({(n, 0): {"do": "prepare"} for n in (0, 1)}, limit_s=120.0)
         begin = time.monotonic()
-        replies = crew.ask(
+        replies = agent_pool.ask(
             {(0, 0): {"do": "ranks", "spec": {**SPEC, "ranks": [0]}}},
             limit_s=120.0,
             note=killed,
@@ -193,11 +193,11 @@ def test_ib_write_bw_runs_over_all_rails_at_once_and_both_ways(mark: str, tmp_pa
     hosts = [Host(f"node{n}", LOOPBACK, environment=environment) for n in range(4)]
     rails = np.array([[True, True], [True, False]])
     round_ = Round(1, "test", np.array([[0, 1], [2, 3]]), rails, np.array([False, False]), loaded=False)
-    with Crew(hosts) as crew:
-        crew.greet(WITHIN_S)
+    with AgentPool(hosts) as agent_pool:
+        agent_pool.greet(WITHIN_S)
         found = {
             (k, r): (v, told)
-            for k, r, v, told in ib_pair.rates(crew, hosts, ["mlx5_0/1", "mlx5_1/1"], round_, [0, 1])
+            for k, r, v, told in ib_pair.rates(agent_pool, hosts, ["mlx5_0/1", "mlx5_1/1"], round_, [0, 1])
         }
     assert sorted(found) == [(0, 0), (0, 1), (1, 0)]
     assert found[0, 0] == found[1, 0] == (391.83, ())
@@ -210,11 +210,11 @@ def test_ib_write_bw_runs_over_all_rails_at_once_and_both_ways(mark: str, tmp_pa
 @pytest.mark.parametrize("how", ["end of its orders", "SIGTERM", "SIGKILL"])
 def test_nothing_outlives_an_agent(mark: str, how: str) -> None:
     """Neither a tool, nor what it has put into a session of its own, nor ranks."""
-    crew = Crew([host(mark)])
-    with crew:
-        crew.greet(WITHIN_S)
-        ask(crew, {"do": "prepare"}, 120.0)
-        line = crew.lines[0]
+    agent_pool = AgentPool([host(mark)])
+    with agent_pool:
+        agent_pool.greet(WITHIN_S)
+        ask(agent_pool, {"do": "prepare"}, 120.0)
+        line = agent_pool.lines[0]
         assert line.process is not None
         line.send(
             {"id": 90, "do": "run", "argv": ["sh", "-c", "setsid sleep 600 & sleep 600"], "limit_s": 600}
@@ -223,28 +223,30 @@ def test_nothing_outlives_an_agent(mark: str, how: str) -> None:
         until = time.monotonic() + WITHIN_S
         while len(living(mark)) < 6:  # agent, what forks ranks, a rank, sh, two of sleep
             assert time.monotonic() < until, living(mark)
-            crew._pump(time.monotonic() + 0.05)
+            agent_pool._pump(time.monotonic() + 0.05)
         if how == "end of its orders":
             line.leave()
         else:
             os.kill(line.process.pid, getattr(signal, how))
         line.process.wait(timeout=WITHIN_S)
-        if how != "SIGKILL":  # which leaves it no time for what has left its group; its crew does it then
+        if (
+            how != "SIGKILL"
+        ):  # which leaves it no time for what has left its group; its agent pool does it then
             wait_gone(mark)
     wait_gone(mark)
 
 
 def test_more_hosts_than_there_can_be_pipes_are_bad_input(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda what: (64, 256))
-    with pytest.raises(InputError, match="may have 256 files open"), Crew([host(mark)] * 1000):
+    with pytest.raises(InputError, match="may have 256 files open"), AgentPool([host(mark)] * 1000):
         raise AssertionError("started")
 
 
 def test_what_a_login_prints_does_not_matter(mark: str) -> None:
     noisy = ("sh", "-c", 'echo "Welcome {to} node7"; echo "{}"; exec "$@"', "sh")
-    with Crew([host(mark, *noisy)]) as crew:
-        assert crew.greet(WITHIN_S)[0].alive
-        assert ask(crew, {"do": "ping"}).alive
+    with AgentPool([host(mark, *noisy)]) as agent_pool:
+        assert agent_pool.greet(WITHIN_S)[0].alive
+        assert ask(agent_pool, {"do": "ping"}).alive
 
 
 @pytest.mark.parametrize(
@@ -260,11 +262,11 @@ def test_what_a_login_prints_does_not_matter(mark: str) -> None:
     ],
 )
 def test_a_host_where_no_agent_starts_says_why(mark: str, prefix: tuple[str, ...], words: str) -> None:
-    with Crew([host(mark, *prefix), host(mark)]) as crew:
-        first, second = crew.greet(WITHIN_S).values()
+    with AgentPool([host(mark, *prefix), host(mark)]) as agent_pool:
+        first, second = agent_pool.greet(WITHIN_S).values()
         assert (first.alive, second.alive) == (False, True)
         assert words in first.problem
-        replies = crew.ask({(n, 0): {"do": "ping"} for n in (0, 1)}, limit_s=WITHIN_S)
+        replies = agent_pool.ask({(n, 0): {"do": "ping"} for n in (0, 1)}, limit_s=WITHIN_S)
         assert [r.alive for r in replies.values()] == [False, True]
 
 

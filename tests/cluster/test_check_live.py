@@ -12,7 +12,7 @@ from statistics import median
 
 import pytest
 
-from seatrial.check.findings import Finding
+from seatrial.check.judging.findings import Finding
 from seatrial.check.live.conductor import LiveOptions, LiveResult, check_live
 from seatrial.check.live.hosts import Host
 from seatrial.check.node.node_stage import NodeOptions
@@ -116,7 +116,7 @@ def of(result: LiveResult, code: str) -> list[Finding]:
 
 
 @pytest.mark.parametrize("cluster", [8], indirect=True)
-def test_a_link_at_a_tenth_of_the_others_rate_is_named_and_no_other(cluster: Cluster) -> None:
+def test_only_the_link_at_a_tenth_of_the_rate_is_named(cluster: Cluster) -> None:
     cluster.net.slow(5, RATE_MBIT / 10)
     result = cluster.check()
     assert [(b.node, b.kind, b.verdict) for b in result.blames] == [("node5", "nic", "FAIL")]
@@ -159,6 +159,7 @@ def test_a_host_that_is_cut_off_in_the_middle_is_named(cluster: Cluster) -> None
     assert of(result, "LIV003")[0].target.node == "node2"
 
 
+@pytest.mark.long
 def test_a_host_that_is_cut_off_before_the_groups_is_named(cluster: Cluster) -> None:
     result = cluster.check("groups", lambda: cluster.net.down(1))
     assert [(b.node, b.kind) for b in result.blames] == [("node1", "node")]
@@ -172,7 +173,7 @@ def test_an_agent_that_hangs_is_named(cluster: Cluster) -> None:
     assert failed(result) == {"node3"}
 
 
-def test_hosts_that_cannot_be_reached_or_cannot_run_ranks_are_named_with_the_reason(
+def test_unreachable_hosts_and_hosts_unable_to_run_are_named(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     cluster.hosts[0] = Host("node0", cluster.net.address(0), ("ip", "netns", "exec", "no-such-namespace"))

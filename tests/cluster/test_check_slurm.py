@@ -100,7 +100,7 @@ def test_a_node_that_somebody_has_drained_keeps_his_reason(
     assert "takes no work already (IDLE+DRAIN: new fan on Monday)" in capsys.readouterr().err
 
 
-def test_a_node_that_slurm_does_not_know_fails_and_keeps_no_other(
+def test_node_unknown_to_slurm_fails_without_blocking_others(
     cluster: slurm_cluster.Slurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outputs(("other7", "n1"), ("other7", *NODES))
@@ -116,7 +116,7 @@ def test_more_than_half_go_only_with_force(
 ) -> None:
     outputs(("n1", "n2", "n3"))
     assert main(APPLY) == 1
-    assert "not carried out: 3 of 5 nodes would go, more than half" in capsys.readouterr().err
+    assert "not applied: 3 of 5 nodes would go, more than half" in capsys.readouterr().err
     assert drained(cluster) == []
     assert main([*APPLY, "--force"]) == 1
     assert drained(cluster) == ["n1", "n2", "n3"]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 
-from seatrial.check.live.crew import Crew
+from seatrial.check.live.agent_pool import AgentPool
 from seatrial.check.live.hosts import LOOPBACK, SRUN, hosts_of
-from seatrial.check.live.live_ranks import Ranks, World
+from seatrial.check.live.live_ranks import RankGroup, Ranks
 
 pytestmark = [
     pytest.mark.cluster,
@@ -52,19 +52,19 @@ def test_agents_are_steps_of_the_job_and_end_with_the_check(allocation: slurm_cl
     assert hosts[0].prefix == (*SRUN, "--nodelist=n1")
     # The names of these nodes are Slurm's own: no resolver knows them.
     hosts = [replace(h, address=LOOPBACK) for h in hosts]
-    with Crew(hosts) as crew:
-        greetings = crew.greet(WITHIN_S)
+    with AgentPool(hosts) as agent_pool:
+        greetings = agent_pool.greet(WITHIN_S)
         assert all(reply.alive for reply in greetings.values()), greetings
         argv = ["sh", "-c", "echo $SLURMD_NODENAME"]
-        replies = crew.ask({(n, 0): {"do": "run", "argv": argv} for n in (0, 1)}, limit_s=WITHIN_S)
+        replies = agent_pool.ask({(n, 0): {"do": "run", "argv": argv} for n in (0, 1)}, limit_s=WITHIN_S)
         assert {n: r.value["out"] if r.value else r.problem for (n, _), r in replies.items()} == {
             0: "n1\n",
             1: "n2\n",
         }
-        crew.ask({(n, 0): {"do": "prepare"} for n in (0, 1)}, limit_s=120.0)
-        pair = World((0, 1), ((0,), (0,)), ((0, 1, 0), (1, 0, 1)), (65536,))
+        agent_pool.ask({(n, 0): {"do": "prepare"} for n in (0, 1)}, limit_s=120.0)
+        pair = RankGroup((0, 1), ((0,), (0,)), ((0, 1, 0), (1, 0, 1)), (65536,))
         seconds = {"flow": 0.2, "sum": 0.1, "stall": 30.0}
-        (result,) = Ranks(crew, hosts, ["one", "one"], "cpu").play([pair], seconds, WITHIN_S)
+        (result,) = Ranks(agent_pool, hosts, ["one", "one"], "cpu").play([pair], seconds, WITHIN_S)
         assert result.whole, result.why
         pids = [int(reply.value["pid"]) for reply in greetings.values() if reply.value is not None]
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -166,7 +166,7 @@ def phase(folder: Path, last: int) -> str:
     return "between" if f"step-{last:08d}" not in names else "complete"
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_killed_at_any_instant_the_newest_complete_one_loads(run: RunFolder, seed: int) -> None:
     """A hundred instants each. Now the rank is killed, which takes its writers along, now one of these alone."""
     url = str(run.checkpoints)

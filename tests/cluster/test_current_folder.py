@@ -123,7 +123,9 @@ def test_what_is_planted_would_be_noticed(place: Place, few: Place) -> None:
     assert few.executed() == ["json by " + f"{sys.executable} -P -c import json "]
 
 
-@pytest.mark.parametrize("words", VERBS)
+@pytest.mark.parametrize(
+    "words", [pytest.param(w, marks=pytest.mark.long if w.startswith("drill") else ()) for w in VERBS]
+)
 def test_no_verb_executes_what_lies_in_the_current_folder(place: Place, words: str) -> None:
     done = place.run(sys.executable, "-P", "-m", "seatrial", *words.split())
     assert not place.executed()
@@ -146,7 +148,7 @@ def test_compiled_code_is_kept_where_nobody_else_can_put_any(place: Place) -> No
     assert list(own.rglob("*.so"))  # it was compiled, and kept there
 
 
-def test_the_module_on_the_command_line_leaves_the_folder_out_as_the_command_does(few: Place) -> None:
+def test_python_m_seatrial_ignores_modules_in_the_current_folder(few: Place) -> None:
     done = few.run(sys.executable, "-m", "seatrial", "plan", "job.toml", "--dry-run")
     assert not few.executed()
     assert done.returncode == 0, done.stderr
@@ -175,7 +177,8 @@ def test_python_is_started_in_one_place_only() -> None:
     }
     assert {name: n for name, n in used.items() if n} == {
         "base/process.py": 1,  # process.python
-        "check/live/crew.py": 1,  # which interpreter the other hosts are to use, if none is named
+        "check/live/agent_pool.py": 1,  # which interpreter the other hosts are to use, if none is named
         "check/live/reach.py": 1,  # told, not started
+        "launch/ssh.py": 2,  # the same; and told, not started
         "check/node/node_storage.py": 1,  # -I -S: without any module of anybody
     }

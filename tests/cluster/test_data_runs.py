@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from conftest import JOB, Run, records
+from conftest import JOB, Run, records, seatrial
 from seatrial.data.prepare import prepare
 
 pytestmark = pytest.mark.cluster
@@ -67,11 +65,6 @@ def test_a_killed_run_goes_on_with_the_same_samples(blended: Path, start: Callab
     code, _, err = run.wait()
     assert code == 0, err
     assert losses(blended) == undisturbed
-
-
-def seatrial(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "seatrial", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
 def test_the_stores_of_a_live_run_are_not_replaced(blended: Path, start: Callable[..., Run]) -> None:

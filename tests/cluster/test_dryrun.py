@@ -125,7 +125,7 @@ def test_flops_are_exact(name: str, out: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tp2", "tp2-pp2-fsdp2-recompute", "zero-bubble-tp2"])
-def test_asynchronous_tensor_parallel_computes_and_sends_as_much_as_without(name: str, out: Path) -> None:
+def test_async_tensor_parallel_has_the_same_flops_and_traffic(name: str, out: Path) -> None:
     """Nothing twice, where a layer is recomputed or where a schedule comes for the weights' gradients later."""
     told = []
     for case in (name, f"{name}-async"):

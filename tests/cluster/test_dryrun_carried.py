@@ -12,9 +12,9 @@ from dryrun_ranks import job_of
 from seatrial.base.errors import InputError, InternalError, RunFailed
 from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
-from seatrial.plan import dryrun
-from seatrial.plan.dryrun import DryRun, RankStep, dry_run
-from seatrial.train.dryrun_trace import at_size
+from seatrial.plan.cost import dryrun
+from seatrial.plan.cost.dryrun import DryRun, RankStep, dry_run
+from seatrial.train.dryrun.trace import at_size
 
 pytestmark = pytest.mark.cluster
 
@@ -68,7 +68,12 @@ def _same(few: RankStep, whole: RankStep) -> None:
     )
 
 
-_LONG = ("interleaved", "zero-bubble")  # many layers and microbatches, each of them traced
+_LONG = (
+    "interleaved",
+    "zero-bubble",
+    "pp2-gpipe",
+    "replicate2",
+)  # the first two trace many layers and microbatches
 
 
 @pytest.mark.parametrize(

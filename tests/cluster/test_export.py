@@ -17,13 +17,13 @@ import safetensors.torch
 import torch
 from parity_ranks import ARCH
 
-from conftest import Run, records
+from conftest import Run, records, seatrial
+from saving import save, unfenced
 from seatrial.base.box import Box
-from seatrial.checkpoint.commit import unfenced
 from seatrial.checkpoint.manifest import Manifest, Progress
 from seatrial.checkpoint.place import open_place
 from seatrial.checkpoint.read import CheckpointWeights
-from seatrial.checkpoint.write import Piece, save
+from seatrial.checkpoint.write import Piece
 from seatrial.data.loader import BatchLoader
 from seatrial.job import load_job
 from seatrial.job.architecture import Architecture
@@ -117,7 +117,7 @@ def test_from_an_object_store(tmp_path: Path, s3_url: str) -> None:
     assert f"{s3_url}-gone/runs/cloud" in done.stderr
     done = seatrial(tmp_path, "export", "runs/cloud", "--out", "fallback")
     assert done.returncode == 1, "the newest may be where nobody can look"
-    assert "its newest checkpoint is not known" in done.stderr
+    assert "its newest checkpoint is unknown" in done.stderr
     done = seatrial(tmp_path, "export", "runs/cloud", "--out", "fallback", "--allow-older")
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "fallback" / "seatrial.json").read_text())
@@ -194,17 +194,6 @@ def save_whole(place: str, arch: Architecture, values: dict[str, torch.Tensor], 
     store.put_part(step, 1, 0, fd, len(data), {"pieces": [p.to_index() for p in pieces]}, read_back=True)
     store.commit(step, 1, manifest, 1, unfenced)
     os.close(fd)
-
-
-def seatrial(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "seatrial", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def tensors(folder: Path) -> dict[str, Any]:

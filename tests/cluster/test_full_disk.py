@@ -42,7 +42,7 @@ def test_the_cause_is_told_although_nothing_can_be_written(folder: Path) -> None
         assert code == 1
         _, _, summary = err.partition("small failed")
         assert "runs/small is full: make room" in summary, err
-        assert "ended without saying why" not in summary
+        assert "ended without reporting a reason" not in summary
     finally:
         trial.kill_all()
         trial.process.wait()

@@ -13,28 +13,27 @@ from typing import Any
 import pytest
 
 from seatrial.base import process
-from seatrial.control.lease import Lease, claim
-from seatrial.control.spec import AgentSpec
+from seatrial.control.agent.spec import AgentSpec
+from seatrial.control.net.lease import Lease, Leases
 from seatrial.launch import gather
 from seatrial.launch.agents import AgentHandle, start_agent
 from seatrial.launch.base import Outcome
 from seatrial.launch.gather import Gathering
+from seatrial.record import messages as msg
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 STANDIN = Path(__file__).with_name("standin_agent.py")
-BYE = {"say": {"bye": True}}
+BYE = {"say": msg.encode(msg.Bye())}
 Script = list[Any]
 
 
 def outcome(code: int = 0, term: int = 1, **failure: Any) -> dict[str, Any]:
     """An agent's action: say how the run ended."""
     told = {"node": None, "rank": None, "message": "m", "cause": "c", "time": 1e12, "exit_code": code}
-    return {
-        "say": {"outcome": {"exit_code": code, "term": term, "failure": told | failure if failure else None}}
-    }
+    return {"say": msg.encode(msg.RunOver(code, term, told | failure if failure else None))}
 
 
 class Signals:
@@ -82,8 +81,8 @@ class Launch:
             device="cpu",
         )
         spec.log.parent.mkdir(parents=True, exist_ok=True)
-        prefix = [sys.executable, str(STANDIN), json.dumps(script)]
-        return start_agent(spec, f"test-{id(self)}-{len(self.started)}", prefix=prefix)
+        command = [sys.executable, str(STANDIN), json.dumps(script)]
+        return start_agent(spec, f"test-{id(self)}-{len(self.started)}", command)
 
     def _tick(self) -> None:
         for pair in list(self.when):
@@ -142,6 +141,16 @@ def test_an_agent_that_dies_is_noted_and_the_others_go_on(launch: Begin, tmp_pat
     assert told.message == "agent of node 1 was killed by SIGKILL"
 
 
+def test_the_death_of_an_agent_is_recorded_by_a_living_one(launch: Begin, tmp_path: Path) -> None:
+    """The coordinator writes while agents live; what the one that was to pass it on has not is told to another."""
+    path = str(RunFolder(tmp_path).events)
+    run = launch([{"wait": "record"}, "die"], [{"record": path, "count": 2}, outcome(), BYE], ["die"])
+    assert run.follow() == Outcome(0)
+    events = read_events(run.folder)[0]
+    assert [(e.kind, e.node) for e in events] == [("agent_failed", 2), ("agent_failed", 0)]
+    assert len({(e.data or {})["told"] for e in events}) == 2, "each once, with a mark"
+
+
 def test_without_an_outcome_the_first_agent_that_died_is_named(launch: Begin) -> None:
     run = launch([{"wait": "go"}, "die"], [{"exit": 7}])
     run.once_ended(1, lambda: run.say(0, {"go": 1}))
@@ -157,7 +166,7 @@ def test_without_an_outcome_the_first_agent_that_died_is_named(launch: Begin) ->
 def test_agents_that_leave_in_order_without_an_outcome(launch: Begin) -> None:
     result = launch([BYE], [BYE]).follow()
     assert result.failure is not None
-    assert result.failure.message == "every agent ended, and none said how the run ended"
+    assert result.failure.message == "all agents ended, and none reported how the run ended"
     assert read_events(RunFolder(result.failure.log.parents[3]))[0] == []
 
 
@@ -188,7 +197,7 @@ def test_a_ranks_failure_is_told_as_the_coordinator_tells_it(launch: Begin, tmp_
 def test_an_outcome_of_a_term_that_is_over_is_not_believed(launch: Begin) -> None:
     run = launch([outcome(1, term=1, node=0), BYE], [{"wait": "go"}, outcome(0, term=2), BYE])
     run.folder.control.mkdir(exist_ok=True)
-    claim(run.folder.leases, Lease(2, 1, "127.0.0.1", 1, 0.0))
+    Leases(run.folder.leases).claim(Lease(2, 1, "127.0.0.1", 1, 0.0), 3.0)
     run.when.append((lambda: run.gathering.agents[0].gone, lambda: run.say(1, {"go": 1})))
     assert run.follow() == Outcome(0)
 
@@ -206,7 +215,7 @@ def test_an_agent_that_does_not_end_is_killed(launch: Begin, monkeypatch: pytest
 )
 def test_what_a_signal_asks_for(launch: Begin, signum: int, why: str) -> None:
     """The second one, whichever it is, does not wait."""
-    run = launch([{"wait": "stop"}, {"say": {"heard": 1}}, {"wait": "stop"}, outcome(75), BYE])
+    run = launch([{"repeat": "stop"}, {"repeat": "stop"}, outcome(75), BYE])
     heard: list[str] = []
     take = run.gathering.agents
 
@@ -217,11 +226,11 @@ def test_what_a_signal_asks_for(launch: Begin, signum: int, why: str) -> None:
         def spy() -> list[dict[str, Any]]:
             messages = receive()
             for m in messages:
-                if "agent_started" in m:
-                    heard.append(m["agent_started"]["heard"])
                 if "heard" in m:
-                    run.signals.send(signal.SIGTERM)
-            return messages
+                    heard.append(m["heard"]["why"])
+                    if len(heard) == 1:
+                        run.signals.send(signal.SIGTERM)
+            return [m for m in messages if "heard" not in m]
 
         channel.receive = spy  # type: ignore[method-assign]
         run.signals.send(signum)
@@ -231,7 +240,17 @@ def test_what_a_signal_asks_for(launch: Begin, signum: int, why: str) -> None:
     assert heard == [why, "now"]
 
 
-def test_agents_that_end_after_a_signal_without_a_word_were_interrupted(launch: Begin) -> None:
+@pytest.mark.parametrize("said", [{"outcome": {"exit_code": 0}}, {"bye": 1}, {"hello": {}}])
+def test_an_agent_that_talks_nonsense_is_killed(
+    launch: Begin, capfd: pytest.CaptureFixture[str], said: dict[str, Any]
+) -> None:
+    run = launch([{"wait": "record"}, outcome(), BYE], [{"say": said}, "hang"])
+    assert run.follow() == Outcome(0)
+    assert "protocol error from the agent of node 1: " in capfd.readouterr().err
+    assert run.gathering.agents[1].status == -signal.SIGKILL
+
+
+def test_agents_exiting_silently_after_a_signal_were_interrupted(launch: Begin) -> None:
     run = launch([{"wait": "stop"}, BYE], [{"wait": "stop"}, {"exit": 1}])
     run.when.append((lambda: True, lambda: run.signals.send(signal.SIGINT)))
     assert run.follow() == Outcome(130)
@@ -239,21 +258,57 @@ def test_agents_that_end_after_a_signal_without_a_word_were_interrupted(launch: 
 
 def test_a_node_that_comes_back(launch: Begin) -> None:
     run = launch(
-        [{"wait": "go"}, outcome(), BYE], ["die"], again={1: [[{"exit": 3}], [BYE]]}, returns={1: 0.0}
+        [{"wait": "go"}, outcome(), BYE],
+        ["die"],
+        again={1: [[{"exit": 3}], [BYE]]},
+        returns=lambda a: 0.0 if a.spec.node == 1 else None,
     )
     run.when.append((lambda: run.started.count(1) == 3, lambda: run.say(0, {"go": 1})))
     assert run.follow() == Outcome(0)
     assert run.started == [0, 1, 1, 1]
 
 
+def test_failed_agent_restart_is_retried_later(
+    launch: Begin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = launch(
+        [{"wait": "go"}, outcome(), BYE],
+        ["die"],
+        again={1: [[BYE]]},
+        returns=lambda a: 0.0 if a.died else None,
+    )
+    start, refusals = run.gathering._start_agent, [OSError("no more processes")]
+
+    def start_agent(node: int) -> AgentHandle:
+        if run.started.count(1) and refusals:
+            raise refusals.pop()
+        return start(node)
+
+    run.gathering._start_agent = start_agent
+    monkeypatch.setattr(gather, "_RETRY_S", 0.01)
+    run.when.append((lambda: run.started.count(1) == 2, lambda: run.say(0, {"go": 1})))
+    assert run.follow().exit_code == 0
+    assert "could not start the agent of node 1 again: no more processes" in capfd.readouterr().err
+
+
 def test_the_last_node_comes_back(launch: Begin) -> None:
     """With every agent dead the run is not over while one is still to return."""
-    run = launch(["die"], again={0: [[outcome(), BYE]]}, returns={0: 0.2})
+    run = launch(["die"], again={0: [[outcome(), BYE]]}, returns=lambda _: 0.2)
     assert run.follow() == Outcome(0)
 
 
 def test_nobody_comes_back_once_there_is_an_outcome(launch: Begin) -> None:
-    run = launch([{"wait": "go"}, outcome(), BYE], ["die"], returns={1: 60.0})
+    run = launch([{"wait": "go"}, outcome(), BYE], ["die"], returns=lambda _: 60.0)
     run.once_ended(1, lambda: run.say(0, {"go": 1}))
     assert run.follow() == Outcome(0)
     assert run.started == [0, 1]
+
+
+def test_a_run_that_nobody_comes_back_to_ends(launch: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "_NONE_LEFT_S", 0.5)
+    run = launch(["die"], again={0: [[{"exit": 3}]] * 100}, returns=lambda _: 0.1)
+    result = run.follow()
+    assert result.failure is not None
+    assert (result.exit_code, result.failure.message) == (1, "agent of node 0 was killed by SIGKILL")
+    assert len(run.started) > 1
+    assert [e.message for e in read_events(run.folder)[0]] == [result.failure.message], "not each time anew"

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from hang_agent import Forker, RankAgent
 
+from seatrial.record import messages as msg
+
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 LAYOUT = {"pipeline": 2, "shard": 2}
@@ -40,7 +42,7 @@ def begin(forker: Forker, tmp_path: Path) -> Iterator[Begin]:
         agent = RankAgent(forker, tmp_path, {"layout": layout, "steps": 1000, "fault": planted, **plan})
         agents.append(agent)
         agent.fork(*range(agent.layout.world_size))
-        agent.leg(1)
+        agent.generation_spec(1)
         if fault is not None:
             assert agent.hear("fault", culprit) == {culprit: fault}
         return agent
@@ -51,7 +53,7 @@ def begin(forker: Forker, tmp_path: Path) -> Iterator[Begin]:
 
 
 @pytest.mark.parametrize("kind", ["sleep", "spin"])
-def test_a_rank_that_does_not_arrive_is_found_behind_others_that_wait_too(begin: Begin, kind: str) -> None:
+def test_absent_rank_is_found_behind_indirect_waiters(begin: Begin, kind: str) -> None:
     blame = begin(kind).blame(CULPRIT)
     assert (blame.ranks, blame.kind) == ((CULPRIT,), "not_arrived"), blame
     assert blame.operation is not None
@@ -62,7 +64,7 @@ def test_a_rank_that_does_not_arrive_is_found_behind_others_that_wait_too(begin:
     assert "2 more wait through others" in str(blame)
 
 
-def test_a_rank_is_found_for_whom_others_wait_with_several_collectives_under_way(begin: Begin) -> None:
+def test_absent_rank_is_found_with_several_collectives_in_flight(begin: Begin) -> None:
     """Asynchronous tensor parallel: all gathers of a layer are launched before the first one is waited for."""
     blame = begin("sleep", layout={"tensor": 2, "shard": 2}, async_tensor=True).blame(CULPRIT)
     assert (blame.ranks, blame.kind) == ((CULPRIT,), "not_arrived"), blame
@@ -72,7 +74,7 @@ def test_a_rank_is_found_for_whom_others_wait_with_several_collectives_under_way
     assert "2 more wait through others" in str(blame)
 
 
-def test_a_rank_that_a_pipeline_waits_for_is_found_although_gloo_records_no_receive(begin: Begin) -> None:
+def test_absent_pipeline_rank_is_found_without_gloo_recv_records(begin: Begin) -> None:
     blame = begin("sleep", culprit=2, layout={"pipeline": 4}).blame(2)
     assert (blame.ranks, blame.kind) == ((2,), "not_arrived"), blame
     assert blame.operation is not None
@@ -81,7 +83,7 @@ def test_a_rank_that_a_pipeline_waits_for_is_found_although_gloo_records_no_rece
 
 
 @pytest.mark.parametrize("kind", ["gil-waiting", "gil-busy"])
-def test_a_rank_whose_native_code_holds_the_lock_is_found_by_its_silence(begin: Begin, kind: str) -> None:
+def test_rank_holding_the_gil_in_native_code_is_found_by_silence(begin: Begin, kind: str) -> None:
     blame = begin(kind).blame(CULPRIT)
     assert (blame.ranks, blame.kind) == ((CULPRIT,), "gil_held"), blame
     assert "in hang" in str(blame)  # the native stack's last frame of Python
@@ -98,22 +100,22 @@ def test_a_stopped_rank_is_found(begin: Begin) -> None:
     assert blame.operation is not None
 
 
-def test_others_are_had_out_of_a_collective_and_train_on_in_a_new_world(begin: Begin) -> None:
+def test_ranks_leave_a_hung_collective_and_train_in_a_new_world(begin: Begin) -> None:
     agent = begin("sleep")
     others = [r for r in range(4) if r != CULPRIT]
     agent.settled(CULPRIT)
     asked = time.monotonic()
-    agent.send({"abandon": {"generation": 1}}, *others)
+    agent.send(msg.Abandon(1), *others)
     assert {p["generation"] for p in agent.hear("parked", *others).values()} == {1}
     print(f"parked {(time.monotonic() - asked) * 1e3:.0f} ms after the order")
     agent.kill(CULPRIT)
     agent.plan["fault"] = None
     agent.fork(CULPRIT)
-    agent.leg(2)
+    agent.generation_spec(2)
     assert len(agent.hear("losses", *range(4))) == 4
 
 
-def test_worlds_are_rebuilt_in_the_same_processes_again_and_again(begin: Begin) -> None:
+def test_worlds_are_rebuilt_repeatedly_in_the_same_processes(begin: Begin) -> None:
     agent = begin()
     agent.hear("first", *range(4))
     losses = agent.hear("losses", *range(4))[0]
@@ -127,7 +129,7 @@ def test_worlds_are_rebuilt_in_the_same_processes_again_and_again(begin: Begin) 
         assert len(agent.hear("parked", *others)) == 3
         parked = time.monotonic()
         agent.fork(victim)
-        agent.leg(generation)
+        agent.generation_spec(generation)
         assert len(agent.hear("first", *range(4))) == 4
         stepped = time.monotonic()
         assert agent.hear("losses", *range(4)) == dict.fromkeys(range(4), losses)

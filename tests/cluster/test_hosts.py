@@ -120,6 +120,7 @@ def test_a_host_that_is_cut_off_is_replaced(start: Callable[..., HostsRun]) -> N
     assert exactly_once(run)
 
 
+@pytest.mark.long
 def test_the_coordinators_host_is_cut_off(start: Callable[..., HostsRun]) -> None:
     run = start("silence_s = 2.0")
     run.wait_line("step   6/")

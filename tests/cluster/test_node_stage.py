@@ -179,7 +179,7 @@ def test_the_node_stage_of_this_machine(tmp_path: Path, places: Places) -> None:
     cpu, storage = facts["rates"]["cpu"], facts["storage"]
     for rate in (cpu["gemm_gflop_s"], cpu["memory_gb_s"], cpu["loopback_gb_s"]):
         assert 0.01 < rate < 1e6
-    assert storage["written_bytes"] == storage["read_bytes"] > 0
+    assert 0 < storage["read_bytes"] <= storage["written_bytes"]  # a busy disk is not read to its end in time
     assert storage["wrong_blocks"] == 0
     assert facts["seconds"] < facts["options"]["seconds"]
     report = judge_stage({"n": facts})
@@ -378,7 +378,7 @@ def test_a_probe_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_file_systems_without_nameless_files_and_without_direct_access(
+def test_storage_probe_works_without_o_tmpfile_and_o_direct(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.open
@@ -424,7 +424,7 @@ def test_storage_that_cannot_be_written_or_does_not_answer(
     assert children() == set()
 
 
-def test_what_a_dead_check_left_goes_and_what_a_living_one_uses_stays(tmp_path: Path) -> None:
+def test_storage_probe_removes_only_stale_leftovers(tmp_path: Path) -> None:
     old, new = tmp_path / ".seatrial-check-old", tmp_path / ".seatrial-check-new"
     old.touch()
     new.touch()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from conftest import run_cases
+from installed import install_examples
 
 pytestmark = pytest.mark.cluster
 
@@ -47,6 +48,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 UNTIED_ONLY: dict[str, dict[str, Any]] = {
     "pp2-gpipe": {"pipeline": 2, "schedule": "gpipe"},
     "replicate2": {"replicate": 2},
+    "pp2-breadth-first": {"pipeline": 2, "stages_per_rank": 2, "schedule": "breadth-first"},  # of examples/
+}
+# The optimizer of examples/.
+MOMENTUM = {"tied": False, "steps": 20, "optimizer": {"name": "momentum", "lr": 0.2}}
+WITH_MOMENTUM: dict[str, dict[str, Any]] = {
+    n: {} if n == "one" else LAYOUTS[n] for n in ("one", "fsdp2", "tp2-pp2-fsdp2")
 }
 # Attention that ends at the begin of a document: whatever carries the bounds to the stages must be right in each.
 WITH_DOCUMENTS: dict[str, dict[str, Any]] = {
@@ -75,6 +82,7 @@ def _cases() -> list[dict[str, Any]]:
     cases += [
         {"name": "one-qwen3", "layout": {}, "tied": True, "family": "qwen3"},
         {"name": "tp2-pp2-fsdp2-qwen3", "layout": full, "tied": True, "family": "qwen3"},
+        *({"name": f"{n}-momentum", "layout": layout, **MOMENTUM} for n, layout in WITH_MOMENTUM.items()),
         {"name": "one-recompute", "layout": {}, "tied": False, "activation_checkpointing": "full"},
         {
             "name": "tp2-pp2-fsdp2-recompute",
@@ -113,7 +121,7 @@ def _cases() -> list[dict[str, Any]]:
     return [{"steps": _STEPS if _is_long(case["name"]) else _FEW, **case} for case in cases]
 
 
-_STEPS, _FEW = 20, 6
+_STEPS, _FEW = 20, 3
 
 
 def _is_long(name: str) -> bool:
@@ -121,7 +129,7 @@ def _is_long(name: str) -> bool:
 
 
 def _document_cases() -> list[dict[str, Any]]:
-    with_documents = {"tied": False, "documents": True, "steps": 6}
+    with_documents = {"tied": False, "documents": True, "steps": _FEW}
     full = LAYOUTS["tp2-pp2-fsdp2"]
     return [
         {"name": "one-documents", "layout": {}, **with_documents},
@@ -186,7 +194,9 @@ class Ran:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     """Every case, run once."""
     out = tmp_path_factory.mktemp("parity")
-    done = run_cases(_cases(), out, timeout_s=600)
+    with pytest.MonkeyPatch.context() as patch:
+        install_examples(out / "site", patch)
+        done = run_cases(_cases(), out, timeout_s=600)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Ran] = {}
     for case in _cases():
@@ -221,6 +231,7 @@ def _differences(ran: Ran, reference: Ran) -> tuple[float, float]:
 FP32 = [f"{n}-{end}" for n in [*LAYOUTS, "pp2-zero-bubble-fsdp2"] for end in ("untied", "tied")]
 FP32 += [f"{n}-untied" for n in UNTIED_ONLY]
 FP32 += ["tp2-pp2-fsdp2-qwen3", "one-recompute", "tp2-pp2-fsdp2-recompute", "tp2-fsdp2-compiled"]
+FP32 += [f"{n}-momentum" for n in WITH_MOMENTUM if n != "one"]
 FP32 += [f"{n}-documents" for n in [*WITH_DOCUMENTS, "pp2-zero-bubble-fsdp2", "recompute", "compiled"]]
 
 
@@ -241,12 +252,16 @@ def test_a_layout_trains_as_one_process(name: str, runs: dict[str, Ran]) -> None
     assert loss <= LOSS_ABSOLUTE
     assert norm <= NORM_RELATIVE
     assert gradient <= GRADIENT_OF_LARGEST, whose
+    if name.endswith("momentum"):
+        weight, whose = _worst(runs[name], "weights", _reference(runs, _peer(name), "weights"))
+        assert weight <= GRADIENT_OF_LARGEST, whose
 
 
 def test_the_reference_learns(runs: dict[str, Ran]) -> None:
-    history = runs["one-untied"].ranks[0]["history"]
-    assert history[-1][0] < history[0][0] - 2, "nothing that does not train can tell layouts apart"
-    assert max(norm for _, norm in history) > 1.0, "clipping must have been at work"
+    for name in ("one-untied", "one-momentum"):
+        history = runs[name].ranks[0]["history"]
+        assert history[-1][0] < history[0][0] - 2, "nothing that does not train can tell layouts apart"
+        assert max(norm for _, norm in history) > 1.0, "clipping must have been at work"
 
 
 def test_every_rank_reports_the_same_bits(runs: dict[str, Ran]) -> None:
@@ -301,7 +316,7 @@ def test_attention_that_ends_with_a_document_is_another_training(runs: dict[str,
     assert 0 < loss < 0.05
 
 
-def test_a_stage_with_the_documents_of_another_microbatch_is_seen(runs: dict[str, Ran]) -> None:
+def test_stage_using_documents_of_another_microbatch_is_detected(runs: dict[str, Ran]) -> None:
     loss, _ = _differences(runs["sabotage-documents"], runs["one-documents"])
     gradient, _ = _worst(
         runs["sabotage-documents"], "gradients", _reference(runs, "one-documents", "gradients")

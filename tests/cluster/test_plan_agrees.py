@@ -10,14 +10,13 @@ import pytest
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
 from seatrial.job.loading import load_job
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.collectives import Fabric
-from seatrial.plan.dryrun import dry_run
-from seatrial.plan.memory import rank_memory
-from seatrial.plan.model import Model
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.stacks import stacks
-from seatrial.plan.step import rank_traffic
+from seatrial.plan.cost.collectives import Fabric
+from seatrial.plan.cost.dryrun import dry_run
+from seatrial.plan.cost.memory import rank_memory
+from seatrial.plan.cost.stacks import stacks
+from seatrial.plan.cost.step import rank_traffic
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
 
 pytestmark = pytest.mark.cluster
 
@@ -62,13 +61,18 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", list(LAYOUTS))
+_LONG = ("tensor, replicated, recomputed", "interleaved")  # each of their parts is in another layout too
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in LAYOUTS]
+)
 def test_memory_and_traffic(name: str) -> None:
     preset = Path(str(files("seatrial.job") / "presets" / "qwen2.5-7b-h200.toml"))
     job = load_job(preset, (*COMMON, *LAYOUTS[name]))
     gpu = find_gpu("H200 SXM")
     assert gpu is not None
-    model, recipe, ours = Model.of(job.architecture), Recipe.of(job), stacks()["seatrial"]
+    model, recipe, ours = job.architecture, Recipe.of(job), stacks()["seatrial"]
     fabric = Fabric(Cluster(gpu, 2, 4, find_network("InfiniBand NDR 8x400")))
     for traced in dry_run(job, processes=1).ranks:
         said = rank_memory(model, recipe, ours, traced.at.pipeline)

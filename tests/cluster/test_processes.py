@@ -18,7 +18,7 @@ from seatrial.record import events
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 AGENT = "seatrial.control.agent"
-NURSERY = "seatrial.train.nursery"
+FORK_SERVER = "seatrial.train.supervision.fork_server"
 
 Start = Callable[..., VirtualCluster]
 
@@ -96,7 +96,7 @@ def test_ranks_get_torchruns_environment_and_end_well(start: Start, device: str)
     assert cluster.left() == []
 
 
-def test_kill_9_of_one_rank_names_it_within_5_s_and_leaves_nothing(start: Start, device: str) -> None:
+def test_killed_rank_is_named_within_5_s_and_nothing_remains(start: Start, device: str) -> None:
     cluster = start(device=device)
     cluster.wait_ranks()
     cluster.remember(cluster.ranks[3].ask("spawn"))
@@ -132,7 +132,7 @@ def test_ranks_that_do_not_answer_are_killed(start: Start, device: str) -> None:
     assert cluster.left() == []
 
 
-def test_traceback_of_an_exception_that_escapes_is_in_the_failure(start: Start, device: str) -> None:
+def test_failure_contains_traceback_of_an_uncaught_exception(start: Start, device: str) -> None:
     cluster = start(device=device)
     cluster.wait_ranks()
     cluster.ranks[2].tell("raise")
@@ -181,13 +181,13 @@ def test_kill_9_of_an_agent_is_a_failure_of_its_node(start: Start, device: str) 
     assert cluster.left() == []
 
 
-def test_kill_9_of_a_nursery_is_a_failure_of_its_node(start: Start) -> None:
+def test_kill_9_of_a_fork_server_is_a_failure_of_its_node(start: Start) -> None:
     cluster = start()
     cluster.wait_ranks()
     cluster.remember(cluster.ranks[0].ask("spawn"))
-    os.kill(cluster.find(NURSERY, node=0), signal.SIGKILL)
+    os.kill(cluster.find(FORK_SERVER, node=0), signal.SIGKILL)
     failure = cluster.result()["outcome"]["failure"]
-    assert failure["message"] == "nursery of node 0 was killed by SIGKILL"
+    assert failure["message"] == "fork server of node 0 was killed by SIGKILL"
     assert cluster.left() == []
 
 
@@ -215,7 +215,7 @@ def test_kill_9_of_driver_and_agents_at_once_leaves_nothing(start: Start) -> Non
 def test_kill_9_of_all_but_the_ranks_at_once_leaves_no_rank(start: Start, device: str) -> None:
     cluster = start(device=device)
     cluster.wait_ranks()
-    nurseries = [cluster.find(NURSERY, node=n) for n in (0, 1)] if device == "cpu" else []
+    nurseries = [cluster.find(FORK_SERVER, node=n) for n in (0, 1)] if device == "cpu" else []
     agents = [cluster.find(AGENT, node=n) for n in (0, 1)]
     above = [*nurseries, *agents, cluster.driver.pid]  # upwards, so that none lives to clean up after another
     for pid in above:
@@ -257,10 +257,12 @@ def test_kill_9_of_the_driver_while_the_nurseries_import(start: Start) -> None:
 def test_a_failure_on_one_node_while_the_other_imports(start: Start) -> None:
     cluster = start(worker_module="standin_slow")
     cluster.wait_ranks(2)
-    cluster.wait_event("generation_started")  # before that it is no failure: another nursery takes its place
+    cluster.wait_event(
+        "generation_started"
+    )  # before that it is no failure: another fork server takes its place
     os.kill(min(cluster.ranks), signal.SIGKILL)
     failure = cluster.result()["outcome"]["failure"]
-    assert failure["message"].startswith("nursery of node ")
+    assert failure["message"].startswith("fork server of node ")
     assert failure["message"].endswith(" was killed by SIGKILL")
     assert cluster.left() == []
 
@@ -295,7 +297,7 @@ def test_a_worker_module_that_cannot_be_imported(start: Start) -> None:
     cluster = start(worker_module="no_such_worker")
     failure = cluster.result()["outcome"]["failure"]
     assert failure["rank"] is None
-    assert failure["message"].startswith("nursery of node ")
+    assert failure["message"].startswith("fork server of node ")
     assert failure["tail"].endswith("ModuleNotFoundError: No module named 'no_such_worker'")
 
 

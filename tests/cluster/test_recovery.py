@@ -4,40 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from recovery_runs import REPLICAS, STEPS, Trial, assert_same, make_folder
+from recovery_runs import REPLICAS, STEPS, Begin, Trial, assert_same, beginning, make_folder
 
 from seatrial.base import process
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
-Begin = Callable[..., Trial]
-
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Begin]:
-    """Start the small job; at the end of the test nothing of any start may be alive."""
-    folder = make_folder(tmp_path / "job")
-    trials: list[Trial] = []
-
-    def start(*settings: str, **plan: Any) -> Trial:
-        trials.append(Trial(folder, *settings, **plan))
-        return trials[-1]
-
-    yield start
-    left = {trial.mark: trial.processes() for trial in trials}
-    for trial in trials:
-        trial.kill_all()
-        trial.process.wait()
-        for stream in (trial.process.stdout, trial.process.stderr):
-            assert stream is not None
-            stream.close()
-    assert not any(left.values()), f"left behind: {left}"
+    with beginning(tmp_path / "job") as start:
+        yield start
 
 
 def undisturbed(folder: Path, *settings: str) -> Trial:
@@ -113,9 +94,7 @@ def test_with_one_copy_a_killed_rank_finds_it_on_its_own_node(begin: Begin, refe
     assert_same(trial, reference)
 
 
-def test_with_one_copy_the_loss_of_a_node_without_a_replica_goes_back_to_the_disk(
-    begin: Begin, reference: Trial
-) -> None:
+def test_node_loss_with_one_copy_and_no_replica_uses_the_disk(begin: Begin, reference: Trial) -> None:
     trial = begin(ONE_COPY, "cluster.spares=1", "checkpoint.every_steps=4")
     trial.until_event("checkpoint_saved")
     trial.until_step(7)
@@ -126,7 +105,7 @@ def test_with_one_copy_the_loss_of_a_node_without_a_replica_goes_back_to_the_dis
     assert_same(trial, reference)
 
 
-def test_with_one_copy_a_replicas_memory_stands_in_for_a_lost_node(begin: Begin, replicas: Trial) -> None:
+def test_node_loss_with_one_copy_resumes_from_replica_memory(begin: Begin, replicas: Trial) -> None:
     """No process keeps its state, as on GPUs: what the spare's ranks go on from is what a replica's node holds."""
     trial = begin(*REPLICAS, ONE_COPY, "cluster.spares=1", "resilience.in_place=false")
     trial.until_step(7)
@@ -211,9 +190,7 @@ def test_the_loss_of_a_coordinator_without_ranks_stops_nobody(begin: Begin, refe
     assert_same(trial, reference)
 
 
-def test_a_coordinator_that_stalls_finds_out_that_its_nodes_have_stopped(
-    begin: Begin, reference: Trial
-) -> None:
+def test_run_recovers_when_stalled_coordinator_finds_ranks_gone(begin: Begin, reference: Trial) -> None:
     """Agents stop their ranks when nobody answers. If the answer comes a moment later, nobody is lost: only the ranks."""
     trial = begin("resilience.silence_s=1", coordinator=0)
     trial.until_step(7)
@@ -227,7 +204,7 @@ def test_a_coordinator_that_stalls_finds_out_that_its_nodes_have_stopped(
     assert_same(trial, reference)
 
 
-def test_without_a_spare_it_shrinks_and_grows_when_the_node_returns(begin: Begin, replicas: Trial) -> None:
+def test_run_without_spare_shrinks_and_grows_on_node_return(begin: Begin, replicas: Trial) -> None:
     trial = begin(*REPLICAS, "train.steps=2000", returns={1: 3.0})
     trial.until_step(7)
     trial.kill_agent(1)
@@ -281,10 +258,8 @@ def test_a_rank_that_hangs_is_named_and_replaced(begin: Begin, reference: Trial)
 def test_without_restarts_the_first_failure_ends_the_run(begin: Begin) -> None:
     trial = begin("resilience.max_restarts=0")
     trial.until_step(4)
-    began = time.monotonic()
     trial.kill_rank(3)
     code, err = trial.end()
-    assert time.monotonic() - began < 4.0
     assert code == 1
     assert "rank 3 on node 1 was killed by SIGKILL" in err
     (failed,) = trial.events("run_failed")

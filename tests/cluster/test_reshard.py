@@ -17,8 +17,8 @@ from torch import Tensor
 from conftest import run_cases
 from seatrial.base.box import Box
 from seatrial.checkpoint.read import CheckpointWeights
+from seatrial.job.optimizers import ADAMW
 from seatrial.model.decoder import whole_shapes
-from seatrial.train.optimizer import STATE
 
 pytestmark = pytest.mark.cluster
 
@@ -34,7 +34,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 TRAINED, MORE = 3, 2
 # Not the number of updates: a step that was left out makes none.
 STEP = 5
-KINDS = ("model", *STATE)
+KINDS = ("model", *ADAMW.states)
 
 
 def cases(folder: Path, tied: bool) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A few of the rounds of rounds.py: what once stalled a run, and two that are drawn."""
+"""A few of the rounds of rounds.py: what once stalled a run, and one that is drawn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_once_stalled_a_run(reference: Reference, name: str) -> None:
     assert not problem, done
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_two_faults_at_any_moment(reference: Reference, number: int) -> None:
     problem, done, _ = play(reference.folder.path.parent, number, f"suite {number}", reference)
     assert not problem, done

@@ -84,7 +84,7 @@ def test_the_same_batches_as_from_a_folder(
     store.close()
 
 
-def test_broken_connections_delay_and_damaged_answers_are_fetched_by_nobody(
+def test_broken_reads_are_retried_and_damaged_chunks_not_cached(
     url: str, local: TokenStore, tmp_path: Path, line: Line
 ) -> None:
     """A bit that flips on the way, past every checksum of the network, is found by the chunk's hash."""
@@ -120,7 +120,7 @@ def test_a_damaged_object_is_named(url: str, local: TokenStore, tmp_path: Path) 
 
 
 def test_what_is_not_there(s3_url: str, url: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"is no token store: it has no manifest\.json"):
+    with pytest.raises(InputError, match=r"is not a token store: it has no manifest\.json"):
         StreamedStore.stream(f"{s3_url}/elsewhere", tmp_path / "cache", ROOMY)
     open_store(url).remove(["shard-00003.bin"])
     with pytest.raises(InputError) as e:

@@ -47,7 +47,7 @@ def test_prepared_looked_at_verified_and_exported(
     assert main(["data", "show", url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["first_text"].startswith("text 0 text 0")
     assert main(["data", "verify", url]) == 0
-    assert "all as written" in capsys.readouterr().out
+    assert "all intact" in capsys.readouterr().out
     assert main(["data", "export", url, "--out", "pair"]) == 0
     assert (corpus / "pair.bin").stat().st_size == 2 * local.n_tokens
 

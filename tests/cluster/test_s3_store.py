@@ -156,7 +156,7 @@ def test_each_part_is_checked_by_the_service_and_sent_again(
     assert store.read("x") == content(source)
 
 
-def test_a_line_that_damages_every_time_is_an_error_and_leaves_nothing(
+def test_persistent_upload_corruption_is_an_error_and_cleans_up(
     store: S3Store, line: Line, raw: Any, memory: Callable[[int], Readable]
 ) -> None:
     path = f"PUT /{store.bucket}/runs/small/x".encode()
@@ -252,9 +252,7 @@ store.upload("step-1/x", Readable(fd, 64 * 2**20), progress=lambda done, whole: 
 """
 
 
-def test_killed_in_an_upload_leaves_nothing_to_be_seen_and_rubbish_that_is_removed(
-    store: S3Store, raw: Any
-) -> None:
+def test_killed_upload_is_invisible_and_leftovers_are_removed(store: S3Store, raw: Any) -> None:
     child = subprocess.Popen([sys.executable, "-c", UPLOAD, store.bucket], stdout=subprocess.PIPE)
     assert child.stdout is not None
     with child.stdout:
@@ -304,7 +302,7 @@ def test_a_read_that_never_gets_on_is_given_up(store: S3Store, line: Line) -> No
         ("GET /{}?uploads", lambda store: store.remove_leftovers(), []),
     ],
 )
-def test_an_answer_that_breaks_off_in_its_headers_is_not_believed(
+def test_response_truncated_in_its_headers_is_not_trusted(
     store: S3Store, line: Line, request_line: str, call: Callable[[S3Store], object], wanted: object
 ) -> None:
     """To http.client that is the headers' end: there would be no objects, and no bytes."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from conftest import JOB, Run, records, write_corpus
+from conftest import JOB, Run, records, seatrial, write_corpus
 
 pytestmark = pytest.mark.cluster
 
@@ -63,15 +61,44 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str, str
     return folder, code, out, err
 
 
-def seatrial(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "seatrial", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of which everything was killed after its second checkpoint, half-way at the latest unless writing is slow."""
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "job.toml").write_text(JOB)
+    write_corpus(folder)
+    run = Run(folder, "--set", "checkpoint.every_steps=2")
+    run.wait_line("  checkpoint of step ")
+    run.wait_line("  checkpoint of step ")
+    run.kill_all()
+    run.wait()
+    run.wait_gone(within_s=5)
+    return folder
+
+
+@pytest.fixture
+def killed(killed_run: Path, folder: Path) -> Path:
+    """The test's own copy of that run, in its folder."""
+    return copied(killed_run, folder)
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the first 4 steps, ended in order."""
+    folder = tmp_path_factory.mktemp("short")
+    (folder / "job.toml").write_text(JOB)
+    write_corpus(folder)
+    assert Run(folder, "--set", "train.steps=4").wait()[0] == 0
+    return folder
+
+
+@pytest.fixture
+def short(short_run: Path, folder: Path) -> Path:
+    return copied(short_run, folder)
+
+
+def copied(project: Path, folder: Path) -> Path:
+    return shutil.copytree(project, folder, symlinks=True, dirs_exist_ok=True)
 
 
 class TestToTheEnd:
@@ -111,6 +138,11 @@ class TestToTheEnd:
         assert (folder / "checkpoints/latest").read_text() == "step-00000012\n"
         for node, rank in ((0, 0), (0, 1), (1, 2), (1, 3)):
             assert (folder / f"logs/000001/node{node}/rank{rank}.log").is_file()
+        for node in (0, 1):
+            environment = json.loads((folder / f"logs/000001/node{node}/environment.json").read_text())
+            told = {v["name"]: v for v in environment["variables"]}
+            assert (told["GLOO_SOCKET_IFNAME"]["value"], told["SEATRIAL_DEVICE"]["value"]) == ("lo", "cpu")
+            assert all(v["reason"] for v in told.values())
         sample = [e for e in records(folder / "events.jsonl") if e["kind"] == "sample"]
         assert len(sample) == 1
         assert sample[0]["data"]["text"]
@@ -150,9 +182,8 @@ UNSUPERVISED = ("--set", "resilience.max_restarts=0")
 
 
 class TestKilled:
-    @pytest.mark.parametrize("attempt", range(2))
     def test_everything_at_a_random_step_then_again(
-        self, attempt: int, whole: tuple[Path, int, str, str], folder: Path, start: Start
+        self, whole: tuple[Path, int, str, str], folder: Path, start: Start
     ) -> None:
         step = random.SystemRandom().randint(1, 11)
         print("killed after step", step)  # shown where the test fails
@@ -169,12 +200,9 @@ class TestKilled:
     def test_one_rank(self, folder: Path, start: Start) -> None:
         run = start("--set", "train.steps=100000", *UNSUPERVISED)
         run.wait_line("step      3/")
-        began = time.monotonic()
         os.kill(run.ranks()[3], signal.SIGKILL)
         code, _, err = run.wait()
-        took = time.monotonic() - began
         assert code == 1
-        assert took < 5
         assert "rank 3 on node 1" in err
         assert "rank 0" not in err, "a peer that only lost its connection is not blamed"
         assert "SIGKILL" in err
@@ -204,11 +232,11 @@ class TestKilled:
         arguments = ["--set", "model.init_from=hf", "--set", "optimizer.clip_norm=0.0"]
         code, out, err = start("--json", *arguments).wait()
         assert code == 1
-        assert "small failed: step 3 of 12, 3 left out, after" in err
-        assert "  left out     steps 1-3 (24 samples), on purpose\n" in err
+        assert "small failed: step 3 of 12, 3 skipped, after" in err
+        assert "  skipped      steps 1-3 (24 samples)\n" in err
         document = json.loads(out)
         assert document["state_reason"].startswith(
-            "it diverged, and no more steps may be left out: the loss is "
+            "it diverged, and no more steps may be skipped: the loss is "
         )
         assert document["ledger"]["skipped_steps"] == [1, 2, 3]
         commands = [command.partition("   # ")[0] for command in document["next_commands"]]
@@ -217,8 +245,8 @@ class TestKilled:
             == "seatrial train job.toml --set model.init_from=hf --set optimizer.clip_norm=0.0 --set optimizer.lr=0.0033 --fresh"
         )
         assert not any(c.startswith("seatrial train") and "--fresh" not in c for c in commands)
-        assert "steps 1-3 (24 samples), on purpose" in seatrial(folder, "watch", "small", "--once").stdout
-        assert "steps 1-3 (24 samples), on purpose" in seatrial(folder, "verify", "small", "--ledger").stdout
+        assert "steps 1-3 (24 samples)" in seatrial(folder, "watch", "small", "--once").stdout
+        assert "steps 1-3 (24 samples)" in seatrial(folder, "verify", "small", "--ledger").stdout
 
     def test_an_interrupt_is_not_a_failure(self, folder: Path, start: Start) -> None:
         run = start("--set", "train.steps=100000")
@@ -239,7 +267,7 @@ class TestKilled:
         code, out, err = run.wait()
         assert code == 75, err
         assert "small preempted: step" in err
-        reason = "asked to stop by SIGTERM or SIGHUP: the state is saved; the same command goes on"
+        reason = "stopped on request: the state is saved; the same command resumes"
         assert f"  why          {reason}\n" in err
         told = [json.loads(out), json.loads(seatrial(folder, "watch", "small", "--once", "--json").stdout)]
         assert [(t["state"], t["state_reason"], t["pid"]) for t in told] == [("preempted", reason, None)] * 2
@@ -279,36 +307,25 @@ def _command(pid: int) -> bytes:
 
 class TestResume:
     def test_in_another_layout_it_is_the_same_training(
-        self, whole: tuple[Path, int, str, str], folder: Path, start: Start
+        self, whole: tuple[Path, int, str, str], killed: Path, start: Start
     ) -> None:
-        run = start()
-        run.wait_line("  checkpoint of step ")
-        run.kill_all()
-        run.wait()
-        run.wait_gone(within_s=5)
         code, _, err = start(
             *("--set", "parallel.tensor=1", "--set", "parallel.pipeline=1", "--set", "parallel.shard=4")
         ).wait()
         assert code == 0, err
         assert "the job changed since the last start" in err
         theirs = losses(whole[0])
-        ours = losses(folder)
+        ours = losses(killed)
         assert ours.keys() == theirs.keys()
         for step, (loss, norm) in ours.items():
             assert loss == pytest.approx(theirs[step][0], abs=1e-4)
             assert norm == pytest.approx(theirs[step][1], rel=1e-3)
 
     def test_a_half_written_and_a_damaged_checkpoint(
-        self, whole: tuple[Path, int, str, str], folder: Path, start: Start
+        self, whole: tuple[Path, int, str, str], killed: Path, start: Start
     ) -> None:
         """The half-written one is removed, the damaged one set aside, the one before used; the run comes out equal."""
-        run = start()
-        run.wait_line("  checkpoint of step 4 ")
-        run.wait_line("  checkpoint of step ")  # 8, or a later one where writing the one before took so long
-        run.kill_all()
-        run.wait()
-        run.wait_gone(within_s=5)
-        checkpoints = run_of(folder) / "checkpoints"
+        checkpoints = run_of(killed) / "checkpoints"
         before, step = sorted(int(p.name[5:]) for p in checkpoints.glob("step-*") if p.name[5:].isdigit())[
             -2:
         ]
@@ -329,21 +346,16 @@ class TestResume:
         assert not half.exists()
         assert not no_manifest.exists()
         assert (checkpoints / f"step-{step:08d}.damaged").is_dir()
-        assert_same_run(folder, whole[0])
+        assert_same_run(killed, whole[0])
 
     def test_a_torn_metrics_file_loses_nothing_else(
-        self, whole: tuple[Path, int, str, str], folder: Path, start: Start
+        self, whole: tuple[Path, int, str, str], killed: Path, start: Start
     ) -> None:
-        run = start()
-        run.wait_line("  checkpoint of step 4")
-        run.kill_all()
-        run.wait()
-        run.wait_gone(within_s=5)
-        metrics = run_of(folder) / "metrics.jsonl"
+        metrics = run_of(killed) / "metrics.jsonl"
         metrics.write_bytes(b'{"step": 1, "lo\x00\xff' + b"\n" + metrics.read_bytes() + b'{"step": 5, "tok')
         code, _, err = start().wait()
         assert code == 0, err
-        shown = seatrial(folder, "watch", "small", "--once", "--json")
+        shown = seatrial(killed, "watch", "small", "--once", "--json")
         assert shown.returncode == 0
         problems = json.loads(shown.stdout)["problems"]
         assert (problems[0]["file"], problems[0]["line"]) == ("metrics.jsonl", 1)
@@ -356,9 +368,10 @@ class TestResume:
             kept[record["step"]] = (record["loss"], record["grad_norm"])
         assert kept == losses(whole[0])
 
-    def test_a_damaged_last_checkpoint_is_not_called_done(self, folder: Path, start: Start) -> None:
-        assert start().wait()[0] == 0
-        checkpoints = run_of(folder) / "checkpoints"
+    def test_a_damaged_last_checkpoint_is_not_called_done(
+        self, whole: tuple[Path, int, str, str], folder: Path, start: Start
+    ) -> None:
+        checkpoints = run_of(copied(whole[0], folder)) / "checkpoints"
         before, last = sorted(checkpoints.glob("step-*"))
         assert last.name == "step-00000012"
         os.truncate(last / "rank-00002.safetensors", 100)
@@ -367,28 +380,25 @@ class TestResume:
         assert "rank-00002.safetensors has 100 bytes" in err
         assert f"resuming after step {int(before.name.removeprefix('step-'))}\n" in err
 
-    def test_a_run_that_lost_its_checkpoints_does_not_start_over(self, folder: Path, start: Start) -> None:
-        assert start("--set", "train.steps=4").wait()[0] == 0
-        (run_of(folder) / "checkpoints").rename(folder / "unmounted")
+    def test_a_run_that_lost_its_checkpoints_does_not_start_over(self, short: Path, start: Start) -> None:
+        (run_of(short) / "checkpoints").rename(short / "unmounted")
         code, _, err = start().wait()
         assert code == 1
         assert "has saved step 4" in err
         assert "--fresh" in err
         assert "step   1/12" not in err
 
-    def test_other_text_behind_the_same_path_is_another_run(self, folder: Path, start: Start) -> None:
-        assert start("--set", "train.steps=4").wait()[0] == 0
-        (folder / "corpus/more.py").write_text("x = 1\n" * 200)
+    def test_other_text_behind_the_same_path_is_another_run(self, short: Path, start: Start) -> None:
+        (short / "corpus/more.py").write_text("x = 1\n" * 200)
         code, _, err = start().wait()
         assert code == 2
         assert "data.tokens_sha256" in err
 
-    def test_the_whole_project_in_another_place(self, folder: Path, start: Start) -> None:
-        assert start("--set", "train.steps=4").wait()[0] == 0
-        moved = folder / "moved"
+    def test_the_whole_project_in_another_place(self, short: Path, start: Start) -> None:
+        moved = short / "moved"
         moved.mkdir()
         for name in ("job.toml", "corpus", "runs"):
-            (folder / name).rename(moved / name)
+            (short / name).rename(moved / name)
         done = seatrial(moved, "train", "job.toml", "--set", "train.steps=6", "--plain")
         assert done.returncode == 0, done.stderr
         assert "resuming after step 4" in done.stderr
@@ -411,20 +421,19 @@ class TestResume:
         assert run.process.wait(timeout=60) == 0
         assert len(losses(folder)) == 12
 
-    def test_fresh_keeps_the_old_run(self, folder: Path, start: Start) -> None:
-        assert start("--set", "train.steps=2").wait()[0] == 0
+    def test_fresh_keeps_the_old_run(self, short: Path, start: Start) -> None:
         code, _, err = start("--fresh", "--set", "train.steps=2").wait()
         assert code == 0
         assert "small.old-1" in err
-        assert (folder / "runs/small.old-1/checkpoints/step-00000002/manifest.json").is_file()
-        assert len(records(run_of(folder) / "metrics.jsonl")) == 2
+        assert (short / "runs/small.old-1/checkpoints/step-00000004/manifest.json").is_file()
+        assert len(records(run_of(short) / "metrics.jsonl")) == 2
 
     def test_fresh_does_not_go_on_from_checkpoints_elsewhere(self, folder: Path, start: Start) -> None:
         words = ["--set", "train.steps=2", "--set", "checkpoint.folder=elsewhere"]
         assert start(*words).wait()[0] == 0
         code, _, err = start("--fresh", *words).wait()
         assert code == 0
-        assert "step-00000002 is of the run before, and set aside as step-00000002.damaged" in err
+        assert "step-00000002 belongs to the previous run; set aside as step-00000002.damaged" in err
         assert len(records(run_of(folder) / "metrics.jsonl")) == 2
 
 
@@ -475,15 +484,14 @@ class TestRefused:
         assert "beyond the vocabulary of 264" in done.stderr
         assert not run_of(folder).exists()
 
-    def test_a_run_folder_of_another_job(self, folder: Path, start: Start) -> None:
-        assert start("--set", "train.steps=2").wait()[0] == 0
-        before = sorted(p for p in run_of(folder).rglob("*") if p.is_file())
-        done = seatrial(folder, "train", "job.toml", "--set", "optimizer.lr=0.5", "--set", "train.seed=9")
+    def test_a_run_folder_of_another_job(self, short: Path) -> None:
+        before = sorted(p for p in run_of(short).rglob("*") if p.is_file())
+        done = seatrial(short, "train", "job.toml", "--set", "optimizer.lr=0.5", "--set", "train.seed=9")
         assert done.returncode == 2
         assert "optimizer.lr" in done.stderr
         assert "train.seed" in done.stderr
         assert "--fresh" in done.stderr
-        assert sorted(p for p in run_of(folder).rglob("*") if p.is_file()) == before
+        assert sorted(p for p in run_of(short).rglob("*") if p.is_file()) == before
 
     def test_a_port_in_use(self, folder: Path) -> None:
         import socket

@@ -145,7 +145,7 @@ class VirtualCluster:
             self.pidfds[os.pidfd_open(pid)] = f"{pid} {command}"
 
     def find(self, module: str, node: int = 0) -> int:
-        """The pid of one node's agent or nursery."""
+        """The pid of one node's agent or fork server."""
         ranks_ancestors = set()
         parents = process.living()
         pid = self.ranks[node * self.per_node].pid

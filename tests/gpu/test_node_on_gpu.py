@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from seatrial.check.blame.nodes import judge_nodes
-from seatrial.check.floors import find_sku
+from seatrial.check.judging.floors import find_sku
 from seatrial.check.node.columns import columns
 from seatrial.check.node.judge_node import judge_stage
 from seatrial.check.node.node_stage import NodeOptions, measure

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from seatrial.check.live.crew import Crew
+from seatrial.check.live.agent_pool import AgentPool
 from seatrial.check.live.hosts import LOOPBACK, Host
-from seatrial.check.live.live_ranks import Outcome, Ranks, World
+from seatrial.check.live.live_ranks import Outcome, RankGroup, Ranks
 
 MIB = 1 << 20
 SECONDS = {"flow": 0.5, "sum": 0.5, "stall": 60.0}
@@ -27,9 +27,9 @@ two_gpus = pytest.mark.skipif(
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
+def agent_pool() -> Iterator[AgentPool]:
     """Two hosts on this machine, ready to run ranks. The machine's names say that they do not have to take turns."""
-    with Crew(
+    with AgentPool(
         [Host(f"node{n}", LOOPBACK, environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}) for n in (0, 1)]
     ) as made:
         assert all(reply.alive for reply in made.greet(60.0).values())
@@ -38,33 +38,34 @@ def crew() -> Iterator[Crew]:
         yield made
 
 
-def play(crew: Crew, *worlds: World) -> list[Outcome]:
-    return Ranks(crew, crew.hosts, ["a", "b"], "cuda").play(worlds, SECONDS, 300.0)
+def play(agent_pool: AgentPool, *worlds: RankGroup) -> list[Outcome]:
+    return Ranks(agent_pool, agent_pool.hosts, ["a", "b"], "cuda").play(worlds, SECONDS, 300.0)
 
 
-def test_one_rank_sums_rightly_and_nccl_says_its_part(crew: Crew) -> None:
-    (result,) = play(crew, World((0,), ((0,),), sizes=(MIB, 256 * MIB)))
+def test_one_rank_sums_rightly_and_nccl_says_its_part(agent_pool: AgentPool) -> None:
+    (result,) = play(agent_pool, RankGroup((0,), ((0,),), sizes=(MIB, 256 * MIB)))
     assert result.whole, result.why
     assert [(s.size_bytes, s.wrong) for s in result.sums] == [(MIB, 0), (256 * MIB, 0)]
     assert all(s.seconds > 0 for s in result.sums)
     assert all(host == 0 and "NCCL" in line for host, line in result.nccl)
 
 
-def test_two_ranks_on_one_gpu_are_refused_in_time_and_both_hosts_go_on(crew: Crew) -> None:
-    (result,) = play(crew, World((0, 1), ((0,), (0,)), WAYS, (MIB,)))
+def test_two_ranks_on_one_gpu_fail_in_time_and_hosts_survive(agent_pool: AgentPool) -> None:
+    (result,) = play(agent_pool, RankGroup((0, 1), ((0,), (0,)), WAYS, (MIB,)))
     assert not result.whole
     assert result.sums == []
     assert "duplicate gpu" in (result.why + " ".join(line for _, line in result.nccl)).lower()
     assert all(
-        reply.alive for reply in crew.ask({(n, 0): {"do": "ping"} for n in (0, 1)}, limit_s=30.0).values()
+        reply.alive
+        for reply in agent_pool.ask({(n, 0): {"do": "ping"} for n in (0, 1)}, limit_s=30.0).values()
     )
-    (again,) = play(crew, World((0,), ((0,),), sizes=(MIB,)))
+    (again,) = play(agent_pool, RankGroup((0,), ((0,),), sizes=(MIB,)))
     assert again.whole, again.why
 
 
 @two_gpus
-def test_two_gpus_send_and_receive_and_sum(crew: Crew) -> None:
-    (result,) = play(crew, World((0, 1), ((0,), (1,)), WAYS, (MIB, 256 * MIB)))
+def test_two_gpus_send_and_receive_and_sum(agent_pool: AgentPool) -> None:
+    (result,) = play(agent_pool, RankGroup((0, 1), ((0,), (1,)), WAYS, (MIB, 256 * MIB)))
     assert result.whole, result.why
     for way in (0, 1):
         (flow,) = result.way(way)
@@ -76,9 +77,9 @@ def test_two_gpus_send_and_receive_and_sum(crew: Crew) -> None:
 
 
 @two_gpus
-def test_the_gpus_of_one_host_sum_together(crew: Crew) -> None:
+def test_the_gpus_of_one_host_sum_together(agent_pool: AgentPool) -> None:
     count = torch.cuda.device_count()
-    (result,) = play(crew, World((0,), (tuple(range(count)),), sizes=(256 * MIB,)))
+    (result,) = play(agent_pool, RankGroup((0,), (tuple(range(count)),), sizes=(256 * MIB,)))
     assert result.whole, result.why
     (total,) = result.sums
     assert total.wrong == 0

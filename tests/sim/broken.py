@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from seatrial.control import machine as m
-from seatrial.control.machine import Machine
+from seatrial.control.machine import types as m
+from seatrial.control.machine.machine import Machine
 
 
 class StartsWithoutWaiting(Machine):
@@ -47,7 +48,7 @@ class BelievesEveryLoss(Machine):
     """Takes a silent node for dead, though its ranks may live until it fences itself."""
 
     def _lost(self, event: m.Lost) -> None:
-        super()._lost(m.Lost(event.time, event.node, True, event.cause))
+        super()._lost(replace(event, certain=True))
 
 
 class TrustsTheOldFence(Machine):
@@ -156,6 +157,65 @@ class GivesUpAtOnce(Machine):
 
     def _halt(self) -> None:
         self._finish("failed", "a failure")
+
+
+class StartsOnLeavingNodes(Machine):
+    """Forgets that a node leaves."""
+
+    def _choose(self) -> float:
+        self._forget()
+        return super()._choose()
+
+    def _forget(self) -> None:
+        for number in self.roster.leaving():
+            self.roster.node(number).leave_by = None
+
+
+class LetsNobodyGo(Machine):
+    """A node that leaves waits for its own end."""
+
+    def _release(self) -> None:
+        pass
+
+
+class LetsGoAtOnce(Machine):
+    """Does not mind what a leaving node does or holds."""
+
+    def _release(self) -> None:
+        for number in self.roster.leaving():
+            self.roster.node(number).released = True
+            self._actions.append(m.Release(number))
+
+
+class LetsGoWithTheMemory(Machine):
+    """A node may go as soon as it runs nothing."""
+
+    def _unsaved(self) -> bool:
+        return False
+
+
+class EndsForOneThatLeaves(Machine):
+    """Takes any node that leaves for a preemption of all."""
+
+    def _leaves(self, number: int, grace_s: float) -> None:
+        super()._leaves(number, grace_s)
+        self._preempt(grace_s)
+
+
+class BelievesTheNewAgent(Machine):
+    """Takes the word of an agent for what another one may run, which it has replaced."""
+
+    def _joined(self, event: m.Joined) -> None:
+        super()._joined(replace(event, replaces=False))
+
+
+class ForgetsWhoWasReplaced(Machine):
+    """The next coordinator takes the word of the new agent."""
+
+    def memory(self) -> dict[str, Any]:
+        memory = super().memory()
+        memory["roster"]["fenced"] = []
+        return memory
 
 
 BROKEN = [

@@ -15,8 +15,9 @@ from typing import Any
 from history import HANG_S, KILL_S, RULES, History
 from watcher import Watcher
 
-from seatrial.control import machine as m
-from seatrial.control.memory import MachineMemory
+from seatrial.control.coordinator.handover import MachineMemory
+from seatrial.control.machine import types as m
+from seatrial.control.machine.machine import Machine
 
 
 @dataclass(slots=True)
@@ -36,6 +37,11 @@ class Host:
     down_at: float = 0.0  # when the last message on its way here arrives
     up_at: float = 0.0
     left: tuple[int, str] | None = None  # the generation that its ranks left in order, and how
+    incarnation: int = 0
+    ghosts: list[int] = field(
+        default_factory=list
+    )  # generations whose ranks live below agents that were replaced
+    leaving: tuple[float, float] | None = None  # signalled: when, and when it ends
 
 
 @dataclass(slots=True)
@@ -54,21 +60,23 @@ class Leg:
 class Cluster:
     """Nodes as they really are, and one of them coordinates."""
 
-    def __init__(self, history: History, machine_type: type[m.Machine] = m.Machine) -> None:
+    def __init__(self, history: History, machine_type: type[Machine] = Machine) -> None:
         self.history, self.random = history, history.random
         s = self.settings = history.settings
         self.machine_type = machine_type
         self.now = 0.0
         self.events = 0
-        self.hosts = [Host(number) for number in range(s.slots + s.spares)]
+        self.hosts = [Host(number) for number in range(s.slots + s.spares + history.cold)]
         self.watcher = Watcher(self)
-        self.leg: Leg | None = None
+        self.generation_spec: Leg | None = None
         self.saved = self.reached = 0  # steps on disk; the furthest of any generation
-        self.machine: m.Machine | None = None
+        self.machine: Machine | None = None
         self.seat = 0  # the node whose agent coordinates
         self.term = 0
         self.memory: dict[str, Any] | None = None
         self.heard: dict[int, int] = {}  # node -> the connection over which the coordinator knows it
+        self.known: dict[int, int] = {}  # node -> its incarnation, as the coordinator knows it
+        self.kept: dict[int, int] = {}  # and as the next one will
         self.moved = 0.0  # when the coordinator last saw progress
         self.halfway = False  # the coordinator will die while it carries out its next actions
         self.bad_times = history.bad_times
@@ -104,6 +112,7 @@ class Cluster:
         memory = None if text is None else json.loads(text)
         self.machine = self.machine_type(self.settings, memory, RULES.__getitem__)
         self.heard, self.moved, self.halfway = {}, self.now, False
+        self.known = dict(self.kept)
         self.watcher.elected()
         self.at(self.now + HANG_S, self.watch, self.term)
         for host in able:
@@ -115,6 +124,7 @@ class Cluster:
             return
         self.machine = self.wake = None
         for host in self.hosts:
+            self.fence_ghosts(host)
             if host.link:
                 self.hang_up(host)
         self.at(self.now + self.random.uniform(0.3, 1.5 * self.settings.silence_s), self.elect)
@@ -127,10 +137,10 @@ class Cluster:
             self.now - self.moved >= HANG_S - 1e-6
             and self.machine.at_work(self.machine.generation)
             and self.machine.phase == "running"
-            and self.leg is not None
+            and self.generation_spec is not None
         ):
             self.moved = self.now
-            node = self.random.choice(list(self.leg.slots.values()))
+            node = self.random.choice(list(self.generation_spec.slots.values()))
             step = max(self.machine.counts.best, 0)
             self.tell(m.Failed(self.now, self.machine.generation, node, node * 8, "hang", "overdue", step))
         self.at(max(self.moved, self.now - HANG_S + 1.0) + HANG_S, self.watch, term)
@@ -147,7 +157,7 @@ class Cluster:
         self.watcher.waits(self.wake)
         if not actions:
             return
-        self.memory = machine.memory()
+        self.memory, self.kept = machine.memory(), dict(self.known)
         dies = self.halfway and any(isinstance(a, m.Start | m.Stop | m.Yield | m.Finish) for a in actions)
         done = self.random.randint(0, len(actions)) if dies else len(actions)
         self.watcher.after(actions, done)
@@ -160,15 +170,15 @@ class Cluster:
         match action:
             case m.Start():
                 self.moved = self.now
-                leg = Leg(action.generation, action.slots, self.where_to_resume())
-                self.leg = leg
+                generation_spec = Leg(action.generation, action.slots, self.where_to_resume())
+                self.generation_spec = generation_spec
                 for node in action.slots.values():
-                    self.order(node, dies, self.start, leg)
+                    self.order(node, dies, self.start, generation_spec)
             case m.Stop():
                 for node in action.nodes:
                     self.order(node, dies, self.stop, action.generation, action.grace_s)
             case m.Yield():
-                for node in self.leg.slots.values() if self.leg is not None else ():
+                for node in self.generation_spec.slots.values() if self.generation_spec is not None else ():
                     self.order(node, dies, self.ask_to_leave, action.generation, action.how)
             case m.Flush():
                 works, fails = self.history.flush
@@ -177,6 +187,8 @@ class Cluster:
                     self.at(self.now + luck * 3, self.flushed, self.term, luck < works)
             case m.ResetGpu() | m.Requalify():
                 self.order(action.node, dies, self.test)
+            case m.Release():
+                self.order(action.node, dies, self.end)
             case _:
                 pass
 
@@ -217,11 +229,20 @@ class Cluster:
                 return
             self.heard[host.number] = link
             self.at(self.now + self.delay(), self.acknowledge, host, link)
+            before = self.known.setdefault(host.number, host.incarnation)
+            args = (*args, before != host.incarnation)
+            if before != host.incarnation:
+                self.fence_ghosts(host)
+                self.known[host.number] = host.incarnation
         elif self.heard.get(host.number) != link:
             return
         for _ in range(2 if self.random.random() < 0.02 else 1):
             if self.machine is not None and (told := event(self.now, *args)) is not None:
                 self.tell(told)
+            if event is m.Joined and args[-1]:
+                args = (*args[:-1], False)  # by now it is known
+                if self.machine is not None:
+                    self.memory, self.kept = self.machine.memory(), dict(self.known)
 
     def connect(self, host: Host) -> None:
         if not host.alive or host.cut or host.link or self.machine is None:
@@ -230,7 +251,8 @@ class Cluster:
         host.link = self._links
         host.down_at = host.up_at = self.now
         running = host.claims if host.workers is None else host.workers
-        self.report(host, m.Joined, host.number, host.ready, running)
+        leaving = None if host.leaving is None else host.leaving[1] - self.now
+        self.report(host, m.Joined, host.number, host.ready, running, "", leaving)
         if host.left is not None:
             generation, how = host.left  # perhaps nobody has heard it
             self.report(host, m.Finished, generation, host.number, how)
@@ -249,9 +271,44 @@ class Cluster:
     def hang_up(self, host: Host) -> None:
         """The connection ends; from here on nobody is known to hear this agent."""
         host.link = 0
+        self.fence_ghosts(host)
         host.silent = self.now - self.random.random() * 0.3 if host.silent is None else host.silent
         if host.workers is not None:
             self.at(host.silent + self.settings.silence_s, self.fence, host, host.silent)
+
+    def replace(self, host: Host) -> None:
+        """Another agent starts on the node's number, while the one before may live: nobody hears it from then on."""
+        if host.workers is not None:
+            host.ghosts.append(host.workers)
+            if host.silent is not None:  # nobody is known to have heard it since
+                latest = host.silent + self.settings.silence_s + self.random.random() * KILL_S
+                self.at(latest, self.ghost_ends, host, host.workers)
+            if self.generation_spec is not None and host.workers == self.generation_spec.generation:
+                self.generation_spec.broken = True
+        host.incarnation += 1
+        host.link, host.workers, host.claims, host.left, host.leaving = 0, None, None, None, None
+        host.barred, host.silent, host.slow, host.ready = 0, None, False, False
+        self.connect(host)
+        if not host.link:
+            self.fence_ghosts(host)
+
+    def fence_ghosts(self, host: Host) -> None:
+        for generation in host.ghosts:
+            latest = self.now + self.settings.silence_s + self.random.random() * KILL_S
+            self.at(latest, self.ghost_ends, host, generation)
+
+    def ghost_ends(self, host: Host, generation: int) -> None:
+        if generation in host.ghosts:
+            host.ghosts.remove(generation)
+
+    def end(self, host: Host) -> None:
+        """Its agent ends, and all its ranks with it."""
+        self.silence(host, "ended", certain=True)
+        host.alive = host.ready = False
+        self.end_workers(host)
+        host.left = host.leaving = None
+        if host.number == self.seat:
+            self.depose()
 
     def fence(self, host: Host, since: float) -> None:
         if host.silent == since and host.alive and host.workers is not None:
@@ -287,66 +344,88 @@ class Cluster:
 
     def where_to_resume(self) -> int:
         """Carried state, memory or disk: the newest that is left."""
-        if self.leg is None:
+        if self.generation_spec is None:
             return self.saved
-        return self.random.randint(max(self.saved, self.leg.step - 3), max(self.saved, self.leg.step))
+        return self.random.randint(
+            max(self.saved, self.generation_spec.step - 3), max(self.saved, self.generation_spec.step)
+        )
 
     def end_workers(self, host: Host) -> None:
-        if self.leg is not None and host.workers == self.leg.generation:
-            self.leg.broken = True
+        if self.generation_spec is not None and host.workers == self.generation_spec.generation:
+            self.generation_spec.broken = True
         host.workers = None
 
-    def start(self, host: Host, leg: Leg) -> None:
-        if leg.generation <= host.barred:
+    def start(self, host: Host, generation_spec: Leg) -> None:
+        if generation_spec.generation <= host.barred:
             return
-        self.watcher.worker_born(host, leg.generation)
-        host.workers, host.left, host.claims = leg.generation, None, None
-        leg.begun.add(host.number)
-        if len(leg.begun) == len(leg.slots):
-            self.at(self.now + self.random.uniform(0.2, 3.0), self.step, leg)
+        self.watcher.worker_born(host, generation_spec.generation)
+        host.workers, host.left, host.claims = generation_spec.generation, None, None
+        generation_spec.begun.add(host.number)
+        if len(generation_spec.begun) == len(generation_spec.slots):
+            self.at(self.now + self.random.uniform(0.2, 3.0), self.step, generation_spec)
 
-    def step(self, leg: Leg) -> None:
-        if leg is not self.leg or leg.over or leg.broken:
+    def step(self, generation_spec: Leg) -> None:
+        if generation_spec is not self.generation_spec or generation_spec.over or generation_spec.broken:
             return
         bad, poison = self.history.bad_node, self.history.poison
-        if poison is not None and poison[0] == leg.step + 1:
-            self.fail(leg, leg.slots[poison[1]], poison[2])
+        if poison is not None and poison[0] == generation_spec.step + 1:
+            self.fail(generation_spec, generation_spec.slots[poison[1]], poison[2])
             return
-        if bad is not None and self.bad_times and bad in leg.slots.values() and self.random.random() < 0.4:
+        if (
+            bad is not None
+            and self.bad_times
+            and bad in generation_spec.slots.values()
+            and self.random.random() < 0.4
+        ):
             self.bad_times -= 1
-            self.fail(leg, bad, "worker_exit")
+            self.fail(generation_spec, bad, "worker_exit")
             return
-        if leg.step < self.history.steps:
-            leg.step += 1
-            self.reached = max(self.reached, leg.step)
-        self.report(self.hosts[leg.slots[0]], m.Progress, leg.generation, leg.step)
-        how = "done" if leg.step >= self.history.steps else leg.leave
-        if how is not None or leg.step % 5 == 0:
-            self.saved = max(self.saved, leg.step)
+        if generation_spec.step < self.history.steps:
+            generation_spec.step += 1
+            self.reached = max(self.reached, generation_spec.step)
+        self.report(
+            self.hosts[generation_spec.slots[0]], m.Progress, generation_spec.generation, generation_spec.step
+        )
+        how = "done" if generation_spec.step >= self.history.steps else generation_spec.leave
+        if how is not None or generation_spec.step % 5 == 0:
+            self.saved = max(self.saved, generation_spec.step)
         if how is None:
-            self.at(self.now + 1.0, self.step, leg)
+            self.at(self.now + 1.0, self.step, generation_spec)
             return
-        leg.over = True
-        for node in leg.slots.values():
-            self.at(self.now + self.random.random(), self.leave, self.hosts[node], leg, how)
+        generation_spec.over = True
+        for node in generation_spec.slots.values():
+            self.at(self.now + self.random.random(), self.leave, self.hosts[node], generation_spec, how)
 
-    def leave(self, host: Host, leg: Leg, how: str) -> None:
-        if host.workers == leg.generation:
-            host.workers, host.left = None, (leg.generation, how)
-            self.report(host, m.Finished, leg.generation, host.number, how)
+    def leave(self, host: Host, generation_spec: Leg, how: str) -> None:
+        if host.workers == generation_spec.generation:
+            host.workers, host.left = None, (generation_spec.generation, how)
+            self.report(host, m.Finished, generation_spec.generation, host.number, how)
 
-    def fail(self, leg: Leg, node: int, signal: str) -> None:
+    def fail(self, generation_spec: Leg, node: int, signal: str) -> None:
         """A rank ends; its peers park. A hang nobody reports but the watch."""
-        leg.broken = True
+        generation_spec.broken = True
         if signal != "hang":
             host = self.hosts[node]
-            host.claims = leg.generation
-            self.report(host, self.failed, leg.generation, node, node * 8, signal, "broken", leg.step)
+            host.claims = generation_spec.generation
+            self.report(
+                host,
+                self.failed,
+                generation_spec.generation,
+                node,
+                node * 8,
+                signal,
+                "broken",
+                generation_spec.step,
+            )
 
     def ask_to_leave(self, host: Host, generation: int, how: str) -> None:
-        leg = self.leg
-        if leg is not None and leg.generation == generation and host.workers == generation:
-            leg.leave = how if leg.leave != "preempted" else leg.leave
+        generation_spec = self.generation_spec
+        if (
+            generation_spec is not None
+            and generation_spec.generation == generation
+            and host.workers == generation
+        ):
+            generation_spec.leave = how if generation_spec.leave != "preempted" else generation_spec.leave
 
     def stop(self, host: Host, generation: int, grace_s: float) -> None:
         host.barred = max(host.barred, generation)
@@ -355,8 +434,8 @@ class Cluster:
         if host.workers is None or host.workers > generation:
             self.report(host, m.Stopped, generation, host.number)
             return
-        if self.leg is not None and host.workers == self.leg.generation:
-            self.leg.broken = True
+        if self.generation_spec is not None and host.workers == self.generation_spec.generation:
+            self.generation_spec.broken = True
         ends = self.now + self.random.random() * grace_s
         slow, host.slow = host.slow, False
         self.at(ends, self.stopped, host, host.workers)
@@ -382,6 +461,6 @@ class Cluster:
 
     def flushed(self, term: int, ok: bool) -> None:
         if term == self.term and self.machine is not None:
-            if ok and self.leg is not None:
-                self.saved = max(self.saved, self.leg.step - self.random.randint(0, 2))
+            if ok and self.generation_spec is not None:
+                self.saved = max(self.saved, self.generation_spec.step - self.random.randint(0, 2))
             self.tell(m.Flushed(self.now, self.saved, ok))

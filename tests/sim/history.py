@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from seatrial.control.machine import Settings
-from seatrial.control.policy import Rule
+from seatrial.control.machine.policy import Rule
+from seatrial.control.machine.types import Settings
 
 HANG_S = 12.0  # without progress for so long, the coordinator's watch reports a hang
+LEAVE_S = 25.0  # what a signalled agent has until it ends
 KILL_S = 0.8  # an agent that has fenced itself needs at most so long to kill
 
 ACTIONS = {
@@ -54,6 +55,7 @@ class History:
     )
     flush: tuple[float, float] = (0.6, 0.3)  # how often a flush works, fails; otherwise nobody ever answers
     test_passes: float = 0.7  # how often a node passes its test
+    cold: int = 0  # nodes that the run did not count with
     heals: bool = True  # whether what is down at the end of the faults comes back
 
     @property
@@ -82,6 +84,8 @@ KINDS = {
     "halfway": 1.2,
     "slow stop": 2.0,
     "several": 1.0,
+    "leave": 3.0,
+    "replace": 3.0,
 }
 
 
@@ -121,7 +125,8 @@ def draw(seed: int) -> History:
     while (time := time + r.expovariate(1 / calm)) < quiet:
         faults.append(Fault(time, r.choices(names, weights)[0]))
     if r.random() < 0.1:
-        faults.append(Fault(r.random() * quiet, r.choice(("preempt", "preempt", "preempt", "interrupt"))))
+        kinds = ("preempt", "preempt", "leave all", "leave all", "interrupt")
+        faults.append(Fault(r.random() * quiet, r.choice(kinds)))
     history = History(
         seed,
         r,
@@ -140,4 +145,5 @@ def draw(seed: int) -> History:
         history.poison = (r.randint(1, history.steps), r.randrange(settings.shapes[-1]), signal)
     if r.random() < 0.15:
         history.heals = False
+    history.cold = r.choice((0, 0, 0, 1, 2))
     return history

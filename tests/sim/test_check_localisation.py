@@ -14,16 +14,17 @@ from math import ceil, floor, log2
 
 import numpy as np
 import pytest
+from random_faults import culprit, draw
 
 from seatrial.check.blame import infer
-from seatrial.check.blame.faults import KINDS, LEAF_KINDS, Fault, Shape, culprit, draw
+from seatrial.check.blame.faults import KINDS, LEAF_KINDS, Fault, Shape
 from seatrial.check.blame.infer import Ledger, Readings
 from seatrial.check.blame.localise import GroupReadings, Report, localise, most_pair_rounds
 from seatrial.check.blame.nodes import Bools, Ints, NodeStage
 from seatrial.check.blame.rounds import GroupRound, Round
 from seatrial.check.blame.simulated import Cluster, Noise, SimulatedBench
-from seatrial.check.blame.topology import Link, Topology
-from seatrial.check.findings import worst
+from seatrial.check.judging.findings import worst
+from seatrial.check.outputs.topology import Link, Topology
 
 GOAL = 0.98
 SIZES = {16: 4, 128: 32, 1000: 32}  # nodes -> nodes below a leaf switch
@@ -116,14 +117,14 @@ def test_the_blame_is_right_over_many_draws(nodes: int, draws: int) -> None:
 
 @pytest.mark.cluster  # for its time only
 @pytest.mark.parametrize("nodes", [16, 128])
-def test_the_blame_is_right_with_six_times_the_disturbances_and_twice_the_noise(nodes: int) -> None:
+def test_blame_is_right_with_6x_disturbances_and_2x_noise(nodes: int) -> None:
     score = play(nodes, 60, HARD)
     assert score.precision >= GOAL, str(score)
     assert score.recall >= GOAL, str(score)
 
 
 @pytest.mark.cluster  # for its time only
-def test_a_rule_that_trusts_three_slow_readings_everywhere_fails_the_same_test(
+def test_fixed_rule_of_three_slow_readings_misses_the_goal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The measure can fail: how many readings prove something must follow from how often flows are disturbed."""
@@ -155,7 +156,7 @@ def test_a_healthy_cluster_is_blamed_for_nothing(nodes: int) -> None:
         assert "FAIL" not in {f.verdict for f in report.findings}
 
 
-def test_the_number_of_rounds_grows_with_the_logarithm_of_the_nodes() -> None:
+def test_rounds_grow_with_the_logarithm_of_the_node_count() -> None:
     """A healthy cluster: two or three rounds of pairs whatever its size, and one of groups for each doubling."""
     calm = Noise(outlier=0, nothing=0, silent=0, own_outlier=0)
     for nodes in (8, 64, 512, 1000, 4096):
@@ -222,7 +223,7 @@ def test_the_blame_follows_from_the_measurements_alone() -> None:
         assert first == again
 
 
-def test_without_a_topology_ports_and_nodes_are_named_all_the_same() -> None:
+def test_ports_and_nodes_are_localised_without_a_topology() -> None:
     shape = Shape(128, nodes_per_leaf=32)
     score = Score()
     for seed in range(20):
@@ -234,7 +235,7 @@ def test_without_a_topology_ports_and_nodes_are_named_all_the_same() -> None:
     assert score.recall >= GOAL, str(score)
 
 
-def test_of_two_leaves_with_slow_traffic_between_them_one_is_blamed_and_the_other_named() -> None:
+def test_slow_leaf_pair_blames_one_and_names_the_other() -> None:
     """All flows that leave the one enter the other: bandwidth cannot tell them apart."""
     shape = Shape(16, nodes_per_leaf=8)
     report = check(Cluster(shape, (Fault("leaf_uplinks", leaf=(1, 3), share=0.4),)))
@@ -242,7 +243,7 @@ def test_of_two_leaves_with_slow_traffic_between_them_one_is_blamed_and_the_othe
     assert {blamed.leaf, *blamed.instead} == {"leaf00-rail3", "leaf01-rail3"}
 
 
-def test_a_leaf_that_the_topology_shows_with_too_few_uplinks_is_the_one() -> None:
+def test_leaf_with_missing_uplinks_in_the_topology_is_blamed() -> None:
     cluster = Cluster(Shape(16, nodes_per_leaf=8), (Fault("leaf_uplinks", leaf=(1, 3), share=0.4),))
     for short in ("leaf00-rail3", "leaf01-rail3"):
         links = [
@@ -276,7 +277,7 @@ def test_one_leaf_for_all_rails_of_a_node_is_understood() -> None:
     assert {str(b) for b in report.blames} == {"node0003 mlx5_2/1", "node0009"}
 
 
-def test_what_two_nodes_cannot_settle_is_told_of_both_and_not_passed() -> None:
+def test_slow_rail_between_two_nodes_is_unsettled_for_both() -> None:
     """Each is the other's only partner: the slow rail is told, and nobody is blamed for it."""
     report = check(Cluster(Shape(2), (Fault("nic_slow", node=1, rail=2, share=0.5),)))
     assert not report.blames
@@ -285,9 +286,9 @@ def test_what_two_nodes_cannot_settle_is_told_of_both_and_not_passed() -> None:
     assert [(f.verdict, f.target.node) for f in slow] == [("FAIL", "node0000"), ("FAIL", "node0001")]
 
 
-def test_a_check_of_a_thousand_nodes_takes_less_than_ten_seconds_of_our_own_time() -> None:
+def test_check_of_1000_nodes_takes_seconds() -> None:
     shape = Shape(1000, nodes_per_leaf=32)
     cluster = Cluster(shape, draw(shape, 5, np.random.default_rng(5)), seed=5)
     start = time.process_time()
     check(cluster)
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 40  # 3 s on an idle core; what grows with the square takes minutes

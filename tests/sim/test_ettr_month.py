@@ -7,17 +7,17 @@ import math
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ettr_cases import SCENARIOS, Costs, Measured, make_case
+from ettr_simulation import first_order, mean_and_error, simulate
 
 from seatrial.hardware.failures import RATES
-from seatrial.plan.ettr import DAY_S, Branch, Case, simulate
-from seatrial.plan.formulas import first_order, mean_and_error, renewal, young
-from seatrial.plan.reliability import SCENARIOS, Costs, Measured, make_case
+from seatrial.plan.cost.ettr import DAY_S, Branch, Case, renewal
+from seatrial.record.interval import young
 
 pytestmark = pytest.mark.cluster  # nothing is started, but it takes its time
 
@@ -47,7 +47,7 @@ def memory(nodes: int, rate: float, stall: float, lag: float = 10.0) -> Case:
 
 @pytest.mark.parametrize("tier", [disk, memory])
 @pytest.mark.parametrize("nodes", SIZES)
-def test_the_mean_agrees_with_the_first_order_formula_where_its_assumptions_hold(
+def test_mean_matches_first_order_formula_within_its_assumptions(
     tier: Callable[[int, float, float], Case], nodes: int
 ) -> None:
     """Few failures within an interval and a recovery, nothing waits for a node: N r (R + tau/2) stays below 0.05."""
@@ -62,7 +62,7 @@ def test_the_mean_agrees_with_the_first_order_formula_where_its_assumptions_hold
 @pytest.mark.parametrize("tier", [disk, memory])
 @pytest.mark.parametrize("lag", [0.0, 200.0])
 @pytest.mark.parametrize("mttf_s", [20000.0, 2000.0, 500.0])
-def test_the_mean_agrees_with_the_renewal_formula_however_often_nodes_fail(
+def test_mean_matches_renewal_formula_at_any_failure_rate(
     tier: Callable[[int, float, float, float], Case], lag: float, mttf_s: float
 ) -> None:
     case = tier(1000, 1 / (1000 * mttf_s), 5.0, lag)
@@ -75,7 +75,7 @@ def test_the_mean_agrees_with_the_renewal_formula_however_often_nodes_fail(
     assert abs(mean - renewal(case)) < 2 * error + 0.0005
 
 
-def test_the_first_order_formula_fails_where_failures_are_frequent_and_the_simulation_does_not() -> None:
+def test_first_order_formula_breaks_down_at_frequent_failures() -> None:
     case = Case(2048, 2.2e-2 / DAY_S, (Branch(1.0, "process", 100.0),), 5000.0, 10.0)
     mean, error = mean_ettr(case, 50)
     assert first_order(case) < 0 < mean
@@ -123,14 +123,6 @@ def test_what_each_measure_is_worth_at_2048_nodes() -> None:
         assert found[worse] < found[better], f"{worse} {found[worse]:.4f}, {better} {found[better]:.4f}"
 
 
-def test_twenty_months_of_2048_nodes_take_less_than_ten_seconds() -> None:
-    scenario = next(s for s in SCENARIOS if s.name == "memory-spares")
-    case = make_case(scenario, 2048, max(r.per_node_day for r in RATES), MEASURED, Costs())
-    began = time.process_time()
-    mean_ettr(case, 20)
-    assert time.process_time() - began < 10
-
-
 # -- the script
 
 
@@ -161,7 +153,7 @@ def test_the_script_refuses_to_invent_a_missing_value(recovery: Path) -> None:
     assert script("--recovery", str(recovery.with_name("none.json"))).returncode == 2
 
 
-def test_the_script_prints_a_table_or_json_and_says_the_same_twice(recovery: Path) -> None:
+def test_script_prints_table_or_json_deterministically(recovery: Path) -> None:
     arguments = ("--recovery", str(recovery), "--nodes", "16", "64", "--seeds", "3", "--days", "10")
     first, again = script(*arguments, "--json"), script(*arguments, "--json")
     assert (first.returncode, first.stderr) == (0, "")

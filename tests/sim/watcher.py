@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from history import RULES
 
-from seatrial.control import machine as m
+from seatrial.control.machine import types as m
 
 if TYPE_CHECKING:
     from cluster import Cluster, Host
@@ -28,6 +28,7 @@ class Watcher:
         self.starts = self.yields = self.recoveries = 0
         self.evicted: set[int] = set()
         self.resetting: set[int] = set()
+        self.doubtful: set[int] = set()  # that were ever to be reset
         self.declared: set[int] = set()  # lost by the machine's own judgement: they did not stop
         self.finish: m.Finish | None = None
         self.ended: m.Finish | None = None
@@ -39,6 +40,10 @@ class Watcher:
             self.kept_step
         ) = -1  # the furthest that the machine was told of, and keeps in its memory
         self.gave_up = False
+        self.leaving: set[int] = set()  # nodes of which the coordinator knows that they leave
+        self.may_preempt = False  # most nodes have left, or too few have stayed
+        self.secured = True  # what memory holds is on disk, or a later generation has gone on from it
+        self.troubled = 0.0  # when something last went wrong
 
     def must(self, holds: bool, what: str) -> None:
         if not holds:
@@ -53,16 +58,29 @@ class Watcher:
     def before(self, event: m.Event) -> None:
         """Keep in mind what the machine has been told."""
         match event:
-            case m.Joined() | m.Stopped():
+            case m.Joined():
                 self.declared.discard(event.node)
+                self.leaving.discard(event.node)
+                if event.leaving is not None:
+                    self.leaving.add(event.node)
+            case m.Stopped():
+                self.declared.discard(event.node)
+            case m.Leaving():
+                self.leaving.add(event.node)
+            case m.Lost():
+                self.leaving.discard(event.node)
+            case m.Flushed():
+                self.secured = True
             case m.Progress():
                 self.told_step = max(self.told_step, event.step)
+                self.secured = self.secured or event.generation == self.newest
             case m.Failed():
                 action = RULES[event.signal].action
                 if action == "evict":
                     self.evicted.add(event.node)
                 elif action == "reset":
                     self.resetting.add(event.node)
+                    self.doubtful.add(event.node)
                 elif action == "stop":
                     self.stopping = True
             case m.Requalified():
@@ -73,10 +91,21 @@ class Watcher:
                 self.asked.add(event.why)
             case _:
                 pass
+        here = self.world.heard.keys() - self.evicted - self.resetting - self.declared
+        members = (
+            set() if self.world.generation_spec is None else set(self.world.generation_spec.slots.values())
+        )
+        for group in (here, members):
+            self.may_preempt = self.may_preempt or 2 * len(group & self.leaving) > len(group)
+        # Of a node that was ever to be reset the machine may still wait to hear that it passed its test.
+        few = bool(self.leaving) and len(here - self.leaving - self.doubtful) < self.settings.least
+        self.may_preempt = self.may_preempt or few
 
     def elected(self) -> None:
         """Another coordinator knows what is in the memory, which is written when there is something to do."""
         self.told_step = self.kept_step
+        self.leaving.clear()
+        self.troubled = self.world.now
 
     def after(self, actions: list[m.Action], done: int) -> None:
         """Hold what the machine wants against the truth. All of it is remembered, the first `done` are carried out."""
@@ -94,6 +123,8 @@ class Watcher:
                     self.evicted.add(action.node)
                 case m.Yield():
                     self.yields += 1
+                case m.Release():
+                    self.released(action.node)
                 case m.Finish():
                     self.finished(action)
                 case _:
@@ -110,7 +141,7 @@ class Watcher:
             f"generations only grow: {start.generation} after {self.newest}, over all coordinators",
         )
         self.newest = start.generation
-        living = [h.number for h in world.hosts if h.workers is not None]
+        living = [h.number for h in world.hosts if h.workers is not None or h.ghosts]
         self.must(not living, f"no worker of an older generation may live at a start: on nodes {living}")
         slots, nodes = start.slots, list(start.slots.values())
         self.must(0 <= start.shape < len(s.shapes), f"there is no shape {start.shape}")
@@ -121,18 +152,36 @@ class Watcher:
         self.must(len(set(nodes)) == len(nodes), f"a node has one slot: {slots}")
         for what, out in (
             ("lost", set(nodes) - world.heard.keys() | self.declared),
+            ("leaving", self.leaving),
             ("evicted", self.evicted),
             ("resetting", self.resetting),
         ):
             self.must(out.isdisjoint(nodes), f"no {what} node takes part: {sorted(out.intersection(nodes))}")
         self.must(s.shrink or start.shape == 0, "a run that may not shrink does not")
         self.starts += 1
+        self.secured = False
         self.must(
             self.starts <= 1 + s.max_restarts + self.yields,
             f"no endless loop: {self.starts} starts with {s.max_restarts} restarts and {self.yields} growths allowed",
         )
         vain = {key: times for key, (_, times) in self.in_vain.items() if times >= self.often(key)}
         self.must(not vain, f"no endless loop: started again after equal failures without progress: {vain}")
+
+    def released(self, node: int) -> None:
+        """It may go: the run has no use for it, nor for what it holds."""
+        host = self.world.hosts[node]
+        self.must(node in self.leaving, f"node {node} was not leaving")
+        self.must(host.workers is None, f"node {node} still runs generation {host.workers}")
+        self.must(self.secured or self.starts == 0, f"what node {node} holds may still be needed")
+
+    def overstayed(self, host: Host) -> None:
+        """A signalled agent has to end by itself: not if nothing went wrong meanwhile, nor shortly before."""
+        since = host.leaving[0] if host.leaving is not None else 0.0
+        calm = self.troubled <= since and self.world.history.poison is None
+        self.must(
+            self.ended is not None or not calm or host.cut,
+            f"node {host.number} said at {since:.2f} s that it leaves, and was not let go",
+        )
 
     def worker_born(self, host: Host, generation: int) -> None:
         self.must(
@@ -173,7 +222,10 @@ class Watcher:
             living = [h.number for h in world.hosts if h.workers is not None]
             self.must(not living, f"nothing runs any more when all is done: nodes {living}")
         elif finish.how == "preempted":
-            self.must("preempt" in self.asked, "preempted only if somebody asked for it")
+            self.must(
+                "preempt" in self.asked or self.may_preempt,
+                "preempted only if somebody asked for it, or most nodes leave, or too few stay",
+            )
         elif finish.how == "interrupted":
             self.must("interrupt" in self.asked, "interrupted only if somebody asked for it")
         else:
@@ -181,7 +233,8 @@ class Watcher:
             spent = s.max_restarts in (0, self.recoveries - 1) or any(
                 times >= self.often(key) for key, times in self.failures.items()
             )
-            here = [n for n in world.heard if n not in self.evicted | self.resetting | self.declared]
+            out = self.evicted | self.resetting | self.declared | self.leaving
+            here = [n for n in world.heard if n not in out]
             self.must(
                 self.stopping or spent or len(here) < s.least,
                 f"a run fails only for a reason: {finish.message!r}; {self.failures}, {len(here)} nodes",

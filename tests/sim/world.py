@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 
-from history import Fault
+from history import LEAVE_S, Fault
 
 from cluster import Cluster, Host
-from seatrial.control import machine as m
+from seatrial.control.machine import types as m
 
 MOST_EVENTS = 400_000
 
@@ -21,6 +21,9 @@ class World(Cluster):
             if self.random.random() < 0.05:
                 host.alive = False
                 self.at(self.random.random() * 40, self.revive, host)
+        for host in self.hosts[self.settings.slots + self.settings.spares :]:
+            host.alive = False
+            self.at(self.random.random() * self.history.quiet, self.revive, host)
         for fault in self.history.faults:
             self.at(fault.time, self.strike, fault)
         self.at(self.history.quiet, self.calm)
@@ -40,18 +43,28 @@ class World(Cluster):
     # -- faults
 
     def strike(self, fault: Fault) -> None:
+        self.watcher.troubled = self.now
         getattr(self, f"strike_{fault.kind.replace(' ', '_')}")()
 
     def any_host(self, *, working: bool = False) -> Host:
-        if working and self.leg is not None and self.random.random() < 0.8:
-            return self.hosts[self.random.choice(list(self.leg.slots.values()))]
+        if working and self.generation_spec is not None and self.random.random() < 0.8:
+            return self.hosts[self.random.choice(list(self.generation_spec.slots.values()))]
         return self.random.choice(self.hosts)
 
     def signal(self, host: Host, signal: str) -> None:
         """Whatever runs there now, the node's agent reports this."""
-        leg = self.leg
-        generation = 0 if leg is None else leg.generation
-        self.report(host, m.Failed, generation, host.number, None, signal, signal, leg.step if leg else 0)
+        generation_spec = self.generation_spec
+        generation = 0 if generation_spec is None else generation_spec.generation
+        self.report(
+            host,
+            m.Failed,
+            generation,
+            host.number,
+            None,
+            signal,
+            signal,
+            generation_spec.step if generation_spec else 0,
+        )
 
     def strike_die(self, host: Host | None = None) -> None:
         host = host or self.any_host(working=True)
@@ -60,7 +73,7 @@ class World(Cluster):
         self.silence(host, "died", certain=self.random.random() < 0.5)
         host.alive = host.ready = False
         self.end_workers(host)
-        host.left = None
+        host.left = host.leaving = None
         if host.number == self.seat:
             self.depose()
 
@@ -72,6 +85,7 @@ class World(Cluster):
         if not host.alive:
             host.alive = True
             host.barred, host.silent, host.slow, host.claims = 0, None, False, None
+            host.incarnation += 1
             self.connect(host)
 
     def strike_return(self) -> None:
@@ -99,22 +113,52 @@ class World(Cluster):
         if cut:
             self.mend(self.random.choice(cut))
 
+    def strike_leave(self, host: Host | None = None) -> None:
+        """Its agent is signalled."""
+        host = host or self.any_host(working=True)
+        if host.alive and host.leaving is None:
+            host.leaving = (self.now, self.now + LEAVE_S)
+            self.report(host, m.Leaving, host.number, LEAVE_S)
+            self.at(self.now + LEAVE_S, self.overstays, host, host.incarnation)
+
+    def strike_leave_all(self) -> None:
+        for host in self.hosts:
+            self.at(self.now + self.random.random() * 1.5, self.strike_leave, host)
+
+    def overstays(self, host: Host, incarnation: int) -> None:
+        """The grace is over, and nobody has let it go."""
+        if host.alive and host.leaving is not None and host.incarnation == incarnation:
+            self.watcher.overstayed(host)
+            self.watcher.troubled = self.now
+            self.end(host)
+
+    def strike_replace(self) -> None:
+        host = self.any_host(working=True)
+        if host.alive and not host.cut and host.number != self.seat:
+            self.replace(host)
+            if self.random.random() < 0.4:
+                self.at(self.now + self.random.uniform(0.1, self.settings.silence_s), self.depose)
+
     def strike_rank(self) -> None:
         host = self.any_host(working=True)
-        leg = self.leg
-        if leg is not None and host.workers == leg.generation:
-            self.fail(leg, host.number, self.random.choice(("worker_exit", "oom")))
+        generation_spec = self.generation_spec
+        if generation_spec is not None and host.workers == generation_spec.generation:
+            self.fail(generation_spec, host.number, self.random.choice(("worker_exit", "oom")))
 
     def strike_hang(self) -> None:
-        if self.leg is not None:
-            self.leg.broken = True
+        if self.generation_spec is not None:
+            self.generation_spec.broken = True
 
     def strike_stale(self) -> None:
         """A report of an older generation, or of a rank that is well."""
-        if self.leg is not None:
-            host, leg = self.any_host(), self.leg
-            generation = self.random.randint(max(0, leg.generation - 2), leg.generation)
-            self.report(host, m.Failed, generation, host.number, 0, "worker_exit", "false alarm", leg.step)
+        if self.generation_spec is not None:
+            host, generation_spec = self.any_host(), self.generation_spec
+            generation = self.random.randint(
+                max(0, generation_spec.generation - 2), generation_spec.generation
+            )
+            self.report(
+                host, m.Failed, generation, host.number, 0, "worker_exit", "false alarm", generation_spec.step
+            )
 
     def strike_evicting(self) -> None:
         self.signal(self.any_host(), "xid:79")
@@ -129,8 +173,8 @@ class World(Cluster):
         self.signal(self.any_host(), "congestion")
 
     def strike_application(self) -> None:
-        if self.leg is not None and not self.leg.broken:
-            self.fail(self.leg, self.any_host(working=True).number, "app_error")
+        if self.generation_spec is not None and not self.generation_spec.broken:
+            self.fail(self.generation_spec, self.any_host(working=True).number, "app_error")
 
     def strike_coordinator(self) -> None:
         self.depose()

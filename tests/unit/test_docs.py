@@ -13,13 +13,13 @@ from typing import Any, get_args
 import pytest
 from pydantic.fields import FieldInfo
 
-from seatrial.check.registry import tools
+from seatrial.check.outputs.registry import tools
 from seatrial.checkpoint.manifest import Entry, File, Manifest, Part, Progress
 from seatrial.cli import check
 from seatrial.cli.main import VERBS
 from seatrial.data import sources
 from seatrial.data.packed import PACKINGS
-from seatrial.job.schema import JobFile, RopeScalingSection
+from seatrial.job.schema import JobFile, NameIn, RopeScalingSection
 from seatrial.job.validate import SECTIONS
 from seatrial.record.events import Event
 from seatrial.record.ledger import LedgerRecord
@@ -73,7 +73,7 @@ def default_of(field: FieldInfo) -> str:
 
 
 @pytest.mark.parametrize("heading", SCHEMA)
-def test_every_key_is_documented_with_its_default_and_no_other_is(heading: str) -> None:
+def test_exactly_the_schema_keys_are_documented_with_defaults(heading: str) -> None:
     documented = {row[0].strip("`"): row[2] for row in rows(part(read("docs/job-file.md"), heading))}
     assert documented == {key: default_of(field) for key, field in SCHEMA[heading].items()}
 
@@ -84,12 +84,13 @@ def test_every_section_of_the_document_is_in_the_schema() -> None:
 
 
 def test_choices_are_documented() -> None:
-    """Each value of a Literal stands in its key's row."""
+    """Each value of a Literal, and each built-in name of a registry, stands in its key's row."""
     text = read("docs/job-file.md")
     for heading, fields in SCHEMA.items():
         found = {row[0].strip("`"): row[1] for row in rows(part(text, heading))}
         for key, field in fields.items():
-            for choice in _choices(field.annotation):
+            registered = [name for m in field.metadata if isinstance(m, NameIn) for name in m.registry.own]
+            for choice in [*_choices(field.annotation), *registered]:
                 assert f"`{choice}`" in found[key], f"{heading} {key}: {choice}"
 
 
@@ -129,12 +130,12 @@ def test_the_table_of_states_is_documented() -> None:
 
 # What takes the kind of an event, and at which place. A kind that reaches the file by another way must be added here.
 _BY_NAME = {"tell": 0, "Note": 0, "Ended": 0}
-_BY_METHOD = {"_event": 0, "_told": 0, "Note": 0, "Ended": 0}
+_BY_METHOD = {"_event": 0, "_told": 0, "Note": 0, "Ended": 0, "event_of_first": 0, "ExternalEvent": 0}
 # Kinds that are passed on: from what, by whom. Their sources are found by the names above.
 _PASSED_ON = {
-    "action.kind": "control/executor.py",  # of a Note
-    "failure.event": "control/coordinator.py",  # of an Ended
-    "values['kind']": "control/coordinator.py",  # of an agent's {"external": {"kind": ...}}
+    "action.kind": "control/coordinator/executor.py",  # of a Note
+    "failure.event": "control/coordinator/coordinator.py",  # of an Ended
+    "message.kind": "control/coordinator/coordinator.py",  # of an agent's `ExternalEvent`
 }
 
 
@@ -155,29 +156,29 @@ class Kinds(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         place = self._place(node.func)
-        if place is not None:
+        if place is not None and not any(k.arg is None for k in node.keywords):  # `end_event` has them
             named = [k.value for k in node.keywords if k.arg in ("kind", "event")]
             self._resolve(named[0] if named else node.args[place])
         self.generic_visit(node)
 
     def visit_Dict(self, node: ast.Dict) -> None:
-        """{"external": {"kind": KIND, ...}}: what an agent has its coordinator record."""
+        """What `end_event` gives."""
         for key, value in zip(node.keys, node.values, strict=True):
-            if isinstance(key, ast.Constant) and key.value == "external" and isinstance(value, ast.Dict):
-                for inner, kind in zip(value.keys, value.values, strict=True):
-                    if isinstance(inner, ast.Constant) and inner.value == "kind":
-                        self._resolve(kind)
+            if self._file == "record/launches.py" and isinstance(key, ast.Constant) and key.value == "kind":
+                self._resolve(value)
         self.generic_visit(node)
 
     def _place(self, function: ast.expr) -> int | None:
         match function:
             case ast.Attribute(value=ast.Name(id="events"), attr="append"):
                 return 1  # the folder comes first
-            case ast.Attribute(attr="event") if re.search(r"recorder\.event$", _text(function)):
+            case ast.Attribute(value=ast.Name(id="events"), attr="Event"):
+                return 2  # after time and generation
+            case ast.Attribute(attr="event") if re.search(r"(recorder|records)\.event$", _text(function)):
                 return 0
             case ast.Attribute(value=ast.Name(id="self"), attr="event"):
-                return 0 if self._file == "control/recorder.py" else None
-            case ast.Attribute(attr="_told") if self._file != "control/warden.py":
+                return 0 if self._file == "control/coordinator/recorder.py" else None
+            case ast.Attribute(attr="_told") if self._file != "control/hardware/hardware_monitor.py":
                 return None
             case ast.Attribute(attr=name):
                 return _BY_METHOD.get(name)
@@ -250,7 +251,7 @@ def test_every_event_kind_is_documented_and_no_other_is() -> None:
     assert set(documented) == event_kinds()
 
 
-# -- the house
+# -- the source layout
 
 
 def layers() -> list[str]:
@@ -258,18 +259,15 @@ def layers() -> list[str]:
     return next(c["layers"] for c in contracts if c["type"] == "layers")
 
 
-@pytest.mark.parametrize(
-    ("document", "heading"), [("docs/design.md", "2. The house"), ("README.md", "The layers")]
-)
-def test_every_layer_is_in_the_picture_in_its_order(document: str, heading: str) -> None:
-    text = part(read(document), heading)
+def test_every_layer_is_in_the_picture_in_its_order() -> None:
+    text = part(read("docs/design.md"), "2. Source layout")
     place = 0
     for layer in layers():
         for name in (n.strip() for n in layer.split("|")):
             match = re.compile(rf"^ +(?:[a-z]+ *\| *)*{name}\b", re.MULTILINE).search(text)
-            assert match is not None, f"{document}: no layer {name}"
+            assert match is not None, f"no layer {name}"
             line = text.rfind("\n", 0, match.start() + 1) + 1
-            assert line >= place, f"{document}: {name} stands too high"
+            assert line >= place, f"{name} stands too high"
         place = line
 
 
@@ -277,10 +275,10 @@ def test_the_contract_is_written_out() -> None:
     assert f"    {' > '.join(layers())}\n" in read("docs/design.md")
 
 
-def test_every_package_is_in_the_house() -> None:
-    house = part(read("docs/design.md"), "2. The house")
+def test_every_package_is_in_the_source_layout() -> None:
+    layout = part(read("docs/design.md"), "2. Source layout")
     for package in sorted(p.parent.name for p in SOURCE.glob("*/__init__.py")):
-        assert re.search(rf"^ +{package}/ ", house, re.MULTILINE), package
+        assert re.search(rf"^ +{package}/ ", layout, re.MULTILINE), package
 
 
 def test_every_file_that_the_design_names_is_there() -> None:
@@ -293,8 +291,33 @@ def test_every_file_that_the_design_names_is_there() -> None:
     assert not missing
 
 
-def test_every_verb_is_in_readme() -> None:
-    commands = part(read("README.md"), "Commands")
+def test_names_of_tests_have_at_most_60_characters() -> None:
+    defined = re.compile(r"^ *def (test_\w+)", re.MULTILINE)
+    names = {
+        name
+        for p in (ROOT / "tests").rglob("*.py")
+        for name in defined.findall(p.read_text(encoding="utf-8"))
+    }
+    assert len(names) > 2000
+    assert not {name for name in names if len(name) > 60}
+
+
+def test_the_glossary_names_files_that_are_there() -> None:
+    """Its questions, its ways and the new names; the old ones are not there any more."""
+    text = read("docs/glossary.md")
+    new = re.sub(r"^\| `[^|]*\|", "", text, flags=re.MULTILINE)
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", new))
+    assert len(named) > 50
+    assert not {name for name in named if not (SOURCE / name).exists()}
+    questions = part(text, "Ten questions")
+    assert questions.count("?") == 10
+    old = set(re.findall(r"^\| `([\w/]+\.py)`", text, re.MULTILINE))
+    assert len(old) > 15
+    assert not {name for name in old if (SOURCE / name).exists()}
+
+
+def test_every_verb_is_in_commands() -> None:
+    commands = read("docs/commands.md")
     for verb in VERBS:
         assert f"`seatrial {verb}" in commands, verb
 

@@ -1,4 +1,4 @@
-"""Writing files so that a reader, or the next start after a crash, never sees half of one."""
+"""Write files so that neither a reader nor the next start after a crash sees a partial one."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace `path` by `text`: the old content or the new one, never a mixture, also after a power loss.
+    """Replace `path` by `text` atomically: the old content or the new one, never a mixture, even after a power loss.
 
-    Not `durable`: after a power loss anything may be there. It does not wait for the disk, which can take seconds.
-    Replaces whatever is at `path`, also a link or a pipe; nothing is written through it.
+    Without `durable` it does not wait for the disk, which can take seconds: a power loss then leaves any content.
+    Replaces whatever is at `path`, including a link or a pipe; nothing is written through it.
     """
     write_bytes(path, text.encode("utf-8"), durable=durable)
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """`write_text` of what is no text, or is encoded already."""
+    """As `write_text`, for binary or already encoded content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # left by a dead process with the same pid
     try:

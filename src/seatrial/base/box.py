@@ -2,7 +2,7 @@
 
 Every layout (tensor, pipeline, sharded data parallel) is described to the readers and writers of
 weights as boxes in the whole tensor, so that a checkpoint, a Hugging Face folder and a random
-initialisation all answer the same question: what is in this box?
+initialisation share one interface: return the values of this box.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Box:
-    """`sizes[d]` rows from `offsets[d]` on, in each dimension d of a whole tensor."""
+    """`sizes[d]` rows starting at `offsets[d]`, in each dimension d of a whole tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -42,7 +42,7 @@ class Box:
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part of two boxes of one tensor, or None where they do not meet."""
+        """The intersection of two boxes of one tensor, or None if they are disjoint."""
         offsets, sizes = [], []
         for o1, s1, o2, s2 in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             lo, hi = max(o1, o2), min(o1 + s1, o2 + s2)
@@ -57,7 +57,7 @@ class Box:
         return Box(tuple(o - b for o, b in zip(self.offsets, origin.offsets, strict=True)), self.sizes)
 
     def narrow(self, dim: int, offset: int, size: int) -> Box:
-        """The part of this box that covers `size` rows from its own row `offset` on, in `dim`."""
+        """The part of this box that covers `size` rows starting at its own row `offset`, in `dim`."""
         if offset < 0 or size < 0 or offset + size > self.sizes[dim]:
             raise ValueError(f"rows {offset}..{offset + size} of dimension {dim} are outside {self.sizes}")
         offsets, sizes = list(self.offsets), list(self.sizes)
@@ -67,10 +67,10 @@ class Box:
 
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
-    """(offset, size) of part `index` when `length` rows are cut as `torch.chunk` cuts them.
+    """(offset, size) of part `index` when `length` rows are split as `torch.chunk` splits them.
 
     Every part has ceil(length / parts) rows until the rows run out; late parts may be empty. FSDP2
-    and DTensor cut this way, so their shards are these boxes.
+    and DTensor split this way, so their shards are these boxes.
     """
     step = -(-length // parts)
     offset = min(index * step, length)

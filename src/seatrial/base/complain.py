@@ -1,4 +1,4 @@
-"""What a process says of its own troubles, to whoever reads its log."""
+"""Report a process's own problems to its log."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 
 
 def complain(text: str) -> None:
-    """A line on stderr. Where that is a file on a disk that takes no more, nothing happens: it is the trouble itself.
+    """Write a line to stderr, best effort: a failed write, as to a log file on a full disk, is ignored.
 
-    Nothing is left in a buffer either, which would fail again at the next occasion.
+    Unbuffered: a buffered line that could not be written would fail again at the next write.
     """
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="replace"))

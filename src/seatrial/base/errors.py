@@ -1,9 +1,9 @@
-"""The one exception tree, and the diagnostic that points at a place in a file.
+"""The exception hierarchy, and the diagnostic that points at a place in a file.
 
 SeatrialError              exit 1: a run, check or test failed
- ├─ InputError             exit 2: what the user gave cannot be used; carries every problem at once
+ ├─ InputError             exit 2: what the user gave cannot be used; carries all problems at once
  ├─ RunFailed              exit 1: training stopped; names node, rank and cause
- └─ InternalError          exit 3: our fault
+ └─ InternalError          exit 3: a bug in Seatrial
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One problem in what the user gave, with the place and what to do about it.
+    """One problem in the user's input, with its place and what to do about it.
 
-    `line` and `column` count from 1; they are None where the problem has no place in a file
+    `line` and `column` count from 1; they are None if the problem has no place in a file
     (a missing folder, an environment variable). `source_line` is the text of that line. `count` is the number of lines
     with this problem; `line` is the first of them.
     """
@@ -68,8 +68,8 @@ class Diagnostic:
         out = [f"{place}error: {self.told}"]
         if self.source_line is not None and self.line is not None and self.column is not None:
             gutter = f"{self.line} | "
-            # Tabs keep their width, so that the caret stands under the right character.
-            # Of a very long line, what stands around the place.
+            # Tabs keep their width, so that the caret is under the right character.
+            # Of a very long line, show only the text around the place.
             start = (
                 max(0, self.column - 1 - _LONGEST_LINE // 2) if len(self.source_line) > _LONGEST_LINE else 0
             )
@@ -85,7 +85,7 @@ class Diagnostic:
 
 
 class SeatrialError(Exception):
-    """A failure that is told to the user in words, never as a traceback."""
+    """A failure that is reported to the user as a message, never as a traceback."""
 
     exit_code = EXIT_FAILED
 
@@ -95,13 +95,13 @@ class SeatrialError(Exception):
         self.hint = hint
 
     def render(self) -> str:
-        """The whole text for stderr."""
+        """The full text for stderr."""
         text = f"error: {self.message}"
         return printable(text if self.hint is None else f"{text}\n  hint: {self.hint}")
 
 
 class InputError(SeatrialError):
-    """Everything that is wrong with what the user gave, reported at once (exit 2)."""
+    """All problems in the user's input, reported at once (exit 2)."""
 
     exit_code = EXIT_BAD_INPUT
 
@@ -124,7 +124,7 @@ class RunFailed(SeatrialError):
 
 
 class InternalError(SeatrialError):
-    """Something that cannot happen did: a bug of ours (exit 3)."""
+    """A violated invariant: a bug in Seatrial (exit 3)."""
 
     exit_code = EXIT_INTERNAL
 

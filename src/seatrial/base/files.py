@@ -13,7 +13,7 @@ from typing import Any
 
 from seatrial.base import units
 
-# Far above any record that is read whole: the manifest of a checkpoint with a thousand ranks is tens of MiB.
+# Far above any record that is read as a whole: the manifest of a checkpoint with a thousand ranks is tens of MiB.
 LARGEST_BYTES = 256 << 20
 _LARGEST_NAMED_BYTES = 64 << 20
 
@@ -34,7 +34,7 @@ class NotAFile(OSError):
 def open_file(path: Path, flags: int = os.O_RDONLY, *, links: bool = False) -> int:
     """Open the regular file at `path` and return its descriptor; created with mode 644 if `flags` say so.
 
-    Raises NotAFile for anything else, including links: whoever made the link would choose what is read or overwritten.
+    Raises NotAFile for anything else, including links: the link's creator would choose what is read or overwritten.
     `links` follows them, for files that belong to the user or are verified by hash.
     """
     with contextlib.suppress(FileNotFoundError):  # open() reports it, or creates it
@@ -90,7 +90,7 @@ def read_named(path: Path) -> bytes:
 
 
 def read_text(path: Path, *, most: int = LARGEST_BYTES, links: bool = False) -> str:
-    """As `read_bytes`, decoded as UTF-8; raises ValueError if it is not."""
+    """As `read_bytes`, decoded as UTF-8; raises ValueError if it is not UTF-8."""
     return read_bytes(path, most=most, links=links).decode("utf-8")
 
 
@@ -100,7 +100,7 @@ def read_json(path: Path, *, links: bool = False) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As `json.loads`, but every failure is a ValueError, also nesting that is too deep."""
+    """As `json.loads`, but every failure is a ValueError, including nesting that is too deep."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -108,7 +108,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """As `tomllib.loads`, but every failure is a ValueError, also nesting that is too deep."""
+    """As `tomllib.loads`, but every failure is a ValueError, including nesting that is too deep."""
     try:
         return tomllib.loads(text)
     except RecursionError:

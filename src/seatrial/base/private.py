@@ -1,4 +1,4 @@
-"""A private folder in TMPDIR, for files that are trusted when they are found again."""
+"""A private folder in TMPDIR, for files that later runs trust."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Starting processes that cannot outlive their parent, and ending everything that belongs to one owner.
+"""Start processes that cannot outlive their parent, and kill everything that belongs to one owner.
 
-Linux only. Three nets hold a process, each for what the one before misses:
+Linux only. Three mechanisms, each for what the one before misses:
 
-1. the parent-death signal: the kernel ends a child with its parent;
+1. the parent-death signal: the kernel kills a child when its parent ends;
 2. the process group: one signal reaches a rank and what it started;
-3. the mark: an environment variable that every descendant inherits, found again in /proc whoever its parent is now.
+3. the mark: an environment variable that every descendant inherits, found in /proc whatever its parent is now.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _prctl(option: int, value: int) -> None:
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     """Have the kernel send `signum` to this process when the thread that started it, in process `parent`, ends.
 
-    If `parent` is gone already the signal is sent at once: the kernel only tells of a death that is still to come.
+    If `parent` has exited already, the signal is sent at once: the kernel only reports deaths that happen later.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
@@ -53,16 +53,16 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def python(module: str, *arguments: str, interpreter: str = sys.executable) -> list[str]:
-    """The command that runs `module` with `arguments` in a new Python process.
+def python(module: str, *arguments: str, interpreter: str | None = None) -> list[str]:
+    """The command that runs `module` with `arguments` in a new Python process; default: this interpreter.
 
     -P: do not import from the current folder, where a `random.py` would shadow the standard library.
     """
-    return [interpreter, "-P", "-m", module, *arguments]
+    return [interpreter or sys.executable, "-P", "-m", module, *arguments]
 
 
 def allow_files(count: int, what: str) -> None:
-    """Raise the limit of open files of this process and its children to `count`; `what` needs them.
+    """Raise the open-file limit of this process and its children to `count`, which `what` needs.
 
     Raises InputError if the hard limit is lower.
     """
@@ -75,30 +75,30 @@ def allow_files(count: int, what: str) -> None:
 
 
 def signal_group(pid: int, signum: int) -> None:
-    """Send `signum` to the process group `pid`; nothing happens if it is gone."""
+    """Send `signum` to the process group `pid`; a no-op if it no longer exists."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signum)
 
 
 def fork(body: Callable[[], int], *, log: Path | int | None = None) -> int:
-    """Fork a child that runs `body`, exits with its value, and dies with this process; its pid.
+    """Fork a child that runs `body`, exits with its value, and dies with this process; returns its pid.
 
-    The child leads a process group of its own, has default signal handlers, reads from /dev/null, and writes stdout and
-    stderr, line by line, to `log`, a path or an open descriptor. An uncaught exception in `body` is logged with its
-    traceback, and the exit code is 1. The child ends without `atexit` handlers: those belong to the parent. Call it
-    from the main thread: the child dies when the calling thread does.
+    The child leads its own process group, has default signal handlers (SIGUSR1 and SIGUSR2 are ignored), reads from
+    /dev/null, and writes stdout and stderr, line-buffered, to `log`, a path or an open descriptor. An uncaught
+    exception in `body` is logged with its traceback, and the exit code is 1. The child exits without `atexit`
+    handlers: those belong to the parent. Call it from the main thread: the child dies when the calling thread does.
     """
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    # A signal that arrives between fork and the reset of the handlers would be taken for one to the parent.
+    # A signal that arrives between fork and the reset of the handlers would be handled as one to the parent.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
         if pid == 0:
             _run_child(body, parent, log, mask)
-        # On both sides, so that the group exists whichever runs first. Refused: the child did it itself and has gone
-        # on to exec, or has ended.
+        # In both processes, so that the group exists whichever runs first. It fails if the child did it itself and has
+        # since called exec, or has ended.
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
     finally:
@@ -117,13 +117,16 @@ def _run_child(
         for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):
+            # A scheduler may send these to all processes of a job. Only the agents handle them.
+            signal.signal(signum, signal.SIG_IGN)
         _redirect(os.open(os.devnull, os.O_RDONLY), 0)
         if log is not None:
             fd = open_log(log) if isinstance(log, Path) else log
             os.dup2(fd, 1)
             _redirect(fd, 2)
         for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what SIGKILL leaves unsaid is lost
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # SIGKILL loses what is buffered
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = body()
     except SystemExit as end:
@@ -133,7 +136,7 @@ def _run_child(
             code = 0
         else:
             print(end.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001  # the last frame of this process: nobody above could tell of it
+    except BaseException:  # noqa: BLE001  # the last frame of this process: nothing above could report it
         traceback.print_exc()
     finally:
         try:
@@ -141,6 +144,12 @@ def _run_child(
             sys.stderr.flush()
         finally:
             os._exit(code)
+
+
+def make_log_folder(log: Path) -> None:
+    """Make the two folders above `log`, not those above them: a moved run folder must not be recreated half-empty."""
+    log.parent.parent.mkdir(exist_ok=True)
+    log.parent.mkdir(exist_ok=True)
 
 
 def open_log(path: Path) -> int:
@@ -160,8 +169,8 @@ def _redirect(fd: int, target: int) -> None:
 def reap(handle: Callable[[int, int], None]) -> None:
     """Call `handle(pid, status)` for each child that has ended, after killing what is left of its process group.
 
-    `status` is the exit code, or minus the signal's number. The group is killed while the dead leader still holds
-    its number, so that no stranger can have taken it.
+    `status` is the exit code, or minus the signal number. The group is killed before its dead leader is reaped: until
+    then the pid cannot be reused by an unrelated process.
     """
     while True:
         try:
@@ -176,14 +185,14 @@ def reap(handle: Callable[[int, int], None]) -> None:
 
 
 def living() -> dict[int, int]:
-    """pid -> parent's pid of every process that has not ended (zombies have)."""
+    """pid -> parent's pid of every process that has not ended; zombies count as ended."""
     table = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         try:
             with open(f"/proc/{name}/stat", "rb") as f:
-                # The command's name, in brackets, may hold anything; the state and the parent follow it.
+                # The command's name, in parentheses, may contain anything; the state and the parent follow it.
                 state, parent = f.read().rpartition(b")")[2].split()[:2]
         except (FileNotFoundError, ProcessLookupError):
             continue
@@ -202,7 +211,7 @@ def descendants(root: int) -> set[int]:
 
 
 def marked(*marks: str) -> set[int]:
-    """Living processes that belong to any of `marks`, whoever their parent is now."""
+    """Living processes that belong to any of `marks`, whatever their parent is now."""
     wanted = {f"{MARK}={mark}".encode() for mark in marks}
     found = set()
     for pid in living():
@@ -217,7 +226,7 @@ def marked(*marks: str) -> set[int]:
 
 
 def kill_all(find: Callable[[], set[int]], *, timeout_s: float = 5.0) -> set[int]:
-    """SIGKILL all that `find` finds, except this process, until it finds nothing; the pids that would not die.
+    """SIGKILL what `find` returns, except this process, until it returns nothing; the pids that did not die.
 
     Returns after `timeout_s` at the latest: a process in an uninterruptible system call cannot be killed.
     """
@@ -242,7 +251,7 @@ def kill_all(find: Callable[[], set[int]], *, timeout_s: float = 5.0) -> set[int
 
 
 def _kill(pid: int) -> int | None:
-    """SIGKILL to `pid`; a pidfd that becomes readable when it has ended, None if it is gone already."""
+    """SIGKILL `pid`; a pidfd that becomes readable when it has ended, None if it no longer exists."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -256,7 +265,7 @@ def _kill(pid: int) -> int | None:
 
 
 def status_text(status: int) -> str:
-    """What ended a process, in words; `status` is its exit code, or minus the signal's number."""
+    """How a process ended, as text; `status` is its exit code, or minus the signal number."""
     if status >= 0:
         return f"ended with exit code {status}"
     try:

@@ -1,4 +1,4 @@
-"""Signals as something to wait for beside sockets, instead of handlers that run in the middle of anything."""
+"""Signals as a descriptor to poll along with sockets, instead of handlers that interrupt arbitrary code."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 
 class SignalQueue:
-    """While it is open, the given signals are queued instead of acted upon. Main thread only."""
+    """Queues the given signals, while it is open, instead of running their handlers. Main thread only."""
 
     def __init__(self, signums: Iterable[signal.Signals]) -> None:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        # What the user has had ignored (nohup, a background job) stays ignored.
+        # Signals that were ignored at start (nohup, a background job) stay ignored.
         taken = [s for s in signums if signal.getsignal(s) is not signal.SIG_IGN]
         self._old: dict[signal.Signals, Any] = {s: signal.signal(s, _ignore) for s in taken}
 
@@ -26,9 +26,9 @@ class SignalQueue:
         return self._reader.fileno()
 
     def read(self) -> list[int]:
-        """Numbers of the signals that have come since the last call, without waiting.
+        """Numbers of the signals that have arrived since the last call, without blocking.
 
-        Another signal of the process that has a handler of its own may be among them.
+        Other signals of the process that have their own handler may be among them.
         """
         try:
             return list(os.read(self._reader.fileno(), 4096))
@@ -36,7 +36,7 @@ class SignalQueue:
             return []
 
     def close(self) -> None:
-        """Give the signals back to the handlers they had."""
+        """Restore the previous handlers."""
         for signum, handler in self._old.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(self._old_fd)
@@ -49,4 +49,4 @@ class SignalQueue:
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
-    """Handled by being in the queue. A real handler, because SIG_IGN would be inherited through exec."""
+    """No-op: the signal is handled through the queue. Not SIG_IGN, which would be inherited through exec."""

@@ -1,6 +1,6 @@
 """Detect processes that make no progress, by sampling their state in /proc.
 
-A stopped process (SIGSTOP, job control) blocks everyone who waits for it and reports nothing.
+A stopped process (SIGSTOP, job control) blocks everything that waits for it and reports nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 LOOK_S = 1.0  # sampling interval
 STOPPED_S = 5.0  # longer than a pause of the whole machine or a debugger's snapshot
-IDLE_S = 30.0  # without CPU time, for a process with work to do; even a slow file system gives it some now and then
+IDLE_S = 30.0  # without CPU time, for a process with work to do; even on a slow file system it gets some now and then
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Numbers as people read them. Sizes are decimal for rates and counts, binary (GiB) for memory."""
+"""Human-readable numbers. Sizes are decimal for rates and counts, binary (GiB) for memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which names can be a host's, and which cannot: dates, numbers, syslog facilities, programs."""
+"""Names of hosts: which names can be one and which cannot (dates, numbers, programs), and Slurm's lists of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _OTHERS = frozenset(
     dmesg journalctl python python3 docker kubectl
     """.split()  # noqa: SIM905
 )
+_LONGEST_LIST = 100_000  # hosts in one expression
 
 
 @lru_cache(1 << 14)
@@ -39,3 +40,32 @@ def same_host(one: str, other: str) -> bool:
     return one == other or (
         one.partition(".")[0] == other.partition(".")[0] and not ("." in one and "." in other)
     )
+
+
+def hostlist(expression: str) -> list[str]:
+    """Expand Slurm's host expression: "a[01-03,7],b" is a01 a02 a03 a7 b. Raises ValueError."""
+    hosts: list[str] = []
+    if set("[]") & set(re.sub(r"\[[^\[\]]*\]", "", expression)):
+        raise ValueError(f"{expression[:60]!r} is not a list of hosts: its brackets do not match")
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", expression):
+        names = [""]
+        for text, inside in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
+            endings = [text] if text else _range(inside, expression)
+            if len(names) * len(endings) + len(hosts) > _LONGEST_LIST:
+                raise ValueError(f"{expression[:60]!r} stands for more than {_LONGEST_LIST} hosts")
+            names = [name + ending for name in names for ending in endings]
+        if any(c.isspace() for name in names for c in name):
+            raise ValueError(f"{expression[:60]!r} is not a list of hosts")
+        hosts += names
+    return hosts
+
+
+def _range(text: str, expression: str) -> list[str]:
+    found = []
+    for item in text.split(","):
+        bounds = re.fullmatch(r"(?P<low>\d+)(?:-(?P<high>\d+))?", item.strip())
+        low, high = (int(bounds["low"]), int(bounds["high"] or bounds["low"])) if bounds else (1, 0)
+        if bounds is None or low > high or high - low >= _LONGEST_LIST:
+            raise ValueError(f"{item!r} in {expression[:60]!r} is not a range")
+        found += [str(n).zfill(len(bounds["low"])) for n in range(low, high + 1)]
+    return found

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from seatrial.check.report import natural
-
 # The last number of a name, or the one before a port ("/1").
 _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<number>[0-9]{1,18})(?P<suffix>/[0-9]+)?")
 _LEAST = 3  # shorter runs are easier to read as single numbers
@@ -59,3 +57,32 @@ def pieces(names: Iterable[str]) -> list[tuple[str, int]]:
 def shortened(names: Sequence[str]) -> list[str]:
     """pieces() without the counts."""
     return [text for text, _ in pieces(names)]
+
+
+def listed(items: Iterable[object], limit: int = 8) -> str:
+    """ "0-2, 5": numbers, or names with numbers, as ranges; beyond `limit` entries how many more."""
+    every = list(items)
+    if all(isinstance(i, int) for i in every):
+        said = ranges(i for i in every if isinstance(i, int))
+    elif all(isinstance(i, str) for i in every):
+        said = pieces(str(i) for i in every)
+    else:
+        said = [(str(i), 1) for i in every]
+    more = sum(count for _, count in said[limit:])
+    return ", ".join(text for text, _ in said[:limit]) + (f" and {more} more" if more else "")
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key: node2 before node10."""
+    parts: list[tuple[int, int, str]] = []
+    digits = ""
+    for c in [*name, ""]:
+        if c.isdecimal() and c.isascii():
+            digits += c
+            continue
+        if digits:
+            parts.append((0, int(digits), digits))
+            digits = ""
+        if c:
+            parts.append((1, 0, c))
+    return parts

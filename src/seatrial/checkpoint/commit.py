@@ -1,6 +1,6 @@
-"""What makes parts of many ranks one complete checkpoint. Without torch: an agent can do it for ranks that are gone.
+"""Commit the parts of all ranks as one complete checkpoint. Without torch: an agent can do it for dead ranks.
 
-Every part is a file `rank-RRRRR.safetensors` and an `index-RRRRR.json` beside it that says which boxes are in it.
+A part is a file `rank-RRRRR.safetensors` and an `index-RRRRR.json` next to it that lists the boxes it contains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from seatrial.base.errors import SeatrialError
 from seatrial.checkpoint.manifest import Damaged, Entry, File, Manifest, Part, Progress
 from seatrial.record.folder import RunFolder
 
-if TYPE_CHECKING:  # an agent starts without what reading job files needs
+if TYPE_CHECKING:  # spares agents the imports that reading job files needs
     from seatrial.job import Job
     from seatrial.job.layout import Layout
 
@@ -26,11 +26,11 @@ Fence = Callable[[], None]
 
 
 class Superseded(SeatrialError):
-    """A later generation has begun: this one may not publish anything any more."""
+    """A later generation has begun: this one may no longer publish anything."""
 
 
 def fence(folder: RunFolder, generation: int) -> Fence:
-    """What raises Superseded as soon as a generation later than `generation` was ever begun in `folder`."""
+    """A check that raises Superseded once any generation later than `generation` has ever begun in `folder`."""
 
     def check() -> None:
         last = folder.last_generation()
@@ -44,17 +44,13 @@ def fence(folder: RunFolder, generation: int) -> Fence:
     return check
 
 
-def unfenced() -> None:
-    """The fence of a place that only one process ever writes to."""
-
-
 def part_name(rank: int) -> str:
     """The file of `rank` in a checkpoint."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def index_name(rank: int) -> str:
-    """What says what `rank`'s file holds, until the manifest does."""
+    """The index of `rank`'s file; read only until the manifest is written."""
     return f"index-{rank:05d}.json"
 
 
@@ -63,7 +59,7 @@ def make_index(file: File, pieces: list[dict[str, Any]], *, read_back: bool) -> 
 
     A piece is {"key", "shape", "dtype", "offsets", "sizes"}. One with "owner": false is a copy of what another rank
     saves: it is in the file but not in the manifest; with "stands_in" it is saved if that replica is lost. `read_back`:
-    the file was read again and compared.
+    the file was read back and compared.
     """
     return {"file": asdict(file), "read_back": read_back, "pieces": pieces}
 
@@ -82,9 +78,9 @@ def for_replica(index: dict[str, Any], *, owns: bool) -> dict[str, Any]:
 
 
 def assemble(manifest: Manifest, indices: Iterable[dict[str, Any]], below: str = "") -> Manifest:
-    """`manifest` with the files and tensors of `indices`; the files lie in the folder `below` of the checkpoint.
+    """`manifest` with the files and tensors of `indices`; the files are in the folder `below` of the checkpoint.
 
-    Raises ValueError, KeyError or TypeError where the parts are not all of every tensor.
+    Raises ValueError, KeyError or TypeError if the parts do not cover every tensor.
     """
     files: list[File] = []
     tensors: dict[str, Entry] = {}
@@ -108,11 +104,11 @@ SAVED_ANEW = "this step was saved anew"
 
 
 def makes_way(read: Callable[[], Manifest], manifest: Manifest) -> bool:
-    """Whether the checkpoint that `read` reads the manifest of is to make way for that of `manifest`, of the same step.
+    """Whether the checkpoint whose manifest `read` returns yields to that of `manifest`, which has the same step.
 
-    A start takes the newest checkpoint or sets it aside, and a rollback sets aside what lies ahead. Where the storage
-    was out of sight then, and is back, what was saved is of a course that was left. What a later generation saved is not
-    this one's to touch.
+    A start resumes from the newest checkpoint or sets it aside, and a rollback sets aside later ones. If the storage
+    was unreachable then and has since recovered, its checkpoint is of an abandoned trajectory. What a later generation
+    saved must not be touched.
     """
     try:
         return read().progress.generation <= manifest.progress.generation
@@ -122,7 +118,7 @@ def makes_way(read: Callable[[], Manifest], manifest: Manifest) -> bool:
 
 @cache
 def code_version() -> str:
-    """Version and hash of Seatrial's own source, so that a checkpoint says which code made it."""
+    """Version and hash of Seatrial's own source, so that a checkpoint records which code wrote it."""
     root = Path(seatrial.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -132,13 +128,13 @@ def code_version() -> str:
 
 
 def progress_after(job: Job, step: int, generation: int) -> Progress:
-    """Where the run stands after `step` steps: each has taken one global batch, whatever layout it ran in."""
+    """The run's progress after `step` steps: each consumes one global batch, whatever the layout."""
     samples = step * job.train.global_batch
     return Progress(step, samples * job.train.sequence_length, samples, generation)
 
 
 def new_manifest(job: Job, layout: Layout, progress: Progress) -> Manifest:
-    """The manifest of a checkpoint of `job` written by ranks in `layout`; the rest of it comes with `assemble`."""
+    """The manifest of a checkpoint of `job` written by ranks in `layout`; `assemble` adds files and tensors."""
     return Manifest(
         progress=progress,
         time=time.time(),

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: complete by a rename. The layout is in `manifest.py`."""
+"""Checkpoints in a folder, committed by an atomic rename. The layout is in `manifest.py`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from seatrial.checkpoint.manifest import (
     step_of,
 )
 from seatrial.checkpoint.part import Beat, check_whole, describe, mapped, no_beat, read_again, write_file
-from seatrial.checkpoint.retention import Stop, retire
+from seatrial.checkpoint.retention import Stop
 from seatrial.checkpoint.source import FolderSource
 from seatrial.checkpoint.verified import VerifiedFiles
 from seatrial.storage.errors import telling
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _BEGUN = re.compile(r"step-[0-9]{8,}\.tmp-([0-9]+)(?:-|$)")  # by a generation
 _ASIDE = re.compile(r"step-([0-9]{8,})\.damaged(-[0-9]+)?")
-_WHY = "set-aside.txt"  # in a folder that was set aside
+_WHY = "set-aside.txt"  # the reason, in a folder that was set aside
 
 
 class LocalPlace:
@@ -67,7 +67,7 @@ class LocalPlace:
     # -- what is there
 
     def steps(self) -> list[int]:
-        # Only the rename of a complete one gives a folder its name: without a manifest it is damaged, and is to be found.
+        # Only the rename of a complete folder gives it this name: without a manifest it is damaged, and must be found.
         with telling("list", self.url):
             return [step for path in named(self.folder) if (step := step_of(path)) is not None]
 
@@ -127,13 +127,13 @@ class LocalPlace:
         with telling("write", str(path)), mapped(fd, size) as data:
             if expected is not None:
                 check_whole(data, expected, f"rank {rank}'s state of step {step} in memory")
-            folder.mkdir(exist_ok=True)  # not its parents: a place that is gone must not come back half
+            folder.mkdir(exist_ok=True)  # not its parents: must not recreate a removed place half-empty
             (folder / index_name(rank)).unlink(missing_ok=True)
             file = describe(path.name, data)
             write_file(path, data, beat)
             if read_back:
                 read_again(FolderSource(folder), file, beat)
-            # The parts reach the manifest through the folder they all write to: no pickled object travels.
+            # The indices reach the manifest through the folder that all ranks write to: no pickled object is sent.
             content = make_index(file, index["pieces"], read_back=read_back)
             atomic.write_text(folder / index_name(rank), json.dumps(content, separators=(",", ":")))
 
@@ -164,7 +164,7 @@ class LocalPlace:
     def remove(self, step: int) -> str:
         folder = self._final(step)
         with telling("remove", str(folder)):
-            # A death half-way through deleting it must leave a leftover, not a damaged checkpoint.
+            # A crash during the deletion must leave a leftover, not a damaged checkpoint.
             doomed = folder.with_name(f"{folder.name}.tmp-removed-{secrets.token_hex(4)}")
             os.rename(folder, doomed)
             shutil.rmtree(doomed)
@@ -178,11 +178,6 @@ class LocalPlace:
         for path in found:
             _discard(path)
         return [path.name for path in found]
-
-    def remove_old(
-        self, keep: int, keep_every: int = 0, *, sure: int | None = None, stop: Stop | None = None
-    ) -> list[str]:
-        return retire(self, keep, keep_every, sure=sure, stop=stop).removed
 
     # -- names
 
@@ -199,7 +194,7 @@ class LocalPlace:
 
 
 def _discard(path: Path) -> None:
-    """Remove what is not complete. Renamed first: whoever is about to give it its name gets all of it, or nothing."""
+    """Remove an incomplete save. Renamed first: a concurrent rename to the final name gets all of it, or fails."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -214,11 +209,10 @@ def _discard(path: Path) -> None:
 
 
 def commit(temporary: Path, final: Path, manifest: Manifest, world_size: int, fence: Fence) -> Manifest:
-    """Make `temporary`, which has the parts of all ranks, the complete checkpoint `final`; its manifest.
+    """Publish `temporary`, which has the parts of all ranks, as the complete checkpoint `final`; its manifest.
 
-    `manifest` comes without files and tensors: those are in the indices. Raises OSError; ValueError where the parts are
-    not all of every tensor; Damaged where one is missing; Superseded, also at the last moment before the folder gets its
-    name.
+    `manifest` comes without files and tensors: those are in the indices. Raises OSError; ValueError if the parts do not
+    cover every tensor; Damaged if one is missing; Superseded, checked again right before the folder is renamed.
     """
     fence()
     indices = [temporary / index_name(rank) for rank in range(world_size)]
@@ -229,12 +223,12 @@ def commit(temporary: Path, final: Path, manifest: Manifest, world_size: int, fe
     for path in indices:
         path.unlink()
     atomic.write_text(temporary / MANIFEST, manifest.to_text())
-    fence()  # writing may have taken as long as it takes others to give this generation up
+    fence()  # the write may have taken so long that this generation has been superseded meanwhile
     if taken:
         set_aside(final, SAVED_ANEW)
     os.rename(temporary, final)
     atomic.fsync_folder(final.parent)
-    # The folder's name made it complete; `latest` is for people, and must not make a failure of it.
+    # The rename made it complete; `latest` is for people, and must not turn success into a failure.
     with contextlib.suppress(OSError):
         atomic.write_text(final.parent / LATEST, final.name + "\n")
     return manifest
@@ -244,12 +238,12 @@ def _read_index(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = read_json(path)
     except FileNotFoundError:
-        raise Damaged(f"{path} is missing: that rank's part is not there") from None
+        raise Damaged(f"{path} is missing: the part of that rank is absent") from None
     return content
 
 
 def set_aside(folder: Path, why: str = "") -> Path:
-    """Rename a checkpoint to `NAME.damaged`, so that it is kept but never chosen; its new path."""
+    """Rename a checkpoint to `NAME.damaged`, so that it is kept but never selected; its new path."""
     aside = folder.with_name(f"{folder.name}.damaged")
     n = 1
     while aside.exists():
@@ -258,7 +252,7 @@ def set_aside(folder: Path, why: str = "") -> Path:
     os.rename(folder, aside)
     latest = folder.parent / LATEST
     left = complete(folder.parent)
-    # What follows is for people.
+    # The rest is for people: best effort.
     with contextlib.suppress(OSError):
         if left:
             atomic.write_text(latest, left[0].name + "\n")

@@ -1,17 +1,17 @@
-"""What a checkpoint folder holds: the manifest that makes it complete, and the names of folders.
+"""The content of a checkpoint folder: the manifest that makes it complete, and the names of folders.
 
     checkpoints/
       step-00000500/            complete: it has manifest.json, and only a rename gives a folder this name
         rank-00000.safetensors  what rank 0 owned: `model/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `rng/cpu/0`;
-                                once in a checkpoint `optimizer/updates`, how many updates were made
+                                once per checkpoint `optimizer/updates`, the number of optimizer updates
         manifest.json           step, data position, each file's size and hashes, where each box of each tensor is
-        verified                somebody has read all of it since, and found it to be what the manifest says
-      step-00001000.tmp-7/      being written by generation 7, or left by its death: removed by the next start
+        verified                all of it has been read since, and matched the manifest
+      step-00001000.tmp-7/      being written by generation 7, or left by its crash: removed by the next start
       step-00000450.damaged/    failed its verification and was set aside
       latest                    the name of the newest complete folder
 
 Files are safetensors and JSON: nothing in a checkpoint can run code when it is read. In an object store the same names
-are keys, see `objects.py`.
+are keys, see `object_place.py`.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"
 VERIFIED = "verified"
-# At most one folder deep: in an object store each generation writes below a key of its own.
+# At most one folder deep: in an object store each generation writes under its own key prefix.
 _FILE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*")
 _HASH = re.compile(rf"[0-9a-f]{{{HEX_DIGITS}}}")
 _COMPLETE = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
-# What is being written, and `latest` before it gets its name.
+# Saves and removals in progress, and `latest` before its rename.
 _TEMPORARY = re.compile(r"step-[0-9]{8,}\.tmp-.+|\.latest\.[0-9]+\.tmp")
 
 
 class Damaged(SeatrialError):
-    """A checkpoint is not what its manifest says; the message names the file and both hashes or sizes."""
+    """A checkpoint does not match its manifest; the message names the file and both hashes or sizes."""
 
 
 class OtherVersion(RunFailed):
-    """A checkpoint is whole and of a version that this one does not read. It is not damaged: nobody sets it aside."""
+    """An intact checkpoint in a version that this Seatrial does not read; not damaged, so never set aside."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class File:
     hashes: list[str]  # XXH3-128 of each chunk of `chunk_bytes`; the last may be shorter
 
     def check(self) -> None:
-        """Raise ValueError unless it can be the description of a file."""
+        """Raise ValueError unless this is a valid description of a file."""
         if not isinstance(self.file, str) or not _FILE.fullmatch(self.file):
             raise ValueError(f"{self.file!r} is not the name of a file in this folder")
         if type(self.bytes) is not int or type(self.chunk_bytes) is not int:
-            raise ValueError(f"{self.file}: its sizes are no integers")
+            raise ValueError(f"{self.file}: its sizes are not integers")
         if self.bytes < 0 or self.chunk_bytes < 1:
             raise ValueError(f"{self.file}: {self.bytes} bytes in chunks of {self.chunk_bytes}")
         if len(self.hashes) != -(-self.bytes // self.chunk_bytes):
@@ -72,7 +72,7 @@ class File:
                 f"{self.file}: {len(self.hashes)} hashes for {self.bytes} bytes in chunks of {self.chunk_bytes}"
             )
         if any(not isinstance(text, str) or not _HASH.fullmatch(text) for text in self.hashes):
-            raise ValueError(f"{self.file}: what should be a hash is none")
+            raise ValueError(f"{self.file}: one of its hashes is malformed")
 
 
 @dataclass(frozen=True)
@@ -90,32 +90,32 @@ class Part:
 
 @dataclass
 class Entry:
-    """One whole tensor: its shape, its type, and the boxes that make it up."""
+    """One whole tensor: its shape, its dtype, and the boxes that make it up."""
 
     shape: tuple[int, ...]
     dtype: str  # torch's name: "float32"
     parts: list[Part] = field(default_factory=list)
 
     def check(self, key: str) -> None:
-        """Raise ValueError unless the parts lie inside the shape, do not overlap, and together are all of it."""
+        """Raise ValueError unless the parts lie inside the shape, do not overlap, and cover it."""
         whole = Box.whole(self.shape)
         if any(part.box.intersect(whole) != part.box for part in self.parts):
             raise ValueError(f"{key} has a part outside its shape {self.shape}")
         if sum(part.box.numel for part in self.parts) != whole.numel:
-            raise ValueError(f"{key}: its parts have not as many values as its shape {self.shape}")
-        # Right in number and no two in one place: nothing is missing.
+            raise ValueError(f"{key}: its parts do not have as many values as its shape {self.shape}")
+        # With the right number of values and no overlap, nothing is missing.
         corners = sorted(self.parts, key=lambda part: part.offsets)
         for i, part in enumerate(corners):
             for other in corners[i + 1 :]:
                 if other.offsets and other.offsets[0] >= part.offsets[0] + part.sizes[0]:
                     break
                 if part.box.intersect(other.box) is not None:
-                    raise ValueError(f"{key} has two parts in one place")
+                    raise ValueError(f"{key} has two parts that overlap")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the run had come."""
+    """How far the run has progressed."""
 
     step: int
     tokens: int
@@ -134,12 +134,12 @@ class Manifest:
     layout: dict[str, Any]
     job_sha256: str
     code: str
-    read_back: bool  # every file was read from the storage again, and compared, before this was written
+    read_back: bool  # every file was read back from the storage, and compared, before this was written
     files: list[File]
     tensors: dict[str, Entry]  # "KIND/NAME"
 
     def to_text(self) -> str:
-        """The content of the file: one line of JSON that holds its own hash."""
+        """The content of the file: one line of JSON that contains its own hash."""
         body = {
             "schema_version": SCHEMA_VERSION,
             "progress": asdict(self.progress),
@@ -166,7 +166,7 @@ class Manifest:
     def from_text(cls, text: str) -> Manifest:
         """The inverse of `to_text`. Raises KeyError, TypeError or ValueError on anything else.
 
-        OtherVersion where it is the whole manifest of another version.
+        OtherVersion if it is an intact manifest of another version.
         """
         body = parse_json(text)
         told = body.pop("sha256")
@@ -184,13 +184,13 @@ class Manifest:
             file.check()
         names = {f.file for f in files}
         if len(names) != len(files):
-            raise ValueError("a file stands there twice")
+            raise ValueError("a file is listed twice")
         if type(body["read_back"]) is not bool:
             raise ValueError("read_back is neither true nor false")
         tensors = {}
         for key, e in body["tensors"].items():
             parts = [Part(file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in e["parts"]]
-            # Only what is hashed is read.
+            # Only hashed files are read.
             stray = next((part.file for part in parts if part.file not in names), None)
             if stray is not None:
                 raise ValueError(f"{key} is in {stray!r}, which is not among the files")
@@ -200,7 +200,7 @@ class Manifest:
         if any(type(value) is not int or value < 0 for value in asdict(progress).values()):
             raise ValueError(f"the progress {progress} is not made of counts")
         if progress.step == 0:
-            raise ValueError("step 0 is no step")
+            raise ValueError("step 0 does not exist")
         return cls(
             progress=progress,
             time=body["time"],
@@ -226,13 +226,13 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step of a complete checkpoint's folder, judged by its name; None for any other name."""
+    """The step of a complete checkpoint's folder, from its name; None for any other name."""
     match = _COMPLETE.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def named(checkpoints: Path) -> list[Path]:
-    """Folders that bear a complete checkpoint's name, newest step first."""
+    """Folders with a complete checkpoint's name, newest step first."""
     if not checkpoints.is_dir():
         return []
     found = [p for p in checkpoints.iterdir() if step_of(p) is not None]
@@ -240,32 +240,32 @@ def named(checkpoints: Path) -> list[Path]:
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """Folders that have a manifest, newest step first. Their content is not verified here."""
+    """Folders that have a manifest, newest step first. Their content is not verified."""
     return [p for p in named(checkpoints) if (p / MANIFEST).is_file()]
 
 
 def leftovers(checkpoints: Path) -> list[Path]:
-    """What a save, or a removal, that died has left: never a complete checkpoint."""
+    """Leftovers of saves and removals that crashed: never a complete checkpoint."""
     if not checkpoints.is_dir():
         return []
     return sorted(p for p in checkpoints.iterdir() if _TEMPORARY.fullmatch(p.name))
 
 
-# An unreadable sector means the file is lost. Any other storage error is no reason to quarantine a checkpoint.
+# An unreadable sector means the file is lost. No other storage error justifies quarantining a checkpoint.
 _LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 
 
 def lost_or_refused(path: Path, error: OSError) -> Damaged | StorageError:
-    """The exception for an existing checkpoint file that cannot be read: lost, or only unreachable?"""
+    """The exception for an existing checkpoint file that cannot be read: Damaged if lost, else StorageError."""
     if error.errno in _LOST or isinstance(error, NotAFile):
         return Damaged(f"{path} cannot be read: {error.strerror}")
     return from_os_error("read", str(path), error)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read manifest.json; Damaged if it is missing or not a manifest, OtherVersion if it is another version's.
+    """Read manifest.json; Damaged if it is missing or not a manifest, OtherVersion if another version wrote it.
 
-    StorageError if it cannot be read, which says nothing about its content.
+    StorageError if it cannot be read, which implies nothing about its content.
     """
     path = folder / MANIFEST
     try:
@@ -280,7 +280,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(text: str, where: str, step: int | None) -> Manifest:
-    """The manifest that stands at `where`, a path or an address; `step` is what its folder's name says.
+    """Parse the manifest found at `where`, a path or an address; `step` is the step in its folder's name.
 
     Raises Damaged and OtherVersion, which name `where`.
     """

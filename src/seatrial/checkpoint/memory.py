@@ -1,10 +1,10 @@
-"""A rank's whole state in memory: a checkpoint file's bytes in an anonymous file (memfd), and what is known of them.
+"""A rank's whole state in memory: a checkpoint file's bytes in an anonymous file (memfd), and their description.
 
     bytes 0-7   length of the header; 0 while the content is being replaced
-    header      JSON; `__metadata__` stands first in it: of which rank, step, generation and layout the content is
-    data        every tensor that the rank holds: also what other ranks hold too, so that it needs nobody to go on
+    header      JSON; `__metadata__` comes first: the content's rank, step, generation and layout
+    data        every tensor that the rank holds, including those that other ranks hold too: enough to resume alone
 
-Several processes have the same files open (agent, nursery, rank) and share their position: all access is by offset.
+Several processes have the same files open (agent, fork server, rank) and share their position: all access is by offset.
 Without torch, for the agents.
 """
 
@@ -19,22 +19,22 @@ from typing import Any
 from seatrial.checkpoint.hashing import NAME, new_hash
 from seatrial.checkpoint.manifest import Damaged
 
-_READ_BYTES = 1 << 20  # read at a time: what fits into a core's cache
-# Written at a time. A thread that writes beside a training thread waits for the interpreter's lock after each part, up to
-# 5 ms: small parts would make it slow.
+_READ_BYTES = 1 << 20  # read at a time: fits into a core's cache
+# Written at a time. A thread that writes in parallel with a training thread waits up to 5 ms for the GIL after each
+# part: small parts would make it slow.
 _WRITE_BYTES = 1 << 24
 _LENGTH = 8
 _KEYS = ("pipeline", "replicate", "shard", "tensor", "stages_per_rank", "schedule")
 
 
 def layout_key(layout: Mapping[str, Any]) -> str:
-    """A layout's plain values as one text: what a rank holds depends on its rank and on this."""
+    """A layout's plain values as one string: what a rank holds depends on its rank and on this."""
     return ",".join(f"{key}={layout[key]}" for key in _KEYS)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one memory file holds."""
+    """The description of one memory file's content."""
 
     rank: int
     step: int  # finished
@@ -46,20 +46,20 @@ class Snapshot:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Larger is newer. A later generation's is newer even of an earlier step: it has left the other's course."""
+        """Sort key, larger is newer. A later generation wins even at an earlier step: it left the other trajectory."""
         return self.generation, self.step
 
     def to_message(self) -> dict[str, Any]:
-        """As JSON."""
+        """As a JSON object."""
         return asdict(self)
 
     def summary(self) -> dict[str, Any]:
-        """The same without the index, which is long."""
+        """As `to_message`, without the index, which is long."""
         return {key: value for key, value in asdict(self).items() if key != "index"}
 
     @classmethod
     def from_message(cls, values: Mapping[str, Any]) -> Snapshot:
-        """The inverse of `to_message` and `summary`; other keys do not count. ValueError on anything else."""
+        """The inverse of `to_message` and `summary`; extra keys are ignored. ValueError on anything else."""
         try:
             numbers = [values[key] for key in ("rank", "step", "generation", "bytes")]
             texts = [values[key] for key in ("layout", "hash")]
@@ -69,20 +69,20 @@ class Snapshot:
         if any(type(n) is not int or n < 0 for n in numbers) or not all(isinstance(t, str) for t in texts):
             raise ValueError(f"not a snapshot: {numbers} {texts}")
         if not isinstance(index, dict):
-            raise ValueError("a snapshot whose index is no object")
+            raise ValueError("a snapshot whose index is not an object")
         return cls(numbers[0], numbers[1], numbers[2], texts[0], numbers[3], texts[1], index)
 
 
 def metadata(*, rank: int, step: int, generation: int, layout: str) -> dict[str, str]:
-    """What the header says of the content."""
+    """The header's description of the content."""
     return {"rank": str(rank), "step": str(step), "generation": str(generation), "layout": layout}
 
 
 class Filling:
-    """Replaces the content of a memory file. Until `finish` it holds nothing that could be taken for a snapshot."""
+    """Replaces the content of a memory file. Until `finish` the file does not pass for a snapshot."""
 
     def __init__(self, fd: int, size: int) -> None:
-        """`size`: bytes that it will have. Raises OSError, also where there is no memory left for it."""
+        """`size`: bytes of the new content. Raises OSError, also if there is not enough memory."""
         self._fd = fd
         self._size = size
         self._at = 0
@@ -94,7 +94,7 @@ class Filling:
             os.ftruncate(fd, size)
 
     def add(self, data: bytes | memoryview) -> None:
-        """The next bytes."""
+        """Append the next bytes."""
         view = memoryview(data)
         for begin in range(0, len(view), _WRITE_BYTES):
             part = view[begin : begin + _WRITE_BYTES]
@@ -105,12 +105,12 @@ class Filling:
             self._at += len(part)
 
     def finish(self, expected: str | None = None) -> str:
-        """Make the content valid; its hash. Damaged, and the file stays invalid, where that is not `expected`."""
+        """Make the content valid; its hash. If that is not `expected`: Damaged, and the file stays invalid."""
         digest = str(self._digest.hexdigest())
         if self._at != self._size:
-            raise Damaged(f"{self._at} of {self._size} bytes came")
+            raise Damaged(f"{self._at} of {self._size} bytes arrived")
         if expected is not None and digest != expected:
-            raise Damaged(f"what came has {NAME} {digest}, not {expected}")
+            raise Damaged(f"the received data has {NAME} {digest}, not {expected}")
         _write(self._fd, self._first, 0)
         return digest
 
@@ -123,9 +123,9 @@ def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def holds(fd: int, snapshot: Snapshot) -> bool:
-    """Whether the file seems to hold `snapshot`: its size and the header's first words. Changed data it does not see.
+    """Whether the file seems to hold `snapshot`: compares its size and the header's metadata, not the data.
 
-    Cheap, for what is asked often; it finds a content whose replacement was begun, or ended and not told of.
+    Cheap, for frequent checks; it detects a replacement that has begun, or that completed unreported.
     """
     if os.fstat(fd).st_size != snapshot.bytes or snapshot.bytes <= _LENGTH:
         return False
@@ -138,7 +138,7 @@ def holds(fd: int, snapshot: Snapshot) -> bool:
 
 
 def chunks(fd: int, size: int) -> Iterator[memoryview]:
-    """The first `size` bytes, piece by piece; each is overwritten by the next. Damaged where the file is shorter."""
+    """The first `size` bytes, in pieces; each is overwritten by the next. Damaged if the file is shorter."""
     buffer = memoryview(bytearray(min(_READ_BYTES, max(1, size))))
     at = 0
     while at < size:
@@ -150,7 +150,7 @@ def chunks(fd: int, size: int) -> Iterator[memoryview]:
 
 
 def verify(fd: int, entry: Mapping[str, Any]) -> None:
-    """Compare a memory file with "bytes" and "hash" of `entry`; Damaged says what differs."""
+    """Compare a memory file with "bytes" and "hash" of `entry`; Damaged names the difference."""
     size = os.fstat(fd).st_size
     if size != entry["bytes"]:
         raise Damaged(f"the snapshot of step {entry['step']} has {size} bytes, not {entry['bytes']}")
@@ -164,7 +164,7 @@ def verify(fd: int, entry: Mapping[str, Any]) -> None:
 
 
 def verified(fds: Sequence[int], entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those of a leg's "snapshots" that the files of `fds` really hold, newest first. Reads all of them."""
+    """The entries of a generation spec's "snapshots" that the files of `fds` match, newest first. Reads all of them."""
     good = []
     for entry in entries:
         try:
@@ -176,7 +176,7 @@ def verified(fds: Sequence[int], entries: Sequence[Mapping[str, Any]]) -> list[M
 
 
 def read_header(fd: int) -> tuple[dict[str, str], dict[str, Any], int]:
-    """(metadata, tensors by name, where the data begin). Damaged where it is not a header."""
+    """(metadata, tensors by name, offset of the data). Damaged if it is not a valid header."""
     size = os.fstat(fd).st_size
     length = int.from_bytes(os.pread(fd, _LENGTH, 0), "little")
     if not 0 < length <= size - _LENGTH:

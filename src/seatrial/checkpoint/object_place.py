@@ -1,14 +1,14 @@
-"""Checkpoints in an object store, which has no rename: the manifest, written last, makes one complete.
+"""Checkpoints in an object store, which has no rename: writing the manifest last commits one.
 
     step-00000500/g7/rank-00000.safetensors   written by generation 7
-    step-00000500/g7/index-00000.json         what that file holds, until the manifest does
-    step-00000500/manifest.json               there: complete
-    step-00000500/verified                    somebody has read all of it since
-    step-00000450/set-aside-1.json            had a manifest, which stands in here, with the reason: never chosen
+    step-00000500/g7/index-00000.json         that file's content, until the manifest is written
+    step-00000500/manifest.json               its presence makes the checkpoint complete
+    step-00000500/verified                    all of it has been read since
+    step-00000450/set-aside-1.json            was set aside: contains its manifest and the reason; never selected
     step-00000450/g7-again1/...               saved once more by generation 7, after that
     latest                                    the newest complete one, for people
 
-What no manifest, in place or set aside, tells of is rubbish of a save that died.
+Objects that no manifest, current or set aside, lists are garbage of a save that crashed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from seatrial.checkpoint.manifest import (
     step_of,
 )
 from seatrial.checkpoint.part import Beat, check_whole, describe, mapped, no_beat, read_again
-from seatrial.checkpoint.retention import Stop, retire
+from seatrial.checkpoint.retention import Stop
 from seatrial.checkpoint.source import StoreSource
 from seatrial.checkpoint.verified import VerifiedFiles
 from seatrial.storage import Readable, StorageError, Store
@@ -50,7 +50,7 @@ from seatrial.storage import Readable, StorageError, Store
 if TYPE_CHECKING:
     from seatrial.checkpoint.read import CheckpointWeights
 
-_REQUESTS = 16  # at a time: each waits for the network
+_REQUESTS = 16  # concurrent: each waits for the network
 _BEGUN = re.compile(r"step-[0-9]{8,}/g([0-9]+)(?:-[^/]*)?/")  # by a generation
 _ASIDE = "set-aside-"
 _PROBE = "writable"
@@ -173,7 +173,7 @@ class ObjectPlace:
             indices = [parse_json(data) for data in pool.map(self.store.read, keys)]
         manifest = assemble(manifest, indices, below)
         data = manifest.to_text().encode()
-        fence()  # reading may have taken as long as it takes others to give this generation up
+        fence()  # reading may have taken so long that this generation has been superseded meanwhile
         try:
             self.store.write(self._key(step, MANIFEST), data, if_absent=True)
         except StorageError as error:
@@ -185,7 +185,7 @@ class ObjectPlace:
         try:
             self.store.write(LATEST, (folder_name(step) + "\n").encode())
             self.store.remove(keys)
-        except StorageError:  # it is complete all the same, and the next start removes them
+        except StorageError:  # the checkpoint is complete regardless, and the next start removes the indices
             pass
         return manifest
 
@@ -205,9 +205,9 @@ class ObjectPlace:
         n = 1
         while (name := self._key(step, f"{_ASIDE}{n}.json")) in names:
             n += 1
-        try:  # and not what another save may be writing meanwhile
+        try:  # only its own files, not those of a save in progress
             keys = {self._key(step, file.file) for file in self.manifest(step).files}
-        except SeatrialError:  # whoever looks into the damage needs everything
+        except SeatrialError:  # analysing the damage may need everything
             keys = names - self._kept_aside(step)
         content = {"why": why, "keys": sorted(keys), "manifest": text}
         self.store.write(name, json.dumps(content).encode())
@@ -218,13 +218,13 @@ class ObjectPlace:
                 self.store.write(LATEST, (folder_name(left[0]) + "\n").encode())
             else:
                 self.store.remove([LATEST])
-        except StorageError:  # for people
+        except StorageError:  # `latest` is for people: best effort
             pass
         return name
 
     def remove(self, step: int) -> str:
         kept = self._kept_aside(step)
-        # The manifest first: a death in the midst of it must leave rubbish, not a damaged checkpoint.
+        # The manifest first: a crash in between must leave garbage, not a damaged checkpoint.
         self.store.remove([self._key(step, MANIFEST)])
         self.store.remove([e.name for e in self.store.names(folder_name(step)) if e.name not in kept])
         return folder_name(step)
@@ -241,20 +241,15 @@ class ObjectPlace:
                 removed.append(f"{folder_name(step)} ({len(left)} objects)")
         return removed if before is not None else removed + self.store.remove_leftovers()
 
-    def remove_old(
-        self, keep: int, keep_every: int = 0, *, sure: int | None = None, stop: Stop | None = None
-    ) -> list[str]:
-        return retire(self, keep, keep_every, sure=sure, stop=stop).removed
-
     # -- keys
 
     def _key(self, step: int, name: str) -> str:
         return f"{folder_name(step)}/{name}"
 
     def _below(self, step: int, generation: int, origin: str) -> str:
-        """Where a save puts its files: nowhere among those of a complete one, in place or set aside.
+        """The key prefix of a save's files, distinct from those of all complete checkpoints, current or set aside.
 
-        The same generation may save a step again, after a rollback. Being set aside does not change how many there are.
+        The same generation may save a step again, after a rollback. Setting one aside does not change the count.
         """
         name = f"g{generation}-{origin}" if origin else f"g{generation}"
         children = self.store.children(folder_name(step))
@@ -265,19 +260,19 @@ class ObjectPlace:
         return StoreSource(self.store, folder_name(step))
 
     def _named(self) -> list[int]:
-        """Steps of which there is anything, newest first."""
+        """Steps that have any object, newest first."""
         steps = [step_of(Path(name)) for name in self.store.children()]
         return sorted((step for step in steps if step is not None), reverse=True)
 
     def _kept(self, step: int) -> set[str]:
-        """Keys of a step that a manifest tells of, in place or set aside, and the manifests themselves."""
+        """Keys of a step that a manifest lists, current or set aside, and the manifests themselves."""
         kept = self._kept_aside(step)
         if self.store.size(self._key(step, MANIFEST)) is None:
             return kept
         kept |= {self._key(step, MANIFEST), self._key(step, VERIFIED)}
         try:
             return kept | {self._key(step, file.file) for file in self.manifest(step).files}
-        except SeatrialError:  # whoever looks into the damage needs everything
+        except SeatrialError:  # analysing the damage may need everything
             return {entry.name for entry in self.store.names(folder_name(step))}
 
     def _kept_aside(self, step: int) -> set[str]:

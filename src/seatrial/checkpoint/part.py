@@ -1,4 +1,4 @@
-"""A rank's part on its way from memory to a file: hashed as it is in memory, written, and read back."""
+"""A rank's part on its way from memory to a file: hashed in memory, written, and read back."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from seatrial.checkpoint.verified import VerifiedFiles
 
 _SYNC_BYTES = (
     1 << 28
-)  # written between two waits for the disk: it shows that something happens, and spares the cache
+)  # written between two waits for the disk: shows progress, and limits dirty pages in the cache
 
-# Called with the bytes that were hashed, written or read back since the last call: somebody may wait for signs of life.
+# Called with the bytes hashed, written or read back since the last call: the caller may monitor progress.
 Beat = Callable[[int], None]
 
 
 def no_beat(_done: int) -> None:
-    """Where nobody waits for it."""
+    """For callers that do not monitor progress."""
 
 
 @contextlib.contextmanager
 def mapped(fd: int, size: int) -> Iterator[memoryview]:
-    """The first `size` bytes of a memory file. Damaged where it is shorter."""
+    """The first `size` bytes of a memory file. Damaged if it is shorter."""
     if os.fstat(fd).st_size < size:
         raise Damaged(f"the memory file has {os.fstat(fd).st_size} bytes, not {size}")
     if size == 0:
@@ -38,7 +38,7 @@ def mapped(fd: int, size: int) -> Iterator[memoryview]:
 
 
 def describe(name: str, data: memoryview, beat: Beat = no_beat) -> File:
-    """`data` as the file `name`: its size, and the hash of each chunk."""
+    """The description of `data` as the file `name`: its size, and the hash of each chunk."""
     hashes = []
     for begin, end in spans(len(data)):
         hashes.append(hash_of(data[begin:end]))
@@ -56,9 +56,9 @@ def check_whole(data: memoryview, expected: str, what: str) -> None:
 
 
 def write_file(path: Path, data: memoryview, beat: Beat = no_beat) -> None:
-    """Write `data` to a new file at `path`, durably, and forget it in the page cache. Raises OSError, and then no file is left.
+    """Write `data` to a new file at `path`, durably, and drop it from the page cache.
 
-    A file that is there is left to whoever has it open still, and replaced.
+    Raises OSError, and then no file is left. An existing file is unlinked, not overwritten: others may have it open.
     """
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -75,22 +75,22 @@ def write_file(path: Path, data: memoryview, beat: Beat = no_beat) -> None:
                     synced = end
                     beat(0)
             os.fsync(fd)
-            # So that what is read back comes from the disk, and training's files stay in the cache.
+            # So that the read-back comes from the disk, and training's files stay in the cache.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
-            os.close(fd)  # where NFS may tell of a full disk
+            os.close(fd)  # NFS may report a full disk here
     except BaseException:
         with contextlib.suppress(OSError):
-            path.unlink()  # half of it is of no use, and there may be no space for anything else
+            path.unlink()  # a partial file is of no use, and its space may be needed
         raise
 
 
 def read_again(source: Source, file: File, beat: Beat = no_beat) -> None:
-    """Compare what the storage has with what was written. Damaged where it differs."""
+    """Read a file back from the storage and compare it with what was written. Damaged if it differs."""
     files = VerifiedFiles(source, [file])
     try:
         files.verify(count=beat)
     except Damaged as error:
-        raise Damaged(f"what was written does not read back: {error.message}") from None
+        raise Damaged(f"the file read back differs from what was written: {error.message}") from None
     finally:
         files.close()

@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are: a folder or an object store, with the same guarantees."""
+"""The storage of a run's checkpoints: a folder or an object store, with the same guarantees."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["LocalPlace", "ObjectPlace", "Place", "checkpoint_urls", "open_place"
 class Place(Protocol):
     """The checkpoints of one run in one storage, by their step.
 
-    Everything raises StorageError, with its kind (full, denied, unreachable, ...) and the address, where the storage
-    does not do what it was asked to. Damaged means that the storage works, and a checkpoint is not what it should be.
+    Every method raises StorageError, with its kind (full, denied, unreachable, ...) and the address, if the storage
+    fails a request. Damaged means that the storage works, but a checkpoint does not match its manifest.
     """
 
     url: str
 
     def prepare(self) -> None:
-        """Make it ready to be written to, or say why it cannot be."""
+        """Make it writable, or raise the reason why it is not."""
         ...
 
     def where(self, step: int) -> str:
@@ -40,21 +40,21 @@ class Place(Protocol):
         ...
 
     def steps(self) -> list[int]:
-        """Of all complete checkpoints, newest first; not verified here. A place that is not there has none."""
+        """Steps of all complete checkpoints, newest first; not verified. A place that does not exist has none."""
         ...
 
     def manifest(self, step: int) -> Manifest:
-        """Raises Damaged, OtherVersion."""
+        """The manifest of one checkpoint. Raises Damaged, OtherVersion."""
         ...
 
     def open(self, step: int) -> CheckpointWeights:
-        """A checkpoint to read; whoever reads verifies. Loads torch. Raises Damaged, OtherVersion."""
+        """A checkpoint to read; reading verifies it. Loads torch. Raises Damaged, OtherVersion."""
         ...
 
     def verify(self, step: int, part: int = 0, parts: int = 1, *, stop: Stop | None = None) -> Manifest:
-        """Compare every `parts`-th file, from the `part`-th on, with the manifest. Raises Damaged, OtherVersion.
+        """Compare every `parts`-th file, starting with the `part`-th, with the manifest. Raises Damaged, OtherVersion.
 
-        Where `stop` gives true in the midst of it, `verified.Stopped` is raised.
+        Raises `verified.Stopped` as soon as `stop` returns true.
         """
         ...
 
@@ -63,7 +63,7 @@ class Place(Protocol):
         ...
 
     def mark_verified(self, step: int) -> None:
-        """Note that somebody has read all of it, and found it to be what the manifest says."""
+        """Record that all of it was read and matched the manifest."""
         ...
 
     def confirm(self, step: int, stop: Stop | None = None) -> None:
@@ -71,7 +71,7 @@ class Place(Protocol):
         ...
 
     def set_aside_names(self) -> list[str]:
-        """What `set_aside` has returned."""
+        """Names that `set_aside` has returned."""
         ...
 
     def put_part(
@@ -90,9 +90,9 @@ class Place(Protocol):
     ) -> None:
         """Write the first `size` bytes of the memory file `fd` as the part of `rank`, durably.
 
-        `index`: {"pieces": [...]}, see `commit.make_index`. `read_back`: then read it from the storage and compare.
-        `origin` tells apart what ranks write and what agents write of the same step and generation. `expected`: the hash
-        that all of the memory must have. Damaged where one of these comparisons fails.
+        `index`: {"pieces": [...]}, see `commit.make_index`. `read_back`: read it back from the storage and compare.
+        `origin` distinguishes what agents write from what ranks write for the same step and generation. `expected`: the
+        hash that all of the memory must have. Damaged if one of these comparisons fails.
         """
         ...
 
@@ -108,45 +108,39 @@ class Place(Protocol):
     ) -> Manifest:
         """Make the parts of all ranks one complete checkpoint; its manifest. `manifest` has no files and tensors yet.
 
-        Raises Superseded, and then nothing was published; ValueError, KeyError or TypeError where the parts are not all
-        of every tensor.
+        Raises Superseded, and then nothing was published; ValueError, KeyError or TypeError if the parts do not cover
+        every tensor.
         """
         ...
 
     def abandon(self, step: int, generation: int, *, origin: str = "") -> None:
-        """Remove what was written of a checkpoint that will not be completed, as far as that can be done."""
+        """Remove what was written of a checkpoint that will not be completed, best effort."""
         ...
 
     def set_aside(self, step: int, why: str) -> str:
-        """Have a checkpoint kept, but never chosen or removed; its new name."""
+        """Keep a checkpoint, but never select or remove it; its new name."""
         ...
 
     def remove(self, step: int) -> str:
-        """Delete a checkpoint; its name. A death in the midst of it leaves what `remove_leftovers` removes."""
+        """Delete a checkpoint; its name. A crash in between leaves what `remove_leftovers` removes."""
         ...
 
     def remove_leftovers(self, before: int | None = None) -> list[str]:
-        """Remove what saves and removals that died have left; their names. Only while nobody writes.
+        """Remove the leftovers of saves and removals that crashed; their names. Only while nothing is being written.
 
-        With `before` only what generations before that one had begun to save, whoever writes meanwhile.
+        With `before`, only saves begun by generations before that one; then others may be writing.
         """
-        ...
-
-    def remove_old(
-        self, keep: int, keep_every: int = 0, *, sure: int | None = None, stop: Stop | None = None
-    ) -> list[str]:
-        """`retention.retire`; the names of what was removed."""
         ...
 
 
 def open_place(url: str) -> Place:
-    """The place at `url`, a path or s3://BUCKET/PREFIX. Nothing is asked of it yet. Raises InputError."""
+    """The place at `url`, a path or s3://BUCKET/PREFIX. Does not access it yet. Raises InputError."""
     if is_remote(url):
         return ObjectPlace(open_store(url))
     return LocalPlace(Path(url.removeprefix(FILE)))
 
 
 def checkpoint_urls(section: CheckpointSection, name: str, folder: RunFolder) -> list[str]:
-    """Where run `name` saves: the first place, and the fallback if there is one."""
+    """Addresses that run `name` saves to: the main place, and the fallback if there is one."""
     first = str(folder.checkpoints) if section.folder is None else join(section.folder, name)
     return [first] if section.fallback is None else [first, join(section.fallback, name)]

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: any box of any tensor, whatever layout wrote it, and no byte that was not verified."""
+"""Read a checkpoint: any box of any tensor, whatever layout wrote it; every byte is verified before it is used."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from seatrial.checkpoint.stream import DTYPES, NAMES, raw_bytes
 from seatrial.checkpoint.verified import CACHE_BYTES, VerifiedFiles
 from seatrial.job.architecture import Architecture
 
-_BLOCK_BYTES = 1 << 25  # read at once of what cannot go straight to where it is wanted
+_BLOCK_BYTES = 1 << 25  # read at once of what cannot be read directly into its target
 _FORMAT_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class CheckpointWeights:
-    """One complete checkpoint as a weight source. Nothing has to be verified before: reading does it.
+    """One complete checkpoint as a weight source. No prior verification is needed: reading verifies.
 
-    Every read raises Damaged where what it needs is not what the manifest says, and StorageError where the storage does
-    not answer. Its memory is bounded by `cache_bytes` and a block, whatever the checkpoint's size. One thread uses it.
+    Every read raises Damaged if what it needs does not match the manifest, and StorageError if the storage does not
+    answer. Its memory is bounded by `cache_bytes` and a block, whatever the checkpoint's size. Not thread-safe.
     """
 
     def __init__(
         self, source: Path | Source, manifest: Manifest | None = None, *, cache_bytes: int = CACHE_BYTES
     ) -> None:
-        """`source`: a checkpoint's folder, or what `Place.open` reads from; `manifest` spares reading it again."""
+        """`source`: a checkpoint's folder, or the source of a `Place`; `manifest` avoids reading it again."""
         if isinstance(source, Path):
             manifest = manifest or read_manifest(source)
             source = FolderSource(source)
@@ -40,7 +40,7 @@ class CheckpointWeights:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Let go of files and memory: as long as a file is open, a deleted checkpoint keeps its place on the disk."""
+        """Release files and memory: as long as a file is open, a deleted checkpoint keeps occupying disk space."""
         self._files.close()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -53,7 +53,7 @@ class CheckpointWeights:
         return self.manifest.progress.step
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that model parameter `name` is stored in."""
+        """The dtype that model parameter `name` is stored in."""
         return self._dtype(f"model/{name}", self._entry(f"model/{name}"))
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
@@ -68,7 +68,7 @@ class CheckpointWeights:
 
     @torch.no_grad()
     def read_into(self, key: str, box: Box, out: Tensor) -> None:
-        """Fill `out`, on the CPU, of `box.sizes` and any type, with the values of `box` of the tensor `key`.
+        """Fill `out`, on the CPU, of `box.sizes` and any dtype, with the values of `box` of the tensor `key`.
 
         After an error part of it may have been written.
         """
@@ -87,7 +87,7 @@ class CheckpointWeights:
             raise Damaged(f"{self.where}: {key} has {filled} of {box.numel} values in {box}")
 
     def tensor(self, file_rank: int, key: str) -> Tensor | None:
-        """A tensor that belongs to one rank (its random state), or None where that rank saved none."""
+        """A tensor that belongs to one rank (its random state), or None if that rank saved none."""
         file = self._files.file_of(file_rank)
         if file is None:
             return None
@@ -123,7 +123,7 @@ class CheckpointWeights:
         wanted = common.relative_to(part.box)
         begin = self._place(part.file, key, part.sizes, dtype)
         self._files.check_box(part.file, key, part.offsets, self._entry(key).shape)
-        # Where the box has all of every row it is one piece of the file.
+        # If the box spans whole rows, it is one contiguous range of the file.
         if wanted.sizes[1:] == part.sizes[1:] and target.is_contiguous() and target.dtype == dtype:
             row = Box.whole(part.sizes[1:]).numel * dtype.itemsize
             self._fill(part.file, begin + (wanted.offsets[0] * row if wanted.offsets else 0), target)
@@ -142,9 +142,9 @@ class CheckpointWeights:
 
 
 def _blocks(wanted: Box, sizes: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, slice, Box]]:
-    """Whole rows of a part with `sizes` that hold the box `wanted` of it, some at a time.
+    """Whole rows, in blocks, of a part with `sizes` that cover the box `wanted` of it.
 
-    For each: values before it in the part, the rows of the target that it fills, and its shape.
+    For each: the number of values before it in the part, the rows of the target that it fills, and its shape.
     """
     if not sizes:
         yield 0, slice(0, 0), Box.whole(())

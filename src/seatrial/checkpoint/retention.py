@@ -1,4 +1,4 @@
-"""Which checkpoints go. Only verified ones count, so the last good one is never among those that go."""
+"""Which checkpoints to remove. Only verified ones count towards those kept, so the last good one is never removed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Stop = Callable[[], bool]
 
 
 class Retained(Protocol):
-    """What retention needs of a place."""
+    """The part of the `Place` interface that retention uses."""
 
     def steps(self) -> list[int]: ...
     def is_verified(self, step: int) -> bool: ...
@@ -33,12 +33,12 @@ class Retired:
 def retire(
     place: Retained, keep: int, keep_every: int, *, sure: int | None = None, stop: Stop | None = None
 ) -> Retired:
-    """Remove what is older than the `keep` newest verified checkpoints, but for those that `stand_for` a step.
+    """Remove checkpoints older than the `keep` newest verified ones, except those that `stand_for` a step.
 
-    `sure`: a rollback may still go behind any later step, and set its checkpoints aside. So the newest verified one of
-    that step or before stays too. Where something is to go and those that stay are not all verified yet, they are read first; one that is damaged does
-    not count, and stays for whoever looks into it. `stop` gives true where something more urgent waits: what is left
-    to do is done by the next call. Only one process may call it. Raises OSError or StorageError where nothing can be seen.
+    `sure`: a rollback may still go behind any later step, and set its checkpoints aside, so the newest verified one at
+    or before that step stays too. Before anything is removed, those that stay are read if they are not verified yet; a
+    damaged one does not count, and stays for analysis. `stop` returns true when something more urgent waits: the next
+    call does the rest. Only one process may call it. Raises OSError or StorageError if the place cannot be listed.
     """
     done = Retired()
     steps = place.steps()
@@ -64,7 +64,7 @@ def retire(
 def stand_for(steps: Sequence[int], every: int) -> set[int]:
     """Which of `steps` stand for the multiples of `every` (0: none): each multiple itself, or the first one after it.
 
-    A save that is due while another one is being written begins some steps later, and is kept like the one it was to be.
+    A save that is due while another is being written begins some steps later, and is kept in place of the due one.
     """
     first: dict[int, int] = {}
     for step in sorted(steps) if every else ():

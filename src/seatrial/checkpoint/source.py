@@ -1,4 +1,4 @@
-"""Where the bytes of one checkpoint's files come from: a folder, or keys of an object store."""
+"""The source of one checkpoint's file contents: a folder, or keys of an object store."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from seatrial.storage import StorageError, Store
 class Source(Protocol):
     """The files of one checkpoint, by their names in its manifest. Several threads may read.
 
-    Raises Damaged where a file is missing, too short, or cannot be read back by its disk; StorageError where the storage
+    Raises Damaged if a file is missing, too short, or its disk cannot read it back; StorageError if the storage
     does not answer or refuses.
     """
 
     where: str  # path or address, for messages
-    threads: int  # so many reads at a time make it faster
+    threads: int  # number of concurrent reads that is useful
 
     def size(self, file: str) -> int:
         """Bytes of a file."""
         ...
 
     def read_into(self, file: str, buffer: memoryview, offset: int) -> None:
-        """Fill all of `buffer` with what stands in the file from `offset` on."""
+        """Fill all of `buffer` with the file's bytes starting at `offset`."""
         ...
 
     def close(self) -> None:
-        """Let go of all files; a later read opens them again."""
+        """Close all files; a later read opens them again."""
         ...
 
 
@@ -83,11 +83,11 @@ class FolderSource:
 
 
 class StoreSource:
-    """Objects of a store below one key."""
+    """Objects of a store under one key prefix."""
 
     def __init__(self, store: Store, key: str) -> None:
         self.where = f"{store.url}/{key}"
-        self.threads = 8  # each waits for the network, most of the time
+        self.threads = 8  # each mostly waits for the network
         self._store, self._key = store, key
 
     def size(self, file: str) -> int:

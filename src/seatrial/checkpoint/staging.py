@@ -1,7 +1,7 @@
-"""Saving while training goes on: the state is copied into memory that another process writes to the storage.
+"""Asynchronous saves: the state is copied into memory that another process writes to the storage.
 
-Training waits for the copy and for nothing else. The memory is a file without a name (memfd), laid out as the
-safetensors file that becomes of it; the process reads it there.
+Training waits only for the copy. The memory is an anonymous file (memfd), laid out as the final safetensors file;
+the process reads it there.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["AsyncWriter", "Outcome"]
 class AsyncWriter:
     """One rank's copy of its state, and the process that writes it. Used by the main thread.
 
-    Every order is answered by one Outcome, whatever becomes of the process; one that ended is started anew by the next
-    order.
+    Every order gets exactly one Outcome, whatever happens to the process; if it has ended, the next order starts a
+    new one.
     """
 
     def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
@@ -38,11 +38,11 @@ class AsyncWriter:
         self._memory = StagingMemory(device)
         self._process: WriterProcess | None = None
         self._still = Stillness()
-        self._orders: dict[tuple[int, What], float] = {}  # not answered yet -> when it was given
-        self._told: list[Outcome] = []  # and not yet polled
+        self._orders: dict[tuple[int, What], float] = {}  # not answered yet -> time it was given
+        self._told: list[Outcome] = []  # received, not polled yet
         self._size = self._index_bytes = 0  # of what is staged
-        self._staged = False  # the memory holds all of one state
-        self._leave = False  # a process that hangs has it: the next copy goes elsewhere
+        self._staged = False  # the memory holds one complete state
+        self._leave = False  # a hung process holds it: the next copy uses new memory
         self._rubbish: list[
             tuple[str, int, int]
         ] = []  # parts to be removed once there is a checkpoint elsewhere
@@ -53,9 +53,9 @@ class AsyncWriter:
     # -- the copy
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
-        """Take the memory for a copy of `pieces` now, beside training: otherwise the first `stage` waits for it.
+        """Allocate the memory for a copy of `pieces` now, in parallel with training: otherwise the first `stage` waits.
 
-        Raises OSError where there is none.
+        Raises OSError if there is not enough.
         """
         plan, head, index = _plan(pieces)
         self._memory.prepare(len(head) + plan.data_bytes + len(index))
@@ -63,9 +63,9 @@ class AsyncWriter:
             self._started()
 
     def stage(self, pieces: Sequence[Piece]) -> None:
-        """Copy the state; what is still being written of the copy before is given up.
+        """Copy the state; if the previous copy is still being written, that save is abandoned.
 
-        On a GPU the copy is only begun: what the stream does next comes after it. Raises OSError where there is no memory.
+        On a GPU the copy is only enqueued: later work on the stream runs after it. Raises OSError if memory is short.
         """
         if self.busy:
             self.abandon()
@@ -75,27 +75,27 @@ class AsyncWriter:
             self._leave = False
         plan, head, index = _plan(pieces)
         self._size, self._index_bytes = len(head) + plan.data_bytes, len(index)
-        with contextlib.suppress(OSError):  # the order will say so
-            self._started()  # beside the copy: it takes as long as a small checkpoint
+        with contextlib.suppress(OSError):  # the order will report it
+            self._started()  # in parallel with the copy: starting takes as long as a small checkpoint
         self._memory.fill(head, _ordered(pieces), plan, index)
         self._staged = True
 
     @property
     def busy(self) -> bool:
-        """Whether the copy is still being written, or made a checkpoint."""
+        """Whether the copy is still being written, or committed as a checkpoint."""
         return any(what != "removed" for _, what in self._orders)
 
     @property
     def pid(self) -> int | None:
-        """The writing process; None before the first copy, and where it has ended."""
+        """The writing process; None before the first copy, and if it has ended."""
         return None if self._process is None else self._process.pid
 
     # -- orders
 
     def order_part(self, attempt: int, place_url: str, step: int, generation: int, read_back: bool) -> None:
-        """Have what is staged written to `place_url` as this rank's part. Waits for the copy from the device to end."""
+        """Order the staged state written to `place_url` as this rank's part. Waits for the device copy to finish."""
         if not self._staged:
-            # What the memory holds is of an earlier save, or nothing.
+            # The memory holds an earlier save, or nothing.
             self._told.append(Outcome(attempt, "part", False, "the state could not be copied", "other"))
             return
         self._memory.copied()
@@ -125,10 +125,10 @@ class AsyncWriter:
         keep_every: int,
         sure: int | None = None,
     ) -> None:
-        """Have all ranks' parts made the checkpoint that `manifest` (without files and tensors) begins to describe.
+        """Order that all ranks' parts be committed as the checkpoint of `manifest` (without files and tensors yet).
 
-        In one rank, once all have written their parts. Nothing is published after a later generation has begun in the run
-        folder `fence_folder`. Then old checkpoints are removed, see `retention.retire`, with an Outcome of its own.
+        In one rank, once all have written their parts. Nothing is published after a later generation has begun in the
+        run folder `fence_folder`. Then old checkpoints are removed, see `retention.retire`, with a separate Outcome.
         """
         self._part = None
         self._order(
@@ -142,15 +142,15 @@ class AsyncWriter:
             keep_every=keep_every,
             sure=sure,
         )
-        # Not before: a place that did not take its parts may not answer at all.
+        # Not earlier: a place that failed to take its parts may not answer at all.
         for url, at, of in self._rubbish:
             self.order_abandon(url, at, of)
         self._rubbish.clear()
 
     def order_abandon(self, place_url: str, step: int, generation: int) -> None:
-        """Have the parts of a checkpoint removed that will not be completed. In one rank; not answered."""
+        """Order the removal of the parts of a checkpoint that will not be completed. In one rank; not answered."""
         self._part = None
-        with contextlib.suppress(OSError):  # no process to be had: the next start removes them
+        with contextlib.suppress(OSError):  # the process cannot be started: the next start removes them
             self._started().post({"abandon": {"url": place_url, "step": step, "generation": generation}})
 
     def _order(self, what: What, attempt: int, **values: object) -> None:
@@ -162,7 +162,7 @@ class AsyncWriter:
         now = time.monotonic()
         self._orders[attempt, what] = now
         if what == "commit":
-            # What is left to remove after the commit before is removed after this one.
+            # What the previous commit's retention has left to remove is removed after this one.
             for other in [key for key in self._orders if key[1] == "removed"]:
                 del self._orders[other]
             self._orders[attempt, "removed"] = now
@@ -172,7 +172,7 @@ class AsyncWriter:
             process.post({what: {"attempt": attempt, **values}})
 
     def _started(self) -> WriterProcess:
-        """The process, started anew where it has ended. Raises OSError."""
+        """The process, restarted if it has ended. Raises OSError."""
         self._collect()
         if self._process is None:
             self._process = WriterProcess(self._memory.fd)
@@ -181,13 +181,13 @@ class AsyncWriter:
     # -- outcomes
 
     def poll(self) -> list[Outcome]:
-        """What has become known since the last call, without waiting."""
+        """Outcomes since the last call, without blocking."""
         self._collect()
         told, self._told = self._told, []
         return told
 
     def wait(self, timeout_s: float) -> None:
-        """Until there is something to `poll`, or `timeout_s` have passed."""
+        """Wait until there is something to `poll`, or `timeout_s` have passed."""
         self._collect()
         if self._told:
             return
@@ -197,7 +197,7 @@ class AsyncWriter:
             self._process.wait(timeout_s)
 
     def wait_removed(self, timeout_s: float) -> list[Outcome]:
-        """What becomes known until old checkpoints have been removed, or `timeout_s` have passed."""
+        """Outcomes received until old checkpoints have been removed, or `timeout_s` have passed."""
         until = time.monotonic() + timeout_s
         told = self.poll()
         while any(what == "removed" for _, what in self._orders) and (left := until - time.monotonic()) > 0:
@@ -239,9 +239,9 @@ class AsyncWriter:
     # -- the end
 
     def abandon(self) -> None:
-        """Give up every order, and end the process whatever it does; the orders are not answered any more.
+        """Abandon every order, and kill the process whatever it is doing; the orders are no longer answered.
 
-        If it hangs in the storage it goes on holding the memory it has: the next copy goes elsewhere.
+        If it hangs in the storage, it keeps the memory it maps: the next copy uses new memory.
         """
         process, self._process = self._process, None
         self._orders.clear()
@@ -249,13 +249,13 @@ class AsyncWriter:
         self._rubbish.clear()
         if process is not None:
             process.kill()
-            # The copy is still good, and may be wanted for another place.
+            # The copy is still valid, and may be wanted for another place.
             self._leave = self._leave or process.hangs
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the process and give the memory back. What is not complete by now is not going to be.
+        """End the process and release the memory. Unfinished saves are dropped.
 
-        Without `at_once` a process that nobody waits for may end by itself.
+        Without `at_once`, a process with no unanswered orders may exit by itself.
         """
         process, self._process = self._process, None
         if process is not None:
@@ -268,12 +268,12 @@ class AsyncWriter:
 
 
 def _ordered(pieces: Sequence[Piece]) -> list[Piece]:
-    """Larger elements first: each tensor stands at a multiple of its size, and the memory can be seen as tensors."""
+    """Larger elements first: this aligns each tensor to its element size, so that memory can be viewed as tensors."""
     return sorted(pieces, key=lambda piece: -piece.tensor.element_size())
 
 
 def _plan(pieces: Sequence[Piece]) -> tuple[FilePlan, bytes, bytes]:
-    """The layout of the file, what stands before its data, and its index as text."""
+    """The layout of the file, its head (the bytes before its data), and its index as text."""
     ordered = _ordered(pieces)
     plan = FilePlan([(piece.key, piece.tensor) for piece in ordered])
     index = {"pieces": [piece.to_index() for piece in ordered]}

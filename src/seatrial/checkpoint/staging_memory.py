@@ -1,4 +1,4 @@
-"""Memory that a rank copies its state into and another process reads: a memfd, pinned where there is a GPU."""
+"""Memory that a rank copies its state into and another process reads: a memfd, pinned if there is a GPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from seatrial.checkpoint.stream import FilePlan
 from seatrial.checkpoint.write import Piece
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-_POPULATED_AT_ONCE = 1 << 24  # bytes: a thread that wants memory itself waits no longer for this one
+_POPULATED_AT_ONCE = 1 << 24  # bytes: bounds how long another thread's memory allocation waits
 _PORTABLE = 1  # cudaHostRegisterPortable
-_GRAIN = 1 << 21  # bytes that the size is a multiple of: a few more tensors need no new memory
+_GRAIN = 1 << 21  # the size is a multiple of this many bytes: a few more tensors need no new memory
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class StagingMemory:
-    """Grows as needed, and is kept between copies: memory that is touched for the first time is slow."""
+    """Grows as needed, and is kept between copies: touching new memory for the first time is slow."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,19 +38,19 @@ class StagingMemory:
 
     @property
     def fd(self) -> int:
-        """The memory file."""
+        """Descriptor of the memory file."""
         if self._fd is None:
             self._fd = os.memfd_create("seatrial-staging")
         return self._fd
 
     def prepare(self, size: int) -> None:
-        """Have `size` bytes there by the time they are needed. Raises OSError."""
+        """Begin to provide `size` bytes ahead of use. Raises OSError."""
         self._provide(size)
 
     @torch.no_grad()
     def fill(self, head: bytes, pieces: Sequence[Piece], plan: FilePlan, index: bytes) -> None:
-        """Replace the content: `head`, the tensors of `pieces` where `plan` wants them, `index`. Raises OSError."""
-        self.copied()  # the copy before, if nobody waited for it
+        """Replace the content: `head`, the tensors of `pieces` at `plan`'s offsets, `index`. Raises OSError."""
+        self.copied()  # the previous copy, if nothing has waited for it
         data = len(head)
         end = data + plan.data_bytes
         self._provide(end + len(index))
@@ -67,20 +67,20 @@ class StagingMemory:
             self._copied.record()
 
     def copied(self) -> None:
-        """Wait until all that was copied is there."""
+        """Wait until the copy has finished."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
 
     def leave(self) -> None:
-        """Leave the file to whoever has it open, and take a new one next time."""
+        """Give up the file, which another process may have open, and use a new one next time."""
         self._release()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
     def close(self) -> None:
-        """Give all of it back."""
+        """Release all of it."""
         self.copied()
         self.leave()
 
@@ -109,7 +109,7 @@ class StagingMemory:
         self._map = None
 
     def _populated(self) -> None:
-        """Wait until all memory is there. Raises OSError where it is not to be had."""
+        """Wait until all memory is populated. Raises OSError if there is not enough."""
         populating, self._populating = self._populating, None
         if populating is not None:
             populating.join()
@@ -126,10 +126,10 @@ def _seen_as(place: Tensor, like: Tensor) -> Tensor:
 
 
 class _Populating(threading.Thread):
-    """Makes new memory fit to be copied into, beside training: that is slow.
+    """Populates and pins new memory in parallel with training: that is slow.
 
-    Enters it into this process's page table: page by page at the first touch is several times slower. Where there is a
-    GPU, pins it, so that the device copies into it by itself.
+    Populates this process's page table: page by page at the first touch is several times slower. If there is a
+    GPU, pins the memory, so that the device copies into it by DMA.
     """
 
     def __init__(self, address: int, size: int, device: torch.device) -> None:
@@ -154,6 +154,6 @@ class _Populating(threading.Thread):
             at, length = self._address + begin, min(_POPULATED_AT_ONCE, self._size - begin)
             if _libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(length), _POPULATE_WRITE) != 0:
                 error = ctypes.get_errno()
-                # An older kernel does not know it: then the first copy touches every page.
+                # An older kernel does not support it: then the first copy touches every page.
                 self.errno = 0 if error == errno.EINVAL else error
                 return

@@ -1,4 +1,4 @@
-"""The layout of a safetensors file, known before its bytes are: tensors can be copied straight to where they belong.
+"""The layout of a safetensors file, known before its data: tensors can be copied straight to their places.
 
 The format is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes
 (huggingface/safetensors, README).
@@ -25,12 +25,12 @@ NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 class FilePlan:
-    """Where each tensor of a file stands, and the bytes before the first of them."""
+    """The offset of each tensor of a file, and the bytes before the first of them."""
 
     def __init__(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """`tensors`: names and values in their order in the file; the values are not kept."""
         entries: dict[str, object] = {}
-        self.offsets: list[int] = []  # of each tensor, from the end of the header on
+        self.offsets: list[int] = []  # of each tensor, from the end of the header
         self.data_bytes = 0
         for name, tensor in tensors:
             begin = self.data_bytes
@@ -44,19 +44,19 @@ class FilePlan:
         self._entries = json.dumps(entries, separators=(",", ":"))[1:]  # without the opening bracket
 
     def head(self, metadata: Mapping[str, str] | None = None) -> bytes:
-        """The length and the header. `metadata` stands first in the header, so that it can be read alone."""
+        """The length and the header. `metadata` comes first in the header, so that it can be read alone."""
         text = "{" + self._entries
         if metadata is not None:
             more = "," if len(self._entries) > 1 else ""
             own = json.dumps(metadata, separators=(",", ":"))
             text = f'{{"__metadata__":{own}{more}{self._entries}'
         data = text.encode()
-        data += b" " * (-len(data) % 8)  # so that the tensors begin at a multiple of 8
+        data += b" " * (-len(data) % 8)  # aligns the tensors to 8 bytes
         return len(data).to_bytes(8, "little") + data
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU; it must not be empty."""
+    """The memory of a contiguous tensor on the CPU, which must not be empty."""
     assert tensor.is_contiguous()
     view: memoryview = tensor.detach().flatten().view(torch.uint8).numpy().data
     return view

@@ -1,4 +1,4 @@
-"""What checkpoints there are and whether they are what they should be: for whoever looks at a run from outside.
+"""List a run's checkpoints and check whether they match their manifests, for tools outside the run.
 
 Without torch.
 """
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 # verified       every byte was read from the storage and compared: when it was written, later, or just now
 # not verified   complete, and not read since it was written
-# damaged        something differs from its manifest
-# other version  whole, and written by a Seatrial whose checkpoints this one does not read
+# damaged        something does not match its manifest
+# other version  intact, but written by a Seatrial whose checkpoints this one does not read
 State = Literal["verified", "not verified", "damaged", "other version"]
 Role = Literal["main", "fallback"]
 
@@ -43,42 +43,42 @@ Count = Callable[[int], None]  # bytes that were compared
 
 
 class InPlace:
-    """A checkpoint of a run, in the place where the run keeps them."""
+    """A checkpoint in the place where its run keeps them."""
 
     def __init__(self, place: Place, step: int) -> None:
         self.place, self.step = place, step
         self.where = place.where(step)
 
     def manifest(self) -> Manifest:
-        """Raises Damaged, OtherVersion, StorageError."""
+        """The manifest. Raises Damaged, OtherVersion, StorageError."""
         return self.place.manifest(self.step)
 
     def verify(self, part: int, parts: int, stop: Callable[[], bool] | None) -> None:
-        """Compare every `parts`-th file, from the `part`-th on; as `Place.verify`."""
+        """Compare every `parts`-th file, starting with the `part`-th; as `Place.verify`."""
         self.place.verify(self.step, part, parts, stop=stop)
 
     def was_verified(self) -> bool:
-        """Whether somebody has read all of it."""
+        """Whether all of it has been read and matched."""
         return self.place.is_verified(self.step)
 
     def open(self) -> CheckpointWeights:
-        """To read from. Loads torch."""
+        """The checkpoint's weights. Loads torch."""
         return self.place.open(self.step)
 
 
 class InFolder:
-    """A checkpoint's folder by itself, whatever it is called: a copy, or one that was set aside."""
+    """A checkpoint's folder outside a place, under any name: a copy, or one that was set aside."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.where = str(folder)
 
     def manifest(self) -> Manifest:
-        """Raises Damaged, OtherVersion."""
+        """The manifest. Raises Damaged, OtherVersion."""
         return read_manifest(self.folder)
 
     def verify(self, part: int, parts: int, stop: Callable[[], bool] | None) -> None:
-        """Compare every `parts`-th file, from the `part`-th on."""
+        """Compare every `parts`-th file, starting with the `part`-th."""
         files = VerifiedFiles(FolderSource(self.folder), self.manifest().files)
         try:
             files.verify(part, parts, stop=stop)
@@ -86,11 +86,11 @@ class InFolder:
             files.close()
 
     def was_verified(self) -> bool:
-        """Whether it was read back when it was written. A copy is not what was read."""
+        """Always false: even if the original was read back when it was written, a copy was not."""
         return False
 
     def open(self) -> CheckpointWeights:
-        """To read from. Loads torch."""
+        """The checkpoint's weights. Loads torch."""
         from seatrial.checkpoint.read import CheckpointWeights
 
         return CheckpointWeights(self.folder)
@@ -101,7 +101,7 @@ Checkpoint = InPlace | InFolder
 
 @dataclass(frozen=True)
 class Found:
-    """One checkpoint as it was found. What only the manifest tells is None or 0 where there is no readable manifest."""
+    """One checkpoint as found. Without a readable manifest, the fields that only it contains are None or 0."""
 
     where: str  # path or address
     state: State
@@ -109,19 +109,19 @@ class Found:
     bytes: int = 0
     files: int = 0
     chunks: int = 0
-    ranks: int | None = None  # that wrote it
+    ranks: int | None = None  # number of ranks that wrote it
     time: float | None = None  # unix seconds when its save began
     progress: Progress | None = None
     problems: list[str] = field(default_factory=list)
 
     @property
     def usable(self) -> bool:
-        """Whether a run could go on from it, as far as is known."""
+        """Whether a run could resume from it, as far as is known."""
         return self.state in ("verified", "not verified")
 
 
 def describe(checkpoint: Checkpoint) -> Found:
-    """What its manifest says; its files are not read. Raises StorageError."""
+    """Describe a checkpoint from its manifest; its files are not read. Raises StorageError."""
     step = checkpoint.step if isinstance(checkpoint, InPlace) else step_of(checkpoint.folder)
     try:
         manifest = checkpoint.manifest()
@@ -134,14 +134,14 @@ def describe(checkpoint: Checkpoint) -> Found:
 
 
 def examine(checkpoint: Checkpoint, count: Count | None = None) -> Found:
-    """Read every file of it and name each that is damaged. Raises StorageError where the storage does not answer."""
+    """Read every file of it and report each that is damaged. Raises StorageError if the storage does not answer."""
     found = replace(describe(checkpoint))
     if not found.usable:
         return found
     manifest = checkpoint.manifest()
 
     def tick() -> bool:
-        # Asked before each chunk; all are equally long but the last of a file.
+        # Called before each chunk; all have the same length except the last of a file.
         if count is not None:
             count(found.bytes // max(1, found.chunks))
         return False
@@ -151,7 +151,7 @@ def examine(checkpoint: Checkpoint, count: Count | None = None) -> Found:
         checkpoint.verify(0, 1, tick)
     except Damaged as error:
         problems.append(error.message)
-        # It ended with the first. Whoever has to decide what to do about it wants to know how much is left.
+        # It stopped at the first. Deciding what to do about it requires knowing how much is intact.
         for part in range(len(manifest.files)):
             try:
                 checkpoint.verify(part, len(manifest.files), None)
@@ -177,7 +177,7 @@ def _found(where: str, manifest: Manifest, state: State) -> Found:
 
 
 def checkpoint_at(address: str) -> Checkpoint | None:
-    """The checkpoint at a path or address; None where there stands something else, or nothing. Raises StorageError."""
+    """The checkpoint at a path or address; None if something else, or nothing, is there. Raises StorageError."""
     if is_remote(address):
         parent, _, name = address.rstrip("/").rpartition("/")
         step = step_of(Path(name))
@@ -188,12 +188,12 @@ def checkpoint_at(address: str) -> Checkpoint | None:
     path = Path(address.removeprefix(FILE))
     if not path.is_dir():
         return None
-    # A folder with such a name is a checkpoint also where its manifest is gone: then it is damaged.
+        # A folder with such a name is a checkpoint even if its manifest is missing: then it is damaged.
     return InFolder(path) if step_of(path) is not None or (path / MANIFEST).is_file() else None
 
 
 def place_at(address: str) -> Place | None:
-    """A place with checkpoints by itself: an address, or a folder in which at least one lies. Raises StorageError."""
+    """The place at an address or folder, if it contains at least one checkpoint. Raises StorageError."""
     if not is_remote(address) and not Path(address.removeprefix(FILE)).is_dir():
         return None
     place = open_place(address)
@@ -201,14 +201,14 @@ def place_at(address: str) -> Place | None:
 
 
 def places_of(folder: RunFolder) -> list[tuple[Role, Place]]:
-    """Where a run keeps its checkpoints, as its job.toml says. Raises SeatrialError where an address is none."""
+    """The places of a run's checkpoints, from its job.toml. Raises SeatrialError if an address is invalid."""
     try:
         job: dict[str, Any] = parse_toml(read_text(folder.job_toml))
-    except (OSError, ValueError):  # whoever reads the run's records tells it
+    except (OSError, ValueError):  # reported by the code that reads the run's records
         job = {}
     values, name = job.get("checkpoint"), job.get("name")
     values = values if isinstance(values, dict) else {}
-    # Not validated: of another version's job only these two matter here.
+    # Not validated: only these two keys matter, even in a job file of another version.
     section = CheckpointSection.model_construct(
         **{key: values[key] if isinstance(values.get(key), str) else None for key in ("folder", "fallback")}
     )
@@ -219,7 +219,7 @@ def places_of(folder: RunFolder) -> list[tuple[Role, Place]]:
 
 
 def mark(checkpoint: Checkpoint) -> str | None:
-    """Note beside a checkpoint that all of it was read and is right; why that could not be done, or None."""
+    """Record next to a checkpoint that all of it was read and matched; the reason if that failed, else None."""
     if isinstance(checkpoint, InPlace):
         try:
             checkpoint.place.mark_verified(checkpoint.step)

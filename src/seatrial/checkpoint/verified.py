@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint, none of which is given out before the chunk that it lies in was compared with its hash.
+"""The bytes of a checkpoint; none is returned before the chunk that contains it was compared with its hash.
 
 Without torch: `read.py` makes tensors of them.
 """
@@ -19,12 +19,12 @@ from seatrial.checkpoint.hashing import NAME, new_hash
 from seatrial.checkpoint.manifest import Damaged, File, Manifest, read_manifest
 from seatrial.checkpoint.source import FolderSource, Source
 
-# Chunks kept, so that small tensors one after the other, and boxes scattered over many files, are read once.
+# Chunks kept, so that consecutive small tensors, and boxes scattered over many files, are read once.
 CACHE_BYTES = 1 << 27
 _SMALLEST_CACHE = 4  # chunks, however large they are
-_AT_ONCE_BYTES = 1 << 19  # what stays in a core's cache between reading and hashing
+_AT_ONCE_BYTES = 1 << 19  # stays in a core's cache between reading and hashing
 _LONGEST_HEADER = 100_000_000  # bytes: the format's own limit
-BOXES = "boxes"  # in a file's own metadata: JSON, key -> [offsets, shape of the whole]
+BOXES = "boxes"  # key in a file's metadata; its value is JSON: key -> [offsets, shape of the whole]
 _RANK = re.compile(r"(?:.*/)?rank-([0-9]+)\.safetensors")
 
 Stop = Callable[[], bool]
@@ -32,20 +32,20 @@ Counted = Callable[[int], None]
 
 
 class Stopped(Exception):
-    """Reading was called off."""
+    """Reading was cancelled."""
 
 
 def rank_of(file: str) -> int | None:
-    """The rank whose part a file is, by its name."""
+    """The rank that wrote a part file, from the file's name."""
     match = _RANK.fullmatch(file)
     return int(match[1]) if match else None
 
 
 class VerifiedFiles:
-    """The files of one checkpoint. One thread uses it; it reads with several of its own."""
+    """The files of one checkpoint. Not thread-safe; it reads with several threads of its own."""
 
     def __init__(self, source: Source, files: Sequence[File], *, cache_bytes: int = CACHE_BYTES) -> None:
-        """`files`: what the manifest says of them; no other can be read."""
+        """`files`: their entries in the manifest; no other file can be read."""
         self.source = source
         self._files = {file.file: file for file in files}
         self._by_rank = {rank_of(name): name for name in self._files}
@@ -54,14 +54,14 @@ class VerifiedFiles:
         self._cached_bytes = 0
         self._spare: memoryview | None = None
         self._headers: dict[str, tuple[dict[str, Any], int]] = {}
-        self._boxes: dict[str, Any] = {}  # file -> what it says itself of where its tensors belong
+        self._boxes: dict[str, Any] = {}  # file -> where its tensors belong, according to its own metadata
         self._sized: set[str] = set()
-        self._last: dict[str, int] = {}  # file -> the chunk that was asked for last
+        self._last: dict[str, int] = {}  # file -> the chunk that was requested last
         self._pool: ThreadPoolExecutor | None = None
-        self._own = threading.local()  # a buffer for each thread
+        self._own = threading.local()  # a buffer per thread
 
     def close(self) -> None:
-        """Let go of files and memory."""
+        """Release files and memory."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
@@ -77,7 +77,7 @@ class VerifiedFiles:
     # -- tensors
 
     def header(self, file: str) -> tuple[dict[str, Any], int]:
-        """(tensors by name, where the data begin) of a safetensors file."""
+        """(tensors by name, offset of the data) of a safetensors file."""
         if file not in self._headers:
             self._headers[file] = self._read_header(file)
         return self._headers[file]
@@ -102,7 +102,7 @@ class VerifiedFiles:
         return tensors, 8 + length
 
     def check_box(self, file: str, key: str, offsets: tuple[int, ...], whole: tuple[int, ...]) -> None:
-        """Damaged where the file says itself that its part of `key` belongs elsewhere."""
+        """Raise Damaged if the file's own metadata places its part of `key` elsewhere."""
         self.header(file)
         told = self._boxes[file].get(key)
         if told is not None and told != [list(offsets), list(whole)]:
@@ -114,7 +114,7 @@ class VerifiedFiles:
     def find(self, file: str, key: str, *, dtype: str, shape: tuple[int, ...], size: int) -> int:
         """Where the `size` bytes of tensor `key` begin in `file`.
 
-        `dtype` is the format's own name, "F32". Damaged where the file's header says another thing of it.
+        `dtype` is the format's own name, "F32". Damaged if the file's header disagrees.
         """
         tensors, start = self.header(file)
         found: Any = tensors.get(key)
@@ -133,9 +133,9 @@ class VerifiedFiles:
     # -- bytes
 
     def read_into(self, file: str, buffer: memoryview, offset: int) -> None:
-        """Fill all of `buffer` with the bytes of `file` from `offset` on.
+        """Fill all of `buffer` with the bytes of `file` starting at `offset`.
 
-        Raises Damaged, which names file, place, rank and both hashes, and StorageError; `buffer` is then of no use.
+        Raises Damaged, which names file, position, rank and both hashes, and StorageError; `buffer` is then undefined.
         """
         described = self._described(file)
         end = offset + len(buffer)
@@ -145,7 +145,7 @@ class VerifiedFiles:
             return
         chunk = described.chunk_bytes
         touched = range(offset // chunk, (end - 1) // chunk + 1)
-        # What is wanted as a whole goes where it is wanted, and is verified there.
+        # A chunk that is wanted as a whole is read directly into `buffer`, and verified there.
         whole = [i for i in touched if offset <= i * chunk and i * chunk + _length(described, i) <= end]
         running: list[Future[None]] = []
         try:
@@ -160,7 +160,7 @@ class VerifiedFiles:
                 low, high = max(offset, begin), min(end, begin + len(data))
                 buffer[low - offset : high - offset] = data[low - begin : high - begin]
         finally:
-            wait(running)  # nobody writes into `buffer` any more
+            wait(running)  # afterwards no thread writes into `buffer` any more
         _first_failure(running)
 
     def _described(self, file: str) -> File:
@@ -177,7 +177,7 @@ class VerifiedFiles:
         return described
 
     def _cached(self, file: File, i: int) -> memoryview:
-        """Chunk `i`, from memory or through it, and what follows it if they are asked for one after the other."""
+        """Chunk `i`, read through the cache; reads ahead if chunks are requested in sequence."""
         key = (file.file, i)
         before, self._last[file.file] = self._last.get(file.file), i
         if key not in self._chunks:
@@ -185,7 +185,7 @@ class VerifiedFiles:
         self._chunks.move_to_end(key)
         wanted = self._chunks[key]
         if before in (i, i - 1) and self.source.threads > 1:
-            # Not so much that what was read ahead of many files drives out each other.
+            # Limited so that the read-ahead of many files does not evict itself from the cache.
             ahead = min(self.source.threads, self._cache_bytes // file.chunk_bytes // (2 * len(self._last)))
             for following in range(i + 1, min(i + 1 + ahead, len(file.hashes))):
                 if (file.file, following) not in self._chunks:
@@ -194,7 +194,7 @@ class VerifiedFiles:
             return wanted.result()
         except (OSError, SeatrialError):
             if self._chunks.pop(key, None) is not None:
-                self._cached_bytes -= _length(file, i)  # whoever asks again has it read again
+                self._cached_bytes -= _length(file, i)  # the next request reads it again
             raise
 
     def _load(self, file: File, i: int) -> None:
@@ -204,7 +204,7 @@ class VerifiedFiles:
             (name, old), loading = self._chunks.popitem(last=False)
             self._cached_bytes -= _length(self._files[name], old)
             if not loading.cancel() and loading.done() and loading.exception() is None:
-                self._spare = loading.result()  # memory that was used before is faster than new
+                self._spare = loading.result()  # reusing touched memory is faster than new memory
         self._cached_bytes += size
         spare, self._spare = self._spare, None
         reused = spare if spare is not None and len(spare) == size else None
@@ -247,14 +247,14 @@ class VerifiedFiles:
             self._pool = ThreadPoolExecutor(self.source.threads, thread_name_prefix="checkpoint")
         return self._pool
 
-    # -- without keeping anything
+    # -- without caching
 
     def verify(
         self, part: int = 0, parts: int = 1, *, count: Counted | None = None, stop: Stop | None = None
     ) -> None:
-        """Read every `parts`-th file from the `part`-th on; Damaged names the first chunk that differs.
+        """Read every `parts`-th file, starting with the `part`-th; Damaged names the first chunk that differs.
 
-        `count` is called with the bytes of each chunk, from several threads; where `stop` gives true, Stopped is raised.
+        `count` is called with the bytes of each chunk, from several threads; if `stop` returns true, Stopped is raised.
         """
         files = [self._described(file) for file in list(self._files)[part::parts]]
         if self.source.threads == 1:
@@ -268,7 +268,7 @@ class VerifiedFiles:
             for i in range(len(file.hashes)):
                 if (
                     len(running) >= 4 * self.source.threads
-                ):  # of a large checkpoint they are hundreds of thousands
+                ):  # bounded: a large checkpoint has hundreds of thousands
                     running.pop(0).result()
                 running.append(pool.submit(self._verify_chunk, file, i, count, stop))
         _first_failure(running)
@@ -287,11 +287,11 @@ class VerifiedFiles:
             count(left)
 
     def _at_once(self, size: int) -> int:
-        """How much to read of `size` bytes: what then lies in the core's cache; far away all, each read is a request."""
+        """Bytes per read: from a disk what fits into the core's cache; remotely all, as each read is a request."""
         return max(1, size if self.source.threads > 4 else min(size, _AT_ONCE_BYTES))
 
     def _buffer(self, size: int) -> memoryview:
-        """This thread's own."""
+        """This thread's own buffer."""
         if len(getattr(self._own, "buffer", b"")) < size:
             self._own.buffer = memoryview(bytearray(size))
         buffer: memoryview = self._own.buffer
@@ -301,8 +301,8 @@ class VerifiedFiles:
 def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
     """Compare the files of a checkpoint's folder with its manifest: presence, size, every byte; the manifest.
 
-    Raises Damaged, which names the first that differs; OtherVersion; StorageError. Of several callers each can take its
-    part of the files.
+    Raises Damaged, which names the first difference; OtherVersion; StorageError. `part` and `parts` let several callers
+    share the files.
     """
     manifest = read_manifest(folder)
     files = VerifiedFiles(FolderSource(folder), manifest.files)

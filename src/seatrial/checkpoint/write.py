@@ -1,46 +1,36 @@
-"""What a rank saves, and saving it at once: every rank waits until the checkpoint is complete.
-
-Training saves with `staging.AsyncWriter` and goes on meanwhile.
-"""
+"""What a rank saves. `staging.AsyncWriter` writes it."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from seatrial.base.box import Box
 from seatrial.base.errors import SeatrialError
-from seatrial.checkpoint.commit import Fence, unfenced
-from seatrial.checkpoint.manifest import Manifest, folder_name
-from seatrial.checkpoint.memory import Filling
-from seatrial.checkpoint.place import Place, open_place
-from seatrial.checkpoint.stream import FilePlan, raw_bytes
 from seatrial.checkpoint.verified import BOXES
 
 
 class SaveFailed(SeatrialError):
-    """A checkpoint could not be written (disk full, no permission, ...). What was there before is untouched."""
+    """A checkpoint could not be written (disk full, no permission, ...). Existing checkpoints are untouched."""
 
 
 class PeerSaveFailed(SaveFailed):
-    """The same, in a rank that could write its own part: another one knows the reason."""
+    """As SaveFailed, in a rank that could write its own part: another rank knows the reason."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor that this rank saves."""
+    """A box of a tensor, saved by this rank."""
 
     key: str  # "KIND/NAME"
     tensor: Tensor
     box: Box
     whole: tuple[int, ...]
-    owner: bool = True  # exactly one rank holds each box as owner
+    owner: bool = True  # each box has exactly one owner among the ranks
     stands_in: bool = False  # would be the owner if this rank's replica were the only one
 
     def to_index(self) -> dict[str, Any]:
@@ -57,72 +47,6 @@ class Piece:
 
 
 def boxes_of(pieces: Iterable[Piece]) -> dict[str, str]:
-    """The metadata of the file that holds `pieces`: where each belongs, should the manifest be wrong about it."""
+    """The metadata of the file that holds `pieces`: where each belongs, in case the manifest is wrong about it."""
     boxes = {piece.key: [piece.box.offsets, piece.whole] for piece in pieces}
     return {BOXES: json.dumps(boxes, separators=(",", ":"))}
-
-
-# Returns how many ranks call with False; all ranks call it, and none goes on before all have.
-Agree = Callable[[bool], int]
-
-
-def save(
-    checkpoints: Path,
-    manifest: Manifest,
-    pieces: Iterable[Piece],
-    *,
-    rank: int,
-    world_size: int,
-    agree: Agree,
-    fence: Fence = unfenced,
-) -> Path:
-    """Write one checkpoint; every rank calls it with the same `manifest` (without files and tensors).
-
-    `fence` raises Superseded where this generation may not publish any more. Returns the complete folder. Raises
-    SaveFailed in every rank if any rank could not write; what was written is then removed.
-    """
-    place = open_place(str(checkpoints))
-    step, generation = manifest.progress.step, manifest.progress.generation
-    problem = _attempt(lambda: _write_part(place, step, generation, rank, list(pieces)))
-    if agree(problem is None):
-        raise _abandon(place, step, generation, problem, rank)
-    if rank == 0:
-        problem = _attempt(lambda: place.commit(step, generation, manifest, world_size, fence))
-    if agree(problem is None):
-        raise _abandon(place, step, generation, problem, rank)
-    return checkpoints / folder_name(step)
-
-
-def _attempt(work: Callable[[], object]) -> str | None:
-    # The others are told, whatever it was: one that is silent would leave them waiting.
-    try:
-        work()
-    except (OSError, ValueError, KeyError, TypeError, SeatrialError) as error:
-        return str(error)
-    return None
-
-
-def _abandon(place: Place, step: int, generation: int, problem: str | None, rank: int) -> SaveFailed:
-    if rank == 0:
-        place.abandon(step, generation)
-    if problem is None:
-        return PeerSaveFailed("another rank could not write its part")
-    return SaveFailed(f"{place.where(step)}: {problem}")
-
-
-def _write_part(place: Place, step: int, generation: int, rank: int, pieces: list[Piece]) -> None:
-    plan = FilePlan([(p.key, p.tensor) for p in pieces])
-    head = plan.head(boxes_of(pieces))
-    size = len(head) + plan.data_bytes
-    fd = os.memfd_create("seatrial-save")
-    try:
-        filling = Filling(fd, size)
-        filling.add(head)
-        for piece in pieces:
-            if piece.tensor.numel():
-                filling.add(raw_bytes(piece.tensor.detach().cpu().contiguous()))
-        filling.finish()
-        index = {"pieces": [piece.to_index() for piece in pieces]}
-        place.put_part(step, generation, rank, fd, size, index, read_back=False)
-    finally:
-        os.close(fd)

@@ -1,13 +1,13 @@
 """The process that writes what a rank has staged, while the rank trains on: `python -m seatrial.checkpoint.writer`.
 
-It is told what to do over a channel, one order after the other, and answers each with an outcome:
+It receives orders over a channel, processes them in sequence, and answers each with an outcome:
 
     {"part": {...}}      write the staged memory as this rank's part      -> {"outcome": {"what": "part", ...}}
     {"commit": {...}}    make all ranks' parts a checkpoint (rank 0)      -> {"outcome": {"what": "commit", ...}}
-                         then remove old ones while nobody waits          -> {"outcome": {"what": "removed", ...}}
-    {"abandon": {...}}   remove what was written of one given up          no answer
+                         then remove old ones in the background           -> {"outcome": {"what": "removed", ...}}
+    {"abandon": {...}}   remove what was written of an abandoned save     no answer
 
-It ends with its rank, at whatever moment that is killed; what it leaves is complete, or rubbish that is known as such.
+It dies with its rank, at any moment; what it leaves is a complete checkpoint, or a recognisable leftover.
 Without torch, whose import would take longer than most saves.
 """
 
@@ -35,7 +35,7 @@ from seatrial.checkpoint.retention import retire
 from seatrial.record.folder import RunFolder
 from seatrial.storage import StorageError
 
-# Training has the first right to the cores: beside a busy rank this process gets 3 % of one.
+# Training has priority on the cores: next to a busy rank this process gets 3 % of one.
 _NICENESS = 15
 _TOLD_EVERY_S = 10.0
 
@@ -46,15 +46,15 @@ class Writer:
     """Carries out the orders of one rank."""
 
     def __init__(self, channel: Channel, memory: int) -> None:
-        """`memory`: the file that the rank stages into."""
+        """`memory`: descriptor of the file that the rank stages into."""
         self._channel, self._memory = channel, memory
         self._orders: deque[Order] = deque()
         self._retention: Order | None = None  # of the last commit, until it is done
-        self._removed: list[str] = []  # by a retention that had to make way, and not told yet
+        self._removed: list[str] = []  # by an interrupted retention, not reported yet
         self._places: dict[str, Place] = {}
 
     def serve(self) -> None:
-        """Until the rank closes its end."""
+        """Process orders until the rank closes its end."""
         while not self._channel.closed:
             self._receive(None if not self._orders and self._retention is None else 0)
             if self._orders:
@@ -64,7 +64,7 @@ class Writer:
                 self._retire(self._retention)
 
     def _receive(self, timeout_s: float | None) -> bool:
-        """Take what has arrived; whether an order waits."""
+        """Receive what has arrived; whether an order waits or the channel was closed."""
         if self._channel.readable(timeout_s):
             self._orders += self._channel.receive()
         return bool(self._orders) or self._channel.closed
@@ -109,7 +109,7 @@ class Writer:
     def _abandon(self, order: Order) -> None:
         try:
             self._place(order["url"]).abandon(order["step"], order["generation"])
-        except (OSError, SeatrialError) as error:  # the next start does it
+        except (OSError, SeatrialError) as error:  # the next start removes it
             complain(f"what was written of step {order['step']} could not be removed: {error}")
 
     def _retire(self, order: Order) -> None:
@@ -117,7 +117,7 @@ class Writer:
 
         def stop() -> bool:
             nonlocal stopped
-            stopped = stopped or self._receive(0)  # a checkpoint that waits is more urgent
+            stopped = stopped or self._receive(0)  # a waiting checkpoint is more urgent
             return stopped
 
         def retention() -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Writer:
                 told |= {"ok": False, "problem": "; ".join(done.problems)}
             return told
 
-        # What had to make way is done later: by itself, or with that of the next commit.
+        # An interrupted retention is resumed later: on its own, or as part of the next commit's.
         if self._answer("removed", order, retention, unless=lambda: stopped):
             self._retention, self._removed = None, []
 
@@ -141,7 +141,7 @@ class Writer:
         *,
         unless: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Do `work` and tell what became of it; false, and nothing is told, if `unless` is true by then."""
+        """Do `work` and send its outcome; if `unless` is true afterwards, send nothing and return false."""
         begin = time.monotonic()
         answer: dict[str, Any] = {"ok": True, "problem": None, "kind": "", "bytes": 0, "names": []}
         try:
@@ -156,7 +156,7 @@ class Writer:
 
 
 class _Told:
-    """A line in the rank's log from time to time, where writing takes long."""
+    """Logs progress to the rank's log periodically while a long write runs."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
@@ -192,7 +192,7 @@ def _kind(error: BaseException) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the process."""
+    """Entry point of the process."""
     parser = argparse.ArgumentParser(
         prog="seatrial.checkpoint.writer", description="Writes a rank's checkpoints."
     )
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True, metavar="PID", help="the rank")
     arguments = parser.parse_args(argv)
     process.die_with_parent(arguments.parent)
-    # Whoever stops a run tells its ranks. They have their state saved on the way out, and end this process.
+    # Stop signals are for the ranks. They save their state on the way out, and end this process.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     os.nice(_NICENESS)

@@ -8,7 +8,7 @@ def _leave_out_current_folder() -> None:
     """Remove empty PYTHONPATH entries, in this process and its children.
 
     Python takes an empty entry as the current folder; `export PYTHONPATH=$PYTHONPATH:/x` adds one by accident. Entries
-    that name a folder stay, also ".". Modules that Python imported before this one are out of reach.
+    that name a folder are kept, also ".". Modules that Python imported before this one are not affected.
     """
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     named = [entry for entry in entries if entry]

@@ -1,4 +1,4 @@
-"""`seatrial check [JOB]`: whether nodes are fit to train on, by measuring, from what tools said on them, or simulated."""
+"""`seatrial check [JOB]`: whether nodes are fit to train on: measured, from collected tool output, or simulated."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from seatrial.base import atomic
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, Diagnostic, InputError
 
 if TYPE_CHECKING:
-    from seatrial.check.adapters import Order
-    from seatrial.check.report import Report
+    from seatrial.check.judging.report import Report
+    from seatrial.check.reports.adapters import Order
     from seatrial.job import Job
 
 T = TypeVar("T")
 
-# Options that only one way of checking knows: (attribute, option).
+# Options that apply only to measuring: (attribute, option).
 _OF_MEASURING = (
     ("hostfile", "--hostfile"),
     ("nodes", "--nodes"),
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         nargs="+",
         action="extend",
-        help="measure nothing; judge files and folders of outputs, each folder a node; - is what comes in on stdin",
+        help="measure nothing; judge files and folders of outputs, each folder a node; - reads stdin",
     )
     source.add_argument(
         "--simulate", metavar="FILE", help="measure nothing; check the simulated cluster of FILE"
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--timeout", metavar="S", type=float, help="seconds that a node may take for one measurement (60)"
     )
-    how.add_argument("--storage", metavar="DIR", help="the folder of checkpoints, whose speed is measured")
+    how.add_argument("--storage", metavar="DIR", help="the checkpoint folder, whose speed is measured")
     _output_arguments(parser)
     _apply_arguments(parser)
 
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     parser.add_argument("--nagios", action="store_true", help="print one line, with a plugin's exit code")
-    parser.add_argument("--html", metavar="FILE", help="also write a report that a browser shows")
+    parser.add_argument("--html", metavar="FILE", help="also write an HTML report")
     parser.add_argument(
         "--exclude-file",
         metavar="FILE",
@@ -108,9 +108,9 @@ def _apply_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scheduler",
         choices=("slurm", "kubernetes"),
-        help="print the commands for this one only (the job's launcher, or Slurm in a job of it)",
+        help="print the commands for this scheduler only (default: that of the job, or Slurm inside a Slurm job)",
     )
-    group.add_argument("--apply", action="store_true", help="carry the commands out")
+    group.add_argument("--apply", action="store_true", help="run the commands")
     group.add_argument(
         "--force", action="store_true", help="with --apply: also if more than half of the nodes would go"
     )
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         return _run(args)
-    except InputError as error:  # for a monitoring system 2 is CRITICAL, and this is not
+    except InputError as error:  # exit code 2 means CRITICAL to a monitoring system, and this is not
         first = error.diagnostics[0]
         print(
             report_nagios.unknown(first.message if first.file is None else f"{first.file}: {first.message}")
@@ -142,11 +142,11 @@ def _run(args: argparse.Namespace) -> int:
         verify(args, job)
     report = _report(args, job)
     if args.baseline is not None:
-        from seatrial.check.baseline import compare_baseline
+        from seatrial.check.judging.baseline import compare_baseline
 
         report = report.also(compare_baseline(report, Path(args.baseline)))
     if args.save_baseline is not None:
-        from seatrial.check.baseline import save_baseline
+        from seatrial.check.judging.baseline import save_baseline
 
         kept = _written(args.save_baseline, lambda path: save_baseline(report, path))
         print(f"{kept} measurements kept in {args.save_baseline}", file=sys.stderr)
@@ -159,7 +159,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    """Raises InputError for options that contradict each other, all at once."""
+    """Raise InputError for options that contradict each other, with all contradictions."""
     problems: list[Diagnostic] = []
     ways = {"--from": args.sources, "--simulate": args.simulate}
     given = [option for option, value in ways.items() if value not in (None, [])]
@@ -180,21 +180,21 @@ def _verify(args: argparse.Namespace) -> None:
             Diagnostic("--json and --nagios exclude each other", hint="choose one form of output")
         )
     if args.port_gbit_s is not None and not 0 < args.port_gbit_s < 1e5:
-        text = f"--port-gbit-s {args.port_gbit_s:g} is no rate"
+        text = f"--port-gbit-s {args.port_gbit_s:g} is not a rate"
         problems.append(Diagnostic(text, hint="in Gb/s, one direction: 400"))
     if args.timeout is not None and not (math.isfinite(args.timeout) and 1 <= args.timeout <= _LONGEST_S):
-        text = f"--timeout {args.timeout:g} is no time"
+        text = f"--timeout {args.timeout:g} is not a time"
         problems.append(Diagnostic(text, hint=f"seconds, from 1 to {_LONGEST_S:.0f}"))
     if args.apply and args.simulate:
-        problems.append(Diagnostic("--apply with --simulate: these nodes are not real", hint="leave it out"))
+        problems.append(Diagnostic("--apply with --simulate: the nodes are simulated", hint="leave it out"))
     if args.force and not args.apply:
-        problems.append(Diagnostic("--force is of --apply", hint="leave it out, or add --apply"))
+        problems.append(Diagnostic("--force needs --apply", hint="leave it out, or add --apply"))
     if problems:
         raise InputError(problems)
 
 
 def _verify_files(args: argparse.Namespace) -> None:
-    """What cannot be read or written is said before anything is measured. Raises InputError."""
+    """Report what cannot be read or written before anything is measured. Raises InputError."""
     problems = [
         Diagnostic("cannot be written: its folder is not there", file=file, hint="name a folder that exists")
         for file in (args.html, args.exclude_file, args.save_baseline)
@@ -203,8 +203,8 @@ def _verify_files(args: argparse.Namespace) -> None:
     if problems:
         raise InputError(problems)
     if args.baseline is not None:
-        from seatrial.check.baseline import compare_baseline
-        from seatrial.check.report import Report
+        from seatrial.check.judging.baseline import compare_baseline
+        from seatrial.check.judging.report import Report
 
         compare_baseline(Report(()), Path(args.baseline))
 
@@ -223,8 +223,8 @@ def _report(args: argparse.Namespace, job: Job | None) -> Report:
 
         return simulate(Path(args.simulate))
     if args.sources:
-        from seatrial.check.compare import Plan
-        from seatrial.check.offline import judge_paths
+        from seatrial.check.intake.offline import judge_paths
+        from seatrial.check.judging.compare import Plan
         from seatrial.cli.progress import Progress
 
         plan = None if job is None else Plan(job.cluster.nodes, job.cluster.gpus_per_node, args.job)
@@ -242,7 +242,7 @@ def _files(report: Report, orders: Sequence[Order], args: argparse.Namespace, jo
         page = report_html.page(report, orders)
         _written(args.html, lambda path: atomic.write_output(path, page))
         print(f"report: {args.html}", file=sys.stderr)
-    if job is not None and report.course is not None:
+    if job is not None and report.check_run is not None:
         from seatrial.cli.check_measure import keep
 
         if (kept := keep(report, orders, args.runs / job.name)) is not None:
@@ -255,7 +255,7 @@ def _files(report: Report, orders: Sequence[Order], args: argparse.Namespace, jo
         _written(args.exclude_file, lambda path: atomic.write_output(path, form(nodes)))
         print(f"{len(nodes)} nodes to exclude: {args.exclude_file}", file=sys.stderr)
         nameless = sum(f.verdict == "FAIL" and f.target.node is None for f in report.findings)
-        if nameless and report.course is None:
+        if nameless and report.check_run is None:
             print(
                 f"warning: {nameless} failed findings name no node and are not in it: put outputs into one folder a node",
                 file=sys.stderr,

@@ -1,4 +1,4 @@
-"""How `seatrial check` measures: which hosts, with which options, told as it goes; and where its report is kept."""
+"""How `seatrial check` measures: hosts, options and progress; and where its report is stored."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING
 
 from seatrial.base import atomic
 from seatrial.base.errors import Diagnostic, InputError
-from seatrial.check.blame.topology import Topology, read_topology
-from seatrial.check.compare import Plan
-from seatrial.check.course import of_live
+from seatrial.check.judging.compare import Plan
 from seatrial.check.live.conductor import STAGES, LiveOptions, check_live
 from seatrial.check.live.hosts import hosts_of
 from seatrial.check.node.node_stage import NodeOptions
+from seatrial.check.outputs.topology import Topology, read_topology
 from seatrial.check.reports import report_html, report_json
 from seatrial.record.folder import RunFolder
 from seatrial.ui.out import Out
 
 if TYPE_CHECKING:
-    from seatrial.check.adapters import Order
-    from seatrial.check.report import Report
+    from seatrial.check.judging.report import Report
+    from seatrial.check.reports.adapters import Order
     from seatrial.job import Job
 
-_NODE_S = 60.0  # of a node stage; with a shorter --timeout less
+_NODE_S = 60.0  # of a node stage; less with a shorter --timeout
 _REPORT = "check"
 
 
@@ -42,17 +41,17 @@ def measured(args: argparse.Namespace, job: Job | None) -> Report:
     options = _options(args, job, here)
     if options.topology is not None:
         _verify_topology(options.topology, names, args.topology, say)
-    return of_live(check_live(hosts, options, say), names)
+    return check_live(hosts, options, say).recorded(names)
 
 
 def _verify_topology(topology: Topology, names: Sequence[str], file: str, say: Callable[[str], None]) -> None:
-    """Say which hosts it does not know. Raises InputError where that are all: names of another kind would look like no topology."""
+    """Warn of hosts it does not know. Raises InputError if it knows none: other names would look like no topology."""
     known = {node for node, _ in topology.leaves}
     strange = [name for name in names if name not in known]
     if len(strange) == len(names):
         some = ", ".join(sorted(known)[:3])
         text = f"the topology knows none of the hosts; it has {some}, the hosts are {', '.join(names[:3])}"
-        raise InputError(Diagnostic(text, file=file, hint="call the hosts as the topology does"))
+        raise InputError(Diagnostic(text, file=file, hint="use the topology's names for the hosts"))
     if strange:
         say(f"warning: {file} does not know {len(strange)} of {len(names)} hosts: {', '.join(strange[:8])}")
 
@@ -60,7 +59,7 @@ def _verify_topology(topology: Topology, names: Sequence[str], file: str, say: C
 def _options(args: argparse.Namespace, job: Job | None, here: bool) -> LiveOptions:
     timeout = _NODE_S if args.timeout is None else args.timeout
     device = "auto" if job is None else job.cluster.device
-    # The nodes of a virtual cluster are made when it starts, and its ranks take the CPU where there is no GPU for each.
+    # The nodes of a virtual cluster exist only once it starts, and its ranks use the CPU if there is no GPU for each.
     real = job is not None and job.cluster.launcher != "local"
     gpus = job.cluster.gpus_per_node if job is not None and real and device != "cpu" else None
     plan = None
@@ -85,9 +84,9 @@ def _options(args: argparse.Namespace, job: Job | None, here: bool) -> LiveOptio
 
 
 def _storage(args: argparse.Namespace, job: Job | None, here: bool) -> str | None:
-    """The folder of checkpoints, absolute, because agents start elsewhere: what was named, the job's, or that of runs.
+    """Absolute folder of checkpoints, as agents start elsewhere: from the option, the job, or else that of runs.
 
-    A node measures the nearest folder above one that is not there yet. Of other machines nothing is known without a job.
+    If it does not exist, a node measures the nearest folder above. Without a job only this machine's folder is known.
     """
     named: str | None = args.storage
     folder = None if job is None else job.checkpoint.folder
@@ -101,9 +100,9 @@ def _storage(args: argparse.Namespace, job: Job | None, here: bool) -> str | Non
 
 
 def keep(report: Report, orders: Sequence[Order], run: Path) -> Path | None:
-    """Write check.json and check.html into the run's reports; the first of them, or None where the run was never started.
+    """Write check.json and check.html into the run's reports; path of the former, None if the run was never started.
 
-    The planner takes the rates from there, so the newest check stands under the same name as the one before.
+    The planner reads the rates from there, so the newest check replaces the previous one under the same name.
     """
     folder = RunFolder(run)
     if not folder.is_run():
@@ -111,6 +110,6 @@ def keep(report: Report, orders: Sequence[Order], run: Path) -> Path | None:
     folder.reports.mkdir(exist_ok=True)
     atomic.write_text(folder.reports / f"{_REPORT}.html", report_html.page(report, orders))
     file = folder.reports / f"{_REPORT}.json"
-    # A copied folder has new file times, and the planner leaves old rates alone.
+    # The time is stored: a copied folder has new file times, and the planner ignores old rates.
     atomic.write_text(file, report_json.text(report, orders, time=time.time()))
     return file

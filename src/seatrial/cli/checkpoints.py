@@ -1,4 +1,4 @@
-"""`seatrial checkpoints RUN`: which checkpoints a run has, where, and what is known of them."""
+"""`seatrial checkpoints RUN`: a run's checkpoints, where they are, and what is known of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from seatrial.base import units
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, SeatrialError
 from seatrial.cli.progress import Progress
-from seatrial.record import lock
 from seatrial.record.folder import RunFolder
+from seatrial.record.running import running
 from seatrial.ui.out import Out
 from seatrial.ui.table import print_table
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0; 1 if a place does not answer or a checkpoint is damaged. InputError: RUN is not a run folder."""
+    """Exit code: 0; 1 if a place does not answer or a checkpoint is damaged. InputError if RUN is not a run folder."""
     from seatrial.checkpoint.survey import places_of
 
     folder = RunFolder.find(args.run)
@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
                 {"name": name, "place": role, "where": f"{place.url}/{name}"}
                 for name in place.set_aside_names()
             ]
-        except SeatrialError as error:  # the other place may still tell
+        except SeatrialError as error:  # the other place may still answer
             problems.append(error.render())
-    # Of one step the main one first.
+    # For the same step the main place first.
     found.sort(key=lambda item: (-(item[1].step or 0), item[0] != "main"))
     now = time.time()
     if args.json:
@@ -82,14 +82,14 @@ def _in_place(place: Any, *, verify: bool, folder: RunFolder) -> list[Found]:
 
     checkpoints = [InPlace(place, step) for step in place.steps()]
     if verify:
-        return examine_all(checkpoints, live=lock.is_held(folder.lock))
+        return examine_all(checkpoints, live=running(folder) is not None)
     return [describe(checkpoint) for checkpoint in checkpoints]
 
 
 def examine_all(checkpoints: list[Any], *, live: bool) -> list[Found]:
-    """Read all of each, with progress on stderr.
+    """Read all of every checkpoint, with progress on stderr.
 
-    While the run is `live`, one that retention removes meanwhile is left out, and nothing is written beside them.
+    While the run is `live`, a checkpoint removed meanwhile by retention is left out; nothing is written next to any.
     """
     from seatrial.checkpoint.survey import InPlace, describe, examine, mark
 
@@ -106,13 +106,13 @@ def examine_all(checkpoints: list[Any], *, live: bool) -> list[Found]:
             if found.state == "verified" and before.state != "verified" and not live:
                 problem = mark(checkpoint)
                 if problem is not None:
-                    print(f"note: it is not noted that it was verified: {problem}", file=sys.stderr)
+                    print(f"note: the verification could not be recorded: {problem}", file=sys.stderr)
             examined.append(found)
     return examined
 
 
 def _counter(progress: Progress, done: int, total: int, where: str) -> Callable[[int], None]:
-    """Tells `progress` of bytes that several threads have read."""
+    """Count bytes that several threads have read, and report them to `progress`."""
     one_by_one = threading.Lock()
 
     def count(n: int) -> None:
@@ -163,5 +163,5 @@ def _row(role: str, found: Found, now: float) -> list[str]:
 
 
 def age(seconds: float) -> str:
-    """3 min 2 s; never negative, since a clock of another machine may be ahead of ours."""
+    """An age such as 3 min 2 s; never negative, since another machine's clock may be ahead of ours."""
     return units.duration(round(max(0.0, seconds)))

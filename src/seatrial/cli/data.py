@@ -1,4 +1,4 @@
-"""`seatrial data`: make token stores, look into them, check them, exchange them with Megatron."""
+"""`seatrial data`: create token stores, inspect them, check them, exchange them with Megatron."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from seatrial.data.store import TokenStore
 
 _SHOWN_TOKENS = 64
-_CACHE_BYTES = 1 << 30  # of what is looked at on an object store
+_CACHE_BYTES = 1 << 30  # of shards read from an object store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The actions and their options."""
+    """Declare the actions and their options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     make = actions.add_parser("prepare", help="turn text, JSONL or Parquet into token shards")
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         default=None,
         metavar="N",
-        help="processes that tokenise; as many as cores for large sources if left out. The store is the same",
+        help="tokeniser processes; default: one per core for large sources. The store does not depend on it",
     )
     make.add_argument("--force", action="store_true", help="replace a token store that is there already")
     make.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -144,7 +144,8 @@ def _import(args: argparse.Namespace) -> int:
         )
     if store.manifest.source["linked"]:
         print(
-            f"{args.out} links to {store.manifest.source['sources'][0]}: keep that as it is", file=sys.stderr
+            f"{args.out} links to {store.manifest.source['sources'][0]}: do not change or move it",
+            file=sys.stderr,
         )
     return _print(args, args.out, store.manifest)
 
@@ -218,7 +219,7 @@ def _verify(args: argparse.Namespace) -> int:
         for file, message in problems:
             print(f"{file}: {message}")
     else:
-        print(f"{args.folder}: {n_files} files, {units.count(store.n_tokens)} tokens, all as written")
+        print(f"{args.folder}: {n_files} files, {units.count(store.n_tokens)} tokens, all intact")
     if problems:
         print(
             f"error: {len(problems)} of {n_files} files are damaged\n"
@@ -229,7 +230,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _decode(store: TokenStore, ids: list[int]) -> str | None:
-    """Text of `ids`, where the store's tokenizer is the built-in one."""
+    """Text of `ids`, if the store's tokenizer is the built-in one."""
     from seatrial.data.tokenizer import ByteTokenizer
 
     tokenizer = ByteTokenizer()
@@ -284,10 +285,10 @@ def _print_summary(place: str, m: Manifest) -> None:
     ):
         print(f"{'skipped' if i == 0 else '':<12}{printable(line)}")
     if empty := source.get("empty_documents"):
-        print(f"empty       {empty} documents without text were left out")
+        print(f"empty       {empty} documents without text were skipped")
     if replaced := source.get("replaced_characters"):
         files = source.get("files_with_replaced_characters")
-        print(f"replaced    {replaced} bytes or characters that are no UTF-8, in {files} files")
+        print(f"replaced    {replaced} bytes or characters that are not UTF-8, in {files} files")
 
 
 def _print_json(document: dict[str, Any]) -> None:

@@ -1,18 +1,21 @@
-"""`seatrial drill JOB`: prove on a copy of the job that the run survives what happens to runs."""
+"""`seatrial drill JOB`: prove on a copy of the job that the run survives common faults."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from seatrial.base import units
-from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, InputError
 from seatrial.cli.validate import job_arguments
+from seatrial.job.finding import Facts, RuleViolation
 from seatrial.ui.out import Out
 from seatrial.ui.table import print_table
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
     from seatrial.drill.conduct import Drill, Progress, Result
 
-_EVERY_S = 15.0  # between two lines about one run, where there is no terminal
+_EVERY_S = 15.0  # between two progress lines of a run, without a terminal
 
 _STYLES = {"PASS": "green", "FAIL": "bold red", "UNJUDGED": "yellow"}
 
@@ -35,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=None, metavar="N", help="steps of each copy (default: 16)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the storm: the same seed, the same choices"
+        "--seed", type=int, default=0, metavar="N", help="seed of the random choices of the storm"
     )
     parser.add_argument(
-        "--seconds", type=float, default=30.0, metavar="S", help="how long the storm blows (default: 30)"
+        "--seconds", type=float, default=30.0, metavar="S", help="seconds that the storm lasts (default: 30)"
     )
     parser.add_argument("--plain", action="store_true", help="lines only, also on a terminal")
     parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
@@ -46,9 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 nothing failed, 1 a scenario failed, 2 bad input, 130 interrupted."""
-    from seatrial.base.errors import InputError
     from seatrial.drill.conduct import Drill
-    from seatrial.drill.copies import DEFAULT_STEPS, Rhythm
+    from seatrial.drill.copies import DEFAULT_STEPS, Cadence
     from seatrial.drill.scenarios import chosen
     from seatrial.launch.preflight import preflight
 
@@ -61,10 +63,12 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.seconds < 86400:
         raise InputError(f"--seconds {args.seconds:g} is not between 0 and a day", hint="--seconds 60")
     drill = Drill(
-        preflight(args.job, args.set, args.runs, ignore_memory=args.ignore_memory).job,
+        preflight(
+            args.job, args.set, args.runs, ignore_memory=args.ignore_memory, rules=[_on_this_machine]
+        ).job,
         args.runs,
         scenarios,
-        Rhythm(DEFAULT_STEPS if args.steps is None else args.steps),
+        Cadence(DEFAULT_STEPS if args.steps is None else args.steps),
         seed=args.seed,
         seconds=args.seconds,
     )
@@ -132,7 +136,7 @@ def _table(out: Out, results: list[Result]) -> None:
 
 
 class _Console:
-    """What is seen while a drill runs: a line a scenario, and on a terminal one that moves."""
+    """Output during a drill: one line per scenario, and on a terminal a live progress line."""
 
     def __init__(self, out: Out, drill: Drill) -> None:
         self._out = out
@@ -145,7 +149,7 @@ class _Console:
         if self._out.styled:
             from rich.live import Live
 
-            # Drawn by `show` alone: no thread beside the ones that are drilled.
+            # Drawn by `show` alone: no extra thread next to the runs under test.
             self._live = Live(
                 console=self._out.console, auto_refresh=False, transient=True, redirect_stdout=False
             )
@@ -157,7 +161,7 @@ class _Console:
             self._live.stop()
 
     def show(self, progress: Progress) -> None:
-        """What is run now; called many times a second."""
+        """Show the current run; called many times a second."""
         now = time.monotonic()
         if progress.name != self._name:
             self._name, self._began, self._told = progress.name, now, now
@@ -179,7 +183,7 @@ class _Console:
             self._out.line(where)
 
     def finished(self, result: Result) -> None:
-        """A scenario has been judged."""
+        """Print the verdict on a scenario."""
         from seatrial.drill.report import row
 
         _, detected, recovered, redone, *_ = row(result)
@@ -194,7 +198,7 @@ class _Console:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a drill as Ctrl-C does: in order, with nothing left running."""
+    """Let SIGTERM and SIGHUP end a drill like Ctrl-C: cleanly, with nothing left running."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -205,3 +209,16 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for signum, handler in old.items():
             signal.signal(signum, handler)
+
+
+def _on_this_machine(facts: Facts) -> Iterator[RuleViolation]:
+    from seatrial.launch import named
+
+    with contextlib.suppress(InputError):  # an unknown launcher is reported elsewhere
+        if named(facts.job.cluster.launcher).name == "local":
+            return
+        yield RuleViolation(
+            ("cluster.launcher",),
+            "the drill ends processes and cuts networks of a virtual cluster on this machine",
+            "--set cluster.launcher=local, with as many nodes and ranks as this machine can run",
+        )

@@ -19,10 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0. Raises InputError for a code that does not exist, with those like it."""
+    """Exit code: 0. Raises InputError for a code that does not exist, with similar ones."""
     from dataclasses import asdict
 
-    from seatrial.check.findings import codes, explain
+    from seatrial.check.judging.findings import codes, explain
     from seatrial.ui.out import Out
 
     if args.code is None:

@@ -1,4 +1,4 @@
-"""`seatrial export`: a checkpoint as a Hugging Face folder."""
+"""`seatrial export`: write a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SIZE_UNITS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to export, where to, and how."""
+    """Declare the verb's arguments."""
     parser.add_argument(
         "source",
         metavar="RUN_OR_CHECKPOINT",
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-older",
         action="store_true",
-        help="of a run: where its newest checkpoint is damaged or cannot be seen, the newest that is whole",
+        help="of a run: if its newest checkpoint is damaged or out of reach, export the newest intact one",
     )
     parser.add_argument(
         "--out", required=True, type=Path, metavar="FOLDER", help="a folder that does not exist, or is empty"
@@ -85,9 +85,9 @@ class _Choice:
 
     candidates: list[Checkpoint]  # best first
     run: RunFolder | None
-    steps: list[int]  # of all checkpoints found there, newest first
+    steps: list[int]  # of all checkpoints found, newest first
     aside: list[tuple[int, str]]  # step and name of quarantined checkpoints
-    unseen: int  # places of the run that did not answer
+    unseen: int  # number of the run's places that did not answer
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             not_taken = "; ".join(f"{item['checkpoint']}: {item['why']}" for item in provenance["not_taken"])
             print(f"note        {model_card.NEWEST[provenance['newest']]} Not taken: {not_taken}")
         if provenance["left_out_steps"]:
-            print(f"left out    {figures.steps(provenance['left_out_steps'])}")
+            print(f"skipped     {figures.steps(provenance['left_out_steps'])}")
         print(f"model       {_model(weights)}, {written.dtype}")
         print(f"weights     {units.memory(written.bytes)} in {len(written.files)} file(s)")
         print(f"tokenizer   {note}")
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose(source: str, step: int | None, allow_older: bool) -> _Choice:
-    """The checkpoints to try. An older one replaces the requested one only with `allow_older`."""
+    """The checkpoints to try. An older one may replace the requested one only with `allow_older`."""
     from seatrial.checkpoint.manifest import step_of
     from seatrial.checkpoint.survey import InFolder, InPlace, checkpoint_at, places_of
 
@@ -170,8 +170,8 @@ def _choose(source: str, step: int | None, allow_older: bool) -> _Choice:
     if problems and not (found and (allow_older or step in steps)):
         wanted = "its newest checkpoint" if step is None else f"its checkpoint of step {step}"
         raise RunFailed(
-            f"not every place with checkpoints of {run_folder.path} could be seen, so {wanted} is not known",
-            hint=f"see to the storage; {_others(steps)}",
+            f"not every checkpoint location of {run_folder.path} could be read, so {wanted} is unknown",
+            hint=f"check the storage; {_others(steps)}",
         )
     if not found:
         raise InputError(
@@ -190,14 +190,14 @@ def _others(steps: list[int]) -> str:
     if not steps:
         return "see `seatrial checkpoints RUN` for others"
     listed = ", ".join(map(str, steps[:8]))
-    return f"--step N takes another one (there are {listed}), --allow-older the newest that is whole"
+    return f"--step N takes another one (there are {listed}), --allow-older the newest intact one"
 
 
 def _write(
     args: argparse.Namespace, choice: _Choice, tokenizer: Path | None
 ) -> tuple[Written, CheckpointWeights, dict[str, Any]]:
-    """Write the first of the candidates that is not damaged. Every byte is verified as it is read."""
-    # Not at the top: they load torch, and `seatrial export --help` needs none.
+    """Write the first undamaged candidate. Every byte is verified as it is read."""
+    # Imported here: they load torch, which `seatrial export --help` does not need.
     from seatrial.checkpoint.manifest import Damaged
     from seatrial.checkpoint.survey import InPlace
     from seatrial.model.hf_write import write_huggingface
@@ -225,7 +225,7 @@ def _write(
             if isinstance(candidate, InPlace) and candidate.step not in candidate.place.steps():
                 raise RunFailed(
                     f"{candidate.where} was removed while it was read",
-                    hint="the run goes on and keeps its newest ones only; export again",
+                    hint="the run is active and keeps only its newest ones; export again",
                 ) from None
             damage.append(error.message)
             not_taken.append({"checkpoint": Path(candidate.where).name, "why": "damaged"})
@@ -236,7 +236,7 @@ def _write(
     if args.allow_older:
         raise RunFailed(
             f"every checkpoint of the run is damaged; the oldest: {damage[-1]}",
-            hint="the disk loses data: see to it, then train again with --fresh",
+            hint="the disk loses data: repair it, then train again with --fresh",
         )
     first = choice.candidates[0]
     others = [step for step in choice.steps if isinstance(first, InPlace) and step != first.step]
@@ -247,7 +247,7 @@ def _write(
 def _provenance(
     choice: _Choice, weights: CheckpointWeights, not_taken: list[dict[str, str]], named: bool
 ) -> dict[str, Any]:
-    """The origin of the weights, for the exported folder. Without paths, because the folder may be published."""
+    """Origin of the weights, for the exported folder. Without paths, because the folder may be published."""
     progress, run_folder = weights.manifest.progress, choice.run
     newer = [step for step in choice.steps if step > progress.step]
     not_taken = [
@@ -291,12 +291,12 @@ def _model(weights: CheckpointWeights) -> str:
 
 
 def _tokenizer(given: Path | None, run_folder: RunFolder | None) -> tuple[Path | None, str]:
-    """The tokenizer.json to copy, and what to say about it."""
+    """The tokenizer.json to copy, and a note about it."""
     if given is not None:
         return given, f"copied from {given}"
     if run_folder is None or not run_folder.job_toml.is_file():
-        return None, "none: the checkpoint lies in no run folder (--tokenizer names one)"
-    # Read as plain TOML: of an older version's job only this one key matters here.
+        return None, "none: the checkpoint is in no run folder (--tokenizer names one)"
+    # Read as plain TOML: the job may be of an older version, and only this key matters.
     try:
         data = parse_toml(read_text(run_folder.job_toml)).get("data")
     except (OSError, ValueError) as error:

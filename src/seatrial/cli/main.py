@@ -1,4 +1,4 @@
-"""The `seatrial` command: finds the verb, runs it, turns every failure into words and an exit code."""
+"""The `seatrial` command: finds the verb, runs it, and turns every failure into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -29,31 +29,38 @@ from seatrial.base.errors import (
 
 SCHEMA_VERSION = 1
 
-# verb -> (module with add_arguments(parser) and run(args) -> exit code, help). Only the verb that runs is imported.
+# verb -> (module with add_arguments(parser) and run(args) -> exit code, help). Only the chosen verb is imported.
 VERBS = {
-    "init": ("seatrial.cli.init", "write a job file to start from"),
+    "init": ("seatrial.cli.init", "write a job file from a preset"),
     "schema": ("seatrial.cli.schema", "print the JSON schema of the job file, for editors"),
-    "validate": ("seatrial.cli.validate", "say whether a job could start here, and what stands against it"),
+    "validate": ("seatrial.cli.validate", "check whether a job can start here, and list what prevents it"),
     "check": ("seatrial.cli.check", "judge whether nodes are fit to train on"),
-    "explain": ("seatrial.cli.explain", "say what a finding of a check means"),
+    "explain": ("seatrial.cli.explain", "explain a finding of a check"),
     "plan": ("seatrial.cli.plan", "predict layout, memory, speed and cost of a job"),
     "data": ("seatrial.cli.data", "prepare text for training"),
     "train": ("seatrial.cli.train", "run a job; the same command again resumes it"),
-    "drill": ("seatrial.cli.drill", "prove on a copy of the job that it survives faults"),
+    "attach": ("seatrial.cli.attach", "follow a run to its end, whoever runs it"),
+    "status": ("seatrial.cli.status", "show the state of a run, also as its scheduler sees it"),
+    "stop": ("seatrial.cli.stop", "save the state of a run and end it"),
+    "agent": ("seatrial.cli.agent", "run the agent of one node, as schedulers start it"),
+    "drill": ("seatrial.cli.drill", "inject faults into copies of the job and judge each recovery"),
+    "ls": ("seatrial.cli.ls", "list the runs here and their states"),
     "watch": ("seatrial.cli.watch", "show a run from its folder"),
-    "verify": ("seatrial.cli.verify", "prove that a checkpoint, or a whole run, is what it should be"),
-    "checkpoints": ("seatrial.cli.checkpoints", "list a run's checkpoints and what is known of them"),
+    "logs": ("seatrial.cli.logs", "show the logs of a run's ranks and agents"),
+    "verify": ("seatrial.cli.verify", "verify a checkpoint, or a whole run with its samples"),
+    "checkpoints": ("seatrial.cli.checkpoints", "list a run's checkpoints and their states"),
     "export": ("seatrial.cli.export", "write a checkpoint as a Hugging Face folder"),
+    "completion": ("seatrial.cli.completion", "print a completion script for bash, zsh or fish"),
 }
 
-# Where stdout leads takes no more: not our bug.
+# Errors of the file or device behind stdout: not our bug.
 _OUTPUT_LOST = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
 _USAGE = "usage: seatrial VERB [options]"
 
 
 def entry() -> NoReturn:
-    """The console script: `main` over the command line, with its exit code."""
+    """The console script: run `main` on the command line and exit with its code."""
     sys.exit(main(sys.argv[1:]))
 
 
@@ -61,22 +68,22 @@ def main(argv: list[str]) -> int:
     """Run one command line; returns the exit code. Errors go to stderr, with `--json` as JSON."""
     as_json = "--json" in argv
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # As stderr does: escape file names that are not UTF-8, or that the locale cannot encode.
+        # Like stderr: escape file names that are not UTF-8, or that the locale cannot encode.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _dispatch(argv)
-        if sys.stdout is not None:  # a supervisor may start us with it closed
+        if sys.stdout is not None:  # None if a supervisor started us with it closed
             sys.stdout.flush()
         return code
     except SeatrialError as error:
-        with contextlib.suppress(OSError):  # nobody reads stderr: the exit code still tells
+        with contextlib.suppress(OSError):  # stderr may be closed: the exit code still reports it
             _tell(error, as_json)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our stdout has gone (`seatrial ... | head`); the interpreter's own flush must not fail again.
+        # The reader of our stdout has closed it (`seatrial ... | head`): the interpreter's own flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - last resort: reported as a bug
@@ -105,20 +112,26 @@ def _dispatch(argv: list[str]) -> int:
         close = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean `seatrial {close[0]}`?" if close else f"verbs: {', '.join(VERBS)}"
         raise InputError(f"unknown verb `{verb}`", hint=hint)
-    name, about = VERBS[verb]
-    module: Any = importlib.import_module(name)
+    about = VERBS[verb][1]
     parser = _Parser(
         prog=f"seatrial {verb}", description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
     )
-    module.add_arguments(parser)
-    with contextlib.suppress(argparse.ArgumentError):  # a verb may have declared it itself
-        parser.add_argument("--json", action="store_true", help="machine-readable output")
+    module = declare(verb, parser)
     code: int = module.run(parser.parse_args(argv[1:]))
     return code
 
 
+def declare(verb: str, parser: argparse.ArgumentParser) -> Any:
+    """Add the arguments of `verb` to `parser`; returns the verb's module."""
+    module: Any = importlib.import_module(VERBS[verb][0])
+    module.add_arguments(parser)
+    with contextlib.suppress(argparse.ArgumentError):  # a verb may have declared it itself
+        parser.add_argument("--json", action="store_true", help="machine-readable output")
+    return module
+
+
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose usage errors are InputErrors like all others."""
+    """An ArgumentParser that raises usage errors as InputErrors like all others."""
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().split())
@@ -145,7 +158,7 @@ A first run on this machine:
 
 
 def _tell(error: SeatrialError, as_json: bool) -> None:
-    """An error on stderr: in words, or as the JSON document of all errors."""
+    """Print an error on stderr, as text or as the JSON document common to all errors."""
     if not as_json:
         print(error.render(), file=sys.stderr)
         return

@@ -1,4 +1,4 @@
-"""`seatrial plan JOB`: which layout, whether it fits, how fast, until when, and why, before a single GPU is rented."""
+"""`seatrial plan JOB`: predict layout, memory, speed and end of a job, with reasons, before a single GPU is rented."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from seatrial.hardware.catalogue import Gpu
     from seatrial.hardware.networks import Network
     from seatrial.job import Job
-    from seatrial.plan.advice import Wanted
-    from seatrial.plan.answer import Answer, Wishes
-    from seatrial.plan.beside import Beside
-    from seatrial.plan.calibration import Calibration
-    from seatrial.plan.measured import Measured
-    from seatrial.plan.place import Place
+    from seatrial.plan.cost.calibration import Calibration
+    from seatrial.plan.model.place import Hardware
+    from seatrial.plan.report.advice import Wanted
+    from seatrial.plan.report.answer import Answer, Wishes
+    from seatrial.plan.report.beside import Beside
+    from seatrial.plan.report.measured import Measured
 
-# Of a table: narrower lines say nothing, wider ones are hard to read.
+# Table width: narrower lines show nothing useful, wider ones are hard to read.
 _LEAST, _MOST, _PIPE = 60, 140, 100
-_NODE = 8  # GPUs of a node, where clusters are looked for
+_NODE = 8  # GPUs per node when searching for clusters
 _MOST_NODES, _MOST_RUNS = 100_000, 20
 
 
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="RATE",
-        help="tokens/s/GPU (2500) or MFU (45%%): whether it is within reach, and what would bring it there",
+        help="tokens/s/GPU (2500) or MFU (45%%): whether the prediction reaches it, and which change would",
     )
     ask.add_argument("--own", action="store_true", help="the job's own layout alone: no search")
     ask.add_argument(
@@ -85,7 +85,7 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--full", action="store_true", help="every layout, size and source")
     out.add_argument("--svg", metavar="FILE", help="also draw where the FLOPs go")
     out.add_argument("--png", metavar="FILE", help="the same as a bitmap (needs matplotlib)")
-    out.add_argument("--html", metavar="FILE", help="also write the plan as a page that a browser shows")
+    out.add_argument("--html", metavar="FILE", help="also write the plan as an HTML page")
     out.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
     out.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     out.add_argument(
@@ -94,10 +94,10 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0, or 1 where the job's own layout does not fit (with --fit: where none does). Raises InputError."""
-    from seatrial.plan.answer import answer
-    from seatrial.plan.calibration import shipped
-    from seatrial.plan.measured import measured_rates
+    """Exit code: 0; 1 if the job's own layout does not fit (with --fit: if no layout fits). Raises InputError."""
+    from seatrial.plan.cost.calibration import shipped
+    from seatrial.plan.report.answer import answer
+    from seatrial.plan.report.measured import measured_rates
 
     wishes, job = _read(args)
     measured = measured_rates(args.runs / job.name, job)
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         told = answer(job, place, wishes, calibration=calibration)
     unused = tuple(f"not used: {text}" for text in measured.unused)
     told = replace(told, provenance=(*told.provenance, *unused))
-    # The plan is shown before anything slow begins.
+    # Show the plan before anything slow begins.
     if not args.json:
         _show(args, plan_lines(told, args))
     ran = _dry_runs(args, told)
@@ -127,22 +127,22 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_FAILED if told.own.fits is False else EXIT_DONE
 
 
-def _settled(args: argparse.Namespace, job: Job, place: Place, calibration: Calibration) -> Job:
-    """An open job with the layout that `parallel = "auto"` takes; with --fit also where there is none."""
+def _settled(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calibration) -> Job:
+    """Give an open job the layout that `parallel = "auto"` takes; with --fit also if there is none."""
     from seatrial.job.settled import provisional
-    from seatrial.plan.auto import choose
+    from seatrial.plan.search.auto import choose
 
     try:
         return choose(job, place, calibration=calibration).settle(job)
     except InputError:
-        if args.fit:  # which cluster would do is what is asked
+        if args.fit:  # --fit asks which cluster would do
             return provisional(job)
         raise
 
 
 @contextmanager
 def _searching(args: argparse.Namespace) -> Iterator[None]:
-    """On a terminal a word while it computes: seconds for 128 GPUs, half a minute for a hundred thousand."""
+    """Show a message on a terminal while it computes: seconds for 128 GPUs, half a minute for a hundred thousand."""
     from seatrial.ui.out import Out
 
     told = Out(plain=args.plain).styled
@@ -156,7 +156,7 @@ def _searching(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _read(args: argparse.Namespace) -> tuple[Wishes, Job]:
-    """What the options ask for, and the job. Raises InputError with all that is wrong with either."""
+    """The wishes from the options, and the job. Raises InputError with every problem of either."""
     from seatrial.job import load_job
 
     problems: list[Diagnostic] = []
@@ -174,18 +174,18 @@ def _read(args: argparse.Namespace) -> tuple[Wishes, Job]:
     return wishes, job
 
 
-def _place(args: argparse.Namespace, job: Job, measured: Measured) -> Place:
-    """Where it runs: as the job says, as it was measured, and as --network would have it."""
-    from seatrial.plan.place import place_of
+def _place(args: argparse.Namespace, job: Job, measured: Measured) -> Hardware:
+    """The hardware: from the job, measurements, and --network if given."""
+    from seatrial.plan.model.place import place_of
 
     return measured.at(place_of(job, args.network), keep_network=args.network is not None)
 
 
 def _wishes(args: argparse.Namespace) -> Wishes:
-    """What the options ask for. Raises InputError with all that is wrong with them."""
-    from seatrial.plan.answer import Wishes
-    from seatrial.plan.place import known_network
-    from seatrial.plan.stacks import stacks
+    """Parse the options into wishes. Raises InputError with every problem."""
+    from seatrial.plan.cost.stacks import stacks
+    from seatrial.plan.model.place import known_network
+    from seatrial.plan.report.answer import Wishes
 
     problems: list[Diagnostic] = []
     if args.stack not in stacks():
@@ -201,7 +201,7 @@ def _wishes(args: argparse.Namespace) -> Wishes:
             problems += error.diagnostics
     for option, value in (("--storage-gb-s", args.storage_gb_s), ("--price", args.price)):
         if value is not None and not (math.isfinite(value) and 0 < value < 1e9):
-            problems.append(Diagnostic(f"{option} {value:g} is no rate above 0", hint=f"{option} 20"))
+            problems.append(Diagnostic(f"{option} {value:g} is not a rate above 0", hint=f"{option} 20"))
     for n in args.nodes or ():
         if not 1 <= n <= _MOST_NODES:
             problems.append(
@@ -259,7 +259,7 @@ def _unwritable(args: argparse.Namespace) -> list[Diagnostic]:
 
 
 def _wanted(text: str) -> Wanted | Diagnostic:
-    from seatrial.plan.advice import Wanted
+    from seatrial.plan.report.advice import Wanted
 
     match = re.fullmatch(r"\s*([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)\s*(%?)\s*", text)
     value = float(match[1].replace(",", "")) if match else 0.0
@@ -271,7 +271,7 @@ def _wanted(text: str) -> Wanted | Diagnostic:
 
 
 def plan_lines(told: Answer, args: argparse.Namespace) -> list[tuple[str, str]]:
-    """What a person sees."""
+    """The plan as lines with their styles."""
     from seatrial.ui.plan_table import lines
 
     return lines(told, width=_width(), full=args.full)
@@ -287,7 +287,7 @@ def _show(args: argparse.Namespace, lines: list[tuple[str, str]]) -> None:
     from seatrial.ui.plan_words import labelled
 
     out = Out(sys.stdout, plain=args.plain)
-    if not out.styled:  # a plan that could not be written was not told: `main` says so
+    if not out.styled:  # `print` raises if the plan could not be written, and `main` reports it
         print(printable("\n".join(text for text, _ in lines)), flush=True)
         return
     for line in lines:
@@ -305,10 +305,10 @@ def _print_json(told: Answer, ran: list[Beside]) -> None:
     print(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def _fit(args: argparse.Namespace, job: Job, place: Place, calibration: Calibration) -> int:
+def _fit(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calibration) -> int:
     from seatrial.hardware.networks import find_network, reference_node
-    from seatrial.plan.fit import account, smallest
-    from seatrial.plan.recipe import Recipe
+    from seatrial.plan.model.recipe import Recipe
+    from seatrial.plan.search.fit import account, smallest
     from seatrial.ui.plan_fit import document, lines
 
     def network(gpu: Gpu) -> Network | None:
@@ -325,7 +325,7 @@ def _fit(args: argparse.Namespace, job: Job, place: Place, calibration: Calibrat
     else:
         _show(args, lines(job, needs, fits, width=_width()))
     if args.html is not None:
-        from seatrial.plan.predict import capacity
+        from seatrial.plan.cost.predict import capacity
         from seatrial.ui.plan_html import fit_page
 
         room = None if place.cluster is None else capacity(place.cluster)
@@ -334,11 +334,11 @@ def _fit(args: argparse.Namespace, job: Job, place: Place, calibration: Calibrat
 
 
 def _dry_runs(args: argparse.Namespace, told: Answer) -> list[Beside]:
-    """The job's own layout and the best ones, each once. Progress goes to stderr: a large one takes a minute."""
+    """Dry-run the job's own layout and the best ones, each once. Progress on stderr: a large one takes a minute."""
     if args.dry_run is None:
         return []
-    from seatrial.plan.advice import short
-    from seatrial.plan.beside import beside
+    from seatrial.plan.report.advice import short
+    from seatrial.plan.report.beside import beside
 
     best = [c.recipe for c in told.found.choices[: args.dry_run]] if told.found is not None else []
     wanted = list(dict.fromkeys([told.own.recipe, *best]))
@@ -361,23 +361,21 @@ def _pictures(args: argparse.Namespace, told: Answer) -> None:
         _write(args.html, page(told, verdict=text, tone=tone, wishes=wishes).encode())
     if args.svg is None and args.png is None:
         return
-    from seatrial.plan.waterfall import waterfall_of
+    from seatrial.plan.report.waterfall import waterfall_of
+    from seatrial.ui.png import png
+    from seatrial.ui.svg import written
+    from seatrial.ui.waterfall_svg import waterfall_svg
 
-    p = told.own.prediction
-    if p is None:
+    if told.waterfall is None:
         text = f"there is no picture of a speed that is not known: {told.own.why_unknown}"
         raise InputError(text, hint="name GPU and network, or leave --svg and --png out")
-    shares = p.waterfall if told.ending is None else told.ending.finish.waterfall
-    shown = waterfall_of(shares)
+    shown = waterfall_of(told.waterfall)
     title, below = f"Where the FLOPs of {told.job.name} go", f"predicted, {told.job.layout}"
+    picture = waterfall_svg(shown, title=title, subtitle=below)
     if args.svg is not None:
-        from seatrial.ui.waterfall_svg import waterfall_svg
-
-        _write(args.svg, waterfall_svg(shown, title=title, subtitle=below).encode())
+        _write(args.svg, written(picture).encode())
     if args.png is not None:
-        from seatrial.ui.waterfall_png import waterfall_png
-
-        _write(args.png, waterfall_png(shown, title=title, subtitle=below))
+        _write(args.png, png(picture))
 
 
 def _write(file: str, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar on a terminal, else a line now and then; both say what is left."""
+"""Progress of long work on stderr: a bar on a terminal, otherwise an occasional line; both with the time left."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PLAIN_EVERY_S = 10.0
 
 
 class Progress:
-    """Context manager, called with (bytes done, total bytes, what is being done). Total 0: unknown.
+    """Context manager, called with (bytes done, total bytes, current item). Total 0: unknown.
 
-    What was done before the first call, by an earlier attempt, does not count towards the rate.
+    Bytes done before the first call, by an earlier attempt, do not count towards the rate.
     """
 
     def __init__(self, verb: str) -> None:
@@ -52,7 +52,7 @@ class Progress:
             self._bar.stop()
 
     def line(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays on the screen."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         else:

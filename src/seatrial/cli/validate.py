@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """Arguments of the verbs that start a job, or check whether it could start."""
+    """Declare the arguments of verbs that start a job, or check whether it could start."""
     parser.add_argument("job", type=Path, nargs=nargs, metavar="JOB", help="job file (see `seatrial init`)")
     parser.add_argument(
         "--set",
@@ -35,7 +35,7 @@ def job_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> 
         "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
     )
     parser.add_argument(
-        "--ignore-memory", action="store_true", help="too little memory is said, and stops nothing"
+        "--ignore-memory", action="store_true", help="report too little memory, but do not refuse the job"
     )
 
 
@@ -50,9 +50,9 @@ def train_command(args: argparse.Namespace, *more: str, lr: str | None = None) -
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 it could start, 1 the storage of its data cannot be reached, 2 it could not."""
+    """Exit code: 0 the job could start, 1 the storage of its data is unreachable, 2 it could not start."""
     from seatrial.launch.preflight import preflight
-    from seatrial.plan.host import in_words
+    from seatrial.plan.cost.host import in_words
     from seatrial.ui.out import Out
 
     ready = preflight(args.job, args.set, args.runs, ignore_memory=args.ignore_memory)

@@ -1,4 +1,4 @@
-"""`seatrial verify`: prove that a checkpoint is what was written, or that a run has seen every sample exactly once."""
+"""`seatrial verify`: prove that a checkpoint is intact, or that a run has seen every sample exactly once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from seatrial.base import units
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, InputError, SeatrialError
 from seatrial.cli.checkpoints import as_json, examine_all
-from seatrial.record import lock
 from seatrial.record.folder import RunFolder
+from seatrial.record.running import running
 from seatrial.storage import is_remote
 from seatrial.ui.out import Out
 from seatrial.ui.summary import left_out_pair
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from seatrial.record.proof import Proof
 
 SCHEMA_VERSION = 1
-_SHOWN = 20  # violations; of a ledger that was overwritten there are millions
+_SHOWN = 20  # violations shown; an overwritten ledger has millions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 all is proven, 1 something is not. Raises InputError where there is nothing to verify."""
+    """Exit code: 0 all is proven, 1 something is not. Raises InputError if there is nothing to verify."""
     from seatrial.checkpoint.survey import InPlace, checkpoint_at, place_at
 
     out, began = Out(sys.stdout, plain=args.plain), time.monotonic()
@@ -80,12 +80,12 @@ def _verify_run(args: argparse.Namespace, out: Out, folder: RunFolder, began: fl
 
     found: list[Found] = []
     problems: list[str] = []
-    # What is saved while we look must be in the ledger that is read, so the checkpoints come first.
+    # Checkpoints first: any saved meanwhile must be in the ledger that is read afterwards.
     for _, place in [] if args.ledger else places_of(folder):
         try:
             checkpoints = [InPlace(place, step) for step in place.steps()]
-            found += examine_all(checkpoints, live=lock.is_held(folder.lock))
-        except SeatrialError as error:  # what can be verified is
+            found += examine_all(checkpoints, live=running(folder) is not None)
+        except SeatrialError as error:  # verify what is reachable
             problems.append(error.message)
     audited = audit(folder)
     problems += _disagreements(audited, found)
@@ -93,7 +93,7 @@ def _verify_run(args: argparse.Namespace, out: Out, folder: RunFolder, began: fl
 
 
 def _disagreements(audited: Audit, found: list[Found]) -> list[str]:
-    """Checkpoints whose own progress is not the ledger's."""
+    """Checkpoints whose recorded progress disagrees with the ledger."""
     told = []
     for item in found:
         if item.progress is None:
@@ -102,7 +102,7 @@ def _disagreements(audited: Audit, found: list[Found]) -> list[str]:
         reasons = [audited.proof.disagreement(p.step, p.next_sample, p.generation)]
         tokens = (audited.job.global_batch or 0) * (audited.job.sequence_length or 0) * p.step
         if tokens and p.tokens != tokens:
-            reasons.append(f"it says {p.tokens} tokens, the job makes {tokens} of {p.step} steps")
+            reasons.append(f"it records {p.tokens} tokens, but {p.step} steps of the job are {tokens}")
         told += [f"{item.where}: {reason}" for reason in reasons if reason is not None]
     return told
 
@@ -179,11 +179,11 @@ def _print_ledger(out: Out, audited: Audit) -> None:
     if proof.stretches:
         out.pair("history", "\n".join(_history(audited)))
     if proof.redone:
-        out.pair("done again", f"{proof.redone:,} steps after failures; each counts once, and comes first")
+        out.pair("done again", f"{proof.redone:,} steps after failures; the last attempt of each counts")
     if proof.skipped:
         out.pairs([left_out_pair(proof.skipped, proof.global_batch)])
     if audited.live:
-        out.pair("note", "the run goes on: this is how it stood when it was read")
+        out.pair("note", "the run is active: this is its state when it was read")
     violations = [str(v) for v in proof.violations[:_SHOWN]]
     more = len(proof.violations) - _SHOWN
     if more > 0:
@@ -197,7 +197,7 @@ def _verdict(proof: Proof) -> str:
         case "empty":
             return "empty: no step was done"
         case "unjudged":
-            return "unjudged: job.toml does not tell the global batch"
+            return "unjudged: job.toml does not give the global batch"
         case "violated":
             n = len(proof.violations)
             return f"not proven: {n:,} contradiction{'' if n == 1 else 's'}"
@@ -227,7 +227,7 @@ def _tell_what_to_do(bad: list[Found], proof: Proof | None) -> None:
     if any(item.state == "damaged" for item in bad):
         print(
             "error: a checkpoint is damaged\n"
-            "  hint: a resumed run sets it aside and takes the one before; is the disk losing data (dmesg)?",
+            "  hint: a resumed run sets it aside and takes the previous one; is the disk losing data (dmesg)?",
             file=sys.stderr,
         )
     if proof is not None and proof.verdict == "violated":
@@ -238,6 +238,6 @@ def _tell_what_to_do(bad: list[Found], proof: Proof | None) -> None:
         )
     if proof is not None and proof.verdict == "empty":
         print(
-            "error: no step was done, so nothing is proven\n  hint: ask again when the run has done some",
+            "error: no step was done, so nothing is proven\n  hint: run this again when the run has done some",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-"""`seatrial watch RUN`: a run as its folder shows it; it need not be running."""
+"""`seatrial watch RUN`: show a run from its folder; it need not be running."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import time
 
 from seatrial.base import units
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, InputError, RunFailed
-from seatrial.record import lock
 from seatrial.record.folder import RunFolder
+from seatrial.record.running import running
 from seatrial.record.view import RunView, read_view
 from seatrial.ui.out import Out
 from seatrial.ui.summary import print_status, summary_json
-
-HELP = "show a run from its folder alone"
 
 POLL_S = 0.2
 _LARGE_BYTES = 32 << 20  # of records, which take a second or longer to read
@@ -26,35 +24,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.add_argument("run", metavar="RUN", help="path of a run folder, or the name of one in ./runs")
     parser.add_argument(
-        "--once", action="store_true", help="show how it stands and exit; without, follow it to its end"
+        "--once",
+        action="store_true",
+        help="show the current state and exit; default: follow the run to its end",
     )
-    parser.add_argument(
-        "--wait", action="store_true", help="for the run to begin, where it does not run yet; then follow it"
-    )
+    parser.add_argument("--wait", action="store_true", help="wait for the run to begin, then follow it")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     parser.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0; following a run that ends as failed, 1. Raises InputError where RUN is no run folder."""
+    """Exit code: 0; 1 after following a run that failed. Raises InputError if RUN is not a run folder."""
     if args.wait and args.once:
-        raise InputError("--once shows how the run stands now: it does not --wait")
+        raise InputError("--once shows the current state: it cannot --wait")
     folder = _begun(args.run) if args.wait else RunFolder.find(args.run)
     records = (folder.metrics, folder.events, folder.ledger)
     size = sum(path.stat().st_size for path in records if path.is_file())
     if size > _LARGE_BYTES:
         print(f"reading {units.memory(size)} of records", file=sys.stderr, flush=True)
-    follows = args.wait or (not args.once and lock.is_held(folder.lock))
+    follows = args.wait or (not args.once and running(folder) is not None)
     return _follow(folder, args) if follows else _show(read_view(folder), args)
 
 
 def _begun(name: str) -> RunFolder:
-    """Wait until a process runs the run `name`; returns its folder."""
+    """Wait until the run `name` is running; returns its folder."""
     waits = False
     while True:
         with contextlib.suppress(InputError):
             folder = RunFolder.find(name)
-            if lock.is_held(folder.lock) and folder.job_toml.exists():
+            if running(folder) is not None and folder.job_toml.exists():
                 return folder
         if not waits:
             print(f"waiting for {name} to begin; Ctrl-C ends it", file=sys.stderr, flush=True)
@@ -77,18 +75,23 @@ def _show(view: RunView, args: argparse.Namespace) -> int:
 def _follow(folder: RunFolder, args: argparse.Namespace) -> int:
     from seatrial.ui.console import TrainConsole
 
-    # Exit normally instead of dying by the signal, so that the cursor is restored.
+    # Exit normally rather than by the signal, so that the cursor is restored.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with TrainConsole(folder, plain=args.plain, json_output=args.json) as console:
         console.catch_up()
-        while lock.is_held(folder.lock):
+        while running(folder) is not None:
             console.poll()
             time.sleep(POLL_S)
-        if not folder.is_run():
-            raise RunFailed(
-                f"{folder.path} is gone: it was moved or removed while it was watched",
-                hint="if it was moved, `seatrial watch` with its new path shows it",
-            )
+        check_there(folder)
         view = console.ended()
         console.summary(view)
     return EXIT_FAILED if view.state == "failed" else EXIT_DONE
+
+
+def check_there(folder: RunFolder) -> None:
+    """Raise RunFailed if the folder of the followed run no longer exists."""
+    if not folder.is_run():
+        raise RunFailed(
+            f"{folder.path} is gone: it was moved or removed while it was watched",
+            hint="if it was moved, `seatrial watch` with its new path shows it",
+        )

@@ -1,4 +1,4 @@
-"""Data: from text to token shards, and from a step's number to its batch.
+"""Data: from text to token shards, and from a step number to its batch.
 
 Creating a store: `prepare` resolves the sources of a job to stores; `sources` lists files, `content` detects file
 types, `packed` decompresses, `parts` splits the work, `readers` reads documents, `tokenizer` converts text and ids,

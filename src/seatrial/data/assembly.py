@@ -1,4 +1,4 @@
-"""From parts, in whatever order they are finished, to shards and problems in the order of the sources."""
+"""Combine parts, in whatever order they finish, into shards and problems in the order of the sources."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from seatrial.data.tokenise import PartResult, load_part
 from seatrial.data.workspace import Done, Reached, Workspace
 from seatrial.data.writer import Begun, StoreWriter
 
-# Called with (bytes read, bytes in all, what is being read).
+# Called with (bytes read, bytes in total, what is being read).
 Progress = Callable[[int, int, str], None]
 
 
 class Team(Protocol):
-    """Who does the parts."""
+    """The workers that process the parts."""
 
     def only_check(self) -> None: ...
 
@@ -28,7 +28,7 @@ class Team(Protocol):
 
 
 class Assembly:
-    """Puts the results of `parts` together, beginning with what is `done`."""
+    """Combines the results of `parts`, starting from what is `done`."""
 
     def __init__(
         self, space: Workspace, parts: Sequence[Part], done: Done, progress: Progress | None
@@ -38,20 +38,20 @@ class Assembly:
         self._done = done
         self._reached = done.reached
         self._appending = False
-        self._part_begins = 0  # tokens of the store before the part that is being appended
+        self._part_begins = 0  # tokens in the store before the part that is being appended
         self._waiting = dict(done.results)
         self._problems: list[Diagnostic] = []
-        self._stopped = False  # a part has problems: there will be no store
+        self._stopped = False  # a part has problems: no store will be made
         self._progress = progress
         self._total = sum(part.size for part in parts)
-        # Of each part that is being read, how far; and all of those that are done.
+        # Bytes read of each part in progress; below, the total size of finished parts.
         self._under_way: dict[int, int] = {}
         self._finished = sum(p.size for p in parts[: done.reached.part])
         self._finished += sum(parts[number].size for number in done.results)
         self.begun = Begun(space.folder, done.shards, self._shard_done, space.clear_up)
 
     def run(self, team: Team, writer: StoreWriter) -> Reached:
-        """Have `team` do what is missing, append everything to `writer`; what was counted.
+        """Have `team` process the missing parts, append everything to `writer`; returns the final counts.
 
         Raises InputError with the first MAX_PROBLEMS problems of the sources.
         """
@@ -83,7 +83,7 @@ class Assembly:
             self._progress(self._finished + sum(self._under_way.values()), self._total, name)
 
     def _take(self, writer: StoreWriter) -> None:
-        """Deal with the results that are there without a gap."""
+        """Process the results that are available without a gap."""
         while (result := self._waiting.pop(self._reached.part, None)) is not None:
             part, now = self._parts[result.number], self._reached
             # For a file cut into several parts, these counts continue from one part to the next.
@@ -99,7 +99,7 @@ class Assembly:
                 self._part_begins = writer.n_tokens - now.tokens
                 self._appending, done = True, 0
                 for tokens, starts in load_part(result, self._space.parts, writer.dtype):
-                    first = max(0, now.tokens - done)  # earlier ones are in the store already
+                    first = max(0, now.tokens - done)  # earlier ones are already in the store
                     writer.append(tokens[first:], starts[starts >= first] - first)
                     done += len(tokens)
                 self._appending = False
@@ -116,7 +116,7 @@ class Assembly:
 
 
 def _rubbish(part: Part, reached: Reached) -> Diagnostic | None:
-    """The problem if a file cut into parts has too many non-text bytes up to `part`."""
+    """The problem if a file split into parts has too many non-text bytes up to `part`."""
     file, last = part.spans[0].file, part.spans[0].end is None
     if last and not part.goes_on:
         return None  # a file in one part: already checked by its reader
@@ -126,7 +126,7 @@ def _rubbish(part: Part, reached: Reached) -> Diagnostic | None:
 
 
 def _counted(now: Reached, result: PartResult) -> Reached:
-    """`now` with one more part."""
+    """`now` plus the counts of one more part."""
     replaced = {file: n for file, n in result.replaced.items() if n}
     return Reached(
         part=now.part + 1,

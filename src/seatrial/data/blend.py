@@ -1,20 +1,20 @@
-"""Which source the sample at a position comes from, when a run blends several; exact at every prefix.
+"""The source of the sample at each position, when a run blends several; exact at every prefix.
 
-With shares w_i (weights over their sum), let n_i(p) be how many of the first p samples are of source i. Then
+With shares w_i (weights over their sum), let n_i(p) be the number of the first p samples that are of source i. Then
 
     |n_i(p) - w_i p| < 1        for every source i and every prefix p, however long the run is.
 
-Asking for that gives the j-th sample of a source a window of positions, [floor((j-1)/w_i), ceil(j/w_i)). At
-each position comes, of the samples whose window has begun, the one whose window ends first (ties: the lower
+This condition gives the j-th sample of a source a window of positions, [floor((j-1)/w_i), ceil(j/w_i)). Each
+position takes, of the samples whose window has begun, the one whose window ends first (ties: the lower
 source). Some assignment within all windows exists (Tijdeman, "The chairman assignment problem", 1980), and
-earliest deadline first finds one where there is one (unit jobs; Pfair windows: Baruah, Cohen, Plaxton and
+earliest deadline first finds one if there is one (unit jobs; Pfair windows: Baruah, Cohen, Plaxton and
 Varvel, "Proportionate Progress", 1996).
 
-Seeking does not start at 0. At position t, n_i is floor or ceil of w_i t; take any such counts that sum to t and go on
-from there by the same rule. Let D be the latest end of a window that is open at t. Where the guess and the truth
-differ, they differ in samples whose windows end by D: a difference moves to another sample only when one side
-takes it as its earliest, so never to a later end. The true side has taken all of those by D, and both have taken
-equally many, so from D on the two are the same. D is at most ceil(1/w_i) away: the cost of a seek is bounded by the
+Seeking does not start at 0. At position t, n_i is floor or ceil of w_i t; take any such counts that sum to t and
+continue by the same rule. Let D be the latest end of a window that is open at t. Where the guessed and the true
+sequence differ, they differ in samples whose windows end by D: a difference moves to another sample only when one
+side takes it as its earliest, so never to a later end. By D the true side has taken all of those, and both have taken
+equally many, so from D on they are identical. D is at most ceil(1/w_i) away: the cost of a seek is bounded by the
 smallest share and does not grow with the position. Integers only: the order is the same on every platform.
 """
 
@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from seatrial.job.numbers import shares
 
-# Shares of a denominator up to this are one table; of others, tables of so many positions are made as needed.
+# With a common denominator up to this, one table has a whole period; else tables of _BLOCK positions, made as needed.
 _WHOLE_PERIOD = 1 << 14
 _BLOCK = 1 << 10
 _BLOCKS_KEPT = 64
@@ -40,9 +40,9 @@ Indices = npt.NDArray[np.int64]
 
 
 def source_seed(seed: int, source: int, n_sources: int) -> int:
-    """The seed of the order within one source: sources of the same size must not be in step with each other.
+    """The seed of the order within one source: sources of the same size must not share one order.
 
-    The only source of a run has the run's own seed.
+    The only source of a run gets the run's own seed.
     """
     if not 0 <= source < n_sources:
         raise ValueError(f"no source {source} of {n_sources}")
@@ -54,7 +54,7 @@ def source_seed(seed: int, source: int, n_sources: int) -> int:
 
 @dataclass(frozen=True)
 class _Block:
-    """Consecutive positions: the source of each, how many of it came before, and the counts behind the last."""
+    """Consecutive positions: the source of each, its index in that source, and the counts after the last."""
 
     sources: npt.NDArray[np.uint32]
     indices: Indices
@@ -64,7 +64,7 @@ class _Block:
 class Blend:
     """Position of a sample -> (source, index of the sample in that source's own endless sequence).
 
-    `weights` need not sum to 1; ValueError where one is not finite and positive. Safe to use from several
+    `weights` need not sum to 1; ValueError if one is not finite and positive. Safe to use from several
     threads and after a fork.
     """
 
@@ -73,18 +73,18 @@ class Blend:
             raise ValueError(f"weights must be positive numbers, not {list(weights)}")
         self.shares = shares(weights)
         self.n_sources = len(self.shares)
-        # Source i comes `_quota[i]` times in each `period` positions, and every period is the same.
+        # Source i occurs `_quota[i]` times in each `period` positions, and every period is the same.
         self.period = lcm(*(s.denominator for s in self.shares))
         self._quota = [s.numerator * (self.period // s.denominator) for s in self.shares]
         assert sum(self._quota) == self.period
         assert gcd(*self._quota) == 1
         self._block = self.period if self.period <= _WHOLE_PERIOD else _BLOCK
-        # From this many positions before on, counts that are only guessed have become the true ones.
+        # If started this many positions earlier, guessed counts have converged to the true ones.
         self._settled = max(-(-self.period // q) for q in self._quota) + 1
         self._blocks: dict[int, _Block] = {}
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(source, index in it) of the sample at `position`, which counts from 0; ValueError if negative."""
+        """(source, index in it) of the sample at `position`, counted from 0; ValueError if negative."""
         if position < 0:
             raise ValueError(f"no sample at {position}")
         period, within = divmod(position, self.period)
@@ -115,7 +115,7 @@ class Blend:
         return sources.reshape(shape), indices.reshape(shape)
 
     def counts(self, position: int) -> list[int]:
-        """How many of the samples before `position` are of each source."""
+        """The number of samples of each source before `position`."""
         if position < 0:
             raise ValueError(f"no sample at {position}")
         period, within = divmod(position, self.period)
@@ -131,13 +131,13 @@ class Blend:
             length = min(self._block, self.period - number * self._block)
             block = self._make(number * self._block, self._start(number), length)
             self._blocks[number] = block
-            # list() first: another thread may add one at the same time.
+            # list() first: another thread may add one concurrently.
             for old in list(self._blocks)[:-_BLOCKS_KEPT]:
                 self._blocks.pop(old, None)
         return block
 
     def _start(self, number: int) -> list[int]:
-        """How many of each source come before block `number` of a period."""
+        """The number of samples of each source before block `number` of a period."""
         before = self._blocks.get(number - 1)
         if before is not None:
             return list(before.end)
@@ -146,7 +146,7 @@ class Blend:
         return self._make(guess_at, self._guess(guess_at), start - guess_at).end
 
     def _guess(self, position: int) -> list[int]:
-        """Counts at `position`, each a floor or ceil of share x position; at 0 they are right, else a guess."""
+        """Counts at `position`, each floor or ceil of share x position; exact at 0, else a guess."""
         counts, rest = zip(*(divmod(q * position, self.period) for q in self._quota), strict=True)
         guess = list(counts)
         by_rest = sorted(range(self.n_sources), key=lambda i: (-rest[i], i))
@@ -155,15 +155,15 @@ class Blend:
         return guess
 
     def _make(self, start: int, counts: list[int], length: int) -> _Block:
-        """The `length` positions from `start` on, before which each source came `counts` times."""
+        """The `length` positions starting at `start`, before which each source occurred `counts` times."""
         begins, keys = self._windows(start, counts, length)
-        # Keys: (end of the window, source) in one integer, so that the smallest is the next to come.
+        # Keys: (end of the window, source) in one integer, so that the smallest is the next sample.
         first = int(np.searchsorted(begins, 0, side="right"))
         waiting: list[int] = keys[:first].tolist()
         heapify(waiting)
         chosen: list[int] = []
         later, at = keys[first:].tolist(), 0
-        # How many windows begin at or before each position, behind the first.
+        # The number of windows that begin at or before each position, not counting the first ones.
         until = (np.searchsorted(begins, np.arange(length), side="right") - first).tolist()
         for end in until:
             if at == end:

@@ -1,9 +1,9 @@
-"""A bounded folder of files that can be had again: what several processes of a node keep of an object store.
+"""A bounded folder of files that can be fetched again: what several processes of a node cache of an object store.
 
-Every file is verified by whoever reads it, so damage in the cache is a file that is not there. One process fetches
-a file, those who want it too wait for it (a lock on its unfinished form). Before a file is written its bytes are added
-to a count that all processes share; where that would pass the limit, the files used longest ago are removed until a
-tenth is free. A process that dies leaves at most a count that is too high, which the next removal sets right.
+Every file is verified by its reader, so a damaged one counts as a cache miss. One process fetches a file, others that
+need it wait (a lock on its unfinished form). Before a file is written, its size is added to a count that all processes
+share; if that would exceed the limit, the least recently used files are removed until a tenth is free. A process that
+dies leaves at most a count that is too high, which the next removal corrects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from seatrial.base.private import private_folder
 
 _PART = ".part"
 _USED = ".used"
-_FREED = 0.9  # of the limit is left after files were removed
+_FREED = 0.9  # fraction of the limit that is left after a removal
 
 Check = Callable[[bytes], str | None]
 
@@ -30,17 +30,17 @@ def cache_folder() -> Path:
 
 
 class DiskCache:
-    """Files by name below `folder`, together at most `limit` bytes; safe between threads, processes and forks."""
+    """Files by name in `folder`, together at most `limit` bytes; safe across threads, processes and forks."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder
         self.limit = limit
 
     def get(self, name: str, fetch: Callable[[], bytes], check: Check) -> bytes:
-        """The content of `name`: from the folder if it is there and `check` finds nothing, else from `fetch`.
+        """The content of `name`: from the folder if it is there and passes `check`, else from `fetch`.
 
-        What `fetch` gives must have been checked by it; it is kept. Raises what `fetch` raises, and InputError where
-        the folder cannot be written to.
+        `fetch` must check its own result, which is kept. Raises what `fetch` raises, and InputError if the folder
+        cannot be written to.
         """
         path = self.folder / name
         if (kept := self._kept(path, check)) is not None:
@@ -61,7 +61,7 @@ class DiskCache:
                 return None
             os.utime(path)
         except OSError:
-            return None  # removed meanwhile, or not readable any more: it is fetched again
+            return None  # removed meanwhile, or unreadable: it is fetched again
         return data
 
     def _fetch(self, path: Path, fetch: Callable[[], bytes], check: Check) -> bytes:
@@ -70,17 +70,17 @@ class DiskCache:
         with _locked_file(part) as fd:
             try:
                 if (kept := self._kept(path, check)) is not None:
-                    return kept  # whoever had the lock before has fetched it
+                    return kept  # fetched by the previous holder of the lock
                 data = fetch()
                 if len(data) <= self.limit:
                     self._keep(data, fd, part, path)
                 return data
             finally:
                 if _is_at(fd, part):
-                    part.unlink()  # nothing came of it, and it is ours: we hold its lock
+                    part.unlink()  # the fetch failed, and it is ours: we hold its lock
 
     def _keep(self, data: bytes, fd: int, part: Path, path: Path) -> None:
-        # Written under the lock of the count: who counts anew must see all that was counted before.
+        # Written under the lock of the count: a process that recounts must see all files counted before.
         with _locked_file(self.folder / _USED) as count:
             used = int.from_bytes(os.pread(count, 8, 0), "little")
             if used + len(data) > self.limit:
@@ -90,7 +90,7 @@ class DiskCache:
             os.rename(part, path)
 
     def _remove_old(self, target: int) -> int:
-        """Remove files until `target` bytes are left; how many are."""
+        """Remove the oldest files until `target` bytes are left; returns the bytes left."""
         found: list[tuple[int, int, str]] = []
         for path in _files(self.folder):
             if path.endswith(_PART):
@@ -111,7 +111,7 @@ class DiskCache:
 
 @contextlib.contextmanager
 def _locked_file(path: Path) -> Iterator[int]:
-    """A descriptor of the file at `path`, locked: nobody else has it, and it is the one that has this name."""
+    """A descriptor of the file at `path`, locked exclusively; the file is verified to still have this name."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -131,7 +131,7 @@ def _is_at(fd: int, path: str | Path) -> bool:
 
 
 def _remove_dead(part: str) -> None:
-    """Remove an unfinished file whose writer has died: then nobody holds its lock."""
+    """Remove an unfinished file whose writer has died, so that its lock is free."""
     with contextlib.suppress(OSError):
         fd = os.open(part, os.O_RDWR | os.O_CLOEXEC)
         try:

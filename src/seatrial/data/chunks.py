@@ -1,7 +1,7 @@
-"""Hashes of a shard's chunks: they let a few tokens be verified without reading all of the shard.
+"""Hashes of a shard's chunks: they let a few tokens be verified without reading the whole shard.
 
-A hash is XXH3-128: it finds damage at the speed of memory. It is no defence against somebody who wants two contents to
-have one hash; that is what the SHA-256 of whole files is for, which `seatrial data verify` compares.
+The hash is XXH3-128, which detects damage at memory speed. It does not protect against deliberate collisions; for that
+`seatrial data verify` compares the SHA-256 of whole files.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _BLOCK = 1 << 22
 
 
 class ChunkHasher:
-    """Hashes of consecutive chunks of what `update` is given, in pieces of any size."""
+    """Hashes consecutive chunks of the data passed to `update`, in pieces of any size."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
         self._state = xxhash.xxh3_128()
-        self._filled = 0  # bytes in the chunk that is not complete
+        self._filled = 0  # bytes in the incomplete chunk
         self._digests = bytearray()
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
@@ -54,7 +54,7 @@ class ChunkHasher:
         self._filled = 0
 
     def finish(self) -> bytes:
-        """16 bytes for each chunk, the last of which may be shorter than the others."""
+        """16 bytes per chunk; the last chunk may be shorter than the others."""
         if self._filled:
             self._close()
         return bytes(self._digests)
@@ -69,12 +69,12 @@ class ChunkHashes:
     digests: bytes
 
     def span(self, number: int) -> tuple[int, int]:
-        """(first byte, bytes) of chunk `number`."""
+        """(first byte, size in bytes) of chunk `number`."""
         begin = number * self.chunk_bytes
         return begin, min(self.chunk_bytes, self.shard_bytes - begin)
 
     def problem(self, number: int, data: bytes | memoryview) -> str | None:
-        """What is wrong with `data` as the content of chunk `number`; None: it is as it was written."""
+        """What is wrong with `data` as the content of chunk `number`; None if it is intact."""
         begin, size = self.span(number)
         if len(data) != size:
             return f"truncated: {len(data)} of {size} bytes from byte {begin} on"
@@ -89,7 +89,7 @@ class ChunkHashes:
 
 
 def parse(stored: ChunkFile, shard_bytes: int, data: bytes, place: str) -> ChunkHashes:
-    """The hashes in `data`, the content of the file `stored`; InputError where it is not what the manifest says."""
+    """The hashes in `data`, the content of the file `stored`; InputError if it does not match the manifest."""
     found = xxhash.xxh3_128_hexdigest(data)
     if found != stored.xxh3_128:
         raise InputError(
@@ -108,17 +108,17 @@ RESTORE_HINT = (
 
 
 class MadeHashes:
-    """Chunk hashes of shards that came without any, made at the first use of each shard and kept in `folder`.
+    """Chunk hashes of shards that were written without any, computed at each shard's first use and kept in `folder`.
 
-    Making them reads the whole shard, and compares its SHA-256 with the manifest's on the way. They are kept under
-    that SHA-256, so they never meet another content. Of several processes one makes them, the others wait.
+    This reads the whole shard, and compares its SHA-256 with the manifest's on the way. They are stored under
+    that SHA-256, so they never apply to other content. Of several processes one computes them, the others wait.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def of(self, shard: ShardFile, path: Path) -> ChunkHashes:
-        """Raises InputError where the shard is damaged, and StorageError where the folder cannot be written to."""
+        """The chunk hashes; InputError if the shard is damaged, StorageError if the folder cannot be written to."""
         kept = self._folder / f"{shard.sha256}.xxh3"
         digests = self._kept(kept, shard)
         if digests is None:
@@ -126,7 +126,7 @@ class MadeHashes:
                 digests = self._kept(kept, shard)
                 if digests is None:
                     digests = _hash_shard(shard, path)
-                    # With a hash of its own: this file is believed like a manifest is.
+                    # With a hash of its own, because this file is trusted like a manifest.
                     LocalStore(self._folder).write(kept.name, xxhash.xxh3_128_digest(digests) + digests)
         return ChunkHashes(CHUNK_BYTES, shard.bytes, digests)
 
@@ -155,7 +155,7 @@ class MadeHashes:
 
 
 def _hash_shard(shard: ShardFile, path: Path) -> bytes:
-    """The chunk hashes of the file at `path`; InputError where it is not the shard."""
+    """The chunk hashes of the file at `path`; InputError if it is not the shard."""
     whole, chunks = hashlib.sha256(), ChunkHasher()
     try:
         with open(open_file(path, links=True), "rb", buffering=0) as f:

@@ -1,4 +1,4 @@
-"""Where documents begin: the index of a shard, searched on disk, and document numbers of whole samples."""
+"""Document boundaries: the index of a shard, searched on disk, and document numbers within samples."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from seatrial.base.files import open_file
 from seatrial.data.chunks import RESTORE_HINT
 
 _ENTRY = np.dtype("<u8")
-_AT_ONCE = 512  # entries: where the search ends, and what one read takes
+_AT_ONCE = 512  # entries: size of the last search interval, and of one read
 
 Positions = npt.NDArray[np.int64]
 
 
 class DocumentIndex:
-    """Ascending uint64 starts of documents, in tokens from their shard's start; searched where they are."""
+    """Ascending uint64 starts of documents, in tokens from their shard's start; searched without loading all."""
 
     def __init__(self, read: Callable[[int, int], bytes], n_documents: int, place: str) -> None:
-        """`read` gives (offset, size) bytes of the index, or fewer where it ends; `place` is where it is."""
+        """`read` returns (offset, size) bytes of the index, or fewer at its end; `place` is its path or address."""
         self._pread = read
         self._n = n_documents
         self._place = place
 
     @classmethod
     def open(cls, path: Path, n_documents: int) -> DocumentIndex:
-        """The index in the file at `path`, of which nothing is kept in memory."""
+        """The index in the file at `path`; nothing of it is kept in memory."""
         try:
             file = _File(path)
         except OSError as e:
@@ -43,7 +43,7 @@ class DocumentIndex:
         return cls(lambda offset, size: data[offset : offset + size], n_documents, place)
 
     def between(self, begin: int, end: int) -> Positions:
-        """int64: the starts in [begin, end), ascending."""
+        """The starts in [begin, end), ascending, int64."""
         found = []
         at = self._first_at_least(begin)
         while at < self._n:
@@ -77,7 +77,7 @@ class DocumentIndex:
 
 
 class _File:
-    """A descriptor that closes when the last user lets go."""
+    """A descriptor that is closed with its last reference."""
 
     def __init__(self, path: Path) -> None:
         self._fd = -1
@@ -96,9 +96,9 @@ def _lost(place: str, why: str) -> InputError:
 
 
 def numbered(starts_of_rows: list[Positions], length: int) -> npt.NDArray[np.int32]:
-    """int32 [row, token]: which document of its row each token belongs to, counted from 0.
+    """int32 [row, token]: the number, from 0, of the document within its row that each token belongs to.
 
-    `starts_of_rows` has for each row the places, after the first token, where another document begins.
+    `starts_of_rows` contains for each row the positions, after the first token, where another document begins.
     """
     begins = np.zeros((len(starts_of_rows), length), dtype=np.int32)
     for row, starts in zip(begins, starts_of_rows, strict=True):

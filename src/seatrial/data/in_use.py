@@ -60,11 +60,11 @@ def claimed(folder: Path) -> Iterator[None]:
         except BlockingIOError as e:
             raise RunFailed(
                 f"{folder} is in use by {' and '.join(_holders(fd)) or 'a run, perhaps on another machine'}",
-                hint="it stays as it is: wait for the run, stop it, or take another folder",
+                hint="it is not replaced: wait for the run, stop it, or take another folder",
             ) from e
         except OSError as e:
             raise RunFailed(
-                f"it cannot be told whether a run uses {folder}: {e.strerror}", hint="take another folder"
+                f"it is unknown whether a run uses {folder}: {e.strerror}", hint="take another folder"
             ) from e
         yield
     finally:
@@ -89,7 +89,7 @@ def _holders(fd: int) -> list[str]:
 
 
 def _locked_by(inode: int) -> set[str]:
-    """Processes with an flock on this inode, on any device: overlayfs shows another device number than it locks."""
+    """Processes with an flock on this inode, on any device: overlayfs reports another device number than it locks."""
     try:
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""A step's number to its batch: the whole state of the loader is that number.
+"""Map a step number to its batch: the loader's whole state is that number.
 
 Letters in names: B rows of the batch, T tokens of a sequence.
 """
@@ -28,11 +28,11 @@ class Batch(NamedTuple):
 
     ids_BT: torch.Tensor  # int64
     target_BT: torch.Tensor  # int64: the token after each
-    # int32: which document of its row a token belongs to, counted from 0; None where attention crosses their ends.
+    # int32: the number, from 0, of the document within its row; None if attention crosses document boundaries.
     document_BT: torch.Tensor | None
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a GPU; nothing waits for the copy."""
+        """The same on a GPU; the copy is asynchronous."""
         ids_BT, target_BT, document_BT = (
             None if t is None else t.pin_memory().to(device, non_blocking=True) for t in self
         )
@@ -47,11 +47,11 @@ class BatchLoader:
     Sample i of a store is the tokens [i T, i T + T + 1): neighbours share one token, which one of them
     predicts and the other reads. Steps count from 1; step N is positions [(N-1) global_batch, N global_batch)
     of the endless sequence of samples, which passes from one epoch to the next in the middle of a batch.
-    Of several stores a `Blend` says which one a position is of; each has its own order and its own epochs.
+    With several stores a `Blend` decides the source of each position; each has its own order and its own epochs.
 
-    After each batch the rows of the next `ahead` steps are read by a thread: then the reading of a disk or of an
-    object store, and the verification of what was read, are behind nobody's step. What goes wrong there is raised by
-    the `batch` that asks for it.
+    After each batch a thread prefetches the rows of the next `ahead` steps: then reading from a disk or an object
+    store, and verifying what was read, delay no step. An error there is raised by the `batch` call that asks for
+    those rows.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class BatchLoader:
         ahead: int = 1,
         last_step: int | None = None,
     ) -> None:
-        """`blend` is needed where there is more than one store, with as many sources.
+        """`blend` is required for more than one store, with as many sources.
 
-        Nothing after `last_step` is read ahead: the end of a run waits for no request whose answer nobody needs.
+        Nothing after `last_step` is prefetched: the end of a run does not wait for an unneeded request.
 
-        Raises InputError for every store that does not hold one sample.
+        Raises InputError for every store that does not contain one sample.
         """
         self.stores = (stores,) if isinstance(stores, TokenStore) else tuple(stores)
         if not self.stores or (blend.n_sources if blend is not None else 1) != len(self.stores):
@@ -114,16 +114,10 @@ class BatchLoader:
             raise ValueError(f"steps count from 1, not {step}")
         return (step - 1) * self.global_batch, step * self.global_batch
 
-    def epochs(self, step: int) -> list[float]:
-        """How often each store was read before `step`."""
-        first, _ = self.samples(step)
-        counts = [first] if self._blend is None else self._blend.counts(first)
-        return [done / n for done, n in zip(counts, self.samples_of, strict=True)]
-
     def batch(self, step: int, first: int, count: int) -> Batch:
-        """Rows [first, first + count) of step's global batch. Reads those rows only, and then the next steps'.
+        """Rows [first, first + count) of step's global batch. Reads only those rows, then prefetches the next steps'.
 
-        InputError names file and position of an id beyond the vocabulary, and of data that is not what was written.
+        InputError names file and position of an id beyond the vocabulary, and of damaged data.
         """
         begin, end = self.samples(step)
         if first < 0 or count < 1 or begin + first + count > end:
@@ -135,7 +129,7 @@ class BatchLoader:
             self._read_ahead(step, first, count)
 
     def close(self) -> None:
-        """Stop reading ahead, and wait for what is being read."""
+        """Stop prefetching, and wait for the read in progress."""
         self._coming.clear()
         if self._reader is not None:
             self._reader.shutdown(cancel_futures=True)
@@ -161,7 +155,7 @@ class BatchLoader:
         target_BT = np.empty((count, T), dtype=np.int64)
         document_BT = None if self.attend_across_documents else np.empty((count, T), dtype=np.int32)
         for source, store in enumerate(self.stores):
-            # All rows as a slice: numpy copies into one several times as fast as into rows by number.
+            # All rows as a slice: numpy copies into a slice several times faster than into rows by index.
             rows = np.flatnonzero(sources == source) if len(self.stores) > 1 else slice(None)
             here = starts[rows].tolist()
             if not here:
@@ -180,7 +174,7 @@ class BatchLoader:
         )
 
     def places(self, position: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(store, first token in it) of each of `count` samples from `position` of the run on, int64."""
+        """(store, first token in it) of each of `count` samples from the run's `position` on, int64."""
         T = self.sequence_length
         sources = np.zeros(count, dtype=np.int64)
         if self._blend is None:
@@ -191,7 +185,7 @@ class BatchLoader:
         for source, (seed, n) in enumerate(zip(self._seeds, self.samples_of, strict=True)):
             rows = np.flatnonzero(sources == source)
             if rows.size:
-                # A source's samples come one after the other, so those of a range of positions are a range too.
+                # A source's samples are consecutive, so those of a range of positions are a range too.
                 indices = sample_indices(int(numbers[rows[0]]), rows.size, seed=seed, samples_per_epoch=n)
                 starts[rows] = indices * T
         return sources, starts

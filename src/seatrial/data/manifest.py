@@ -1,4 +1,4 @@
-"""manifest.json of a token store: its fields, and reading it with errors that name the place."""
+"""manifest.json of a token store: its fields, and parsing with errors that name the place."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ChunkFile(_Strict):
 
 
 class ShardFile(_Strict):
-    """One file of tokens. `chunks` is missing where a version of seatrial that knew none wrote it."""
+    """One file of tokens. `chunks` is missing if it was written by a version of seatrial without chunk hashes."""
 
     file: FileName
     n_tokens: Annotated[int, Field(ge=1)]
@@ -64,7 +64,7 @@ class ShardFile(_Strict):
 
 
 class Manifest(_Strict):
-    """All of manifest.json. `source` says, for people, where the text came from."""
+    """All of manifest.json. `source` describes, for people, the origin of the text."""
 
     schema_version: Literal[1]
     tokenizer: TokenizerInfo
@@ -77,22 +77,22 @@ class Manifest(_Strict):
 
     @property
     def itemsize(self) -> int:
-        """Bytes a token."""
+        """Bytes per token."""
         return 2 if self.dtype == "uint16" else 4
 
 
 def prepare_hint(folder: Path) -> str:
-    """What to run where `folder` holds no token store."""
+    """The command to run if `folder` does not contain a token store."""
     return f"make one with: seatrial data prepare SOURCE... --out {folder}"
 
 
 def is_store(folder: Path) -> bool:
-    """Whether `folder` holds a token store, or what is left of one."""
+    """Whether `folder` contains a token store, or the remains of one."""
     return (folder / MANIFEST).is_file() or (folder / "shard-00000.bin").is_file()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the store in `folder`; InputError where there is none or it contradicts itself."""
+    """The manifest of the store in `folder`; InputError if it is missing or inconsistent."""
     path = folder / MANIFEST
     try:
         data = read_bytes(path, links=True)
@@ -104,7 +104,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes, path: str, *, hint: str) -> Manifest:
-    """The manifest in `data`, the content of `path`; InputError where it is none or contradicts itself."""
+    """The manifest in `data`, the content of `path`; InputError if it is invalid or inconsistent."""
     try:
         content = parse_json(data.decode("utf-8"))
     except json.JSONDecodeError as e:
@@ -155,7 +155,7 @@ def _absent(folder: Path) -> str:
         return f"{folder} is a file, not a folder of token shards"
     if not any(folder.iterdir()):
         return f"the data folder {folder} is empty"
-    return f"{folder} is no token store: it has no {MANIFEST}"
+    return f"{folder} is not a token store: it has no {MANIFEST}"
 
 
 def _contradictions(m: Manifest) -> list[str]:

@@ -1,18 +1,18 @@
-"""Megatron's pair of files, NAME.bin and NAME.idx: what the index says, checked, and writing both.
+"""Megatron's pair of files, NAME.bin and NAME.idx: reading and checking the index, and writing both.
 
 NAME.bin holds tokens and nothing else. NAME.idx, all numbers little-endian:
 
     9 bytes  "MMIDIDX" and two zero bytes
     uint64   1, the version
     uint8    type of the tokens, see TYPES
-    uint64   S, how many sequences
-    uint64   D, how many entries the document index has: documents + 1
+    uint64   S, number of sequences
+    uint64   D, number of entries of the document index: documents + 1
     int32 x S   tokens of each sequence
-    int64 x S   where it begins in NAME.bin, in bytes
+    int64 x S   its start in NAME.bin, in bytes
     int64 x D   document i is the sequences [entry i, entry i + 1); the first entry is 0, the last is S
 
-After Megatron-LM's description of its "indexed dataset" (megatron/core/datasets/readme.md). A file for several modes
-has int8 x S behind that; those are refused.
+After Megatron-LM's description of its "indexed dataset" (megatron/core/datasets/readme.md). A file with several modes
+has int8 x S after that; those are refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VERSION = 1
 TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 _HEADER = struct.Struct("<9sQBQQ")
 _LONGEST = 2**31 - 1  # tokens of a sequence
-_ENTRIES = 1 << 20  # read or written at once
+_ENTRIES = 1 << 20  # read or written at a time
 _TOKENS = 1 << 22
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
@@ -55,7 +55,7 @@ class Pair:
     n_sequences: int
     n_documents: int
     n_tokens: int
-    contiguous: bool  # the sequences are all of the .bin, in order
+    contiguous: bool  # the sequences cover the .bin, in order
 
     @property
     def bin(self) -> Path:
@@ -68,7 +68,7 @@ class Pair:
         return self.prefix.with_name(self.prefix.name + ".idx")
 
     def sequences(self) -> Iterator[tuple[Positions, Positions]]:
-        """(first token in the .bin, tokens) of the sequences, some at a time."""
+        """(first token in the .bin, number of tokens) of the sequences, in blocks."""
         with open(open_file(self.idx, links=True), "rb", buffering=0) as f:
             for first in range(0, self.n_sequences, _ENTRIES):
                 n = min(_ENTRIES, self.n_sequences - first)
@@ -77,7 +77,7 @@ class Pair:
                 yield pointers // self.kind.itemsize, lengths
 
     def documents(self) -> Iterator[Positions]:
-        """Entries of the document index, some at a time; each block begins with the last entry of the one before."""
+        """Entries of the document index, in blocks; each begins with the last entry of the previous one."""
         begin = _HEADER.size + 12 * self.n_sequences
         with open(open_file(self.idx, links=True), "rb", buffering=0) as f:
             for first in range(0, self.n_documents, _ENTRIES):
@@ -85,14 +85,14 @@ class Pair:
                 yield _column(f, begin + 8 * first, n, "<i8")
 
     def document_starts(self) -> Iterator[Positions]:
-        """Where documents that have tokens begin, counted in tokens as the sequences come one after the other."""
+        """Starts of documents that have tokens, in tokens counted over the concatenated sequences."""
         blocks = (block[:-1] for block in self.documents())
         block = np.empty(0, dtype=np.int64)
         before, number, last = (
             0,
             0,
             -1,
-        )  # tokens and sequences before those that are looked at; the last start
+        )  # tokens and sequences before the current block; the last start
         for _, lengths in self.sequences():
             begins = before + np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
             number += len(lengths)
@@ -100,7 +100,7 @@ class Pair:
                 inside = block[: np.searchsorted(block, number)]
                 if len(inside):
                     starts = begins[inside - number + len(lengths)]
-                    # Of documents that begin at the same place all but the last have no tokens.
+                    # Of documents that begin at the same position, all but the last have no tokens.
                     new = (np.diff(starts, prepend=last) > 0) & (starts < self.n_tokens)
                     last = int(starts[-1])
                     yield starts[new]
@@ -114,7 +114,7 @@ class Pair:
 
 
 def _column(f: BinaryIO, offset: int, count: int, kind: str) -> Positions:
-    """`count` numbers of `kind` from byte `offset` on; OSError where the file ends before."""
+    """`count` numbers of `kind` starting at byte `offset`; OSError if the file ends before."""
     f.seek(offset)
     data = bytearray(count * np.dtype(kind).itemsize)
     view, done = memoryview(data), 0
@@ -127,7 +127,7 @@ def _column(f: BinaryIO, offset: int, count: int, kind: str) -> Positions:
 
 
 def find_pair(path: Path) -> Path | None:
-    """The prefix of the pair that `path` names (NAME, NAME.bin or NAME.idx); None if it names none."""
+    """The prefix of the pair at `path` (NAME, NAME.bin or NAME.idx); None if there is none."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if prefix == path and path.exists():
         return None
@@ -142,11 +142,11 @@ def find_pair(path: Path) -> Path | None:
 
 
 def open_pair(path: Path) -> Pair:
-    """The pair that `path` names, its index read once and checked; InputError with everything that is wrong."""
+    """The pair at `path`, its index read once and checked; InputError lists everything that is wrong."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if not prefix.name:
         raise InputError(
-            f"{path} has no name, so it is no Megatron dataset", hint="give NAME of NAME.bin and NAME.idx"
+            f"{path} has no name, so it is not a Megatron dataset", hint="give NAME of NAME.bin and NAME.idx"
         )
     idx, data = prefix.with_name(prefix.name + ".idx"), prefix.with_name(prefix.name + ".bin")
     try:
@@ -171,14 +171,14 @@ def _header(header: bytes, idx: Path, idx_bytes: int) -> tuple[np.dtype[np.integ
         return InputError(Diagnostic(message, file=str(idx), hint=hint))
 
     if len(header) < _HEADER.size or not header.startswith(MAGIC):
-        raise refuse("no index of a Megatron dataset: it does not begin with MMIDIDX")
+        raise refuse("not an index of a Megatron dataset: it does not begin with MMIDIDX")
     _, version, code, n_sequences, entries = _HEADER.unpack(header)
     if version != VERSION:
         raise refuse(f"version {version} of the index; version {VERSION} is read")
     name = TYPES.get(code)
     if name is None or name.startswith("float"):
         raise refuse(
-            f"type {code} is not one of tokens" if name is None else f"it holds {name}, not tokens",
+            f"type {code} is not a token type" if name is None else f"it holds {name}, not tokens",
             f"integers are: {', '.join(f'{c} {t}' for c, t in TYPES.items() if 'int' in t)}",
         )
     wanted = _HEADER.size + 12 * n_sequences + 8 * entries
@@ -195,11 +195,13 @@ def _header(header: bytes, idx: Path, idx_bytes: int) -> tuple[np.dtype[np.integ
 
 
 def _check(pair: Pair, n_bytes: int) -> tuple[int, bool, list[str]]:
-    """(tokens, whether the sequences are all of the .bin in order, what is wrong)."""
+    """(tokens, whether the sequences cover the .bin in order, what is wrong)."""
     problems: list[str] = []
     itemsize = pair.kind.itemsize
     if n_bytes % itemsize:
-        problems.append(f"{pair.bin.name} has {n_bytes} bytes, which are no whole number of {pair.kind.name}")
+        problems.append(
+            f"{pair.bin.name} has {n_bytes} bytes, which is not a whole number of {pair.kind.name}"
+        )
     n_tokens, expected, contiguous, number = 0, 0, True, 0
     with open(open_file(pair.idx, links=True), "rb", buffering=0) as f:
         for first in range(0, pair.n_sequences, _ENTRIES):
@@ -207,7 +209,7 @@ def _check(pair: Pair, n_bytes: int) -> tuple[int, bool, list[str]]:
             lengths = _column(f, _HEADER.size + 4 * first, n, "<i4")
             pointers = _column(f, _HEADER.size + 4 * pair.n_sequences + 8 * first, n, "<i8")
             bad = (lengths < 0) | (pointers < 0) | (pointers % itemsize != 0)
-            # Divided, not multiplied: a damaged number must not run over.
+            # Divided, not multiplied: a damaged number must not overflow.
             bad |= pointers // itemsize > n_bytes // itemsize - lengths
             if bad.any():
                 at = int(np.flatnonzero(bad)[0])
@@ -216,7 +218,7 @@ def _check(pair: Pair, n_bytes: int) -> tuple[int, bool, list[str]]:
                     f"{pair.bin.name}, which has {n_bytes} bytes"
                 )
                 return n_tokens, False, problems
-            some = lengths > 0  # where a sequence of nothing lies says nothing
+            some = lengths > 0  # the position of an empty sequence is irrelevant
             if some.any():
                 begins, ends = pointers[some], (pointers + lengths * itemsize)[some]
                 contiguous &= int(begins[0]) == expected and bool((begins[1:] == ends[:-1]).all())
@@ -241,17 +243,18 @@ def _check(pair: Pair, n_bytes: int) -> tuple[int, bool, list[str]]:
 def export_pair(
     store: TokenStore, prefix: Path, *, force: bool = False, progress: Progress | None = None
 ) -> Pair:
-    """Write `store` as PREFIX.bin and PREFIX.idx: one sequence a document, uint16 or int32 as the store has it.
+    """Write `store` as PREFIX.bin and PREFIX.idx: one sequence per document, uint16 or int32 according to the store.
 
-    A document of more than 2^31 - 1 tokens is several sequences. InputError where the files exist (and not `force`) or
-    an id does not fit; RunFailed where the disk gives out: then nothing is there, or what was there before.
+    A document of more than 2^31 - 1 tokens becomes several sequences. InputError if the files exist (and not `force`)
+    or an id does not fit; RunFailed if the disk fails or is full: a pair that was there is kept, or
+    at worst left without its .idx, which no reader accepts.
     """
     names = [prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")]
     for path in names:
         if path.is_dir() or (path.exists() and not force):
             raise InputError(f"{path} exists", hint="--force replaces it; another --out keeps both")
     if store.max_token > _LONGEST:
-        raise InputError(f"{store.place} has the token id {store.max_token}, which is no int32")
+        raise InputError(f"{store.place} has the token id {store.max_token}, which is not an int32")
     code = 8 if store.dtype.itemsize == 2 else 4
     temporary = [path.with_name(f".{path.name}.tmp-{os.getpid()}") for path in names]
     try:
@@ -267,7 +270,7 @@ def export_pair(
         with open(open_file(temporary[1], _NEW), "wb") as index:
             _write_index(index, store, code)
             _sync(index)
-        # The index last: without it the other is no dataset, and an old index beside new data would be wrong.
+        # The index last: without it the .bin is not a dataset, and an old index next to new data would be wrong.
         names[1].unlink(missing_ok=True)
         for source, target in zip(temporary, names, strict=True):
             os.replace(source, target)
@@ -290,7 +293,7 @@ def _sync(file: BinaryIO) -> None:
 
 
 def _write_index(index: BinaryIO, store: TokenStore, code: int) -> None:
-    """The tables one after the other, each made anew from the store's own index: memory does not grow with it."""
+    """Write the tables in sequence, each recomputed from the store's own index: memory does not grow with it."""
     n_sequences = sum(len(lengths) for lengths, _ in _sequences(store))
     n_documents = sum(int(begins.sum()) for _, begins in _sequences(store))
     index.write(_HEADER.pack(MAGIC, VERSION, code, n_sequences, n_documents + 1))
@@ -309,8 +312,8 @@ def _write_index(index: BinaryIO, store: TokenStore, code: int) -> None:
 
 
 def _sequences(store: TokenStore) -> Iterator[tuple[Positions, npt.NDArray[np.bool_]]]:
-    """(tokens, whether a document begins) of the sequences that the store becomes, some at a time."""
-    open_since = 0  # where the document begins that is not written yet
+    """(number of tokens, whether a document begins) of the sequences that the store becomes, in blocks."""
+    open_since = 0  # start of the document that is not yet complete
     for first in range(0, store.n_tokens, _TOKENS):
         until = min(first + _TOKENS, store.n_tokens)
         starts = np.unique(store.document_starts_between(max(first, 1), until))

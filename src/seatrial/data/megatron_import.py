@@ -1,4 +1,4 @@
-"""A token store made of a Megatron dataset: by a link to its .bin where that is possible, else by a copy."""
+"""Make a token store of a Megatron dataset: by a link to its .bin if possible, else by a copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from seatrial.data.tokenise import token_type
 from seatrial.data.tokenizer import load_tokenizer
 from seatrial.data.writer import DEFAULT_SHARD_TOKENS, StoreWriter
 
-# An int32 that is no negative number has the same bytes as a uint32.
+# A non-negative int32 has the same bytes as a uint32.
 _SAME_BYTES: dict[str, np.dtype[np.unsignedinteger]] = {"uint16": np.dtype("<u2"), "int32": np.dtype("<u4")}
 _TOKENS = 1 << 22
 
@@ -32,9 +32,9 @@ def import_pair(
 ) -> TokenStore:
     """The Megatron dataset `source` (NAME, NAME.bin or NAME.idx) as a token store at `out`.
 
-    The store has a link to NAME.bin, which must stay as it is. The tokens are copied instead with `copy`, and where
-    NAME.bin is not what a shard is: another type than uint16 or int32, or sequences that do not follow each other.
-    InputError for a damaged index, ids beyond the tokenizer's, an `out` that exists. RunFailed: the disk gave out.
+    The store has a link to NAME.bin, which must not change. The tokens are copied instead with `copy`, and if
+    NAME.bin is not laid out as a shard: another type than uint16 or int32, or sequences that are not contiguous.
+    InputError for a damaged index, ids beyond the tokenizer's, an existing `out`. RunFailed: the disk failed.
     """
     pair = open_pair(source)
     tokenizer = load_tokenizer(tokenizer_spec)
@@ -79,12 +79,12 @@ def import_pair(
 
 
 def _copied(pair: Pair) -> Iterator[tuple[Positions, Positions]]:
-    """(tokens, where documents begin among them): the sequences in order, some megabytes at a time."""
+    """(tokens, starts of documents among them): the sequences in order, some megabytes at a time."""
     starts = _Starts(pair)
     at = 0
     with open(open_file(pair.bin, links=True), "rb", buffering=0) as f:
         for begins, lengths in pair.sequences():
-            # Runs of sequences that follow each other in the file are read as one.
+            # Sequences that are adjacent in the file are read as one run.
             breaks = np.flatnonzero(begins[1:] != begins[:-1] + lengths[:-1]) + 1
             for first, last in zip([0, *breaks], [*breaks, len(begins)], strict=True):
                 left, offset = int(lengths[first:last].sum()), int(begins[first])
@@ -99,14 +99,14 @@ def _copied(pair: Pair) -> Iterator[tuple[Positions, Positions]]:
 
 
 class _Starts:
-    """Where documents begin, taken in order."""
+    """Starts of documents, consumed in order."""
 
     def __init__(self, pair: Pair) -> None:
         self._blocks = pair.document_starts()
         self._rest = np.empty(0, dtype=np.int64)
 
     def until(self, end: int) -> Positions:
-        """Those not taken yet that are before `end`."""
+        """The remaining starts before `end`; removes them."""
         while (not len(self._rest) or self._rest[-1] < end) and (
             more := next(self._blocks, None)
         ) is not None:

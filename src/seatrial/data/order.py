@@ -5,7 +5,7 @@ numbers below ceil(sqrt(n)), walked along its cycle until it lands below n (Blac
 with Arbitrary Finite Domains", 2002). The square is at most 2 sqrt(n) larger than n, so a second walk is
 rare. Integers and hashlib only: the order is the same on every platform and Python version.
 
-`sample_index` says what the order is, one position at a time; `sample_indices` computes the same for a range of
+`sample_index` defines the order, one position at a time; `sample_indices` computes the same for a range of
 positions with numpy.
 """
 
@@ -22,16 +22,16 @@ import numpy.typing as npt
 # a few samples have halves of 2 or 3 values and need more before each order is about as likely as another.
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
-# Below this many, one after the other is quicker than about a hundred calls of numpy.
+# Below this count, a scalar loop is faster than about a hundred numpy calls.
 _FEW = 18
 
 _Words = npt.NDArray[np.uint64]
 
 
 def sample_index(position: int, *, seed: int, samples_per_epoch: int) -> tuple[int, int]:
-    """(epoch, index of the sample) at `position`, which counts from 0 over all epochs; O(1) time and memory.
+    """(epoch, index of the sample) at `position`, counted from 0 over all epochs; O(1) time and memory.
 
-    Within an epoch every index in [0, samples_per_epoch) comes exactly once.
+    Within an epoch every index in [0, samples_per_epoch) occurs exactly once.
     """
     if position < 0 or seed < 0 or samples_per_epoch < 1:
         raise ValueError(f"no sample at {position=} with {seed=}, {samples_per_epoch=}")
@@ -50,7 +50,7 @@ def sample_index(position: int, *, seed: int, samples_per_epoch: int) -> tuple[i
 def sample_indices(first: int, count: int, *, seed: int, samples_per_epoch: int) -> npt.NDArray[np.int64]:
     """int64 [count]: the indices of the samples at positions first, ..., first + count - 1.
 
-    The same as `sample_index` of each. ValueError as there, and for more than 2^62 samples an epoch.
+    The same as `sample_index` of each. ValueError as there, and for more than 2^62 samples per epoch.
     """
     if first < 0 or count < 0 or seed < 0 or not 1 <= samples_per_epoch <= 1 << 62:
         raise ValueError(f"no samples [{first}, {first + count}) with {seed=}, {samples_per_epoch=}")
@@ -72,7 +72,7 @@ def sample_indices(first: int, count: int, *, seed: int, samples_per_epoch: int)
 
 
 def _permuted(index: _Words, keys: tuple[int, ...], n: int) -> _Words:
-    """Where the epoch's permutation sends each of `index`, all below `n`."""
+    """The image of each of `index`, all below `n`, under the epoch's permutation."""
     side = isqrt(n - 1) + 1
     index = _once(index, keys, side)
     outside = np.flatnonzero(index >= n)
@@ -88,13 +88,13 @@ def _once(index: _Words, keys: tuple[int, ...], side: int) -> _Words:
     for key in keys:
         # Reduced before it is added: `left + mix` can pass 2^64, where numpy wraps around and Python does not.
         total = left + _mix_words(right ^ np.uint64(key)) % divisor
-        # Where the total is below the divisor the difference wraps around to a huge number.
+        # If the total is below the divisor, the difference wraps around to a huge number.
         left, right = right, np.minimum(total, total - divisor)
     return left * divisor + right
 
 
 def _mix_words(x: _Words) -> _Words:
-    """`_mix` of each, modulo 2^64 as numpy's integers are."""
+    """`_mix` of each, modulo 2^64 like numpy's integers."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

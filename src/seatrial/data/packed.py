@@ -135,7 +135,7 @@ class Unpacked(io.RawIOBase):
             raise OSError(
                 None,
                 f"its {self._packing} data has more than {self._most:,} bytes, over {_MOST_TIMES} times the file's: "
-                "it is taken for a decompression bomb (unpack it yourself if it is none)",
+                "it is treated as a decompression bomb (unpack it yourself if it is not)",
             )
         self._ready = memoryview(made)
         return True

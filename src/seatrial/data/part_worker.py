@@ -1,6 +1,6 @@
 """A process that tokenises the parts it is given: `python -m seatrial.data.part_worker`, started by `pool.py`.
 
-Its own program, not a fork of whoever wants a store: that one may have threads, and a main module that must not be
+A separate program, not a fork of the calling process: that may have threads, and a main module that must not be
 run again.
 """
 
@@ -23,13 +23,13 @@ from seatrial.data.tokenizer import load_tokenizer
 
 
 def main() -> int:
-    """Do what the channel asks for, until it closes."""
+    """Process orders from the channel until it closes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     args = parser.parse_args()
     die_with_parent(args.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent, which ends us
     channel = Channel.from_fd(args.channel)
     worker: _Worker | None = None
     while not channel.closed:

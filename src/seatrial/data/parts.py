@@ -1,6 +1,6 @@
-"""The work of tokenising, cut into parts that depend on the sources alone, never on who does them.
+"""Split the work of tokenising into parts that depend only on the sources, never on the workers.
 
-So any number of workers, in any order, and any number of attempts make the same store.
+So any number of workers, in any order, and any number of attempts produce the same store.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from seatrial.data import readers
 from seatrial.data.sources import Found, SourceFile, Span
 
-# Goes into fingerprints: a change of what a part holds must not meet the parts of an older version.
+# Part of fingerprints: parts written by an older version with other content must not be reused.
 _FORMAT = 2
 _FEWEST_BYTES, _MOST_BYTES = 1 << 22, 1 << 25
-_PARTS = 256  # of a source whose parts are between the two
+_PARTS = 256  # of a source whose part size is between these limits
 _MOST_FILES = 4096
 
 
@@ -33,11 +33,11 @@ class Part:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it begins in the file that the part before ends in."""
+        """Whether it begins in the file that the previous part ends in."""
         return self.spans[0].begin > 0
 
     def as_json(self) -> dict[str, Any]:
-        """For a worker."""
+        """As JSON, for a worker."""
         spans = [
             [str(f.path), f.name, f.kind, f.size, f.mtime_ns, f.packing, s.begin, s.end]
             for s in self.spans
@@ -52,7 +52,7 @@ class Part:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Part:
-        """The part that `as_json` described."""
+        """The inverse of `as_json`."""
         spans = tuple(
             Span(SourceFile(Path(path), *of_file), begin, end)
             for path, *of_file, begin, end in content["spans"]
@@ -61,13 +61,13 @@ class Part:
 
 
 def part_bytes(total: int) -> int:
-    """Bytes of source in a part: a power of two, so that a source that grows keeps most of its parts."""
+    """Source bytes per part: a power of two, so that a source that grows keeps most of its parts."""
     wanted = max(_FEWEST_BYTES, min(_MOST_BYTES, total // _PARTS))
     return 1 << (wanted.bit_length() - 1)
 
 
 def plan_parts(found: Found, *, tokenizer_digest: str, text_key: str) -> list[Part]:
-    """All of `found` as parts, in its order."""
+    """Split all of `found` into parts, in its order."""
     limit = part_bytes(sum(f.size for f in found.files))
     parts: list[Part] = []
     for spans, size in _grouped(found.files, limit):
@@ -102,13 +102,13 @@ def _grouped(files: list[SourceFile], limit: int) -> Iterator[tuple[tuple[Span, 
 
 
 def _cut_file(file: SourceFile, limit: int) -> Iterator[tuple[Span, int]]:
-    """Spans of about `limit` bytes of a file that is larger, and how large they are."""
+    """Spans of about `limit` bytes of a larger file, and their sizes."""
     if file.kind == "parquet":
         yield from _cut_parquet(file, limit)
         return
     unit = readers.PIECE_BYTES if file.kind == "text" else 1
     step = max(1, limit // unit)
-    # A piece of text that the file's end cuts short is a piece. A byte order mark may take three bytes from it.
+    # A last piece that is shorter counts as a piece. A byte order mark may account for three of the bytes.
     pieces = max(1, -(-(file.size - 3) // unit)) if file.kind == "text" else file.size
     for begin in range(0, pieces, step):
         end = begin + step
@@ -125,12 +125,12 @@ def _cut_parquet(file: SourceFile, limit: int) -> Iterator[tuple[Span, int]]:
         metadata = pq.read_metadata(file.path)
         sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
     except (pa.ArrowException, OSError):
-        sizes = []  # whoever reads it will say what is wrong
+        sizes = []  # its reader will report the error
     total = sum(sizes)
     begin, told, size = 0, 0, 0
     for i, group in enumerate(sizes[:-1]):
         size += group
-        # What counts is how much of the file it is, not its size when unpacked.
+        # A span's size is its share of the file, not its decompressed size.
         share = file.size * size // max(1, total)
         if share - told >= limit:
             yield Span(file, begin, i + 1), share - told

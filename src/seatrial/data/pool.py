@@ -1,4 +1,4 @@
-"""Parts to results, here or by several processes; in whatever order they are finished."""
+"""Turn parts into results, in this process or in several; in whatever order they finish."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from seatrial.data.readers import Reader
 from seatrial.data.tokenise import PartResult, tokenise_part
 from seatrial.data.tokenizer import Tokenizer
 
-# Each process is one core's work. Without these a tokenizer would start as many threads as there are cores in each.
+# Each process uses one core. Without these a tokenizer would start as many threads as there are cores in each.
 _ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
-# Called with (part, bytes of it that are read, what is being read).
+# Called with (part, bytes of it that have been read, what is being read).
 Progress = Callable[[Part, int, str], None]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is the same for every part."""
+    """Settings shared by all parts."""
 
     tokenizer_spec: str
     tokenizer: Tokenizer
@@ -37,7 +37,7 @@ class Work:
 
 
 class Here:
-    """Does the parts in this process, one after the other. The tokenizer may use every core by threads."""
+    """Processes the parts in this process, in sequence. The tokenizer may use every core with threads."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -50,11 +50,11 @@ class Here:
         pass
 
     def only_check(self) -> None:
-        """From now on parts are only read for problems."""
+        """From now on only read parts, to find problems."""
         self._only_check = True
 
     def results(self, parts: Sequence[Part], progress: Progress) -> Iterator[PartResult]:
-        """The result of each of `parts`; OSError where one cannot be written."""
+        """The result of each of `parts`; OSError if one cannot be written."""
         work = self._work
         reader = Reader(work.text_key, work.folder)
         for part in parts:
@@ -66,7 +66,7 @@ class Here:
 
 
 class Pool:
-    """Context manager: `n` processes that do parts side by side and end with it, however this process ends."""
+    """Context manager: `n` processes that process parts in parallel; they end with this process, however it ends."""
 
     def __init__(self, work: Work, n: int) -> None:
         self._work = work
@@ -94,13 +94,13 @@ class Pool:
         self._workers = []
 
     def only_check(self) -> None:
-        """From now on parts are only read for problems."""
+        """From now on only read parts, to find problems."""
         self._only_check = True
 
     def results(self, parts: Sequence[Part], progress: Progress) -> Iterator[PartResult]:
-        """The results of `parts`, each when it is there; OSError where one cannot be written.
+        """The results of `parts`, each as soon as it is available; OSError if one cannot be written.
 
-        RunFailed where a process ended before its work was done.
+        RunFailed if a process ended before its work was done.
         """
         waiting = list(reversed(parts))
         with selectors.DefaultSelector() as selector:
@@ -112,7 +112,7 @@ class Pool:
                     worker = key.data
                     for result in worker.results(progress):
                         busy -= 1
-                        # Before it is dealt with: the worker does not wait for us.
+                        # Before the result is used, so that the worker does not wait for us.
                         busy += self._give(worker, waiting)
                         yield result
 

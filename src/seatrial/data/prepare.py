@@ -1,4 +1,4 @@
-"""From what a job names as its data to a token store that fits the job."""
+"""Resolve the data sources of a job to token stores that fit the job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from seatrial.data.workspace import Note, Workspace
 from seatrial.data.writer import DEFAULT_SHARD_TOKENS, StoreWriter, check_target, temporary_prefix
 from seatrial.storage.names import is_remote
 
-# Goes into the names of cached stores: a change of what `prepare` writes must not meet an old cache.
+# Part of the names of cached stores: an old cache must not be reused after `prepare` changes its output.
 _FORMAT = 2
 _WORTH_A_WORKER = 1 << 27  # bytes of source
 
@@ -68,15 +68,15 @@ def prepare(
     note: Note | None = None,
     force: bool = False,
 ) -> TokenStore:
-    """Tokenise `sources` into a new store at `out`; `store.manifest.source` tells what was read and skipped.
+    """Tokenise `sources` into a new store at `out`; `store.manifest.source` records what was read and skipped.
 
-    `workers` processes share the work; None takes as many as there are cores and the work is worth. The store is the
+    `workers` processes share the work; None uses as many as there are cores and the work justifies. The store is the
     same, byte for byte, whatever their number, and whether or not it was made in one attempt: what is done when an
-    attempt ends, however it ends, is kept in a hidden folder beside `out`, and the next one goes on from there.
-    `note` is told that there is such a folder, when one is found and when one is left.
+    attempt ends, however it ends, is kept in a hidden folder next to `out`, and the next attempt resumes from it.
+    `note` is called when such a folder is found and when one is left.
 
     InputError: nothing to read, unreadable files and lines (up to 20 at once), an `out` that exists.
-    RunFailed: the disk gave out, or a worker. Then nothing is at `out`, or what was there before.
+    RunFailed: the disk or a worker failed. Then nothing is at `out`, or what was there before.
     """
     refuse_remote(str(out))
     out = Path(out)
@@ -88,7 +88,7 @@ def prepare(
         with Workspace(out, shard_tokens, note) as space:
             done = space.find(parts)
             if done.n_parts:
-                space.note(f"going on from an earlier attempt: {done.n_parts} of {len(parts)} parts are done")
+                space.note(f"resuming an earlier attempt: {done.n_parts} of {len(parts)} parts are done")
             work = Work(tokenizer_spec, tokenizer, text_key, space.parts)
             assembly = Assembly(space, parts, done, progress)
             n = _workers(workers, parts, found)
@@ -126,24 +126,24 @@ def prepare(
 
 
 def _workers(wanted: int | None, parts: Sequence[Part], found: Found) -> int:
-    """How many processes to use. Of themselves only where the work outweighs starting them."""
+    """The number of processes to use. By default only as many as outweigh the cost of starting them."""
     if wanted is None:
         wanted = min(len(os.sched_getaffinity(0)), sum(f.size for f in found.files) // _WORTH_A_WORKER)
     return max(1, min(wanted, len(parts)))
 
 
 def data_cache(root: Path) -> Path:
-    """Where the runs below `root` keep data that was not prepared beforehand."""
+    """The folder in which runs below `root` keep data that was not prepared beforehand."""
     return root / ".data"
 
 
 def made_hashes(cache_root: Path) -> Path:
-    """Where the hashes of shards that came without any are kept, beside prepared data."""
+    """The folder for hashes of shards that were written without any, next to prepared data."""
     return cache_root / "hashes"
 
 
 def blend_of(data: DataSection) -> Blend | None:
-    """Which source a sample of the job is of; None where there is only one."""
+    """The assignment of the job's samples to sources; None if there is only one source."""
     if len(sources_of(data)) == 1:
         return None
     return Blend(data.weights or ())
@@ -155,9 +155,9 @@ def sources_of(data: DataSection) -> list[str]:
 
 
 def open_stores(addresses: Sequence[str], cache_root: Path, cache_gb: float) -> list[TokenStore]:
-    """The stores at `addresses`, each of one that `resolve_stores` gave: for another process of the run.
+    """The stores at `addresses`, which `resolve_stores` returned to another process of the run.
 
-    Whoever resolved them has compared the sizes of all files, which can take seconds: that is not done again. What is
+    That process has already compared the sizes of all files, which can take seconds: this is not repeated. What is
     read is verified in any case.
     """
     return [_held(_open(address, cache_root, cache_gb, check_sizes=False)) for address in addresses]
@@ -176,7 +176,7 @@ def _held(store: TokenStore, note: Note | None = None) -> TokenStore:
 def _open(place: str, cache_root: Path, cache_gb: float, *, check_sizes: bool = True) -> TokenStore:
     if not is_remote(place):
         return TokenStore.open(place, made_hashes=made_hashes(cache_root), check_sizes=check_sizes)
-    # Loads the client of object stores, which most runs need not wait for.
+    # Loads the object store client, which most runs do not need.
     from seatrial.data.cache import cache_folder
     from seatrial.data.stream import StreamedStore
 
@@ -192,10 +192,10 @@ def resolve_stores(
 ) -> list[TokenStore]:
     """The token stores a job trains on, one for each source of `data.train`, in its order.
 
-    A source is a store itself, here or on an object store, or prepared once into `cache_root` and reused. Relative
-    paths are taken from `base_folder`. The cache's name holds a digest of the source's files (paths, sizes, times) and
-    of the tokenizer. Of several callers at once one prepares, the others wait. A store is locked against replacement as
-    long as it is referenced. InputError names every source that cannot be used.
+    A source is itself a store, local or on an object store, or is prepared once into `cache_root` and reused. Relative
+    paths are resolved against `base_folder`. The cache's name contains a digest of the source's files (paths, sizes,
+    times) and of the tokenizer. Of several concurrent callers one prepares, the others wait. A store is locked against
+    replacement as long as it is referenced. InputError names every source that cannot be used.
     """
     tokenizer_spec = data.tokenizer if data.tokenizer == "bytes" else str(base_folder / data.tokenizer)
     stores: list[TokenStore] = []
@@ -211,16 +211,8 @@ def resolve_stores(
     return stores
 
 
-def resolve_store(
-    data: DataSection, cache_root: Path, base_folder: Path, progress: Progress | None = None
-) -> TokenStore:
-    """`resolve_stores` of a job that names one source; ValueError for a blend."""
-    (store,) = resolve_stores(data, cache_root, base_folder, progress)
-    return store
-
-
 def stores_identity(stores: Sequence[TokenStore]) -> dict[str, object]:
-    """What the samples of a run depend on: of each store its content, in order, and the tokenizer that made them."""
+    """What the samples of a run depend on: each store's content, in order, and the tokenizers that made them."""
     if len(stores) == 1:
         return stores[0].identity()
     each = [store.identity() for store in stores]
@@ -256,8 +248,8 @@ def _resolve(
     with _locked(folder):
         if (cached := _open_cached(folder)) is not None:
             return cached
-        # Under the lock nobody else writes here: these are of processes that died. What can be gone on from is not
-        # among them.
+        # Under the lock no other process writes here: these were left by dead processes. A folder that can be resumed
+        # from is not among them.
         for left in cache_root.glob(temporary_prefix(folder) + "[0-9]*"):
             shutil.rmtree(left, ignore_errors=True)
         if pair is not None:
@@ -287,7 +279,7 @@ def _source_digest(source: str, found: Found, tokenizer: Tokenizer, text_key: st
 
 
 def _open_cached(folder: Path) -> TokenStore | None:
-    """The cached store, or None where there is none that can be used: it is prepared again then."""
+    """The cached store, or None if there is no usable one: it is then prepared again."""
     if not folder.exists():
         return None
     try:
@@ -321,9 +313,9 @@ def check_stores(
     global_batch: int,
     tokenizer_spec: str,
 ) -> None:
-    """InputError with every reason why a model of `vocab_size` cannot train on `stores`, blended as `blend` says.
+    """Raise InputError with every reason why a model of `vocab_size` cannot train on `stores`, blended by `blend`.
 
-    A step takes `global_batch` samples of `sequence_length` tokens, and each sample one token more to predict.
+    A step takes `global_batch` samples of `sequence_length` tokens, each with one more token to predict.
     """
     problems: list[Diagnostic] = []
     shares = [Fraction(1)] if blend is None else blend.shares
@@ -334,20 +326,6 @@ def check_stores(
         raise InputError(problems)
 
 
-def check_store(
-    store: TokenStore, *, vocab_size: int, sequence_length: int, global_batch: int, tokenizer_spec: str
-) -> None:
-    """`check_stores` of a job with one source."""
-    check_stores(
-        [store],
-        None,
-        vocab_size=vocab_size,
-        sequence_length=sequence_length,
-        global_batch=global_batch,
-        tokenizer_spec=tokenizer_spec,
-    )
-
-
 def misfits(
     store: TokenStore,
     vocab_size: int,
@@ -356,7 +334,7 @@ def misfits(
     global_batch: int,
     tokenizer_spec: str,
 ) -> list[Diagnostic]:
-    """What of one store does not fit; `wanted` samples of a global batch are of it."""
+    """What does not fit in one store, which provides `wanted` samples of a global batch."""
     problems = []
     bad = next((s for s in store.manifest.shards if s.max_token >= vocab_size), None)
     if bad is not None:

@@ -1,4 +1,4 @@
-"""Files to documents: text (one a file), JSONL (one a line), Parquet (one a row), all as valid UTF-8."""
+"""Read documents from files: text (one per file), JSONL (one per line), Parquet (one per row), all as valid UTF-8."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from seatrial.data.packed import Unpacked, unpack
 from seatrial.data.sources import SourceFile, Span
 
 MAX_PROBLEMS = 20
-# Larger documents are cut at a line's end, so that memory stays bounded: a tokenizer keeps about 100 bytes a
-# token while it works. Only a merge across such a cut differs from one call on the whole document.
+# Larger documents are split at a line end, so that memory stays bounded: a tokenizer uses about 100 bytes per
+# token while it works. Only a merge across such a split differs from one call on the whole document.
 PIECE_BYTES = 1 << 22
-_LONGEST_LINE = 1 << 27  # of JSONL: a line is in memory several times while it is parsed
+_LONGEST_LINE = 1 << 27  # of JSONL: while a line is parsed, memory holds several copies
 _PARQUET_ROWS = 4096
 _COPIED = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _REPLACEMENT = "\ufffd".encode()
 
-# Pieces of a document, then None where it ends.
+# Pieces of a document, then None at its end.
 Pieces = Iterator[bytes | None]
 
 
 class Reader:
-    """Reads documents and keeps count; what cannot be read is collected in `problems`, up to MAX_PROBLEMS."""
+    """Reads documents and keeps counts; what cannot be read is collected in `problems`, up to MAX_PROBLEMS."""
 
     def __init__(self, text_key: str, scratch: Path, piece_bytes: int | None = None) -> None:
         """`scratch`: a folder with room for a decompressed Parquet file."""
@@ -45,7 +45,7 @@ class Reader:
         self.lines = 0  # of the last span, if it was JSONL
         self.read = 0  # bytes of the last span, decompressed
         self.foreign = 0  # non-text bytes among them
-        self.replaced: dict[str, int] = {}  # path of a file -> bytes or characters that were no UTF-8
+        self.replaced: dict[str, int] = {}  # path of a file -> bytes or characters that were not UTF-8
         self._scratch = scratch
 
     def documents(self, span: Span) -> Pieces:
@@ -66,7 +66,7 @@ class Reader:
                     yield from self._jsonl(span, f) if file.kind == "jsonl" else self._text(span, f)
             status = file.path.stat()
             if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
-                # Some of it would be the old text and some the new one.
+                # Otherwise the result could mix old and new text.
                 self._problem(
                     Diagnostic(
                         "changed while it was being read",
@@ -134,7 +134,7 @@ class Reader:
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError:
-            # JSON can spell half of a surrogate pair ("\ud800"), which is no character.
+            # JSON can contain half of a surrogate pair ("\ud800"), which is not a character.
             data = text.encode("utf-8", errors="replace")
             self._count_replaced(sum("\ud800" <= c <= "\udfff" for c in text))
         self.foreign += data.count(0)
@@ -146,7 +146,7 @@ class Reader:
 
     def _jsonl(self, span: Span, f: BinaryIO) -> Pieces:
         if span.begin:
-            # The line that holds the byte before began in the span before.
+            # The line that contains the preceding byte belongs to the previous span.
             f.seek(span.begin - 1)
             _skip_line(f)
         at = f.tell() if f.seekable() else 0
@@ -168,7 +168,7 @@ class Reader:
                 yield from self._document(text)
 
     def _line(self, file: SourceFile, number: int, line: str) -> str | None:
-        """The text of one line, or None after noting its problem."""
+        """The text of one line, or None after recording its problem."""
         place, column, hint = str(file.path), None, None
         try:
             row = json.loads(line)
@@ -255,7 +255,7 @@ def foreign_problem(path: Path, foreign: int, size: int) -> Diagnostic | None:
     if not too_foreign(foreign, size):
         return None
     return Diagnostic(
-        f"is not text: at least {foreign:,} of its {size:,} bytes are NUL or no UTF-8",
+        f"is not text: at least {foreign:,} of its {size:,} bytes are NUL or not UTF-8",
         file=str(path),
         hint="leave it out, or convert it: iconv -f ENCODING -t UTF-8",
     )
@@ -276,10 +276,10 @@ def _skip_line(f: BinaryIO) -> int:
 
 
 def cut(f: BinaryIO, limit: int, first: int = 0, last: int | None = None) -> Iterator[bytes]:
-    """The bytes of `f` in blocks of about `limit`, cut after a line's end, or at least between two characters.
+    """The bytes of `f` in blocks of about `limit`, split after a line end, or at least between two characters.
 
-    Block n ends near byte (n + 1) `limit`, counted from where `f` stands. Where it ends depends on the `limit` bytes
-    before alone, so blocks [first, last) are the same whether or not the others are read.
+    Block n ends near byte (n + 1) `limit`, counted from the current position of `f`. Its end depends only on the
+    preceding `limit` bytes, so blocks [first, last) are the same whether or not the others are read.
     """
     rest = b""
     if first:
@@ -301,7 +301,7 @@ def cut(f: BinaryIO, limit: int, first: int = 0, last: int | None = None) -> Ite
 
 
 def _end(data: bytes) -> int:
-    """Where a block that ends within `data` ends."""
+    """The end of a block whose end lies within `data`."""
     return data.rfind(b"\n") + 1 or _character_end(data)
 
 
@@ -309,7 +309,7 @@ def _character_end(data: bytes) -> int:
     """A position near the end of `data` that is not inside a UTF-8 character."""
     for back in range(1, min(4, len(data) - 1) + 1):
         if data[-back] & 0xC0 != 0x80:
-            # A lead byte: its character may go on in the next block. An ASCII byte is whole.
+            # A lead byte: its character may continue in the next block. An ASCII byte is complete.
             return len(data) - back if data[-back] >= 0xC0 else len(data) - back + 1
     return len(data)
 

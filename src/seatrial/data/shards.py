@@ -14,14 +14,14 @@ from seatrial.data.chunks import RESTORE_HINT, ChunkHashes
 class VerifiedFile:
     """A local shard: bytes of it, each chunk compared with its hash before anything in it is used.
 
-    A descriptor that closes when the last user lets go: another thread may still read a file that is not wanted any
-    more. `seen` has a bit for each chunk that was found to be as written; whoever makes the object keeps it.
+    Owns a descriptor that is closed with its last reference: another thread may still read a file that was evicted.
+    `seen` has a bit for each chunk that was verified; the creator of this object keeps it.
     """
 
     def __init__(
         self, path: Path, hashes: Callable[[], ChunkHashes] | None, seen: bytearray, chunk_bytes: int
     ) -> None:
-        """Without `hashes` nothing is compared. `chunk_bytes` is theirs."""
+        """Without `hashes` nothing is compared. `chunk_bytes` must match theirs."""
         self.path = path
         self._get_hashes = hashes
         self._hashes: ChunkHashes | None = None
@@ -38,7 +38,7 @@ class VerifiedFile:
             os.close(self._fd)
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` (bytes) from byte `offset` on; InputError where the file is damaged or does not have them."""
+        """Fill `view` (bytes) from byte `offset` on; InputError if the file is damaged or too short."""
         if self._get_hashes is not None:
             first, last = offset // self._chunk_bytes, (offset + len(view) - 1) // self._chunk_bytes
             for number in range(first, last + 1):

@@ -1,4 +1,4 @@
-"""The files that a source refers to (a file, a folder, or `builtin:python-library`), and their kinds."""
+"""List the files of a source (a file, a folder, or `builtin:python-library`), and their kinds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from seatrial.data.packed import PACKINGS, Packing
 BUILTIN_LIBRARY = "builtin:python-library"
 
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
-# What a folder is searched for. A file that is named itself is read as text whatever its suffix.
+# The suffixes that a folder is searched for. A file that is named itself is read as text whatever its suffix.
 # fmt: off
 _TEXT_SUFFIXES = frozenset({
     ".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".py", ".pyi", ".ipynb",
@@ -42,9 +42,9 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Span:
-    """Part of a file: from `begin` to before `end` (None: the file's end).
+    """Part of a file: from `begin` up to `end`, exclusive (None: the file's end).
 
-    Counted in the units in which its kind can be read from the middle: pieces of text, bytes of JSONL (a line belongs
+    Counted in the units at which its kind can be read from the middle: pieces of text, bytes of JSONL (a line belongs
     to the span that it begins in), row groups of Parquet.
     """
 
@@ -74,7 +74,7 @@ class Found:
 
 
 def told_skipped(skipped: Mapping[str, int], examples: Mapping[str, str]) -> list[str]:
-    """Skipped entries for people: the most frequent reasons first, each with an example."""
+    """Skipped entries as messages: the most frequent reasons first, each with an example."""
     told = [
         f"{n} {reason}" + (f" ({examples[reason]}{', ...' if n > 1 else ''})" if reason in examples else "")
         for reason, n in sorted(skipped.items(), key=lambda item: -item[1])
@@ -85,7 +85,7 @@ def told_skipped(skipped: Mapping[str, int], examples: Mapping[str, str]) -> lis
 
 
 def refuse_remote(path: str, hint: str = "") -> None:
-    """InputError for an object store's address: it would otherwise read as a strange local path."""
+    """Raise InputError for an object store's address, which would otherwise be taken for a local path."""
     scheme, separator, _ = path.partition("://")
     if separator:
         raise InputError(
@@ -170,7 +170,7 @@ def _find_in_folder(root: Path, found: Found, look_inside: bool) -> None:
         elif path.name.startswith("."):
             found.skip("hidden", name)
         elif not path.is_file():
-            # A dangling link, a socket, a pipe (which would block for ever).
+            # A dangling link, a socket, or a pipe (which would block forever).
             found.skip("neither a file nor a folder", name)
         elif suffix in _KINDS or suffix in _TEXT_SUFFIXES:
             try:
@@ -188,7 +188,7 @@ def _walk(root: Path, left_out: frozenset[str] = frozenset()) -> list[tuple[str,
     """
 
     def refuse(error: OSError) -> None:
-        # os.walk would pass over an unreadable folder in silence: data would be missing, unnoticed.
+        # os.walk would silently skip an unreadable folder: data would be missing unnoticed.
         raise error
 
     found: list[tuple[str, str]] = []

@@ -1,15 +1,15 @@
-"""A token store: flat little-endian token shards, a document index beside each, and a manifest with hashes.
+"""A token store: flat little-endian token shards, a document index for each, and a manifest with hashes.
 
-    shard-00000.bin   uint16 or uint32 tokens, one document after the other
+    shard-00000.bin   uint16 or uint32 tokens, the documents concatenated
     shard-00000.idx   uint64 starts of the documents that begin in this shard, in tokens from its start
     shard-00000.xxh3  hashes of the shard's chunks, 16 bytes each
     manifest.json     sizes, hashes, tokenizer, source
 
-A document may run on into the next shard. Reading is `pread`, not a memory map: a file that shrinks or a
-file system that fails is then an error with the file's name, where a map would kill the process by SIGBUS.
+A document may continue in the next shard. Reading uses `pread`, not a memory map: a file that shrinks or a
+file system that fails then raises an error with the file's name, while a map would kill the process by SIGBUS.
 
-Nothing is used before it was verified: of a shard, the chunk that holds it, once in each process; of an index, all of
-it. So a start costs the same whatever the size of the store, and damage is named before a step is trained on it.
+Nothing is used before it was verified: of a shard, the chunk that contains it, once per process; of an index, all of
+it. So a start costs the same whatever the size of the store, and damage is reported before a step is trained on it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from seatrial.data.in_use import hold
 from seatrial.data.manifest import IndexFile, Manifest, ShardFile, prepare_hint, read_manifest
 from seatrial.data.shards import VerifiedFile
 
-# Open files kept a store: enough for every shard of most stores, far below the usual limit of 1,024.
+# Open files kept per store: enough for every shard of most stores, far below the usual limit of 1,024.
 _OPEN_FILES = 128
 _HASH_BLOCK = 1 << 22
 
@@ -45,16 +45,16 @@ Tokens = npt.NDArray[np.unsignedinteger]
 
 
 class ShardReader(Protocol):
-    """Bytes of one shard's tokens."""
+    """Reads bytes of one shard's tokens."""
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` (bytes, at least one) from byte `offset` on; InputError where that cannot be trusted."""
+        """Fill `view` (bytes, at least one) from byte `offset` on; InputError if they cannot be verified."""
 
 
 class TokenStore:
     """A read-only sequence of `n_tokens` tokens; safe to read from several threads and after a fork."""
 
-    ahead = 1  # steps that a loader should read before they are wanted
+    ahead = 1  # steps that a loader should prefetch
     _indexes_kept = _OPEN_FILES
 
     def __init__(self, folder: Path, manifest: Manifest, made_hashes: Path | None = None) -> None:
@@ -66,29 +66,29 @@ class TokenStore:
         self.n_documents = manifest.n_documents
         self.max_token = manifest.max_token
         self.dtype = np.dtype("<u2" if manifest.dtype == "uint16" else "<u4")
-        # starts[i] is the first token of shard i; one more at the end: n_tokens.
+        # starts[i] is the first token of shard i; the last entry is n_tokens.
         self._starts = [0, *accumulate(s.n_tokens for s in manifest.shards)]
         self._made = None if made_hashes is None else MadeHashes(made_hashes)
-        # One bit for each chunk that was verified, made when a shard is first used: a bit for 256 KiB.
+        # One bit per verified chunk (256 KiB), allocated when a shard is first used.
         self._seen: dict[int, bytearray] = {}
         self._indexes_seen: set[int] = set()
-        # lru_cache is safe between threads without a lock of ours, which a fork could copy while it is held.
-        # Nothing cached refers to the store: files close as soon as the store is let go.
+        # lru_cache is thread-safe without a lock of ours, which a fork could copy while it is held.
+        # Nothing cached refers to the store: files close as soon as the store is no longer referenced.
         self._file = lru_cache(maxsize=_OPEN_FILES)(self._shard_opener())
         self._index = lru_cache(maxsize=self._indexes_kept)(self._index_opener())
 
     @property
     def place(self) -> str:
-        """Where the store is, as its user would write it: a path or an address."""
+        """Path or address of the store, as its user would write it."""
         return str(self.folder)
 
     @property
     def address(self) -> str:
-        """`place`, the same from any working folder: what another process opens it by."""
+        """`place`, independent of the working folder: another process opens the store by it."""
         return str(self.folder.absolute())
 
     def where(self, file: str) -> str:
-        """The place of one of its files."""
+        """The path or address of one of its files."""
         return str(self.folder / file)
 
     def identity(self) -> dict[str, object]:
@@ -98,14 +98,14 @@ class TokenStore:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of its manifest, which has hashes of everything else, so that a recreated store has another digest."""
+        """SHA-256 of its manifest, which contains hashes of everything else: a recreated store has another digest."""
         return hashlib.sha256(self.manifest.model_dump_json().encode()).hexdigest()
 
     @classmethod
     def open(
         cls, folder: Path | str, *, check_sizes: bool = True, made_hashes: Path | None = None
     ) -> TokenStore:
-        """The store in `folder`, its files' sizes compared with the manifest; InputError names what is wrong."""
+        """The store in `folder`, its files' sizes compared with the manifest; InputError lists what is wrong."""
         folder = Path(folder)
         store = cls(folder, read_manifest(folder), made_hashes)
         if check_sizes and (problems := store.wrong_sizes()):
@@ -126,7 +126,7 @@ class TokenStore:
     # -- files and hashes
 
     def _shard_opener(self) -> Callable[[int], ShardReader]:
-        """What opens shard n for reading. It must not refer to the store."""
+        """A function that opens shard n for reading. It must not refer to the store."""
         folder, shards, seen, made = self.folder, self.manifest.shards, self._seen, self._made
 
         def open_shard(n: int) -> ShardReader:
@@ -138,7 +138,7 @@ class TokenStore:
         return open_shard
 
     def _index_opener(self) -> Callable[[int], DocumentIndex]:
-        """What opens the document index of shard n, verified. It must not refer to the store."""
+        """A function that opens and verifies the document index of shard n. It must not refer to the store."""
         folder, shards, seen = self.folder, self.manifest.shards, self._indexes_seen
 
         def open_index(n: int) -> DocumentIndex:
@@ -152,15 +152,15 @@ class TokenStore:
         return open_index
 
     def _size(self, file: str) -> int:
-        """Bytes of `file`; OSError where there is none."""
+        """Bytes of `file`; OSError if it does not exist."""
         return (self.folder / file).stat().st_size
 
     def _blocks(self, file: str) -> Iterator[bytes]:
-        """The content of `file`; OSError where it cannot be read."""
+        """The content of `file`, in blocks; OSError if it cannot be read."""
         return _blocks(self.folder / file)
 
     def _files(self) -> list[tuple[str, int, str, str]]:
-        """(file, bytes, name of the hash, hash) of every data file, as the manifest has it."""
+        """(file, bytes, name of the hash, hash) of every data file, from the manifest."""
         found = []
         for s in self.manifest.shards:
             found.append((s.file, s.bytes, "SHA-256", s.sha256))
@@ -184,7 +184,7 @@ class TokenStore:
         return problems
 
     def verify(self, progress: HashProgress | None = None) -> list[tuple[str, str]]:
-        """(place, problem) of each file whose size or hash is not the manifest's; empty: all is as written."""
+        """(place, problem) of each file whose size or hash does not match the manifest; empty: all intact."""
         problems = self.wrong_sizes()
         known = {place for place, _ in problems}
         files = self._files()
@@ -223,7 +223,7 @@ class TokenStore:
     # -- tokens
 
     def locate(self, position: int) -> tuple[str, int]:
-        """(place of the file, token within that file) of token `position` of the store."""
+        """(path or address of the file, token within that file) of token `position` of the store."""
         shard = self._shard_of(position)
         return self.where(self.manifest.shards[shard].file), position - self._starts[shard]
 
@@ -233,7 +233,7 @@ class TokenStore:
         return row
 
     def rows(self, starts: Sequence[int], length: int) -> Tokens:
-        """[row, token] in the store's own type: `length` tokens from each of `starts` on; reads nothing else."""
+        """[row, token] in the store's own dtype: `length` tokens from each of `starts` on; reads nothing else."""
         out = np.empty((len(starts), length), dtype=self.dtype)
         view = out.reshape(-1).view(np.uint8).data
         width = length * self.dtype.itemsize
@@ -265,7 +265,7 @@ class TokenStore:
         return self.document_starts_between(0, self.n_tokens).astype(np.uint64)
 
     def document_starts_between(self, begin: int, end: int) -> Positions:
-        """int64: where documents begin in [begin, end), ascending, in tokens of the whole store."""
+        """Starts of documents in [begin, end), ascending, in tokens of the whole store, int64."""
         parts = []
         shard = self._shard_of(max(0, begin))
         while shard < len(self.manifest.shards) and self._starts[shard] < end:
@@ -277,7 +277,7 @@ class TokenStore:
 
 
 def _hashes_of(folder: Path, shard: ShardFile, made: MadeHashes | None) -> Callable[[], ChunkHashes] | None:
-    """What gives the hashes of the shard's chunks; None where it has none and none are made."""
+    """A function that returns the hashes of the shard's chunks; None if it has none and none are made."""
     stored = shard.chunks
     if stored is None:
         return None if made is None else lambda: made.of(shard, folder / shard.file)
@@ -295,7 +295,7 @@ def _hashes_of(folder: Path, shard: ShardFile, made: MadeHashes | None) -> Calla
 
 
 def check_index(index: IndexFile, place: str, blocks: Iterable[bytes]) -> None:
-    """InputError unless `blocks` are the document index that the manifest means."""
+    """Raise InputError unless `blocks` match the document index in the manifest."""
     try:
         found = _hash(hashlib.sha256(), blocks)
     except OSError as e:

@@ -1,9 +1,9 @@
-"""A token store on an object store: its chunks are fetched when they are needed, verified, and kept on a local disk.
+"""A token store on an object store: chunks are fetched on demand, verified, and cached on a local disk.
 
-The order of samples is that of a local store: a permutation of all of them. So what comes next may be anywhere, and
-what is fetched is not a shard but the chunk (256 KiB) that holds the sample. A node that trains at 100,000 tokens a second
-on sequences of 4,096 asks for about 25 of them a second, 6 MB. `BatchLoader` asks some steps ahead, so the latency of
-a request delays nothing as long as the service keeps up.
+The order of samples is that of a local store, a permutation of all of them. So the next sample may be anywhere, and the
+unit of fetching is not a shard but the chunk (256 KiB) that contains the sample. A node that trains at 100,000 tokens
+per second on sequences of 4,096 fetches about 25 of them per second, 6 MB. `BatchLoader` prefetches some steps ahead,
+so request latency delays nothing as long as the service keeps up.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from seatrial.storage.errors import StorageError
 from seatrial.storage.names import join
 from seatrial.storage.store import Store, open_store
 
-AHEAD = 4  # steps: several times what a slow request takes
-_REQUESTS = 16  # at once, a process
+AHEAD = 4  # steps: several times the duration of a slow request
+_REQUESTS = 16  # concurrent, per process
 _HASHES_KEPT = 128  # shards: 16 bytes for each 256 KiB of them
 _HASH_BLOCK = 1 << 24
 
-# What makes a store that can be streamed: the versions that wrote no hashes of chunks are older than streaming.
+# How to make a store that can be streamed: versions that wrote no chunk hashes are older than streaming.
 _HINT = "make the store with `seatrial data prepare SOURCE... --out FOLDER` and copy that folder there"
 
 
 class StreamedStore(TokenStore):
-    """A `TokenStore` whose files are on an object store. Nothing that was fetched, now or earlier, is used unverified.
+    """A `TokenStore` whose files are on an object store. Nothing is used unverified, neither fetched nor cached data.
 
     Errors of the object store are StorageError, after its own retries; damaged data is InputError, which names the
     object, the bytes, and both hashes.
     """
 
     ahead = AHEAD
-    _indexes_kept = 16  # in memory: 8 bytes a document
+    _indexes_kept = 16  # in memory: 8 bytes per document
 
     def __init__(self, objects: Store, manifest: Manifest, cache: DiskCache) -> None:
         self._objects = objects
@@ -56,7 +56,7 @@ class StreamedStore(TokenStore):
 
     @classmethod
     def stream(cls, url: str, cache: Path, cache_bytes: int, *, check_sizes: bool = True) -> StreamedStore:
-        """The store at `url`. InputError where there is none, it is incomplete, or it has no hashes of chunks."""
+        """The store at `url`. InputError if there is none, it is incomplete, or it has no chunk hashes."""
         objects = open_store(url)
         place = join(url, MANIFEST)
         try:
@@ -64,7 +64,9 @@ class StreamedStore(TokenStore):
         except StorageError as e:
             if e.kind != "missing":
                 raise
-            raise InputError(f"{url} is no token store: it has no {MANIFEST} ({e.cause})", hint=_HINT) from e
+            raise InputError(
+                f"{url} is not a token store: it has no {MANIFEST} ({e.cause})", hint=_HINT
+            ) from e
         manifest = parse_manifest(data, place, hint=_HINT)
         if bare := [s.file for s in manifest.shards if s.chunks is None]:
             raise InputError(
@@ -91,13 +93,13 @@ class StreamedStore(TokenStore):
         return self._objects.url
 
     def hold(self) -> None:
-        """Does nothing: an object store has no locks. A replaced object no longer matches the manifest."""
+        """No-op: an object store has no locks. A replaced object no longer matches the manifest."""
 
     def where(self, file: str) -> str:
         return join(self._objects.url, file)
 
     def close(self) -> None:
-        """End the threads that fetch."""
+        """End the fetching threads."""
         if self._pool is not None:
             self._pool[1].shutdown(cancel_futures=True)
             self._pool = None
@@ -105,7 +107,7 @@ class StreamedStore(TokenStore):
     def rows(self, starts: Sequence[int], length: int) -> Tokens:
         if len(starts) < 2:
             return super().rows(starts, length)
-        # Each row by a thread of its own: they wait for the service together.
+        # One task per row, so that the requests are in flight concurrently.
         read = super().rows
         waiting: list[Future[Tokens]] = [self._threads().submit(read, [start], length) for start in starts]
         try:
@@ -133,7 +135,7 @@ class StreamedStore(TokenStore):
             yield self._objects.read(file, offset, min(_HASH_BLOCK, size - offset))
 
     def _threads(self) -> ThreadPoolExecutor:
-        # A fork has the object, and none of the threads.
+        # A forked child has the pool object, but none of its threads.
         if self._pool is None or self._pool[0] != os.getpid():
             self._pool = (os.getpid(), ThreadPoolExecutor(_REQUESTS, thread_name_prefix="fetch"))
         return self._pool[1]
@@ -167,7 +169,7 @@ class StreamedStore(TokenStore):
 
 
 class _StreamedShard:
-    """Bytes of one shard, by way of the cache."""
+    """Reads bytes of one shard through the cache."""
 
     def __init__(
         self,
@@ -205,7 +207,7 @@ class _StreamedShard:
 
 def _hashes(objects: Store, cache: DiskCache, key: str, shard: ShardFile) -> ChunkHashes:
     stored = shard.chunks
-    assert stored is not None  # `stream` has looked
+    assert stored is not None  # checked by `stream`
     place = join(objects.url, stored.file)
 
     def damage(data: bytes) -> str | None:
@@ -220,7 +222,7 @@ def _hashes(objects: Store, cache: DiskCache, key: str, shard: ShardFile) -> Chu
 
 
 def _problem(check: Callable[[], object]) -> str | None:
-    """What `check` raises an InputError about; None where it does not."""
+    """The message of the InputError that `check` raises; None if it raises none."""
     try:
         check()
     except InputError as e:

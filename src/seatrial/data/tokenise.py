@@ -1,6 +1,6 @@
-"""One part of the sources to tokens: read, encoded, written to a file of its own with its hash.
+"""Tokenise one part of the sources: read, encode, and write it to its own file with a hash.
 
-part-00000007.bin    batch after batch: its tokens, then where documents begin (int64, offsets from the batch's first)
+part-00000007.bin    per batch: its tokens, then the starts of documents (int64, offsets from the batch's first token)
 part-00000007.json   counts, hash, fingerprint of the sources, sealed; written last: without it the part is missing
 """
 
@@ -37,17 +37,17 @@ PartProgress = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class PartResult:
-    """What became of a part: a file in the folder of parts, or problems."""
+    """The result of a part: a file in the folder of parts, or problems."""
 
     number: int
     fingerprint: str
-    lines: int  # of JSONL, in the part's last file: what the line numbers of the next part begin behind
+    lines: int  # of JSONL, in the part's last file: offset for the line numbers of the next part
     read: int = 0  # bytes, decompressed, in the part's last file
     foreign: int = 0  # non-text bytes among them
     batches: tuple[tuple[int, int], ...] = ()  # (tokens, documents that begin) of each
     hash: str = ""  # XXH3-128 of the file
     empty: int = 0  # documents without text
-    replaced: dict[str, int] = field(default_factory=dict)  # file -> what in it was no UTF-8
+    replaced: dict[str, int] = field(default_factory=dict)  # file -> count of what was not UTF-8
     problems: tuple[Diagnostic, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -56,13 +56,13 @@ class PartResult:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> PartResult:
-        """The result that `as_json` described; TypeError if it is not one."""
+        """The inverse of `as_json`; TypeError if `content` is not a result."""
         problems = tuple(Diagnostic(**problem) for problem in content["problems"])
         return cls(**{**content, "problems": problems})
 
 
 def sealed(content: object) -> str:
-    """`content` as JSON with a hash: JSON with a damaged number may still parse."""
+    """`content` as JSON with a hash, because JSON with a damaged number may still parse."""
     text = json.dumps(content)
     return json.dumps({"content": content, "xxh3_128": xxhash.xxh3_128_hexdigest(text.encode())})
 
@@ -76,7 +76,7 @@ def unsealed(data: bytes) -> Any:
 
 
 def token_type(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
-    """The type in which tokens are kept: little-endian uint16 where every id fits, else uint32."""
+    """The dtype of stored tokens: little-endian uint16 if every id fits, else uint32."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
 
@@ -89,10 +89,10 @@ def tokenise_part(
     *,
     only_check: bool = False,
 ) -> PartResult:
-    """Tokenise `part` into `folder`. Where something in it cannot be read, the result has problems and no file.
+    """Tokenise `part` into `folder`. If something in it cannot be read, the result has problems and no file.
 
-    With `only_check` nothing is tokenised: it is known already that there will be no store, and every problem is told.
-    OSError where the file cannot be written.
+    With `only_check` nothing is tokenised: no store will be made, but every problem is to be reported.
+    OSError if the file cannot be written.
     """
     reader.problems = []
     reader.replaced = {}
@@ -102,7 +102,7 @@ def tokenise_part(
     sink = _Batches(part, reader, tokenizer, progress)
     try:
         with open(temporary, "wb") as file:
-            with contextlib.suppress(InputError):  # as many problems as are told: they are in reader.problems
+            with contextlib.suppress(InputError):  # the limit of problems; they are in reader.problems
                 for tokens, begins in sink.run(only_check):
                     for array in (tokens, begins.astype("<i8", copy=False)):
                         data = np.ascontiguousarray(array).view(np.uint8).data
@@ -125,7 +125,7 @@ def tokenise_part(
             replaced=dict(reader.replaced),
         )
         os.replace(temporary, path)
-        # Not durable, neither of the two: after a power loss the hash tells whether the part is whole.
+        # Neither file is fsynced: after a power loss the hash shows whether the part is intact.
         write_text(_result_file(folder, part.number), sealed(result.as_json()), durable=False)
         return result
     finally:
@@ -133,7 +133,7 @@ def tokenise_part(
 
 
 def find_part(part: Part, folder: Path) -> PartResult | None:
-    """What an earlier attempt made of `part`; None where it made nothing, or what is there is damaged."""
+    """The result of an earlier attempt at `part`; None if there is none, or it is damaged."""
     try:
         result = PartResult.from_json(unsealed(read_bytes(_result_file(folder, part.number))))
         if result.fingerprint != part.fingerprint:
@@ -146,11 +146,11 @@ def find_part(part: Part, folder: Path) -> PartResult | None:
 def load_part(result: PartResult, folder: Path, kind: np.dtype[np.unsignedinteger]) -> Batches:
     """(tokens, offsets where documents begin) of each batch of a part in `folder`.
 
-    OSError, before the first batch, if the file is not as it was written.
+    OSError, before the first batch, if the file is damaged.
     """
     path = _data_file(folder, result.number)
     if _hash(path) != result.hash:
-        raise OSError(None, f"{path} is not what was written to it")
+        raise OSError(None, f"{path} does not have the bytes that were written to it")
     with open(open_file(path), "rb") as f:
         for n_tokens, n_starts in result.batches:
             tokens = np.fromfile(f, dtype=kind, count=n_tokens)
@@ -163,7 +163,7 @@ def _hash(path: Path) -> str:
 
 
 def drop_part(number: int, folder: Path) -> None:
-    """Remove a part's files; nothing happens where there are none."""
+    """Remove a part's files; a no-op if there are none."""
     _result_file(folder, number).unlink(missing_ok=True)
     _data_file(folder, number).unlink(missing_ok=True)
 
@@ -188,12 +188,12 @@ class _Batches:
         self._pieces: list[bytes] = []
         self._ends: list[bool] = []  # whether the document ends after _pieces[i]
         self._size = 0
-        # Whether _pieces[0] begins a document. A span of text that begins inside a file goes on with one.
+        # Whether _pieces[0] begins a document. A span of text that begins inside a file continues one.
         self._begins = not (part.goes_on and part.spans[0].file.kind == "text")
 
     def run(self, only_check: bool) -> Batches:
-        """(tokens, where documents begin) of one batch after the other; after a first problem it only reads on."""
-        inside = False  # whether the document being read has pieces, here or written already
+        """(tokens, starts of documents), batch by batch; after the first problem it only reads on."""
+        inside = False  # whether the document being read has pieces, pending or already written
         for span in self._part.spans:
             for piece in self._reader.documents(span):
                 if piece is None:
@@ -203,7 +203,7 @@ class _Batches:
                         self.empty += 1
                     inside = False
                 elif piece:
-                    # Before adding, never after: an end that follows must find its piece still here.
+                    # Flush before adding, never after: a document end that follows must find its piece still here.
                     if self._size >= _BATCH_BYTES:
                         yield from self._flush(span.file.name, only_check)
                     self._pieces.append(piece)
@@ -211,7 +211,7 @@ class _Batches:
                     self._size += len(piece)
                     inside = True
             if inside and span.end is None:
-                # The file broke off inside a document (a problem is noted): the next file is another one.
+                # The file ended inside a document (a problem is recorded): the next file begins a new one.
                 self._ends[-1], inside = True, False
         yield from self._flush(self._part.spans[-1].file.name, only_check)
 
@@ -227,7 +227,7 @@ class _Batches:
 
 
 def _join(tokenizer: Tokenizer, pieces: list[bytes], ends: list[bool], begins: bool) -> tuple[Tokens, Starts]:
-    """(tokens of all pieces with the ends of documents between them, where documents begin)."""
+    """(tokens of all pieces with end-of-document ids between documents, starts of documents)."""
     encoded = tokenizer.encode_many(pieces)
     end_id = tokenizer.end_of_document
     has_end = np.array(ends) if end_id is not None else np.zeros(len(ends), dtype=bool)
@@ -240,5 +240,5 @@ def _join(tokenizer: Tokenizer, pieces: list[bytes], ends: list[bool], begins: b
     if end_id is not None:
         tokens[stops[has_end] - 1] = end_id
     first = np.array([begins, *ends[:-1]])
-    # A document of no tokens (a normaliser can drop all of a text) has no place of its own.
+    # A document without tokens (a normaliser can drop all of a text) has no position of its own.
     return tokens, starts[first & (starts < len(tokens))]

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes (built in), or any tokenizer.json."""
+"""Convert text to token ids and back: bytes (built in), or any tokenizer.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# What a document ends with, by family, in order of trust: <|im_end|> and </s> can also end a chat turn.
+# End-of-document tokens by family, in order of trust: <|im_end|> and </s> can also end a chat turn.
 _END_OF_DOCUMENT = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -28,7 +28,7 @@ _END_OF_DOCUMENT = (
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer."""
+    """The tokenizer interface that the rest of the package uses."""
 
     @property
     def name(self) -> str:
@@ -36,24 +36,24 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it."""
+        """Exclusive upper bound of the ids."""
 
     @property
     def end_of_document(self) -> int | None:
-        """The id written after each document; None where the tokenizer has none."""
+        """The id written after each document; None if the tokenizer has none."""
 
     @property
     def digest(self) -> str:
         """SHA-256 of the definition: two tokenizers with the same digest give the same ids."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without an end of document and without other special tokens around it."""
+        """Ids of `text`, without an end of document or other special tokens around it."""
 
     def encode_many(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.integer]]:
         """`encode` of many valid UTF-8 texts at once, as arrays."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens are left out, what is no valid UTF-8 becomes U+FFFD."""
+        """Text of `ids`; special tokens are omitted, invalid UTF-8 becomes U+FFFD."""
 
 
 class ByteTokenizer:
@@ -65,7 +65,7 @@ class ByteTokenizer:
     digest = hashlib.sha256(b"seatrial bytes 1: ids 0..255 are bytes, 256 ends a document").hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        # A lone surrogate has no UTF-8; it is replaced here as in prepared data.
+        # A lone surrogate has no UTF-8 encoding; it is replaced as in prepared data.
         return list(text.encode("utf-8", errors="replace"))
 
     def encode_many(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.integer]]:
@@ -75,7 +75,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         # A model's vocabulary may be padded beyond 257, and an untrained model samples those ids as well:
-        # 0xFF is no UTF-8, so they show as U+FFFD.
+        # 0xFF is not valid UTF-8, so they show as U+FFFD.
         return bytes(min(i, 255) for i in ids if i != 256).decode("utf-8", errors="replace")
 
 
@@ -87,7 +87,7 @@ class FileTokenizer:
 
         hint = 'give the path of a tokenizer.json, or "bytes" for the built-in one'
         if not os.path.isfile(path):  # never read a device or a pipe, which may be endless
-            what = "is no file" if os.path.exists(path) else "does not exist"
+            what = "is not a file" if os.path.exists(path) else "does not exist"
             raise InputError(f"the tokenizer {path} {what}", hint=hint)
         try:
             definition = read_bytes(path, links=True)
@@ -97,17 +97,17 @@ class FileTokenizer:
             self._engine = Engine.from_buffer(definition)
         except Exception as e:  # the library raises a bare Exception for every bad file
             raise InputError(
-                f"{path} is no tokenizer.json: {e}",
+                f"{path} is not a tokenizer.json: {e}",
                 hint="it is the file of that name beside a Hugging Face model (not tokenizer_config.json)",
             ) from e
-        # Some files carry the padding and truncation of their training script: both would change the data.
+        # Some files contain the padding and truncation of their training script: both would change the data.
         self._engine.no_padding()
         self._engine.no_truncation()
         vocabulary = self._engine.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise InputError(f"the tokenizer {path} has an empty vocabulary")
         self.name = path.resolve().parent.name if path.name == "tokenizer.json" else path.stem
-        # Ids may have holes: the size that matters is the one that every id is below.
+        # Ids may have gaps: the relevant size is the exclusive upper bound of the ids.
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_document: int | None = next(
             (vocabulary[t] for t in _END_OF_DOCUMENT if t in vocabulary), None

@@ -1,4 +1,4 @@
-"""A token store to an object store: every file first, the manifest last, which is what makes it a store."""
+"""Upload a token store to an object store: every file first, the manifest last, which commits the store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from seatrial.data.writer import DEFAULT_SHARD_TOKENS
 from seatrial.storage.objects import Readable
 from seatrial.storage.store import Store, open_store
 
-# Beside the files of the local store: which of them have arrived.
+# Next to the files of the local store: the list of those that have been uploaded.
 _ARRIVED = ".uploaded.json"
 
 
@@ -40,10 +40,10 @@ def prepare_remote(
     note: Note | None = None,
     force: bool = False,
 ) -> Manifest:
-    """`prepare`, and the store goes to `url` on an object store.
+    """As `prepare`, and upload the store to `url` on an object store.
 
-    It is made in a hidden folder of the current one, which is removed when all has arrived. Until then another
-    attempt with the same sources goes on from there, with the tokenising or with the sending.
+    It is made in a hidden folder of the current one, which is removed after the upload. Until then another
+    attempt with the same sources resumes there, either the tokenising or the upload.
     """
     check_remote_target(url, force=force)
     tokenizer = load_tokenizer(tokenizer_spec)
@@ -53,7 +53,7 @@ def prepare_remote(
     if is_store(folder):
         store = TokenStore.open(folder)
         if note is not None:
-            note(f"going on from an earlier attempt: {folder} is complete and is sent")
+            note(f"resuming an earlier attempt: {folder} is complete and is sent")
     else:
         store = prepare(
             sources,
@@ -71,7 +71,7 @@ def prepare_remote(
 
 
 def check_remote_target(url: str, *, force: bool) -> Store:
-    """The store of objects at `url`, if a token store may be written there. InputError where one is, without `force`."""
+    """The object store at `url`, if a token store may be written there. InputError if one exists, without `force`."""
     objects = open_store(url)
     if not force and objects.size(MANIFEST) is not None:
         raise InputError(
@@ -83,10 +83,10 @@ def check_remote_target(url: str, *, force: bool) -> Store:
 def upload_store(
     store: TokenStore, url: str, *, force: bool = False, progress: Progress | None = None
 ) -> None:
-    """Copy the local `store` to `url`. An attempt that ended is gone on with: files that arrived are not sent again.
+    """Copy the local `store` to `url`. Resumes an interrupted attempt: files that arrived are not sent again.
 
-    With `force` the manifest of an old store is removed first: nobody may take the old one's files for whole.
-    InputError where there is a store already; StorageError where the service fails, after its own retries.
+    With `force` the manifest of an old store is removed first: its partly replaced files must not pass for a store.
+    InputError if there is a store already; StorageError if the service fails, after its own retries.
     """
     objects = check_remote_target(url, force=force)
     if force:
@@ -128,5 +128,5 @@ def _arrived(folder: Path, url: str) -> list[str]:
 
 
 def _local_folder(url: str, fingerprint: str) -> Path:
-    """Where the store that goes to `url` is made, in the current folder: the same for the same work."""
+    """The local folder of the store for `url`, in the current folder: the same for the same work."""
     return Path(f".{os.path.basename(url.rstrip('/'))}.upload-{fingerprint[:12]}")

@@ -1,8 +1,8 @@
-"""The hidden folder in which a token store is made; what is done in it outlives the process that did it.
+"""The hidden folder in which a token store is made; the work in it survives the process that did it.
 
 .NAME.tmp-work/.lock                flock of the process that works here
-.NAME.tmp-work/parts/               parts that are tokenised and not yet in a complete shard (`tokenise.py`)
-.NAME.tmp-work/shard-00000.bin ...  shards; those that state.json names are complete and durable
+.NAME.tmp-work/parts/               parts that are tokenised but not yet in a complete shard (`tokenise.py`)
+.NAME.tmp-work/shard-00000.bin ...  shards; those listed in state.json are complete and durable
 .NAME.tmp-work/state.json           complete shards, and how far into the parts they reach
 """
 
@@ -28,7 +28,7 @@ from seatrial.data.parts import Part
 from seatrial.data.tokenise import PartResult, drop_part, find_part, sealed, unsealed
 from seatrial.data.writer import temporary_prefix
 
-# Called with something that whoever waits should know.
+# Called with a message for the user.
 Note = Callable[[str], None]
 
 _FORMAT = 1
@@ -37,11 +37,11 @@ _LOCK = ".lock"
 
 @dataclass(frozen=True)
 class Reached:
-    """How far the parts are in the store, and what was counted on the way."""
+    """How far the parts are in the store, and the counts so far."""
 
-    part: int = 0  # the first that is not wholly in it
-    tokens: int = 0  # of that part that are
-    lines: int = 0  # of JSONL in the file that the part before ends in
+    part: int = 0  # the first that is not completely in it
+    tokens: int = 0  # of that part that are in it
+    lines: int = 0  # of JSONL in the file that the previous part ends in
     read: int = 0  # bytes, decompressed, of that file
     foreign: int = 0  # non-text bytes among them
     empty: int = 0
@@ -52,7 +52,7 @@ class Reached:
 
 @dataclass
 class Done:
-    """What is found done in a workspace."""
+    """The work found done in a workspace."""
 
     reached: Reached = field(default_factory=Reached)
     shards: list[ShardFile] = field(default_factory=list)
@@ -65,10 +65,9 @@ class Done:
 
 
 class Workspace:
-    """Context manager: the folder for a store at `out`, locked; it is removed at the end if nothing in it is worth
-    keeping.
+    """Context manager: the folder for a store at `out`, locked; removed at the end if nothing in it is worth keeping.
 
-    RunFailed where another process works there; InputError where it cannot be made.
+    RunFailed if another process works there; InputError if it cannot be created.
     """
 
     def __init__(self, out: Path, shard_tokens: int, note: Note | None = None) -> None:
@@ -113,12 +112,12 @@ class Workspace:
             shutil.rmtree(self.folder, ignore_errors=True)
         elif kind is not None:
             self.note(f"what is done is kept in {self.folder}, for the same command or to be deleted")
-        # Where the folder has become the store. Not before: nobody may take it for one that nobody works in.
+        # For the case that the folder has become the store. Not earlier: it must not appear unused before.
         (self._out / _LOCK).unlink(missing_ok=True)
         self._lock.close()
 
     def worth_keeping(self) -> bool:
-        """Whether there is something here that another attempt could go on from."""
+        """Whether there is something here that another attempt could resume from."""
         return self._state_file.exists() or any(self.parts.glob("part-*.json"))
 
     @property
@@ -126,7 +125,7 @@ class Workspace:
         return self.folder / "state.json"
 
     def find(self, parts: Sequence[Part]) -> Done:
-        """What earlier attempts have done of `parts`. What belongs to other sources, or is damaged, is removed."""
+        """The work of earlier attempts on `parts`. What belongs to other sources, or is damaged, is removed."""
         found = self._complete_shards(parts)
         keep = {_LOCK, "parts", "state.json"}
         for shard in found.shards:
@@ -146,7 +145,7 @@ class Workspace:
         return found
 
     def save(self, parts: Sequence[Part], reached: Reached, shards: Sequence[ShardFile]) -> None:
-        """Note that `shards` are complete and reach as far as `reached`; the parts in them are not needed any more."""
+        """Record that `shards` are complete and reach `reached`; parts that are completely in them are removed."""
         state = {
             "format": _FORMAT,
             "shard_tokens": self._shard_tokens,
@@ -162,7 +161,7 @@ class Workspace:
             drop_part(number, self.parts)
 
     def clear_up(self) -> None:
-        """Leave nothing but the shards: the folder is about to become the store."""
+        """Remove everything but the shards: the folder is about to become the store."""
         shutil.rmtree(self.parts)
         self._state_file.unlink(missing_ok=True)
 
@@ -194,7 +193,7 @@ class Workspace:
 
 
 def _digest(parts: Sequence[Part], reached: Reached) -> str:
-    """Of all parts that `reached` reaches into."""
+    """Digest of all parts that `reached` reaches into."""
     text = "".join(part.fingerprint for part in parts[: reached.part + 1])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Writing a token store: into a hidden folder beside the target, renamed into place when it is complete."""
+"""Write a token store into a hidden folder next to the target, renamed into place when it is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from seatrial.base.atomic import fsync_folder, write_json
+from seatrial.base.atomic import fsync_folder, write_bytes, write_json
 from seatrial.base.errors import InputError
 from seatrial.data.chunks import CHUNK_BYTES, ChunkHasher
 from seatrial.data.in_use import claimed
@@ -39,10 +39,10 @@ _LINK_BLOCK = 1 << 23
 
 
 class StoreWriter:
-    """Context manager: `append` documents, then `finish`; leaving without `finish` leaves nothing behind.
+    """Context manager: `append` documents, then `finish`; exiting without `finish` leaves nothing behind.
 
-    InputError at once where `folder` cannot become a store: it exists (and `replace` is False), or it
-    holds something else than a token store (then also with `replace`: other people's files stay).
+    InputError at once if `folder` cannot become a store: it exists (and `replace` is False), or it
+    contains something other than a token store (then also with `replace`, to protect other people's files).
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class StoreWriter:
         begun: Begun | None = None,
         dtype: np.dtype[np.unsignedinteger] | None = None,
     ) -> None:
-        """With `begun` it goes on in a folder that outlives this process, which is whose that folder is.
+        """With `begun` it continues in a folder that outlives this process and belongs to the caller.
 
-        `dtype` is what tokens are kept in; from the tokenizer if missing.
+        `dtype` is that of stored tokens; from the tokenizer if missing.
         """
         if shard_tokens < 1:
             raise ValueError(f"a shard needs at least one token, not {shard_tokens}")
@@ -82,7 +82,7 @@ class StoreWriter:
             return self
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            # Of a dead process that had our pid.
+            # Left by a dead process that had our pid.
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary.mkdir()
         except OSError as e:
@@ -129,9 +129,9 @@ class StoreWriter:
     def link(
         self, path: Path, starts: Iterable[npt.NDArray[np.integer]], progress: Callable[[int], None]
     ) -> None:
-        """Make the whole file at `path`, tokens of this store's type, the next shard, by a link to it.
+        """Add the whole file at `path`, tokens of this store's dtype, as the next shard, by a link to it.
 
-        Documents begin at `starts` in it. It is read once, for its hashes; `progress` is told the bytes.
+        Documents begin at `starts` in it. It is read once, for its hashes; `progress` is called with the bytes done.
         InputError for an id that is not below the tokenizer's vocabulary size.
         """
         self._close_shard()
@@ -206,14 +206,14 @@ class StoreWriter:
 
 @dataclass(frozen=True)
 class Begun:
-    """A folder that an earlier attempt may have written shards to, and that stays when this one does not finish."""
+    """A folder that may contain shards of an earlier attempt, and that stays if this attempt does not finish."""
 
     folder: Path
     shards: list[ShardFile]  # complete and durable there
-    shard_done: Callable[[list[ShardFile]], None]  # called with all that are complete, after each
+    shard_done: Callable[[list[ShardFile]], None]  # called after each shard with all complete ones
     clear_up: Callable[
         [], None
-    ]  # called when the folder is about to become the store: takes out what is no part of it
+    ]  # called when the folder is about to become the store: removes what is not part of it
 
 
 def check_target(folder: Path, *, replace: bool) -> None:
@@ -225,7 +225,8 @@ def check_target(folder: Path, *, replace: bool) -> None:
         return
     if not folder.is_dir() or not is_store(folder):
         raise InputError(
-            f"{folder} exists and is no token store; it stays as it is", hint="give another --out folder"
+            f"{folder} exists and is not a token store; it is left unchanged",
+            hint="give another --out folder",
         )
     if not replace:
         raise InputError(
@@ -237,7 +238,7 @@ def check_target(folder: Path, *, replace: bool) -> None:
 
 
 def temporary_prefix(folder: Path) -> str:
-    """How the names begin under which a store for `folder` is written."""
+    """The common prefix of the temporary folder names of a store at `folder`."""
     return f".{folder.name}.tmp-"
 
 
@@ -245,7 +246,7 @@ class _Shard:
     """One .bin with its .idx and .xxh3 being written, hashed on the way."""
 
     def __init__(self, folder: Path, number: int, *, link: Path | None = None) -> None:
-        """With `link` the tokens are in that file already: a link to it is made, and nothing is written to it."""
+        """With `link` the tokens are already in that file: it is linked to, and nothing is written to it."""
         self.n_tokens = 0
         self._max_token = 0
         self._tokens = _HashedFile(folder / f"shard-{number:05d}.bin", link)
@@ -266,20 +267,17 @@ class _Shard:
         self._tokens.close()
         self._index.close()
         digests = self._chunks.finish()
-        file = _HashedFile(self._tokens.path.with_suffix(".xxh3"))
-        try:
-            file.write(digests)
-        finally:
-            file.close()
+        path = self._tokens.path.with_suffix(".xxh3")
+        write_bytes(path, digests)
         self._chunk_file = ChunkFile(
-            file=file.path.name,
+            file=path.name,
             xxh3_128=xxhash.xxh3_128_hexdigest(digests),
             bytes=len(digests),
             chunk_bytes=CHUNK_BYTES,
         )
 
     def abandon(self) -> None:
-        """Let go of the files: what they hold is not wanted, so a full disk does not matter any more."""
+        """Close the files, ignoring errors: their content is not needed, so a full disk does not matter."""
         for file in (self._tokens, self._index):
             with contextlib.suppress(OSError):
                 file.close()
@@ -303,7 +301,7 @@ class _Shard:
 
 
 class _HashedFile:
-    """A file being written, or one that is there already and is linked to; its hash is of what it is given."""
+    """A file being written, or an existing one that is linked to; hashes the data passed to it."""
 
     def __init__(self, path: Path, link: Path | None = None) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""A whole drill: its folder, the data, the references, one scenario after the other, each judged when it is over."""
+"""A whole drill: its folder, the data, the references, and one scenario after the other, each judged when it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seatrial.base.errors import InputError, SeatrialError
 from seatrial.checkpoint.manifest import Damaged
 from seatrial.data.prepare import blend_of, check_stores, data_cache, resolve_stores
 from seatrial.drill import weights
-from seatrial.drill.copies import LEAST_STEPS, Change, Copy, Plan, Rhythm, copy_of
+from seatrial.drill.copies import LEAST_STEPS, Cadence, Change, Copy, Plan, copy_of
 from seatrial.drill.evidence import Terms, read_evidence
 from seatrial.drill.injection import Injection, Planted
 from seatrial.drill.judge import Judgement, judge, unjudged
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from seatrial.data.store import TokenStore
     from seatrial.job import Job
 
-_SPARE_TIME_S = 90.0  # what detection and recovery may add to a run, before it is given up
-_FIRST_STEPS = 6  # a first step that takes so many times as long as the reference's is a hang
+_SPARE_TIME_S = 90.0  # what detection and recovery may add to a run before it counts as overdue
+_FIRST_STEPS = 6  # a first step that takes this many times the reference's is a hang
 _LEAST_FIRST_STEP_S = 45.0  # the machine may be busy with something else
-_MOST_DATA_BYTES = 1 << 30  # largest data to copy for a scenario that changes its data
-_RECOVERY_S = 5.0  # what they usually add, for the estimate
+_MOST_DATA_BYTES = 1 << 30  # largest data set to copy for a scenario that changes its data
+_RECOVERY_S = 5.0  # what detection and recovery usually add, for the estimate
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one scenario."""
+    """Outcome of one scenario."""
 
     scenario: Scenario
     judgement: Judgement
@@ -53,14 +53,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a drill stands, for whoever watches."""
+    """State of a drill in progress, for its watcher."""
 
     name: str  # of the scenario, or "reference"
-    number: int  # of `of`
+    number: int  # out of `of`
     of: int
     step: int
     steps: int
-    eta_s: float | None  # until all is done
+    eta_s: float | None  # until the whole drill is done
 
 
 Watcher = Callable[[Progress], None]
@@ -68,14 +68,14 @@ Watcher = Callable[[Progress], None]
 
 @dataclass
 class Drill:
-    """Runs scenarios on copies of one job. Nothing of it is written outside `root` and the data cache of `runs`."""
+    """Runs scenarios on copies of one job. Writes nothing outside `root` and the data cache of `runs`."""
 
     job: Job
     runs: Path
     scenarios: Sequence[Scenario]
-    rhythm: Rhythm
+    cadence: Cadence
     seed: int = 0
-    seconds: float = 0.0  # of scenarios that last
+    seconds: float = 0.0  # of scenarios that are `lasting`
     watch: Watcher | None = None
     finished: Callable[[Result], None] | None = None
     root: Path = field(init=False)
@@ -85,16 +85,16 @@ class Drill:
     )  # by whether it has replicas for comparison
 
     def __post_init__(self) -> None:
-        if self.rhythm.steps < LEAST_STEPS:
+        if self.cadence.steps < LEAST_STEPS:
             raise InputError(
-                f"--steps {self.rhythm.steps} is too few: the copy has to cross several snapshots and checkpoints",
+                f"--steps {self.cadence.steps} is too few: the copy has to cross several snapshots and checkpoints",
                 hint=f"at least {LEAST_STEPS}",
             )
         stamp = time.strftime("%Y%m%d-%H%M%S")
         self.root = self.runs / ".drill" / f"{self.job.name}-{stamp}"
 
     def prepare(self) -> None:
-        """Check what can be checked and make the folder. Raises InputError."""
+        """Check what can be checked and create the drill's folder. Raises InputError."""
         launcher_for(self.job).check(self.job)
         train = self.job.train
         self._stores: list[TokenStore] = resolve_stores(self.job.data, data_cache(self.runs), Path.cwd())
@@ -115,8 +115,8 @@ class Drill:
             ) from error
 
     def run_all(self) -> None:
-        """The reference, then each scenario; `results` grows by one at a time."""
-        self._reference(replicas=False, steps=self.rhythm.steps)
+        """Run the reference, then each scenario; `results` grows by one at a time."""
+        self._reference(replicas=False, steps=self.cadence.steps)
         for scenario in self.scenarios:
             result = self._play(scenario)
             self.results.append(result)
@@ -165,7 +165,7 @@ class Drill:
         try:
             stage.start(self._planted(scenario, copy.job, plan), returns_of(scenario, copy.job))
             try:
-                with contextlib.suppress(RunEnded):  # the judge sees how
+                with contextlib.suppress(RunEnded):  # the judge sees how it ended
                     scenario.script(stage, plan)
                 stage.wait_end()
                 stage.wait_gone()
@@ -187,7 +187,7 @@ class Drill:
             steps=plan.steps,
             global_batch=copy.job.train.global_batch,
             snapshot_every=_copied_every(copy.job, node_lost=bool(scenario.expect.replaced)),
-            checkpoint_every=plan.rhythm.checkpoint,
+            checkpoint_every=plan.cadence.checkpoint,
             reference=reference.losses,
         )
         judgement = judge(scenario.expect, evidence, terms)
@@ -217,14 +217,14 @@ class Drill:
     def _plan(self, scenario: Scenario) -> Plan:
         known = self.references[False]
         step_s = max(known.step_s, 1e-3)
-        steps = max(self.rhythm.steps, scenario.least_steps)
+        steps = max(self.cadence.steps, scenario.least_steps)
         if scenario.least_seconds:
-            steps = max(steps, self.rhythm.fault + math.ceil(scenario.least_seconds / step_s))
+            steps = max(steps, self.cadence.fault + math.ceil(scenario.least_seconds / step_s))
         if scenario.lasting:
-            # Faults come until the time is over; what is left then is trained undisturbed.
+            # Faults are injected until the time is over; the remaining steps are trained undisturbed.
             steps = max(steps, math.ceil(self.seconds / step_s))
         return Plan(
-            self.rhythm,
+            self.cadence,
             self._saved(steps),
             self.seed,
             self.seconds if scenario.lasting else 0.0,
@@ -232,12 +232,12 @@ class Drill:
         )
 
     def _saved(self, steps: int) -> int:
-        """`steps`, or the next one at which a run that goes on has a checkpoint."""
-        every = self.rhythm.checkpoint
+        """`steps`, rounded up to a step at which a run that continues past it has a checkpoint."""
+        every = self.cadence.checkpoint
         return -(-steps // every) * every
 
     def _own_data(self, scenario: Scenario) -> list[str]:
-        """Copies of the token stores, for a scenario that changes them. Raises InputError if there is no space."""
+        """Copy the token stores, for a scenario that changes them. Raises InputError if that is too large or remote."""
         total = sum(shard.bytes for store in self._stores for shard in store.manifest.shards)
         if total > _MOST_DATA_BYTES or any(is_remote(store.address) for store in self._stores):
             raise InputError(f"the data ({units.memory(total)}) would have to be copied")
@@ -269,16 +269,16 @@ class Drill:
         )
 
     def _reference(self, *, replicas: bool, steps: int) -> Reference:
-        """The run that nothing happens to, made or continued so that it has `steps`."""
+        """The undisturbed run, made or continued to at least `steps`."""
         known = self.references.get(replicas)
         if known is not None and known.steps >= steps:
             return known
         name = "reference-replicas" if replicas else "reference"
         if self.references:
-            # At once as far as any scenario will need it: each continuation is a start of its own.
+            # Straight to the largest number that any scenario needs: each continuation is a separate start.
             steps = max(steps, *(self._plan(s).steps for s in self.scenarios if s.replicas == replicas))
         copy = self._copy(
-            name, Plan(self.rhythm, self._saved(steps)), spares=0, replicas=replicas, keep=10_000
+            name, Plan(self.cadence, self._saved(steps)), spares=0, replicas=replicas, keep=10_000
         )
         if known is not None:
             copy = longer(known, copy)
@@ -286,7 +286,7 @@ class Drill:
         self.references[replicas] = reference
         return reference
 
-    # -- telling
+    # -- reporting progress
 
     def _tell(self, name: str, scene: Scene) -> None:
         if self.watch is None:
@@ -296,7 +296,7 @@ class Drill:
         self.watch(Progress(name, number, len(self.scenarios), scene.furthest, steps, self.eta_s()))
 
     def eta_s(self) -> float | None:
-        """Seconds until all is done, from the runs so far; None before the first reference."""
+        """Seconds until the whole drill is done, from the runs so far; None before the first reference."""
         known = self.references.get(False)
         if known is None:
             return None
@@ -306,7 +306,7 @@ class Drill:
 
 
 def _copied_every(job: Job, *, node_lost: bool) -> int:
-    """Number of steps after which the affected state is copied again; 0: the fault leaves no copy."""
+    """Number of steps after which the affected state is snapshotted again; 0: no snapshot survives the fault."""
     kept = job.resilience
     apart = kept.copies > 1 or job.layout.survives_a_node(job.cluster.gpus_per_node)
     return kept.snapshot_every_steps if kept.copies and (apart or not node_lost) else 0

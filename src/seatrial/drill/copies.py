@@ -1,4 +1,4 @@
-"""The copy of a job that a drill runs: shorter, saved and snapshotted more often, otherwise the job itself."""
+"""The copy of a job that a drill runs: shorter, with more frequent checkpoints and snapshots, otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from seatrial.job.loading import job_from_text
 from seatrial.job.schema import JobFile
 
 DEFAULT_STEPS = 16
-LEAST_STEPS = 12  # two checkpoints and three snapshots before the fault, steps to recover in after it
+LEAST_STEPS = 12  # two checkpoints and three snapshots before the fault, and steps to recover in after it
 
 _LONGEST_HANG_S = 4.0  # a hang must be noticed within the drill, not after the job's half minute
 
 
 @dataclass(frozen=True)
 class Change:
-    """One key that the copy has otherwise than the job."""
+    """One key whose value differs between the copy and the job."""
 
     key: str
     job: Any  # the job's value
@@ -30,15 +30,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Copy:
-    """A job that only a drill runs, and how it differs from the one that was given."""
+    """A job that only a drill runs, and its differences from the given one."""
 
     job: Job
     changes: tuple[Change, ...]
 
 
 @dataclass(frozen=True)
-class Rhythm:
-    """After how many steps what happens in a copy; every fault comes after two checkpoints and some snapshots."""
+class Cadence:
+    """Step intervals of the events in a copy; every fault comes after two checkpoints and some snapshots."""
 
     steps: int
 
@@ -56,7 +56,7 @@ class Rhythm:
 
     @property
     def fault(self) -> int:
-        """The step after whose end a fault is injected: just before a snapshot, so that most is lost, and between two saves."""
+        """The step after which a fault is injected: just before a snapshot, to lose most, and between two saves."""
         step = self.steps // 2 + 1
         while (step + 1) % self.snapshot or not step % self.checkpoint:
             step += 1
@@ -64,24 +64,24 @@ class Rhythm:
 
     @property
     def unverified_snapshot(self) -> int:
-        """A step, not after `fault`, whose snapshot is taken before its weights are compared, if there is one."""
+        """A step, not after `fault`, whose snapshot precedes the comparison of its weights, if there is one."""
         later = (s for s in range(self.fault, 0, -1) if not s % self.snapshot and s % self.verify)
         return next(later, self.fault)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one scenario is run."""
+    """Parameters of one scenario's run."""
 
-    rhythm: Rhythm
-    steps: int  # of its run
-    seed: int = 0  # what is random in it follows from this
-    seconds: float = 0.0  # how long one that lasts goes on
-    first_step_s: float = 0.0  # by when its first step must have ended; 0: what the job says
+    cadence: Cadence
+    steps: int  # of the run
+    seed: int = 0  # determines everything random in it
+    seconds: float = 0.0  # how long a lasting scenario injects faults
+    first_step_s: float = 0.0  # limit for the end of its first step; 0: as in the job
 
     @property
     def fault(self) -> int:
-        return self.rhythm.fault
+        return self.cadence.fault
 
 
 def copy_of(
@@ -96,8 +96,8 @@ def copy_of(
 ) -> Copy:
     """`job` as run `name`, trained as `plan` says on the prepared `stores`, with at least `keep` checkpoints kept.
 
-    `replicas`: with at least two replicas of the weights, whatever the job has. Raises InputError where there is no
-    such layout of its ranks.
+    `replicas`: with at least two replicas of the weights, whatever the job has. Raises InputError if its ranks allow no
+    such layout.
     """
     layouts: list[dict[str, Any]] = [{}]
     if replicas and job.layout.replicate < 2:
@@ -122,7 +122,7 @@ def _wanted(
     layout: Mapping[str, Any],
 ) -> dict[str, tuple[Any, str]]:
     """key -> (value, why)."""
-    own, rhythm = job.resilience, plan.rhythm
+    own, cadence = job.resilience, plan.cadence
     wanted: dict[str, tuple[Any, str]] = {
         "name": (name, "the live run is not touched"),
         "data.train": (
@@ -133,24 +133,27 @@ def _wanted(
         "cluster.spares": (spares, "what this scenario needs" if spares else "this scenario has none"),
         "train.steps": (plan.steps, "short"),
         "train.sample_tokens": (0, "no sample text at the end"),
-        "optimizer.warmup_steps": (min(job.optimizer.warmup_steps, rhythm.steps), "not longer than the copy"),
+        "optimizer.warmup_steps": (
+            min(job.optimizer.warmup_steps, cadence.steps),
+            "not longer than the copy",
+        ),
         "optimizer.decay": ("constant", "the rate of a step then does not depend on how many there are"),
         "optimizer.decay_steps": (None, "it belongs to another decay"),
-        "checkpoint.every_steps": (rhythm.checkpoint, "several within the copy"),
+        "checkpoint.every_steps": (cadence.checkpoint, "several within the copy"),
         "checkpoint.keep": (keep, "enough to fall back on, and to compare with"),
         "checkpoint.keep_every_steps": (0, "all are deleted with the copy"),
         "checkpoint.folder": (None, "the live run's storage is not touched"),
         "checkpoint.fallback": (None, "the live run's storage is not touched"),
         "resilience.max_restarts": (max(own.max_restarts, 100), "recovery is what is drilled"),
-        "resilience.snapshot_every_steps": (rhythm.snapshot, "several within the copy"),
-        "resilience.verify_every_steps": (rhythm.verify, "several within the copy"),
+        "resilience.snapshot_every_steps": (cadence.snapshot, "several within the copy"),
+        "resilience.verify_every_steps": (cadence.verify, "several within the copy"),
         "resilience.hang_min_s": (
             min(own.hang_min_s, _LONGEST_HANG_S),
             "a short copy: hangs are noticed sooner",
         ),
         "resilience.first_step_s": (
             min(own.first_step_s, plan.first_step_s or own.first_step_s),
-            "several times what the reference took to its first step",
+            "several times what the reference needed for its first step",
         ),
         "resilience.node_wait_s": (min(own.node_wait_s, 2.0), "a short copy"),
         "resilience.evict_after": (
@@ -170,7 +173,7 @@ def _wanted(
 
 
 def _replicated(job: Job) -> Iterator[dict[str, Any]]:
-    """Layouts of as many ranks with two replicas, the most similar first."""
+    """Layouts of the same number of ranks with two replicas, the most similar first."""
     at = job.layout
     if at.shard % 2 == 0:
         yield {"replicate": 2 * at.replicate, "shard": at.shard // 2}
@@ -196,7 +199,7 @@ def _changed(job: Job, wanted: Mapping[str, tuple[Any, str]]) -> Copy:
         section, _, name = key.rpartition(".")
         old = getattr(getattr(job.file, section) if section else job.file, name)
         if section == "parallel" and name == "shard":
-            old = job.layout.shard  # the file may leave it open
+            old = job.layout.shard  # the job file may leave it open
         if old == value:
             continue
         changes.append(Change(key, old, value, why))
@@ -208,5 +211,5 @@ def _changed(job: Job, wanted: Mapping[str, tuple[Any, str]]) -> Copy:
     file: JobFile = job.file.model_copy(update={**top, **update})
     layout = replace(job.layout, **sections.get("parallel", {}))
     text = Job(file, job.architecture, layout, job.source).to_toml()
-    # Read again like any job file: what would be refused there is refused here.
+    # Read again like any job file, so that whatever would be refused there is refused here.
     return Copy(job_from_text(text, name=f"the copy of {job.source}", base_folder=Path.cwd()), tuple(changes))

@@ -1,4 +1,4 @@
-"""What is left of a drilled run: its records, as they are in its folder, and what the drill itself saw."""
+"""Evidence of a drilled run: the records in its folder, and what the drill itself observed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Losses = Mapping[int, tuple[float, float]]  # step -> (loss, gradient norm)
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that a run is judged by."""
+    """Everything by which a run is judged."""
 
     events: Sequence[Event]
-    metrics: Sequence[MetricsRecord]  # all of them, in the order of the file
+    metrics: Sequence[MetricsRecord]  # all of them, in file order
     ledger: Sequence[LedgerRecord]
-    problems: Sequence[str]  # lines of the records that are none
+    problems: Sequence[str]  # record lines that could not be decoded
     injections: Sequence[Injection]
-    exits: Sequence[int]  # exit codes of the run's processes, or minus the signal's number
-    left: Sequence[str]  # processes that were still there afterwards
+    exits: Sequence[int]  # exit codes of the run's processes, negative for a signal
+    left: Sequence[str]  # processes that were still alive afterwards
     overdue: bool = False  # the drill had to stop it
-    weights: Difference | None = None  # of the last checkpoint from the reference's; None where one has none
+    weights: Difference | None = None  # last checkpoint against the reference's; None if either is missing
     weights_problem: str = ""
 
     def final(self) -> dict[int, MetricsRecord]:
-        """The record that counts of each step: the last of its last generation."""
+        """The record that counts for each step: the last one of its last generation."""
         last: dict[int, MetricsRecord] = {}
         for record in self.metrics:
             known = last.get(record.step)
@@ -42,7 +42,7 @@ class Evidence:
         return last
 
     def superseded(self) -> list[MetricsRecord]:
-        """Steps that were done again: the records that no longer count."""
+        """Records that no longer count because their steps were redone."""
         final = self.final()
         return [r for r in self.metrics if r is not final[r.step]]
 
@@ -59,14 +59,14 @@ class Terms:
 
 
 def read_metrics_of(folder: RunFolder) -> tuple[list[MetricsRecord], list[str]]:
-    """Every metrics record in the order of the file, also those that were superseded; and what is wrong with others."""
+    """Every metrics record in file order, also superseded ones; and the problems of lines that could not be decoded."""
     numbered, problems = read_numbered(folder.metrics, NOUN)
     records, wrong = decode_all(MetricsRecord, numbered, file=folder.metrics.name, noun=NOUN)
     return records, [str(p) for p in (*problems, *wrong)]
 
 
 def losses_of(records: Sequence[MetricsRecord]) -> dict[int, tuple[float, float]]:
-    """Step -> (loss, gradient norm), of the last record of each step."""
+    """Step -> (loss, gradient norm), from the last record of each step."""
     return {r.step: (r.loss, r.grad_norm) for r in records}
 
 
@@ -80,7 +80,7 @@ def read_evidence(
     weights: Difference | None = None,
     weights_problem: str = "",
 ) -> Evidence:
-    """The records of `folder`, with what only the drill knows."""
+    """Read the records of `folder` and add what only the drill knows."""
     events, wrong_events = read_events(folder)
     metrics, wrong = read_metrics_of(folder)
     ledger, wrong_ledger = read_ledger(folder)

@@ -1,36 +1,36 @@
-"""What a scenario must lead to: data that the judge reads."""
+"""The expected outcome of a scenario, as data for the judge."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# What may be off, relative, once another number of replicas has summed the gradients in another order. Measured on
+# Relative tolerances once another number of replicas has summed the gradients in another order. Measured on
 # first-voyage over 19 steps after a shrink, at a learning rate of 3e-3: 6e-7, 4e-5 and 7e-5, growing with the steps.
 OTHER_WORLD = {"loss": 1e-4, "gradient norm": 1e-3, "weights": 1e-2}
 
-World = Literal["same", "other", "any"]
+SizeAtEnd = Literal["same", "other", "any"]
 Names = Literal["rank", "node", "nothing"]
 Redone = Literal["none", "one", "snapshot", "two snapshots", "checkpoint", "two checkpoints"]
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """The class of outcome of one scenario.
+    """Class of outcome of one scenario.
 
-    world     same: the run ends as large as it began, bit-equal to the one that never failed; other: it trains on fewer
-              replicas for a while, with the same data in the same order; any: whichever of the two happened
-    detected  kinds of events of which the first after the fault is its detection
+    world     same: the run ends as large as it began, bit-equal to the reference; other: it trains on fewer replicas
+              for a while, with the same data in the same order; any: whichever of the two happened
+    detected  kinds of events of which the first after the fault counts as its detection
     names     what that event (or, with `named_by`, the first of those kinds) must name
-    first_names  whether the first of those events must name it, or any may
-    recovers  whether a later generation, or a redone step, follows
-    redone    how many steps may be done again
-    exits     how its processes end, one after the other: -9 killed by the drill, 75 preempted, 0 done
-    follows   kinds of events that must come after the fault
-    replaced  whether the named node is out of the next generation; None: not asked
+    first_names  whether the first of those events must name it, or any of them may
+    recovers  whether a later generation, or a redone step, must follow
+    redone    how many steps may be redone
+    exits     exit codes of its processes in order: -9 killed by the drill, 75 preempted, 0 done
+    follows   kinds of events that must follow the fault
+    replaced  whether the named node is out of the next generation; None: not checked
     """
 
-    world: World
+    world: SizeAtEnd
     detected: tuple[str, ...]
     names: Names
     recovers: bool = True
@@ -42,7 +42,7 @@ class Expectation:
     replaced: bool | None = None
 
     def in_words(self) -> str:
-        """For the list of scenarios."""
+        """Short text for the list of scenarios."""
         return {
             "same": "same world, bit-equal",
             "other": "other world, same data in the same order",
@@ -50,7 +50,7 @@ class Expectation:
         }[self.world]
 
     def redone_limit(self, *, snapshot: int, checkpoint: int) -> int:
-        """How many steps may be done again, given how often copies are made (0: never)."""
+        """Maximum number of redone steps, given the intervals of snapshots and checkpoints (0: never)."""
         if self.redone == "none":
             return 0
         if self.redone == "one":

@@ -1,4 +1,4 @@
-"""What was done to a run, when and to whom: the log that its records are judged against."""
+"""The log of injected faults: what was done to a run, when and to whom; its records are judged against it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from seatrial.record.jsonl import append_line, read_numbered
-from seatrial.record.typed import decode_all
+from seatrial.record.jsonl import append_line
 
 
 @dataclass(frozen=True)
 class Injection:
-    """One fault. `node` and `rank` are what a detection must name; None where there is nobody to name."""
+    """One fault. `node` and `rank` are what a detection must name; None if there is none to name."""
 
     time: float  # unix seconds
     kind: str
     message: str
-    step: int  # the last one that was recorded, or that the rank was in
+    step: int  # the last recorded step, or the one that the rank was in
     node: int | None = None
     rank: int | None = None
     data: dict[str, Any] | None = field(default=None)
@@ -29,28 +28,19 @@ def record_injection(path: Path, injection: Injection) -> None:
     append_line(path, vars(injection))
 
 
-def read_injections(path: Path) -> list[Injection]:
-    """All of a log, by time. ValueError for a damaged one: nothing could be judged by it."""
-    numbered, problems = read_numbered(path, "an injection")
-    found, wrong = decode_all(Injection, numbered, file=path.name, noun="an injection")
-    if problems or wrong:
-        raise ValueError("; ".join(str(p) for p in problems + wrong))
-    return sorted(found, key=lambda i: i.time)
-
-
 @dataclass(frozen=True)
 class Planted:
-    """A fault that a rank does to itself (drill/worker.py): in `step`, once, whatever restarts follow."""
+    """A fault that a rank injects into itself (drill/worker.py): in `step`, once, however often ranks are restarted."""
 
     kind: str
     rank: int
     step: int
     message: str
-    marker: str = ""  # path of the file that says when it fired; an Injection as JSON
+    marker: str = ""  # path of the file that records when it fired; an Injection as JSON
 
     def fired(self) -> Injection | None:
-        """When it did, None if it has not."""
+        """The injection, if the fault has fired; else None."""
         try:
             return Injection(**json.loads(Path(self.marker).read_text(encoding="utf-8")))
-        except (FileNotFoundError, ValueError):  # a rank that is killed while it writes has not done it yet
+        except (FileNotFoundError, ValueError):  # a rank that is killed while it writes has not fired it yet
             return None

@@ -15,12 +15,12 @@ from seatrial.record.events import Event
 from seatrial.record.ledger import ledger_gaps
 from seatrial.record.metrics import MetricsRecord
 
-Verdict = Literal["PASS", "FAIL", "UNJUDGED"]
+ScenarioResult = Literal["PASS", "FAIL", "UNJUDGED"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must hold; `ok` None: could not be judged, which is never a pass."""
+    """One condition that must hold; `ok` None: could not be judged, which is never a pass."""
 
     name: str
     ok: bool | None
@@ -31,16 +31,16 @@ class Check:
 class Judgement:
     """The verdict on one scenario, with every reason."""
 
-    verdict: Verdict
+    verdict: ScenarioResult
     checks: tuple[Check, ...]
-    detected_in_s: float | None = None  # the slowest, where there were several faults
+    detected_in_s: float | None = None  # the slowest, if there were several faults
     recovered_in_s: float | None = None
     steps_redone: int | None = None
-    work_lost_s: float | None = None  # step time of the steps that were done again
+    work_lost_s: float | None = None  # step time of the redone steps
     largest_difference: float | None = None  # of a loss or gradient norm, relative
 
     def why(self) -> str:
-        """The first thing that does not hold; empty for a pass."""
+        """The first condition that does not hold; empty for a pass."""
         for wanted in (False, None):
             for check in self.checks:
                 if check.ok is wanted:
@@ -48,7 +48,7 @@ class Judgement:
         return ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For the report."""
+        """The fields for the report."""
         return {
             "verdict": self.verdict,
             "why": self.why(),
@@ -67,7 +67,7 @@ def unjudged(reason: str) -> Judgement:
 
 
 def judge(expected: Expectation, evidence: Evidence, terms: Terms) -> Judgement:
-    """Hold the evidence against what must follow. PASS only if every check does."""
+    """Check the evidence against the expectation. PASS only if every check passes."""
     detections = [_detection(expected, evidence, i) for i in evidence.injections]
     recoveries = [
         _recovery(evidence, i, d) if d is not None else None
@@ -107,7 +107,7 @@ def judge(expected: Expectation, evidence: Evidence, terms: Terms) -> Judgement:
     )
 
 
-def _verdict(checks: Sequence[Check]) -> Verdict:
+def _verdict(checks: Sequence[Check]) -> ScenarioResult:
     if any(c.ok is False for c in checks):
         return "FAIL"
     return "UNJUDGED" if any(c.ok is None for c in checks) else "PASS"
@@ -117,7 +117,7 @@ def _verdict(checks: Sequence[Check]) -> Verdict:
 
 
 def _detection(expected: Expectation, evidence: Evidence, injection: Injection) -> Event | None:
-    """The first event after the fault that says that something is wrong."""
+    """The first event after the fault that reports a problem."""
     return next(
         (e for e in _after(evidence.events, injection.time) if e.kind in expected.detected),
         None,
@@ -125,7 +125,7 @@ def _detection(expected: Expectation, evidence: Evidence, injection: Injection) 
 
 
 def _recovery(evidence: Evidence, injection: Injection, detection: Event) -> MetricsRecord | None:
-    """The first step after the detection: of a later generation where there is one, else the one done again."""
+    """The first step after the detection: of a later generation if there is one, else the redone one."""
     before = max(
         (m.generation for m in evidence.metrics if m.time <= injection.time), default=detection.generation
     )
@@ -138,7 +138,7 @@ def _after(events: Sequence[Event], time: float) -> Iterator[Event]:
 
 
 def _differences(evidence: Evidence, terms: Terms) -> dict[tuple[int, str], float]:
-    """(step, "loss" or "gradient norm") -> relative difference, where the bits are not the reference's."""
+    """(step, "loss" or "gradient norm") -> relative difference, where it is not bit-equal to the reference."""
     found: dict[tuple[int, str], float] = {}
     for step, record in evidence.final().items():
         if step not in terms.reference:
@@ -153,7 +153,7 @@ def _differences(evidence: Evidence, terms: Terms) -> dict[tuple[int, str], floa
 
 
 def _shrunk_at(evidence: Evidence) -> float:
-    """When the run first went on with fewer replicas; infinity if it never did."""
+    """When the run first continued with fewer replicas; infinity if it never did."""
     return min((e.time for e in evidence.events if e.kind == "shrunk"), default=math.inf)
 
 
@@ -168,7 +168,7 @@ def _injected(evidence: Evidence) -> Check:
 
 def _ended(expected: Expectation, evidence: Evidence, terms: Terms) -> Check:
     if evidence.overdue:
-        return Check("ended", False, "it did not come to an end and was stopped by the drill")
+        return Check("ended", False, "it did not end and was stopped by the drill")
     if tuple(evidence.exits) != expected.exits:
         wanted, got = (" then ".join(map(str, codes)) for codes in (expected.exits, evidence.exits))
         return Check("ended", False, f"exit {got or 'unknown'}, not {wanted}; {_last_words(evidence)}")
@@ -180,11 +180,11 @@ def _ended(expected: Expectation, evidence: Evidence, terms: Terms) -> Check:
 
 def _last_words(evidence: Evidence) -> str:
     bad = [e for e in evidence.events if e.kind in ("gave_up", "run_failed")]
-    return bad[-1].message if bad else "it did not say why"
+    return bad[-1].message if bad else "no reason was recorded"
 
 
 def _calm_before(evidence: Evidence) -> Check | None:
-    """No alarm without a fault."""
+    """Check that nothing was recovered from before the first fault."""
     first = min((i.time for i in evidence.injections), default=math.inf)
     false = [e for e in evidence.events if e.kind == "recovering" and e.time < first]
     if false:
@@ -216,7 +216,7 @@ def _named(expected: Expectation, evidence: Evidence) -> Check | None:
         wanted = f"node {injection.node}"
         if expected.names == "rank":
             wanted = f"rank {injection.rank}"
-        # With several faults at once their events may come in any order; with one the first has to be right.
+        # The events of several faults may come in any order; for a single fault the first event must be right.
         first = expected.first_names and len(evidence.injections) == 1
         pool = named[:1] if first else named
         if not any(_names(e, injection, expected.names) for e in pool):

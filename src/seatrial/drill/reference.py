@@ -1,4 +1,4 @@
-"""The run that nothing happens to: what every drilled run is compared with."""
+"""The undisturbed run, to which every drilled run is compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIMIT_S = 1800.0
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that never failed, as far as it has come."""
+    """An undisturbed run, as far as it has been trained."""
 
     copy: Copy
     folder: RunFolder
@@ -28,7 +28,7 @@ class Reference:
     steps: int
     step_s: float  # median
     first_step_s: float  # from its first start to the end of its first step
-    seconds: float  # from the start of its process to its end, the last time
+    seconds: float  # of its process from start to end, for the latest start
 
     def checkpoint(self, step: int) -> Path:
         """The folder of its checkpoint of `step`."""
@@ -38,7 +38,7 @@ class Reference:
 def run_reference(
     root: Path, copy: Copy, *, on_poll: Callable[[Scene], None] | None = None, limit_s: float = _LIMIT_S
 ) -> Reference:
-    """Train `copy` to its end. Raises RunFailed if anything at all went wrong: nothing could be compared with it."""
+    """Train `copy` to its end. Raises RunFailed if anything went wrong: it would be useless for comparison."""
     stage = Stage(root, copy.job, limit_s=limit_s, on_poll=on_poll)
     try:
         stage.start()
@@ -77,7 +77,7 @@ def run_reference(
 
 
 def longer(reference: Reference, copy: Copy) -> Copy:
-    """The copy that goes on where `reference` has ended, to the steps of `copy`."""
+    """The copy that continues `reference` from its end to the steps of `copy`."""
     job = reference.copy.job
     train = job.file.train.model_copy(update={"steps": copy.job.train.steps})
     return Copy(replace(job, file=job.file.model_copy(update={"train": train})), reference.copy.changes)

@@ -1,4 +1,4 @@
-"""What a drill found, as a document for programs and as a page for people."""
+"""The results of a drill, as a document for programs and a page for people."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from seatrial.base.atomic import write_json, write_text
 from seatrial.drill.conduct import Drill, Result
 from seatrial.drill.expectation import OTHER_WORLD
 from seatrial.drill.judge import Judgement
-from seatrial.record import lock
 from seatrial.record.folder import RunFolder
+from seatrial.record.running import running
 
 SCHEMA_VERSION = 1
 
@@ -43,7 +43,7 @@ def document(drill: Drill, seconds: float) -> dict[str, Any]:
             "seatrial": __version__,
         },
         "seed": drill.seed,
-        "steps": drill.rhythm.steps,
+        "steps": drill.cadence.steps,
         "layout": drill.job.layout.as_dict(),
         "tolerance_other_world": OTHER_WORLD,
         "verdicts": {v: verdicts.get(v, 0) for v in ("PASS", "FAIL", "UNJUDGED")},
@@ -75,7 +75,7 @@ def _scenario(result: Result) -> dict[str, Any]:
 
 
 def row(result: Result) -> tuple[str, ...]:
-    """One line of the table, under COLUMNS."""
+    """The result's row of the table, under COLUMNS."""
     judgement = result.judgement
     return (
         result.scenario.name,
@@ -106,14 +106,14 @@ def _loss(judgement: Judgement) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """How many of each verdict, in words."""
+    """The number of results per verdict, in words."""
     verdicts = Counter(r.judgement.verdict for r in results)
     parts = [f"{verdicts[v]} {v}" for v in ("PASS", "FAIL", "UNJUDGED") if verdicts[v]]
     return ", ".join(parts) if parts else "nothing was run"
 
 
 def markdown(drill: Drill, seconds: float) -> str:
-    """The page for people."""
+    """The page for people, as Markdown."""
     job = drill.job
     lines = [
         f"# Drill of {job.name}: {summary(drill.results)}",
@@ -171,16 +171,16 @@ def _cell(text: str) -> str:
 
 
 def write(drill: Drill, seconds: float) -> tuple[Path, dict[str, Any], Path | None]:
-    """report.json and report.md in the drill's folder; (the page, the document, where a copy lies or None).
+    """Write report.json and report.md to the drill's folder; (the page, the document, path of a copy or None).
 
-    The folder of the run that the job is of gets a copy, if it is there and nobody runs it.
+    The job's own run folder gets a copy, if it exists and is not running.
     """
     value = document(drill, seconds)
     page = drill.root / "report.md"
     write_json(drill.root / "report.json", value)
     write_text(page, markdown(drill, seconds))
     live = RunFolder(drill.runs / drill.job.name)
-    if not live.is_run() or lock.is_held(live.lock):
+    if not live.is_run() or running(live) is not None:
         return page, value, None
     live.reports.mkdir(exist_ok=True)
     stem = f"drill-{drill.root.name.removeprefix(drill.job.name + '-')}"

@@ -13,18 +13,18 @@ from pathlib import Path
 
 from seatrial.base import process
 from seatrial.base.errors import EXIT_DONE, SeatrialError
-from seatrial.control.spec import WORKER_MODULE
+from seatrial.control.agent.spec import WORKER_MODULE
 from seatrial.job import Job, load_job
 from seatrial.launch import LocalLauncher, Outcome
 from seatrial.launch.netns import Hosts
-from seatrial.launch.voyage import prepare_voyage
+from seatrial.launch.session import prepare_session
 from seatrial.record.folder import RunFolder
 
 MODULE = "seatrial.drill.run"
 
 
 class Borrowed(Hosts):
-    """Hosts that the drill has made, and will remove."""
+    """Hosts that the drill has created and will remove."""
 
     def __init__(self, stem: str, count: int) -> None:
         super().__init__(count)
@@ -63,7 +63,7 @@ def command(
     returns: Mapping[int, float],
     hosts: Hosts | None,
 ) -> list[str]:
-    """The command line of one run. `returns`: node -> seconds after which its agent, once dead, is started again."""
+    """The command line of one run. `returns`: node -> seconds until its agent, once dead, is started again."""
     words = process.python(MODULE, str(job), "--runs", str(runs), "--parent", str(parent))
     words += ["--worker-module", worker_module]
     for node, seconds in returns.items():
@@ -74,7 +74,7 @@ def command(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train the job to its end; the exit code."""
+    """Train the job to its end; returns the exit code."""
     parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
     parser.add_argument("job", type=Path)
     parser.add_argument("--runs", type=Path, required=True)
@@ -83,19 +83,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--return", dest="returns", action="append", default=[], metavar="NODE=SECONDS")
     parser.add_argument("--hosts", metavar="STEM", help="of the names of the nodes' network namespaces")
     arguments = parser.parse_args(argv)
-    # When the drill is gone its run ends too, whatever ended the drill.
+    # If the drill dies, however that happens, its run must die too.
     process.die_with_parent(arguments.parent, signal.SIGKILL)
     try:
         job = load_job(arguments.job)
         nodes = job.cluster.nodes + job.cluster.spares
         hosts = Borrowed(arguments.hosts, nodes) if arguments.hosts else None
         returns = {int(node): float(seconds) for node, seconds in (r.split("=") for r in arguments.returns)}
-        voyage = prepare_voyage(job, arguments.runs)
-        with voyage.opened:
-            if voyage.complete:
+        session = prepare_session(job, arguments.runs)
+        with session.opened:
+            if session.complete:
                 return EXIT_DONE
             launcher = _Launcher(arguments.worker_module, hosts, returns)
-            return voyage.run(launcher=launcher).exit_code
+            return session.run(launcher=launcher).exit_code
     except SeatrialError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code

@@ -1,4 +1,4 @@
-"""What can go wrong, one scenario each: what is done to the run, what that needs, and what must come of it."""
+"""The fault scenarios: what each does to the run, what it requires, and the expected outcome."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from seatrial.hardware.devices import choose_device
 from seatrial.job import Job
 from seatrial.job.numbers import either
 from seatrial.job.shapes import shapes
-from seatrial.train import straggler
+from seatrial.train.health import straggler
 
-_AWAY_S = 4.0  # after which a node returns
-_BACK_S = 14.0  # by when it trains again, with its start
+_AWAY_S = 4.0  # until a lost node returns
+_BACK_S = 14.0  # limit until it trains again, including its start
 _FOUND_S = 10.0  # limit for detecting a stopped process
 
 RECOVERING = "recovering"
@@ -36,31 +36,31 @@ def _no_reason(job: Job) -> str | None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One fault, or several, and what must come of it."""
+    """One fault, or several, and the expected outcome."""
 
     name: str
     about: str
     expect: Expectation
     script: Callable[
         [Stage, Plan], None
-    ]  # does it to a run that has been started; returns while that still runs
+    ]  # injects it into a started run; returns while that is still running
     plants: Callable[[Job, Plan], tuple[Planted, ...]] = _none
     spares: int = 0
     replicas: bool = False  # needs two replicas of the weights
-    network: bool = False  # each node needs a network of its own
-    returns: bool = False  # a node whose agent died comes back after a while
-    lasting: bool = False  # goes on for --seconds
+    network: bool = False  # each node needs its own network
+    returns: bool = False  # a node whose agent died returns after a while
+    lasting: bool = False  # injects faults for --seconds
     own_data: bool = False  # needs a copy of the data
-    least_steps: int = 0  # that it needs, however short the copy is
+    least_steps: int = 0  # minimum number of steps, however short the copy is
     least_seconds: float = 0.0  # of training that must follow the fault
-    missing: Callable[[Job], str | None] = _no_reason  # why this job cannot have it
+    missing: Callable[[Job], str | None] = _no_reason  # why this job cannot run it
 
 
 # -- what a job needs
 
 
 def _two_nodes(job: Job) -> str | None:
-    return None if job.cluster.nodes > 1 else "the job has one node: there is nobody to lose it to"
+    return None if job.cluster.nodes > 1 else "the job has one node: no other could take over"
 
 
 def _two_ranks(job: Job) -> str | None:
@@ -128,7 +128,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             replaced=True,
         ),
         scripts.kill_coordinator,
-        spares=2,  # should one of them coordinate, it is lost too
+        spares=2,  # if one of them is the coordinator, it is killed too
     ),
     Scenario(
         "kill_two_nodes",
@@ -161,7 +161,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "kill_fork_server",
-        "SIGKILL to the process that forks a node's ranks, and with it to them",
+        "SIGKILL to the process that forks a node's ranks, and to these ranks",
         Expectation("same", ("nursery_failed", RECOVERING), "node"),
         scripts.fork_server(signal.SIGKILL),
         missing=_forks,
@@ -184,7 +184,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "pause_coordinator_at_start",
-        "the same of the node that coordinates",
+        "the same for the coordinator's node",
         Expectation(
             "same",
             ("coordinator_elected", "node_lost", RECOVERING),
@@ -237,14 +237,14 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "hold_gil",
-        "a rank computes for ever in native code and holds Python's lock",
+        "a rank computes for ever in native code and holds the GIL",
         Expectation("same", _HUNG, "rank", named_by=("hang_blamed",)),
         scripts.wait,
         scripts.gil,
     ),
     Scenario(
         "slow_rank",
-        "a rank gets a quarter of its time",
+        "a rank gets a quarter of its CPU time",
         Expectation("same", ("straggler",), "rank", recovers=False, redone="none"),
         scripts.slow,
         least_steps=straggler.STEPS * straggler.WINDOWS + 4,
@@ -333,7 +333,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "preemption",
-        "SIGTERM: the state is saved, exit 75, and the same command goes on",
+        "SIGTERM: the state is saved, exit 75, and the same command resumes",
         Expectation(
             "same",
             ("preempted", "run_interrupted"),
@@ -363,13 +363,13 @@ SCENARIOS: tuple[Scenario, ...] = (
 
 
 def returns_of(scenario: Scenario, job: Job) -> dict[int, float]:
-    """node -> seconds after which its agent, once dead, is started again."""
+    """node -> seconds until its agent, once dead, is started again."""
     nodes = job.cluster.nodes + job.cluster.spares
     return dict.fromkeys(range(nodes), _AWAY_S) if scenario.returns else {}
 
 
 def chosen(names: str | None) -> list[Scenario]:
-    """The scenarios of "a,b"; all of them for None. Raises InputError for a name that is none."""
+    """The scenarios of "a,b"; all of them for None. Raises InputError for an unknown name."""
     known = {s.name: s for s in SCENARIOS}
     if names is None:
         return list(SCENARIOS)

@@ -1,4 +1,4 @@
-"""What a run is doing now, followed through its folder: steps, who is where, what was noticed."""
+"""Current state of a run, followed through its folder: steps, where ranks are, what was detected."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from seatrial.record.typed import decode_all
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank is."""
+    """Node and process of a rank."""
 
     node: int
     pid: int
 
 
 class Scene:
-    """Follows one run. `poll` reads what is new; the rest answers from what was read."""
+    """Follows one run. `poll` reads new records; everything else answers from what was read."""
 
     def __init__(self, folder: RunFolder, steps: int) -> None:
-        """`steps`: that the run has in all."""
+        """`steps`: total number of steps of the run."""
         self.folder = folder
         self.steps = steps
         self.events: list[Event] = []
@@ -33,28 +33,28 @@ class Scene:
         self.ranks: dict[int, RankPlace] = {}
         self.agents: dict[int, int] = {}  # node -> pid
         self.coordinator: int | None = None  # node
-        self.present: set[int] = set()  # nodes that take part, or wait as spares
+        self.present: set[int] = set()  # nodes that train, or wait as spares
         self._started: list[Event] = []  # rank_started
         self._events = Tail(folder.events, events.NOUN)
         self._metrics = Tail(folder.metrics, metrics.NOUN)
 
     @property
     def step(self) -> int:
-        """The last step of the last generation that recorded one."""
+        """The step of the latest metrics record; 0 if there is none."""
         return self.metrics[-1].step if self.metrics else 0
 
     @property
     def generation(self) -> int:
-        """Of the last record."""
+        """The generation of the latest metrics record; 0 if there is none."""
         return self.metrics[-1].generation if self.metrics else 0
 
     @property
     def furthest(self) -> int:
-        """The highest step that was ever recorded."""
+        """The highest step ever recorded."""
         return max((m.step for m in self.metrics), default=0)
 
     def poll(self) -> None:
-        """Take in what was written since the last call."""
+        """Read what was written since the last call."""
         records, _ = decode_all(
             MetricsRecord, self._metrics.poll_numbered(), file="metrics", noun=metrics.NOUN
         )
@@ -74,12 +74,12 @@ class Scene:
             self.agents[event.node] = pid
         elif event.kind == "coordinator_elected" and event.node is not None:
             self.coordinator = event.node
-            self.present.clear()  # all join the new one
+            self.present.clear()  # all nodes join the new one
         elif event.kind == "generation_started":
-            self.ranks.clear()  # each that takes part is told of again
+            self.ranks.clear()  # `rank_started` follows for each rank that takes part
         elif event.kind == "node_joined" and event.node is not None:
             self.present.add(event.node)
-        elif event.kind == "node_lost" and event.node is not None:
+        elif event.kind in ("node_lost", "node_left") and event.node is not None:
             self.present.discard(event.node)
 
     def node_of(self, rank: int, time: float) -> int | None:

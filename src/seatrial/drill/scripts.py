@@ -1,4 +1,4 @@
-"""What is done to a run in each scenario: from outside, or by a rank to itself."""
+"""The faults of each scenario: injected from outside, or by a rank into itself."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from seatrial.drill.injection import Planted
 from seatrial.drill.stage import Stage
 from seatrial.job import Job
 
-SLOW_MBIT = 20.0  # what a slowed network carries
+SLOW_MBIT = 20.0  # capacity of a slowed network
 
 
 # -- from outside
 
 
 def wait(stage: Stage, plan: Plan) -> None:
-    """For faults that ranks do to themselves."""
+    """Do nothing from outside: ranks inject these faults into themselves."""
 
 
 def _bystander(stage: Stage) -> int:
-    """A node that trains and does not coordinate; any that trains if there is no other."""
+    """A node that trains and is not the coordinator; if there is no such node, any that trains."""
     nodes = stage.scene.training_nodes()
     return next((n for n in reversed(nodes) if n != stage.scene.coordinator), nodes[-1])
 
 
 def kill_rank(stage: Stage, plan: Plan) -> None:
     stage.wait_step(plan.fault)
-    stage.kill_rank(0)  # the one that writes the records: nothing may be lost or doubled
+    stage.kill_rank(0)  # it writes the records: none may be lost or duplicated
 
 
 def kill_agent(stage: Stage, plan: Plan) -> None:
@@ -37,7 +37,7 @@ def kill_agent(stage: Stage, plan: Plan) -> None:
 
 
 def kill_coordinator(stage: Stage, plan: Plan) -> None:
-    """The coordinator's node, and if that was a spare, its successor's too: one of them trains."""
+    """Kill the coordinator's node, and if that was a spare, its successor's too: one of the killed nodes trains."""
     scene = stage.scene
     stage.wait_until(lambda scene: scene.furthest >= plan.fault and scene.coordinator is not None)
     assert scene.coordinator is not None
@@ -60,7 +60,7 @@ def freeze(stage: Stage, plan: Plan) -> None:
 
 
 def kill_two_ranks(stage: Stage, plan: Plan) -> None:
-    """The first and the last rank, in most jobs on different nodes."""
+    """Kill the first and the last rank, in most jobs on different nodes."""
     stage.wait_step(plan.fault)
     for rank in (0, max(stage.scene.ranks)):
         stage.kill_rank(rank)
@@ -76,7 +76,7 @@ def kill_in_recovery(stage: Stage, plan: Plan) -> None:
 
 
 def pause_agent(stage: Stage, plan: Plan) -> None:
-    """Pause the agent of a node that does not coordinate, while its ranks are being started."""
+    """Pause the agent of a node that is not the coordinator, while its ranks are being started."""
     nodes = _begun(stage)
     stage.pause_agent(next(n for n in nodes if n != stage.scene.coordinator or len(nodes) == 1), _long(stage))
 
@@ -109,7 +109,7 @@ def fork_server(signum: signal.Signals) -> Callable[[Stage, Plan], None]:
 
 
 def edit_job(stage: Stage, plan: Plan) -> None:
-    """Edit the run's job file and kill a rank; then the same command again, which rewrites the file."""
+    """Edit the run's job file and kill a rank; then run the same command again, which rewrites the file."""
     stage.wait_step(plan.fault)
     stage.kill_rank(max(stage.scene.ranks), before=stage.edit_job())
     stage.wait_end()
@@ -118,7 +118,7 @@ def edit_job(stage: Stage, plan: Plan) -> None:
 
 
 def remake_data(stage: Stage, plan: Plan) -> None:
-    """As `edit_job`, with recreated data; then the original data and the same command again."""
+    """Like `edit_job`, with recreated data; then the original data and the same command again."""
     stage.wait_step(plan.fault)
     with stage.remade_data() as what:
         stage.kill_rank(max(stage.scene.ranks), before=what)
@@ -147,12 +147,12 @@ def cut(stage: Stage, plan: Plan) -> None:
     stage.cut_network(node)
     before, cut_at = stage.scene.generation, stage.injections[-1].time
     stage.wait_until(lambda scene: any(m.time > cut_at and m.generation > before for m in scene.metrics))
-    # Nobody could tell them: they have to stop by themselves, before their successors begin.
+    # No message can reach them: they must stop by themselves before their successors start.
     stage.expect_gone(pids, f"rank of node {node}, which was cut off, beside its successor")
 
 
 def slow_network(stage: Stage, plan: Plan) -> None:
-    stage.wait_step(plan.rhythm.snapshot)
+    stage.wait_step(plan.cadence.snapshot)
     node = _bystander(stage)
     stage.slow_network(node, SLOW_MBIT)
     begin = stage.injections[-1].time
@@ -178,7 +178,7 @@ def damage(stage: Stage, plan: Plan) -> None:
     stage.kill_everything()
     stage.wait_end()
     stage.wait_gone()
-    stage.damage_newest_checkpoint()  # it can be noticed from now on
+    stage.damage_newest_checkpoint()  # from now on it can be detected
     stage.again()
 
 
@@ -190,7 +190,7 @@ def preempt(stage: Stage, plan: Plan) -> None:
     stage.again()
 
 
-# -- what ranks do to themselves
+# -- faults that ranks inject into themselves
 
 
 def hang(job: Job, plan: Plan) -> tuple[Planted, ...]:
@@ -215,7 +215,7 @@ def flip(job: Job, plan: Plan) -> tuple[Planted, ...]:
 
 def miscount(job: Job, plan: Plan) -> tuple[Planted, ...]:
     rank = job.layout.world_size - 1
-    step = plan.rhythm.unverified_snapshot  # so that the newest copies in memory are damaged too
+    step = plan.cadence.unverified_snapshot  # so that the newest snapshots are damaged too
     return (Planted("miscount", rank, step, f"rank {rank} computes one weight wrongly"),)
 
 

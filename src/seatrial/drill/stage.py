@@ -1,4 +1,4 @@
-"""Where a scenario takes place: one run of the copy, its processes, and everything that can be done to them."""
+"""One run of a drill: the copy of the job, its processes, and every fault that can be injected into them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from seatrial.base import process
 from seatrial.checkpoint.manifest import complete, read_manifest, step_of
-from seatrial.control.spec import NURSERY_MODULE, WORKER_MODULE
+from seatrial.control.agent.spec import FORK_SERVER_MODULE, WORKER_MODULE
 from seatrial.data.manifest import MANIFEST
 from seatrial.drill import run as runs
 from seatrial.drill.injection import Injection, Planted, record_injection
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 _RUN = "SEATRIAL_DRILL_RUN"  # environment variable that every process of a run inherits
 _POLL_S = 0.05
-_TURNS = 32  # of a slowed rank between two looks at the run
-_ENDING_S = 5.0  # for processes whose parents are gone
+_TURNS = 32  # stop/continue cycles of a slowed rank between two polls of the run
+_ENDING_S = 5.0  # for processes whose parents have exited to end too
 
 
 class RunEnded(Exception):
-    """The run is over before the scenario was."""
+    """The run ended before the scenario did."""
 
 
 class Overdue(Exception):
-    """The run neither ends nor gets where the scenario wants it."""
+    """The run has neither ended nor reached the point that the scenario waits for."""
 
 
 class Stage:
-    """One run of a drill. `close` leaves nothing of it running."""
+    """One run of a drill. `close` leaves no process of it running."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class Stage:
         hosts: Hosts | None = None,
         on_poll: Callable[[Scene], None] | None = None,
     ) -> None:
-        """`root`: the drill's folder; the run folder is `root`/NAME of the job. `limit_s`: for all of it.
+        """`root`: the drill's folder; the run folder is `root`/NAME of the job. `limit_s`: for the whole run.
 
-        `hosts`: a network for each node.
+        `hosts`: a separate network for each node.
         """
         self.root = root
         self.job = job
@@ -82,7 +82,7 @@ class Stage:
     # -- the run
 
     def start(self, planted: Sequence[Planted] = (), returns: dict[int, float] | None = None) -> None:
-        """Begin the run. `returns`: node -> seconds after which its agent, once dead, is started again."""
+        """Start the run. `returns`: node -> seconds until its agent, once dead, is started again."""
         self.planted = list(planted)
         self._returns = returns or {}
         self._job_file.write_text(self.job.to_toml(), encoding="utf-8")
@@ -92,7 +92,7 @@ class Stage:
         self.again()
 
     def again(self) -> None:
-        """The same command, as a person would give it after an end."""
+        """Run the same command, as a person would after the run has ended."""
         environment = {
             **os.environ,
             _RUN: self.token,
@@ -118,7 +118,7 @@ class Stage:
             )
 
     def running(self) -> bool:
-        """Whether the run's own process lives; notes its exit code once."""
+        """Whether the run's own process is alive; records its exit code once."""
         if self._process is None:
             return False
         code = self._process.poll()
@@ -130,14 +130,14 @@ class Stage:
         return False
 
     def wait_end(self) -> int:
-        """Until the run's process has ended; its exit code. Raises Overdue."""
+        """Wait until the run's process has ended; its exit code. Raises Overdue."""
         while self.running():
             self._pause()
         self.poll()
         return self.exits[-1]
 
     def poll(self) -> None:
-        """Look at the run, and for faults that ranks did to themselves."""
+        """Read the run's new records, and check for faults that ranks injected into themselves."""
         self.scene.poll()
         for fault in list(self.planted):
             fired = fault.fired()
@@ -154,7 +154,7 @@ class Stage:
         self.poll()
 
     def wait_until(self, happened: Callable[[Scene], bool]) -> None:
-        """Until something can be seen in the run's records. Raises RunEnded or Overdue."""
+        """Wait until `happened` holds for the run's records. Raises RunEnded or Overdue."""
         self.poll()
         while not happened(self.scene):
             if not self.running():
@@ -165,11 +165,11 @@ class Stage:
             self._pause()
 
     def wait_step(self, step: int) -> None:
-        """Until `step` has been recorded."""
+        """Wait until `step` has been recorded."""
         self.wait_until(lambda scene: scene.furthest >= step)
 
     def wait_gone(self, within_s: float = _ENDING_S) -> None:
-        """Until nothing of the run is left; what is left after that is remembered, and killed."""
+        """Wait until no process of the run is left; any left after `within_s` are recorded and killed."""
         end = time.monotonic() + within_s
         while processes_of(self.token) and time.monotonic() < end:
             time.sleep(_POLL_S)
@@ -186,12 +186,12 @@ class Stage:
             self._process = None
         process.kill_all(lambda: processes_of(self.token))
 
-    # -- what can be done to it
+    # -- faults
 
     def note(
         self, kind: str, message: str, *, node: int | None = None, rank: int | None = None, **data: Any
     ) -> None:
-        """Put into the log that a fault is injected now."""
+        """Log that a fault is injected now."""
         self._note(Injection(time.time(), kind, message, self.scene.step, node, rank, data or None))
 
     def _note(self, injection: Injection) -> None:
@@ -199,26 +199,26 @@ class Stage:
         record_injection(self._injections, injection)
 
     def kill_rank(self, rank: int, *, before: str = "") -> None:
-        """SIGKILL to one rank. `before`: what was done already, for the log."""
+        """SIGKILL one rank. `before`: what was done already, for the log."""
         place = self.scene.ranks[rank]
         message = f"{before}SIGKILL to rank {rank}"
         self.note("kill_rank", message, node=place.node, rank=rank, pid=place.pid)
         self._signal(place.pid, signal.SIGKILL)
 
     def freeze_rank(self, rank: int) -> None:
-        """SIGSTOP to one rank."""
+        """SIGSTOP one rank."""
         place = self.scene.ranks[rank]
         self.note("freeze_rank", f"SIGSTOP to rank {rank}", node=place.node, rank=rank, pid=place.pid)
         self._signal(place.pid, signal.SIGSTOP)
 
     def kill_agent(self, node: int) -> None:
-        """SIGKILL to a node's agent alone: its ranks are left to what the agent has provided for."""
+        """SIGKILL a node's agent alone; what happens to its ranks is up to the agent's provisions for its death."""
         pid = self.scene.agents[node]
         self.note("kill_agent", f"SIGKILL to the agent of node {node}", node=node, pid=pid)
         self._signal(pid, signal.SIGKILL)
 
     def pause_agent(self, node: int, seconds: float) -> None:
-        """SIGSTOP to a node's agent, SIGCONT after `seconds`."""
+        """SIGSTOP a node's agent, and SIGCONT it after `seconds`."""
         pid = self.scene.agents[node]
         self.note("pause_agent", f"the agent of node {node} is stopped for {seconds:g} s", node=node, pid=pid)
         self._signal(pid, signal.SIGSTOP)
@@ -231,13 +231,15 @@ class Stage:
     def signal_fork_server(self, node: int, signum: signal.Signals) -> None:
         """Send a signal to the fork server of a node."""
         parents, agent = process.living(), self.scene.agents[node]
-        pid = next(p for p, parent in parents.items() if parent == agent and NURSERY_MODULE in describe(p))
+        pid = next(
+            p for p, parent in parents.items() if parent == agent and FORK_SERVER_MODULE in describe(p)
+        )
         message = f"{signum.name} to the fork server of node {node}"
         self.note("signal_fork_server", message, node=node, pid=pid)
         self._signal(pid, signum)
 
     def edit_job(self) -> str:
-        """Change the learning rate in the run's own copy of the job; returns a text for the log."""
+        """Change the learning rate in the run's own copy of the job file; returns a text for the log."""
         text = self.folder.job_toml.read_text(encoding="utf-8")
         lr = self.job.optimizer.lr
         edited = re.sub(r"(?m)^lr = .*$", f"lr = {10 * lr!r}", text)
@@ -257,7 +259,7 @@ class Stage:
             path.write_text(text, encoding="utf-8")
 
     def kill_nodes(self, nodes: Sequence[int]) -> None:
-        """SIGKILL to everything of some nodes at once: what a power failure is."""
+        """SIGKILL all processes of some nodes at once, like a power failure."""
         agents = {node: self.scene.agents[node] for node in nodes}
         victims = {node: {pid, *process.descendants(pid)} for node, pid in agents.items()}
         for node in nodes:
@@ -268,14 +270,14 @@ class Stage:
 
     @contextlib.contextmanager
     def slowed_rank(self, rank: int, *, stopped_s: float, going_s: float) -> Iterator[Callable[[], None]]:
-        """One rank stopped for a part of all time, which it does not notice. Call the yielded function again and again."""
+        """Keep one rank stopped for a share of the time, without its noticing. Call the yielded function repeatedly."""
         place = self.scene.ranks[rank]
         share = stopped_s / (stopped_s + going_s)
         message = f"rank {rank} gets {1 - share:.0%} of its time (SIGSTOP and SIGCONT in turns)"
         self.note("slow_rank", message, node=place.node, rank=rank, pid=place.pid)
 
         def turn() -> None:
-            """Leaves the rank stopped: whatever follows is a part of its stop."""
+            """Run some cycles and leave the rank stopped, so that the time until the next call counts as stopped."""
             for _ in range(_TURNS):
                 self._signal(place.pid, signal.SIGCONT)
                 time.sleep(going_s)
@@ -288,11 +290,11 @@ class Stage:
             self._signal(place.pid, signal.SIGCONT)
 
     def write_kernel_log(self, node: int, code: int, text: str) -> None:
-        """A driver message in the file that the node reads in place of its kernel's log."""
+        """Append a driver message to the file that the node reads instead of its kernel's log."""
         path = kernel_log(self._kernel, node)
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         self.note(f"xid_{code}", f"Xid {code} in the kernel log of node {node}", node=node, xid=code)
-        # As /dev/kmsg gives a record: priority and facility, number, microseconds since boot, flags; then the text.
+        # The record format of /dev/kmsg: priority and facility, number, microseconds since boot, flags; then the text.
         with open(path, "a", encoding="ascii") as file:
             file.write(f"4,{int(now * 10)},{int(now * 1e6)},-;NVRM: Xid (PCI:0000:3b:00): {code}, {text}\n")
 
@@ -310,53 +312,53 @@ class Stage:
         self.note("damaged_checkpoint", f"16 bytes of {folder.name}/{name} inverted", checkpoint_step=step)
 
     def cut_network(self, node: int) -> None:
-        """Nothing reaches a node any more, and it reaches nothing."""
+        """Cut a node's network in both directions."""
         assert self._hosts is not None
         self.note("cut_network", f"the network of node {node} is cut", node=node)
         self._hosts.down(node)
 
     def slow_network(self, node: int, rate_mbit: float) -> None:
-        """A node's network carries little."""
+        """Limit the bandwidth of a node's network."""
         assert self._hosts is not None
         self.note("slow_network", f"the network of node {node} carries {rate_mbit:g} Mbit/s", node=node)
         self._hosts.slow(node, rate_mbit)
 
     def restore_network(self, node: int) -> None:
-        """The end of `cut_network` and `slow_network`."""
+        """Undo `cut_network` and `slow_network`."""
         assert self._hosts is not None
         self._hosts.up(node)
         self._hosts.fast(node)
 
     def expect_gone(self, pids: Sequence[int], what: str) -> None:
-        """Remember which of `pids` still live, as something that must not be."""
+        """Record those of `pids` that are still alive as left over: they should have ended."""
         alive = processes_of(self.token) & set(pids)
         self.left += [f"{pid} {what}" for pid in sorted(alive)]
 
     def alive(self, rank: int) -> bool:
-        """Whether the process that was last known as `rank` lives."""
+        """Whether the process last known as `rank` is alive."""
         place = self.scene.ranks.get(rank)
         return place is not None and place.pid in processes_of(self.token)
 
     def _signal(self, pid: int, signum: int) -> None:
-        """To a process of this run; to no other, should it have ended and its number been given away."""
+        """Signal a process of this run only: if it has ended, its pid may have been reused."""
         if _has_token(pid, self.token):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
     def kill_everything(self) -> None:
-        """SIGKILL to the run's own process: everything else has to end by itself."""
+        """SIGKILL the run's own process: everything else must end by itself."""
         assert self._process is not None
         self._process.kill()
 
     def ask_to_leave(self) -> None:
-        """SIGTERM to the run, as a scheduler sends before it takes the nodes away."""
+        """SIGTERM the run, as a scheduler does before it takes the nodes away."""
         assert self._process is not None
         self.note("preemption", "SIGTERM to the run", pid=self._process.pid)
         self._process.terminate()
 
 
 def processes_of(token: str) -> set[int]:
-    """Living processes that were started, directly or not, by a run with this token."""
+    """Live processes that were started, directly or not, by a run with this token."""
     return {pid for pid in process.living() if _has_token(pid, token)}
 
 
@@ -364,12 +366,12 @@ def _has_token(pid: int, token: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as f:
             return f"{_RUN}={token}".encode() in f.read().split(b"\0")
-    except OSError:  # ended meanwhile, or another user's
+    except OSError:  # ended in the meantime, or another user's
         return False
 
 
 def describe(pid: int) -> str:
-    """A process as the report names it."""
+    """Describe a process for the report."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:

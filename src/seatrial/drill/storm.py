@@ -1,4 +1,4 @@
-"""The storm: random faults, one after the other or on top of each other. The same seed gives the same choices."""
+"""The storm: random faults, one after the other or overlapping. The same seed gives the same choices."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from seatrial.drill.injection import Planted
 from seatrial.drill.stage import Stage
 from seatrial.job import Job
 
-_LAST_STEPS = 3  # nothing is done to the run in these: there must be something left to recover in
-_AT_ONCE = 0.25  # share of the faults that do not wait for the recovery from the one before
-_PLANTED = 5  # faults that ranks do to themselves, at most
-_LEAST_APART = 6  # steps between two of these
+_LAST_STEPS = 3  # no faults in these: there must be steps left to recover in
+_AT_ONCE = 0.25  # share of the faults that do not wait for the recovery from the previous one
+_PLANTED = 5  # maximum number of faults that ranks inject into themselves
+_LEAST_APART = 6  # minimum number of steps between two of these
 
 
 def plants(job: Job, plan: Plan) -> tuple[Planted, ...]:
-    """The faults that ranks do to themselves, chosen beforehand: kind, rank and step."""
+    """The faults that ranks inject into themselves, chosen beforehand: kind, rank and step."""
     choose = random.Random(f"{plan.seed} planted")
     first, end = plan.fault, plan.steps - _LAST_STEPS
     apart = max(_LEAST_APART, -(-(end - first) // _PLANTED))
@@ -34,10 +34,10 @@ def plants(job: Job, plan: Plan) -> tuple[Planted, ...]:
 
 
 def blow(stage: Stage, plan: Plan) -> None:
-    """Do one random thing after another until the time is over or the run is nearly done."""
+    """Inject random faults one after another until the time is over or the run is nearly done."""
     choose = random.Random(f"{plan.seed} blown")
     last = plan.steps - _LAST_STEPS
-    stage.wait_step(plan.rhythm.checkpoint + 1)  # until the first save nobody knows how long one may take
+    stage.wait_step(plan.cadence.checkpoint + 1)  # before the first save it is unknown how long one may take
     end = time.time() + plan.seconds
     while time.time() < end and stage.scene.furthest < last:
         _strike(stage, choose)
@@ -55,7 +55,7 @@ def blow(stage: Stage, plan: Plan) -> None:
 
 
 def _strike(stage: Stage, choose: random.Random) -> None:
-    """One fault from outside, of those that are possible now."""
+    """Inject one fault from outside, chosen from those that are possible now."""
     scene = stage.scene
     ranks = [rank for rank in sorted(scene.ranks) if stage.alive(rank)]
     nodes = scene.training_nodes()
@@ -69,7 +69,7 @@ def _strike(stage: Stage, choose: random.Random) -> None:
         possible.append(
             lambda: stage.write_kernel_log(node, 94, "pid='<unknown>', name=<unknown>, Contained: SM (0x1)")
         )
-        # One node at a time: those that are killed need a while to come back.
+        # One node at a time: killed nodes need a while to return.
         if len(scene.present) == cluster.nodes + cluster.spares:
             possible += [lambda: stage.kill_agent(node), lambda: stage.kill_nodes([node])]
     if possible:

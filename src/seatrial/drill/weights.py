@@ -1,4 +1,4 @@
-"""Comparing two checkpoints tensor by tensor, whatever layouts wrote them. Without torch: this runs beside the run."""
+"""Compare two checkpoints tensor by tensor, whatever layouts wrote them. Without torch: this runs next to the run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from seatrial.checkpoint.verified import verify
 
 @dataclass(frozen=True)
 class Difference:
-    """How far checkpoint `ours` is from `theirs`; equal where both lists are empty."""
+    """Difference between checkpoint `ours` and `theirs`; equal if both lists are empty."""
 
     tensors: int
-    differing: list[str] = field(default_factory=list)  # not the same bits
-    missing: list[str] = field(default_factory=list)  # in one of them only, or of another shape
+    differing: list[str] = field(default_factory=list)  # not bit-equal
+    missing: list[str] = field(default_factory=list)  # in only one of them, or of different shape or dtype
     largest: float = 0.0  # of |a - b| / |b| in any tensor, with the 2-norm
     where: str = ""
 
@@ -30,9 +30,9 @@ class Difference:
 
 
 def compare(ours: Path, theirs: Path) -> Difference:
-    """Compare all weights and optimizer states; random states too where the layouts are the same.
+    """Compare all weights and optimizer states; RNG states too if the layouts are the same.
 
-    Raises Damaged where a checkpoint is not what its manifest says.
+    Raises Damaged if a checkpoint does not match its manifest.
     """
     a, b = verify(ours), verify(theirs)
     same_layout = a.layout == b.layout
@@ -83,7 +83,7 @@ class _Files:
         self._open.clear()
 
     def whole(self, key: str) -> np.ndarray:
-        """A whole tensor put together from its parts."""
+        """A whole tensor, assembled from its parts."""
         entry = self.manifest.tensors[key]
         out: np.ndarray | None = None
         for part in entry.parts:

@@ -1,7 +1,7 @@
-"""The ordinary worker, with faults planted in it: `seatrial.train.worker` whose functions fail once when a drill says so.
+"""The ordinary worker with planted faults: `seatrial.train.worker` with functions that fail once, when a drill says so.
 
-The environment variable SEATRIAL_DRILL names a JSON file: {"faults": [Planted, ...]}. Each fault fires once in the whole
-run, however often ranks are restarted: whoever is first to make its marker file, which tells when it fired.
+The environment variable SEATRIAL_DRILL names a JSON file: {"faults": [Planted, ...]}. Each fault fires once in a run,
+however often ranks are restarted: only the process that creates its marker file fires it; that file records the time.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.mesh import Mesh
 from seatrial.train import worker
 from seatrial.train.loop import Loop
-from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train.optimizer import ShardedOptimizer
 
 PLAN = "SEATRIAL_DRILL"
 
-_MANTISSA_BIT = 20  # of 23: changes a weight by 1/8 of itself, which no check of a range would notice
+_MANTISSA_BIT = 20  # of 23: changes a weight by 1/8 of itself, which no range check would notice
 
 
 @dataclass
 class _Now:
-    """What this rank is at."""
+    """This rank and its current step."""
 
     rank: int = -1
     step: int = 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as one rank, as `seatrial.train.worker` does, with the planted faults."""
+    """Train as one rank, like `seatrial.train.worker`, with the planted faults."""
     plan = os.environ.get(PLAN)
     if plan is not None:
         faults = json.loads(Path(plan).read_text(encoding="utf-8"))["faults"]
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plant(faults: Sequence[Planted]) -> None:
-    """Wrap the functions of this process in which `faults` happen."""
+    """Wrap the functions of this process in which `faults` occur."""
     now = _Now()
     _around(Loop, "_start", partial(_noting, now=now))
     for fault in faults:
@@ -62,7 +62,7 @@ def plant(faults: Sequence[Planted]) -> None:
 
 
 def _around(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    setattr(owner, name, wrapper(getattr(owner, name)))  # AttributeError where the seam is gone
+    setattr(owner, name, wrapper(getattr(owner, name)))  # AttributeError if the function no longer exists
 
 
 def _noting(call: Any, *, now: _Now) -> Any:
@@ -75,7 +75,7 @@ def _noting(call: Any, *, now: _Now) -> Any:
 
 
 def _fires(fault: Planted, now: _Now, *, or_later: bool = False) -> bool:
-    """Whether this is the rank and the step, for the first time in this run; then its marker tells when."""
+    """Whether this is the rank and the step, for the first time in this run; then the marker file records when."""
     due = now.step >= fault.step if or_later else now.step == fault.step
     if now.rank != fault.rank or not due:
         return False
@@ -89,7 +89,7 @@ def _fires(fault: Planted, now: _Now, *, or_later: bool = False) -> bool:
     return True
 
 
-# -- what a rank can do to itself
+# -- faults of a rank
 
 
 def _hangs(call: Any, *, fault: Planted, now: _Now) -> Any:
@@ -107,8 +107,8 @@ def _holds_the_gil(call: Any, *, fault: Planted, now: _Now) -> Any:
     @wraps(call)
     def sum_over_ranks(self: Mesh, values: Tensor) -> Any:
         if _fires(fault, now):
-            # A call through PyDLL keeps the lock. A mutex that is locked twice waits for ever, whatever signals come;
-            # a sleep would end with the first one.
+            # A call through PyDLL keeps the GIL. Locking a mutex twice blocks for ever, whatever signals arrive;
+            # the first signal would end a sleep.
             library = ctypes.PyDLL(None)
             mutex = ctypes.create_string_buffer(64)
             library.pthread_mutex_lock(mutex)
@@ -144,7 +144,7 @@ def _flips_at_rest(call: Any, *, fault: Planted, now: _Now) -> Any:
 
 def _flips_in_update(call: Any, *, fault: Planted, now: _Now) -> Any:
     @wraps(call)
-    def update(self: ShardedAdamW, *arguments: Any, **keys: Any) -> Any:
+    def update(self: ShardedOptimizer, *arguments: Any, **keys: Any) -> Any:
         result = call(self, *arguments, **keys)
         if _fires(fault, now):
             flip_bit(next(s.local for s in self._shards if s.local.numel()))
@@ -165,7 +165,7 @@ def _has_no_space(call: Any, *, fault: Planted, now: _Now) -> Any:
     @wraps(call)
     def order_part(self: AsyncWriter, *arguments: Any, **keys: Any) -> Any:
         if self.pid is not None:
-            # The kernel itself refuses what the writing process writes: no file may have a byte. The next time it may.
+            # RLIMIT_FSIZE 0: the kernel refuses every byte that the writer process writes to a file. Lifted next time.
             _, most = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
             limit = 0 if _fires(fault, now, or_later=True) else most
             resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (limit, most))
@@ -179,19 +179,19 @@ def _dies(call: Any, *, fault: Planted, now: _Now) -> Any:
     def order_part(self: AsyncWriter, *arguments: Any, **keys: Any) -> Any:
         call(self, *arguments, **keys)
         if _fires(fault, now, or_later=True):
-            # Its checkpoint writer, which has just started, dies with it.
+            # Its checkpoint writer, which has just started, is killed with it.
             os.kill(os.getpid(), signal.SIGKILL)
 
     return order_part
 
 
-# kind -> (what is wrapped, and how). Narrow: everything else of the rank is what trains in earnest.
+# kind -> (owner, name, wrapper of the function). Narrow: the rest of the rank is the production code.
 _SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "hang": (Mesh, "sum_over_ranks", _hangs),
     "gil": (Mesh, "sum_over_ranks", _holds_the_gil),
     "nan": (ParallelModel, "forward_backward", _spoils_a_gradient),
     "flip": (ParallelModel, "forward_backward", _flips_at_rest),
-    "miscount": (ShardedAdamW, "update", _flips_in_update),
+    "miscount": (ShardedOptimizer, "update", _flips_in_update),
     "enospc": (AsyncWriter, "order_part", _has_no_space),
     "die": (AsyncWriter, "order_part", _dies),
 }

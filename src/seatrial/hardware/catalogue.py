@@ -1,4 +1,4 @@
-"""The GPUs we know the peak of. A GPU that is not here is unknown: nothing is guessed from a similar name."""
+"""The GPUs with known peaks. A GPU that is not listed is unknown: nothing is guessed from a similar name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Gpu:
     link_gb_s: float  # NVLink or Infinity Fabric, one direction
     source: str
     fp8_tflops: float | None = None
-    best_bf16_tflops: float | None = None  # the best that a matrix product was seen to reach
+    best_bf16_tflops: float | None = None  # the best measured rate of a matrix product
     best_fp8_tflops: float | None = None
 
 
@@ -37,7 +37,7 @@ def gpus() -> tuple[Gpu, ...]:
 def find_gpu(name: str) -> Gpu | None:
     """The GPU with this catalogue name ("H100 SXM") or device name ("NVIDIA H100 80GB HBM3"); None if unknown.
 
-    Only whole names match: "NVIDIA H100 NVL" and "NVIDIA H100 80GB HBM3 MIG 1g.10gb" are none of ours.
+    Only whole names match: "NVIDIA H100 NVL" and "NVIDIA H100 80GB HBM3 MIG 1g.10gb" do not match.
     """
     wanted = _normal(name)
     for gpu in gpus():
@@ -47,9 +47,9 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def peak_flops(gpu: Gpu, precision: Precision) -> float | None:
-    """Dense peak in FLOP/s for training in `precision`; None where it is not known.
+    """Dense peak in FLOP/s for training in `precision`; None if it is not known.
 
-    fp32 is None: whether the tensor cores (TF32) take part depends on settings, and the figures differ eightfold.
+    fp32 is None: whether the tensor cores (TF32) are used depends on settings, and the figures differ eightfold.
     """
     return gpu.bf16_tflops * 1e12 if precision == "bf16" else None
 

@@ -1,7 +1,7 @@
-"""Counters of network ports and NVLinks: two readings in, what is wrong out.
+"""Error counters of network ports and NVLinks: faults found from two readings.
 
-Lifetime totals say nothing: a healthy port has errors from the day its cable was put in, and the old counters stop at
-255 or 65535. So everything here is a difference over a time. A counter that a port does not have is not zero.
+Lifetime totals are meaningless: a healthy port has errors from the day its cable was plugged in, and the old counters
+saturate at 255 or 65535. So everything here is a difference over an interval. A missing counter is not zero.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 _WAIT_BYTES = 8
 _DATA_BYTES = 4  # port_xmit_data and port_rcv_data count words of four bytes (same specification)
 
-# The part of the time that a port may have had data to send and no leave to send it. A link that is held back for
-# 8 % of the time cannot read 92 % of its rate, which is where a link counts as suspect.
+# Share of time that a port may have had data to send and no credit to send it. A link that is held back for 8 % of the
+# time cannot exceed 92 % of its rate, below which a link counts as suspect.
 WAIT_SHARE = 0.08
 
 
@@ -27,7 +27,7 @@ WAIT_SHARE = 0.08
 class Limit:
     """How much of one counter is too much: at least `least` in an interval, and `per_s` a second.
 
-    `bits` is the width at which the counter stops, None for one that does not in practice.
+    `bits` is the width at which the counter saturates, None for one that does not in practice.
     """
 
     counter: str
@@ -42,7 +42,7 @@ _PMA = "InfiniBand Architecture Specification vol. 1, PortCounters"
 LIMITS = (
     Limit("link_downed", "link_down", 1, 0.0, "each is a link that was lost", 8),
     Limit("link_error_recovery", "link_errors", 1, 0.0, "each is a retraining that stops the link", 8),
-    # 1e-12 errors a bit, which the specification allows, were 120 an hour at its first rates.
+    # 1e-12 errors a bit, which the specification allows, were 120 an hour at the original link rates.
     Limit("symbol_error", "link_errors", 10, 120 / 3600, "more than a bit error rate of 1e-12", 16),
     Limit(
         "port_rcv_errors",
@@ -70,7 +70,7 @@ LIMITS = (
     Limit("out_of_sequence", "retransmissions", 100, 100.0, "packets were lost on the way here", None),
     Limit("roce_adp_retrans", "retransmissions", 10, 1.0, "packets sent again", None),
     Limit("roce_adp_retrans_to", "retransmissions", 1, 0.0, "each is a time-out", None),
-    # Some CNPs are how congestion control works; at this rate flows are slowed down without end. Chosen here.
+    # Some CNPs are normal in congestion control; at this rate flows are throttled all the time. Chosen here.
     Limit("np_cnp_sent", "congestion", 1000, 1000.0, "senders to this port are told to slow down", None),
     Limit("rp_cnp_handled", "congestion", 1000, 1000.0, "this port is told to slow down", None),
     Limit(
@@ -86,10 +86,10 @@ _COUNTERS = {limit.counter: limit for limit in LIMITS}
 _TRAFFIC = ("port_xmit_wait", "port_xmit_data", "port_rcv_data", "port_xmit_packets", "port_rcv_packets")
 _WIDTHS = {limit.counter: limit.bits for limit in LIMITS if limit.bits} | {"port_xmit_wait": 32}
 _FOLDERS = ("counters", "hw_counters")
-# What only a RoCE port can have.
+# Counters that only a RoCE port can have.
 _ROCE = ("np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_packets")
 
-# By what `nvidia-smi nvlink -e` calls them, small letters.
+# By the names of `nvidia-smi nvlink -e`, in lower case.
 NVLINK_LIMITS = (
     Limit("replay errors", "nvlink_errors", 10, 1.0, "corrected by sending again; many cost speed", 16),
     Limit("recovery errors", "nvlink_errors", 1, 0.0, "each is a retraining that stops the link", 16),
@@ -113,7 +113,7 @@ NVLINK_LIMITS = (
 
 @dataclass(frozen=True)
 class Port:
-    """One port of an RDMA device at one moment. What its files do not say is None or absent."""
+    """One port of an RDMA device at one moment. Values missing from its files are None or absent."""
 
     device: str
     number: int
@@ -129,8 +129,8 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Something wrong with a port or a link. `where` is "mlx5_0/1" or a GPU's UUID; None where it is several ports."""
+class PortFault:
+    """A fault of a port or a link. `where` is "mlx5_0/1" or a GPU's UUID; None if several ports are affected."""
 
     signal: str
     where: str | None
@@ -142,7 +142,7 @@ Ports = dict[str, Port]
 
 
 def read_ports(root: Path) -> Ports:
-    """Every port below `root` (/sys/class/infiniband) that belongs to the fabric. An unreadable file is as an absent one."""
+    """Every fabric port below `root` (/sys/class/infiniband). An unreadable file counts as absent."""
     ports = []
     for folder in sorted(root.glob("*/ports/*")):
         if not folder.name.isdigit():
@@ -170,9 +170,9 @@ def read_ports(root: Path) -> Ports:
 
 
 def fabric(ports: Iterable[Port]) -> list[Port]:
-    """`ports` without the NVLink bridges: B200 and B300 boards show four ConnectX-7 at 100 Gb/s that lead to no network.
+    """`ports` without NVLink bridges: B200 and B300 boards show four ConnectX-7 at 100 Gb/s that lead to no network.
 
-    Where a host has no other port, they are its network.
+    If a host has no other port, they are its network.
     """
     ports = list(ports)
     bridges = [
@@ -181,8 +181,8 @@ def fabric(ports: Iterable[Port]) -> list[Port]:
     return ports if len(bridges) == len(ports) else [p for p in ports if p not in bridges]
 
 
-def first_findings(ports: Ports) -> list[Finding]:
-    """What can be told from one reading: counters that stand at their end, and such as RoCE ports lack."""
+def first_findings(ports: Ports) -> list[PortFault]:
+    """Faults visible in one reading: saturated counters, and counters that RoCE ports lack."""
     found = []
     stuck: dict[str, list[str]] = {}
     lacking: dict[str, list[str]] = {}
@@ -194,10 +194,10 @@ def first_findings(ports: Ports) -> list[Finding]:
                 lacking.setdefault(counter, []).append(port.name)
     if stuck:
         text = f"at their highest value, where they count no more: {_listed(stuck)}"
-        found.append(Finding("counter_saturated", None, text, {"saturated": stuck}))
+        found.append(PortFault("counter_saturated", None, text, {"saturated": stuck}))
     if lacking:
         text = f"ECN and CNP are not observable everywhere, files are missing: {_listed(lacking)}"
-        found.append(Finding("not_observable", None, text, {"unsupported": lacking}))
+        found.append(PortFault("not_observable", None, text, {"unsupported": lacking}))
     return found
 
 
@@ -206,26 +206,26 @@ def _listed(counters: Mapping[str, list[str]]) -> str:
 
 
 def saturated(counter: str, value: int) -> bool:
-    """Whether `value` is the last that a counter of this name can show. One that is wider here goes past it."""
+    """Whether `value` is the maximum of a counter of this name. A counter that is wider on this device goes past it."""
     bits = _WIDTHS.get(counter)
     return bits is not None and value == (1 << bits) - 1
 
 
-def findings(before: Ports, after: Ports, seconds: float) -> list[Finding]:
-    """What is wrong with each port, by what happened in the `seconds` between two readings; one finding a signal."""
+def findings(before: Ports, after: Ports, seconds: float) -> list[PortFault]:
+    """Faults of each port in the `seconds` between two readings; one finding per signal."""
     found = []
     for name, old in before.items():
         new = after.get(name)
         if new is None or (old.state == "ACTIVE" and new.state not in ("ACTIVE", None)):
             now = "gone" if new is None else new.state
             text = f"{name}: the link was ACTIVE and is {now}" if new else f"{name}: the device is gone"
-            found.append(Finding("link_down", name, text, {"state": now, "adapter": old.adapter}))
+            found.append(PortFault("link_down", name, text, {"state": now, "adapter": old.adapter}))
         if new is not None and seconds > 0:
             found += _of_port(old, new, seconds)
     return found
 
 
-def _of_port(old: Port, new: Port, seconds: float) -> list[Finding]:
+def _of_port(old: Port, new: Port, seconds: float) -> list[PortFault]:
     deltas = {c: d for c in new.counters if (d := _delta(c, old.counters, new.counters)) is not None}
     told: dict[str, list[str]] = {}
     for limit in LIMITS:
@@ -240,7 +240,9 @@ def _of_port(old: Port, new: Port, seconds: float) -> list[Finding]:
             f"port_xmit_wait: held back for {wait:.0%} of the time (suspect from {WAIT_SHARE:.0%})"
         )
     evidence = _evidence(new, deltas, wait, seconds)
-    return [Finding(signal, new.name, f"{new.name}: {'; '.join(t)}", evidence) for signal, t in told.items()]
+    return [
+        PortFault(signal, new.name, f"{new.name}: {'; '.join(t)}", evidence) for signal, t in told.items()
+    ]
 
 
 def _evidence(port: Port, deltas: dict[str, int], wait: float | None, seconds: float) -> dict[str, Any]:
@@ -262,7 +264,7 @@ def _evidence(port: Port, deltas: dict[str, int], wait: float | None, seconds: f
 
 
 def wait_share(ticks: int | None, gbit_s: float | None, seconds: float) -> float | None:
-    """The part of the time in which a port had data and could not send, 0..1, from a port_xmit_wait difference."""
+    """Share of the time in which a port had data and could not send, 0..1, from a port_xmit_wait difference."""
     if ticks is None or not gbit_s or seconds <= 0:
         return None
     return min(1.0, ticks * _WAIT_BYTES * 8 / (gbit_s * 1e9 * seconds))
@@ -273,7 +275,7 @@ def _exceeds(limit: Limit, delta: int, seconds: float) -> bool:
 
 
 def _delta(counter: str, before: Mapping[str, int], after: Mapping[str, int]) -> int | None:
-    """How far a counter went; None if that cannot be known: it is new, was cleared, or stands at its end."""
+    """Increase of a counter; None if unknown because it is new, was cleared, or is saturated."""
     if counter not in before or counter not in after or saturated(counter, after[counter]):
         return None
     delta = after[counter] - before[counter]
@@ -289,7 +291,7 @@ _LINK_LINE = re.compile(r"^\s*Link (?P<link>[0-9]+): (?P<counter>[^:]+): (?P<val
 
 
 def parse_nvlink_errors(text: str) -> Links:
-    """The error counters in what `nvidia-smi nvlink -e` prints, old layout or new. Error rates ("15e-255") are left out."""
+    """Parse the error counters of `nvidia-smi nvlink -e`, old or new layout. Error rates ("15e-255") are left out."""
     links: Links = {}
     gpu = None
     for line in text.splitlines():
@@ -301,8 +303,8 @@ def parse_nvlink_errors(text: str) -> Links:
     return links
 
 
-def nvlink_findings(before: Links, after: Links, seconds: float) -> list[Finding]:
-    """What is wrong with each NVLink, by what happened in the `seconds` between two readings."""
+def nvlink_findings(before: Links, after: Links, seconds: float) -> list[PortFault]:
+    """Faults of each NVLink in the `seconds` between two readings."""
     found = []
     for (gpu, link), new in after.items():
         old = before.get((gpu, link))
@@ -321,12 +323,12 @@ def nvlink_findings(before: Links, after: Links, seconds: float) -> list[Finding
         if told:
             evidence = {"gpu": gpu, "link": link, "interval_s": round(seconds, 3), "deltas": deltas}
             text = f"NVLink {link} of {gpu}: {'; '.join(told)}"
-            found.append(Finding("nvlink_errors", gpu, text, evidence))
+            found.append(PortFault("nvlink_errors", gpu, text, evidence))
     return found
 
 
 def _text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # absent, or the device does not answer for it
+    except OSError:  # absent, or the device does not respond
         return None

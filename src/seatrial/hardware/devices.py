@@ -1,4 +1,4 @@
-"""Which device the ranks of this host compute on. Asked before anything starts, and without loading torch."""
+"""Which device the ranks of this host compute on. Determined before anything starts, without loading torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cuda_device_count() -> int:
 
 
 def driver_names(proc: Path = Path("/proc")) -> list[str]:
-    """What NVIDIA's driver calls each GPU of this host ("NVIDIA H200"); empty where it does not say."""
+    """The NVIDIA driver's name of each GPU of this host ("NVIDIA H200"); empty if it reports none."""
     names = []
     for file in sorted((proc / "driver/nvidia/gpus").glob("*/information")):
         try:
@@ -69,14 +69,14 @@ def torch_has_cuda() -> bool:
     try:
         text = Path(spec.origin).with_name("version.py").read_text()
     except OSError:
-        return True  # an unusual build: let torch itself say
+        return True  # an unusual build: let torch itself decide
     return re.search(r"^cuda\b[^=\n]*=\s*None", text, re.MULTILINE) is None
 
 
 def choose_device(cluster: ClusterSection) -> tuple[Device, str]:
     """The device for the ranks of this host, and the reason in words.
 
-    Raises InputError if `device = "cuda"` is asked for and a rank would have no GPU of its own.
+    Raises InputError if `device = "cuda"` is requested and a rank would have no GPU of its own.
     """
     if cluster.device == "cpu":
         return "cpu", 'device = "cpu" in the job file'

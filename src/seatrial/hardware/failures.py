@@ -1,4 +1,4 @@
-"""How often nodes fail, as those who ran large clusters have published it."""
+"""Failure rates of nodes, as published by operators of large clusters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rate:
-    """Failures that interrupt a job, per node and day, as somebody saw them."""
+    """Observed failures that interrupt a job, per node and day."""
 
     name: str
     label: str

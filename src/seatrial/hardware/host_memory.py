@@ -26,7 +26,7 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory | None:
-    """None if the kernel does not report it."""
+    """The memory still available and its tightest limit; None if the kernel does not report it."""
     fields = dict(_fields(root / "proc/meminfo"))
     available, total = fields.get("MemAvailable"), fields.get("MemTotal")
     if available is None or total is None:

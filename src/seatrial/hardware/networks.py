@@ -1,4 +1,4 @@
-"""The networks between nodes that we know: rates with their sources, and what one hop costs."""
+"""The known networks between nodes: rates with their sources, and the latency of one hop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-# Share of the cards' rate that large collectives reach, where a network has no figure of its own.
+# Share of the cards' rate that large collectives reach, if a network has no figure of its own.
 REACHED = 0.95
 REACHED_SOURCE = (
     "381 GB/s over 4 nodes of 8 x 50 GB/s (stas00/ml-engineering@744d01e network/README.md, nccl 2.27.7)"
@@ -16,13 +16,13 @@ REACHED_SOURCE = (
 
 @dataclass(frozen=True)
 class Network:
-    """What one node sends to others. Rates are decimal and in one direction."""
+    """A network between nodes. Rates are decimal and in one direction."""
 
     name: str
     nics_per_node: int
     gbps_per_nic: float
     gpus_per_node: int
-    hop_us: float  # a message of no size from node to node
+    hop_us: float  # latency of an empty message between nodes
     source: str
     hop_source: str
     reached: float = REACHED
@@ -47,7 +47,7 @@ class ReferenceNode:
 
 @dataclass(frozen=True)
 class Latencies:
-    """What stands in where a network's own latency is not known; microseconds."""
+    """Latencies assumed where a network's own is not known; microseconds."""
 
     hop_us: float
     hop_source: str
@@ -77,7 +77,7 @@ def latencies() -> Latencies:
 
 
 def find_network(name: str) -> Network | None:
-    """The network with this name, whatever its case; None if unknown."""
+    """The network with this name, ignoring case; None if unknown."""
     wanted = " ".join(name.split()).casefold()
     return next((n for n in networks() if n.name.casefold() == wanted), None)
 

@@ -1,4 +1,4 @@
-"""Messages of NVIDIA's GPU driver (Xid) and NVSwitch driver (SXid): the catalogue of codes, and a reader of log lines."""
+"""Messages of NVIDIA's GPU driver (Xid) and NVSwitch driver (SXid): the catalogue of codes, and a log-line parser."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Severity = Literal["fatal", "nonfatal"]
 Recovery = Literal["none", "reset", "reboot", "drain_p2p"]
 
 NVLINK5_CODES = range(144, 151)
-_LONGEST_MESSAGE = 500  # characters kept of what the driver says
+_LONGEST_MESSAGE = 500  # characters kept of the driver's message
 
 
 @dataclass(frozen=True)
 class Xid:
-    """One code of NVIDIA's catalogue. The fields are told in xid.toml."""
+    """One code of NVIDIA's catalogue. xid.toml describes the fields."""
 
     code: int
     name: str
@@ -32,11 +32,11 @@ class Xid:
 
 @dataclass(frozen=True)
 class XidMessage:
-    """What one log line says.
+    """The content of one log line.
 
-    `pci` is "domain:bus:device" in small hexadecimal digits ("0000:3b:00"). `time` is the line's own time as it
-    stands there: its format varies, and seconds count from the boot. `registers` are the hexadecimal words of an
-    NVLink message.
+    `pci` is "domain:bus:device" in lower-case hexadecimal digits ("0000:3b:00"). `time` is the line's timestamp as
+    written: its format varies, and plain seconds count from boot. `registers` are the hexadecimal words of an NVLink
+    message.
     """
 
     kind: Literal["xid", "sxid"]
@@ -70,12 +70,12 @@ class XidMessage:
 
     @property
     def recovery(self) -> Recovery | None:
-        """Xid 154: what the driver now recommends; None if the message does not say so in a way we know."""
+        """Xid 154: the recovery that the driver now recommends; None if the message states none that we know."""
         found = _RECOVERY.search(self.message) if self.code == 154 else None
         if found is None:
             return None
         # The labels differ between drivers ("Node Reboot Required", "OS Reboot", "PF FLR"), and the same number has
-        # carried different ones: the label goes first, the number counts where the label is new to us.
+        # had different ones: the label takes precedence, the number is used if the label is unknown.
         label = found["label"].lower()
         for part, meaning in _RECOVERY_LABELS:
             if part in label:
@@ -134,7 +134,7 @@ _RECOVERY_LABELS: tuple[tuple[str, Recovery], ...] = (
 _RECOVERY_NUMBERS: dict[int, Recovery] = {0: "none", 1: "reset", 2: "reboot", 3: "drain_p2p", 4: "reset"}
 
 _TIMES = (
-    re.compile(r"^[0-9]{1,3},[0-9]+,(?P<us>[0-9]+),[^;]*;"),  # /dev/kmsg: microseconds since the boot
+    re.compile(r"^[0-9]{1,3},[0-9]+,(?P<us>[0-9]+),[^;]*;"),  # /dev/kmsg: microseconds since boot
     re.compile(r"(?P<time>[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}(?:[.,][0-9]+)?(?:Z|[+-][0-9:]{4,5})?)"),
     re.compile(r"\[(?P<time>[A-Z][a-z]{2} [A-Z][a-z]{2} [ 0-9][0-9] [0-9:]{8} [0-9]{4})\]"),
     re.compile(r"^(?P<time>[A-Z][a-z]{2} [ 0-9][0-9] [0-9:]{8})\b"),
@@ -145,7 +145,7 @@ _TIMES = (
 def parse(line: str) -> XidMessage | None:
     """The driver's message in one line of a kernel log; None if there is none.
 
-    Reads what dmesg, journald, syslog and /dev/kmsg print, whatever time and host stand before the message.
+    Reads what dmesg, journald, syslog and /dev/kmsg print, whatever timestamp and host precede the message.
     """
     found = _XID.search(line)
     if found is not None:
@@ -209,7 +209,7 @@ def _severity(text: str) -> Severity:
 def _link(text: str) -> int | None:
     found = _LINK.search(text)
     link = int(found["link"]) if found else -1
-    return link if link >= 0 else None  # the driver writes -1 where it is no one link
+    return link if link >= 0 else None  # the driver writes -1 if it is not a single link
 
 
 def _registers(text: str) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ def _registers(text: str) -> tuple[int, ...]:
 
 
 def address(text: str) -> str | None:
-    """A PCI address in the form of `XidMessage.pci`, from any of the forms that the tools print; None if it is none."""
+    """A PCI address in the form of `XidMessage.pci`, from any form that the tools print; None for anything else."""
     found = re.fullmatch(_PCI, text.strip(), _FLAGS)
     return _address(found["pci"]) if found else None
 

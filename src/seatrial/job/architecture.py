@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 Family = Literal["qwen2", "llama", "qwen3"]
@@ -23,8 +24,8 @@ class RopeScaling:
 class Architecture:
     """One decoder-only transformer. Names follow Hugging Face's config.json.
 
-    `family` says which published model it is, and so how config.json is written. What differs between them
-    stands in fields of its own, so that the decoder reads fields, never the family.
+    `family` says which published model it is, and so how config.json is written. Differences between families
+    are separate fields, so that the decoder reads fields, never the family.
     """
 
     family: Family
@@ -44,33 +45,84 @@ class Architecture:
     rope_scaling: RopeScaling | None = None
     initializer_range: float = 0.02
 
-    def layer_parameters(self) -> int:
-        """Parameters of one decoder layer."""
-        return self.layer_matrix_parameters() + self._layer_vector_parameters()
+    # A model of another stack has other values of these four (`plan/model/other_model.py`). They are no fields: no job
+    # can choose them, and recorded architectures do not have them.
+
+    @property
+    def gated(self) -> bool:
+        """Whether two matrices lead into the MLP (SwiGLU) rather than one."""
+        return True
+
+    @property
+    def learned_positions(self) -> int:
+        """Positions that have an embedding."""
+        return 0
+
+    @property
+    def layer_norms(self) -> int:
+        """Parameters of one layer's norms."""
+        return 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+
+    @property
+    def layer_vectors(self) -> int:
+        """Parameters of one layer outside matrix products: norms and biases."""
+        return self.layer_norms + (self.query_width + 2 * self.kv_width if self.qkv_bias else 0)
+
+    @property
+    def query_width(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def ffn_in(self) -> int:
+        """Columns of the products into the MLP."""
+        return (2 if self.gated else 1) * self.intermediate_size
+
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """(input width, output width) of a layer's matrix products: qkv, attention output, into and out of the MLP."""
+        h = self.hidden_size
+        return (
+            (h, self.query_width + 2 * self.kv_width),
+            (self.query_width, h),
+            (h, self.ffn_in),
+            (self.intermediate_size, h),
+        )
 
     def layer_matrix_parameters(self) -> int:
-        """Parameters of one layer that stand in matrix products."""
-        h, d = self.hidden_size, self.head_dim
-        heads, kv = self.num_attention_heads, self.num_key_value_heads
-        return h * heads * d * 2 + h * kv * d * 2 + 3 * h * self.intermediate_size
+        """Parameters of one layer in matrix products."""
+        return self._layer_matrix_parameters
 
-    def _layer_vector_parameters(self) -> int:
-        d = self.head_dim
-        n = 2 * self.hidden_size
-        if self.qkv_bias:
-            n += (self.num_attention_heads + 2 * self.num_key_value_heads) * d
-        if self.qk_norm:
-            n += 2 * d
-        return n
+    @cached_property
+    def _layer_matrix_parameters(self) -> int:
+        # Cached: a search of layouts asks some hundred thousand times.
+        return sum(a * b for a, b in self.matrices())
+
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer."""
+        return self.layer_matrix_parameters() + self.layer_vectors
+
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding; those of the head are as many."""
+        return self.vocab_size * self.hidden_size
 
     def parameters(self) -> int:
         """All parameters; a tied embedding counts once."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_hidden_layers * self.layer_parameters() + self.hidden_size
+        ends = self.embedding_parameters() * (1 if self.tie_word_embeddings else 2)
+        ends += self.hidden_size * (1 + self.learned_positions)
+        return ends + self.num_hidden_layers * self.layer_parameters()
 
     def matmul_parameters(self) -> int:
         """Parameters in matrix products: the input embedding excluded, the output head included."""
-        return self.num_hidden_layers * self.layer_matrix_parameters() + self.vocab_size * self.hidden_size
+        return self.num_hidden_layers * self.layer_matrix_parameters() + self.embedding_parameters()
+
+    def attention_flops(self, sequence_length: int, *, causal: bool = True) -> float:
+        """FLOPs of one layer's two attention products for one sequence, forward: 4 T^2 N H, half of that if causal."""
+        full = 4.0 * sequence_length * sequence_length * self.query_width
+        return full / 2 if causal else full
 
     def flops_per_token(self, sequence_length: int, *, full_attention: bool = False) -> float:
         """Model FLOPs a token costs in training, forward and backward; recomputation does not count.
@@ -79,11 +131,8 @@ class Architecture:
         score matrix), or 12 instead of that 6 with `full_attention`, the convention of the PaLM paper
         (arXiv:2204.02311, appendix B) that many published numbers use.
         """
-        attention = 12 if full_attention else 6
-        return (
-            6.0 * self.matmul_parameters()
-            + attention * self.num_hidden_layers * self.num_attention_heads * self.head_dim * sequence_length
-        )
+        attention = self.attention_flops(sequence_length, causal=not full_attention) / sequence_length
+        return 6.0 * self.matmul_parameters() + 3 * self.num_hidden_layers * attention
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for plan.json and manifests; `from_dict` reads them back."""

@@ -1,4 +1,4 @@
-"""What a rule finds: a message about keys, not yet about places in a file."""
+"""What a rule finds: a message about keys, not yet about locations in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seatrial.job.source import Source
 
 
 @dataclass(frozen=True)
-class Finding:
+class RuleViolation:
     """A broken rule. `keys` are dotted (`data.weights.1` is the second item of a list); the caret goes to the first
     of them that was written.
     """
@@ -24,7 +24,7 @@ class Finding:
     hint: str
 
     def locate(self, source: Source) -> Diagnostic:
-        """The finding at its place in `source`."""
+        """The finding at its location in `source`."""
         paths = [
             tuple(int(part) if part.isdecimal() else part for part in key.split(".")) for key in self.keys
         ]
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules look at. Each part may be a Partial: reading what is missing raises UnreadableError."""
+    """What the rules check. Each part may be a Partial: reading what is missing raises UnreadableError."""
 
     job: JobFile
     architecture: Architecture = field(default_factory=lambda: cast(Architecture, Partial({})))

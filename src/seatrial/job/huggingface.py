@@ -46,7 +46,7 @@ def read_config(path: Path) -> Architecture:
             Diagnostic(f"not valid JSON: {error}", str(file), line, column, hint="copy the file again")
         ) from None
     if not isinstance(config, dict):
-        raise InputError(Diagnostic("not a model's config.json: it holds no object", str(file)))
+        raise InputError(Diagnostic("not a model's config.json: not a JSON object", str(file)))
     return architecture_from_config(config, file=str(file))
 
 
@@ -74,10 +74,10 @@ def architecture_from_config(config: dict[str, Any], *, file: str = "config.json
         if missing:
             refusals.append(f"it lacks {', '.join(missing)}")
     if refusals:
-        hint = "this decoder would compute something else; choose another model"
+        hint = "this decoder would compute it differently; choose another model"
         raise InputError([Diagnostic(reason, file, hint=hint) for reason in refusals])
     heads = config["num_attention_heads"]
-    # What a missing key means is what transformers' own configuration classes say.
+    # A missing key takes the default of transformers' own configuration classes.
     rope = _rope(config)
     head_dim = config.get("head_dim") or (128 if kind == "qwen3" else config["hidden_size"] // heads)
     return Architecture(
@@ -163,7 +163,7 @@ def _rope_refusals(config: dict[str, Any]) -> list[str]:
 
 
 def _refusals(config: dict[str, Any]) -> list[str]:
-    """Everything in a config.json of a supported family that the decoder does not have."""
+    """Everything in a config.json of a supported family that the decoder does not support."""
     found = []
     if config.get("hidden_act", "silu") != "silu":
         found.append(f'hidden_act "{config["hidden_act"]}" is not supported, only "silu"')
@@ -190,7 +190,7 @@ def _refusals(config: dict[str, Any]) -> list[str]:
 
 
 def _slides(config: dict[str, Any]) -> bool:
-    """Whether a layer looks through a sliding window; Qwen's files carry the window even when it is off."""
+    """Whether a layer uses sliding-window attention; Qwen's files contain the window even when it is off."""
     if config.get("layer_types"):
         return "sliding_attention" in config["layer_types"] and config.get("sliding_window") is not None
     if not config.get("use_sliding_window") or config.get("sliding_window") is None:
@@ -202,7 +202,7 @@ def _slides(config: dict[str, Any]) -> bool:
 def config_from_architecture(architecture: Architecture, dtype: str = "bfloat16") -> dict[str, Any]:
     """The config.json of an architecture, for weights saved as `dtype` ("float32", "bfloat16", "float16").
 
-    Readable by transformers 4 and 5. Token ids are the tokenizer's business: they are null here. Raises InputError
+    Readable by transformers 4 and 5. Token ids belong to the tokenizer: they are null here. Raises InputError
     for a model that no published family has.
     """
     a = architecture
@@ -239,7 +239,7 @@ def config_from_architecture(architecture: Architecture, dtype: str = "bfloat16"
         "rope_theta": a.rope_theta,
         "rope_scaling": scaling,
         "use_cache": True,
-        # Said, because LlamaConfig would otherwise fill in Llama 2's 1 and 2.
+        # Explicit, because LlamaConfig would otherwise fill in Llama 2's 1 and 2.
         "bos_token_id": None,
         "eos_token_id": None,
         "dtype": dtype,

@@ -1,8 +1,9 @@
-"""A job that has passed every check: what the rest of Seatrial is given."""
+"""A job that has passed every check, as the rest of Seatrial uses it."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from pydantic import BaseModel
 
 from seatrial.base.errors import Diagnostic, InputError, InternalError
 from seatrial.job.architecture import Architecture
-from seatrial.job.finding import Finding
+from seatrial.job.finding import RuleViolation
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import shares
 from seatrial.job.schema import (
@@ -28,12 +29,16 @@ from seatrial.job.schema import (
 )
 from seatrial.job.source import Source
 
+_LEAST_COLLECTIVE_S = 600
+# From an overdue step until its ranks are queried, blamed and killed, with a coordinator lost meanwhile.
+_TO_KILL_S = 300
+
 
 @dataclass(frozen=True)
 class Job:
-    """A job file, the model it names and the layout it asks for. Paths are absolute; nothing is left to default.
+    """A job file, the model it names and the layout it asks for. Paths are absolute; defaults are filled in.
 
-    With `parallel = "auto"` a job is open until the planner has settled it (`settled.py`): nobody may ask for its layout.
+    With `parallel = "auto"` a job is open until the planner has settled it (`settled.py`): its layout must not be read.
     """
 
     file: JobFile
@@ -42,7 +47,7 @@ class Job:
     source: str  # the path as given, for messages
     text: Source | None = field(default=None, compare=False, repr=False)  # what it was read from
     chosen: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
-    """How `parallel = "auto"` was settled, as plan.json tells it; None where the job names its layout."""
+    """How `parallel = "auto"` was settled, as recorded in plan.json; None if the job names its layout."""
 
     @property
     def is_open(self) -> bool:
@@ -55,19 +60,19 @@ class Job:
         return name in getattr(self.file, section).model_fields_set
 
     def refusal(self, key: str, message: str, hint: str) -> InputError:
-        """An error about "section.key" or "section" at its place in the job file."""
-        return InputError(self.located(Finding((key,), message, hint)))
+        """An error about "section.key" or "section" at its location in the job file."""
+        return InputError(self.located(RuleViolation((key,), message, hint)))
 
     @contextmanager
     def about(self, key: str) -> Iterator[None]:
-        """Report an InputError raised inside at the place of `key` in the job file."""
+        """Report an InputError raised inside at the location of `key` in the job file."""
         try:
             yield
         except InputError as error:
             raise self.refusal(key, error.diagnostics[0].message, error.diagnostics[0].hint or "") from None
 
-    def located(self, finding: Finding) -> Diagnostic:
-        """Convert a finding to a diagnostic at its place in the job file."""
+    def located(self, finding: RuleViolation) -> Diagnostic:
+        """Convert a finding to a diagnostic at its location in the job file."""
         if self.text is None:
             return Diagnostic(finding.message, self.source, hint=finding.hint)
         return finding.locate(self.text)
@@ -115,10 +120,15 @@ class Job:
         """Microbatches a step on each data-parallel rank."""
         return self.train.global_batch // self.layout.data_parallel // self.train.microbatch
 
+    @property
+    def collective_timeout_s(self) -> int:
+        """torch's own timeout of collectives in seconds: later than a hang is found and its ranks are killed."""
+        return max(_LEAST_COLLECTIVE_S, math.ceil(self.resilience.first_step_s) + _TO_KILL_S)
+
     def identity(self) -> dict[str, object]:
         """The keys that make two jobs the same run, flat and plain; every other key may change on resume.
 
-        What the data is, is not told by its path: `open_run` adds the content of the token stores.
+        A path does not identify the data: `open_run` adds the content of the token stores.
         """
         train = self.train
         identity: dict[str, object] = {
@@ -128,7 +138,7 @@ class Job:
             "train.global_batch": train.global_batch,
             "train.seed": train.seed,
         }
-        # Only where they say something else than a run that knows nothing of them: those must go on.
+        # Only if not the default: runs that were made before these keys existed must be able to resume.
         if len(self.data.sources) > 1:
             identity["data.weights"] = ", ".join(map(str, shares(self.data.weights or ())))
         if not self.data.attend_across_documents:
@@ -138,8 +148,8 @@ class Job:
     def to_toml(self) -> str:
         """The job with every key written out; reading it gives this job again.
 
-        The model stands there as explicit sizes, so that the text does not depend on a preset or on a
-        config.json that may change; `shard` as the number it became.
+        The model is written as explicit sizes, so that the text does not depend on a preset or on a
+        config.json that may change; `shard` as the resolved number.
         """
         out = [f"name = {_value(self.name)}", ""]
         if self.is_open:
@@ -167,7 +177,7 @@ class Job:
 
 
 class Unchosen:
-    """Stands for the layout of an open job: whatever is asked of it is a fault of ours."""
+    """Placeholder for the layout of an open job: any access to it is an internal error."""
 
     @staticmethod
     def error() -> InternalError:

@@ -1,4 +1,4 @@
-"""How many ranks there are and which part of the work each one has. Arithmetic only.
+"""The number of ranks and the part of the work that each one has. Arithmetic only.
 
 Ranks are numbered with tensor parallel innermost, so that a tensor-parallel group is neighbouring ranks of one
 node, then sharded data parallel, then replicated data parallel, and pipeline outermost:
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank stands in the mesh."""
+    """The position of one rank in the mesh."""
 
     pipeline: int
     replicate: int
@@ -54,7 +55,7 @@ class Layout:
         return self.pipeline * self.stages_per_rank
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of `rank` in the mesh."""
+        """The position of `rank` in the mesh."""
         rest, tensor = divmod(rank, self.tensor)
         rest, shard = divmod(rest, self.shard)
         pipeline, replicate = divmod(rest, self.replicate)
@@ -64,6 +65,10 @@ class Layout:
         """The inverse of `coordinates`."""
         rest = at.pipeline * self.replicate + at.replicate
         return (rest * self.shard + at.shard) * self.tensor + at.tensor
+
+    def first_replica(self, rank: int) -> int:
+        """The lowest of `replicas`: the same for all of them."""
+        return self.rank(replace(self.coordinates(rank), replicate=0))
 
     def replicas(self, rank: int) -> list[int]:
         """The ranks with the same weights and optimizer state as `rank`, itself first."""
@@ -77,32 +82,26 @@ class Layout:
         return (self.replicate - 1) * self.shard * self.tensor >= ranks_per_node
 
     def stage_indices(self, pipeline_rank: int) -> list[int]:
-        """The stages that one pipeline rank holds: r, r + pp, r + 2 pp, ... (a loop, as interleaved 1F1B wants)."""
+        """The stages that one pipeline rank holds: r, r + pp, r + 2 pp, ... (a loop, as interleaved 1F1B needs)."""
         return [pipeline_rank + i * self.pipeline for i in range(self.stages_per_rank)]
 
     def stage_layers(self, stage: int, layers: int) -> range:
-        """The decoder layers of `stage`: as even as possible, the larger parts in the middle of the pipeline.
+        """The decoder layers of `stage`."""
+        counts = self.layer_counts(layers)
+        start = sum(counts[:stage])
+        return range(start, start + counts[stage])
 
-        The first stage also holds the embedding and the last one the output head, so where layers cannot be
-        divided evenly the spare ones go to the stages between them.
-        """
-        base, spare = divmod(layers, self.stages)
-        order = sorted(range(self.stages), key=lambda s: (s in (0, self.stages - 1), s == self.stages - 1, s))
-        larger = set(order[:spare])
-        start = sum(base + (s in larger) for s in range(stage))
-        return range(start, start + base + (stage in larger))
+    def layer_counts(self, layers: int) -> tuple[int, ...]:
+        """How many decoder layers each stage has."""
+        return _layer_counts(self.stages, layers)
+
+    def rank_layers(self, pipeline_rank: int, layers: int) -> tuple[int, ...]:
+        """How many decoder layers each stage of one pipeline rank has."""
+        return self.layer_counts(layers)[pipeline_rank :: self.pipeline]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for plan.json."""
-        return {
-            "pipeline": self.pipeline,
-            "replicate": self.replicate,
-            "shard": self.shard,
-            "tensor": self.tensor,
-            "stages_per_rank": self.stages_per_rank,
-            "schedule": self.schedule,
-            "world_size": self.world_size,
-        }
+        return {**vars(self), "world_size": self.world_size}
 
     def __str__(self) -> str:
         parts = [f"tensor {self.tensor}", f"pipeline {self.pipeline}", f"shard {self.shard}"]
@@ -114,3 +113,16 @@ class Layout:
             if self.stages_per_rank > 1:
                 text += f" with {self.stages_per_rank} stages a rank"
         return text
+
+
+@cache
+def _layer_counts(stages: int, layers: int) -> tuple[int, ...]:
+    """Layers of each stage: as even as possible, the larger parts in the middle of the pipeline.
+
+    The first stage also holds the embedding and the last one the output head, so where layers cannot be divided evenly
+    the spare ones go to the stages between them.
+    """
+    base, spare = divmod(layers, stages)
+    order = sorted(range(stages), key=lambda s: (s in (0, stages - 1), s == stages - 1, s))
+    larger = set(order[:spare])
+    return tuple(base + (s in larger) for s in range(stages))

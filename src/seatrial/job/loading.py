@@ -1,4 +1,4 @@
-"""Reading a job file: text, overrides, schema, model, layout, rules; every problem is told at once."""
+"""Load a job file: text, overrides, schema, model, layout, rules; all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ _PATHS = (
     ("data", "tokenizer"),
     ("checkpoint", "folder"),
     ("checkpoint", "fallback"),
+    ("ssh", "hostfile"),
+    ("ssh", "config"),
 )
 
 
@@ -91,12 +93,12 @@ def judged(
 
 
 def by_line(problem: Diagnostic) -> tuple[bool, int, int]:
-    """By line; what has no line comes last, in the order it was found."""
+    """Sort key: by line; problems without a line come last, in the order found."""
     return (problem.line is None, problem.line or 0, problem.column or 0)
 
 
 def _make_absolute(source: Source, base_folder: Path) -> None:
-    """Resolve the paths in the values, before anything looks at them."""
+    """Make the paths in the values absolute, before anything uses them."""
     for section, key in _PATHS:
         table: Any = source.values.get(section)
         value = table.get(key) if isinstance(table, dict) else None

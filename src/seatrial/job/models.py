@@ -11,7 +11,7 @@ from seatrial.job.architecture import Architecture, RopeScaling
 
 
 def family_defaults(family: str) -> dict[str, Any]:
-    """What a family's published models have in common; used where explicit sizes say nothing."""
+    """What a family's published models have in common; the default where explicit sizes are not given."""
     llama = family == "llama"
     return {
         "family": family,

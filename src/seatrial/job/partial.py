@@ -1,6 +1,6 @@
-"""Job files that are only partly readable: the good values stay usable, touching a bad one says so.
+"""Partly readable job files: valid values stay usable, accessing an invalid one raises UnreadableError.
 
-All problems of a job file are told at once, so the rules between keys must run even when some other key
+All problems of a job file are reported at once, so the rules between keys must run even when some other key
 is wrong. A rule that meets an unreadable value is skipped; it cannot be judged yet.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class UnreadableError(Exception):
-    """A value that could not be read was asked for."""
+    """A value that could not be read was accessed."""
 
 
 class Partial:

@@ -1,18 +1,18 @@
-"""From [cluster] and [parallel] to a Layout: the ranks there are against the ranks that are asked for."""
+"""Resolve [cluster] and [parallel] to a Layout: available against requested ranks."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
-from seatrial.job.finding import Finding
+from seatrial.job.finding import RuleViolation
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors, either
 from seatrial.job.partial import Partial, UnreadableError
 from seatrial.job.schema import ClusterSection, JobFile, ParallelSection
 
 
-def resolve_layout(job: JobFile) -> tuple[Layout, list[Finding]]:
-    """The mesh sizes, with a missing `shard` filled in; a Partial where they are not known or do not fit."""
+def resolve_layout(job: JobFile) -> tuple[Layout, list[RuleViolation]]:
+    """The mesh sizes, with a missing `shard` filled in; a Partial if they are not known or do not fit."""
     try:
         parallel = cast(ParallelSection, job.parallel)
     except UnreadableError:
@@ -37,7 +37,7 @@ def resolve_layout(job: JobFile) -> tuple[Layout, list[Finding]]:
     return Layout(shard=shard, **known), []
 
 
-def _shard(cluster: ClusterSection, parallel: ParallelSection) -> tuple[int | None, Finding | None]:
+def _shard(cluster: ClusterSection, parallel: ParallelSection) -> tuple[int | None, RuleViolation | None]:
     nodes, gpus = cluster.nodes, cluster.gpus_per_node
     ranks = nodes * gpus
     have = (
@@ -47,7 +47,7 @@ def _shard(cluster: ClusterSection, parallel: ParallelSection) -> tuple[int | No
     fixed = 1
     for size in sizes.values():
         fixed *= size
-    # The caret goes to the size to change: the largest one above 1.
+    # The caret marks the size to change: the largest one above 1.
     used = sorted((key for key, size in sizes.items() if size > 1), key=lambda k: -sizes[k])
     keys = (*(f"parallel.{key}" for key in used), "parallel.shard", "cluster.nodes", "cluster.gpus_per_node")
     asked = " x ".join(f"{key} {sizes[key]}" for key in sizes if sizes[key] > 1)
@@ -58,7 +58,7 @@ def _shard(cluster: ClusterSection, parallel: ParallelSection) -> tuple[int | No
         rest = fixed // sizes[name]
         options = divisors(ranks // rest) if ranks % rest == 0 else []
         hint = f"{name} = {either(options)} would fit" if options else _nodes_hint(fixed, gpus)
-        return None, Finding(keys, f"{asked} = {fixed} does not divide {have}", hint)
+        return None, RuleViolation(keys, f"{asked} = {fixed} does not divide {have}", hint)
     world = fixed * parallel.shard
     if world == ranks:
         return parallel.shard, None
@@ -68,7 +68,7 @@ def _shard(cluster: ClusterSection, parallel: ParallelSection) -> tuple[int | No
         hint = f"shard = {ranks // fixed} would fit; without `shard` the ranks that are left are taken"
     else:
         hint = _nodes_hint(world, gpus)
-    return None, Finding(("parallel.shard", *keys), f"{asked} = {world} ranks, but {have}", hint)
+    return None, RuleViolation(("parallel.shard", *keys), f"{asked} = {world} ranks, but {have}", hint)
 
 
 def _nodes_hint(world: int, gpus: int) -> str:

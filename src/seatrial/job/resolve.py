@@ -1,4 +1,4 @@
-"""From the [model] section to an Architecture: a preset, a config.json or explicit sizes, then what replaces them."""
+"""Resolve the [model] section to an Architecture: a preset or a config.json, with explicit sizes that override it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from seatrial.base.errors import InputError
 from seatrial.job.architecture import Architecture, RopeScaling
-from seatrial.job.finding import Finding
+from seatrial.job.finding import RuleViolation
 from seatrial.job.huggingface import read_config
 from seatrial.job.models import family_defaults, model_presets
 from seatrial.job.numbers import next_multiple
@@ -21,12 +21,12 @@ SIZES = tuple(field.name for field in dataclasses.fields(Architecture))
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
-def resolve_architecture(model: ModelSection) -> tuple[Architecture, list[Finding]]:
+def resolve_architecture(model: ModelSection) -> tuple[Architecture, list[RuleViolation]]:
     """The architecture of a [model] section whose paths are absolute.
 
-    With findings, the architecture is a Partial: its readable sizes are there for the other rules.
+    With findings, the architecture is a Partial: its readable sizes are available to the other rules.
     """
-    findings: list[Finding] = []
+    findings: list[RuleViolation] = []
     explicit, unreadable = _explicit(model)
     base = _base(model, explicit, findings)
     if base is None:
@@ -34,7 +34,7 @@ def resolve_architecture(model: ModelSection) -> tuple[Architecture, list[Findin
     values = {**base, **explicit}
     family = values.get("family")
     if family is not None and family != base.get("family"):
-        # Another family's biases and norms would not be this family's model.
+        # The base's biases and norms would not make a model of this family.
         own = family_defaults(family)
         values |= {key: explicit.get(key, own[key]) for key in ("qkv_bias", "qk_norm")}
     for key in unreadable:
@@ -50,7 +50,7 @@ def resolve_architecture(model: ModelSection) -> tuple[Architecture, list[Findin
     ):
         if values["hidden_size"] % heads:
             findings.append(
-                Finding(
+                RuleViolation(
                     ("model.hidden_size", "model.num_attention_heads"),
                     f"hidden_size {values['hidden_size']} is not divisible by num_attention_heads {heads}, and "
                     "head_dim is not given",
@@ -81,15 +81,17 @@ def _explicit(model: ModelSection) -> tuple[dict[str, Any], set[str]]:
     return explicit, unreadable
 
 
-def _base(model: ModelSection, explicit: dict[str, Any], findings: list[Finding]) -> dict[str, Any] | None:
-    """What the explicit sizes replace; None where that cannot be known."""
+def _base(
+    model: ModelSection, explicit: dict[str, Any], findings: list[RuleViolation]
+) -> dict[str, Any] | None:
+    """The values that explicit sizes override; None if they cannot be known."""
     try:
         preset, hf = model.preset, model.hf
     except UnreadableError:
         return None
     if preset is not None and hf is not None:
         findings.append(
-            Finding(("model.hf",), "[model] has both `preset` and `hf`", "keep the one that you mean")
+            RuleViolation(("model.hf",), "[model] has both `preset` and `hf`", "keep the one that you mean")
         )
         return None
     if preset is not None:
@@ -98,7 +100,7 @@ def _base(model: ModelSection, explicit: dict[str, Any], findings: list[Finding]
             close = difflib.get_close_matches(preset.lower(), known, n=1)
             hint = f'did you mean "{close[0]}"? ' if close else ""
             findings.append(
-                Finding(
+                RuleViolation(
                     ("model.preset",), f'no built-in model "{preset}"', f"{hint}known: {', '.join(known)}"
                 )
             )
@@ -109,7 +111,7 @@ def _base(model: ModelSection, explicit: dict[str, Any], findings: list[Finding]
             return _fields(read_config(Path(hf)))
         except InputError as error:
             findings += [
-                Finding(("model.hf",), f"{d.file}: {d.message}", d.hint or "choose another model")
+                RuleViolation(("model.hf",), f"{d.file}: {d.message}", d.hint or "choose another model")
                 for d in error.diagnostics
             ]
             return None
@@ -125,7 +127,7 @@ def _base(model: ModelSection, explicit: dict[str, Any], findings: list[Finding]
         else:
             message = f"[model] lacks {', '.join(missing)}"
             hint = "a model by explicit sizes needs all of " + ", ".join(REQUIRED)
-        findings.append(Finding(("model",), message, hint))
+        findings.append(RuleViolation(("model",), message, hint))
     return family_defaults(explicit.get("family", "qwen2"))
 
 

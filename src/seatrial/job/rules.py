@@ -1,7 +1,7 @@
-"""What must hold between the keys of a job file.
+"""Rules between the keys of a job file.
 
 A rule is a generator of findings; a rule that needs a value which could not be read is skipped. Rules about
-the layout of ranks stand in `rules_layout.py`, about the data in `rules_data.py`.
+the layout of ranks are in `rules_layout.py`, about the data in `rules_data.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from seatrial.base.errors import InputError
-from seatrial.job.finding import Facts, Finding
+from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.huggingface import read_config
 from seatrial.job.numbers import divisors, either, near_multiples
 from seatrial.job.partial import UnreadableError
@@ -22,14 +22,14 @@ from seatrial.storage import is_remote, open_store
 from seatrial.storage.names import FILE
 
 _LEAST_CLIP = 1e-12
-BEATS_BEFORE_LOST = 4  # signs of life that a node may miss
+BEATS_BEFORE_LOST = 4  # heartbeat intervals of silence that a node must be allowed
 
-Rule = Callable[[Facts], Iterator[Finding]]
+Rule = Callable[[Facts], Iterator[RuleViolation]]
 
 
-def check(facts: Facts, more: Sequence[Rule] = ()) -> list[Finding]:
+def check(facts: Facts, more: Sequence[Rule] = ()) -> list[RuleViolation]:
     """All violations that can be judged, of the rules of the job file and of `more`."""
-    found: list[Finding] = []
+    found: list[RuleViolation] = []
     for rule in (*RULES, *DATA_RULES, *LAYOUT_RULES, *more):
         try:
             found += rule(facts)
@@ -38,10 +38,10 @@ def check(facts: Facts, more: Sequence[Rule] = ()) -> list[Finding]:
     return found
 
 
-def _heads(facts: Facts) -> Iterator[Finding]:
+def _heads(facts: Facts) -> Iterator[RuleViolation]:
     heads, kv_heads = facts.architecture.num_attention_heads, facts.architecture.num_key_value_heads
     if heads % kv_heads:
-        yield Finding(
+        yield RuleViolation(
             ("model.num_key_value_heads", "model.num_attention_heads", "model"),
             f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}: every key head serves "
             "the same number of query heads",
@@ -49,33 +49,33 @@ def _heads(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _head_dim(facts: Facts) -> Iterator[Finding]:
+def _head_dim(facts: Facts) -> Iterator[RuleViolation]:
     d = facts.architecture.head_dim
     if d % 2:
-        yield Finding(
+        yield RuleViolation(
             ("model.head_dim", "model.hidden_size", "model"),
             f"head_dim {d} is odd: rotary position embedding turns pairs of entries",
             f"head_dim = {d - 1 or 2} or {d + 1} would do",
         )
 
 
-def _family(facts: Facts) -> Iterator[Finding]:
+def _family(facts: Facts) -> Iterator[RuleViolation]:
     a = facts.architecture
     family = a.family
     for key, value, owner in (("qkv_bias", a.qkv_bias, "qwen2"), ("qk_norm", a.qk_norm, "qwen3")):
         if value != (family == owner):
             said = str(value).lower()
-            yield Finding(
+            yield RuleViolation(
                 (f"model.{key}", "model.family", "model"),
                 f'{key} = {said} with family "{family}": no published model has that, so it could not be exported',
                 f'remove {key}, or set family = "{owner}"' if value else f"remove {key}: {owner} has it",
             )
 
 
-def _rope_scaling(facts: Facts) -> Iterator[Finding]:
+def _rope_scaling(facts: Facts) -> Iterator[RuleViolation]:
     scaling = facts.architecture.rope_scaling
     if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
-        yield Finding(
+        yield RuleViolation(
             ("model.rope_scaling.high_freq_factor", "model.rope_scaling", "model"),
             f"high_freq_factor {scaling.high_freq_factor:g} is not greater than low_freq_factor {scaling.low_freq_factor:g}: "
             "frequencies between the two are blended",
@@ -83,11 +83,11 @@ def _rope_scaling(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _update_size(facts: Facts) -> Iterator[Finding]:
+def _update_size(facts: Facts) -> Iterator[RuleViolation]:
     optimizer = facts.job.optimizer
     lr, decay = optimizer.lr, optimizer.weight_decay
     if lr * decay >= 1:
-        yield Finding(
+        yield RuleViolation(
             ("optimizer.weight_decay", "optimizer.lr"),
             f"lr {lr:g} x weight_decay {decay:g} = {lr * decay:g}: an update takes that share of each weight away, all of it "
             "or more",
@@ -95,76 +95,76 @@ def _update_size(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _clip(facts: Facts) -> Iterator[Finding]:
+def _clip(facts: Facts) -> Iterator[RuleViolation]:
     norm = facts.job.optimizer.clip_norm
     if 0 < norm < _LEAST_CLIP:
-        yield Finding(
+        yield RuleViolation(
             ("optimizer.clip_norm",),
             f"clip_norm {norm:g} leaves nothing of a gradient in fp32",
             "clip_norm = 1.0 is usual; 0: no clipping",
         )
 
 
-def _sequence_positions(facts: Facts) -> Iterator[Finding]:
+def _sequence_positions(facts: Facts) -> Iterator[RuleViolation]:
     length, limit = facts.job.train.sequence_length, facts.architecture.max_position_embeddings
     if length > limit:
-        yield Finding(
+        yield RuleViolation(
             ("train.sequence_length",),
             f"sequence_length {length} is more than the model's max_position_embeddings {limit}",
             f"use sequence_length = {limit} or less, or set model.max_position_embeddings = {length}",
         )
 
 
-def _init_from(facts: Facts) -> Iterator[Finding]:
+def _init_from(facts: Facts) -> Iterator[RuleViolation]:
     given = facts.job.model.init_from
     if given is None:
         return
     keys, folder = ("model.init_from",), Path(given)
     hint = "name the folder of a Hugging Face checkpoint: config.json and *.safetensors"
     if not os.path.isdir(folder):  # False also for a name that is too long
-        yield Finding(keys, f"init_from: no folder {folder}", hint)
+        yield RuleViolation(keys, f"init_from: no folder {folder}", hint)
         return
     if not any(folder.glob("*.safetensors")):
-        yield Finding(keys, f"init_from: no *.safetensors in {folder}", hint)
+        yield RuleViolation(keys, f"init_from: no *.safetensors in {folder}", hint)
     if not os.path.isfile(folder / "config.json"):
-        yield Finding(keys, f"init_from: no config.json in {folder}", hint)
+        yield RuleViolation(keys, f"init_from: no config.json in {folder}", hint)
         return
     try:
         theirs = read_config(folder)
     except InputError as error:
         for d in error.diagnostics:
-            yield Finding(keys, f"init_from: {d.file}: {d.message}", d.hint or hint)
+            yield RuleViolation(keys, f"init_from: {d.file}: {d.message}", d.hint or hint)
         return
     differing = [
         f"{key} {getattr(theirs, key)} there, {getattr(facts.architecture, key)} here"
         for key in SIZES
-        # How fresh weights would be drawn does not matter to weights that are read.
+        # The initialisation of fresh weights does not matter for weights that are loaded.
         if key != "initializer_range" and getattr(theirs, key) != getattr(facts.architecture, key)
     ]
     if differing:
-        yield Finding(
+        yield RuleViolation(
             keys,
             f"init_from: the checkpoint is another model: {'; '.join(differing)}",
             f'take the model from the same folder: hf = "{given}"',
         )
 
 
-def _warmup(facts: Facts) -> Iterator[Finding]:
+def _warmup(facts: Facts) -> Iterator[RuleViolation]:
     warmup, steps = facts.job.optimizer.warmup_steps, facts.job.train.steps
     if warmup > steps:
-        yield Finding(
+        yield RuleViolation(
             ("optimizer.warmup_steps", "train.steps"),
             f"warmup_steps {warmup} is more than train.steps {steps}: the learning rate would never be reached",
             f"use warmup_steps = {steps} or less; {max(1, steps // 20)} is a twentieth of the run",
         )
 
 
-def _decay(facts: Facts) -> Iterator[Finding]:
+def _decay(facts: Facts) -> Iterator[RuleViolation]:
     optimizer = facts.job.optimizer
     decay, decay_steps = optimizer.decay, optimizer.decay_steps
     if decay != "wsd":
         if decay_steps is not None:
-            yield Finding(
+            yield RuleViolation(
                 ("optimizer.decay_steps",),
                 f'decay_steps is only used with decay = "wsd", not "{decay}"',
                 'remove it, or set decay = "wsd"',
@@ -174,7 +174,7 @@ def _decay(facts: Facts) -> Iterator[Finding]:
     length = max(1, steps // 10) if decay_steps is None else decay_steps
     if warmup <= steps < warmup + length:
         said = f"decay_steps {length}" + (" (a tenth of the steps)" if decay_steps is None else "")
-        yield Finding(
+        yield RuleViolation(
             ("optimizer.decay_steps", "optimizer.warmup_steps", "optimizer.decay"),
             f"warmup_steps {warmup} + {said} are more than train.steps {steps}",
             f"warmup_steps = {max(0, steps - length)} would do"
@@ -183,24 +183,24 @@ def _decay(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _silence(facts: Facts) -> Iterator[Finding]:
+def _silence(facts: Facts) -> Iterator[RuleViolation]:
     resilience = facts.job.resilience
     beat, silence = resilience.heartbeat_s, resilience.silence_s
     if silence < BEATS_BEFORE_LOST * beat:
-        yield Finding(
+        yield RuleViolation(
             ("resilience.silence_s", "resilience.heartbeat_s"),
-            f"silence_s {silence:g} is less than {BEATS_BEFORE_LOST} x heartbeat_s {beat:g}: one late sign of life "
+            f"silence_s {silence:g} is less than {BEATS_BEFORE_LOST} x heartbeat_s {beat:g}: one late heartbeat "
             "would be taken for a lost node",
             f"silence_s = {BEATS_BEFORE_LOST * beat:g} would do, or heartbeat_s = "
             f"{max(0.05, silence / BEATS_BEFORE_LOST):g}",
         )
 
 
-def _first_step(facts: Facts) -> Iterator[Finding]:
+def _first_step(facts: Facts) -> Iterator[RuleViolation]:
     resilience = facts.job.resilience
     first, least = resilience.first_step_s, resilience.hang_min_s
     if first < least:
-        yield Finding(
+        yield RuleViolation(
             ("resilience.first_step_s", "resilience.hang_min_s"),
             f"first_step_s {first:g} is less than hang_min_s {least:g}: the first step after a start takes longer than "
             "the others",
@@ -208,7 +208,7 @@ def _first_step(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _never_recovers(facts: Facts) -> Iterator[Finding]:
+def _never_recovers(facts: Facts) -> Iterator[RuleViolation]:
     resilience = facts.job.resilience
     if resilience.max_restarts > 0:
         return
@@ -219,40 +219,50 @@ def _never_recovers(facts: Facts) -> Iterator[Finding]:
     }
     for key, is_set in used.items():
         if is_set:
-            yield Finding(
+            yield RuleViolation(
                 (key,),
                 f"{key.partition('.')[2]} has no effect: max_restarts is 0, so the first failure ends the run",
                 "remove it, or set resilience.max_restarts = 1 or more",
             )
 
 
-def _checkpoint_places(facts: Facts) -> Iterator[Finding]:
+def _namespaces(facts: Facts) -> Iterator[RuleViolation]:
+    cluster = facts.job.cluster
+    if cluster.namespaces and cluster.launcher != "local":
+        yield RuleViolation(
+            ("cluster.namespaces", "cluster.launcher"),
+            f'namespaces is for the nodes of one machine, and launcher is "{cluster.launcher}"',
+            'remove it, or set launcher = "local"',
+        )
+
+
+def _checkpoint_places(facts: Facts) -> Iterator[RuleViolation]:
     section = facts.job.checkpoint
     for key in ("folder", "fallback"):
         try:
             given = getattr(section, key)
-            # Only whether there can be such a place. A folder is not looked at: every rank reads the job when it starts,
-            # and one that hangs would hold up a recovery that needs nothing from it.
+            # Only checks that the location is valid. A folder is not accessed: every rank reads the job when it starts,
+            # and a folder that hangs would delay a recovery that needs nothing from it.
             if given is not None and (is_remote(given) or given == FILE):
                 open_store(given)
         except UnreadableError:
             continue
         except InputError as error:
-            yield Finding(
+            yield RuleViolation(
                 (f"checkpoint.{key}",), error.message, error.hint or "give a path, or s3://BUCKET/PREFIX"
             )
     if section.fallback is not None and section.fallback == section.folder:
-        yield Finding(
+        yield RuleViolation(
             ("checkpoint.fallback",),
-            "fallback is the same place as folder: what the one does not take, the other does not take either",
+            "fallback is the same place as folder: a save that fails in one fails in the other too",
             "give another storage, or remove it",
         )
 
 
-def _keep_every(facts: Facts) -> Iterator[Finding]:
+def _keep_every(facts: Facts) -> Iterator[RuleViolation]:
     every, kept = facts.job.checkpoint.every_steps, facts.job.checkpoint.keep_every_steps
     if every != "auto" and kept % every:
-        yield Finding(
+        yield RuleViolation(
             ("checkpoint.keep_every_steps",),
             f"keep_every_steps {kept} is not a multiple of every_steps {every}: there is no checkpoint of that step",
             f"keep_every_steps = {either(near_multiples(kept, every))} would do",
@@ -272,6 +282,7 @@ RULES: tuple[Rule, ...] = (
     _silence,
     _first_step,
     _never_recovers,
+    _namespaces,
     _checkpoint_places,
     _keep_every,
 )

@@ -1,23 +1,23 @@
-"""What must hold between the keys about the data: the sources of a blend, their weights, the tokenizer."""
+"""Rules between the keys about the data: the sources of a blend, their weights, the tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
-from seatrial.job.finding import Facts, Finding
+from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.numbers import shares
 
-# Of a source with less than this the place of a sample takes long to find (see `data/blend.py`), and a run of a
+# With a smaller share, finding the position of a source's sample takes long (see `data/blend.py`), and a run of a
 # million samples would see fewer than ten of it.
 SMALLEST_SHARE = Fraction(1, 100_000)
 
 
-def _weights(facts: Facts) -> Iterator[Finding]:
+def _weights(facts: Facts) -> Iterator[RuleViolation]:
     train, weights = facts.job.data.train, facts.job.data.weights
     if isinstance(train, str):
         if weights is not None:
-            yield Finding(
+            yield RuleViolation(
                 ("data.weights",),
                 "weights has no effect: train names one source",
                 'remove it, or name several: train = ["first", "second"]',
@@ -26,7 +26,7 @@ def _weights(facts: Facts) -> Iterator[Finding]:
     n = len(train)
     if weights is None:
         if n > 1:
-            yield Finding(
+            yield RuleViolation(
                 ("data.train",),
                 f"train names {n} sources, but weights is missing: how much each gives is not guessed",
                 f"weights = [{', '.join(['1.0'] * n)}] takes as many samples of each"
@@ -34,7 +34,7 @@ def _weights(facts: Facts) -> Iterator[Finding]:
                 else f"add weights with {n} numbers",
             )
     elif len(weights) != n:
-        yield Finding(
+        yield RuleViolation(
             ("data.weights",),
             f"weights has {len(weights)} {'number' if len(weights) == 1 else 'numbers'}, but train names {n} "
             f"{'source' if n == 1 else 'sources'}",
@@ -42,14 +42,14 @@ def _weights(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _shares(facts: Facts) -> Iterator[Finding]:
+def _shares(facts: Facts) -> Iterator[RuleViolation]:
     weights = facts.job.data.weights
     if weights is None:
         return
     total = sum(weights)
     for i, share in enumerate(shares(weights)):
         if share < SMALLEST_SHARE:
-            yield Finding(
+            yield RuleViolation(
                 (f"data.weights.{i}", "data.weights"),
                 f"weight {weights[i]:g} is {float(share):.2g} of all weights together; the least is "
                 f"{float(SMALLEST_SHARE):g}",
@@ -57,30 +57,30 @@ def _shares(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _same_source(facts: Facts) -> Iterator[Finding]:
+def _same_source(facts: Facts) -> Iterator[RuleViolation]:
     sources = facts.job.data.train
     if isinstance(sources, str):
         return
     for i, source in enumerate(sources):
         if source in sources[:i]:
-            yield Finding(
+            yield RuleViolation(
                 (f"data.train.{i}", "data.train"),
                 f"{source} is named twice",
                 "name it once, with the sum of its weights",
             )
 
 
-def _byte_vocabulary(facts: Facts) -> Iterator[Finding]:
+def _byte_vocabulary(facts: Facts) -> Iterator[RuleViolation]:
     vocabulary = facts.architecture.vocab_size
     if facts.job.data.tokenizer == "bytes" and vocabulary < 257:
-        yield Finding(
+        yield RuleViolation(
             ("model.vocab_size", "model"),
             f"vocab_size {vocabulary} is too small for the byte tokenizer: 256 bytes and an end of document",
             "vocab_size = 257 is enough; 264 is divisible by 8",
         )
 
 
-DATA_RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+DATA_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _weights,
     _shares,
     _same_source,

@@ -1,18 +1,15 @@
-"""What must hold between the layout of ranks, the model and the batch."""
+"""Rules between the layout of ranks, the model and the batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from seatrial.job.finding import Facts, Finding
+from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import common_divisors, divisors, either, near_multiples, next_multiple
 from seatrial.job.partial import UnreadableError
+from seatrial.job.schedules import schedule_named
 from seatrial.job.schema import ParallelSection
-
-# Schedules that split the backward pass into input and weight gradients.
-SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipe-v")
-MANY_STAGES = ("interleaved-1f1b", "zero-bubble")
 
 
 def _parallel(facts: Facts) -> ParallelSection:
@@ -22,7 +19,7 @@ def _parallel(facts: Facts) -> ParallelSection:
     return parallel
 
 
-def _tensor_model(facts: Facts) -> Iterator[Finding]:
+def _tensor_model(facts: Facts) -> Iterator[RuleViolation]:
     tensor = _parallel(facts).tensor
     if tensor == 1:
         return
@@ -33,34 +30,36 @@ def _tensor_model(facts: Facts) -> Iterator[Finding]:
     hint = f"tensor = {either(fits)} would do"
     for name, size in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if size % tensor:
-            yield Finding(
+            yield RuleViolation(
                 keys, f"{name} {size} is not divisible by tensor {tensor}: a head stays whole", hint
             )
     if intermediate % tensor:
-        yield Finding(keys, f"intermediate_size {intermediate} is not divisible by tensor {tensor}", hint)
+        yield RuleViolation(
+            keys, f"intermediate_size {intermediate} is not divisible by tensor {tensor}", hint
+        )
 
 
-def _tensor_vocabulary(facts: Facts) -> Iterator[Finding]:
+def _tensor_vocabulary(facts: Facts) -> Iterator[RuleViolation]:
     tensor, vocabulary = _parallel(facts).tensor, facts.architecture.vocab_size
     if vocabulary % tensor:
-        yield Finding(
+        yield RuleViolation(
             ("parallel.tensor",),
             f"vocab_size {vocabulary} is not divisible by tensor {tensor}",
             f"pad it: model.vocab_size = {next_multiple(vocabulary, tensor)}",
         )
 
 
-def _tensor_node(facts: Facts) -> Iterator[Finding]:
+def _tensor_node(facts: Facts) -> Iterator[RuleViolation]:
     tensor, gpus = _parallel(facts).tensor, facts.job.cluster.gpus_per_node
     if gpus % tensor:
-        yield Finding(
+        yield RuleViolation(
             ("parallel.tensor", "cluster.gpus_per_node"),
             f"tensor {tensor} does not divide gpus_per_node {gpus}: a tensor-parallel group stays inside one node",
             f"tensor = {either(divisors(gpus))} would do",
         )
 
 
-def _sequence(facts: Facts) -> Iterator[Finding]:
+def _sequence(facts: Facts) -> Iterator[RuleViolation]:
     tensor, context = _parallel(facts).tensor, _parallel(facts).context
     length, unit = facts.job.train.sequence_length, 2 * context * tensor
     if unit > 2 and length % unit:
@@ -71,7 +70,7 @@ def _sequence(facts: Facts) -> Iterator[Finding]:
                 *([f"tensor {tensor}"] if tensor > 1 else []),
             ]
         )
-        yield Finding(
+        yield RuleViolation(
             ("train.sequence_length", "parallel.tensor"),
             f"sequence_length {length} is not divisible by {product} = {unit}: an uneven sequence-parallel shard "
             "aborts the process",
@@ -79,25 +78,25 @@ def _sequence(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _async_tensor(facts: Facts) -> Iterator[Finding]:
-    # That something can be cut is sure: `_sequence` demands an even number of positions on each rank.
+def _async_tensor(facts: Facts) -> Iterator[RuleViolation]:
+    # There is always something to split: `_sequence` requires an even number of positions on each rank.
     parallel = _parallel(facts)
     if parallel.async_tensor and parallel.tensor == 1:
-        yield Finding(
+        yield RuleViolation(
             ("parallel.async_tensor",),
             "async_tensor = true has no effect: tensor is 1",
             "remove it, or set tensor = 2 or more",
         )
 
 
-def _stages(facts: Facts) -> Iterator[Finding]:
+def _stages(facts: Facts) -> Iterator[RuleViolation]:
     layers, stages = facts.architecture.num_hidden_layers, facts.layout.stages
     if layers < stages:
         per_rank = facts.layout.stages_per_rank
         product = f"pipeline {facts.layout.pipeline}" + (
             f" x stages_per_rank {per_rank}" if per_rank > 1 else ""
         )
-        yield Finding(
+        yield RuleViolation(
             ("parallel.pipeline", "parallel.stages_per_rank"),
             f"{product} = {stages} stages, but the model has only {layers} layers"
             if per_rank > 1
@@ -106,50 +105,51 @@ def _stages(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _schedule(facts: Facts) -> Iterator[Finding]:
+def _schedule(facts: Facts) -> Iterator[RuleViolation]:
     parallel = _parallel(facts)
     schedule, per_rank, pipeline = parallel.schedule, parallel.stages_per_rank, parallel.pipeline
-    if schedule in ("zbv", "dualpipe-v"):
-        yield Finding(
+    entry = schedule_named(schedule)
+    if not entry.torch_class:
+        yield RuleViolation(
             ("parallel.schedule",),
             f'the schedule "{schedule}" is not in this version',
             'use "1f1b", "interleaved-1f1b" or "zero-bubble"',
         )
     elif pipeline == 1:
         if schedule != "1f1b":
-            yield Finding(
+            yield RuleViolation(
                 ("parallel.schedule",),
                 f'schedule "{schedule}" has no effect: pipeline is 1',
                 "remove it, or set pipeline = 2 or more",
             )
         if per_rank != 1:
-            yield Finding(
+            yield RuleViolation(
                 ("parallel.stages_per_rank",),
                 f"stages_per_rank {per_rank} has no effect: pipeline is 1",
                 "remove it, or set pipeline = 2 or more",
             )
-    elif schedule in MANY_STAGES and per_rank < 2:
-        yield Finding(
+    elif entry.several_stages and per_rank < 2:
+        yield RuleViolation(
             ("parallel.stages_per_rank", "parallel.schedule"),
             f'schedule "{schedule}" needs several stages on each rank, not {per_rank}',
             'stages_per_rank = 2 would do, or schedule = "1f1b"',
         )
-    elif schedule not in MANY_STAGES and per_rank > 1:
-        yield Finding(
+    elif not entry.several_stages and per_rank > 1:
+        yield RuleViolation(
             ("parallel.stages_per_rank",),
             f'schedule "{schedule}" has one stage on each rank, not {per_rank}',
             'remove stages_per_rank, or set schedule = "interleaved-1f1b"',
         )
 
 
-def _split_backward_sharded(facts: Facts) -> Iterator[Finding]:
+def _split_backward_sharded(facts: Facts) -> Iterator[RuleViolation]:
     # Measured on torch 2.13: loss off by 0.08 to 0.58 with reshard_after_forward, correct without.
     parallel = _parallel(facts)
-    if parallel.schedule in SPLIT_BACKWARD and parallel.pipeline > 1 and parallel.reshards:
+    if parallel.pipeline > 1 and schedule_named(parallel.schedule).split_backward and parallel.reshards:
         layout: Layout = facts.layout
         # bf16 goes through FSDP also in a group of one.
         if layout.data_parallel > 1 or facts.job.train.precision == "bf16":
-            yield Finding(
+            yield RuleViolation(
                 ("parallel.reshard_after_forward", "parallel.schedule"),
                 f'schedule "{parallel.schedule}" with FSDP (data parallel, or bf16) and reshard_after_forward = true drops '
                 "gradients without an error: its weight gradients come after the weights were freed",
@@ -157,10 +157,10 @@ def _split_backward_sharded(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _split_backward_compiled(facts: Facts) -> Iterator[Finding]:
+def _split_backward_compiled(facts: Facts) -> Iterator[RuleViolation]:
     parallel = _parallel(facts)
-    if parallel.schedule in SPLIT_BACKWARD and parallel.pipeline > 1 and facts.job.train.compile:
-        yield Finding(
+    if parallel.pipeline > 1 and schedule_named(parallel.schedule).split_backward and facts.job.train.compile:
+        yield RuleViolation(
             ("train.compile", "parallel.schedule"),
             f'schedule "{parallel.schedule}" with compile = true gives wrong gradients: torch.compile cannot split '
             "the backward pass into input and weight gradients",
@@ -168,12 +168,12 @@ def _split_backward_compiled(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _batch(facts: Facts) -> Iterator[Finding]:
+def _batch(facts: Facts) -> Iterator[RuleViolation]:
     train, layout = facts.job.train, facts.layout
     batch, micro, replicas = train.global_batch, train.microbatch, layout.replicate * layout.shard
     unit = replicas * micro
     if batch % unit:
-        yield Finding(
+        yield RuleViolation(
             ("train.global_batch",),
             f"global_batch {batch} is not divisible by data-parallel size {replicas} x microbatch {micro} = {unit}",
             f"global_batch = {either(near_multiples(batch, unit))} would do",
@@ -184,14 +184,14 @@ def _batch(facts: Facts) -> Iterator[Finding]:
         return
     count = f"global_batch {batch} / data-parallel size {replicas} / microbatch {micro} = {microbatches} microbatches"
     if microbatches < pipeline:
-        yield Finding(
+        yield RuleViolation(
             ("train.global_batch", "parallel.pipeline"),
             f"{count}, fewer than the {pipeline} pipeline ranks: some would never have work",
             f"global_batch = {unit * pipeline} would do" + _smaller_microbatch(batch, replicas, pipeline),
         )
-    elif layout.schedule in MANY_STAGES and microbatches % pipeline:
+    elif schedule_named(layout.schedule).several_stages and microbatches % pipeline:
         fits = near_multiples(microbatches, pipeline)
-        yield Finding(
+        yield RuleViolation(
             ("train.global_batch", "parallel.pipeline"),
             f'{count}, but schedule "{layout.schedule}" needs a multiple of pipeline {pipeline}',
             f"global_batch = {either(unit * m for m in fits)} would do",
@@ -203,14 +203,14 @@ def _smaller_microbatch(batch: int, replicas: int, pipeline: int) -> str:
     return f", or microbatch = {micro}" if micro and batch % (replicas * pipeline * micro) == 0 else ""
 
 
-def _not_yet(facts: Facts) -> Iterator[Finding]:
+def _not_yet(facts: Facts) -> Iterator[RuleViolation]:
     parallel = _parallel(facts)
     for key, what in (("context", "context parallel"), ("expert", "expert parallel")):
         if getattr(parallel, key) > 1:
-            yield Finding((f"parallel.{key}",), f"{what} is not in this version", f"remove `{key}`")
+            yield RuleViolation((f"parallel.{key}",), f"{what} is not in this version", f"remove `{key}`")
 
 
-LAYOUT_RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _tensor_model,
     _tensor_vocabulary,
     _tensor_node,

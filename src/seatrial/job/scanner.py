@@ -1,7 +1,7 @@
-"""Where each key and value of a TOML text stands.
+"""Positions of each key and value in a TOML text.
 
-`tomllib` gives values without places, so this scanner walks the same text a second time and only notes
-positions. It is given text that `tomllib` has accepted, which keeps it small: it never has to judge.
+`tomllib` gives values without positions, so this scanner walks the same text a second time and only records
+positions. It is given text that `tomllib` has accepted, which keeps it small: it never has to validate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Span:
-    """`length` characters on one line; `line` and `column` count from 1. Longer things end at their first line."""
+    """`length` characters on one line; `line` and `column` count from 1. Longer spans end with their first line."""
 
     line: int
     column: int
@@ -77,7 +77,7 @@ class _Scanner:
         self.at += brackets
         path: Path = ()
         for name, span in parts:
-            # Inside an array of tables a header speaks of the newest table.
+            # Inside an array of tables a header refers to the newest table.
             if path in self.arrays:
                 path = (*path, self.arrays[path])
             path = (*path, name)
@@ -139,7 +139,7 @@ class _Scanner:
             self._key_value(path)
 
     def _closed(self, bracket: str) -> bool:
-        """Pass blanks and a comma; True once the closing bracket was passed."""
+        """Skip blanks and a comma; True if the closing bracket was consumed."""
         self._skip(_BLANK)
         if self.text[self.at] == ",":
             self.at += 1

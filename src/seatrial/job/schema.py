@@ -5,9 +5,27 @@ One key's own limits stand here. What must hold between keys stands in `rules.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from seatrial.base.errors import InputError
+from seatrial.base.registry import Registry
+from seatrial.job.callbacks import CALLBACKS
+from seatrial.job.optimizers import ADAMW, OPTIMIZERS
+from seatrial.job.schedules import SCHEDULES
+from seatrial.job.schema_base import Section, Text
+from seatrial.job.schema_launchers import KubernetesSection, SlurmSection, SshSection
 
 # Every number has limits, far beyond any training run, so that arithmetic, clocks and memory cannot overflow.
 Size = Annotated[int, Field(ge=1, le=10_000_000)]  # a dimension of the model
@@ -17,7 +35,6 @@ Ranks = Annotated[int, Field(ge=1, le=1_000_000)]  # along one dimension of the 
 Seconds = Annotated[float, Field(ge=1, le=2_678_400)]  # 31 days
 SecondsOrNone = Annotated[float, Field(ge=0, le=2_678_400)]
 Times = Annotated[float, Field(gt=1, le=1_000_000)]  # a ratio
-Text = Annotated[str, Field(min_length=1)]
 
 
 def _one_or_several(value: Any) -> str:
@@ -45,13 +62,32 @@ CopiesOrAuto = Annotated[
     Discriminator(_word_or_number),
 ]
 
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipe-v"]
 
+@dataclass(frozen=True)
+class NameIn:
+    """Accepts the names of a registry. An entry of another package is imported once a value asks for it."""
 
-class Section(BaseModel):
-    """Strict: no unknown key, no silent conversion, no infinity or NaN."""
+    registry: Registry[Any]
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        names = self.registry.names()
+        return handler(schema) | ({"enum": names} if names else {})
+
+    def _check(self, value: str) -> str:
+        if value in self.registry.own:  # most are: other packages need not be looked for
+            return value
+        if (names := self.registry.names()) and value not in names:
+            raise PydanticCustomError("literal_error", "{expected}", {"expected": ", ".join(names)})
+        try:
+            self.registry.named(value)
+        except InputError as error:
+            raise PydanticCustomError("registry_error", "{message}", vars(error)) from None
+        return value
 
 
 class RopeScalingSection(Section):
@@ -113,11 +149,11 @@ class DataSection(Section):
     )
     attend_across_documents: bool = Field(
         default=True,
-        description="documents packed into one sequence see each other; false: attention ends at a document's begin",
+        description="tokens attend to earlier documents of their packed sequence; false: only to their own document",
     )
     cache_gb: Annotated[float, Field(gt=0, le=1_000_000)] = Field(
         default=20.0,
-        description="GB of shards of an object store that a node keeps on its disk; the oldest used are dropped",
+        description="GB of shards of an object store that a node keeps on its disk; the least recently used are removed",
     )
 
     @property
@@ -129,15 +165,17 @@ class DataSection(Section):
 class ClusterSection(Section):
     """Where it runs."""
 
-    launcher: Literal["local", "slurm", "kubernetes", "ssh"] = Field(
-        default="local", description="local: a virtual cluster of processes on this machine"
+    launcher: Text = Field(
+        default="local",
+        description="what starts the nodes' agents: local (a virtual cluster of processes on this machine), slurm, "
+        "kubernetes, ssh, or one that an installed package adds",
     )
     nodes: Annotated[int, Field(ge=1, le=100_000)] = Field(default=1, description="machines that train")
     gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1, description="ranks on each node; CPU processes where there is no GPU"
     )
     spares: Annotated[int, Field(ge=0, le=100_000)] = Field(
-        default=0, description="nodes that wait, ready to train, to take the place of a lost one"
+        default=0, description="nodes that wait, ready to train, to replace a lost one"
     )
     gpu: Text | None = Field(
         default=None, description='name in the hardware catalogue, such as "B300 SXM"; found if missing'
@@ -153,23 +191,36 @@ class ClusterSection(Section):
         default=None,
         description="TCP port of the process-group store on the first node; a free one if missing",
     )
+    python: Text | None = Field(
+        default=None,
+        description="Python interpreter on the nodes that has Seatrial; the path of this one if missing, on Kubernetes python3",
+    )
+    bind: Text | None = Field(
+        default=None,
+        description="address, CIDR or network interface by which nodes reach each other; found by the route if missing",
+    )
+    namespaces: bool = Field(
+        default=False,
+        description="with the local launcher: each node has a network, /dev/shm, TMPDIR and host name of its own (root)",
+    )
 
 
 class ParallelSection(Section):
     """How one model becomes many ranks. Missing sizes are 1; a missing `shard` takes the ranks that are left."""
 
-    tensor: Ranks = Field(default=1, description="ranks that cut each matrix between them; inside one node")
+    tensor: Ranks = Field(default=1, description="ranks that split each matrix; inside one node")
     pipeline: Ranks = Field(default=1, description="ranks that hold the layers one after the other")
-    context: Ranks = Field(
-        default=1, description="ranks that cut each sequence between them; only 1 in this version"
+    context: Ranks = Field(default=1, description="ranks that split each sequence; only 1 in this version")
+    expert: Ranks = Field(
+        default=1, description="ranks among which experts are distributed; only 1 in this version"
     )
-    expert: Ranks = Field(default=1, description="ranks that share out experts; only 1 in this version")
     replicate: Ranks = Field(
         default=1, description="copies of the sharded model, each with its part of the batch"
     )
     shard: Ranks | None = None
-    schedule: Schedule = Field(
-        default="1f1b", description="order of forward and backward passes in the pipeline"
+    schedule: Annotated[str, NameIn(SCHEDULES)] = Field(
+        default="1f1b",
+        description="order of forward and backward passes in the pipeline; installed packages can add others",
     )
     stages_per_rank: Annotated[int, Field(ge=1, le=10_000)] = Field(
         default=1, description="pipeline stages on each rank: 2 or more for interleaved-1f1b and zero-bubble"
@@ -181,7 +232,7 @@ class ParallelSection(Section):
     )
     async_tensor: bool = Field(
         default=False,
-        description="Cut tensor-parallel products into parts, and send one part while the next is computed",
+        description="split tensor-parallel products into parts, and send one part while the next is computed",
     )
 
     @property
@@ -214,11 +265,23 @@ class TrainSection(Section):
     sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
         default=160, description="tokens it generates at the end; 0: none"
     )
+    callbacks: Annotated[list[Annotated[str, NameIn(CALLBACKS)]], Field(min_length=1)] | None = Field(
+        default=None,
+        description="what rank 0 calls with the record of each step; installed packages add them",
+    )
+    on_callback_error: Literal["warn", "stop"] | None = Field(
+        default=None,
+        description="what follows an exception of a callback; if missing, warn and go on without it",
+    )
 
 
 class OptimizerSection(Section):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: Annotated[str, NameIn(OPTIMIZERS)] = Field(
+        default=ADAMW.name,
+        description="how weights are updated: adamw, or one that an installed package adds; it reads the keys below",
+    )
     lr: Annotated[float, Field(ge=1e-12, le=1)] = Field(description="peak learning rate")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.1, description="last learning rate / lr"
@@ -240,18 +303,24 @@ class OptimizerSection(Section):
         default=1.0, description="largest global gradient norm; 0: no clipping"
     )
 
+    @model_serializer(mode="wrap")
+    def _named_if_another(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Runs that were made before the name existed must be able to resume, and are not told that it changed.
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if (key, value) != ("name", ADAMW.name)}
+
 
 class CheckpointSection(Section):
     """When and where to save, and how many to keep."""
 
     every_steps: StepsOrAuto = Field(
-        description='save after this many steps, and at the end; "auto": as often as saving and failures make best'
+        description='save after this many steps, and at the end; "auto": at the interval that loses the least time to saving and failures'
     )
     keep: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
         default=3, description="newest verified checkpoints that are kept"
     )
     keep_every_steps: CountOrNone = Field(
-        default=0, description="checkpoints of the multiples of this many steps are never deleted; 0: none"
+        default=0, description="the checkpoint of every multiple of this many steps is never deleted; 0: none"
     )
     folder: Text | None = Field(
         default=None,
@@ -259,15 +328,15 @@ class CheckpointSection(Section):
         "if missing, into the run folder",
     )
     fallback: Text | None = Field(
-        default=None, description="the same, for a checkpoint that the first place does not take"
+        default=None, description="the same, for a checkpoint that cannot be written to the first place"
     )
     max_unsaved_s: Annotated[float, Field(gt=0, le=2_678_400)] = Field(
         default=14400.0,
-        description="seconds of training that may be in no checkpoint; then it waits for one, or the run stops",
+        description="seconds of training that may be unsaved; then training waits for a checkpoint, or the run stops",
     )
     read_back: bool = Field(
         default=True,
-        description="what was written is read from the storage again and compared before a checkpoint is complete",
+        description="written files are read back from the storage and compared before a checkpoint is complete",
     )
 
 
@@ -286,7 +355,7 @@ class ResilienceSection(Section):
     )
     shrink: bool = Field(
         default=True,
-        description="without a node to replace a lost one, go on with fewer data-parallel replicas; "
+        description="without a node to replace a lost one, continue with fewer data-parallel replicas; "
         "the global batch stays",
     )
     grow: bool = Field(default=True, description="take the lost replicas back when nodes return")
@@ -305,17 +374,17 @@ class ResilienceSection(Section):
     )
     max_skipped_steps: CountOrNone = Field(
         default=3,
-        description="steps of the whole run whose update may be left out (not finite, or a spike); one more ends it",
+        description="steps of the whole run whose update may be skipped (not finite, or a spike); one more ends it",
     )
     on_spike: Literal["warn", "skip"] = Field(
         default="warn", description="what follows a spike of loss or gradient norm"
     )
     spike_factor: Times = Field(default=3.0, description="a spike is this many times what recent steps had")
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = Field(
-        default=0.25, description="seconds between an agent's signs of life"
+        default=0.25, description="seconds between an agent's heartbeats"
     )
     silence_s: Annotated[float, Field(ge=0.5, le=3600)] = Field(
-        default=3.0, description="seconds without a sign of life after which a node counts as lost"
+        default=3.0, description="seconds without a heartbeat after which a node counts as lost"
     )
     hang_min_s: Seconds = Field(
         default=30.0, description="a step is overdue after at least this many seconds"
@@ -342,7 +411,7 @@ class ResilienceSection(Section):
         description="seconds from SIGTERM to the end: the step is finished and the state is saved",
     )
     evict_after: Annotated[int, Field(ge=2, le=1_000_000_000)] = Field(
-        default=2, description="failures blamed on one node after which it is not used again in this start"
+        default=2, description="failures blamed on a node before it is excluded for the rest of this start"
     )
     allow_gpu_reset: bool = Field(
         default=False, description="may run `nvidia-smi --gpu-reset` on a node that runs nothing"
@@ -385,3 +454,6 @@ class JobFile(Section):
     resilience: ResilienceSection = ResilienceSection()
     scale: ScaleSection = ScaleSection()
     watch: WatchSection = WatchSection()
+    slurm: SlurmSection | None = None
+    ssh: SshSection | None = None
+    kubernetes: KubernetesSection | None = None

@@ -1,4 +1,4 @@
-"""An open job (`parallel = "auto"`) with the layout that was chosen for it, checked like one that a person wrote."""
+"""An open job (`parallel = "auto"`) with the layout that was chosen for it, checked like a hand-written one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHOSEN_TOO = ("microbatch", "activation_checkpointing")
 
 
 def provisional(job: Job) -> Job:
-    """`job` with all ranks in one sharded group, whether or not the rules allow it: a point from which a search begins."""
+    """`job` with all ranks in one sharded group, whether or not the rules allow it: the starting point of a search."""
     at = job.cluster
     file = job.file.model_copy(update={"parallel": ParallelSection()})
     return replace(job, file=file, layout=Layout(shard=at.nodes * at.gpus_per_node))
@@ -31,9 +31,9 @@ def settled(
     train: Mapping[str, Any],
     chosen: Mapping[str, Any] | None = None,
 ) -> Job:
-    """`job` with this [parallel] and these values of [train]; `chosen` is what plan.json tells of the choice.
+    """`job` with this [parallel] and these values of [train]; `chosen` is plan.json's record of the choice.
 
-    Raises InputError, at the place of `parallel`, with every rule that it breaks: a choice of an earlier start may.
+    Raises InputError, located at `parallel`, with every rule that it breaks: an earlier start's choice may break some.
     """
     file = job.file.model_copy(
         update={"parallel": parallel, "train": job.train.model_copy(update=dict(train))}

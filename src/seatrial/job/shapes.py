@@ -1,6 +1,6 @@
-"""The layouts under which a job can go on with fewer nodes: whole data-parallel replicas left out, nothing else changed.
+"""The layouts with which a job can continue on fewer nodes: whole data-parallel replicas removed, nothing else changed.
 
-The global batch stays, so every replica that is left works on more microbatches.
+The global batch stays, so every remaining replica works on more microbatches.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Shape:
 def shapes(job: Job) -> list[Shape]:
     """The job's own layout, then those that fit on fewer nodes, largest first.
 
-    `replicate` shrinks first, then `shard`. Every layout keeps the rules of `job.rules_layout`. One that needs as
-    many nodes as a larger one is left out: no lost node would ever call for it.
+    `replicate` shrinks first, then `shard`. Every layout obeys the rules of `job.rules_layout`. One that needs as
+    many nodes as a larger one is left out: losing a node never makes it necessary.
     """
     own = job.layout
     smaller = [replace(own, replicate=n) for n in range(own.replicate - 1, 0, -1)]

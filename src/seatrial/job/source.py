@@ -1,4 +1,4 @@
-"""The text of a job file with the place of everything in it, and the overrides of the command line."""
+"""The text of a job file with the positions of its keys and values, and the overrides of the command line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from seatrial.job.scanner import Path, Span
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where something was said: a span of the file, or an override (then `line` is None)."""
+class SourceLocation:
+    """Where something was written: a span of the file, or an override (then `line` is None)."""
 
     file: str
     line: int | None = None
@@ -26,15 +26,15 @@ class Place:
     source_line: str | None = None
 
     def diagnostic(self, message: str, hint: str | None = None) -> Diagnostic:
-        """A problem at this place."""
+        """A problem at this location."""
         return Diagnostic(message, self.file, self.line, self.column, self.length, self.source_line, hint)
 
 
 class Source:
-    """Values of a TOML text, and where each was said."""
+    """Values of a TOML text, and where each was written."""
 
     def __init__(self, text: str, file: str) -> None:
-        """Raises InputError with the place of the first syntax error."""
+        """Parse `text`. Raises InputError with the location of the first syntax error."""
         text = text.removeprefix("\ufeff").replace("\r\n", "\n")
         self.file = file
         self.lines = text.split("\n")
@@ -68,12 +68,12 @@ class Source:
             # tomllib points behind the second definition; the key in front of it is the one to look at.
             start = re.match(r"[\s\[]*", self.lines[line - 1])
             column = (start.end() if start else 0) + 1
-        return Place(self.file, line, column, 1, self.lines[line - 1]).diagnostic(
+        return SourceLocation(self.file, line, column, 1, self.lines[line - 1]).diagnostic(
             f"not valid TOML: {message}", hint
         )
 
     def _says_auto_and_more(self, line: int) -> bool:
-        """Whether the second of `parallel = ...` and [parallel] stands in this line."""
+        """Whether the file has both `parallel = ...` and [parallel], and one of them is on this line."""
         both = [any(re.match(pattern, text) for text in self.lines) for pattern in (_AUTO, _TABLE)]
         return all(both) and re.match(f"{_AUTO}|{_TABLE}", self.lines[line - 1]) is not None
 
@@ -84,10 +84,10 @@ class Source:
         text_fields: frozenset[Path],
         list_fields: frozenset[Path] = frozenset(),
     ) -> Diagnostic | None:
-        """Put one `a.b=value` of the command line over the file; returns what is wrong with it, if anything.
+        """Apply one `a.b=value` of the command line over the file; return the problem with it, if any.
 
-        The value is TOML, or else text; for the paths in `text_fields` numbers and the like are text too, and
-        arrays but for those in `list_fields`.
+        The value is TOML, or else text; for the paths in `text_fields` numbers and the like are text too, and so are
+        arrays, except for the paths in `list_fields`.
         """
         key, equals, raw = assignment.partition("=")
         path: Path = tuple(part.strip() for part in key.split("."))
@@ -99,7 +99,7 @@ class Source:
         try:
             value = tomllib.loads(f"value = {raw}")["value"]
         except (ValueError, RecursionError):
-            value = raw.strip()  # where no text belongs, the type check says so
+            value = raw.strip()  # if text is not allowed there, the type check reports it
         is_list = isinstance(value, list) and path in list_fields
         if path in text_fields and not is_list and not isinstance(value, str | dict):
             value = raw.strip()
@@ -127,32 +127,34 @@ class Source:
                 return self.overrides[path[:n]]
         return None
 
-    def value_place(self, path: Path) -> Place:
-        """Where the value of `path` was said; for a section or a default the nearest thing around it."""
+    def value_place(self, path: Path) -> SourceLocation:
+        """Where the value of `path` was written; for a section or a default the nearest enclosing location."""
         return self._place(path, self.positions.values, self.positions.keys)
 
-    def key_place(self, path: Path) -> Place:
+    def key_place(self, path: Path) -> SourceLocation:
         """Where the key `path` was written."""
         return self._place(path, self.positions.keys, self.positions.values)
 
-    def first_place(self, paths: Sequence[Path]) -> Place:
-        """The value of the first of `paths` that was said at all; else what is around the first one."""
+    def first_place(self, paths: Sequence[Path]) -> SourceLocation:
+        """The location of the first of `paths` that was written; else what encloses the first one."""
         for path in paths:
             if path in self.overrides or path in self.positions.values or path in self.positions.keys:
                 return self.value_place(path)
         return self.value_place(paths[0])
 
-    def _place(self, path: Path, first: dict[Path, Span], second: dict[Path, Span]) -> Place:
+    def _place(self, path: Path, first: dict[Path, Span], second: dict[Path, Span]) -> SourceLocation:
         for n in range(len(path), 0, -1):
             part = path[:n]
             if part in self.overrides:
-                return Place(self.overrides[part])
+                return SourceLocation(self.overrides[part])
             span = first.get(part) or second.get(part)
             if span is not None:
-                return Place(self.file, span.line, span.column, span.length, self.lines[span.line - 1])
-        # A section that only overrides speak of.
+                return SourceLocation(
+                    self.file, span.line, span.column, span.length, self.lines[span.line - 1]
+                )
+        # A section that only overrides mention.
         label = next((label for p, label in self.overrides.items() if p[: len(path)] == path), None)
-        return Place(label or self.file)
+        return SourceLocation(label or self.file)
 
 
 _AUTO, _TABLE = r"\s*parallel\s*=", r"\s*\[\s*parallel\s*\]"

@@ -1,6 +1,6 @@
-"""Values against the schema: every unknown key, wrong type, missing key and bad range, in words.
+"""Validate values against the schema: every unknown key, wrong type, missing key and bad range, in words.
 
-Pydantic finds the problems; what it says is put into the words of the job file here.
+Pydantic finds the problems; its messages are reworded here in the terms of the job file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from seatrial.base.errors import Diagnostic
 from seatrial.job.numbers import both, either
 from seatrial.job.partial import Partial
 from seatrial.job.scanner import Path
-from seatrial.job.schema import JobFile, Section
+from seatrial.job.schema import JobFile
+from seatrial.job.schema_base import Section
 from seatrial.job.source import Source
 
 
@@ -65,7 +66,7 @@ def text_fields() -> frozenset[Path]:
 
 
 def _takes_text(annotation: Any) -> bool:
-    """Whether `str`, or a literal string, stands anywhere in an annotation."""
+    """Whether `str`, or a literal string, occurs anywhere in an annotation."""
     if annotation is str or isinstance(annotation, str):
         return True
     return any(_takes_text(part) for part in get_args(annotation))
@@ -76,7 +77,7 @@ def _takes_number(annotation: Any) -> bool:
 
 
 def validate(source: Source) -> tuple[JobFile, list[Diagnostic]]:
-    """The job file and its problems; where there are problems, it has only its readable values (Partial)."""
+    """The job file and its problems; if there are problems, it has only its readable values (Partial)."""
     problems = [_unknown(source, (key,), JobFile) for key in source.values if key not in JobFile.model_fields]
     readable: dict[str, Any] = {}
     for name, field in JobFile.model_fields.items():
@@ -139,7 +140,7 @@ def _read_section(
 
 
 def _field_problems(source: Source, name: str) -> list[Diagnostic]:
-    """Problems of a key that stands outside the sections."""
+    """Problems of a key outside the sections."""
     try:
         JobFile.model_validate({name: source.values[name]})
     except ValidationError as error:
@@ -160,7 +161,7 @@ def _missing_section(source: Source, name: str, section: type[Section]) -> Diagn
 
 
 def _translate(source: Source, path: Path, error: ErrorDetails) -> Diagnostic:
-    """One pydantic error in words, at its place."""
+    """One pydantic error in words, at its location."""
     kind = error["type"]
     path = _without_tags(path)
     if kind == "extra_forbidden":
@@ -180,7 +181,7 @@ def _translate(source: Source, path: Path, error: ErrorDetails) -> Diagnostic:
 
 
 def _without_tags(path: Path) -> Path:
-    """`path` without the names that pydantic gives the alternatives of a value: what stays are keys and indexes."""
+    """`path` without the names that pydantic gives the alternatives of a value: only keys and indexes remain."""
     field = SECTIONS[str(path[0])].model_fields.get(str(path[1])) if len(path) > 2 else None
     if field is None or _section_type(field.annotation) is not None:
         return path
@@ -196,7 +197,7 @@ _EXPECTED = {
     "model_type": "a table",
     "model_attributes_type": "a table",
 }
-# What a key that takes a word takes beside it.
+# What a key with literal words accepts besides them.
 _OR_ELSE = {"checkpoint.every_steps": ("a number of steps",), "resilience.snapshot_copies": ("0", "1", "2")}
 _LIMITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "greater_than": ("must be greater than", lambda c: c["gt"]),
@@ -230,6 +231,8 @@ def _words(name: str, kind: str, error: ErrorDetails) -> tuple[str, str | None]:
         return f"{name}: expected {said}, found {_describe(value)}", (
             f'did you mean "{close[0]}"?' if close else None
         )
+    if kind == "registry_error":
+        return f"{name}: {context['message']}", context["hint"]
     if kind in _LIMITS:
         words, limit = _LIMITS[kind]
         return f"{name} {words} {_limit(limit(context))}, not {value}", None
@@ -295,7 +298,7 @@ def _limit(value: float) -> str:
 
 
 def _unknown(source: Source, path: Path, model: type[Section]) -> Diagnostic:
-    """An unknown key: what it may have meant, here or in another section."""
+    """A problem about an unknown key, with similar keys here or in another section."""
     key, section = str(path[-1]), ".".join(map(str, path[:-1]))
     names = list(model.model_fields)
     homes = [f"[{s}]" for s, m in SECTIONS.items() if key in m.model_fields and s != section]

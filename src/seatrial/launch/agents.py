@@ -1,28 +1,34 @@
-"""The agents of one launch as processes: started, told to stop, outlived."""
+"""The agents of one launch as child processes."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from seatrial.base import process
 from seatrial.base.lines import Channel
-from seatrial.control.spec import AgentSpec, clean_environment
+from seatrial.control.agent.spec import AgentSpec, clean_environment
 
 
 @dataclass
 class AgentHandle:
-    """One running agent, as its launcher holds it."""
+    """A running agent process, as its launcher sees it."""
 
     spec: AgentSpec
-    mark: str
+    mark: str  # of every process that was started here for it
     popen: subprocess.Popen[bytes]
     channel: Channel
     pidfd: int
-    bye: bool = False  # said that nothing of its node is left
+    log: Path  # stderr of its process on this machine
+    status_text: Callable[[int], str]
+    began: bool = False  # has sent a message
+    heard: float | None = None  # its last heartbeat on the monotonic clock, if it sends any
+    closed: bool = False
+    bye: bool = False  # has reported that nothing of its node is left running
     killed: bool = False  # by us
     status: int | None = None  # once it has ended
     ended_at: float = 0.0  # unix seconds
@@ -33,19 +39,19 @@ class AgentHandle:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing more is to be expected of it."""
+        """Whether it has ended, or reported that nothing of its node is left."""
         return self.ended or self.bye
 
     @property
     def died(self) -> bool:
-        """Whether it ended of itself and without having said so."""
+        """Whether it exited without sending `bye` and without being killed by us."""
         return self.ended and not self.bye and not self.killed
 
     @property
     def cause(self) -> str:
-        """What ended it: "was killed by SIGKILL"."""
+        """How it ended: "was killed by SIGKILL"."""
         assert self.status is not None
-        return process.status_text(self.status)
+        return self.status_text(self.status)
 
     def kill(self) -> None:
         if not self.ended:
@@ -53,53 +59,62 @@ class AgentHandle:
             self.popen.kill()
 
     def kill_rest(self) -> None:
-        """Kill what it started and left behind, whoever is the parent of that now."""
+        """Kill the processes it started and left behind, whatever their parent is now."""
         process.kill_all(lambda: process.marked(self.mark))
 
     def take_end(self) -> None:
-        """Note how it ended; waits for that."""
+        """Wait for its process and note how and when it ended."""
         self.status = self.popen.wait()
         self.ended_at = time.time()
 
     def close(self) -> None:
-        self.channel.close()
-        os.close(self.pidfd)
+        if not self.closed:
+            self.closed = True
+            self.channel.close()
+            os.close(self.pidfd)
 
 
 def start_agent(
-    spec: AgentSpec, mark: str, *, prefix: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    spec: AgentSpec,
+    mark: str,
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    status_text: Callable[[int], str] = process.status_text,
+    own_session: bool = False,
 ) -> AgentHandle:
-    """Start an agent below this process. `prefix` is a command that executes the rest of its line. Raises OSError."""
+    """Start an agent by `command` as a child process, with the channel as its stdin and stdout. Raises OSError.
+
+    `log` takes its stderr, by default the agent's own log; `status_text` words how it ended. `own_session`: without the
+    controlling terminal of this process, so that it cannot prompt for a password there.
+    """
     ours, theirs = Channel.pair()
-    command = [
-        *prefix,
-        *spec.agent_command(),
-        *("--channel", str(theirs.fileno())),
-        *("--parent", str(os.getpid())),
-    ]
+    ours.greeting = True
+    log = log or spec.log
     try:
-        with open(process.open_log(spec.log), "ab") as log:
+        with open(process.open_log(log), "ab") as said:
             popen = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=said,
                 env=clean_environment(os.environ) | dict(environment or {}) | {process.MARK: mark},
-                pass_fds=(theirs.fileno(),),
-                # Ctrl-C in the terminal is for us alone: we stop the agents in order. A group and not a session: when
-                # we die, the kernel continues a stopped agent in what is then an orphaned group, and it can clean up.
-                process_group=0,
+                # Ctrl-C in the terminal is for us only: we stop the agents cleanly. A group and not a session: if we
+                # die, it is orphaned, the kernel continues an agent that was stopped in it, and that one can clean up.
+                process_group=None if own_session else 0,
+                start_new_session=own_session,
             )
     except BaseException:
         ours.close()
         raise
     finally:
         theirs.close()
-    return AgentHandle(spec, mark, popen, ours, os.pidfd_open(popen.pid))
+    return AgentHandle(spec, mark, popen, ours, os.pidfd_open(popen.pid), log, status_text)
 
 
 def end_agents(agents: Sequence[AgentHandle]) -> None:
-    """Kill what still lives of `agents` and of everything they started, and free what they held here."""
+    """Kill those of `agents` that are still alive and everything they started, and release their resources here."""
     for agent in agents:
         if not agent.ended:
             agent.popen.kill()

@@ -1,4 +1,4 @@
-"""What is known of the failure that ended a launch: what the coordinator said of it, and what lies in the logs."""
+"""Evidence of the failure that ended a launch: the coordinator's report and the logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base.errors import EXIT_FAILED
-from seatrial.control.errors import last_lines, tail_of
+from seatrial.control.agent.errors import last_lines, tail_of
 from seatrial.launch.agents import AgentHandle
 from seatrial.launch.base import Failure
 from seatrial.record.folder import RunFolder
@@ -18,7 +18,7 @@ _MOST_LINES = 40
 
 
 def read_failure(told: dict[str, Any], folder: RunFolder) -> Failure:
-    """A failure as the coordinator tells it."""
+    """Parse a failure as the coordinator reported it."""
     return Failure(
         node=told["node"],
         rank=told["rank"],
@@ -33,7 +33,7 @@ def read_failure(told: dict[str, Any], folder: RunFolder) -> Failure:
 
 
 def agent_failure(agent: AgentHandle) -> Failure:
-    """The death of an agent as a failure."""
+    """The failure that describes the death of an agent."""
     node, cause = agent.spec.node, agent.cause
     return Failure(
         node=node,
@@ -42,14 +42,14 @@ def agent_failure(agent: AgentHandle) -> Failure:
         cause=f"the agent {cause}",
         time=agent.ended_at,
         exit_code=EXIT_FAILED,
-        log=agent.spec.log,
+        log=agent.log,
         tail="",
         hint="",
     )
 
 
 def completed(failure: Failure, folder: RunFolder) -> Failure:
-    """`failure` with the end of its log and a hint, where it has none."""
+    """`failure` with the end of its log and a hint, where these are missing."""
     return dataclasses.replace(
         failure,
         tail=failure.tail or tail_of(failure.log),
@@ -58,7 +58,7 @@ def completed(failure: Failure, folder: RunFolder) -> Failure:
 
 
 def _disk_hint(folder: RunFolder) -> str | None:
-    """A process that could write nothing of its end may have had no room to."""
+    """Hint if the run folder is unreachable or its disk full, which may be why no reason was written."""
     try:
         disk = os.statvfs(folder.path)
     except OSError:

@@ -1,39 +1,103 @@
-"""Following the agents of one launch to the end, whatever ends them, and saying how it ended.
+"""Follows the agents of one launch until all have ended, and returns the outcome.
 
-What happens in the run is the coordinator's to decide and to record. Here it is known who lives: an agent cannot
-report its own death, and this process is the parent of all of them.
+What happens in the run is decided and recorded by the coordinator. This process knows which agents are alive: an agent
+cannot report its own death, and this process is the parent of all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 import selectors
 import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from seatrial.base.errors import EXIT_INTERRUPTED
+from seatrial.base.complain import complain
+from seatrial.base.errors import EXIT_INTERRUPTED, InputError
 from seatrial.base.signals import SignalQueue
-from seatrial.control import lease
+from seatrial.control.agent.attendance import SIGN_S, SILENT_S
+from seatrial.control.agent.spec import AgentSpec
+from seatrial.control.net import lease
 from seatrial.launch.agents import AgentHandle, end_agents
 from seatrial.launch.base import Failure, Outcome
 from seatrial.launch.evidence import agent_failure, completed, read_failure
 from seatrial.record import events
+from seatrial.record import messages as msg
 from seatrial.record.folder import RunFolder
+from seatrial.record.recent import told_marks
 
-Why = Literal["preempt", "interrupt", "now"]
+if TYPE_CHECKING:
+    from seatrial.job import Job
 
 _TICK_S = 0.05
-_NOTICED_S = 1.0  # we may hear of an agent's death so much later than the coordinator does
+_NOTICED_S = 1.0  # our notice of an agent's death may lag behind the coordinator's by this much
+_NONE_LEFT_S = 60.0  # how long no agent may be alive while restarts are pending
+_RETRY_S = 5.0  # until a failed start of an agent is retried
 _OUTCOME_GRACE_S = 2.0  # from the outcome until agents that have not ended are killed
-# From the order to stop until the same.
-_STOP_GRACE_S: dict[Why, float] = {"preempt": 5.0, "interrupt": 4.0, "now": 1.5}
+# From the stop command until agents that have not ended are killed.
+_STOP_GRACE_S: dict[msg.Why, float] = {"preempt": 5.0, "interrupt": 4.0, "now": 1.5}
+
+
+def attend(
+    job: Job,
+    folder: RunFolder,
+    generation: int,
+    specs: Sequence[AgentSpec],
+    start: Callable[[int], AgentHandle],
+    *,
+    returns: Callable[[AgentHandle], float | None],
+    tick: Callable[[], None] | None,
+    signs: bool = False,
+) -> Outcome:
+    """Start the agent of every spec and follow them all to the end. See `Gathering`.
+
+    Raises InputError if a log folder cannot be made.
+    """
+    for spec in specs:
+        try:
+            spec.log.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise InputError(
+                f"cannot make the log folder {spec.log.parent}: {e.strerror}",
+                hint="choose a folder that you may write to",
+            ) from e
+    with _queued_signals() as signals:
+        gathering = Gathering(
+            folder,
+            generation,
+            start,
+            preempt_grace_s=job.resilience.preempt_grace_s,
+            returns=returns,
+            signs=signs,
+            tick=tick,
+        )
+        try:
+            for spec in specs:
+                gathering.start(spec.node)
+            return gathering.follow(signals)
+        finally:
+            gathering.close()
+
+
+@contextlib.contextmanager
+def _queued_signals() -> Iterator[SignalQueue | None]:
+    """A queue of the signals that end a run; None outside the main thread, where Python delivers no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    queue = SignalQueue((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield queue
+    finally:
+        queue.close()
 
 
 class Gathering:
-    """Takes in what the agents say, passes on the order to stop, and outlives them all."""
+    """Receives the agents' messages, forwards the stop command, and waits until every agent has ended."""
 
     def __init__(
         self,
@@ -42,21 +106,32 @@ class Gathering:
         start: Callable[[int], AgentHandle],
         *,
         preempt_grace_s: float,
-        returns: Mapping[int, float] | None = None,
+        returns: Callable[[AgentHandle], float | None] = lambda _: None,
+        signs: bool = False,
         tick: Callable[[], None] | None = None,
     ) -> None:
-        """`start(node)` starts a node's agent. `returns`: node -> seconds after which a dead agent is started again."""
+        """`start(node)` starts a node's agent. `returns`: seconds until one that has ended is restarted, or None.
+
+        `signs`: agents are on other hosts and are sent heartbeats, see control/agent/attendance.py.
+        """
         self.folder = folder
         self.generation = generation
         self.agents: list[AgentHandle] = []
         self._start_agent = start
-        self._returns = dict(returns or {})
-        self._start_at: dict[int, float] = {}  # node -> on the monotonic clock
+        self._returns = returns
+        self._tried: set[int] = set()  # nodes whose agent has ended at least once
+        self._none_left_since: float | None = None  # since when no agent is alive, on the monotonic clock
+        self._over = threading.Event()
+        # A thread of its own, because this one blocks when the terminal accepts no output.
+        self._signs = threading.Thread(target=self._give_signs, daemon=True) if signs else None
+        self._start_at: dict[int, float] = {}  # node -> when to restart its agent, on the monotonic clock
         self._tick = tick
         self._stop_grace_s = _STOP_GRACE_S | {"preempt": preempt_grace_s + _STOP_GRACE_S["preempt"]}
-        self._stopping: Why | None = None
+        self._stopping: msg.Why | None = None
         self._kill_at: float | None = None  # on the monotonic clock
-        self._outcome: dict[str, Any] | None = None
+        self._outcome: msg.RunOver | None = None
+        self._deaths: dict[str, events.Event] = {}  # by the mark of each report
+        self._carrier: AgentHandle | None = None  # the agent that was sent them
         self._selector = selectors.DefaultSelector()
 
     def start(self, node: int) -> None:
@@ -67,19 +142,26 @@ class Gathering:
         self._selector.register(agent.pidfd, selectors.EVENT_READ, lambda: self._on_end(agent))
 
     def follow(self, signals: SignalQueue | None) -> Outcome:
-        """Until every agent has ended or has said that nothing of it is left."""
+        """Run until every agent has ended or has reported that nothing of its node is left."""
         if signals is not None:
             self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals))
+        if self._signs is not None:
+            self._signs.start()
         while self._start_at or not all(a.gone for a in self.agents):
             for key, _ in self._selector.select(_TICK_S):
-                key.data()
+                if self._selector.get_map().get(key.fd) is key:  # not unregistered by an earlier callback
+                    key.data()
             self._meet_deadlines()
             if self._tick is not None:
                 self._tick()
+        self._write_deaths()
         return self._result()
 
     def close(self) -> None:
-        """Kill whatever is left. Nothing that was started survives this."""
+        """Kill whatever is left; nothing that was started survives this."""
+        self._over.set()
+        if self._signs is not None and self._signs.is_alive():
+            self._signs.join()
         end_agents(self.agents)
         self._selector.close()
 
@@ -87,79 +169,133 @@ class Gathering:
 
     def _on_signals(self, signals: SignalQueue) -> None:
         for signum in signals.read():
-            if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                # Whoever asks twice has waited long enough.
-                first: Why = "interrupt" if signum == signal.SIGINT else "preempt"
-                self._stop(first if self._stopping is None else "now")
+            # A second signal ends the run without waiting.
+            first: msg.Why = "interrupt" if signum == signal.SIGINT else "preempt"
+            self._stop(first if self._stopping is None else "now")
 
-    def _stop(self, why: Why) -> None:
+    def _stop(self, why: msg.Why) -> None:
         self._stopping = why
         self._start_at.clear()
-        self._returns.clear()
         for agent in self.agents:
             if not agent.gone:
-                agent.channel.send({"stop": why})
+                agent.channel.send(msg.encode(msg.EndRun(why)))
         self._kill_after(self._stop_grace_s[why])
 
     def _on_channel(self, agent: AgentHandle) -> None:
-        for message in agent.channel.receive():
-            match message:
-                case {"outcome": outcome}:
-                    self._take_outcome(outcome)
-                case {"bye": _}:
-                    agent.bye = True
+        try:
+            for values in agent.channel.receive():
+                self._take(agent, msg.decode(values, msg.ToLauncher))
+        except ValueError as error:
+            complain(f"protocol error from the agent of node {agent.spec.node}: {error}")
+            if not agent.ended:
+                agent.popen.kill()  # its end counts as its own failure
         if agent.channel.closed:
             self._selector.unregister(agent.channel)
 
-    def _take_outcome(self, outcome: dict[str, Any]) -> None:
-        # Whoever was cut off and lost the lease may still believe that the run is its own to end.
-        if int(outcome["term"]) < lease.last_term(self.folder.leases):
+    def _take(self, agent: AgentHandle, message: msg.ToLauncher) -> None:
+        agent.began = True
+        match message:
+            case msg.AgentAlive():
+                agent.heard = time.monotonic()
+            case msg.RunOver():
+                self._take_outcome(message)
+            case msg.Bye():
+                agent.bye = True
+            case msg.AgentStarted():
+                pass  # the coordinator records it
+
+    def _take_outcome(self, outcome: msg.RunOver) -> None:
+        # A partitioned coordinator may not know yet that it has lost the lease.
+        if outcome.term < lease.last_term(self.folder.leases):
             return
         self._outcome = outcome
         self._start_at.clear()
-        self._returns.clear()
         self._kill_after(_OUTCOME_GRACE_S)
 
     def _on_end(self, agent: AgentHandle) -> None:
         agent.take_end()
         self._selector.unregister(agent.pidfd)
         if not agent.channel.closed:
-            self._on_channel(agent)  # its last words
+            self._on_channel(agent)  # what it sent before it ended
+        if agent.channel in self._selector.get_map():
+            self._selector.unregister(agent.channel)
         if not agent.bye:
             agent.kill_rest()
-        if agent.died:
-            self._tell_death(agent)
         node = agent.spec.node
-        if node in self._returns:
-            self._start_at[node] = time.monotonic() + self._returns[node]
+        again = node in self._tried and not agent.began
+        self._tried.add(node)
+        if again:  # still unreachable, as already reported
+            self.agents.remove(agent)
+        elif agent.died:
+            self._tell_death(agent)
+        agent.close()
+        wait_s = self._returns(agent)
+        if wait_s is not None and self._outcome is None and self._stopping is None:
+            self._start_at[node] = time.monotonic() + wait_s
 
     def _tell_death(self, agent: AgentHandle) -> None:
-        node = agent.spec.node
-        # Where the disk takes no more, the run must still be followed to its end; that it is full will be told then.
+        """Report a death through a live agent, which forwards it to the coordinator, the recorder during the run."""
+        told = f"launcher-{secrets.token_hex(6)}"
+        self._deaths[told] = events.Event(
+            time.time(),
+            max(self.generation, self.folder.last_generation()),
+            "agent_failed",
+            "warning",  # whether the run survives it is not decided here
+            f"agent of node {agent.spec.node} {agent.cause}",
+            agent.spec.node,
+            data={"pid": agent.popen.pid, "status": agent.status, "time": agent.ended_at, "told": told},
+        )
+        untold = {told: self._deaths[told]}
+        if self._carrier is None or self._carrier.gone:
+            self._carrier = next((a for a in self.agents if not a.gone), None)
+            untold = self._deaths  # the previous carrier may have exited before it forwarded the earlier ones
+        if self._carrier is not None:
+            for mark, event in untold.items():
+                self._carrier.channel.post(msg.encode(msg.LauncherRecord(**vars(event), told=mark)))
+
+    def _write_deaths(self) -> None:
+        """Write the deaths that no agent has forwarded; none is alive any more."""
+        recorded = told_marks(self.folder) if self._deaths else set()
+        # With a full disk the run must still be followed to its end, which will report that the disk is full.
         with contextlib.suppress(OSError):
-            events.append(
-                self.folder,
-                "agent_failed",
-                f"agent of node {node} {agent.cause}",
-                severity="warning",  # whether the run survives it is not decided here
-                generation=max(self.generation, self.folder.last_generation()),
-                node=node,
-                data={"pid": agent.popen.pid, "status": agent.status, "time": agent.ended_at},
-            )
+            for mark, event in self._deaths.items():
+                if mark not in recorded:
+                    events.write(self.folder, event)
 
     def _kill_after(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
+    def _give_signs(self) -> None:
+        while True:
+            for agent in list(self.agents):
+                with contextlib.suppress(OSError):  # closed in the meantime
+                    agent.channel.post(msg.encode(msg.LauncherAlive()))
+            if self._over.wait(SIGN_S):
+                return
+
     def _meet_deadlines(self) -> None:
         now = time.monotonic()
+        for agent in self.agents:
+            if agent.heard is not None and now - agent.heard > SILENT_S and not agent.ended:
+                agent.popen.kill()
+        if any(not a.gone and (a.began or a.spec.node not in self._tried) for a in self.agents):
+            self._none_left_since = None
+        elif self._start_at:
+            self._none_left_since = self._none_left_since or now
+            if now - self._none_left_since > _NONE_LEFT_S:
+                self._stop("now")  # no agent is left whose run a restarted one could join
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             for agent in self.agents:
                 agent.kill()
         for node in [node for node, when in self._start_at.items() if now >= when]:
             del self._start_at[node]
-            self.start(node)
+            try:
+                self.start(node)
+            except OSError as error:  # out of processes or file descriptors: the other nodes keep training
+                complain(f"could not start the agent of node {node} again: {error}")
+                self._start_at[node] = now + _RETRY_S
 
     # -- how it ended
 
@@ -167,12 +303,12 @@ class Gathering:
         died = sorted((a for a in self.agents if a.died), key=lambda a: a.ended_at)
         if self._outcome is None:
             return self._without_outcome(died)
-        code, told = int(self._outcome["exit_code"]), self._outcome.get("failure")
+        code, told = self._outcome.exit_code, self._outcome.failure
         if not told:
             return Outcome(code)
         failure = read_failure(told, self.folder)
         if failure.rank is None:
-            # The coordinator has only missed an agent; how it ended is known to its parent.
+            # The coordinator only noticed that an agent is missing; its parent knows how it ended.
             known = (
                 a for a in died if a.spec.node == failure.node and a.ended_at < failure.time + _NOTICED_S
             )
@@ -182,7 +318,7 @@ class Gathering:
         return Outcome(code, completed(failure, self.folder))
 
     def _without_outcome(self, died: list[AgentHandle]) -> Outcome:
-        if self._stopping is not None:
+        if self._stopping is not None and self._none_left_since is None:
             return Outcome(EXIT_INTERRUPTED)
         return Outcome(1, self._failure_of(died))
 
@@ -194,7 +330,7 @@ class Gathering:
             Failure(
                 node=None,
                 rank=None,
-                message="every agent ended, and none said how the run ended",
+                message="all agents ended, and none reported how the run ended",
                 cause="no outcome",
                 time=time.time(),
                 exit_code=1,

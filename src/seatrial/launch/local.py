@@ -1,4 +1,4 @@
-"""The virtual cluster: every node is an agent process on this machine, every rank a process below it."""
+"""The virtual cluster: every node is an agent process on this machine, and its ranks are processes below it."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ import itertools
 import os
 import secrets
 import shlex
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from seatrial.base import process
 from seatrial.base.errors import InputError
-from seatrial.base.signals import SignalQueue
-from seatrial.control.ports import check_loopback, check_port
-from seatrial.control.spec import WORKER_MODULE, AgentSpec
+from seatrial.control.agent.environment import Variable
+from seatrial.control.agent.ports import check_loopback, check_port
+from seatrial.control.agent.spec import WORKER_MODULE, AgentSpec, spec_of
 from seatrial.hardware.devices import choose_device, visible_devices
+from seatrial.hardware.topology import cpu_list
 from seatrial.launch.agents import AgentHandle, start_agent
 from seatrial.launch.base import Outcome
-from seatrial.launch.gather import Gathering
-from seatrial.launch.netns import Hosts
+from seatrial.launch.gather import attend
+from seatrial.launch.netns import Hosts, Unavailable, check_available, isolated
 from seatrial.record.folder import RunFolder
 
 if TYPE_CHECKING:
     from seatrial.job import Job
 
 _LOOPBACK = "127.0.0.1"
-# Files per process: each gloo group connects its ranks (measured: 4 ranks need 50, 8 need 70).
+# Files per process: each gloo process group connects its ranks (measured: 4 ranks need 50, 8 need 70).
 _FILES, _FILES_A_RANK = 32, 6
 
 
 class LocalLauncher:
-    """Starts one agent for each node and each spare on this machine."""
+    """Starts one agent per node and per spare on this machine."""
 
     name = "local"
 
     def __init__(self, hosts: Hosts | None = None, *, returns: Mapping[int, float] | None = None) -> None:
-        """`hosts` gives each agent a network of its own, as on separate machines.
+        """`hosts` gives each agent its own network, as on separate machines; without it `cluster.namespaces` does.
 
-        `returns`: node -> seconds after which an agent of it that ended is started again, as if the node came back.
+        `returns`: node -> seconds until its agent, once ended, is started again, as if the node came back.
         """
         self.hosts = hosts
         self.returns = dict(returns or {})
+        self._made: Hosts | None = None  # for `cluster.namespaces`
 
     def check(self, job: Job) -> None:
         """Raise InputError if the port is taken, the device is unavailable, or the open-file limit is too low."""
@@ -53,6 +53,11 @@ class LocalLauncher:
                 f"the virtual cluster needs Linux, and this is {sys.platform}",
                 hint="run it in a Linux container or virtual machine",
             )
+        if job.cluster.namespaces:
+            try:
+                check_available("ip", "tc", "unshare")
+            except Unavailable as error:
+                raise job.refusal("cluster.namespaces", error.message, "remove it, or run as root") from None
         with job.about("cluster.device"):
             device, _reason = choose_device(job.cluster)
         with job.about("cluster.spares"):
@@ -67,17 +72,15 @@ class LocalLauncher:
     def specs(
         self, job: Job, folder: RunFolder, generation: int, *, worker_module: str = WORKER_MODULE
     ) -> list[AgentSpec]:
-        """The orders for each agent; those of the spares come last."""
+        """The spec of each agent; spares come last."""
         device, _reason = choose_device(job.cluster)
-        cluster, hosts = job.cluster, self.hosts
+        cluster, hosts = job.cluster, self._hosts_of(job)
         return [
-            AgentSpec(
-                run=folder.path.absolute(),
-                generation=generation,
-                node=node,
-                nodes=cluster.nodes,
-                spares=cluster.spares,
-                ranks_per_node=cluster.gpus_per_node,
+            spec_of(
+                job,
+                folder,
+                generation,
+                node,
                 address=_LOOPBACK if hosts is None else hosts.address(node),
                 device=device,
                 interface="lo" if hosts is None else hosts.interface,
@@ -86,25 +89,32 @@ class LocalLauncher:
             for node in range(cluster.nodes + cluster.spares)
         ]
 
-    def render(self, job: Job, folder: RunFolder, generation: int = 1) -> str:
-        """The agents' commands and, as comments, what each starts."""
+    def render(self, job: Job, folder: RunFolder, generation: int = 1) -> dict[str, str]:
+        """The agents' commands, with what each starts as comments: the text of `commands.sh`."""
         cluster = job.cluster
         blocks = []
-        for spec in self.specs(job, folder, generation):
+        specs = self.specs(job, folder, generation)
+        for spec in specs:
             extra = " ".join(f"{k}={shlex.quote(v)}" for k, v in _gpus_of(spec).items())
-            command = shlex.join([*self._prefix(spec.node), *spec.agent_command()])
+            command = shlex.join([*self._prefix(job, spec.node), *spec.agent_command()])
             if spec.device == "cpu":
-                starts = f"{shlex.join(spec.nursery_command())}   # forks its ranks, each as if by"
+                starts = f"{shlex.join(spec.fork_server_command())}   # forks its ranks, each as if by"
             else:
                 starts = "its ranks, each by"
             worker = [*spec.worker_command_prefix(), *spec.worker_arguments(generation)]
-            node_env = _assignments(spec.node_environment())
+            node = spec.node_environment(job, os.environ | _gpus_of(spec))
             block = (
                 f"{extra} {command}\n".lstrip()
                 + f"# starts {starts}\n"
                 + f"#   {shlex.join(worker)}\n"
-                + f"# every rank: {node_env}\n"
+                + "# every rank of it:\n"
+                + _told(node.variables)
             )
+            block += "".join(
+                f"# local rank {i}: {'CPUs ' + cpu_list(gpu.cpus) if gpu.cpus else 'any CPU'} ({gpu.reason})\n"
+                for i, gpu in enumerate(node.gpus)
+            )
+            block += "".join(f"# {fact}\n" for fact in node.facts)
             if spec.node < cluster.nodes:
                 first = spec.node * cluster.gpus_per_node
                 environment = spec.worker_environment(
@@ -113,17 +123,15 @@ class LocalLauncher:
                     world_size=cluster.nodes * cluster.gpus_per_node,
                     slot=spec.node,
                     slots=cluster.nodes,
-                    master_addr=_LOOPBACK if self.hosts is None else self.hosts.address(0),
+                    master_addr=specs[0].address,
                     master_port=cluster.port or 0,
                 )
-                block += (
-                    f"# rank {first} at first (port 0: chosen at the start): {_assignments(environment)}\n"
-                )
+                block += f"# rank {first} at first (port 0: chosen at the start):\n" + _told(environment)
                 block += f"# its log: {spec.rank_log(generation, first)}\n"
             else:
                 block += "# a spare: it has no ranks until it takes the place of a lost node\n"
             blocks.append(block)
-        return "\n".join(blocks)
+        return {"commands.sh": "\n".join(blocks)}
 
     def launch(
         self,
@@ -134,61 +142,62 @@ class LocalLauncher:
         tick: Callable[[], None] | None = None,
         worker_module: str = WORKER_MODULE,
     ) -> Outcome:
-        """Run the job to its end on this machine. Nothing that was started is left when it returns or raises.
+        """Run the job to its end on this machine. No process it started is left when it returns or raises.
 
         Call it from the main thread: SIGTERM and SIGHUP then save the state and end the run (outcome 75), SIGINT ends
-        it (130), and a second signal does not wait. Raises InputError as `check` does, and where the log folder cannot
+        it (130), and a second signal ends it at once. Raises InputError like `check`, and if the log folder cannot
         be made.
         """
         if job.cluster.port is not None:
             check_port(job.cluster.port)
+        hosts = self._hosts_of(job)
         specs = self.specs(job, folder, generation, worker_module=worker_module)
-        for spec in specs:
-            try:
-                spec.log.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as e:
-                raise InputError(
-                    f"cannot make the log folder {spec.log.parent}: {e.strerror}",
-                    hint="choose a folder that you may write to",
-                ) from e
         launch_id = f"{os.getpid()}-{secrets.token_hex(4)}"
-        numbers = itertools.count()  # an agent that comes back is another one
+        numbers = itertools.count()  # each start of an agent has its own mark
 
         def start(node: int) -> AgentHandle:
             spec = specs[node]
             return start_agent(
                 spec,
                 f"{launch_id}/{next(numbers)}/node{node}",
-                prefix=self._prefix(node),
+                [*self._prefix(job, node), *spec.agent_command(), "--attended"],
                 environment=_gpus_of(spec),
             )
 
-        with _queued_signals() as signals:
-            gathering = Gathering(
+        with contextlib.nullcontext() if hosts is None or self.hosts is not None else hosts:
+            return attend(
+                job,
                 folder,
                 generation,
+                specs,
                 start,
-                preempt_grace_s=job.resilience.preempt_grace_s,
-                returns=self.returns,
+                returns=lambda agent: self.returns.get(agent.spec.node),
                 tick=tick,
             )
-            try:
-                for spec in specs:
-                    gathering.start(spec.node)
-                return gathering.follow(signals)
-            finally:
-                gathering.close()
 
-    def _prefix(self, node: int) -> list[str]:
-        return [] if self.hosts is None else self.hosts.prefix(node)
+    def _hosts_of(self, job: Job) -> Hosts | None:
+        """The hosts of the nodes, created or not yet; None if they share this machine's network."""
+        cluster = job.cluster
+        if self.hosts is None and cluster.namespaces and self._made is None:
+            self._made = Hosts(cluster.nodes + cluster.spares)
+        return self.hosts or self._made
+
+    def _prefix(self, job: Job, node: int) -> list[str]:
+        hosts = self._hosts_of(job)
+        apart = isolated(f"node{node}") if job.cluster.namespaces else []
+        return apart if hosts is None else [*hosts.prefix(node), *apart]
 
 
-def _assignments(environment: Mapping[str, str]) -> str:
-    return " ".join(f"{key}={value}" for key, value in environment.items())
+def _told(variables: Sequence[Variable]) -> str:
+    """Variables as comments, with the reason for each."""
+    return "".join(
+        f"#   {v.name}={v.value}   # {'yours: ' if v.source == 'yours' else ''}{v.reason}\n"
+        for v in variables
+    )
 
 
 def _check_spare_gpus(job: Job, device: str) -> None:
-    """Virtual spares need GPUs of their own, as spare machines have them."""
+    """Check that virtual spares have GPUs of their own, as spare machines do."""
     cluster = job.cluster
     need, have = (cluster.nodes + cluster.spares) * cluster.gpus_per_node, len(visible_devices())
     if device == "cuda" and cluster.spares and need > have:
@@ -200,21 +209,8 @@ def _check_spare_gpus(job: Job, device: str) -> None:
 
 
 def _gpus_of(spec: AgentSpec) -> dict[str, str]:
-    """Virtual nodes share one machine's GPUs: each sees its own part, so that LOCAL_RANK names different ones."""
+    """Virtual nodes share one machine's GPUs: each sees its own part, so that LOCAL_RANK names different GPUs."""
     if spec.device != "cuda" or spec.nodes + spec.spares == 1:
         return {}
     first = spec.node * spec.ranks_per_node
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible_devices()[first : first + spec.ranks_per_node])}
-
-
-@contextlib.contextmanager
-def _queued_signals() -> Iterator[SignalQueue | None]:
-    """The signals that end a run, as a queue; None outside the main thread, where Python takes no signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield None
-        return
-    queue = SignalQueue((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-    try:
-        yield queue
-    finally:
-        queue.close()

@@ -1,7 +1,7 @@
-"""Hosts that share nothing but the disk: network namespaces of this machine, joined by one bridge.
+"""Hosts that share nothing but the disk: network namespaces on this machine, joined by one bridge.
 
-Cutting or slowing such a host is what a pulled cable or a bad link is to a cluster, with the kernel's own TCP behind
-it. The bridge is in a namespace of its own, so nothing of this machine's network is touched. Needs root.
+Cutting or slowing such a host models a pulled cable or a bad link in a cluster, with the kernel's real TCP behind it.
+The bridge is in its own namespace, so this machine's network is not touched. Needs root.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _FOLDER = "/run/netns"
 _NAME = re.compile(r"st-(\d+)(?:x\d+)?-(?:\d+|hub)")
 _ADDRESS_BITS = 16
 _LATENCY_MS = 400  # how long a packet may wait in a slowed link before it is dropped
-_HZ = 100  # tbf hands out tokens at least this often; a smaller bucket would not reach the rate
+_HZ = 100  # tbf issues tokens at least this often; a smaller bucket would not reach the rate
 _LEAST_BURST_BYTES = 32 * 1024
 
 _numbers = itertools.count()
 
 
 class Unavailable(SeatrialError):
-    """This machine, or this user, cannot have network namespaces; the message says why."""
+    """Network namespaces are unavailable on this machine or to this user; the message states why."""
 
 
 class Hosts:
-    """`count` hosts that reach each other; gone again, with everything made for them, when the context ends.
+    """`count` hosts that reach each other, removed with everything made for them when the context exits.
 
-    Processes that run in them are the caller's to end.
+    The caller must end the processes that run in them.
     """
 
-    interface = "eth0"  # of each host, inside it
+    interface = "eth0"  # of each host, in its namespace
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -47,26 +47,23 @@ class Hosts:
         self._slowed: set[int] = set()
 
     def name(self, host: int) -> str:
-        """The name of the namespace, as `ip netns` knows it."""
+        """Name of the host's namespace, as in `ip netns`."""
         assert 0 <= host < self.count
         return f"{self._stem}-{host}"
 
     def address(self, host: int) -> str:
-        """Its IPv4 address; every host of the context has one in the same network."""
+        """The host's IPv4 address; all hosts of the context are in one network."""
         assert 0 <= host < self.count
         high, low = divmod(host + 1, 256)
         return f"10.77.{high}.{low}"
 
     def prefix(self, host: int) -> list[str]:
-        """The command that executes the rest of its line inside `host`, in the same process."""
+        """Command prefix that executes the rest of its line inside `host`, in the same process."""
         return [_tool("ip"), "netns", "exec", self.name(host)]
 
     def __enter__(self) -> Hosts:
-        """Make them. Raises Unavailable where that is not possible; nothing is left behind then."""
-        if os.geteuid() != 0:
-            raise Unavailable("network namespaces need root")
-        for tool in ("ip", "tc"):
-            _tool(tool)
+        """Create the hosts. Raises Unavailable if that is not possible, and then leaves nothing behind."""
+        check_available("ip", "tc")
         remove_orphans()
         try:
             self._make()
@@ -80,18 +77,18 @@ class Hosts:
     ) -> None:
         self._remove()
 
-    # -- what can happen to a host
+    # -- faults of a host
 
     def down(self, host: int) -> None:
-        """Cut its cable: nothing comes through any more, and nobody is told. What is inside goes on."""
+        """Cut the host's link: nothing gets through, and no peer is notified. Processes inside keep running."""
         self._in_hub("link", "set", self._port(host), "down")
 
     def up(self, host: int) -> None:
-        """Put the cable back."""
+        """Restore the link."""
         self._in_hub("link", "set", self._port(host), "up")
 
     def slow(self, host: int, rate_mbit: float) -> None:
-        """Let its link carry `rate_mbit` Mbit/s in each direction (tc's token bucket)."""
+        """Limit the host's link to `rate_mbit` Mbit/s in each direction (tc's token bucket)."""
         bits_per_s = round(rate_mbit * 1e6)
         burst = max(_LEAST_BURST_BYTES, bits_per_s // 8 // _HZ)
         shape = ["tbf", "rate", f"{bits_per_s}bit", "burst", str(burst), "latency", f"{_LATENCY_MS}ms"]
@@ -100,13 +97,13 @@ class Hosts:
         self._slowed.add(host)
 
     def fast(self, host: int) -> None:
-        """Take the limit away."""
+        """Remove the limit."""
         if host in self._slowed:
             for place, device in self._ends(host):
                 _call("tc", "-n", place, "qdisc", "del", "dev", device, "root")
             self._slowed.remove(host)
 
-    # -- making and removing
+    # -- creating and removing
 
     def _make(self) -> None:
         self._add(self._hub)
@@ -124,19 +121,19 @@ class Hosts:
             _call("ip", "-n", name, "link", "set", self.interface, "up")
 
     def _add(self, name: str) -> None:
-        # Noted first: interrupted in the middle, it may exist although nobody said so.
+        # Recorded first: after an interrupt in the middle it may exist although the command did not report success.
         self._made.append(name)
         _call("ip", "netns", "add", name)
 
     def _remove(self) -> None:
-        """A namespace takes its interfaces along, and a link is gone with either of its ends."""
+        """Delete the namespaces; each takes its interfaces along, and a veth pair goes with either of its ends."""
         refused: Unavailable | None = None
         while self._made:
             name = self._made.pop()
             if os.path.exists(f"{_FOLDER}/{name}"):
                 try:
                     _call("ip", "netns", "delete", name)
-                except Unavailable as error:  # the others go nevertheless
+                except Unavailable as error:  # remove the others nevertheless
                     refused = error
         if refused is not None:
             raise refused
@@ -148,12 +145,30 @@ class Hosts:
         return f"host{host}"
 
     def _ends(self, host: int) -> list[tuple[str, str]]:
-        """(namespace, device) of both ends of its link: each limits what it sends."""
+        """(namespace, device) of both ends of the host's link: each limits what it sends."""
         return [(self.name(host), self.interface), (self._hub, self._port(host))]
 
 
+def check_available(*tools: str) -> None:
+    """Raise Unavailable if this user cannot make namespaces, or a tool is missing."""
+    if os.geteuid() != 0:
+        raise Unavailable("network namespaces need root")
+    for tool in tools:
+        _tool(tool)
+
+
+def isolated(hostname: str) -> list[str]:
+    """Command prefix that executes the rest of its line in the same process, with its own /dev/shm, TMPDIR and host
+    name. They are removed with the last process that uses them."""
+    script = (
+        "mount -t tmpfs tmpfs /dev/shm && mkdir -m 1777 /dev/shm/tmp && "
+        'echo "$0" > /proc/sys/kernel/hostname && export TMPDIR=/dev/shm/tmp && exec "$@"'
+    )
+    return [_tool("unshare"), "--mount", "--uts", "sh", "-c", script, hostname]
+
+
 def remove_orphans() -> None:
-    """Remove hosts whose maker was killed before it could; none in which a process still runs."""
+    """Remove hosts whose creator was killed before it could do so, except those in which a process still runs."""
     try:
         names = os.listdir(_FOLDER)
     except OSError:
@@ -162,7 +177,7 @@ def remove_orphans() -> None:
         made = _NAME.fullmatch(name)
         if made is None or os.path.exists(f"/proc/{made[1]}"):
             continue
-        with contextlib.suppress(Unavailable):  # somebody else was quicker
+        with contextlib.suppress(Unavailable):  # another process removed it first
             if not _call("ip", "netns", "pids", name).strip():
                 _call("ip", "netns", "delete", name)
 
@@ -170,7 +185,7 @@ def remove_orphans() -> None:
 def _tool(name: str) -> str:
     path = shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/bin:/bin")
     if path is None:
-        raise Unavailable(f"`{name}` (iproute2) is not installed")
+        raise Unavailable(f"`{name}` ({'util-linux' if name == 'unshare' else 'iproute2'}) is not installed")
     return path
 
 

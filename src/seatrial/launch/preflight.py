@@ -1,8 +1,8 @@
-"""Find everything about a job that can be refused before anything starts, and report it at once.
+"""Find every reason to refuse a job before anything starts, and report them all at once.
 
 Nothing is started, prepared or written. Checks the rules of the job file and those of this machine: data, tokenizer,
-known hardware, folders. Then, if all values can be read: what its launcher needs, the layout for `parallel = "auto"`,
-and memory.
+known hardware, folders. Then, if all values can be read: the launcher's requirements, the layout for
+`parallel = "auto"`, and memory.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from seatrial.data.tokenizer import Tokenizer, load_tokenizer
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.devices import Device, choose_device, driver_names
 from seatrial.hardware.host_memory import host_memory
-from seatrial.job.finding import Facts, Finding
+from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.job import Job
 from seatrial.job.loading import by_line, job_file, judged
 from seatrial.job.numbers import shares
 from seatrial.job.preset_files import PLACEHOLDER
 from seatrial.job.rules import HERE_RULES, Rule
+from seatrial.job.schedules import schedule_named
 from seatrial.job.source import read_text
 from seatrial.launch import launcher_for
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.host import Account, host_need, would_fit
-from seatrial.plan.place import known_gpu, known_network
-from seatrial.plan.predict import capacity
-from seatrial.plan.room import judge
-from seatrial.plan.settle import settle
+from seatrial.plan.cost.host import Account, host_need, would_fit
+from seatrial.plan.cost.memory_fit import judge
+from seatrial.plan.cost.predict import capacity
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.place import known_gpu, known_network
+from seatrial.plan.search.settle import settle
 from seatrial.record.folder import RunFolder
 from seatrial.storage import StorageError, is_remote
 
@@ -55,7 +56,7 @@ _PLAIN = (".txt", ".md", ".py", ".jsonl")
 
 @dataclass(frozen=True)
 class Ready:
-    """A job that may start here, with a layout and the chosen number of copies in memory."""
+    """A job that may start here, with its layout and the chosen number of in-memory copies."""
 
     job: Job
     account: Account
@@ -64,18 +65,24 @@ class Ready:
 
 
 def preflight(
-    file: Path, overrides: Sequence[str], runs: Path, *, fresh: bool = False, ignore_memory: bool = False
+    file: Path,
+    overrides: Sequence[str],
+    runs: Path,
+    *,
+    fresh: bool = False,
+    ignore_memory: bool = False,
+    rules: Sequence[Rule] = (),
 ) -> Ready:
     """The job of `file` with `--set` overrides, ready to run below `runs`.
 
     Raises InputError with every problem; StorageError if the only one is an object store that cannot be reached. For
     `parallel = "auto"` the layout is that of the existing run, or chosen now (always with `fresh`). `ignore_memory`:
-    too little memory is only a note.
+    too little memory is only a note. `rules`: checked in addition to those of every start.
     """
     file = job_file(file)
     data = _Data(data_cache(runs))
     named = _named("gpu", known_gpu), _named("network", known_network)
-    rules = (*HERE_RULES, _unfilled, *named, _folders, data.tokenizer, data.there, data.fits)
+    rules = (*rules, *HERE_RULES, _unfilled, *named, _folders, data.tokenizer, data.there, data.fits)
     job, problems = judged(
         read_text(file), name=str(file), base_folder=file.parent, overrides=overrides, more_rules=rules
     )
@@ -87,7 +94,9 @@ def preflight(
             problems += error.diagnostics
         try:
             job = settle(job, RunFolder(runs / job.name), fresh=fresh)
-            account = _account(job)
+            # Without a torch class it is refused, and its memory is unknown.
+            if schedule_named(job.layout.schedule).torch_class:
+                account = _account(job)
         except InputError as error:  # no layout, or no such device
             problems += error.diagnostics
     if job is not None and account is not None:
@@ -101,30 +110,30 @@ def preflight(
                 notes.append(f"GPU memory is tight, it {why}")
             return Ready(account.settled(), account, tuple(data.told), tuple(notes))
     if data.unreachable is not None and len(problems) == 1:
-        raise data.unreachable  # nothing is wrong with the job
+        raise data.unreachable  # the job itself is fine
     raise InputError(sorted(dict.fromkeys(problems), key=by_line))
 
 
 # -- this machine
 
 
-def _unfilled(facts: Facts) -> Iterator[Finding]:
-    """Placeholders of a preset that are not filled in."""
+def _unfilled(facts: Facts) -> Iterator[RuleViolation]:
+    """Find preset placeholders that are not filled in."""
     for key in _PATHS:
         section, _, name = key.partition(".")
         value = getattr(getattr(facts.job, section), name)
         if found := PLACEHOLDER.search(value or ""):
-            yield Finding(
+            yield RuleViolation(
                 (key,),
-                f"{key} is not filled in: {found[0]} stands for what is yours",
-                "write the path; the comment beside it says of what",
+                f"{key} is not filled in: {found[0]} is a placeholder",
+                "write the path that the comment beside it describes",
             )
 
 
 def _named(key: str, known: Callable[[str], object]) -> Rule:
-    """A rule: `known` must accept the name in [cluster]."""
+    """A rule: the name in [cluster] must be one that `known` accepts."""
 
-    def rule(facts: Facts) -> Iterator[Finding]:
+    def rule(facts: Facts) -> Iterator[RuleViolation]:
         name = getattr(facts.job.cluster, key)
         try:
             if name is not None:
@@ -135,47 +144,47 @@ def _named(key: str, known: Callable[[str], object]) -> Rule:
     return rule
 
 
-def _told(error: InputError, *keys: str) -> Iterator[Finding]:
+def _told(error: InputError, *keys: str) -> Iterator[RuleViolation]:
     for d in error.diagnostics:
         where = "" if d.file is None else f"{d.file}: "
-        yield Finding(keys, where + d.message, d.hint or "name another")
+        yield RuleViolation(keys, where + d.message, d.hint or "name another")
 
 
-def _folders(facts: Facts) -> Iterator[Finding]:
+def _folders(facts: Facts) -> Iterator[RuleViolation]:
     """The checkpoint folder must be writable, or possible to create."""
     for name in ("folder", "fallback"):
         given = getattr(facts.job.checkpoint, name)
         if given is None or is_remote(given) or PLACEHOLDER.search(given):
             continue
-        # Of a job whose name cannot be read the first is all that can be looked at.
+        # Of a job whose name is invalid only the first can be checked: reading the name raises.
         why = _unusable(Path(given)) or _unusable(Path(given) / facts.job.name)
         if why:
-            yield Finding((f"checkpoint.{name}",), why, "name a folder that you may write to")
+            yield RuleViolation((f"checkpoint.{name}",), why, "name a folder that you may write to")
 
 
 def _unusable(path: Path) -> str:
-    """Why no folder can be written to, or made, at `path`; "" where one can."""
+    """Why no folder can be created at `path` or written to; "" if one can."""
     try:
         there = next(p for p in (path, *path.parents) if p.exists())
         if not there.is_dir():
-            return f"{there} is no folder"
+            return f"{there} is not a folder"
         return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
     except OSError as error:
         return f"{path} cannot be used: {error.strerror}"
 
 
 class _Data:
-    """The rules about data, which share what they have opened."""
+    """The rules about data, which share the stores they have opened."""
 
     def __init__(self, cache: Path) -> None:
         self.told: list[str] = []
         self.unreachable: StorageError | None = None
         self._cache = cache
-        # Index in data.train -> store, or for data to be prepared the maximum number of tokens, if known.
+        # Index in data.train -> store, or for data yet to be prepared the maximum number of tokens, if known.
         self._found: dict[int, TokenStore | int | None] = {}
         self._tokenizer: Tokenizer | None = None
 
-    def tokenizer(self, facts: Facts) -> Iterator[Finding]:
+    def tokenizer(self, facts: Facts) -> Iterator[RuleViolation]:
         spec = facts.job.data.tokenizer
         if PLACEHOLDER.search(spec):
             return
@@ -187,7 +196,7 @@ class _Data:
         except InputError as error:
             yield from _told(error, "data.tokenizer")
 
-    def there(self, facts: Facts) -> Iterator[Finding]:
+    def there(self, facts: Facts) -> Iterator[RuleViolation]:
         for i, source in enumerate(sources_of(facts.job.data)):
             keys = (f"data.train.{i}", "data.train")
             try:
@@ -196,9 +205,9 @@ class _Data:
                 yield from _told(error, *keys)
             except StorageError as error:
                 self.unreachable = error
-                yield Finding(keys, error.message, error.hint or "try again")
+                yield RuleViolation(keys, error.message, error.hint or "try again")
             except OSError as error:
-                yield Finding(keys, f"{source}: {error.strerror}", "name another")
+                yield RuleViolation(keys, f"{source}: {error.strerror}", "name another")
 
     def _look(self, source: str, data: DataSection) -> TokenStore | int | None:
         if is_remote(source) or is_store(Path(source)):
@@ -212,14 +221,16 @@ class _Data:
             if not os.path.exists(source):
                 spec = "TOKENIZER" if PLACEHOLDER.search(data.tokenizer) else shlex.quote(data.tokenizer)
                 made = f"seatrial data prepare TEXT... --out {shlex.quote(source)} --tokenizer {spec}"
-                raise InputError(f"there is no {source}", hint=f"name what is there, or make it: {made}")
+                raise InputError(
+                    f"there is no {source}", hint=f"name an existing source, or create it: {made}"
+                )
         files = find([source]).files
         size = sum(f.size for f in files)
         self.told.append(f"{source}: {len(files):,} files, {units.memory(size)}, prepared at the start")
-        # An invalid UTF-8 byte becomes three, and each document has an end token.
+        # An invalid UTF-8 byte becomes three, and each document gets an end token.
         return 3 * size + len(files) if all(f.path.suffix in _PLAIN for f in files) else None
 
-    def fits(self, facts: Facts) -> Iterator[Finding]:
+    def fits(self, facts: Facts) -> Iterator[RuleViolation]:
         """The vocabulary must fit, and there must be enough samples for a step."""
         data, train, vocabulary = facts.job.data, facts.job.train, facts.architecture.vocab_size
         sources = sources_of(data)
@@ -239,13 +250,13 @@ class _Data:
                     yield from _told(InputError(problems), *keys)
                 continue
             if self._tokenizer.vocab_size > vocabulary:
-                yield Finding(
+                yield RuleViolation(
                     ("data.tokenizer",),
                     f"the tokenizer {self._tokenizer.name!r} has {self._tokenizer.vocab_size:,} ids, the model's vocabulary {vocabulary:,}",
                     "take the tokenizer of the model; or a larger model.vocab_size",
                 )
             if found is not None and found < need:
-                yield Finding(
+                yield RuleViolation(
                     keys,
                     f"{sources[i]} gives at most {found:,} tokens: fewer than the {need:,} of one step",
                     "give more data, or a smaller train.global_batch or train.sequence_length",
@@ -255,16 +266,21 @@ class _Data:
 # -- memory
 
 
-def _account(job: Job) -> Account:
-    """The memory that a settled job needs, and that is available."""
+def device_of(job: Job) -> tuple[Device, str]:
+    """The device of the ranks, and why; other nodes choose their own. Raises InputError."""
     cluster = job.cluster
-    device: Device
-    if cluster.launcher != "local":  # runs on other nodes
-        device, reason = ("cpu" if cluster.device == "cpu" else "cuda"), "chosen on each of its nodes"
-        room, gpu = None, find_gpu(cluster.gpu or "")
+    if cluster.launcher != "local":
+        return ("cpu" if cluster.device == "cpu" else "cuda"), "chosen on each of its nodes"
+    with job.about("cluster.device"):
+        return choose_device(cluster)
+
+
+def _account(job: Job) -> Account:
+    """The memory that a job with a layout needs, and what is available."""
+    device, reason = device_of(job)
+    if job.cluster.launcher != "local":  # runs on other nodes
+        room, gpu = None, find_gpu(job.cluster.gpu or "")
     else:
-        with job.about("cluster.device"):
-            device, reason = choose_device(cluster)
         names = set(driver_names())
         gpu = find_gpu(names.pop()) if len(names) == 1 else None
         room = host_memory()
@@ -272,11 +288,11 @@ def _account(job: Job) -> Account:
     return Account(job, device, reason, host_need(job, device), room, gpu_room)
 
 
-def _memory(account: Account) -> Iterator[Finding]:
-    """Findings if it does not fit, with the account and what would fit."""
+def _memory(account: Account) -> Iterator[RuleViolation]:
+    """Findings if the job does not fit, with its memory account and what would fit."""
     if not account.gpu_fits:
         assert account.gpu_room is not None
-        yield Finding(
+        yield RuleViolation(
             _MODEL,
             f"the job needs {units.memory(account.gpu)} on a GPU, which has {units.memory(account.gpu_room)}",
             (would_fit(account) or "`seatrial plan JOB --fit` lists the smallest clusters that have it")
@@ -291,7 +307,7 @@ def _memory(account: Account) -> Iterator[Finding]:
         message += f"; its ranks are CPU processes ({account.device_reason})"
     for fewer in range(copies - 1, -1, -1):
         if account.host_fits(fewer):
-            yield Finding(
+            yield RuleViolation(
                 ("resilience.snapshot_copies",), message, f'snapshot_copies = {fewer} or "auto" would fit'
             )
             return
@@ -299,7 +315,7 @@ def _memory(account: Account) -> Iterator[Finding]:
     if cpu and cluster.gpu is not None:
         there = f"start it where its {cluster.nodes * cluster.gpus_per_node} {cluster.gpu} are"
         would = f"{there}; here {would}" if would else there
-    yield Finding(
+    yield RuleViolation(
         _MODEL,
         message,
         (would or "no built-in model would fit in this layout: it needs a larger host") + _ANYWAY,

@@ -1,4 +1,4 @@
-"""One decoder-only transformer: Qwen2.5, Llama 3 and Qwen3 by configuration. It knows nothing of parallelism.
+"""One decoder-only transformer: Qwen2.5, Llama 3 and Qwen3 by configuration. It is unaware of parallelism.
 
 Letters in tensor names, here and in parallel/:
 
@@ -8,8 +8,8 @@ Letters in tensor names, here and in parallel/:
     N  query heads                    K  key and value heads (N is a multiple of K)
     E  width of all heads, N H or K H
 
-Parameters are called as in Hugging Face's files (`model.layers.3.self_attn.q_proj.weight`), also in a part of the
-model: a pipeline stage keeps the numbers of its layers in the whole.
+Parameters are named as in Hugging Face's files (`model.layers.3.self_attn.q_proj.weight`), also in a part of the
+model: a pipeline stage keeps its layers' numbers in the whole.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.utils.checkpoint import checkpoint
 from seatrial.job.architecture import Architecture, RopeScaling
 
 Projections = Callable[..., Sequence[Tensor]]
-"""(x [B, T, D], modules) -> what each of these linear modules makes of x, [B, T, width of its own]."""
+"""(x [B, T, D], modules) -> the output of each of these linear modules, [B, T, its own width]."""
 
 
 def each(x_BTD: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
-    """Several projections of one tensor."""
+    """Apply several projections to one tensor."""
     return [linear(x_BTD) for linear in linears]
 
 
@@ -52,8 +52,8 @@ def inverse_frequencies(
 ) -> Tensor:
     """RoPE's angular frequencies, fp32 [H/2] (arXiv:2104.09864), with Llama 3.1's scaling where it is given.
 
-    The scaling divides low frequencies by `factor`, keeps high ones, and goes from one to the other linearly in
-    between, judged by the wavelength against the context length the model was first trained on.
+    The scaling divides low frequencies by `factor`, keeps high ones, and interpolates linearly in between, according to
+    the ratio of the context length the model was first trained on to the wavelength.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
     freq = 1.0 / (theta**exponents)
@@ -72,7 +72,7 @@ def inverse_frequencies(
 
 
 class RotaryTable:
-    """cos and sin of every position, made once for a device and dtype.
+    """cos and sin of every position, computed once per device and dtype.
 
     Not a buffer: the model is built on the meta device, where a buffer would lose its values.
     """
@@ -95,18 +95,18 @@ class RotaryTable:
 
 
 def rotate(x_BTNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
-    """Turn each head's pairs (i, i + H/2) by their position's angle."""
+    """Rotate each head's pairs (i, i + H/2) by their position's angle."""
     first, second = x_BTNH.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return x_BTNH * cos_TH[:, None] + turned * sin_TH[:, None]
 
 
 def document_bias(document_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to attention scores [B, 1, T, T]: 0 where a position may look, -inf elsewhere.
+    """Additive attention bias [B, 1, T, T]: 0 where a position may attend, -inf elsewhere.
 
-    A position sees itself and what came before it in its own document; `document_BT` numbers the documents of each
-    sequence. It is of the queries' dtype, made once for all layers: from a boolean mask the fused kernels would make
-    it anew in each of them.
+    A position attends to itself and to earlier positions of its own document; `document_BT` numbers the documents of
+    each sequence. The bias has the queries' dtype and is built once for all layers: from a boolean mask the fused
+    kernels would build it again in each of them.
     """
     same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
     bias_BTT = torch.zeros(same_BTT.shape, dtype=dtype, device=document_BT.device)
@@ -114,9 +114,9 @@ def document_bias(document_BT: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped queries (arXiv:2305.13245), or with a bias what the bias lets through.
+    """Grouped-query attention (arXiv:2305.13245), causal or, with a bias, masked by it.
 
-    The number of heads is read off the projections' outputs, so a part of the heads works as the whole does.
+    The number of heads is taken from the projections' outputs, so a subset of the heads works as all of them do.
     """
 
     def __init__(self, arch: Architecture) -> None:
@@ -130,7 +130,7 @@ class Attention(nn.Module):
         self.o_proj: nn.Module = nn.Linear(N * H, D, bias=False)
         self.q_norm = RMSNorm(H, arch.rms_norm_eps) if arch.qk_norm else None
         self.k_norm = RMSNorm(H, arch.rms_norm_eps) if arch.qk_norm else None
-        self.project: Projections = each  # or what a parallel layout puts in its place
+        self.project: Projections = each  # or a parallel layout's replacement
 
     def forward(
         self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, bias_B1TT: Tensor | None = None
@@ -161,7 +161,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(D, width, bias=False)
         self.up_proj = nn.Linear(D, width, bias=False)
         self.down_proj: nn.Module = nn.Linear(width, D, bias=False)
-        self.project: Projections = each  # as in attention; the order of the positions is no matter here
+        self.project: Projections = each  # as in attention; the order of the positions does not matter here
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate_BTF, up_BTF = self.project(x_BTD, self.gate_proj, self.up_proj)
@@ -196,7 +196,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The output projection; a tied one owns no weight and is handed the embedding's."""
+    """The output projection; a tied one owns no weight and is passed the embedding's."""
 
     def __init__(self, arch: Architecture, *, tied_here: bool) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Trunk(nn.Module):
 
     def __init__(self, arch: Architecture, layers: range, *, first: bool, last: bool) -> None:
         super().__init__()
-        # nn.Embedding, or what a parallel layout puts in its place: ids [B, T] -> [B, T, D], with a `weight`.
+        # nn.Embedding, or a parallel layout's replacement: ids [B, T] -> [B, T, D], with a `weight`.
         self.embed_tokens: nn.Module | None = (
             nn.Embedding(arch.vocab_size, arch.hidden_size) if first else None
         )
@@ -226,7 +226,7 @@ class Decoder(nn.Module):
 
     A first stage takes token ids [B, T], others hidden states [B, T, D]; a last stage returns logits [B, T, V],
     others hidden states. Weights are uninitialised: `model.initialise` or a weight source fills them. Build it under
-    `torch.device("meta")` to cost no memory.
+    `torch.device("meta")` to use no memory.
     """
 
     def __init__(
@@ -255,14 +255,14 @@ class Decoder(nn.Module):
         """Token ids [B, T] or hidden states [B, T, D] -> hidden states or logits [B, T, V].
 
         With `document_BT`, the number of the document that each position of the whole sequence belongs to, attention
-        stays inside documents. Positions are not counted anew in each: RoPE's scores depend on distances only
+        stays inside documents. Positions do not restart in each: RoPE's scores depend on distances only
         (arXiv:2104.09864, section 3.2), and those within a document are the same wherever it begins.
         """
         embedding = self.model.embed_tokens
         length = self.sequence_length if self.sequence_length is not None else x.shape[1]
         h_BTD = x if embedding is None else embedding(x)
         cos_TH, sin_TH = self.rotary(length, h_BTD.device, h_BTD.dtype)
-        # Nothing is passed where there is none, so that a compiled block sees the call it always saw.
+        # Without documents no bias is passed, so that a compiled block sees the same call as before.
         mask = () if document_BT is None else (document_bias(document_BT, h_BTD.dtype),)
         for block in self.model.layers.values():
             h_BTD = block(h_BTD, cos_TH, sin_TH, *mask)
@@ -274,10 +274,10 @@ class Decoder(nn.Module):
 
 
 def stored_name(name: str, arch: Architecture) -> str:
-    """The name under which a parameter stands in a file.
+    """The name under which a parameter is stored in a file.
 
-    Where embedding and head are tied but stand in different pipeline stages, the last stage has a copy called
-    `lm_head.weight`; files hold it once, as the embedding.
+    Where embedding and head are tied but belong to different pipeline stages, the last stage has a copy called
+    `lm_head.weight`; files contain it once, as the embedding.
     """
     if arch.tie_word_embeddings and name == "lm_head.weight":
         return "model.embed_tokens.weight"

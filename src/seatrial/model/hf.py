@@ -27,13 +27,13 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 class HuggingFaceWeights:
     """The weights of a Hugging Face folder, in one safetensors file or in several with an index.
 
-    Only the headers are read at first, and of a parameter only the box that is asked for. Raises InputError with every
-    file that is missing, cut off or not what the index says.
+    Only the headers are read at first, and of a parameter only the requested box. Raises InputError with every file
+    that is missing, truncated or not what the index says.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[str, Any] = {}  # parameter -> the open file it stands in
+        self._files: dict[str, Any] = {}  # parameter -> the open file that contains it
         problems = self._open()
         if problems:
             raise InputError(problems)
@@ -71,7 +71,7 @@ class HuggingFaceWeights:
         return problems
 
     def _index(self) -> dict[str, str] | None:
-        """Parameter -> file, or None where all stand in one file."""
+        """Parameter -> file, or None where one file contains all."""
         folder = self.folder
         if not folder.is_dir():
             raise InputError(
@@ -130,7 +130,7 @@ class HuggingFaceWeights:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """What the file holds. Raises InputError where it is no floating-point format (quantised weights)."""
+        """The dtype in the file. Raises InputError if it is not a floating-point format (quantised weights)."""
         stored = self._slice(name).get_dtype()
         if stored not in _DTYPES:
             raise InputError(Diagnostic(_quantised(name, stored), str(self.folder)))
@@ -222,7 +222,7 @@ def _some(items: list[str], most: int = 3) -> str:
 
 
 def _by_layer(problems: list[tuple[str, str]]) -> list[str]:
-    """One line for what is wrong in the same way in many layers."""
+    """Merge problems that are the same in many layers into one line."""
     layers: dict[tuple[str, str], list[int]] = {}
     for name, what in problems:
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)

@@ -1,4 +1,4 @@
-"""Writing a safetensors file of any size through a little memory: block by block, as the values come from their source.
+"""Writing a safetensors file of any size in bounded memory: block by block, as values are read from their source.
 
 The format: 8 bytes length, a JSON header of that length, the tensors' bytes one after the other.
 https://github.com/huggingface/safetensors#format
@@ -36,12 +36,12 @@ def write_safetensors(
 ) -> None:
     """Write the parameters `shapes` of `source` as the new file `path`, durably.
 
-    Holds one block of `block_bytes` in memory (or one row of a parameter, if that is larger) beside what the source
-    needs. Raises OSError, and whatever the source raises.
+    Holds one block of `block_bytes` in memory (or one row of a parameter, if that is larger) in addition to what the
+    source needs. Raises OSError, and any error of the source.
     """
     header: dict[str, object] = {
         "__metadata__": {"format": "pt"}
-    }  # transformers refuses files that do not say "pt"
+    }  # transformers refuses files without format "pt"
     end = 0
     # Wide types first: every tensor then begins at a multiple of its element's size.
     names = sorted(shapes, key=lambda name: -dtypes[name].itemsize)
@@ -64,7 +64,7 @@ def write_safetensors(
 
 
 def _blocks(shape: tuple[int, ...], values: int) -> Iterator[Box]:
-    """The whole of a tensor as boxes of whole rows, of at most `values` each or of one row, in their order."""
+    """Split a tensor into boxes of whole rows, of at most `values` elements each or of one row, in order."""
     if not shape:
         yield Box.whole(shape)
         return
@@ -75,5 +75,5 @@ def _blocks(shape: tuple[int, ...], values: int) -> Iterator[Box]:
 
 
 def _bytes_of(values: Tensor) -> memoryview:
-    # numpy has no bfloat16: as bytes every type will do.
+    # numpy has no bfloat16: as bytes every type works.
     return values.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -22,7 +22,7 @@ from seatrial.model.hf_stream import write_safetensors
 from seatrial.model.source import WeightSource
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What else makes a tokenizer, beside tokenizer.json.
+# A tokenizer's companion files, in addition to tokenizer.json.
 _TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -35,7 +35,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Written:
-    """What `write_huggingface` made: file names of the weights, their size, and the dtype in config.json."""
+    """What `write_huggingface` wrote: file names of the weights, their size, and the dtype in config.json."""
 
     files: list[str]
     bytes: int
@@ -53,14 +53,14 @@ def write_huggingface(
     notes: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write `source` as the folder `out` that `from_pretrained` reads: complete, or not there at all.
+    """Write `source` as the folder `out` that `from_pretrained` reads: complete, or not at all.
 
-    `dtype` is a torch dtype, its name, or "stored" for what the source says by `dtype(name)`: float32 where it does not
-    say, or says float64. A file has at most `max_shard_bytes`, or one parameter; parameters are written block by block,
-    so that memory is bounded. `tokenizer` is a tokenizer.json, copied with its companion files. `notes` are further
-    files, name -> text. `progress` is called with (bytes done, bytes in all). Files are written to `OUT.tmp-PID` and
-    renamed. Raises InputError for an `out` that holds files, an unwritable place, a missing tokenizer or too small a
-    disk, RunFailed where writing fails later.
+    `dtype` is a torch dtype, its name, or "stored" for what the source's `dtype(name)` returns: float32 if it has no
+    such method, or returns float64. A file has at most `max_shard_bytes`, or one parameter; parameters are written
+    block by block, so that memory is bounded. `tokenizer` is a tokenizer.json, copied with its companion files. `notes`
+    are further files, name -> text. `progress` is called with (bytes done, bytes in total). Files are written to
+    `OUT.tmp-PID` and renamed. Raises InputError for an `out` that holds files, an unwritable place, a missing tokenizer
+    or too small a disk, RunFailed where writing fails later.
     """
     shapes = whole_shapes(arch)
     dtypes = {name: _resolve(dtype, source, name) for name in shapes}
@@ -89,7 +89,7 @@ def write_huggingface(
         for name, text in (notes or {}).items():
             write_text(temporary / name, text)
         fsync_folder(temporary)
-        os.rename(temporary, out)  # takes the place of an empty folder, and of nothing else
+        os.rename(temporary, out)  # replaces an empty folder, and nothing else
         fsync_folder(out.parent)
     except OSError as error:
         raise RunFailed(
@@ -101,7 +101,7 @@ def write_huggingface(
 
 
 def plan_shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """The parameters in their order, cut into shards of at most `limit` bytes or of one parameter."""
+    """Split the parameters, in order, into shards of at most `limit` bytes or of one parameter."""
     if limit < 1:
         raise ValueError(f"a shard needs at least one byte, not {limit}")
     shards: list[list[str]] = []

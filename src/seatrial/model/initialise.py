@@ -1,6 +1,6 @@
-"""Random weights that do not depend on the layout: each block of rows has its own seed, made from its name.
+"""Random weights that do not depend on the layout: each block of rows has its own seed, derived from its name.
 
-A rank draws only the blocks of rows it holds part of, and any split of the model gives the same model to the last bit.
+A rank draws only the blocks of rows it holds part of, and any split of the model gives a bit-identical model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _generator(seed: int, name: str, block: int) -> torch.Generator:
 
 
 class RandomWeights:
-    """The weight source of a model that starts from nothing.
+    """The weight source of a model that is trained from scratch.
 
     Matrices are normal with `initializer_range`; those that write into the residual stream (o_proj, down_proj) are
     scaled down by sqrt(2 x layers), as in GPT-2; norms are 1 and biases 0.

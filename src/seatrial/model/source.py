@@ -1,4 +1,4 @@
-"""Where weights come from: one question, asked of a checkpoint, a Hugging Face folder or a random draw."""
+"""The interface of weight sources: a checkpoint, a Hugging Face folder or a random initialisation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seatrial.base.box import Box
 
 
 class WeightSource(Protocol):
-    """Anything that can say what stands in a part of a parameter."""
+    """Anything that can provide the values of a part of a parameter."""
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """The values of `box` of the parameter stored as `name`: a CPU tensor of `box.sizes` and `dtype`."""

@@ -1,4 +1,4 @@
-"""How one model becomes many: this rank's part of it, its parameters as boxes of the whole, and one training pass."""
+"""The parallel model: this rank's part of it, its parameters as boxes of the whole, and one training pass."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from seatrial.parallel.tensor import apply_tensor_parallel, split_dimension, ten
 
 @dataclass(frozen=True)
 class Settings:
-    """What `ParallelModel` needs to know of a job."""
+    """What `ParallelModel` needs to know about a job."""
 
     sequence_length: int
     microbatch: int  # sequences
-    microbatches: int  # a step and rank
-    global_tokens: int  # a step, over all ranks: the loss is their mean
+    microbatches: int  # per step and rank
+    global_tokens: int  # per step, over all ranks: the loss is their mean
     precision: str = "fp32"
     activation_checkpointing: str = "none"
     compile: bool = False
@@ -50,7 +50,7 @@ class Shard:
     name: str  # as stored: Hugging Face's name
     parameter: nn.Parameter
     local: Tensor  # this rank's values; shares the parameter's memory
-    box: Box  # where `local` stands in the whole parameter
+    box: Box  # where `local` lies in the whole parameter
     whole: tuple[int, ...]
     holders: int  # ranks of one model replica that hold this same box, this one included
     owner: bool  # exactly one rank holds each box as owner: that one saves it
@@ -64,7 +64,7 @@ class Shard:
 
 
 class ParallelModel:
-    """The stages of one rank, cut and wired as the layout says.
+    """The pipeline stages of one rank, cut and connected as the layout says.
 
     The order matters: tensor parallel cuts whole weights, compilation sees the communication inside a layer, sharding
     wraps the compiled layer, and only then is memory allocated and filled from `source`.
@@ -83,7 +83,7 @@ class ParallelModel:
         self.mesh = mesh
         self.settings = settings
         layout = mesh.layout
-        # bf16 always goes through FSDP, also in a group of one: it is what keeps fp32 weights beside bf16 ones.
+        # bf16 always goes through FSDP, also in a group of one: FSDP keeps the fp32 weights next to the bf16 ones.
         sharded = layout.data_parallel > 1 or settings.precision == "bf16"
         data_mesh = mesh.data_mesh(timeout) if sharded else None
         self.stages = [
@@ -95,7 +95,7 @@ class ParallelModel:
         self.shards = [shard for stage in self.stages for shard in self._shards(stage)]
         self.load(source)
         self._pipeline = self._build_pipeline() if layout.pipeline > 1 else None
-        # Summed over the tensor group once a step, in one message, rather than once a microbatch and layer.
+        # Summed over the tensor group once per step, in one message, rather than once per microbatch and layer.
         self._partial = [
             s for s in self.shards if mesh.tensor is not None and split_dimension(s.name) is None
         ]
@@ -112,7 +112,7 @@ class ParallelModel:
     def forward_backward(
         self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None = None
     ) -> Tensor:
-        """Gradients of the mean loss over the global batch into each parameter's `.grad`.
+        """Compute the gradients of the mean loss over the global batch into each parameter's `.grad`.
 
         `ids_BT` and `target_BT` are this data-parallel rank's sequences of the step; with `document_BT`, which numbers
         the documents in each, attention stays inside documents. Returns this rank's share of the mean loss: the sum
@@ -124,13 +124,13 @@ class ParallelModel:
             loss = self._accumulate(ids_BT, target_BT, document_BT)
         missing = [s.name for s in self.shards if s.box.numel and s.grad is None]
         if missing:
-            # torch has combinations that lose gradients without a word; training on would be wrong.
+            # Some combinations in torch silently lose gradients; training on would be wrong.
             raise InternalError(
                 f"no gradient for {len(missing)} parameters on rank {self.mesh.rank}, {missing[0]} first",
                 hint="this combination of schedule, sharding and precision must not be used; report it",
             )
         self._sum_partial_gradients()
-        # Every tensor-parallel rank knows the same loss; one of them counts.
+        # Every tensor-parallel rank has the same loss; only one of them counts.
         return loss if self.mesh.at.tensor == 0 else torch.zeros_like(loss)
 
     def _accumulate(self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None) -> Tensor:
@@ -155,7 +155,7 @@ class ParallelModel:
         if self._partial:
             _all_reduce_together([s.grad for s in self._partial], self.mesh.tensor)
         if self._ends is not None:
-            # Embedding and head are one weight that stands in two stages: both copies get both gradients.
+            # Embedding and head are one weight held by two stages: both copies get the sum of both gradients.
             _all_reduce_together([s.grad for s in self._tied], self._ends)
 
     def _build_pipeline(self) -> Pipeline:
@@ -209,7 +209,7 @@ class ParallelModel:
 def build_stage(
     arch: Architecture, index: int, mesh: Mesh, settings: Settings, data_mesh: DeviceMesh | None
 ) -> Decoder:
-    """Pipeline stage `index` on the meta device: cut, compiled and, with a `data_mesh`, sharded; without memory."""
+    """Build pipeline stage `index` on the meta device: cut, compiled and, with a `data_mesh`, sharded; no memory."""
     layout = mesh.layout
     with torch.device("meta"):
         model = Decoder(
@@ -231,7 +231,7 @@ def build_stage(
     for block in model.blocks:
         block.recompute = settings.activation_checkpointing == "full"
         if settings.compile:
-            block.compile(fullgraph=True)  # a break in the graph would cost speed without a word
+            block.compile(fullgraph=True)  # a graph break would silently cost speed
     if data_mesh is not None:
         apply_sharding(
             model,

@@ -1,8 +1,8 @@
 """Collectives with gradients, over plain local tensors.
 
-Tensor parallel here computes on local tensors and says where it communicates, rather than sending every operation
-through DTensor's dispatch: the same mathematics, several times less overhead on small models, and no sharding
-propagation in the first step.
+Tensor parallel here computes on local tensors with explicit communication, instead of sending every operation through
+DTensor's dispatch: the same mathematics, several times less overhead on small models, and no sharding propagation in
+the first step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def wait(work: dist.Work) -> None:
-    """For a collective that is under way. A place of its own: who asks what a rank is doing knows it by this function."""
+    """Wait for a collective in flight. A separate function, by which `supervision.flight` recognises such a wait."""
     work.wait()
 
 
@@ -44,7 +44,7 @@ def scatter_sum_positions(x_BTD: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class GatherPositions(torch.autograd.Function):
-    """Forward all-gather, backward reduce-scatter: into a region where each rank holds part of the weights."""
+    """Forward all-gather, backward reduce-scatter: enters a region where each rank holds part of the weights."""
 
     @staticmethod
     def forward(ctx: Any, x_BtD: Tensor, group: ProcessGroup) -> Tensor:
@@ -57,7 +57,7 @@ class GatherPositions(torch.autograd.Function):
 
 
 class ScatterSumPositions(torch.autograd.Function):
-    """Forward reduce-scatter, backward all-gather: out of a region where each rank holds part of the weights."""
+    """Forward reduce-scatter, backward all-gather: leaves a region where each rank holds part of the weights."""
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, group: ProcessGroup) -> Tensor:

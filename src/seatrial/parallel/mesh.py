@@ -16,7 +16,7 @@ from seatrial.job.layout import Coordinates, Layout
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands and whom it talks to. A group is None where its dimension has size 1."""
+    """This rank's coordinates and process groups. A group is None where its dimension has size 1."""
 
     layout: Layout
     rank: int
@@ -30,14 +30,14 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the global batch this rank works on."""
+        """Index of the part of the global batch that this rank works on."""
         return self.at.replicate * self.layout.shard + self.at.shard
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum `values` over all ranks in place; every rank gets the same bits.
 
-        On gloo one dimension after the other: groups of two or four are far quicker than one of eight. NCCL may use
-        another algorithm in each group, and the last bit could differ between ranks: there it is one group.
+        On gloo one dimension after the other: groups of two or four are far faster than one of eight. NCCL may use
+        another algorithm in each group, and the last bit could differ between ranks: there a single group is used.
         """
         if self.device.type == "cuda":
             if self.layout.world_size > 1:
@@ -72,15 +72,15 @@ class Mesh:
 
 def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
     # With local synchronisation only the members take part, so that 128 ranks do not wait for each other once for
-    # every group. The timeout must be given to each group: torch's default for a new one is 30 minutes, whatever
-    # init_process_group was told.
+    # every group. The timeout must be given to each group: torch's default for a new one is 30 minutes, regardless of
+    # init_process_group's.
     group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)
     return group
 
 
 def build_mesh(layout: Layout, device: torch.device, timeout: timedelta) -> Mesh:
-    """Make the groups of this rank. Call it once in every rank, after init_process_group."""
+    """Create the groups of this rank. Call it once in every rank, after init_process_group."""
     rank = dist.get_rank()
     if dist.get_world_size() != layout.world_size:
         raise ValueError(

@@ -1,16 +1,16 @@
-"""Products and collectives of tensor parallel side by side: positions in parts, one part sent while another is computed.
+"""Tensor-parallel matrix products overlapped with their collectives: positions in parts, one sent, another computed.
 
-What Megatron-LM calls tp_comm_overlap and torchtitan asynchronous tensor parallel, on ordinary collectives: no
-memory that GPUs share, so it is the same on gloo and on NCCL. The sums are those of `collectives`; parts only cut rows.
+What Megatron-LM calls tp_comm_overlap and torchtitan asynchronous tensor parallel, on ordinary collectives: no memory
+shared between GPUs, so it is the same on gloo and on NCCL. The sums are those of `collectives`; parts only cut rows.
 
-    gather, products     all parts' gathers are under way; the products of a part follow when it is there
-      backward           a part's input gradient is computed, its reduce-scatter is under way beside the next part's,
-                         and beside the gradients of the weights
-    product, scatter     a part's product is computed, its reduce-scatter is under way beside the next part's product
-      backward           all parts' gathers are under way; the input gradient of a part follows when it is there
+    gather, products     all parts' gathers are launched; the products of a part follow when it has arrived
+      backward           a part's input gradient is computed, its reduce-scatter is overlapped with the next part's,
+                         and with the gradients of the weights
+    product, scatter     a part's product is computed, its reduce-scatter is overlapped with the next part's product
+      backward           all parts' gathers are launched; the input gradient of a part follows when it has arrived
 
-Between the two, rows stand in the order of parts: [part, rank, sequence, position]. What works on rows alone (the MLP)
-leaves them so; attention needs [sequence, position] (`Cut.in_order`, `Cut.in_parts`).
+Between the two, rows are in the order of parts: [part, rank, sequence, position]. Row-wise operations (the MLP) keep
+that order; attention needs [sequence, position] (`Cut.in_order`, `Cut.in_parts`).
 
     R  rows: all positions of a microbatch      O  output features of a rank      t  positions of one rank
 """
@@ -31,7 +31,7 @@ from seatrial.parallel.collectives import all_gather_single, reduce_scatter_sing
 
 @dataclass(frozen=True)
 class Cut:
-    """How the positions of one microbatch are cut, in n ranks and in parts of sequences or of positions."""
+    """How the positions of one microbatch are cut, into n ranks and into parts of sequences or of positions."""
 
     ranks: int
     sequences: int  # B
@@ -41,7 +41,7 @@ class Cut:
 
     @classmethod
     def of(cls, sequences: int, positions: int, ranks: int) -> Cut:
-        """For `sequences` of a microbatch and `positions` of each on one rank."""
+        """The cut for `sequences` of a microbatch and `positions` of each on one rank."""
         between = sequence_parts(sequences, positions)
         return cls(ranks, sequences, positions, between, parts(sequences, positions) // between)
 
@@ -74,11 +74,11 @@ class Cut:
 
 
 class _Gathering:
-    """All-gathers of the parts of [B, t, D], all under way; rows [R, D] that are whole when each was waited for."""
+    """All-gathers of the parts of [B, t, D], all in flight; rows [R, D] are complete when each was waited for."""
 
     def __init__(self, x_BtD: Tensor, cut: Cut, group: ProcessGroup) -> None:
         self.rows_RD = x_BtD.new_empty(cut.rows, x_BtD.shape[-1])
-        # The parts that are sent are kept until they are: nobody else may hold them.
+        # Send buffers are kept until they are sent: nothing else may reference them.
         self._sent = [piece.contiguous() for piece in cut.pieces(x_BtD)]
         self._under_way = [
             all_gather_single(into, sent.flatten(0, 1), group=group, async_op=True)
@@ -86,14 +86,14 @@ class _Gathering:
         ]
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Each part's rows when they are there."""
+        """Each part's rows, when they have arrived."""
         for work, rows in zip(self._under_way, self.rows_RD.chunk(len(self._under_way)), strict=True):
             wait(work)
             yield rows
 
 
 class _Scattering:
-    """Reduce-scatters of parts into [B, t, D], each under way from when it was given."""
+    """Reduce-scatters of parts into [B, t, D], each in flight from its `send`."""
 
     def __init__(self, like: Tensor, width: int, cut: Cut, group: ProcessGroup) -> None:
         self._out_BtD = like.new_empty(cut.sequences, cut.positions, width)
@@ -109,7 +109,7 @@ class _Scattering:
         self._under_way.append((work, rows_RD, into, target))
 
     def finish(self) -> Tensor:
-        """[B, t, D], when all parts are there."""
+        """Wait for all parts; returns [B, t, D]."""
         for work, _, into, target in self._under_way:
             wait(work)
             if into is not target:
@@ -144,7 +144,7 @@ def gather_products_backward(
     of_weights: bool = True,
     biased: bool = False,
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
-    """Gradients of x [B, t, D], and of the weights and biases, as far as they are wanted."""
+    """Gradients of x [B, t, D], and of the weights and biases, as far as they are requested."""
     scattering = _Scattering(rows_RD, rows_RD.shape[1], cut, group)
     if of_input:
         for grads in zip(*(g.chunk(cut.parts) for g in grads_RO), strict=True):
@@ -169,7 +169,7 @@ def product_scatter(rows_RO: Tensor, weight: Tensor, cut: Cut, group: ProcessGro
 def product_scatter_backward(
     grad_BtD: Tensor, weight: Tensor, cut: Cut, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the rows [R, O], and that of the product [R, D], of which the weight's gradient is made."""
+    """The gradient of the rows [R, O], and that of the product [R, D], from which the weight's gradient is made."""
     gathering = _Gathering(grad_BtD, cut, group)
     grad_RO = grad_BtD.new_empty(cut.rows, weight.shape[1])
     for grad, target in zip(gathering, grad_RO.chunk(cut.parts), strict=True):

@@ -1,8 +1,8 @@
-"""The pairs of products and collectives of `overlap`, with gradients: what a layer calls.
+"""The pairs of products and collectives of `overlap`, with gradients, as layers call them.
 
-Two ways to the same functions. Uncompiled, autograd functions that know which gradients are wanted, since a zero-bubble
-pipeline asks for those of the weights later. Compiled, operators that the compiler cannot look into: it would be free
-to move a collective behind the product that is to hide it (`overlap_ops`).
+Two routes to the same functions. Uncompiled: autograd functions that know which gradients are requested, since a
+zero-bubble pipeline requests those of the weights later. Compiled: operators opaque to the compiler, which would
+otherwise be free to move a collective behind the product that is to hide it (`overlap_ops`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from seatrial.parallel.overlap_ops import gather_products_op, product_scatter_op
 
 
 class Overlap:
-    """What takes the place of a layer's projections: gather and project, or project and scatter, in one."""
+    """Replacement for a layer's projections: gather and project, or project and scatter, in one operation."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -43,23 +43,23 @@ class Overlap:
             outs = gather_products_op(x_BtD, weights, biases, self.name)[1:]
         else:
             cut = Cut.of(x_BtD.shape[0], x_BtD.shape[1], self.ranks)
-            # As seen from the products, transposed: what is a view of a weight has a node of its own, see `_wanted`.
+            # Transposed, as the products use them: a view of a weight has its own autograd node, see `_wanted`.
             views = [weight.t() for weight in weights]
             outs = _GatherProducts.apply(x_BtD, *views, *biases, cut, self.group, len(views))
         shape = (x_BtD.shape[0], x_BtD.shape[1] * self.ranks, -1)
         return [out.view(shape) for out in outs]
 
     def project_in_order(self, x_BtD: Tensor, *linears: nn.Module) -> list[Tensor]:
-        """`project` for whom positions must be in order."""
+        """`project`, with the positions put in order."""
         cut = Cut.of(x_BtD.shape[0], x_BtD.shape[1], self.ranks)
         return [cut.in_order(out) for out in self.project(x_BtD, *linears)]
 
 
 class ScatteringLinear(nn.Module):
-    """A projection whose input features are cut: the products of all ranks are summed, each keeps its positions."""
+    """A projection with cut input features: the products of all ranks are summed, each rank keeps its positions."""
 
     def __init__(self, weight: nn.Parameter, overlap: Overlap, *, in_order: bool) -> None:
-        """`in_order`: the positions of its input are, otherwise they are in the order of parts."""
+        """`in_order`: the input's positions are in order; otherwise they are in the order of parts."""
         super().__init__()
         self.weight = weight
         self._overlap, self._in_order = overlap, in_order
@@ -78,9 +78,9 @@ class ScatteringLinear(nn.Module):
 
 
 def _wanted(ctx: Any, index: int) -> bool:
-    """Whether the pass that is under way wants the gradient of tensor argument `index`.
+    """Whether the current backward pass needs the gradient of tensor argument `index`.
 
-    `needs_input_grad` says what might be wanted ever. torch cannot be asked of a leaf, so of a leaf it is always.
+    `needs_input_grad` states what any pass might need. torch cannot tell for a leaf, so a leaf's is always computed.
     """
     if not ctx.needs_input_grad[index]:
         return False
@@ -89,7 +89,7 @@ def _wanted(ctx: Any, index: int) -> bool:
 
 
 class _GatherProducts(torch.autograd.Function):
-    """`gather_products`. Arguments: x, each weight transposed [D, O], each bias; then what is no tensor."""
+    """`gather_products`. Arguments: x, each weight transposed [D, O], each bias; then non-tensors."""
 
     @staticmethod
     def forward(ctx: Any, x_BtD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -120,17 +120,17 @@ class _GatherProducts(torch.autograd.Function):
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps what the gradients of `product_scatter` need, and makes them; forward it computes nothing.
+    """Saves what the gradients of `product_scatter` need, and computes them; its forward computes nothing.
 
-    A layer that is recomputed is computed again until the last tensor is kept that its backward pass needs. Were it kept
-    with the product, the product and its reduce-scatter would be done again for nothing.
+    Recomputation of a layer runs until the last tensor that its backward pass needs is saved. If that were saved with
+    the product, the product and its reduce-scatter would be repeated for nothing.
     """
 
     @staticmethod
     def forward(ctx: Any, rows_RO: Tensor, view_OD: Tensor, cut: Cut, group: ProcessGroup) -> Tensor:
         ctx.cut, ctx.group, ctx.gathered = cut, group, None
         ctx.save_for_backward(rows_RO, view_OD)
-        # As large as the result in shape only: the gradient of the result comes back through it.
+        # Has the result's shape without its memory: the gradient of the result flows back through it.
         return rows_RO.new_empty(()).expand(cut.sequences, cut.positions, view_OD.shape[1])
 
     @staticmethod
@@ -142,13 +142,13 @@ class _Keep(torch.autograd.Function):
             grad_RO, gathered = product_scatter_backward(grads[0], view_OD.t(), ctx.cut, ctx.group)
         if not of_weight:
             if ctx.needs_input_grad[1]:
-                ctx.gathered = gathered  # for the pass that comes for the weights
+                ctx.gathered = gathered  # for the later pass for the weights
             return grad_RO, None, None, None
         return grad_RO if of_rows else None, torch.mm(gathered.t(), rows_RO).t(), None, None
 
 
 class _ProductScatter(torch.autograd.Function):
-    """`product_scatter`, whose gradients `_Keep` makes."""
+    """`product_scatter`, whose gradients `_Keep` computes."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""The pairs of products and collectives of `overlap` as operators, for layers that are compiled.
+"""The pairs of products and collectives of `overlap` as custom operators, for compiled layers.
 
-The compiler cannot look into them, so what they launch and wait for keeps its order. Groups go by name: a compiled layer has
-no other way to say which.
+They are opaque to the compiler, so what they launch and wait for keeps its order. Groups are passed by name: a compiled
+layer has no other way to identify one.
 """
 
 from __future__ import annotations

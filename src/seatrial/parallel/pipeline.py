@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from seatrial.job.layout import Layout
+from seatrial.job.schedules import SCHEDULES, schedule_named
 from seatrial.model.decoder import Decoder
-
-_SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-}
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -47,11 +34,11 @@ class Pipeline:
         compute_dtype: torch.dtype,
         loss: LossFunction,
     ) -> None:
-        """`hidden_shape_BTD` is what goes from stage to stage: a microbatch, this rank's positions, the width."""
+        """`hidden_shape_BTD`: shape sent from stage to stage: a microbatch, this rank's positions, the width."""
         last = layout.stages - 1
         stages = []
         for model, index in zip(models, layout.stage_indices(pipeline_rank), strict=True):
-            # Shapes are given, so that torch does not find them out by running the model once before the first step.
+            # Shapes are given, so that torch does not infer them by running the model once before the first step.
             hidden = torch.empty(hidden_shape_BTD, dtype=compute_dtype, device="meta", requires_grad=True)
             ids = torch.empty(input_shape_BT, dtype=torch.int64, device="meta")
             vocabulary = model.arch.vocab_size // layout.tensor
@@ -72,7 +59,8 @@ class Pipeline:
         self.holds_first = stages[0].is_first
         self.holds_last = stages[-1].is_last
         self._device = device
-        schedule = _SCHEDULES[layout.schedule]
+        name = layout.schedule
+        schedule = SCHEDULES.imported(name, schedule_named(name).torch_class)
         single = issubclass(schedule, PipelineScheduleSingle)
         # scale_grads divides gradients by the number of microbatches; our loss is already a share of the global mean.
         self._schedule = schedule(
@@ -84,8 +72,8 @@ class Pipeline:
     ) -> Tensor:
         """Run one step's microbatches; returns this rank's sum of the losses (0 where it has no last stage).
 
-        Every rank of a pipeline has read the same batch, so documents do not travel from stage to stage: the schedule
-        hands each stage of this rank its microbatch of them beside the hidden states that it receives.
+        Every rank of a pipeline has read the same batch, so documents are not sent from stage to stage: the schedule
+        passes each stage of this rank its microbatch of them along with the hidden states that it receives.
         """
         losses: list[Tensor] = []
         inputs = (ids_BT,) if self.holds_first else ()

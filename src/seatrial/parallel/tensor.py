@@ -25,8 +25,8 @@ _ROW = ("o_proj", "down_proj")
 def split_dimension(name: str) -> int | None:
     """The dimension of parameter `name` that tensor parallel cuts; None where every rank holds all of it.
 
-    Those held whole are the norms. They see only part of the positions or heads, so their gradients are sums over
-    the group that someone must form: see `ParallelModel`.
+    Those held whole are the norms. They see only part of the positions or heads, so their gradients must be summed
+    over the group: see `ParallelModel`.
     """
     module, _, kind = name.rpartition(".")
     module = module.rpartition(".")[2]
@@ -72,9 +72,9 @@ class SplitEmbedding(nn.Module):
 def apply_tensor_parallel(
     model: Decoder, group: ProcessGroup, rank: int, sequence_length: int, *, overlapped: bool = False
 ) -> None:
-    """Cut the weights of `model` (on the meta device) to this rank's part and put the communication in its place.
+    """Cut the weights of `model` (on the meta device) to this rank's part and insert the communication.
 
-    `overlapped`: that of the layers goes beside their products, part by part (see `overlap`).
+    `overlapped`: the layers' communication is overlapped with their matrix products, part by part (see `overlap`).
     """
     size = group.size()
     for name, parameter in list(model.named_parameters()):

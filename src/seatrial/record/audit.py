@@ -1,16 +1,17 @@
-"""The proof of a run's ledger, from its folder: reads the records that `record.proof` compares."""
+"""Prove a run's ledger from its folder: reads the records that `record.proof` compares."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from seatrial.record import lock, metrics
+from seatrial.record import metrics
 from seatrial.record.events import Event, read_events
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import Problem, each_numbered
 from seatrial.record.ledger import each_ledger_line
 from seatrial.record.proof import Evidence, Proof, prove
+from seatrial.record.running import running
 from seatrial.record.view import JobFacts, read_job_facts
 
 _STARTED = ("run_started", "generation_started")
@@ -18,20 +19,20 @@ _STARTED = ("run_started", "generation_started")
 
 @dataclass(frozen=True)
 class Audit:
-    """What the records of a run prove, and what of them could not be read."""
+    """What the records of a run prove, and which of them could not be read."""
 
     proof: Proof
     job: JobFacts
     events: list[Event]
-    world_sizes: dict[int, int]  # generation -> number of ranks, where the events tell
-    live: bool  # a process runs the run, and wrote on while it was read
+    world_sizes: dict[int, int]  # generation -> number of ranks, if the events contain it
+    live: bool  # a process runs the run, and kept writing while it was read
     problems: list[Problem] = field(default_factory=list)
 
 
 def audit(folder: RunFolder) -> Audit:
-    """Prove the ledger of `folder`. Unreadable lines become `problems`; what they held is judged by what remains."""
-    # The ledger last: a step's line is there before anything else tells of the step.
-    live = lock.is_held(folder.lock)
+    """Prove the ledger of `folder`. Unreadable lines become `problems`, and the rest is judged without them."""
+    # The ledger last: a step's ledger line is written before any other record of the step.
+    live = running(folder) is not None
     job, wrong_job = read_job_facts(folder)
     events, wrong_events = read_events(folder)
     trained, wrong_metrics = _trained(folder)
@@ -51,16 +52,16 @@ def audit(folder: RunFolder) -> Audit:
 
 
 def _starts(events: Iterable[Event]) -> dict[int, int]:
-    """Generation -> step of the state that it went on from."""
+    """Generation -> step of the state that it resumed from."""
     starts: dict[int, int] = {}
     recovered: set[int] = set()
     for event in events:
         step = (event.data or {}).get("step")
         if event.kind in _STARTED:
-            # Nobody tells of a generation that begins at the beginning, unless it does so after a failure.
+            # No event contains the step of a generation that starts from scratch, except after a failure.
             starts.setdefault(event.generation, 0)
         elif type(step) is int and event.kind == "recovered":
-            # After `resumed`, where what was still in memory was newer than the checkpoint.
+            # Follows `resumed` if the state still in memory was newer than the checkpoint.
             starts[event.generation] = step
             recovered.add(event.generation)
         elif type(step) is int and event.kind == "resumed" and event.generation not in recovered:
@@ -76,14 +77,14 @@ def _skipped(events: Iterable[Event]) -> Iterable[tuple[int, int]]:
 
 
 def _finished(events: list[Event], job: JobFacts) -> int | None:
-    """The job's last step, if the last start has done it; job.toml is what that start was given."""
+    """The job's last step, if the last start has finished it; job.toml is the one given to that start."""
     ends = ("run_finished", "run_failed", "run_interrupted")
     last = next((e for e in reversed(events) if e.kind in ("run_started", *ends)), None)
     return job.steps if last is not None and last.kind == "run_finished" else None
 
 
 def _trained(folder: RunFolder) -> tuple[dict[int, list[int]], list[Problem]]:
-    """Generation -> the steps in its metrics records, in the order of the file."""
+    """Generation -> the steps in its metrics records, in file order."""
     problems: list[Problem] = []
     trained: dict[int, list[int]] = {}
     for line, values in each_numbered(folder.metrics, metrics.NOUN, problems):

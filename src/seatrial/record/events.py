@@ -1,4 +1,4 @@
-"""events.jsonl: what happened to the run, appended to by every part of it."""
+"""events.jsonl: the events of the run, appended by one process at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Severity = Literal["info", "warning", "error"]
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened. `node` and `rank` are None where it concerns the whole run."""
+    """One event. `node` and `rank` are None if it concerns the whole run."""
 
     time: float  # unix seconds
     generation: int
@@ -32,7 +32,7 @@ class Event:
 
 
 def sync(folder: RunFolder) -> None:
-    """Make durable what any process has appended so far. Raises OSError; where there are no events nothing happens."""
+    """Fsync what was appended on this host so far. Raises OSError; a no-op if there are no events."""
     try:
         fd = open_file(folder.events)
     except FileNotFoundError:
@@ -54,13 +54,17 @@ def append(
     rank: int | None = None,
     data: dict[str, Any] | None = None,
 ) -> None:
-    """Append one event; any process may, at any time. Raises OSError where the file system refuses."""
-    event = Event(time.time(), generation, kind, severity, message, node, rank, data)
+    """Append one event, dated now. While agents run, only the coordinator may. Raises OSError if the write fails."""
+    write(folder, Event(time.time(), generation, kind, severity, message, node, rank, data))
+
+
+def write(folder: RunFolder, event: Event) -> None:
+    """Append `event` as it is. Raises OSError if the write fails."""
     append_line(folder.events, vars(event))
 
 
 def read_events(folder: RunFolder) -> tuple[list[Event], list[Problem]]:
-    """Every event in the order of the file, and the lines that are none."""
+    """All events in file order, and the lines that are not events."""
     numbered, problems = read_numbered(folder.events, NOUN)
     events, wrong = decode_all(Event, numbered, file=folder.events.name, noun=NOUN)
     return events, sorted(problems + wrong, key=lambda p: p.line)

@@ -1,4 +1,4 @@
-"""Where everything of a run lies. The run folder is the truth; all views are made from it."""
+"""The paths in a run folder, which is the source of truth; all views are derived from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COUNT_BYTES = 64
 
 
 class RunFolder:
-    """The paths of one run. Making one touches nothing."""
+    """The paths of one run. Creating an instance does not access the file system."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,12 +40,12 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        """Locked by the process that runs the run, with its pid inside."""
+        """Locked by the process that runs the run; contains its pid."""
         return self.control / "lock"
 
     @property
     def identity_json(self) -> Path:
-        """The keys of the job that make two starts the same run."""
+        """The keys of the job that identify two starts as the same run."""
         return self.control / "identity.json"
 
     @property
@@ -54,28 +54,51 @@ class RunFolder:
         return self.control / "inputs.json"
 
     @property
+    def launch_json(self) -> Path:
+        """The current start; see `record.launches`."""
+        return self.control / "launch.json"
+
+    @property
+    def outcome_json(self) -> Path:
+        """The outcome of the last start that has ended; see `record.launches`."""
+        return self.control / "outcome.json"
+
+    def stopped(self, generation: int) -> Path:
+        """Created by `seatrial stop`: this generation's start accepts no more agents and gets no follow-up job."""
+        return self.control / f"stopped-{generation:06d}"
+
+    @property
+    def follow_up(self) -> Path:
+        """The scheduler's identifier of the job that waits to continue the run after this one."""
+        return self.control / "follow_up"
+
+    def rendered(self, generation: int) -> Path:
+        """What was submitted to a scheduler for the start of this generation."""
+        return self.path / "launch" / f"{generation:06d}"
+
+    @property
     def generation_file(self) -> Path:
-        """The number of the last start."""
+        """The generation number of the last start."""
         return self.control / "generation"
 
     @property
     def secret(self) -> Path:
-        """What the processes of the last start prove themselves with; see `record.secret`."""
+        """The secret that authenticates the processes of the last start; see `record.secret`."""
         return self.control / "secret"
 
     @property
     def leases(self) -> Path:
-        """Who coordinates: one file for each term."""
+        """Past terms of coordinators, and the state the next coordinator takes over: see `control.net.lease`."""
         return self.control / "leases"
 
     @property
-    def control_state(self) -> Path:
-        """What a new coordinator goes on from."""
-        return self.control / "state.json"
+    def lease_json(self) -> Path:
+        """The newest term, its holder, and its last heartbeat; see `record.alive`."""
+        return self.control / "lease.json"
 
     @property
     def coordinator_log(self) -> Path:
-        """What the coordinators decided, and why, in lines."""
+        """The coordinators' decisions and their reasons, as text lines."""
         return self.control / "coordinator.log"
 
     def rank_log(self, generation: int, node: int, rank: int) -> Path:
@@ -83,11 +106,11 @@ class RunFolder:
         return self.logs / f"{generation:06d}" / f"node{node}" / f"rank{rank}.log"
 
     def rank_error(self, generation: int, node: int, rank: int) -> Path:
-        """The exception that ended one rank, as JSON; absent where there was none or nobody could write it."""
+        """The exception that ended one rank, as JSON; absent if there was none or it could not be written."""
         return self.rank_log(generation, node, rank).with_suffix(".error.json")
 
     def last_generation(self) -> int:
-        """The highest generation ever started here, 0 for none. A damaged file is outvoted by the log folders."""
+        """The highest generation ever started here, 0 for none. Log folders make up for a damaged or stale file."""
         told: list[str] = []
         with contextlib.suppress(OSError, ValueError):
             told.append(read_text(self.generation_file, most=_COUNT_BYTES).strip())
@@ -100,12 +123,12 @@ class RunFolder:
         return any(os.path.lexists(self.path / mark) for mark in _MARKS)
 
     def check_records(self) -> None:
-        """Raise InputError for every existing record that is not a regular file: a link, a pipe, a folder."""
+        """Raise InputError listing every existing record that is not a regular file: a link, a pipe, a folder."""
         records = (self.job_toml, self.plan_json, self.events, self.metrics, self.ledger, self.interval_json)
         control = (self.lock, self.generation_file, self.identity_json, self.inputs_json, self.secret)
-        more = (self.control_state, self.coordinator_log)
+        more = (self.lease_json, self.launch_json, self.outcome_json, self.follow_up, self.coordinator_log)
         wrong = [error for path in (*records, *control, *more) if (error := not_a_file(path))]
-        hint = "Seatrial writes regular files there: put the file back, or remove what stands in its place"
+        hint = "Seatrial writes regular files there: restore the file, or remove what is in its place"
         if wrong:
             raise InputError([Diagnostic(f"{e.filename} {e.strerror}", hint=hint) for e in wrong])
 
@@ -126,16 +149,16 @@ class RunFolder:
 
     @classmethod
     def find(cls, name: str, root: Path = Path("runs")) -> RunFolder:
-        """The run folder at the path `name`, or else the run called `name` under `root`. Raises InputError."""
+        """The run folder at the path `name`, else the run called `name` under `root`. Raises InputError."""
         for path in (Path(name), root / name):
             if cls(path).is_run():
                 return cls.open(path)
-        # Neither: tell of the one that was most likely meant.
+        # Neither exists: report the one that was most likely meant.
         return cls.open(Path(name) if Path(name).exists() or "/" in name else root / name)
 
 
 def _nearby_hint(path: Path) -> str:
-    """Names of run folders that could have been meant: inside `path`, or beside it."""
+    """Hint with run folders that could have been meant: inside `path`, or next to it."""
     inside = _runs_in(path) or _runs_in(path / "runs")
     if inside:
         return f"run folders in it: {_listed(inside)}"

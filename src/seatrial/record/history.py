@@ -1,4 +1,4 @@
-"""The steps of a run for its views, taken incrementally: a run may have a million steps and grow while it is watched."""
+"""The steps of a run for its views, read incrementally: a run may have a million steps and grow while it is watched."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class History:
             column.append(getattr(record, name))
 
     def column(self, name: str, since: int = 0) -> Sequence[float]:
-        """The field `name` of the steps done by generation `since` and later ones, by step."""
+        """The field `name` of the steps of generation `since` and later ones, by step."""
         return self._columns[name][bisect_left(self.generations, since) :]
 
 
 class Pace:
     """The current step time, used for every ETA.
 
-    The mean of the last steps, each capped at three times their median: a single hiccup changes little, while steps
+    The mean of the last steps, each capped at three times their median: a single slow step changes little, while steps
     that are regularly slow (every tenth is verified and copied) count. The first step of a generation (compilation,
     connections) is excluded.
     """
@@ -73,7 +73,7 @@ class Pace:
             self._recent.append((record.generation, record.step_time_s))
 
     def eta_s(self, steps_left: int, since: int = 0) -> float | None:
-        """Seconds for `steps_left` at the pace of the generations from `since` on; None: not known yet."""
+        """Seconds for `steps_left` at the pace of generation `since` and later ones; None: not known yet."""
         seconds = [s for generation, s in self._recent if generation >= since]
         if not seconds:
             return None
@@ -104,12 +104,12 @@ class LedgerBook:
             self._last[generation] = step
             return
         again = 0 < step <= len(done)
-        if again and generation > done[-1]:  # it went back to before this step
+        if again and generation > done[-1]:  # the new generation resumed before this step
             del done[step - 1 :]
             self.skipped = {s for s in self.skipped if s < step}
             again = False
         once = step == len(done) + 1
-        if again and generation > done[step - 1]:  # its first time in this generation, after a rollback
+        if again and generation > done[step - 1]:  # first time in this generation, after a rollback
             done[step - 1], once = generation, True
             self.skipped.discard(step)
         # Within one generation only a skipped step may repeat one: trained, rolled back and skipped, or skipped again.

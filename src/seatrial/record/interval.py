@@ -1,13 +1,13 @@
 """How often to save, for `checkpoint.every_steps = "auto"`: Young's formula over measured costs and the failure rate.
 
     interval = sqrt(2 C M)        J. W. Young, CACM 17(9), 1974
-    C = what one save costs in training time: the stall, and what it slowed the steps beside it
+    C = cost of one save in training time: the stall, plus the slowdown of the steps during the write
     M = mean time to failure of the job = 1 / (nodes x rate)
     rate = (1 + failures) / (1 / prior + node-days)
 
-The rate is the mean of a gamma distribution: a published rate that counts as much as one failure, and then the run's own
-history. Every failure is taken to go back to a checkpoint, though most go back to a copy in memory: to save too often costs
-little, to save too seldom what cannot be had back. Pure but for `write_interval`.
+The rate is the mean of a gamma distribution: a published rate that counts as much as one failure, updated by the run's
+own history. Every failure is assumed to go back to a checkpoint, though most go back to a snapshot in memory: saving
+too often costs little, saving too rarely loses work for good. Pure except for `write_interval`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def young(save_s: float, mttf_s: float) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """What was chosen, and every number that it came from; times in seconds."""
+    """The chosen interval, and every number it is derived from; times in seconds."""
 
     steps: int
     interval_s: float
-    limited_by: str  # "" where the formula's own value stands
+    limited_by: str  # "" if the formula's own value applies
     save_cost_s: float
-    write_s: float  # from the copy until the checkpoint was complete
+    write_s: float  # from the copy until the checkpoint is complete
     step_time_s: float
     mttf_s: float  # of the whole job
     nodes: int
@@ -51,7 +51,7 @@ class Interval:
 
     @property
     def reason(self) -> str:
-        """One sentence for people."""
+        """One sentence for the user."""
         text = (
             f"a save costs {self.save_cost_s:.2f} s, a failure is expected every {self.mttf_s / 3600:.1f} h "
             f"({self.failures} in {self.node_days:.2g} node-days of this run, prior {self.prior_per_node_day:g} a "
@@ -77,11 +77,11 @@ def choose_interval(
     rate = (1 + failures) / (1 / prior.per_node_day + node_days)
     mttf_s = _DAY_S / (nodes * rate)
     wanted, limited = young(max(0.0, save_cost_s), mttf_s), ""
-    if wanted < 2 * write_s:  # the one before must be complete, with as much again to spare
+    if wanted < 2 * write_s:  # the previous save must be complete, with a factor of two to spare
         wanted, limited = 2 * write_s, "the time that writing takes"
     if wanted > max_unsaved_s / 2:
         wanted, limited = max_unsaved_s / 2, "checkpoint.max_unsaved_s"
-    # Down: the limits are upper ones, and more often is the cheaper mistake.
+    # Round down: the limits are upper limits, and saving too often is the cheaper mistake.
     steps = max(1, math.floor(wanted / step_time_s))
     return Interval(
         steps=steps,
@@ -101,12 +101,12 @@ def choose_interval(
 
 
 def count_failures(events: Iterable[Event]) -> int:
-    """How many failures the run has gone on after, of which its events tell."""
+    """The number of failures that the run has recovered from, according to its events."""
     return sum(event.kind == "recovering" for event in events)
 
 
 def write_interval(folder: RunFolder, chosen: Interval) -> None:
-    """Put it into interval.json of the run folder. Raises OSError."""
+    """Write it to interval.json of the run folder. Raises OSError."""
     content = {
         "schema_version": SCHEMA_VERSION,
         "formula": FORMULA,

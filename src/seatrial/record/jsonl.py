@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: appended to by processes that may die, read by processes that must not.
+"""JSON Lines files: appended to by processes that may die, read by processes that must not.
 
 A line is written by one `write` to a descriptor opened with O_APPEND, so lines of several writers do not mix.
 A crash can leave the last line torn; the next writer starts a new line first, and readers report the torn one.
@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ class Problem:
 
 
 def plain(value: Any) -> Any:
-    """`value` with NaN and the infinities as the strings "NaN", "Infinity", "-Infinity", which JSON has no numbers for."""
+    """`value` with NaN and the infinities, which JSON does not support, as "NaN", "Infinity", "-Infinity"."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -49,7 +50,7 @@ def encode(value: Mapping[str, Any]) -> bytes:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:  # a non-finite float
         text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # A lone surrogate (an undecodable file name in a message) must not cost us the event.
+    # A lone surrogate (an undecodable file name in a message) must not lose the event.
     return text.encode("utf-8", errors="backslashreplace") + b"\n"
 
 
@@ -58,31 +59,31 @@ class LineWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Readable too: the last byte must be looked at.
+        # Readable too: the last byte must be read.
         self._fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._torn = _ends_torn(self._fd)
 
     def write(self, value: Mapping[str, Any]) -> None:
-        """Append one line. Raises OSError where the file system refuses (a full disk), or the file is gone."""
+        """Append one line. Raises OSError if the write fails (a full disk), or the file was moved or deleted."""
         if not self._in_place():
             raise FileNotFoundError(errno.ENOENT, "was moved or deleted while it was written", str(self.path))
         data = encode(value)
         if self._torn:
             data = b"\n" + data
-        self._torn = True  # until all of it is known to be there
+        self._torn = True  # until all of it is known to be written
         while data:
             data = data[os.write(self._fd, data) :]
         self._torn = False
 
     def _in_place(self) -> bool:
-        """Whether the path still leads to the open file: a run folder that was moved takes its files with it."""
+        """Whether the path still names the open file: a run folder that was moved takes its files with it."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
         except FileNotFoundError:
             return False
 
     def sync(self) -> None:
-        """Make durable what was written."""
+        """Fsync what was written."""
         os.fsync(self._fd)
 
     def close(self) -> None:
@@ -98,13 +99,13 @@ class LineWriter:
 
 
 def append_line(path: Path, value: Mapping[str, Any]) -> None:
-    """Append one line to `path`, for writers that come rarely; others keep a LineWriter."""
+    """Append one line to `path`, for infrequent writers; others keep a LineWriter."""
     with LineWriter(path) as writer:
         writer.write(value)
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
-    """All usable objects of `path` and what is wrong with its other lines; a missing file is an empty one."""
+    """All usable objects of `path`, and the problems of its other lines; a missing file counts as empty."""
     numbered, problems = read_numbered(path)
     return [value for _, value in numbered], problems
 
@@ -112,13 +113,13 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
 def read_numbered(
     path: Path, noun: str = "a record"
 ) -> tuple[list[tuple[int, dict[str, Any]]], list[Problem]]:
-    """As `read`, each object with its line number (from 1); `noun` is what a line should have been."""
+    """As `read`, each object with its line number (from 1); `noun` names what a line should be."""
     problems: list[Problem] = []
     return list(each_numbered(path, noun, problems)), problems
 
 
 def each_numbered(path: Path, noun: str, problems: list[Problem]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """As `read_numbered`, one object after the other and none of them kept; what is wrong is added to `problems`."""
+    """As `read_numbered`, one object at a time without keeping any; unusable lines are added to `problems`."""
     try:
         with open(open_file(path), "rb") as f:
             for number, line in enumerate(_lines(f), 1):
@@ -137,15 +138,28 @@ def each_numbered(path: Path, noun: str, problems: list[Problem]) -> Iterator[tu
 
 
 class Tail:
-    """Follows a file that others append to; a line counts once its newline is there."""
+    """Follows a file that others append to; a line counts once its newline has been written."""
 
-    def __init__(self, path: Path, noun: str = "a record") -> None:
+    def __init__(
+        self,
+        path: Path,
+        noun: str = "a record",
+        *,
+        recent_bytes: int | None = None,
+        always: re.Pattern[bytes] | None = None,
+    ) -> None:
+        """`recent_bytes`: before the last `recent_bytes` bytes, parse only lines that match `always`.
+
+        Without `always` that part is not read at all, and the lines have no numbers (0).
+        """
         self.path = path
         self.noun = noun
         self.problems: list[Problem] = []
         self.begun = 0  # number of files opened so far: a replaced file is read from its beginning
+        self._recent_bytes, self._always = recent_bytes, always
+        self._recent = 0  # from this offset on every line is parsed
         self._offset = 0
-        self._lines = 0
+        self._lines, self._numbered = 0, 1
         self._inode: int | None = None
         self._unreadable = False
 
@@ -160,10 +174,14 @@ class Tail:
     def parts(self) -> Iterator[list[tuple[int, dict[str, Any]]]]:
         """As `poll_numbered`, a few MiB at a time, to bound memory."""
         while data := self._read():
+            end = self._offset
             self._offset += len(data)
             values = []
             for line in data[:-1].split(b"\n"):
-                self._lines += 1
+                self._lines += self._numbered
+                end += len(line) + 1
+                if end <= self._recent and self._always is not None and not self._always.search(line):
+                    continue
                 value, reason = _parse_line(line)
                 if value is not None:
                     values.append((self._lines, value))
@@ -172,17 +190,17 @@ class Tail:
             yield values
 
     def rest(self) -> list[tuple[int, dict[str, Any]]]:
-        """The object after the last newline, once nobody writes to the file; an invalid one becomes a problem."""
+        """The object after the last newline, once the file has no writer; an invalid one becomes a problem."""
         torn = self._read(torn=True)
         if not torn or b"\n" in torn:  # a new start is writing
             return []
         self._offset += len(torn)  # the next writer begins with a newline, so this stays the same line
         value, reason = _parse_line(torn)
         if value is not None:
-            return [(self._lines + 1, value)]
+            return [(self._lines + self._numbered, value)]
         if reason is not None:
             what = f"unfinished line, not used ({reason})"
-            self.problems.append(Problem(self.path.name, self._lines + 1, what))
+            self.problems.append(Problem(self.path.name, self._lines + self._numbered, what))
         return []
 
     def _read(self, *, torn: bool = False) -> bytes:
@@ -193,6 +211,12 @@ class Tail:
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._offset, self._lines, self._inode = 0, 0, status.st_ino
                     self.begun += 1
+                    if self._recent_bytes is not None:
+                        self._recent = max(0, status.st_size - self._recent_bytes)
+                        if self._recent and self._always is None:
+                            f.seek(self._recent - 1)
+                            f.readline(_LONGEST_LINE)  # skip the rest of a partial line
+                            self._offset, self._numbered = f.tell(), 0
                 f.seek(self._offset)
                 data = f.read(_LONGEST_LINE)
                 if len(data) == _LONGEST_LINE and b"\n" not in data:
@@ -216,7 +240,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _too_long() -> OSError:
-    return OSError(errno.EFBIG, "a line is longer than any record; from there on nothing is read")
+    return OSError(errno.EFBIG, "a line is longer than any record; nothing after it is read")
 
 
 def _ends_torn(fd: int) -> bool:
@@ -225,7 +249,7 @@ def _ends_torn(fd: int) -> bool:
 
 
 def _parse_line(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
-    """(object, None), or (None, what is wrong), or (None, None) for an empty line, which means nothing."""
+    """(object, None), or (None, reason) if unusable, or (None, None) for an empty line, which is ignored."""
     if not line.strip():
         return None, None
     try:

@@ -1,4 +1,4 @@
-"""ledger.jsonl: which samples each step trained on, the proof that none was lost or seen twice."""
+"""ledger.jsonl: which samples each step trained on, as proof that none was lost or seen twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOUN = "a ledger record"
 class LedgerRecord:
     """Step `step` trained on samples first_sample, ..., end_sample - 1 of the global order. Steps count from 1.
 
-    With `skipped` they were left out on purpose: the step made no update.
+    With `skipped` they were skipped on purpose: the step made no update.
     """
 
     step: int
@@ -27,17 +27,17 @@ class LedgerRecord:
 
 
 class LedgerWriter:
-    """Appends to ledger.jsonl; the caller makes sure that it is the only one."""
+    """Appends to ledger.jsonl; the caller ensures that it is the only writer."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._writer = LineWriter(folder.ledger)
 
     def write(self, record: LedgerRecord) -> None:
-        """Append one record. Raises OSError where the file system refuses."""
+        """Append one record. Raises OSError if the write fails."""
         self._writer.write(vars(record))
 
     def sync(self) -> None:
-        """Make durable what was written."""
+        """Fsync what was written."""
         self._writer.sync()
 
     def close(self) -> None:
@@ -45,9 +45,9 @@ class LedgerWriter:
 
 
 def read_ledger(folder: RunFolder) -> tuple[list[LedgerRecord], list[Problem]]:
-    """The records of each step's last generation, by step; and the lines that are none.
+    """The records of each step's last generation, by step; and the lines that are not records.
 
-    That is one record a step, unless one generation did a step twice; `ledger_gaps` must see that.
+    That is one record per step, unless one generation did a step twice; `ledger_gaps` must see that.
     """
     numbered, problems = read_numbered(folder.ledger, NOUN)
     records, wrong = decode_all(LedgerRecord, numbered, file=folder.ledger.name, noun=NOUN)
@@ -55,7 +55,7 @@ def read_ledger(folder: RunFolder) -> tuple[list[LedgerRecord], list[Problem]]:
 
 
 def each_ledger_line(folder: RunFolder, problems: list[Problem]) -> Iterator[tuple[int, LedgerRecord]]:
-    """Every record with its line number (from 1), in the order of the file; lines that are none go to `problems`."""
+    """Every record with its line number (from 1), in file order; lines that are not records go to `problems`."""
     for number, values in each_numbered(folder.ledger, NOUN, problems):
         try:
             yield number, decode(LedgerRecord, values)
@@ -64,10 +64,10 @@ def each_ledger_line(folder: RunFolder, problems: list[Problem]) -> Iterator[tup
 
 
 def ledger_gaps(records: Sequence[LedgerRecord], global_batch: int) -> list[str]:
-    """What contradicts "every step once, every sample once", in words; empty where nothing does.
+    """What contradicts "every step once, every sample once", as messages; empty if nothing does.
 
-    Steps must be 1, 2, ..., each once in its last generation, and step n must hold the samples
-    (n - 1) x global_batch, ..., n x global_batch - 1. Steps that were left out on purpose are in the ledger.
+    Steps must be 1, 2, ..., each once in its last generation, and step n must contain the samples
+    (n - 1) x global_batch, ..., n x global_batch - 1. Steps that were skipped on purpose are in the ledger.
     """
     gaps: list[str] = []
     expected_step = 1
@@ -112,8 +112,8 @@ def _last_generation(records: Sequence[LedgerRecord]) -> list[LedgerRecord]:
         last[record.step] = max(record.generation, last.get(record.step, record.generation))
         if record.skipped:
             left_out.add((record.step, record.generation))
-    # Trained, taken back and then left out, all in one generation: the last of that counts. A step that was left out
-    # is left out again whenever the run goes back to before it; that is no second time.
+    # Trained, rolled back and then skipped, all in one generation: the skip counts. A skipped step is skipped again
+    # whenever the run rolls back to before it; that does not count as twice.
     own: list[LedgerRecord] = []
     told: set[LedgerRecord] = set()
     for record in records:

@@ -1,4 +1,4 @@
-"""One process at a time runs a run: an flock, which the kernel drops however its holder ends."""
+"""Mutual exclusion of processes that run a run: an flock, which the kernel releases however its holder ends."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from seatrial.base.files import open_file, read_text
 
-# Readers take the lock in shared mode for an instant to see whether it is free; a start outwaits that.
+# Readers briefly take the lock in shared mode to see whether it is free; a start waits longer than that.
 _PATIENCE_S = 0.2
 _LONGEST = 32  # bytes of a pid and its newline
 
 
 class LockHeld(Exception):
-    """Another process holds the lock; `pid` is what it wrote inside, None if that cannot be read."""
+    """Another process holds the lock; `pid` is the content of the file, None if it cannot be read."""
 
     def __init__(self, pid: int | None) -> None:
         super().__init__(f"held by process {pid}")
@@ -24,7 +24,7 @@ class LockHeld(Exception):
 
 
 def acquire(path: Path) -> int:
-    """Lock `path` (made where missing), write our pid inside, return the descriptor that holds it.
+    """Lock `path` (created if missing), write our pid into it, return the descriptor that holds the lock.
 
     Raises LockHeld, or OSError if the file system has no locks, or the file is not a lock. A child that is forked
     without exec shares the lock.
@@ -39,7 +39,7 @@ def acquire(path: Path) -> int:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return fd
-            # The folder was moved aside between open and lock: this is the lock of the old one. Again.
+            # The folder was moved aside between open and lock: this is the lock of the old one. Retry.
             os.close(fd)
             continue
         except BlockingIOError:
@@ -53,7 +53,7 @@ def acquire(path: Path) -> int:
 
 
 def is_held(path: Path) -> bool:
-    """Whether some process holds the lock now; False where it was never made."""
+    """Whether some process holds the lock now; False if the file was never created."""
     try:
         fd = open_file(path)
     except OSError:
@@ -70,7 +70,7 @@ def is_held(path: Path) -> bool:
 
 
 def holder(path: Path) -> int | None:
-    """The pid of the process that holds the lock; None where it is free or the pid cannot be read."""
+    """The pid of the process that holds the lock; None if it is free or the pid cannot be read."""
     return _pid_in(path) if is_held(path) else None
 
 
@@ -82,10 +82,10 @@ def _pid_in(path: Path) -> int | None:
 
 
 def _check_ours(path: Path, fd: int) -> None:
-    # A hard link may lead to another file, which would be overwritten.
+    # It may be a hard link to another file, which would be overwritten.
     content = os.pread(fd, _LONGEST + 1, 0)
     if len(content) > _LONGEST or (not content.strip().isdigit() and content):
-        raise OSError(errno.EINVAL, "is no lock of Seatrial: it holds something else than a pid", str(path))
+        raise OSError(errno.EINVAL, "is not a lock of Seatrial: it does not contain a pid", str(path))
 
 
 def _is_still(path: Path, fd: int) -> bool:

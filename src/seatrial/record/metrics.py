@@ -1,4 +1,4 @@
-"""metrics.jsonl: what each step did, written by one process of the run."""
+"""metrics.jsonl: the metrics of each step, written by one process of the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MetricsRecord:
     """One optimizer step. Steps count from 1."""
 
     step: int
-    tokens: int  # trained on so far, this step included
+    tokens: int  # trained on so far, including this step
     loss: float  # mean over the tokens of the global batch, in nats
     grad_norm: float  # global, before clipping
     lr: float
@@ -25,24 +25,24 @@ class MetricsRecord:
     data_wait_s: float  # the part of step_time_s spent waiting for data
     tokens_per_s: float
     tokens_per_s_per_gpu: float
-    mfu: float | None  # 0..1; None where the peak of the device is not known
-    memory_bytes: int | None  # peak of the rank that used most
+    mfu: float | None  # 0..1; None if the peak of the device is not known
+    memory_bytes: int | None  # peak, of the rank with the largest
     time: float  # unix seconds at the end of the step
     generation: int
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl; the caller makes sure that it is the only one."""
+    """Appends to metrics.jsonl; the caller ensures that it is the only writer."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._writer = LineWriter(folder.metrics)
 
     def write(self, record: MetricsRecord) -> None:
-        """Append one record. Raises OSError where the file system refuses."""
+        """Append one record. Raises OSError if the write fails."""
         self._writer.write(vars(record))
 
     def sync(self) -> None:
-        """Make durable what was written."""
+        """Fsync what was written."""
         self._writer.sync()
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class MetricsWriter:
 
 
 def read_metrics(folder: RunFolder) -> tuple[list[MetricsRecord], list[Problem]]:
-    """One record a step, of the last generation that did the step, by step; and the lines that are none."""
+    """One record per step, of the last generation that did it, by step; and the lines that are not records."""
     numbered, problems = read_numbered(folder.metrics, NOUN)
     records, wrong = decode_all(MetricsRecord, numbered, file=folder.metrics.name, noun=NOUN)
     last: dict[int, MetricsRecord] = {}
@@ -62,10 +62,10 @@ def read_metrics(folder: RunFolder) -> tuple[list[MetricsRecord], list[Problem]]
 
 
 def current_history(records: Iterable[MetricsRecord]) -> list[MetricsRecord]:
-    """The steps that led to where the run stands now, from `read_metrics`.
+    """The steps that led to the run's current state, from `read_metrics`.
 
-    A generation that resumes from step 50 takes back what earlier ones did after it: until it has redone them, those
-    steps are in the file and are not part of the run.
+    A generation that resumes from step 50 invalidates what earlier ones did after it: until it has redone them, those
+    steps are in the file but not part of the run.
     """
     kept: list[MetricsRecord] = []
     newest = 0

@@ -1,12 +1,11 @@
-"""The proof that every sample was seen exactly once, in order: from the ledger, line by line, and what else tells of it.
+"""The proof that every sample was seen exactly once, in order: from the ledger, line by line, and other records.
 
-Step n holds the samples (n - 1) x global_batch, ..., n x global_batch - 1, whatever layout did it. So a history is right if
-each generation went on from a state that an earlier one had reached, did its steps one after the other, and gave each
-step its own samples. What a generation did after the state that the next one took is not part of the history: it was
-done again. Three records are written independently of the ledger and must agree with it: metrics.jsonl (which steps each
-generation trained), the `resumed` and `recovered` events (from which state it went on), and the `step_skipped` events
-(what was left out on purpose). A line of the ledger that is lost contradicts one of them also where another generation
-did the same step.
+Step n has the samples (n - 1) x global_batch, ..., n x global_batch - 1, whatever the layout. So a history is valid if
+each generation resumed from a state that an earlier one had reached, did its steps consecutively, and gave each step
+its own samples. What a generation did after the state that the next one resumed from is not part of the history: it was
+redone. Three records are written independently of the ledger and must agree with it: metrics.jsonl (which steps each
+generation trained), the `resumed` and `recovered` events (the state it resumed from), and the `step_skipped` events
+(what was skipped on purpose). A lost ledger line contradicts one of them even if another generation did the step too.
 
 Pure: no file is read here, see `record.audit`.
 """
@@ -19,7 +18,7 @@ from typing import Literal
 
 from seatrial.record.ledger import LedgerRecord
 
-Verdict = Literal["proven", "violated", "unjudged", "empty"]
+ProofStatus = Literal["proven", "violated", "unjudged", "empty"]
 
 LEDGER = "ledger.jsonl"
 METRICS = "metrics.jsonl"
@@ -28,26 +27,26 @@ EVENTS = "events.jsonl"
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the other records say of the run."""
+    """What the other records contain about the run."""
 
-    # Every generation that was begun -> step of the state it went on from, 0: from the beginning. Empty: not known.
+    # Every generation that began -> step of the state it resumed from, 0: from scratch. Empty: not known.
     starts: Mapping[int, int] = field(default_factory=dict)
-    # generation -> the steps that it trained, in the order of the file
+    # generation -> the steps that it trained, in file order
     trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    # (generation, step): told as left out on purpose
+    # (generation, step): reported as skipped on purpose
     skipped: frozenset[tuple[int, int]] = frozenset()
-    # the last step of the job, if the run says that it is finished
+    # the last step of the job, if the run reports that it has finished
     finished: int | None = None
-    # Whether every line could be read. What is not there proves nothing where some could not.
+    # Whether every line could be read. If not, an absent record proves nothing.
     events_whole: bool = True
     metrics_whole: bool = True
-    # The run writes on while it is looked at; the evidence was then read before the ledger.
+    # The run keeps writing while it is read; the evidence was then read before the ledger.
     live: bool = False
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One contradiction; `line` is the ledger's, None where the line in question is missing."""
+    """One contradiction; `line` is the ledger's, None if the line in question is missing."""
 
     message: str
     step: int | None = None
@@ -60,23 +59,23 @@ class Violation:
 
 @dataclass
 class Stretch:
-    """What one generation did: the steps `first`, ..., `last`, from the state that generation `parent` had left."""
+    """The steps `first`, ..., `last` of one generation, from the state that generation `parent` had left."""
 
     generation: int
     first: int
     last: int
-    parent: int | None  # None: from the beginning, or from nowhere (which is a violation)
+    parent: int | None  # None: from scratch, or from an unknown state (which is a violation)
     ending: int = 0  # the step of its last line
     trained: set[int] = field(default_factory=set)
-    skipped: dict[int, int] = field(default_factory=dict)  # step -> line that first said so
+    skipped: dict[int, int] = field(default_factory=dict)  # step -> first line that records it
     missing: list[range] = field(default_factory=list)
 
     def covers(self, step: int) -> bool:
-        """Whether `step` is one of this stretch."""
+        """Whether `step` is within this stretch."""
         return self.first <= step <= self.last
 
     def lacks(self, step: int) -> bool:
-        """Whether `step` was passed over."""
+        """Whether `step` is missing from it."""
         return any(step in gap for gap in self.missing)
 
 
@@ -87,8 +86,8 @@ class Proof:
     steps: int  # the history ends with this step
     skipped: list[
         int
-    ]  # steps of the history that were left out on purpose: their samples were not trained on
-    redone: int  # steps that were done and are not part of the history: another generation did them again
+    ]  # steps of the history that were skipped on purpose: their samples were not used for training
+    redone: int  # steps that were done but are not part of the history: another generation redid them
     global_batch: int | None
     stretches: list[Stretch]  # by generation
     violations: list[Violation]
@@ -99,7 +98,7 @@ class Proof:
         return (self.steps - len(self.skipped)) * (self.global_batch or 0)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ProofStatus:
         if self.violations:
             return "violated"
         if not self.stretches:
@@ -107,9 +106,9 @@ class Proof:
         return "proven" if self.global_batch else "unjudged"
 
     def disagreement(self, step: int, next_sample: int, generation: int) -> str | None:
-        """How a checkpoint's own progress contradicts the ledger, in words; None if it does not."""
+        """How a checkpoint's own progress contradicts the ledger, as a message; None if it does not."""
         if self.global_batch and next_sample != step * self.global_batch:
-            return f"it goes on at sample {next_sample}, but step {step} ends before sample {step * self.global_batch}"
+            return f"it continues at sample {next_sample}, but step {step} ends before sample {step * self.global_batch}"
         if not any(s.covers(step) and s.generation <= generation for s in self.stretches):
             return f"the ledger has no step {step} of generation {generation} or before"
         return None
@@ -118,7 +117,7 @@ class Proof:
 def prove(
     lines: Iterable[tuple[int, LedgerRecord]], global_batch: int | None, evidence: Evidence | None = None
 ) -> Proof:
-    """Judge the ledger's records, which come with their line numbers in the order of the file."""
+    """Judge the ledger's records, given with their line numbers in file order."""
     judge = _Judge(global_batch, evidence or Evidence())
     for number, record in lines:
         judge.take(number, record)
@@ -127,7 +126,7 @@ def prove(
 
 
 class _Judge:
-    """Reads the ledger as it was written, and collects what cannot be."""
+    """Processes the ledger in write order, and collects violations."""
 
     def __init__(self, global_batch: int | None, evidence: Evidence) -> None:
         self._batch = global_batch
@@ -138,7 +137,7 @@ class _Judge:
     # -- one line
 
     def take(self, number: int, record: LedgerRecord) -> None:
-        """One record, at line `number`."""
+        """Process one record, at line `number`."""
         if record.step < 1 or record.generation < 1:
             what = f"step {record.step} of generation {record.generation} does not exist: both count from 1"
             self._object(what, record, number)
@@ -150,7 +149,7 @@ class _Judge:
         elif right or record.step <= stretch.last + 1:
             self._continue(stretch, number, record)
         else:
-            # A damaged number of a step: to believe it would make nonsense of every line after it.
+            # The step number is damaged: accepting it would invalidate every line after it.
             record = replace(record, step=stretch.last + 1)
             stretch.last += 1
         stretch.ending = record.step
@@ -160,7 +159,7 @@ class _Judge:
             stretch.trained.add(record.step)
 
     def _check_samples(self, number: int, record: LedgerRecord) -> bool:
-        """Whether the samples are the step's own."""
+        """Whether the record has the samples of its step."""
         if not self._batch:
             return True
         first, end = (record.step - 1) * self._batch, record.step * self._batch
@@ -176,7 +175,7 @@ class _Judge:
         parent = self._reached(record.step - 1, record.generation)
         starts = self._evidence.starts
         start = starts.get(record.generation)
-        # While it runs, the newest may have begun after the events were read.
+        # If the run is live, the newest generation may have begun after the events were read.
         if starts and start is None and not (self._evidence.live and record.generation > max(starts)):
             message = f"generation {record.generation} was never begun, as {EVENTS} says"
             self._object(message, record, number)
@@ -189,7 +188,7 @@ class _Judge:
             )
             self._object(message, record, number)
         elif start is not None and record.step > start + 1:
-            # Earlier ones are no contradiction: it may have gone back before it finished a step.
+            # An earlier step is no contradiction: it may have rolled back before it finished a step.
             message = (
                 f"{_missing(start + 1, record.step - 1)} in generation {record.generation}: it went on "
                 f"after step {start}, as {EVENTS} says, and begins with step {record.step}"
@@ -207,9 +206,9 @@ class _Judge:
             stretch.last = step
             self._object(message, record, number)
         elif record.skipped:
-            # Trained, taken back, and then left out; or left out again after a rollback.
+            # Trained, rolled back, and then skipped; or skipped again after a rollback.
             if step < stretch.first and self._reached(step, stretch.generation) is None:
-                self._object(f"step {step} is left out before it was reached", record, number)
+                self._object(f"step {step} is skipped before it was reached", record, number)
         elif stretch.lacks(step) and step not in stretch.trained:
             self._object(f"step {step} of generation {stretch.generation} is out of order", record, number)
         elif step < stretch.first:
@@ -220,14 +219,14 @@ class _Judge:
             self._object(what, record, number)
 
     def _reached(self, step: int, before: int) -> int | None:
-        """The latest generation earlier than `before` that has done `step`, as far as we have read."""
+        """The latest generation earlier than `before` that has done `step`, among the lines read so far."""
         found = [g for g, s in self._stretches.items() if g < before and s.covers(step)]
         return max(found, default=None)
 
-    # -- the whole
+    # -- the whole ledger
 
     def compare(self) -> None:
-        """Hold what the other records say against it."""
+        """Compare the ledger with the other records."""
         self._compare_metrics()
         self._compare_events()
         finished = self._evidence.finished
@@ -248,20 +247,22 @@ class _Judge:
                 self._lost(f"{METRICS} has step {newest}", newest, generation, after)
             if stretch is None:
                 continue
-            # A generation that went back to before its first step has done steps that are in the ledger already, but not
-            # as the first thing it did.
+            # A generation that rolled back to before its first step has done steps that the ledger already has, but
+            # not as its first ones.
             if self._evidence.metrics_whole and told[0] < stretch.first:
                 message = f"{METRICS} begins with step {told[0]} in generation {generation}, the ledger with {stretch.first}"
                 self._violations.append(Violation(message, told[0], generation))
             steps = set(told)
             for step in sorted(steps - stretch.trained):
                 if stretch.covers(step) and not stretch.lacks(step):
-                    message = f"step {step} of generation {generation} was left out, but {METRICS} has it as trained"
+                    message = (
+                        f"step {step} of generation {generation} was skipped, but {METRICS} has it as trained"
+                    )
                     line = stretch.skipped.get(step)
                     self._violations.append(Violation(message, step, generation, line))
             if self._evidence.metrics_whole:
                 for step in sorted(stretch.trained - steps):
-                    # The last step may have ended with the rank that writes.
+                    # The last step may be missing because the rank that writes the metrics died.
                     if step < newest:
                         message = (
                             f"step {step} of generation {generation} is in the ledger, but not in {METRICS}"
@@ -278,7 +279,7 @@ class _Judge:
         for generation, step in sorted(self._evidence.skipped):
             stretch = self._stretches.get(generation)
             if stretch is None or step not in stretch.skipped:
-                message = f"step {step} was left out in generation {generation}, as {EVENTS} says; the ledger does not"
+                message = f"step {step} was skipped in generation {generation}, as {EVENTS} says; the ledger does not"
                 self._violations.append(Violation(message, step, generation))
         if not self._evidence.events_whole:
             return
@@ -287,19 +288,19 @@ class _Judge:
         for generation in sorted(self._stretches):
             stretch = self._stretches[generation]
             for step, line in sorted(stretch.skipped.items()):
-                # The event comes after the line, so the last thing that a rank wrote may have none.
+                # The event is written after the line, so a rank's last line may have none.
                 if step == stretch.ending or (self._evidence.live and generation == newest):
                     told.add(step)
                 if step not in told:
-                    message = f"step {step} is left out, and {EVENTS} does not say why"
+                    message = f"step {step} is skipped, and {EVENTS} does not say why"
                     self._violations.append(Violation(message, step, generation, line))
 
     def result(self) -> Proof:
-        """The judgement."""
+        """The resulting proof."""
         lineage = self._lineage()
         skipped: set[int] = set()
         for generation, first, last in lineage:
-            # Whoever came later may have gone back further than it began, and left out an earlier one's step.
+            # A later generation may have rolled back to before its own start, and skipped a step of an earlier one.
             later = [s for s in lineage if s[0] >= generation]
             for other, _, _ in later:
                 skipped |= {step for step in self._stretches[other].skipped if first <= step <= last}
@@ -315,7 +316,7 @@ class _Judge:
         )
 
     def _lineage(self) -> list[tuple[int, int, int]]:
-        """(generation, first, last step) of what led to the end, newest first."""
+        """(generation, first, last step) of the stretches that led to the final state, newest first."""
         found: list[tuple[int, int, int]] = []
         generation, last = max(self._stretches, default=None), 0
         while generation is not None:

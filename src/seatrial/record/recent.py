@@ -1,4 +1,4 @@
-"""The end of a run's records without reading all of them: a recovery must not take longer the longer a run is."""
+"""The end of a run's records without reading all of them: the time of a recovery must not grow with the run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from seatrial.record.typed import decode
 Record = TypeVar("Record")
 
 _BLOCK_BYTES = 16 << 20
-_BYTES_A_RECORD = 600  # more than one takes
-_TOLD = re.compile(rb'"told":"([\w-]+)"')  # a text that looks like it has its quotation marks escaped
-_SKIPPED = encode({"skipped": True})[1:-2]  # as it stands in a line
+_BYTES_A_RECORD = 600  # upper bound
+_TOLD = re.compile(rb'"told":"([\w-]+)"')  # no match inside a string value: quotation marks there are escaped
+_SKIPPED = encode({"skipped": True})[1:-2]  # as it appears in a line
 
 
 def recent_metrics(folder: RunFolder, count: int) -> list[MetricsRecord]:
-    """Of the newest `count` steps or so, the records that led to where the run stands, by step."""
+    """Of about the newest `count` steps, the records that led to the run's current state, by step."""
     last: dict[int, MetricsRecord] = {}
     for record in _usable(MetricsRecord, _last_lines(folder.metrics, 4 * count)):
         known = last.get(record.step)
@@ -35,12 +35,12 @@ def recent_metrics(folder: RunFolder, count: int) -> list[MetricsRecord]:
 
 
 def recent_ledger(folder: RunFolder, count: int) -> list[LedgerRecord]:
-    """The last `count` records or so, in the order of the file."""
+    """About the last `count` records, in file order."""
     return list(_usable(LedgerRecord, _last_lines(folder.ledger, count)))
 
 
 def skipped_steps(folder: RunFolder) -> list[int]:
-    """The steps that were left out on purpose, each once. Searches the whole ledger, but reads those lines only."""
+    """The steps that were skipped on purpose, each once. Searches the whole ledger, but parses only their lines."""
     lines = []
     for data in _blocks(folder.ledger):
         at = data.find(_SKIPPED)
@@ -53,12 +53,12 @@ def skipped_steps(folder: RunFolder) -> list[int]:
 
 
 def told_marks(folder: RunFolder) -> set[str]:
-    """The marks ("told") of all events that have one. Searches the file without reading its lines."""
+    """The marks ("told") of all events that have one. Searches the file without parsing its lines."""
     return {mark.decode() for data in _blocks(folder.events) for mark in _TOLD.findall(data)}
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """The file in pieces that end at line ends; stops at an overlong line, and yields nothing if it cannot be read."""
+    """The file in blocks that end at line ends; stops at an overlong line, and yields nothing if it cannot be read."""
     rest = b""
     with contextlib.suppress(OSError), open(open_file(path), "rb") as f:
         while block := f.read(_BLOCK_BYTES):
@@ -72,7 +72,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _last_lines(path: Path, count: int) -> list[bytes]:
-    """At most the last `count` lines; none of a file that is not there."""
+    """At most the last `count` lines; none if the file does not exist."""
     try:
         with open(open_file(path), "rb") as f:
             start = max(0, f.seek(0, os.SEEK_END) - count * _BYTES_A_RECORD)
@@ -84,7 +84,7 @@ def _last_lines(path: Path, count: int) -> list[bytes]:
 
 
 def _usable(cls: type[Record], lines: list[bytes]) -> Iterator[Record]:
-    """The records among `lines`. What else stands there is told by whoever reads the whole file."""
+    """The records among `lines`. Readers of the whole file report the others."""
     for line in lines:
         try:
             values: Any = parse_json(line)

@@ -1,11 +1,11 @@
-"""Starting a run: its folder is made or found, checked, locked, and given the next generation."""
+"""Start a run: create or find its folder, check it, lock it, and begin the next generation."""
 
 from __future__ import annotations
 
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,15 +25,15 @@ PLAN_SCHEMA_VERSION = 1
 
 @dataclass
 class OpenedRun:
-    """A run that this process holds: nobody else can start it until `close`, or until this process ends."""
+    """A run that this process holds: no other process can start it until `close`, or until this process ends."""
 
     folder: RunFolder
     generation: int  # 1 on the first start; one more at each start
-    notes: list[str] = field(default_factory=list)  # what the user must be told
+    notes: list[str] = field(default_factory=list)  # to be shown to the user
     _lock_fd: int = -1
 
     def close(self) -> None:
-        """Let go of the lock; the folder stays."""
+        """Release the lock; the folder stays."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -46,26 +46,39 @@ class OpenedRun:
 
 
 def open_run(
-    job: Job, root: Path = Path("runs"), *, fresh: bool = False, data: Mapping[str, object] | None = None
+    job: Job,
+    root: Path = Path("runs"),
+    *,
+    fresh: bool = False,
+    data: Mapping[str, object] | None = None,
+    check: Callable[[RunFolder], None] = lambda folder: None,
 ) -> OpenedRun:
-    """Make or find the run folder `root`/NAME of `job`, lock it and begin its next generation.
+    """Create or find the run folder `root`/NAME of `job`, lock it and begin its next generation.
 
-    `data` says what the tokens are (`TokenStore.identity`); with the job's own keys it makes two starts the same run.
-    With `fresh` an existing run is moved aside first, never deleted. Raises InputError where the folder belongs to
-    another job, is something else, or cannot be written; RunFailed where another process holds the run.
+    `data` identifies the tokens (`TokenStore.identity`); with the job's own keys it determines whether two starts are
+    the same run. With `fresh` an existing run is first moved aside, never deleted. `check` may refuse the folder, once
+    it is locked and before anything is changed. Raises InputError if the folder belongs to another job, is something
+    else, or cannot be written; RunFailed if another process holds the run.
     """
     folder = RunFolder(root / job.name)
     try:
-        return _open(job, folder, fresh, {**job.identity(), **(data or {})})
+        return _open(job, folder, fresh, {**job.identity(), **(data or {})}, check)
     except OSError as error:
         raise _unwritable(folder, error) from error
 
 
-def _open(job: Job, folder: RunFolder, fresh: bool, identity: Mapping[str, object]) -> OpenedRun:
+def _open(
+    job: Job,
+    folder: RunFolder,
+    fresh: bool,
+    identity: Mapping[str, object],
+    check: Callable[[RunFolder], None],
+) -> OpenedRun:
     notes: list[str] = []
     _refuse_foreign(folder)
     lock_fd = _lock(folder)
     try:
+        check(folder)
         if fresh and _has_history(folder):
             notes.append(f"moved the old run aside: {folder.path} is now {_move_aside(folder)}")
             os.close(lock_fd)
@@ -103,7 +116,7 @@ def _open(job: Job, folder: RunFolder, fresh: bool, identity: Mapping[str, objec
 
 
 def _refuse_foreign(folder: RunFolder) -> None:
-    """A folder with something in it that is no run is never written to."""
+    """Raise InputError for a non-empty folder that is not a run: it is never written to."""
     folder.check_records()
     path = folder.path
     hint = "give the job another `name`, or empty that place; it was not touched"
@@ -132,7 +145,7 @@ def _lock(folder: RunFolder) -> int:
 
 
 def _has_history(folder: RunFolder) -> bool:
-    """Whether the folder holds more than the beginnings of a first start."""
+    """Whether the folder contains more than an unfinished first start leaves."""
     return any(p != folder.control for p in folder.path.iterdir()) or folder.identity_json.exists()
 
 
@@ -149,25 +162,25 @@ def _move_aside(folder: RunFolder) -> Path:
 
 
 def _check_identity(identity: Mapping[str, object], folder: RunFolder) -> None:
-    """The stored identity is this job's, or there is none yet."""
+    """Raise InputError unless the stored identity is this job's, or there is none yet."""
     fresh_hint = (
         "start over with --fresh (the old run is moved aside, not deleted), or give the job another `name`"
     )
     try:
         stored = read_json(folder.identity_json)
         if not isinstance(stored, dict):
-            raise ValueError("no JSON object")
+            raise ValueError("not a JSON object")
     except FileNotFoundError:
-        # Killed during its first start, a folder has no identity and nothing to lose. Otherwise it was damaged.
+        # A first start that was killed leaves no identity, and nothing to lose. Otherwise the folder was damaged.
         if folder.metrics.exists() or any(folder.checkpoints.glob("step-*")):
             raise InputError(
-                f"{folder.identity_json} is missing, so it cannot be told whether this is the same run",
+                f"{folder.identity_json} is missing, so it is unknown whether this is the same run",
                 hint=f"put the file back, or {fresh_hint}",
             ) from None
         return
     except ValueError as error:
         raise InputError(
-            f"{folder.identity_json} is damaged ({error}), so it cannot be told whether this is the same run",
+            f"{folder.identity_json} is damaged ({error}), so it is unknown whether this is the same run",
             hint=f"put the file back, or {fresh_hint}",
         ) from None
     differing = _differences(stored, _comparable(identity))
@@ -184,13 +197,13 @@ def _job_changes(job: Job, folder: RunFolder) -> dict[str, tuple[Any, Any]]:
     """Keys of job.toml that differ from the last start's; none at a first start."""
     try:
         old = parse_toml(read_text(folder.job_toml))
-    except (FileNotFoundError, ValueError):  # the first start, or a file that nobody can compare with
+    except (FileNotFoundError, ValueError):  # the first start, or an unreadable file
         return {}
     return _differences(_flat(old), _flat(tomllib.loads(job.to_toml())))
 
 
 def _chosen_before(job: Job, folder: RunFolder) -> dict[str, Any] | None:
-    """How an earlier start chose this very layout; None where nobody chose it."""
+    """The `chosen` record of an earlier start that chose this same layout; None if there is none."""
     try:
         plan = read_plan(folder)
     except (OSError, ValueError):
@@ -217,7 +230,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
 
 
 def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As it comes back from JSON, so that a tuple equals the list it was stored as."""
+    """`values` after a round trip through JSON, so that a tuple equals the list it was stored as."""
     out: dict[str, Any] = json.loads(json.dumps(values))
     return out
 
@@ -256,5 +269,5 @@ def read_plan(folder: RunFolder) -> dict[str, Any]:
 
 
 def add_to_plan(folder: RunFolder, key: str, value: Any) -> None:
-    """Write one more choice into plan.json."""
+    """Add one more key to plan.json."""
     write_json(folder.plan_json, {**read_plan(folder), key: value})

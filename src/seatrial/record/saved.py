@@ -1,4 +1,4 @@
-"""The checkpoints of a run as its folder shows them, without querying other places."""
+"""The checkpoints of a run according to its folder, without querying other places."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the processes of one start know and nobody else does: connections between them are proven with it.
+"""The shared secret of the processes of one start, which authenticates the connections between them.
 
-It is in the run folder, readable by its owner alone, and nowhere else: no command line, environment, event or log.
+It is in the run folder, readable only by its owner, and nowhere else: no command line, environment, event or log.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _BYTES = 32
 
 
 def make_secret(folder: RunFolder) -> None:
-    """Write a new secret; what is left of an earlier start cannot take part any more. Raises OSError."""
+    """Write a new secret; leftover processes of an earlier start can no longer take part. Raises OSError."""
     path = folder.secret
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with contextlib.suppress(FileNotFoundError):
         draft.unlink()
-    # Its owner's alone from the first moment on, not only once it is complete.
+    # Private to its owner from its creation, not only once it is complete.
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(fd, "w", encoding="ascii") as f:
@@ -42,7 +42,7 @@ def make_secret(folder: RunFolder) -> None:
 
 
 def read_secret(folder: RunFolder) -> bytes:
-    """The secret of this start. Raises InputError where there is none, or none that can be used."""
+    """The secret of this start. Raises InputError if it is missing or unusable."""
     try:
         secret = bytes.fromhex(_owned(folder.secret))
     except (OSError, ValueError) as error:
@@ -55,7 +55,7 @@ def read_secret(folder: RunFolder) -> bytes:
 
 
 def _owned(path: Path) -> str:
-    """The text of a file that this user owns and nobody else can access. Raises OSError."""
+    """The text of a file that this user owns and no other user can access. Raises OSError."""
     with open(open_file(path), "rb") as file:
         told = _whose(file.fileno())
         if told != (os.geteuid(), 0):
@@ -63,13 +63,13 @@ def _owned(path: Path) -> str:
             with tempfile.TemporaryFile(dir=path.parent) as new:
                 if told != _whose(new.fileno()):
                     raise PermissionError(
-                        errno.EPERM, "others than its owner may read it, or have made it", str(path)
+                        errno.EPERM, "it belongs to another user, or others may read it", str(path)
                     )
         return file.read(4 * _BYTES).decode("ascii")
 
 
 def _whose(fd: int) -> tuple[int, int]:
-    """Its owner, and the permissions of others."""
+    """(owner's uid, permission bits of group and others)."""
     status = os.fstat(fd)
     return status.st_uid, stat.S_IMODE(status.st_mode) & 0o077
 

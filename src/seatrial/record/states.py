@@ -7,20 +7,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 from seatrial.record.events import Event
+from seatrial.record.running import Running
 
-State = Literal["not started", "running", "finished", "failed", "preempted", "stopped"]
+State = Literal["not started", "queued", "running", "finished", "failed", "preempted", "stopped"]
 
 _ENDS = ("run_finished", "run_failed", "run_interrupted")
 _FAILED_PARTS = ("rank_failed", "nursery_failed", "agent_failed")
 _NUMBERS = ("nonfinite", "loss_spike")
+# All event kinds that decide a state.
+KINDS = (
+    *(*_ENDS, *_FAILED_PARTS, *_NUMBERS),
+    *("run_started", "coordinator_elected", "recovering", "recovered", "preempted"),
+)
 
 
 @dataclass(frozen=True)
 class Facts:
     """The facts that decide the state of a run, all about its last start."""
 
-    held: bool  # a process holds the run's lock
-    pid: int | None  # of that process
+    by: Running | None  # what runs it
     events: Sequence[Event]
     generation: int  # the last generation of this start
     stepped: bool  # this start has recorded a step
@@ -34,8 +39,14 @@ class Facts:
 
     @property
     def alive(self) -> bool:
-        """A process that has recorded its end may hold the lock for a moment longer, to print it."""
-        return self.held and self.end is None
+        """Whether it runs. A process that has recorded its end may hold the lock briefly, to print it."""
+        return self.by is not None and self.end is None
+
+    @property
+    def queued(self) -> bool:
+        """Whether it was submitted to a scheduler, and no agent has begun."""
+        submitted = self.alive and self.by is not None and self.by.launch is not None
+        return submitted and _last(self.events, ("coordinator_elected",)) is None
 
     @property
     def recovering(self) -> Event | None:
@@ -51,62 +62,68 @@ class Facts:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table; the first that matches decides."""
+    """A row of the table; the first one that matches decides."""
 
     state: State
     when: str
-    reason: str  # `{message}`: of the event that matched
-    about: Callable[[Facts], Event | bool | None]  # the event that matched, or whether the row does
+    reason: str  # `{message}`: that of the event that matched
+    about: Callable[[Facts], Event | bool | None]  # the event that matched, or whether the row matches
 
 
 TABLE = (
     Row(
+        "queued",
+        "a scheduler has it, no `coordinator_elected` of this start",
+        "{who} has not started",
+        lambda f: f.queued,
+    ),
+    Row(
         "running",
-        "lock held, no step of this start yet",
-        "{who} starts it",
+        "it runs, no step of this start yet",
+        "{who} is starting it",
         lambda f: f.alive and not f.stepped,
     ),
     Row(
         "running",
-        "lock held, `recovering` without `recovered`",
-        "{who} runs it, and it recovers: {message}",
+        "it runs, `recovering` without `recovered`",
+        "{who} is recovering it: {message}",
         lambda f: f.recovering if f.alive else None,
     ),
-    Row("running", "lock held", "{who} trains it", lambda f: f.alive),
+    Row("running", "it runs", "{who} is training it", lambda f: f.alive),
     Row("finished", "`run_finished`", "{message}", lambda f: _ended(f, "run_finished")),
     Row(
         "failed",
         "`run_failed`, after `nonfinite` or `loss_spike` whose `evidence` has the action `stop`",
-        "it diverged, and no more steps may be left out: {message}",
+        "it diverged, and no more steps may be skipped: {message}",
         lambda f: diverged(f.events) if _ended(f, "run_failed") else None,
     ),
     Row("failed", "`run_failed`", "{message}", lambda f: _ended(f, "run_failed")),
     Row(
         "preempted",
         "`run_interrupted` with `preempted`",
-        "asked to stop by SIGTERM or SIGHUP: {message}; the same command goes on",
+        "stopped on request: {message}; the same command resumes",
         lambda f: (_last(f.events, ("preempted",)) or f.end) if _ended(f, "run_interrupted", True) else None,
     ),
     Row("stopped", "`run_interrupted` without it", "{message}", lambda f: _ended(f, "run_interrupted")),
     Row(
         "finished",
         "none of these, the job's last step is done and saved",
-        "all steps are done, and nobody was left to say so",
+        "all steps are done; no process was left to record it",
         lambda f: f.complete,
     ),
     Row(
         "failed",
         "none of these, and a part of its last generation failed",
-        "it ended without a last word, after this: {message}",
+        "it ended without recording an outcome, after: {message}",
         lambda f: f.failed_part,
     ),
     Row(
         "stopped",
         "none of these, and it was started",
-        "it ended without a last word: killed, or the machine went down",
+        "it ended without recording an outcome: killed, or the machine went down",
         lambda f: f.ever_stepped or _last(f.events, ("run_started",)),
     ),
-    Row("not started", "none of these", "no step was ever begun", lambda f: True),
+    Row("not started", "none of these", "no step was ever started", lambda f: True),
 )
 
 
@@ -115,7 +132,7 @@ def state_of(facts: Facts) -> tuple[State, str]:
     for row in TABLE:
         about = row.about(facts)
         if about:
-            who = "a process" if facts.pid is None else f"process {facts.pid}"
+            who = "" if facts.by is None else facts.by.who
             message = about.message if isinstance(about, Event) else ""
             return row.state, row.reason.format(who=who, message=message)
     raise AssertionError("the last row always holds")
@@ -124,7 +141,7 @@ def state_of(facts: Facts) -> tuple[State, str]:
 def diverged(events: Sequence[Event]) -> Event | None:
     """The event that ended a diverged start: one non-finite step or loss spike too many.
 
-    Resuming reaches the same step with the same budget, and fails in the same way.
+    Resuming would reach the same step with the same budget, and fail in the same way.
     """
     for event in reversed(events):
         evidence = (event.data or {}).get("evidence")
@@ -134,7 +151,7 @@ def diverged(events: Sequence[Event]) -> Event | None:
 
 
 def is_failure(event: Event) -> bool:
-    """A component of the run failed: a rank, an agent, a fork server."""
+    """Whether a component of the run failed: a rank, an agent, a fork server."""
     return event.severity == "error" and event.kind in _FAILED_PARTS
 
 

@@ -1,14 +1,15 @@
-"""From a JSON object to one of our record dataclasses, trusting nothing: the files outlive crashes and disks."""
+"""Decode a JSON object to a dataclass, with validation: files outlive crashes and disk errors, messages cross processes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from seatrial.record.jsonl import Problem
 
@@ -17,24 +18,30 @@ Record = TypeVar("Record")
 _LAST_TIME = 1e11  # last unix time that a calendar can show; NaN is invalid too
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
+_Read = Callable[
+    [Any], Any
+]  # a JSON value to a field's value; ValueError, with the reason where that is not obvious
 
-def decode(cls: type[Record], values: Mapping[str, Any]) -> Record:
-    """An instance of dataclass `cls` from `values`; ValueError tells every wrong field.
 
-    Keys that `cls` does not have are skipped: a newer version may have written them.
+def decode(cls: type[Record], values: Mapping[str, Any], *, exact: bool = False) -> Record:
+    """An instance of dataclass `cls` from `values`; ValueError names every invalid field.
+
+    Keys that `cls` does not have are ignored, as a newer version may have written them; or, if `exact`, an error.
     """
     fields, wrong = {}, []
-    for name, kinds, required in _fields(typing.cast(Any, cls)):
+    for name, read, required in _fields(typing.cast(Any, cls)):
         if name not in values:
             if required:
                 wrong.append(f"`{name}` is missing")
             continue
-        value = values[name]
-        if float in kinds:
-            value = _as_float(value)
-        if type(value) not in kinds or (name == "time" and not 0 <= value < _LAST_TIME):
-            wrong.append(f"`{name}` is {values[name]!r:.40}")
-        fields[name] = value
+        try:
+            fields[name] = read(values[name])
+        except ValueError as error:
+            reason = str(error)
+            wrong.append(f"`{name}`: {reason}" if reason else f"`{name}` is {values[name]!r:.40}")
+    if exact and len(fields) < len(values):
+        known = {name for name, _, _ in _fields(typing.cast(Any, cls))}
+        wrong += [f"`{key}` is unknown" for key in values if key not in known]
     if wrong:
         raise ValueError(", ".join(wrong))
     return cls(**fields)
@@ -54,26 +61,119 @@ def decode_all(
     return records, problems
 
 
-def _as_float(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NON_FINITE.get(value, value)
+@cache
+def _fields(cls: Any) -> list[tuple[str, _Read, bool]]:
+    """(name, how its value is read, required) of each field."""
+    hints = typing.get_type_hints(cls)
+    out = []
+    for field in dataclasses.fields(cls):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        read = _time if field.name == "time" else _reader(hints[field.name])
+        out.append((field.name, read, required))
+    return out
+
+
+def _reader(hint: Any) -> _Read:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _union(arguments)
+    if origin is Literal:
+        return _one_of(arguments)
+    if origin is list:
+        return _list(_reader(arguments[0]))
+    if origin is dict:
+        return _dict(_reader(arguments[1]))
+    if hint is Any:
+        return _anything
+    if hint is float:
+        return _float
+    if dataclasses.is_dataclass(hint):
+        return _nested(hint)
+    return _exactly(hint)
+
+
+def _exactly(kind: type) -> _Read:
+    """Not isinstance, so that true does not pass for 1."""
+
+    def read(value: Any) -> Any:
+        if type(value) is not kind:
+            raise ValueError
+        return value
+
+    return read
+
+
+def _anything(value: Any) -> Any:
+    return value
+
+
+def _float(value: Any) -> float:
+    if type(value) is float:
+        return value
+    if type(value) is str and value in _NON_FINITE:
+        return _NON_FINITE[value]
     if type(value) is int:
         try:
             return float(value)
         except OverflowError:
-            return value
-    return value
+            raise ValueError from None
+    raise ValueError
 
 
-@cache
-def _fields(cls: Any) -> list[tuple[str, tuple[type, ...], bool]]:
-    """(name, allowed exact types, required) of each field; exact, so that true is no 1."""
-    hints = typing.get_type_hints(cls)
-    out = []
-    for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-        kinds = tuple(typing.get_origin(k) or k for k in (typing.get_args(hint) if union else (hint,)))
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        out.append((field.name, kinds, required))
-    return out
+def _time(value: Any) -> float:
+    time = _float(value)
+    if not 0 <= time < _LAST_TIME:
+        raise ValueError
+    return time
+
+
+def _one_of(choices: tuple[Any, ...]) -> _Read:
+    def read(value: Any) -> Any:
+        if type(value) is not str or value not in choices:
+            raise ValueError
+        return value
+
+    return read
+
+
+def _union(kinds: tuple[Any, ...]) -> _Read:
+    members = [_reader(kind) for kind in kinds if kind is not type(None)]
+
+    def read(value: Any) -> Any:
+        if value is None and len(members) < len(kinds):
+            return None
+        for member in members[:-1]:
+            with contextlib.suppress(ValueError):
+                return member(value)
+        return members[-1](value)
+
+    return read
+
+
+def _list(item: _Read) -> _Read:
+    def read(value: Any) -> Any:
+        if type(value) is not list:
+            raise ValueError
+        return value if item is _anything else [item(v) for v in value]
+
+    return read
+
+
+def _dict(item: _Read) -> _Read:
+    """Keys are texts in any JSON object."""
+
+    def read(value: Any) -> Any:
+        if type(value) is not dict:
+            raise ValueError
+        return value if item is _anything else {k: item(v) for k, v in value.items()}
+
+    return read
+
+
+def _nested(cls: Any) -> _Read:
+    def read(value: Any) -> Any:
+        if type(value) is not dict:
+            raise ValueError
+        return decode(cls, value, exact=True)
+
+    return read

@@ -1,45 +1,53 @@
-"""What a run folder says about its run, put together; works while it runs, after it died, and if it never started."""
+"""A run's combined records as a view; works while it runs, after it died, and if it never started."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from seatrial.base.files import parse_toml, read_json, read_text
-from seatrial.record import events, ledger, lock, metrics
+from seatrial.record import events, ledger, metrics
 from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
 from seatrial.record.history import History, LedgerBook, Pace
 from seatrial.record.jsonl import Problem, Tail
 from seatrial.record.ledger import LedgerRecord, ledger_gaps, read_ledger
 from seatrial.record.metrics import MetricsRecord
+from seatrial.record.recent import recent_ledger
+from seatrial.record.running import Running, running
 from seatrial.record.saved import CheckpointInfo, read_checkpoints
-from seatrial.record.states import Facts, State, diverged, is_failure, state_of
+from seatrial.record.states import KINDS, Facts, State, diverged, is_failure, state_of
 from seatrial.record.typed import decode_all
 
 Record = TypeVar("Record")
 
-# What is written when a run's folder is opened, whether or not anything is started then.
+# Written when a run's folder is opened, whether or not anything is started afterwards.
 _OF_OPENING = ("job_changed", "layout_chosen")
 # One per rank and generation; no view shows them.
 _NOT_KEPT = "rank_started"
 
+# What a brief view reads of metrics and events: the end, and every event that decides the state.
+_BRIEF_BYTES = 32 << 10
+_BRIEF_EVENTS = re.compile(f'"kind":"(?:{"|".join((*KINDS, "generation_started"))})"'.encode())
+_BRIEF_LEDGER = 64  # records
+
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended the run, as far as anybody could write it down."""
+    """What ended the run, as far as it was recorded."""
 
     cause: str
     node: int | None = None
     rank: int | None = None
-    traceback: str | None = None  # or the last lines of the log, where there is none
+    traceback: str | None = None  # or the last lines of the log, if there is none
     log: Path | None = None
     hint: str | None = None
 
     def completed(self, folder: RunFolder, generation: int) -> Failure:
-        """With traceback, log and hint of the rank, where they are missing here and are in the folder."""
+        """A copy with the rank's traceback, log and hint from the folder, where they are missing here."""
         if self.node is None or self.rank is None:
             return self
         log = self.log or folder.rank_log(generation, self.node, self.rank)
@@ -56,7 +64,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """The few values of job.toml that a view needs; None where the file does not tell."""
+    """The few values of job.toml that a view needs; None if the file does not contain them."""
 
     steps: int | None = None
     global_batch: int | None = None
@@ -65,7 +73,7 @@ class JobFacts:
 
 @dataclass
 class RunView:
-    """A run as its folder shows it at one moment."""
+    """A run according to its folder at one moment."""
 
     folder: RunFolder
     state: State
@@ -83,7 +91,7 @@ class RunView:
     failure: Failure | None
     ledger_steps: int
     ledger_gaps: list[str]
-    skipped_steps: list[int] = field(default_factory=list)  # left out on purpose: no update was made
+    skipped_steps: list[int] = field(default_factory=list)  # on purpose: no update was made
     problems: list[Problem] = field(default_factory=list)
 
     @property
@@ -136,7 +144,7 @@ class RunView:
         return None
 
     def wall_time_s(self, now: float) -> float | None:
-        """Seconds from the last start to its last sign of life, or to `now` while it runs."""
+        """Seconds from the last start to its last record, or to `now` while it runs."""
         times = [e.time for e in self.own_events]
         stepped = self.history.column("time", self.first_generation)
         times += [stepped[0], stepped[-1]] if stepped else []
@@ -149,11 +157,16 @@ class RunReader:
     """Follows a run folder: each `poll` reads only what was written since the previous one."""
 
     def __init__(
-        self, folder: RunFolder, show: Callable[[MetricsRecord | Event], None] | None = None
+        self,
+        folder: RunFolder,
+        show: Callable[[MetricsRecord | Event], None] | None = None,
+        *,
+        brief: bool = False,
     ) -> None:
-        """`show` is called with each step and event."""
+        """`show` is called with each step and event. `brief`: see `read_brief`."""
         self.folder = folder
         self.show = show
+        self.brief = brief
         self._begin()
 
     def _begin(self) -> None:
@@ -165,19 +178,21 @@ class RunReader:
         self._started: dict[str, set[int]] = {"run_started": set(), "generation_started": set()}
         self._newest = 0  # newest generation with any activity
         self._judged: tuple[int, list[int], list[str]] | None = None  # result for an irregular ledger
-        self._metrics = Tail(folder.metrics, metrics.NOUN)
-        self._events = Tail(folder.events, events.NOUN)
+        recent = _BRIEF_BYTES if self.brief else None
+        self._metrics = Tail(folder.metrics, metrics.NOUN, recent_bytes=recent)
+        self._events = Tail(folder.events, events.NOUN, recent_bytes=recent, always=_BRIEF_EVENTS)
         self._ledger = Tail(folder.ledger, ledger.NOUN)
 
     def poll(self, *, over: bool = False) -> None:
-        """Read new records. `over`: nobody writes any more, so an unterminated last line counts.
+        """Read new records. `over`: there is no writer any more, so an unterminated last line counts.
 
         If a file was replaced, everything is read again.
         """
         # Events first: `device` precedes the first step and is needed to show it.
         self._take(self._events, Event, self._take_event, over)
         self._take(self._metrics, MetricsRecord, self._take_metrics, over)
-        self._take(self._ledger, LedgerRecord, self.book.take, over)
+        if not self.brief:
+            self._take(self._ledger, LedgerRecord, self.book.take, over)
         if any(tail.begun > 1 for tail in (self._metrics, self._events, self._ledger)):
             show, self.show = self.show, None
             self._begin()
@@ -203,31 +218,32 @@ class RunReader:
         """
         folder = self.folder
         # Check the lock first: a run that ends while its files are read is then shown as running, not as stopped.
-        held = not own and lock.is_held(folder.lock)
+        by = None if own else running(folder)
+        held = by is not None
         self.poll(over=not held)
         facts, wrong_job = read_job_facts(folder)
         checkpoints, latest = read_checkpoints(folder, self.events)
         complete = bool(checkpoints) and facts.steps is not None and checkpoints[-1].step >= facts.steps
         opened, generation = folder.last_generation(), self._newest
         first = self._first_generation(generation)
-        start = self._facts(held, first, generation, complete)
+        start = self._facts(by, first, generation, complete)
         if (held and start.end is not None and opened > generation) or not generation:
-            # A start without records yet. One that found everything done, or was refused, never has any.
+            # A start without records yet. One that found all steps done, or was refused, never has any.
             first = generation = opened
-            start = self._facts(held, first, generation, complete)
+            start = self._facts(by, first, generation, complete)
         elif held:
             generation = max(opened, generation)
         state, reason = state_of(start)
         steps, skipped, gaps = self._judge_ledger(facts.global_batch, again=not held)
         last = self.history.last
         # While the run is active, the ledger may be a step behind the metrics.
-        if not held and last is not None and last.step > steps:
+        if not held and not self.brief and last is not None and last.step > steps:
             gaps.append(f"step {last.step} of metrics.jsonl is not in the ledger")
         return RunView(
             folder=folder,
             state=state,
             state_reason=reason,
-            pid=start.pid if state == "running" else None,
+            pid=by.pid if by is not None and state == "running" else None,
             generation=generation,
             first_generation=first,
             job=facts,
@@ -292,10 +308,9 @@ class RunReader:
             generation -= 1
         return generation
 
-    def _facts(self, held: bool, first: int, generation: int, complete: bool) -> Facts:
+    def _facts(self, by: Running | None, first: int, generation: int, complete: bool) -> Facts:
         return Facts(
-            held=held,
-            pid=lock.holder(self.folder.lock) if held else None,
+            by=by,
             events=[e for e in self.events if e.generation >= first],
             generation=generation,
             stepped=bool(self.history.column("time", first)),
@@ -306,6 +321,15 @@ class RunReader:
     def _judge_ledger(self, global_batch: int | None, again: bool) -> tuple[int, list[int], list[str]]:
         """(steps, skipped steps, contradictions). `again`: judge the current ledger, even if that is slow."""
         book = self.book
+        if self.brief:
+            left_out, generation = set[int](), 0
+            for record in recent_ledger(self.folder, _BRIEF_LEDGER):
+                if record.generation > generation:  # the new generation resumed before this step
+                    left_out = {step for step in left_out if step < record.step}
+                generation = max(generation, record.generation)
+                if record.generation == generation:
+                    (left_out.add if record.skipped else left_out.discard)(record.step)
+            return 0, sorted(left_out), []
         if not book.odd and (global_batch is None or book.batch in (None, global_batch)):
             return book.steps, sorted(book.skipped), []
         if self._judged is None or again:
@@ -317,12 +341,21 @@ class RunReader:
 
 
 def read_view(folder: RunFolder) -> RunView:
-    """Everything the folder tells. Damaged files become `problems`, never exceptions."""
+    """The complete view of the folder. Damaged files become `problems`, never exceptions."""
     return RunReader(folder).view()
 
 
+def read_brief(folder: RunFolder) -> RunView:
+    """As `read_view`, from the end of the records: a few milliseconds however long they are.
+
+    State, step, the last loss and speed are the same. History, skipped steps, events and thus checkpoints in other
+    places are recent ones only, the ledger is not judged, and damage further back goes unnoticed.
+    """
+    return RunReader(folder, brief=True).view()
+
+
 def read_job_facts(folder: RunFolder) -> tuple[JobFacts, list[Problem]]:
-    """From job.toml, without checking it: a run of another version must still be seen."""
+    """Read them from job.toml, without validation: a run of another version must still be visible."""
     try:
         train = parse_toml(read_text(folder.job_toml)).get("train")
     except (OSError, ValueError) as error:
@@ -338,10 +371,10 @@ def read_job_facts(folder: RunFolder) -> tuple[JobFacts, list[Problem]]:
 
 
 def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Failure | None:
-    """The failure that ended a start, from its events, completed by what the rank itself wrote down.
+    """The failure that ended a start, from its events, completed by what the rank itself recorded.
 
-    Where nobody said what ended it, it is the first failure of `generation`, the last one: the run has recovered from
-    those before.
+    If no event states what ended it, it is the first failure of `generation`, the last one: the run has recovered from
+    earlier ones.
     """
     told = next((e for e in reversed(events) if e.kind == "run_failed"), None)
     if told is None:
@@ -349,7 +382,7 @@ def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Fai
     if told is None:
         return None
     data = told.data or {}
-    # The launcher writes where it happened into `data`; the event's own node and rank may be the writer's.
+    # The launcher records the failed node and rank in `data`; the event's own may be the writer's.
     node, rank = _whole(data.get("node")), _whole(data.get("rank"))
     node = told.node if node is None else node
     rank = told.rank if rank is None else rank

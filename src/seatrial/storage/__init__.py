@@ -1,4 +1,4 @@
-"""Where bytes are kept: a folder or an S3-compatible bucket, behind one interface with one kind of error."""
+"""Storage backends: a folder or an S3-compatible bucket, behind one interface with one exception type."""
 
 from seatrial.storage.errors import Kind, StorageError
 from seatrial.storage.names import is_remote, join

@@ -1,4 +1,4 @@
-"""What a store raises: one error, with its kind, for folders and object stores alike."""
+"""The exception of all stores: one type, with its kind, for folders and object stores alike."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, Literal
 
 from seatrial.base.errors import HINTS, SeatrialError
 
-# missing      the object, the bucket or the folder is not there
-# denied       no credentials, or not these; no permission; a read-only file system
-# full         no space, or a quota used up
-# unreachable  the service or the file system does not answer, or has failed; another attempt may succeed
-# exists       `if_absent`, and there is one
-# short        the object, or what was to be uploaded, ends before the bytes that were asked for
-# other        the rest; the message has the service's or the kernel's words
+# missing      the object, the bucket or the folder does not exist
+# denied       no credentials, or insufficient ones; no permission; a read-only file system
+# full         no space, or a quota is used up
+# unreachable  the service or the file system does not answer, or has failed; a retry may succeed
+# exists       `if_absent`, and the object exists
+# short        the object, or the source of an upload, ends before the requested bytes
+# other        the rest; the message is the service's or the kernel's
 Kind = Literal["missing", "denied", "full", "unreachable", "exists", "short", "other"]
 
 
 class StorageError(SeatrialError):
-    """A store could not do what it was asked to. What was there before is untouched.
+    """A store failed an operation. What was there before is untouched.
 
-    `kind` says what to do about it, `operation` and `url` what was tried on what, `cause` why it failed. `errno` is the
-    kernel's number where the kernel said it, else None.
+    `kind` determines what to do about it; `operation` was attempted on `url`; `cause` is why it failed.
+    `errno` is the kernel's error number if the kernel reported one, else None.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class StorageError(SeatrialError):
         self.errno = errno
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An exception is rebuilt from its message, which is not what this one is made of: a pool of processes would
-        # fail on the way back.
+        # Unpickling rebuilds an exception from its message only, not from this constructor's arguments: returning it
+        # from a process pool would fail.
         return _rebuild, (self.kind, self.operation, self.url, self.cause, self.hint, self.errno)
 
 
@@ -63,7 +63,7 @@ _KINDS: dict[int, Kind] = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
     errno.EEXIST: "exists",
-    # A network file system whose server, or a disk whose cable, is gone.
+    # A network file system whose server, or a disk whose cable, was disconnected.
     **dict.fromkeys(
         (
             errno.EIO,
@@ -89,7 +89,7 @@ _KINDS: dict[int, Kind] = {
 
 
 def from_os_error(operation: str, url: str, error: OSError) -> StorageError:
-    """The same as a StorageError: its kind by its number."""
+    """Convert an OSError to a StorageError; `kind` follows from its errno."""
     number = error.errno
     cause = error.strerror or str(error) or type(error).__name__
     if number is None:
@@ -107,7 +107,7 @@ def from_os_error(operation: str, url: str, error: OSError) -> StorageError:
 
 @contextlib.contextmanager
 def telling(operation: str, url: str) -> Iterator[None]:
-    """Whatever OSError happens inside is raised as a StorageError of `operation` on `url`."""
+    """Convert any OSError raised inside to a StorageError of `operation` on `url`."""
     try:
         yield
     except OSError as error:

@@ -20,26 +20,25 @@ from seatrial.storage.objects import Entry, Progress, Readable
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_COPIED_AT_ONCE = 64 * 2**20  # bytes between two reports of progress
+_COPIED_AT_ONCE = 64 * 2**20  # bytes between two progress reports
 _LONGEST_CONTEST_S = 10.0
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 class LocalStore:
-    """Objects are the files below a folder, their names the paths.
+    """Objects are the files in a folder and its subfolders; their names are the relative paths.
 
-    A file is written under another name in its folder, made durable and renamed. Calls take as long as the file system
-    takes: a hard-mounted NFS whose server is gone holds them for ever, so whoever must not wait calls from another
-    process.
+    A file is written under a temporary name in its folder, fsynced and renamed. Calls block as long as the file system
+    does, with a hard-mounted NFS whose server is down forever: callers that must not block use another process.
     """
 
     def __init__(self, folder: str | Path, *, create: bool = False) -> None:
-        """`create` makes the folder. Raises StorageError if that fails."""
+        """`create` creates the folder. Raises StorageError if that fails."""
         self.root = Path(os.path.abspath(folder))
         if create:
             with telling("make", self.url):
                 self.root.mkdir(parents=True, exist_ok=True)
-        # What was there once and is not any more has vanished: another thing than a wrong path.
+        # A root that existed and no longer does has vanished: a different error than a wrong path.
         self._was_there = self.root.is_dir()
         self._was_mounted = self._was_there and os.path.ismount(self.root)
 
@@ -91,7 +90,7 @@ class LocalStore:
         def fill(fd: int) -> None:
             done = 0
             while done < source.size:
-                # Within the kernel: nothing is copied into this process.
+                # Copied within the kernel, not through this process.
                 n = os.sendfile(fd, source.fd, source.offset + done, min(_COPIED_AT_ONCE, source.size - done))
                 if n == 0:
                     raise _short("write", path, f"its source ends after {done} of {source.size} bytes")
@@ -152,7 +151,7 @@ class LocalStore:
         return self.root / check_prefix(self.url, prefix)
 
     def _check_root(self, operation: str, path: Path) -> None:
-        """Raise where the store's own folder is not what it was. Without that, an absent object is absent."""
+        """Raise if the store's own folder or its mount is missing. If not, an absent object is really absent."""
         hint = "is it on a mount that has gone?"
         if not self.root.is_dir():
             if self._was_there:
@@ -160,7 +159,7 @@ class LocalStore:
                     "unreachable", operation, str(path), f"the folder {self.root} has vanished", hint=hint
                 )
             raise StorageError("missing", operation, str(path), f"there is no folder {self.root}", hint=hint)
-        # What is written into an empty mount point fills the wrong disk, and is hidden by the next mount.
+        # Data written into an empty mount point fills the wrong disk, and is hidden by the next mount.
         if self._was_mounted and not os.path.ismount(self.root):
             raise StorageError(
                 "unreachable", operation, str(path), f"nothing is mounted at {self.root} any more", hint=hint
@@ -188,7 +187,7 @@ class LocalStore:
                     fill(fd)
                     os.fsync(fd)
                 finally:
-                    os.close(fd)  # where NFS may tell of a full disk
+                    os.close(fd)  # NFS may report a full disk here
                 if if_absent:
                     _link(temporary, path)
                     temporary.unlink()
@@ -201,8 +200,8 @@ class LocalStore:
             fsync_folder(path.parent)
 
     def _temporary(self, folder: Path) -> tuple[Path, int]:
-        """A new file in `folder`, which is made durably where it is not there."""
-        # A folder that is empty for a moment may be removed by `remove` of another process.
+        """Create a temporary file in `folder`; missing folders are created durably."""
+        # Another process's `remove` may delete a folder that is momentarily empty.
         end = time.monotonic() + _LONGEST_CONTEST_S
         while True:
             missing = []
@@ -236,13 +235,13 @@ class LocalStore:
                     name = os.path.relpath(entry.path, self.root)
                     found.append(Entry(name, status.st_size, status.st_mtime))
             except FileNotFoundError:
-                continue  # removed while we look
+                continue  # removed during the listing
 
     def _remove_if_empty(self, folder: Path) -> None:
         while folder != self.root:
             try:
                 folder.rmdir()
-            except OSError:  # not empty, or somebody else was first
+            except OSError:  # not empty, or already removed by another process
                 return
             folder = folder.parent
 
@@ -251,13 +250,13 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(exist_ok=True)
     except FileExistsError:
-        # "exists" would say that somebody else has written the object.
+        # FileExistsError would become "exists": that another writer has written the object.
         raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder") from None
     fsync_folder(folder.parent)
 
 
 def _raise(error: OSError) -> None:
-    """For os.walk, which takes no notice of what it cannot read. A folder that is not there has nothing in it."""
+    """Error handler for os.walk, which ignores unreadable folders by default. A missing folder counts as empty."""
     if not isinstance(error, _ABSENT):
         raise error
 
@@ -278,11 +277,11 @@ def _short(operation: str, path: Path, cause: str) -> StorageError:
 
 
 def _link(temporary: Path, path: Path) -> None:
-    """Give the file at `temporary` the name `path` too, if that is free. Raises OSError."""
+    """Hard-link the file at `temporary` to `path`, if that is free. Raises OSError."""
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # NFS: the server may have done it, and its answer been lost; the second attempt then finds our own link.
+        # NFS: the server may have linked it and its reply been lost; the retry then finds our own link.
         if os.stat(temporary).st_nlink != 2:
             raise
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Addresses of stores, and names in them."""
+"""Addresses of stores, and object names in them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from seatrial.storage.errors import StorageError
 S3 = "s3://"
 FILE = "file://"
 
-# A file that is being written has such a name, and no object may have one: it would be taken for rubbish.
+# The prefix of files being written. No object may have such a name: it would be taken for a leftover.
 PARTIAL = ".partial-"
 
 _MOST_NAME_BYTES = 900  # S3 allows 1,024 for the store's prefix and the name together
 
 
 def is_remote(url: str) -> bool:
-    """Whether `url` is an address of an object store, not a path of this machine."""
+    """Whether `url` is an address of an object store, not a local path."""
     return "://" in url and not url.startswith(FILE)
 
 
 def join(url: str, *parts: str) -> str:
-    """The address of what is called `parts` below `url`, which is a path or an s3:// address."""
+    """The address of `parts` below `url`, which is a path or an s3:// address."""
     if is_remote(url):
         return "/".join([url.rstrip("/") if not url.endswith("://") else url, *parts])
     return os.path.join(url, *parts)
 
 
 def check_name(url: str, name: str) -> str:
-    """`name`, if an object of the store at `url` can be called that. Raises StorageError (other).
+    """`name`, if it is valid for an object of the store at `url`. Raises StorageError (other).
 
-    A name is a relative path with "/" between its parts. Names come out of manifests, which may be damaged or made by
-    somebody else: none of them may lead out of the store.
+    A name is a relative path with "/" between its parts. Names come from manifests, which may be damaged or made by
+    others: none of them may lead out of the store.
     """
     problem = _problem(name)
     if problem is not None:
@@ -40,7 +40,7 @@ def check_name(url: str, name: str) -> str:
 
 
 def check_prefix(url: str, prefix: str) -> str:
-    """`prefix` without its last "/", if it is "" (all of the store) or a name. Raises StorageError (other)."""
+    """`prefix` without its trailing "/", if it is "" (all of the store) or a name. Raises StorageError (other)."""
     return prefix and check_name(url, prefix.removesuffix("/"))
 
 

@@ -1,17 +1,17 @@
-"""What goes into a store, and what a listing of one shows."""
+"""The source of an upload, and the entries of a listing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Called with (bytes that arrived, bytes in all), from the thread that called `upload`.
+# Called with (bytes transferred, bytes in total), from the thread that called `upload`.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An object as a listing shows it."""
+    """An object in a listing."""
 
     name: str
     bytes: int
@@ -20,7 +20,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Readable:
-    """What `upload` sends: `size` bytes of the descriptor `fd` from `offset` on.
+    """The source of an `upload`: `size` bytes of the descriptor `fd`, starting at `offset`.
 
     A memfd or a regular file; the descriptor's own position is neither used nor moved. The content must not change
     until `upload` has returned.

@@ -19,15 +19,15 @@ from seatrial.storage.s3_upload import Target, put, upload
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_REMOVED_AT_ONCE = 1000  # what one request may name
+_REMOVED_AT_ONCE = 1000  # limit of objects per request
 
 
 class S3Store:
-    """Objects are those of a bucket whose keys begin with PREFIX/.
+    """The objects of a bucket whose keys begin with PREFIX/.
 
-    Credentials, region and endpoint are found as every AWS tool finds them (environment, ~/.aws, the node's role;
-    AWS_ENDPOINT_URL for another service than Amazon's). Every request is retried and bounded in time (`Settings`).
-    After an `unreachable` a write may have been done all the same: whole, never a part of it.
+    Credentials, region and endpoint are resolved as by every AWS tool (environment, ~/.aws, the node's role;
+    AWS_ENDPOINT_URL for services other than Amazon's). Every request is retried and bounded in time (`Settings`).
+    After an `unreachable`, a write may have happened regardless: as a whole, never partially.
     """
 
     def __init__(self, bucket: str, prefix: str = "", settings: Settings | None = None) -> None:
@@ -88,7 +88,7 @@ class S3Store:
         with telling("list", url):
             for page in self._listing(url, Prefix=start):
                 for item in page.get("Contents", []):
-                    # What consoles make to show an empty folder is no object of ours.
+                    # Consoles create such keys to show empty folders; they are not objects of ours.
                     if not item["Key"].endswith("/"):
                         name = item["Key"][len(self.prefix) + 1 :] if self.prefix else item["Key"]
                         found.append(Entry(name, int(item["Size"]), item["LastModified"].timestamp()))
@@ -138,7 +138,7 @@ class S3Store:
         markers: list[str],
         arguments: dict[str, str],
     ) -> Iterator[dict[str, Any]]:
-        """The pages of a list. `always` is in each; `markers` say where one goes on."""
+        """The pages of a listing. `always` is a key of every complete page; `markers` name the continuation keys."""
         going_on: dict[str, str] = {}
         while True:
             page = whole_answer(
@@ -162,7 +162,7 @@ class S3Store:
             lambda answer: len(answer.get("Deleted", [])) + len(answer.get("Errors", [])) >= len(keys),
             lambda: self._client().delete_objects(Bucket=self.bucket, Delete=objects),
         )
-        # The request as a whole succeeds whatever became of each.
+        # The request as a whole succeeds regardless of the individual objects.
         if answer.get("Errors"):
             raise not_removed(f"{S3}{self.bucket}", answer["Errors"])
 
@@ -176,7 +176,7 @@ class S3Store:
                 raise
 
     def _version(self, key: str) -> tuple[int, str]:
-        """(bytes of an object, which version of it that is)"""
+        """(size in bytes, ETag of the current version) of an object."""
         head = whole_answer(
             self.settings,
             "read",
@@ -190,17 +190,17 @@ class S3Store:
         if len(view):
             fill(self._client(), self.bucket, key, url, self.settings, view, offset, etag)
         elif etag is None:
-            self._version(key)  # there is no range of no bytes; that there is no object is still an error
+            self._version(key)  # an empty range cannot be requested; a missing object is still an error
 
     def _client(self) -> Any:
-        # Of each process its own: two that share a connection would read each other's answers. Two threads that come
-        # first at once make two, of which one is used from then on.
+        # One per process: two processes that share a connection would read each other's answers. If two threads race
+        # here, two clients are made, and one of them is used from then on.
         if self._made is None or self._made[0] != os.getpid():
             self._made = os.getpid(), make_client(self.settings, self.url)
         return self._made[1]
 
     def _check_bucket(self, operation: str, url: str) -> None:
-        """Raise where there is no bucket: to a HEAD that looks like an absent object."""
+        """Raise if the bucket does not exist: a HEAD request cannot tell that from an absent object."""
         from botocore.exceptions import ClientError
 
         if self._bucket_seen:
@@ -220,11 +220,11 @@ class S3Store:
         self._bucket_seen = True
 
     def _find(self, name: str) -> tuple[str, str]:
-        """(its key, its address)"""
+        """(key, address) of an object."""
         check_name(self.url, name)
         return f"{self.prefix}/{name}" if self.prefix else name, join(self.url, name)
 
     def _below(self, prefix: str) -> tuple[str, str]:
-        """(what the keys below it begin with, its address)"""
+        """(key prefix, address) of what lies below `prefix`."""
         parts = [part for part in (self.prefix, check_prefix(self.url, prefix)) if part]
         return "".join(part + "/" for part in parts), S3 + "/".join([self.bucket, *parts])

@@ -1,4 +1,4 @@
-"""Making the client of an object store, with bounds on how long anything may take."""
+"""Create the client of an object store, with bounded timeouts and retries."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from seatrial.storage.errors import StorageError
 
 @dataclass(frozen=True)
 class Settings:
-    """How patient a store is.
+    """Timeouts, retries and parallelism of a store.
 
     A request to a service that does not answer fails after at most `attempts` x (`connect_timeout_s` or
-    `read_timeout_s`) and the pauses between, which are random, and at most `backoff_s` x 2^n before attempt n + 1.
+    `read_timeout_s`) plus the back-off pauses, which are random: after n failures at most min(`backoff_s` x 2^(n-1), 20 s).
     """
 
     connect_timeout_s: float = 5.0
-    read_timeout_s: float = 60.0  # without a single byte
+    read_timeout_s: float = 60.0  # without receiving a byte
     attempts: int = 4
     backoff_s: float = 1.0
     part_bytes: int = 32 * 2**20  # of an upload; at least 5 MiB
-    threads: int = 4  # parts under way at once: so many are in memory
+    threads: int = 4  # parts in flight; that many are in memory
 
     def pause(self, failures: int) -> None:
-        """Wait before the next attempt, after `failures` of them: random, so that a thousand ranks come one by one."""
+        """Back off before the next attempt, after `failures` of them: random, so that a thousand ranks spread out."""
         time.sleep(random.random() * min(self.backoff_s * 2.0 ** (failures - 1), 20.0))
 
 
 def make_client(settings: Settings, url: str) -> Any:
-    """A client of the service, found as every AWS tool finds it. Raises botocore's errors, StorageError."""
+    """Create a client, configured as for every AWS tool. Raises botocore's errors, StorageError."""
     import boto3
     from botocore.config import Config
     from botocore.handlers import add_expect_header
 
-    # A session of its own: boto3's default one may not be used by two threads that start at once.
+    # Own session: boto3's default session is not safe when two threads start concurrently.
     session = boto3.session.Session()
 
     def make(**s3: str) -> Any:
@@ -50,7 +50,7 @@ def make_client(settings: Settings, url: str) -> Any:
                 retries={"mode": "standard", "total_max_attempts": settings.attempts},
                 max_pool_connections=32,
                 tcp_keepalive=True,
-                # Who reads compares with hashes of his own, of the chunks he read.
+                # Readers compare the data with their own hashes, per chunk.
                 response_checksum_validation="when_required",
                 **({"s3": s3} if s3 else {}),
             ),
@@ -64,10 +64,10 @@ def make_client(settings: Settings, url: str) -> Any:
     host = urlsplit(client.meta.endpoint_url).hostname or ""
     chosen = (client.meta.config.s3 or {}).get("addressing_style")
     if chosen is None and not host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
-        # Other services have no name BUCKET.HOST in the DNS; all of them know HOST/BUCKET.
+        # Other services have no DNS name BUCKET.HOST; all of them support HOST/BUCKET.
         client = make(addressing_style="path")
-    # Nothing is sent with "Expect: 100-continue": it costs a round trip a part, a second where a proxy swallows it, and
-    # the client turns in a loop for ever if the connection breaks off within the "100 Continue".
+    # Never send "Expect: 100-continue": it costs a round trip per part, a second if a proxy swallows it, and
+    # the client loops forever if the connection breaks within the "100 Continue".
     client.meta.events.unregister("before-call.s3", add_expect_header)
     return client
 
@@ -79,11 +79,11 @@ def whole_answer(
     is_whole: Callable[[dict[str, Any]], bool],
     call: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
-    """The answer to `call`, which is made again if what comes cannot be all of an answer.
+    """The answer to `call`, which is retried if the answer is incomplete.
 
-    A connection that breaks off within an answer's headers is to Python's http.client the headers' end, so the client
-    takes it for an answer with nothing in it: an upload that was done, a listing of nothing. Raises StorageError
-    (unreachable) if that happens `settings.attempts` times; what `call` raises.
+    Python's http.client takes a connection that breaks within an answer's headers for the end of the headers, so the
+    client returns an empty answer: an upload that succeeded, an empty listing. Raises StorageError (unreachable) if
+    that happens `settings.attempts` times; what `call` raises.
     """
     for failures in range(1, settings.attempts + 1):
         answer = call()

@@ -1,4 +1,4 @@
-"""What an object store's client raises, as a StorageError. The client is imported only once something is asked of it."""
+"""Convert the object store client's exceptions to StorageError. The client library is imported on first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RIGHTS = "the credentials need s3:ListBucket on the bucket, s3:GetObject, s3:Pu
 _ENDPOINT = "is the service up, and reachable from this node? Its address, with http:// or https://, is AWS_ENDPOINT_URL"
 _REGION = "set AWS_REGION to the bucket's region, or AWS_ENDPOINT_URL to its service"
 
-# The services' own codes (Amazon S3 API reference, "Error responses"; MinIO's begin with XMinio).
+# The services' own error codes (Amazon S3 API reference, "Error responses"; MinIO's begin with XMinio).
 _CODES: dict[str, tuple[Kind, str | None]] = {
     "NoSuchBucket": ("missing", "make the bucket first, or correct its name"),
     "NoSuchKey": ("missing", None),
@@ -44,7 +44,7 @@ _CODES: dict[str, tuple[Kind, str | None]] = {
     "AuthorizationHeaderMalformed": ("other", _REGION),
     "IllegalLocationConstraintException": ("other", _REGION),
 }
-# The answer to a HEAD has no body, so its status is all there is; also for codes nobody has heard of.
+# The answer to a HEAD has no body, only its status; also the fallback for unknown codes.
 _STATUSES: dict[int, tuple[Kind, str | None]] = {
     301: ("other", _REGION),
     401: ("denied", _SIGN_IN),
@@ -65,7 +65,7 @@ def code_of(error: Any) -> tuple[str, int]:
 
 
 def from_client_error(operation: str, url: str, error: Any) -> StorageError:
-    """A refusal by the service."""
+    """A request that the service refused."""
     code, status = code_of(error)
     kind, hint = (
         _CODES.get(code) or _STATUSES.get(status) or ("unreachable" if status >= 500 else "other", None)
@@ -77,7 +77,7 @@ def from_client_error(operation: str, url: str, error: Any) -> StorageError:
 
 
 def not_removed(bucket_url: str, refused: list[dict[str, Any]]) -> StorageError:
-    """What an answer to a removal of several objects says of those that were not removed: of the first, and how many."""
+    """The error for a bulk removal that failed in part: of the first object not removed, and the number of others."""
     from botocore.exceptions import ClientError
 
     first = refused[0]
@@ -88,7 +88,7 @@ def not_removed(bucket_url: str, refused: list[dict[str, Any]]) -> StorageError:
 
 
 def from_boto_error(operation: str, url: str, error: Exception) -> StorageError:
-    """A request that was not made, or not answered."""
+    """A request that was not sent, or not answered."""
     from botocore import exceptions as boto
 
     text = str(error).strip() or type(error).__name__
@@ -110,7 +110,7 @@ def from_boto_error(operation: str, url: str, error: Exception) -> StorageError:
         return StorageError(
             "unreachable", operation, url, text, hint="a certificate of your own: AWS_CA_BUNDLE=FILE"
         )
-    # Others of the family (a value it does not take, an answer it cannot read) are no matter of the network.
+    # Other botocore errors (a rejected parameter, an unparsable answer) are not network problems.
     if isinstance(
         error,
         boto.ConnectionError | boto.HTTPClientError | boto.ResponseStreamingError | boto.IncompleteReadError,
@@ -121,7 +121,7 @@ def from_boto_error(operation: str, url: str, error: Exception) -> StorageError:
 
 @contextlib.contextmanager
 def telling(operation: str, url: str) -> Iterator[None]:
-    """Whatever the client raises inside is raised as a StorageError of `operation` on `url`."""
+    """Convert any client exception raised inside to a StorageError of `operation` on `url`."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -130,5 +130,5 @@ def telling(operation: str, url: str) -> Iterator[None]:
         raise from_client_error(operation, url, error) from error
     except BotoCoreError as error:
         raise from_boto_error(operation, url, error) from error
-    except OSError as error:  # of the descriptor that is uploaded
+    except OSError as error:  # from the descriptor that is uploaded
         raise from_os_error(operation, url, error) from error

@@ -1,4 +1,4 @@
-"""Reading from an object store: a connection that breaks off is taken up where it stood."""
+"""Read from an object store: a broken connection is resumed where it stopped."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from seatrial.storage.errors import StorageError
 from seatrial.storage.s3_client import Settings, whole_answer
 from seatrial.storage.s3_errors import code_of
 
-_PIECE = 2**20  # bytes taken from the connection at once: the copy stays in the processor's cache
-# A service that breaks off again and again is given up only if it does so without getting on.
+_PIECE = 2**20  # bytes taken from the connection at once: the copy stays in the CPU cache
+# Bytes that count as progress: a service that keeps breaking off is given up only if it does so without progress.
 _GETTING_ON = 2**20
 
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/")
@@ -27,17 +27,17 @@ def fill(
     offset: int,
     etag: str | None = None,
 ) -> None:
-    """Fill `view` with the object's bytes from `offset` on, of the version `etag` if that is given.
+    """Fill `view` with the object's bytes starting at `offset`, of the version `etag` if given.
 
-    Raises StorageError (short) if the object ends before, (other) if it was replaced while it was read; botocore's
-    errors, at the latest after `settings.attempts` failures in a row that brought nothing.
+    Raises StorageError (short) if the object ends before, (other) if it was replaced during the read; botocore's
+    errors, at the latest after `settings.attempts` consecutive failures without progress.
     """
     from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
 
     done = 0
     failures = 0
     while done < len(view):
-        # What fails before there is an answer the client itself has tried again.
+        # Failures before an answer begins have already been retried by the client.
         body, etag = _open(client, bucket, key, url, settings, offset + done, len(view) - done, etag)
         before = done
         try:
@@ -64,7 +64,7 @@ def _open(
     length: int,
     etag: str | None,
 ) -> tuple[Any, str]:
-    """The body of the bytes from `start` on, `length` of them, and which version of the object they are of."""
+    """The body of the `length` bytes starting at `start`, and the ETag of the object's version."""
     from botocore.exceptions import ClientError
 
     condition = {} if etag is None else {"IfMatch": etag}
@@ -76,7 +76,7 @@ def _open(
         return answer
 
     def is_whole(answer: dict[str, Any]) -> bool:
-        # 206 is "a part of it"; 200 is all, from a service that knows no ranges.
+        # 206: a part of the object; 200: all of it, from a service that does not support ranges.
         status = answer["ResponseMetadata"]["HTTPStatusCode"]
         return "ETag" in answer and ("ContentRange" in answer or status == 200)
 
@@ -89,7 +89,7 @@ def _open(
     found = _RANGE.match(answer.get("ContentRange", ""))
     problem = None
     if found is None or int(found[1]) != start:
-        # Without this check a service that ignores the range would give the object's first bytes for any others.
+        # Without this check, a service that ignores the range would return the object's first bytes for any others.
         problem = StorageError("other", "read", url, "the service does not send the range it was asked for")
     elif int(found[2]) != start + length - 1:
         problem = StorageError(

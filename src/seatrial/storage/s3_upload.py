@@ -1,6 +1,6 @@
-"""Writing to an object store: the object appears whole or not at all, and what arrived is what was sent.
+"""Write to an object store: the object appears as a whole or not at all, and the data is verified on arrival.
 
-Each request is signed with the SHA-256 of its body, and says its CRC-32; the service compares both before it takes it.
+Each request is signed with the SHA-256 of its body, and contains its CRC-32; the service checks both before accepting.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from seatrial.storage.s3_client import Settings, whole_answer
 from seatrial.storage.s3_errors import code_of
 
 _MOST_PARTS = 10_000  # of one upload
-_WRITER = "seatrial-writer"  # metadata of an object: which attempt to write it succeeded
+_WRITER = "seatrial-writer"  # object metadata: the attempt that wrote it
 
-# The body was damaged on its way. Not among the codes that the client itself retries.
+# The body was damaged in transit. The client itself does not retry these codes.
 _DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}
-# Two conditional writes at once, and the service has decided on neither.
+# Two concurrent conditional writes, and the service has accepted neither.
 _UNDECIDED = {"ConditionalRequestConflict", "OperationAborted"}
 
 
 class Target:
-    """One object that is to be written, by one attempt that can be told from all others."""
+    """One object to be written, by one uniquely identified attempt."""
 
     def __init__(self, client: Any, bucket: str, key: str, url: str, settings: Settings) -> None:
         self.client = client
@@ -37,11 +37,11 @@ class Target:
         self.settings = settings
         self.place = {"Bucket": bucket, "Key": key}
         self.mark = {_WRITER: uuid.uuid4().hex}
-        # Services that do not know this checksum are spoken to with AWS_REQUEST_CHECKSUM_CALCULATION=when_required.
+        # For services without this checksum, users set AWS_REQUEST_CHECKSUM_CALCULATION=when_required.
         self.with_checksum = client.meta.config.request_checksum_calculation != "when_required"
 
     def head(self) -> dict[str, Any] | None:
-        """What is there now; None if nothing is. Raises StorageError, botocore's errors."""
+        """HEAD of the existing object; None if there is none. Raises StorageError, botocore's errors."""
         from botocore.exceptions import ClientError
 
         try:
@@ -61,13 +61,13 @@ class Target:
         return call(**self.place, **arguments)
 
     def is_ours(self, head: dict[str, Any] | None) -> bool:
-        """Whether it was this attempt that wrote what is there."""
+        """Whether this attempt wrote the existing object."""
         return head is not None and head.get("Metadata", {}).get(_WRITER) == self.mark[_WRITER]
 
     def send(self, call: Callable[..., dict[str, Any]], body: bytes, **arguments: Any) -> dict[str, Any]:
-        """`call` with `body` and its checksum, again if it was damaged on the way; the answer, with its ETag.
+        """`call` with `body` and its checksum, retried if it was damaged in transit; the answer, with its ETag.
 
-        Where there is a checksum it is in the answer, whatever the service said of it.
+        If a checksum is sent, the answer contains it, whether or not the service echoed it.
         """
         from botocore.exceptions import ClientError
 
@@ -100,7 +100,7 @@ def put(target: Target, data: bytes, *, if_absent: bool = False) -> None:
 
     condition = {}
     if if_absent:
-        # The service decides. It is asked before as well, because one that does not know the condition ignores it.
+        # The service decides atomically. The HEAD before is for services that ignore the unknown condition.
         if target.head() is not None:
             raise StorageError("exists", "write", target.url, "there is one already")
         condition = {"IfNoneMatch": "*"}
@@ -109,15 +109,15 @@ def put(target: Target, data: bytes, *, if_absent: bool = False) -> None:
     except ClientError as error:
         if not if_absent or code_of(error)[1] != 412:
             raise
-        # The first attempt may have succeeded and its answer been lost: the second then finds what the first wrote.
+        # The first attempt may have succeeded and its answer been lost: the retry then finds what the first wrote.
         if not target.is_ours(target.head()):
             raise StorageError("exists", "write", target.url, "there is one already") from error
 
 
 def upload(target: Target, source: Readable, progress: Progress | None) -> None:
-    """Write what `source` has, in parts if it is large. Raises StorageError, OSError, botocore's errors.
+    """Write the content of `source`, in parts if it is large. Raises StorageError, OSError, botocore's errors.
 
-    On any error, and if it is interrupted, the parts that arrived are removed.
+    On any error or interrupt, the parts that have arrived are removed.
     """
     part_bytes = part_size(source.size, target.settings.part_bytes)
     if source.size <= part_bytes:
@@ -135,7 +135,7 @@ def upload(target: Target, source: Readable, progress: Progress | None) -> None:
 
 
 def part_size(size: int, wanted: int) -> int:
-    """Bytes of a part, so that `size` bytes need no more parts than an upload may have: whole MiB, at least `wanted`."""
+    """Bytes per part, so that `size` bytes do not exceed the limit of parts: whole MiB, at least `wanted`."""
     least = -(-size // _MOST_PARTS)
     return max(wanted, -(-least // 2**20) * 2**20)
 
@@ -178,7 +178,7 @@ def _send_parts(
             if progress is not None:
                 progress(done, source.size)
     finally:
-        # A part that is still under way when the upload is aborted would stay.
+        # A part still in flight when the upload is aborted would remain stored.
         pool.shutdown(wait=True, cancel_futures=True)
     return sorted(parts, key=lambda part: int(part["PartNumber"]))
 
@@ -212,13 +212,13 @@ def _complete(target: Target, upload_id: str, parts: list[dict[str, Any]], size:
 def _abort(target: Target, upload_id: str) -> None:
     from botocore.exceptions import BotoCoreError, ClientError
 
-    # The reason of the failure is what counts. What cannot be removed now `remove_leftovers` removes.
+    # Must not mask the original failure. `remove_leftovers` removes what cannot be removed now.
     with contextlib.suppress(BotoCoreError, ClientError):
         target.client.abort_multipart_upload(**target.place, UploadId=upload_id)
 
 
 def _take(source: Readable, begin: int, length: int, url: str) -> bytes:
-    """`length` bytes of `source` from its byte `begin` on."""
+    """`length` bytes of `source`, starting at its byte `begin`."""
     pieces = []
     done = 0
     while done < length:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Store(Protocol):
-    """Objects by name. Every method raises StorageError, with the name's address and the reason.
+    """Objects by name. Every method raises StorageError, with the object's address and the reason.
 
     A name is a relative path with "/" between its parts: "step-00000500/g7/rank-00000.safetensors". A prefix is a name
-    without an object, or "" for all of the store: it stands for what lies below it, so "step-1" does not take in
-    "step-10". A store can be used by several threads, and by a process forked from the one that opened it.
+    without an object, or "" for all of the store: it stands for what lies below it, so "step-1" does not include
+    "step-10". A store is thread-safe, and may be used by a process forked from the one that opened it.
     """
 
     @property
@@ -32,61 +32,61 @@ class Store(Protocol):
         ...
 
     def size(self, name: str) -> int | None:
-        """The bytes of an object; None if there is none. A store that is gone is an error, not an absent object."""
+        """Size in bytes; None if the object does not exist. An unreachable store is an error, not an absent object."""
         ...
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """`length` bytes from `offset` on, or all to the end. Fewer are an error (short)."""
+        """`length` bytes starting at `offset`, or all to the end. Fewer are an error (short)."""
         ...
 
     def read_into(self, name: str, buffer: Buffer, offset: int = 0) -> None:
-        """Fill all of `buffer` (writable, contiguous) with the bytes from `offset` on. Fewer are an error (short).
+        """Fill all of `buffer` (writable, contiguous) with the bytes starting at `offset`. Fewer are an error (short).
 
         After an error the buffer's content is undefined.
         """
         ...
 
     def write(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """Make `data` the object's content: all of it, durably, or nothing.
+        """Make `data` the object's content, atomically and durably.
 
-        `if_absent`: raises `exists` where there is such an object; of several who try at once exactly one succeeds.
+        `if_absent`: raises `exists` if the object exists; of several concurrent writers exactly one succeeds.
         """
         ...
 
     def upload(self, name: str, source: Readable, *, progress: Progress | None = None) -> None:
-        """The same with the bytes of a descriptor, of any size, in bounded memory. No reader sees a part of it."""
+        """As `write`, with the bytes of a descriptor, of any size, in bounded memory. No reader sees a part of it."""
         ...
 
     def names(self, prefix: str = "") -> list[Entry]:
-        """All objects below `prefix`, by name. Nothing below it is an empty list."""
+        """All objects below `prefix`, by name; an empty list if there are none."""
         ...
 
     def children(self, prefix: str = "") -> list[str]:
-        """The first parts of all names below `prefix`, each once, sorted: what a folder's listing would show."""
+        """First components of all names below `prefix`, unique and sorted, like a folder's listing."""
         ...
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; one that is not there is as good as removed."""
+        """Remove objects; absent ones are ignored."""
         ...
 
     def remove_leftovers(self, prefix: str = "") -> list[str]:
-        """Remove what writers that died left below `prefix`: files never finished, uploads never completed.
+        """Remove what crashed writers left below `prefix`: unfinished files, incomplete uploads.
 
-        Returns what was removed, in words. Only to be called while nobody writes below `prefix`.
+        Returns descriptions of what was removed. Only while nothing is being written below `prefix`.
         """
         ...
 
 
-# The rules of Amazon S3; other services have narrower ones.
+# Amazon S3's rules; other services have stricter ones.
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
 
 
 def open_store(url: str, *, create: bool = False) -> Store:
-    """The store at `url`: a path, file:///PATH, or s3://BUCKET/PREFIX. Nothing is asked of the service yet.
+    """The store at `url`: a path, file:///PATH, or s3://BUCKET/PREFIX. Does not contact the service yet.
 
-    A folder has to be there when something is read or written, so that a mount that is gone is not taken for an empty
-    folder and written into. `create` makes it. Raises InputError where `url` is no such address, or boto3 is missing;
-    StorageError where the folder cannot be made.
+    A folder must exist when it is read or written, so that a missing mount is not mistaken for an empty
+    folder and written into. `create` creates it. Raises InputError if `url` is not a valid address, or boto3 is
+    missing; StorageError if the folder cannot be created.
     """
     if not is_remote(url):
         path = url.removeprefix(FILE)

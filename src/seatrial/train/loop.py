@@ -1,4 +1,4 @@
-"""The training loop of one rank: batches, steps, records, checkpoints, and what becomes of a step that went wrong."""
+"""The training loop of one rank: batches, steps, records, checkpoints, and the handling of bad steps."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from seatrial.base.errors import RunFailed
 from seatrial.data.loader import Batch, BatchLoader
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
-from seatrial.record import events
 from seatrial.record.folder import RunFolder
-from seatrial.train.companion import Companion, Ending, Leaving, Rollback, Snapshots
-from seatrial.train.guard import HINT, Guard, Verdict
+from seatrial.record.messages import Ending, Leaving
+from seatrial.train.checkpointing.saver import Saver
+from seatrial.train.health.guard import HINT, Guard, StepDecision
+from seatrial.train.health.replicas import CorruptState, Integrity
+from seatrial.train.health.straggler import StragglerWatch
 from seatrial.train.meter import Meter, OwnTime, memory_bytes
-from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train.optimizer import ShardedOptimizer
 from seatrial.train.recorder import Known, Recorder, make_guard
-from seatrial.train.replicas import CorruptState, Integrity
-from seatrial.train.saver import Saver
+from seatrial.train.records import Records
 from seatrial.train.schedule import learning_rate
-from seatrial.train.step import Own, StepResult, StepValues, local_vector, update, vector_length
-from seatrial.train.straggler import StragglerWatch
+from seatrial.train.step import Contribution, StepResult, StepValues, local_vector, update, vector_length
+from seatrial.train.supervision.supervisor import Rollback, Snapshots, Supervisor
 
-_WARM_UP = 2  # steps of a leg whose times say nothing: compilation, memory, connections
+_WARM_UP = 2  # first steps of a generation, whose times mean nothing: compilation, memory, connections
 
 
 @dataclass(frozen=True)
 class _Started:
-    """A step that the device may still be working on."""
+    """A step that may still be in flight on the device."""
 
     step: int
     data_wait: float
@@ -44,12 +45,12 @@ class _Started:
 class Loop:
     """Trains from one step to the last. Rank 0 writes metrics, ledger and events; all ranks write checkpoints.
 
-    With a companion it is supervised: it tells of each step, leaves when asked to, and does not end at the first step
-    that is not finite. Without one it trains as long as all goes well.
+    With a supervisor it sends a heartbeat after each step, exits when asked to, and does not stop at the first
+    non-finite step. Without one it trains until something goes wrong.
 
-    After an exception it still tells what this rank holds (on a CPU; on a GPU the host does not know):
-    `applied`, the step whose update is in weights and optimizer state, all of it, or None;
-    `ready`, the step after it if its gradients are final and `apply_ready` can make its update;
+    After an exception these attributes state what this rank holds (on a CPU; on a GPU the host does not know):
+    `applied`, the step whose update is completely in weights and optimizer state, or None;
+    `ready`, the step after it if its gradients are final and `apply_ready` can apply its update;
     `known`, the last step whose summed vector this rank has.
     """
 
@@ -57,18 +58,19 @@ class Loop:
         self,
         job: Job,
         folder: RunFolder,
-        generation: int,
+        records: Records,
         model: ParallelModel,
-        optimizer: ShardedAdamW,
+        optimizer: ShardedOptimizer,
         loader: BatchLoader,
         *,
-        companion: Companion | None = None,
+        supervisor: Supervisor | None = None,
         snapshots: Snapshots | None = None,
         rollback: Rollback | None = None,
     ) -> None:
         self.job = job
         self.folder = folder
-        self.generation = generation
+        self.generation = generation = records.generation
+        self._records = records
         self.model = model
         self.optimizer = optimizer
         self.loader = loader
@@ -78,40 +80,40 @@ class Loop:
         mesh = model.mesh
         self._cuda = mesh.device.type == "cuda"
         self._writes = mesh.rank == 0
-        self._companion, self._snapshots, self._rollback = companion, snapshots, rollback
+        self._supervisor, self._snapshots, self._rollback = supervisor, snapshots, rollback
         self._meter = Meter(job, mesh.device, generation)
-        self._recorder = Recorder(job, folder, loader, self._meter, writes=self._writes)
-        self._saver = Saver(job, folder, generation, model, optimizer, loader, self._event, self._waits)
+        self._recorder = Recorder(job, folder, records, loader, self._meter, writes=self._writes)
+        self._saver = Saver(job, folder, generation, model, optimizer, loader, records, self._waits)
         self._clip_norm = job.optimizer.clip_norm or None
         self._guard: Guard | None = None
         self._integrity: Integrity | None = None
         self._own_time: OwnTime | None = None
         self._stragglers: StragglerWatch | None = None
-        if companion is not None:
+        if supervisor is not None:
             self._own_time = OwnTime(mesh.device)
             self._stragglers = StragglerWatch(job.layout, job.resilience.straggler_factor)
             if job.resilience.verify_every_steps:
                 self._integrity = Integrity(model, optimizer)
         self._saver.doubts = [each for each in (snapshots, self._integrity) if each is not None]
-        # On a GPU the host runs one step ahead: reading a step's loss at once would stop the device after each.
-        # A refused update refuses those after it too, so what was started too early has changed nothing.
+        # On a GPU the host runs one step ahead: reading a step's loss at once would stall the device after each.
+        # A refused update also refuses all later ones, so a step that was started too early changes nothing.
         self._ahead = 1 if self._cuda else 0
         self._started: list[_Started] = []
         self._clock = 0.0
         self._first = self._next = 1
         self._leaving: Leaving | None = None
-        self._told_first = self._ended = False  # ended: in order
+        self._told_first = self._ended = False  # `_ended`: normally
 
     # -- the loop
 
     def run(self, first_step: int) -> Ending:
-        """Train the steps `first_step` to the job's last one, or leave before with everything saved."""
+        """Train the steps `first_step` to the job's last one, or exit earlier with everything saved."""
         try:
             return self._run(first_step)
         except CorruptState as error:
             self.applied = self.ready = None
             data = {"last_good_step": error.last_good_step}
-            try:  # before anybody can end this rank for it
+            try:  # before anyone can terminate this rank because of the finding
                 self._saver.distrust(error.last_good_step, error.message)
             finally:
                 self._finding("corruption", error.step, error.message, data, error.blamed)
@@ -125,10 +127,10 @@ class Loop:
     def _run(self, first_step: int) -> Ending:
         steps = self.job.train.steps
         convention, numbers = self._meter.convention()
-        self._event("device", convention, data=numbers)
+        self._records.event_of_first("device", convention, data=numbers)
         self._begin(first_step)
         if first_step > steps and not self._saver.has(steps):
-            # A recovery from the midst of the last save: the state is there, and its checkpoint is not.
+            # Recovered from a failure during the last save: the state exists, its checkpoint does not.
             self._saver.finish(steps, must=True)
         while self._next <= steps:
             step = self._next
@@ -140,9 +142,9 @@ class Loop:
             ends = saves or self._is_boundary(step)
             self._read_results(leave=0 if ends or reason is not None else self._ahead)
             if self._leaving or self._saver.overdue:
-                self._read_results(leave=0)  # asked for by the step before: all ranks do so after this one
+                self._read_results(leave=0)  # requested by the step before: all ranks act after this one
             if self._next != step + 1:
-                continue  # a step is to be done again
+                continue  # a step must be redone
             if reason is not None:
                 self._leave_out(step, reason)
             if ends or self._leaving or self._saver.overdue:
@@ -157,7 +159,7 @@ class Loop:
         self._first = self._next = first_step
         self.applied = None if self._cuda else first_step - 1
         self._saver.start(first_step)
-        if self._companion is not None:
+        if self._supervisor is not None:
             self._guard = make_guard(self.job, self.folder, self.model.mesh, first_step)
         if self._own_time is not None:
             self._own_time.watch(self.model)
@@ -165,17 +167,12 @@ class Loop:
             self._integrity.begin(first_step - 1)
         self._clock = time.perf_counter()
 
-    def train_one(self, step: int) -> None:
-        """Train one step and record it, or on a GPU the one before it."""
-        self._start(step)
-        self._read_results(leave=self._ahead)
-
     # -- one step
 
     def _start(self, step: int) -> None:
         mesh, clock = self.model.mesh, self._own_time
-        own = Own(
-            wants=self._companion.wants() if self._companion is not None else None,
+        own = Contribution(
+            wants=self._supervisor.wants() if self._supervisor is not None else None,
             busy=self._snapshots is not None and self._snapshots.busy,
             saving=self._saver.news(self.known.seconds if self.known is not None else 0.0),
             clock=clock,
@@ -187,7 +184,7 @@ class Loop:
             batch = self._batch(step)
         data_wait = time.perf_counter() - begin
         values = local_vector(self.model, self.optimizer, batch, own)
-        # If a peer goes away during the exchange, this rank can still finish the step: others may have it.
+        # If a peer is lost during the exchange, this rank can still finish the step: others may have finished it.
         self.ready = step if self.applied == step - 1 else None
         mesh.sum_over_ranks(values)
         if self._cuda:
@@ -209,14 +206,14 @@ class Loop:
         return batch.to(mesh.device) if self._cuda else batch
 
     def _changed(self) -> Tensor | None:
-        """Whether this rank's state was altered since the last update: then it is no state to go on from."""
+        """Code for whether this rank's state was altered since the last update; if so, it must not be resumed from."""
         code = self._integrity.at_rest.changed() if self._integrity is not None else None
         if code is not None and not self._cuda and int(code):
             self.applied = None
         return code
 
     def _update(self, step: int, loss: Tensor, norm_squared: Tensor, *, made: bool = True) -> None:
-        """Change weights and optimizer state, or with `made` false leave them. No rank is waited for."""
+        """Update weights and optimizer state (`made` false: the update is refused). Waits for no other rank."""
         before, self.ready, self.applied = self.applied, None, None
         lr = learning_rate(step, self.job.train.steps, self.job.optimizer)
         clock = self._own_time
@@ -228,7 +225,7 @@ class Loop:
             self.applied = step if made else before
 
     def apply_ready(self, norm_squared: float) -> None:
-        """Make the update of `ready`, whose gradient norm another rank has heard; the same bits as in that rank."""
+        """Apply the update of `ready`, whose gradient norm another rank received; bit-identical to that rank's."""
         assert self.ready is not None
         total = torch.tensor(norm_squared, dtype=torch.float64)
         assert torch.isfinite(total)
@@ -243,7 +240,7 @@ class Loop:
             if self._integrity is not None:
                 self._integrity.judge(
                     done.step, values.changed
-                )  # before anything of this state is made complete
+                )  # before a checkpoint of this state can be committed
             self._saver.heard(values.parts, values.saving)
             self._saver.stepped(seconds)
             if values.leaving is not None:
@@ -252,11 +249,11 @@ class Loop:
             if verdict.action == "accept":
                 self._accept(self._known(done, values, seconds))
                 continue
-            # What was started after it computed with the wrong weights; its update was refused, or is rolled back.
+            # Steps started after it used the wrong weights; their updates were refused, or are rolled back.
             self._started.clear()
             self.optimizer.allow()
             if verdict.action == "back":
-                continue  # _judge went back
+                continue  # _judge rolled back
             self._next = done.step
             if verdict.action == "skip":
                 self._leave_out(done.step, verdict.reason)
@@ -273,21 +270,21 @@ class Loop:
             for slow in self._stragglers.add(known.values.local_seconds, known.seconds):
                 self._finding("straggler", known.step, slow.message, slow.data, [slow.rank])
 
-    # -- a step that went wrong
+    # -- bad steps
 
-    def _judge(self, step: int, values: StepValues) -> Verdict:
-        """What follows a step; a rollback has been made when this returns."""
+    def _judge(self, step: int, values: StepValues) -> StepDecision:
+        """Decide what to do after a step; a rollback is complete when this returns."""
         loss, norm = values.loss, values.grad_norm
         if self._guard is None:
             if math.isfinite(loss) and math.isfinite(norm):
-                return Verdict("accept")
+                return StepDecision("accept")
             # Every rank has the same numbers and stops here; nothing of this step has been saved.
             raise RunFailed(f"the loss is {loss} and the gradient norm {norm} at step {step}", hint=HINT)
         verdict = self._guard.judge(step, loss, norm)
         data = verdict.data
         if verdict.action == "back":
             if self._go_back():
-                # Copies of later steps, also on other nodes, are of a course that was left.
+                # Copies of later steps, also on other nodes, belong to the abandoned trajectory.
                 data = {**data, "went_back_to": self._next - 1}
             else:
                 verdict = self._guard.cannot_go_back(step, loss, norm, verdict)
@@ -304,7 +301,7 @@ class Loop:
         """Restore the newest snapshot that every rank has."""
         if self._rollback is None:
             return False
-        before, self.applied, self.ready = self.applied, None, None  # while it is being written over
+        before, self.applied, self.ready = self.applied, None, None  # while it is being overwritten
         back = self._rollback()
         if back is None:
             self.applied = before
@@ -318,11 +315,11 @@ class Loop:
         return True
 
     def _leave_out(self, step: int, reason: str) -> None:
-        """Go on as if `step` had been done, without its samples."""
+        """Continue as if `step` had been done, without training on its samples."""
         assert self._guard is not None
         again = step in self._guard.skipped
         self._guard.left_out(step, reason)
-        self.optimizer.set_step(step)  # bias correction and learning rate go by the step
+        self.optimizer.set_step(step)  # bias correction and learning rate depend on the step
         if not self._cuda:
             self.applied = step
         now = time.perf_counter()
@@ -332,18 +329,20 @@ class Loop:
         self.known = Known(self.generation, step, values, seconds, 0.0, skipped=True)
         self._recorder.step(self.known)
         if not again:
-            self._event(
+            self._records.event_of_first(
                 "step_skipped",
-                f"step {step} was left out, its samples are not trained on: {reason}",
+                f"step {step} was skipped, its samples are not trained on: {reason}",
                 severity="warning",
                 data={"step": step, "reason": reason},
             )
+            if self._writes:
+                self._records.settle()  # the ledger must not continue before this event is on disk
         self._beat(self.known)
 
     # -- between steps
 
     def _is_boundary(self, step: int) -> bool:
-        """Whether more than training happens after `step`: nothing may be under way then."""
+        """Whether anything besides training happens after `step`: no step may be in flight then."""
         resilience = self.job.resilience
         if step == self.job.train.steps:
             return True
@@ -354,7 +353,7 @@ class Loop:
     def _end_step(self, step: int, saves: bool) -> None:
         """Verify the state, and only then copy it and, with `saves`, begin to save it."""
         if self._integrity is not None:
-            # If a peer goes away in the midst of it, nobody goes on from what was not agreed upon.
+            # If a peer is lost during the check, no rank may resume from a state that was not verified.
             held, self.applied = self.applied, None
             self._integrity.verify(step)
             self.applied = held
@@ -376,53 +375,40 @@ class Loop:
         elif not self._saver.begin(step):
             return
         self._state_was_copied()
-        self._clock = time.perf_counter()  # the save is no part of the next step's time
+        self._clock = time.perf_counter()  # the save does not count towards the next step's time
 
     def _waits(self, step: int) -> None:
-        """Training waits after `step` for a checkpoint to be written: nobody hangs."""
+        """Report that training waits after `step` for a checkpoint, so that this is not taken for a hang."""
         self._finding("storage_wait", step, "training waits for a checkpoint to be written", {}, [])
 
     def _state_was_copied(self) -> None:
         if self._integrity is not None:
             self._integrity.at_rest.copied()
 
-    # -- what is told
+    # -- reporting
 
     @property
     def known_width(self) -> int:
-        """Numbers in the row of a known step."""
+        """Length of a known step's row."""
         return Known.width(self.model.mesh.layout.world_size)
 
     def record_known(self, row: Sequence[float], step: int) -> None:
-        """Write the records of `step`, which an earlier leg finished, where they are missing.
+        """Write the records of `step`, which an earlier generation finished, where they are missing.
 
-        `row` is `known.as_row()` of a rank that has it; one that knows of another step is of no use, and no harm.
+        `row` is `known.as_row()` of a rank that has it; a row of another step is ignored.
         """
         known = Known.from_row(row)
         if step > 0 and known.step == step and (known.skipped or known.values.finite):
             self._recorder.once(known)
 
     def _beat(self, known: Known) -> None:
-        if self._companion is not None:
-            self._companion.beat(known.step, known.seconds, not self._told_first)
+        if self._supervisor is not None:
+            self._supervisor.beat(known.step, known.seconds, not self._told_first)
             self._told_first = True
 
     def _finding(
         self, signal: str, step: int, message: str, data: dict[str, Any], blamed: Sequence[int]
     ) -> None:
-        # All ranks know the same; one tells.
-        if self._writes and self._companion is not None:
-            self._companion.finding(signal, step, message, data, blamed)
-
-    def _event(
-        self,
-        kind: str,
-        message: str,
-        *,
-        severity: events.Severity = "info",
-        data: dict[str, Any] | None = None,
-    ) -> None:
-        if self._writes:
-            events.append(
-                self.folder, kind, message, severity=severity, generation=self.generation, rank=0, data=data
-            )
+        # All ranks have the same information; rank 0 reports it.
+        if self._writes and self._supervisor is not None:
+            self._supervisor.finding(signal, step, message, data, blamed)

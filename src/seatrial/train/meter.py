@@ -1,4 +1,4 @@
-"""What a step cost: time, tokens, memory, and from them the metrics record."""
+"""The cost of a step: time, tokens, memory, and the metrics record made from them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def memory_bytes(device: torch.device) -> int:
 
 
 class OwnTime:
-    """Adds up the time of work in which this rank waits for no other: what tells a slow rank from its peers.
+    """Adds up the time of work in which this rank waits for no other, which distinguishes a slow rank from its peers.
 
-    On a GPU it is the device's time, between events; a span counts once the device has passed it, so `take` speaks of
-    a step or two before.
+    On a GPU it is device time, between events; a span counts once the device has completed it, so `take` lags by a
+    step or two.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class OwnTime:
         self._begun = self._mark() if self._cuda else time.perf_counter()
 
     def stop(self) -> None:
-        """The end of what `start` began; nothing if it began nothing."""
+        """End the span that `start` began, if it began one."""
         begun, self._begun = self._begun, None
         if isinstance(begun, float):
             self._seconds += time.perf_counter() - begun
@@ -75,10 +75,10 @@ class OwnTime:
         return seconds
 
     def watch(self, model: ParallelModel) -> None:
-        """Count the forward passes of attention, MLP and output head: between them ranks talk, inside they do not.
+        """Time the forward passes of attention, MLP and output head: ranks communicate between them, not inside.
 
-        One block of each stage stands for all. A compiled one lets nobody look inside: there only the head counts.
-        Asynchronous tensor parallel talks within the projections: there what lies between them counts.
+        One block of each stage represents all. A compiled block cannot be hooked inside: then only the head counts.
+        Asynchronous tensor parallel communicates within the projections: then the work between them counts.
         """
         for stage in model.stages:
             for block in [] if model.settings.compile else stage.blocks[:1]:
@@ -94,7 +94,7 @@ class OwnTime:
                 self._span(stage.lm_head, stage.lm_head)
 
     def unwatch(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -140,7 +140,7 @@ class Meter:
         self._peak = None
         self._device = device.type
         if device.type == "cuda":
-            # What runs counts, not what the job file says it should be.
+            # The actual device counts, not the one that the job file states.
             self._device = torch.cuda.get_device_name(device)
             gpu = find_gpu(self._device)
             self._peak = peak_flops(gpu, job.train.precision) if gpu is not None else None
@@ -175,7 +175,7 @@ class Meter:
         memory: int,
         generation: int | None = None,
     ) -> MetricsRecord:
-        """`generation`: that did the step, if it was not the meter's own."""
+        """Make a step's record; `generation`: the one that did the step, if it was not the meter's own."""
         rate = self._tokens_a_step / seconds
         rate_a_gpu = rate / self._job.layout.world_size
         return MetricsRecord(

@@ -1,71 +1,73 @@
-"""AdamW over the tensors that this rank holds, with the true gradient norm of the whole model."""
+"""Optimizers over the tensors that this rank holds, with the true gradient norm of the whole model."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from seatrial.job.optimizers import OPTIMIZERS, optimizer_named
 from seatrial.job.schema import OptimizerSection
 from seatrial.parallel.build import Shard
-
-# torch's AdamW keeps these for each parameter; a checkpoint stores them under these names.
-STATE = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
 class _Slot:
     shard: Shard
     parameter: nn.Parameter  # the shard's values as an ordinary parameter, sharing its memory
+    state: dict[str, Tensor]
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay applies to matrices (embeddings included), not to norms and biases."""
+        return len(self.shard.whole) >= 2
 
 
-class ShardedAdamW:
-    """Fused AdamW on local shards (arXiv:1711.05101).
+def build_optimizer(shards: list[Shard], settings: OptimizerSection) -> ShardedOptimizer:
+    """The optimizer that the job file names. Raises InputError if it cannot be imported."""
+    cls = OPTIMIZERS.imported(settings.name, optimizer_named(settings.name).implementation)
+    optimizer: ShardedOptimizer = cls(shards, settings)
+    return optimizer
+
+
+class ShardedOptimizer(ABC):
+    """What every optimizer has: state for each shard, the gradient norm, updates that can be refused.
 
     Working on the shards' local tensors, not on DTensors, saves the sharding propagation of every optimizer operation:
-    seconds in the first step. Weight decay applies to matrices (embeddings included), not to norms and biases.
+    seconds in the first step.
     """
 
     def __init__(self, shards: list[Shard], settings: OptimizerSection) -> None:
-        self._slots = [_Slot(s, nn.Parameter(s.local)) for s in shards if s.local.numel()]
-        decayed = [s.parameter for s in self._slots if len(s.shard.whole) >= 2]
-        plain = [s.parameter for s in self._slots if len(s.shard.whole) < 2]
-        groups = [{"params": decayed, "weight_decay": settings.weight_decay}]
-        groups.append({"params": plain, "weight_decay": 0.0})
-        self._adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            fused=True,
-        )
+        # State is created now, not in the first step, so that a checkpoint can be read straight into it.
+        names = optimizer_named(settings.name).states
+        self._slots = [
+            _Slot(s, nn.Parameter(s.local), {name: torch.zeros_like(s.local) for name in names})
+            for s in shards
+            if s.local.numel()
+        ]
         self._shards = shards
-        self._make_state()
-        # torch's fused AdamW leaves weights, moments and step counters alone where this is 1, without asking the
-        # host. Sticky: on a GPU the next step is under way before anybody has seen that this one was not finite.
+        # Sticky: on a GPU the next step is in flight before the host has seen that this one was not finite.
         self._refused = torch.zeros((), dtype=torch.float32, device=shards[0].local.device)
-        self._adamw.found_inf = self._refused  # type: ignore[attr-defined]  # what torch.amp.GradScaler sets
 
-    def _make_state(self) -> None:
-        # At once and not in the first step, so that a checkpoint can be read straight into it.
-        for slot in self._slots:
-            p = slot.parameter
-            self._adamw.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                **{key: torch.zeros_like(p) for key in STATE},
-            }
+    @abstractmethod
+    def counts(self) -> list[Tensor]:
+        """One or several counts of the updates made, all alike, fp32 scalars."""
+
+    @abstractmethod
+    def _apply(self, lr: float) -> None:
+        """Update every slot with its parameter's gradient; change nothing, counts included, where `_refused` is 1."""
 
     def state(self) -> list[tuple[str, Shard, Tensor]]:
         """(name of the state, shard it belongs to, local values): what a checkpoint saves and fills."""
-        return [
-            (key, slot.shard, self._adamw.state[slot.parameter][key]) for slot in self._slots for key in STATE
-        ]
+        return [(key, slot.shard, values) for slot in self._slots for key, values in slot.state.items()]
 
     def set_step(self, step: int) -> None:
-        """Say that `step` updates have been made (bias correction depends on it)."""
-        for slot in self._slots:
-            self._adamw.state[slot.parameter]["step"].fill_(step)
+        """Set the count of updates made to `step` (bias correction depends on it)."""
+        for count in self.counts():
+            count.fill_(step)
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
@@ -90,11 +92,11 @@ class ShardedAdamW:
         self._refused.copy_(torch.maximum(self._refused, (bad != 0).to(self._refused)))
 
     def allow(self) -> None:
-        """Make updates again."""
+        """Stop refusing updates."""
         self._refused.zero_()
 
     def clear_gradients(self) -> None:
-        """Forget gradients, also those of a step that broke off."""
+        """Drop all gradients, also those of an interrupted step."""
         for slot in self._slots:
             slot.parameter.grad = None
         for shard in self._shards:
@@ -102,16 +104,88 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def update(self, lr: float, scale: Tensor | None) -> None:
-        """One AdamW update with the gradients times `scale`, unless it is refused; clears the gradients.
+        """One update with the gradients times `scale`, unless it is refused; clears the gradients.
 
-        It waits for no other rank, so that a rank either has a step's update or does not have it.
+        Waits for no other rank, so that a rank either has a step's update or does not have it.
         """
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
         for slot in self._slots:
             slot.parameter.grad = slot.shard.grad
         grads = [s.parameter.grad for s in self._slots if s.parameter.grad is not None]
         if scale is not None and grads:
             torch._foreach_mul_(grads, scale)
-        self._adamw.step()
+        self._apply(lr)
         self.clear_gradients()
+
+
+class ShardedAdamW(ShardedOptimizer):
+    """Fused AdamW (arXiv:1711.05101)."""
+
+    def __init__(self, shards: list[Shard], settings: OptimizerSection) -> None:
+        super().__init__(shards, settings)
+        decayed = [s.parameter for s in self._slots if s.decays]
+        plain = [s.parameter for s in self._slots if not s.decays]
+        groups = [{"params": decayed, "weight_decay": settings.weight_decay}]
+        groups.append({"params": plain, "weight_decay": 0.0})
+        self._adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]],
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            fused=True,
+        )
+        for slot in self._slots:
+            count = torch.zeros((), dtype=torch.float32, device=slot.parameter.device)
+            self._adamw.state[slot.parameter] = {"step": count, **slot.state}
+        # torch's fused AdamW leaves weights, moments and step counters unchanged where this is 1, without a host sync.
+        self._adamw.found_inf = self._refused  # type: ignore[attr-defined]  # what torch.amp.GradScaler sets
+
+    def counts(self) -> list[Tensor]:
+        return [self._adamw.state[slot.parameter]["step"] for slot in self._slots]
+
+    def _apply(self, lr: float) -> None:
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+
+
+class ElementwiseOptimizer(ShardedOptimizer):
+    """An optimizer that is one function of each value, its gradient and its states: the base for those of other packages.
+
+    A rule that looks at a whole matrix would give another result on shards than on one process.
+    """
+
+    def __init__(self, shards: list[Shard], settings: OptimizerSection) -> None:
+        super().__init__(shards, settings)
+        self.settings = settings
+        self._count = torch.zeros_like(self._refused)
+
+    @abstractmethod
+    def rule(
+        self,
+        values: Tensor,
+        gradient: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        lr: float,
+        decay: float,
+        count: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The new values and states. Leaves its arguments unchanged. `count`: of this update, from 1."""
+
+    def counts(self) -> list[Tensor]:
+        return [self._count]
+
+    def _apply(self, lr: float) -> None:
+        refused = self._refused > 0
+        count = self._count + 1
+        for slot in self._slots:
+            gradient = slot.parameter.grad
+            if gradient is None:
+                continue
+            decay = self.settings.weight_decay if slot.decays else 0.0
+            values, state = self.rule(slot.parameter, gradient, slot.state, lr=lr, decay=decay, count=count)
+            # Chosen on the device, so that the host need not wait; a refused update may hold NaN.
+            slot.parameter.copy_(torch.where(refused, slot.parameter, values))
+            for key, kept in slot.state.items():
+                kept.copy_(torch.where(refused, kept, state[key]))
+        self._count.copy_(torch.where(refused, self._count, count))

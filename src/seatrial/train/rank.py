@@ -33,23 +33,20 @@ from seatrial.model.initialise import RandomWeights
 from seatrial.model.source import WeightSource
 from seatrial.parallel.build import ParallelModel, Settings
 from seatrial.parallel.mesh import Mesh, build_mesh
-from seatrial.record import events
 from seatrial.record.folder import RunFolder
 from seatrial.record.run import open_run, read_plan
-from seatrial.train import state
+from seatrial.train.checkpointing import state
 from seatrial.train.loop import Loop
-from seatrial.train.optimizer import ShardedAdamW
-from seatrial.train.recover import Unfilled
-from seatrial.train.resume import Resume
+from seatrial.train.optimizer import ShardedOptimizer, build_optimizer
+from seatrial.train.records import into_file
+from seatrial.train.recovery.recover import Unfilled
+from seatrial.train.recovery.resume import Resume
 from seatrial.train.sample import write_sample
-
-# How long a collective may wait for a rank before it is an error.
-TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
-class Place:
-    """What torchrun's environment says of this process."""
+class RankEnvironment:
+    """What torchrun's environment variables state about this process."""
 
     rank: int
     local_rank: int
@@ -58,7 +55,7 @@ class Place:
     device: str
 
     @classmethod
-    def from_environment(cls) -> Place:
+    def from_environment(cls) -> RankEnvironment:
         """Raises InputError naming every variable that is missing."""
         missing = [
             k
@@ -80,16 +77,17 @@ class Place:
         )
 
 
-def train_rank(folder: RunFolder, generation: int | None, place: Place) -> None:
-    """Train the job of `folder` as the rank that `place` says; `generation` None: started by hand, unsupervised."""
+def train_rank(folder: RunFolder, generation: int | None, place: RankEnvironment) -> None:
+    """Train the job of `folder` as the rank in `place`; `generation` None: started by hand, unsupervised."""
     job = load_job(RunFolder.open(folder.path).job_toml)
     if place.world_size != job.layout.world_size:
         raise InputError(
             f"the job has {job.layout.world_size} ranks, the environment says {place.world_size}",
             hint="start as many ranks as cluster.nodes x cluster.gpus_per_node",
         )
-    device = join(place)
-    mesh = build_mesh(job.layout, device, TIMEOUT)
+    timeout = timeout_of(job)
+    device = join(place, timeout)
+    mesh = build_mesh(job.layout, device, timeout)
     torch.manual_seed(job.train.seed + mesh.rank)
     loader = make_loader(job, folder, read_plan(folder))
     begun = nullcontext(generation) if generation is not None else _unsupervised(job, folder, mesh, loader)
@@ -98,7 +96,8 @@ def train_rank(folder: RunFolder, generation: int | None, place: Place) -> None:
 
 
 def _train(job: Job, folder: RunFolder, generation: int, mesh: Mesh, loader: BatchLoader) -> None:
-    resume = Resume(job, folder, generation, mesh)
+    records = into_file(folder, generation, mesh.rank)
+    resume = Resume(job, folder, records, mesh)
     found = load(job, mesh, resume, loader)
     if found is not None:
         model, optimizer, progress = found
@@ -107,18 +106,18 @@ def _train(job: Job, folder: RunFolder, generation: int, mesh: Mesh, loader: Bat
         resume.refuse_fresh_start()
         (model, optimizer), first_step = build(job, mesh, first_weights(job)), 1
     del found
-    Loop(job, folder, generation, model, optimizer, loader).run(first_step)
+    Loop(job, folder, records, model, optimizer, loader).run(first_step)
     dist.barrier()
     dist.destroy_process_group()
     if mesh.rank == 0:
         del model, optimizer  # the sample needs the memory
-        write_sample(job, folder, generation, mesh.device)
+        write_sample(job, folder, records, mesh.device)
 
 
-def build(job: Job, mesh: Mesh, source: WeightSource) -> tuple[ParallelModel, ShardedAdamW]:
-    """The model of `job` with the weights of `source`, and its optimizer."""
-    model = ParallelModel(job.architecture, mesh, settings_of(job), source, timeout=TIMEOUT)
-    return model, ShardedAdamW(model.shards, job.optimizer)
+def build(job: Job, mesh: Mesh, source: WeightSource) -> tuple[ParallelModel, ShardedOptimizer]:
+    """Build the model of `job` with the weights of `source`, and its optimizer."""
+    model = ParallelModel(job.architecture, mesh, settings_of(job), source, timeout=timeout_of(job))
+    return model, build_optimizer(model.shards, job.optimizer)
 
 
 def load(
@@ -127,10 +126,10 @@ def load(
     resume: Resume,
     loader: BatchLoader,
     worth: Callable[[int], bool] = lambda step: True,
-) -> tuple[ParallelModel, ShardedAdamW, Progress] | None:
+) -> tuple[ParallelModel, ShardedOptimizer, Progress] | None:
     """Model and optimizer from the newest undamaged checkpoint whose step is `worth` it; None where there is none.
 
-    All ranks call it. RunFailed where it goes on at another sample than this job.
+    All ranks call it. Raises RunFailed if the checkpoint continues at another sample than this job.
     """
     built = None
     while (step := resume.look()) and worth(step):
@@ -151,7 +150,7 @@ def load(
 
 @contextmanager
 def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, loader: BatchLoader) -> Iterator[int]:
-    """A generation that rank 0 begins and all ranks share, with the run locked as by any other start."""
+    """A generation that rank 0 begins and all ranks share, with the run locked as in any other start."""
     if folder.path.name != job.name:
         raise InputError(
             f"{folder.path} holds the job {job.name!r}: the folder was renamed",
@@ -165,7 +164,7 @@ def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, loader: BatchLoader) 
     def tell(kind: str, message: str) -> None:
         if opened is not None:
             print(f"seatrial: {message}", file=sys.stderr, flush=True)
-            events.append(folder, kind, message, generation=generation)
+            into_file(folder, generation, None).event(kind, message)
 
     tell("run_started", f"{mesh.layout.world_size} ranks, started by hand: nobody supervises them")
     try:
@@ -176,29 +175,44 @@ def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, loader: BatchLoader) 
             opened.close()
 
 
-def join(place: Place, store: Store | None = None) -> torch.device:
+def timeout_of(job: Job) -> timedelta:
+    """How long a collective may wait for a rank before it is an error."""
+    return timedelta(seconds=job.collective_timeout_s)
+
+
+def join(place: RankEnvironment, timeout: timedelta, store: Store | None = None) -> torch.device:
     """Join the process group; returns this rank's device. Without a `store`, use the one of torchrun."""
-    if place.device == "cuda":
+    cuda = place.device == "cuda"
+    if cuda:
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    backend = "nccl" if place.device == "cuda" else "gloo"
+    given: dict[str, Any] = {}
     if store is not None:
-        dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT
-        )
-        return device
+        given = {"store": store, "rank": place.rank, "world_size": place.world_size}
     try:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            timeout=timeout,
+            # NCCL connects the ranks now, on this device, and not in the first collective.
+            device_id=device if cuda else None,
+            **given,
+        )
     except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error) or "in use" in str(error):
+        if store is None and ("EADDRINUSE" in str(error) or "in use" in str(error)):
             raise InputError(
                 f"port {os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']} is in use",
                 hint="leave cluster.port out, and a free port is taken",
             ) from error
         raise
+    if cuda:
+        # A group with a device makes `new_group` split its communicator, in which every rank of the world must take
+        # part. Ours are created by their members alone (`parallel.mesh`), and would wait forever.
+        world = dist.group.WORLD
+        assert world is not None
+        world.bound_device_id = None
     return device
 
 
@@ -243,7 +257,7 @@ def first_weights(job: Job) -> WeightSource:
 
 
 def settings_of(job: Job) -> Settings:
-    """What the parallel model is told of a job."""
+    """The settings of a job's parallel model."""
     train = job.train
     return Settings(
         sequence_length=train.sequence_length,

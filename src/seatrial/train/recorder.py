@@ -1,4 +1,4 @@
-"""What rank 0 writes of each step, once: the ledger line before anything can depend on the step, then the metrics."""
+"""Rank 0's records of each step, once: the ledger line before anything can depend on the step, then the metrics."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import torch
 from seatrial.data.loader import BatchLoader
 from seatrial.job import Job
 from seatrial.parallel.mesh import Mesh
-from seatrial.record import events
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord, LedgerWriter
 from seatrial.record.metrics import MetricsWriter
 from seatrial.record.recent import recent_ledger, recent_metrics, skipped_steps
-from seatrial.train.guard import WINDOW, Guard
+from seatrial.train.callbacks import Callbacks
+from seatrial.train.health.guard import WINDOW, Guard
 from seatrial.train.meter import Meter
+from seatrial.train.records import Records
 from seatrial.train.schedule import learning_rate
 from seatrial.train.step import StepValues, vector_length
 
-_LOOK_BACK = 64  # ledger lines among which a step of a moment ago must stand
+_LOOK_BACK = 64  # ledger lines among which a recent step must be found
 
 
 @dataclass(frozen=True)
 class Known:
-    """The last step that a rank knows everything of: enough to write its records, whoever wrote none."""
+    """The last step a rank knows completely: enough to write its records in place of a rank that did not."""
 
     generation: int
     step: int
@@ -55,29 +56,38 @@ class Known:
 
 
 class Recorder:
-    """Metrics and ledger of one leg; only rank 0 writes, for the others nothing happens."""
+    """Metrics and ledger of one generation; only rank 0 writes, in other ranks the calls do nothing."""
 
     def __init__(
-        self, job: Job, folder: RunFolder, loader: BatchLoader, meter: Meter, *, writes: bool
+        self,
+        job: Job,
+        folder: RunFolder,
+        records: Records,
+        loader: BatchLoader,
+        meter: Meter,
+        *,
+        writes: bool,
     ) -> None:
         self._job = job
         self._folder = folder
+        self._records = records
         self._loader = loader
         self._meter = meter
         self._metrics = MetricsWriter(folder) if writes else None
         self._ledger = LedgerWriter(folder) if writes else None
-        self._highest = 0  # step in the ledger, of this leg
+        self._callbacks = Callbacks(job, folder, records) if writes else None
+        self._highest = 0  # step in the ledger, of this generation
 
     def step(self, known: Known) -> None:
-        """Record a step. One that is replayed after a rollback has its ledger line, and its metrics anew."""
-        # A step that was trained, and after a rollback is left out, gets a second line: readers take the last.
+        """Record a step. One that is replayed after a rollback keeps its ledger line, and gets new metrics."""
+        # A step that was trained and, after a rollback, skipped gets a second line: readers take the last.
         if known.step > self._highest or known.skipped:
             self._write_ledger(known)
             self._highest = max(self._highest, known.step)
         self._write_metrics(known)
 
     def once(self, known: Known) -> None:
-        """Record a step of an earlier leg, where the rank that writes died before it had."""
+        """Record a step of an earlier generation if the rank that writes died before recording it."""
         if self._ledger is None:
             return
         ledger = recent_ledger(self._folder, _LOOK_BACK)
@@ -88,12 +98,12 @@ class Recorder:
             self._write_metrics(known)
 
     def sync(self) -> None:
-        """Make durable what was written: a checkpoint must not outlive the record of its steps, and of what was left out."""
+        """Make what was written durable: a checkpoint must not outlive the record of its steps and of skipped ones."""
         for writer in (self._metrics, self._ledger):
             if writer is not None:
                 writer.sync()
         if self._ledger is not None:
-            events.sync(self._folder)
+            self._records.settle()
 
     def close(self) -> None:
         for writer in (self._metrics, self._ledger):
@@ -106,25 +116,25 @@ class Recorder:
             self._ledger.write(LedgerRecord(known.step, first, end, known.generation, known.skipped))
 
     def _write_metrics(self, known: Known) -> None:
-        if self._metrics is None or known.skipped:
-            return  # a step that was left out has no values
+        if self._metrics is None or self._callbacks is None or known.skipped:
+            return  # a skipped step has no values
         values = known.values
-        self._metrics.write(
-            self._meter.record(
-                known.step,
-                generation=known.generation,
-                loss=values.loss,
-                grad_norm=values.grad_norm,
-                lr=learning_rate(known.step, self._job.train.steps, self._job.optimizer),
-                seconds=known.seconds,
-                data_wait=known.data_wait,
-                memory=max(values.memory_bytes),
-            )
+        record = self._meter.record(
+            known.step,
+            generation=known.generation,
+            loss=values.loss,
+            grad_norm=values.grad_norm,
+            lr=learning_rate(known.step, self._job.train.steps, self._job.optimizer),
+            seconds=known.seconds,
+            data_wait=known.data_wait,
+            memory=max(values.memory_bytes),
         )
+        self._metrics.write(record)
+        self._callbacks.step(record)
 
 
 def make_guard(job: Job, folder: RunFolder, mesh: Mesh, before: int) -> Guard:
-    """A guard that knows the steps before `before` as rank 0 reads them: all ranks must judge alike. All call it."""
+    """A guard with the history before step `before` as rank 0 reads it: all ranks must judge alike. All call it."""
     window, width = WINDOW, max(WINDOW, job.resilience.max_skipped_steps)
     table = torch.zeros(width, 4, dtype=torch.float64)
     if mesh.rank == 0:
@@ -137,5 +147,5 @@ def make_guard(job: Job, folder: RunFolder, mesh: Mesh, before: int) -> Guard:
         table[: len(skipped), 3] = torch.tensor(skipped, dtype=torch.float64)
     rows = mesh.sum_over_ranks(table.to(mesh.device)).tolist()
     recent = {int(step): (loss, norm) for step, loss, norm, _ in rows if step}
-    skipped_before = {int(row[3]): "it was left out before" for row in rows if row[3]}
+    skipped_before = {int(row[3]): "it was skipped before" for row in rows if row[3]}
     return Guard(job.resilience, skipped=skipped_before, recent=recent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import torch
 
@@ -12,25 +13,26 @@ from seatrial.data.tokenizer import load_tokenizer
 from seatrial.hardware.host_memory import host_memory
 from seatrial.job import Job
 from seatrial.model.generate import generate, load_whole
-from seatrial.record import events
 from seatrial.record.folder import RunFolder
-from seatrial.train.places import Places
+from seatrial.train.checkpointing.places import Places
+from seatrial.train.records import Records
 
 
-def write_sample(job: Job, folder: RunFolder, generation: int, device: torch.device) -> None:
-    """Let the newest checkpoint continue `train.sample_prompt`, as an event of the run.
+def write_sample(job: Job, folder: RunFolder, records: Records, device: torch.device) -> None:
+    """Continue `train.sample_prompt` with the newest checkpoint's model, and record the text as an event of the run.
 
-    The whole model goes onto one device; where that is not possible an event says why. The run has ended well, so nothing
-    that happens here makes a failure of it.
+    The whole model is loaded onto one device; where that is impossible an event states why. The run has succeeded, so
+    no error here makes it fail.
     """
+    records = replace(records, rank=None)
     try:
-        _write_sample(job, folder, generation, device)
+        _write_sample(job, folder, records, device)
     except (OSError, RuntimeError, ValueError, SeatrialError) as error:
         with contextlib.suppress(OSError):
-            events.append(folder, "sample_skipped", f"no sample text: {error}", generation=generation)
+            records.event("sample_skipped", f"no sample text: {error}")
 
 
-def _write_sample(job: Job, folder: RunFolder, generation: int, device: torch.device) -> None:
+def _write_sample(job: Job, folder: RunFolder, records: Records, device: torch.device) -> None:
     places = Places(job, folder)
     found = places.candidates() if job.train.sample_tokens else []
     if not found:
@@ -42,11 +44,9 @@ def _write_sample(job: Job, folder: RunFolder, generation: int, device: torch.de
     need = job.architecture.parameters() * dtype.itemsize
     free = _free_memory(device)
     if need > 0.8 * free:
-        events.append(
-            folder,
+        records.event(
             "sample_skipped",
             f"no sample text: the whole model is {units.memory(need)}, one device has {units.memory(free)} free",
-            generation=generation,
         )
         return
     tokenizer = load_tokenizer(job.data.tokenizer)
@@ -67,11 +67,9 @@ def _write_sample(job: Job, folder: RunFolder, generation: int, device: torch.de
         stop_id=tokenizer.end_of_document,
     )
     text = tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
-    events.append(
-        folder,
+    records.event(
         "sample",
         f"the model continues {job.train.sample_prompt!r}",
-        generation=generation,
         data={"prompt": job.train.sample_prompt, "text": text},
     )
 

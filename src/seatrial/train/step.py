@@ -1,4 +1,4 @@
-"""One training step: forward and backward, the one vector that is summed over ranks, clipping, the update."""
+"""One training step: forward and backward, the single vector that is summed over ranks, clipping, the update."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from seatrial.parallel.build import ParallelModel
-from seatrial.train.companion import Leaving
+from seatrial.record.messages import Leaving
 from seatrial.train.meter import OwnTime
-from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train.optimizer import ShardedOptimizer
 
-# The vector: loss, squared gradient norm; how many ranks want to yield, must leave, and are still writing their last
-# snapshot; what rank 0 alone knows of checkpoints (`SaveNews`); then for each of the blocks below a number of each rank,
-# to which every other rank adds 0. So the sum is exact there, and NaN survives it (gloo's MAX loses NaN).
+# The vector: loss, squared gradient norm; how many ranks want to yield, are preempted, and are still writing their last
+# snapshot; what only rank 0 knows about checkpoints (`SaveNews`); then, for each block below, one number per rank, to
+# which all other ranks add 0. So the sum is exact there and preserves NaN (gloo's MAX loses NaN).
 _LOSS, _NORM, _YIELD, _PREEMPT, _BUSY, _COMMITTED, _WANTED, _INTERVAL, _AT_RISK = range(9)
 _HEAD = 9
 _MEMORY, _SECONDS, _NOT_FINITE, _CHANGED, _PART = range(5)
@@ -28,13 +28,13 @@ INTACT, CHANGED_COPIED, CHANGED = 0, 1, 2  # codes of a rank's state at rest, se
 
 @dataclass(frozen=True)
 class SaveNews:
-    """What a rank tells the others of checkpoints on their way. Attempts count from 1 in each leg, 0 is none."""
+    """What a rank reports about checkpoints in flight. Attempts are numbered from 1 in each generation; 0: none."""
 
-    part: int = 0  # the last attempt that this rank's part is settled of; negative: it could not be written
-    committed: int = 0  # the same of the whole; what follows is rank 0's alone too
+    part: int = 0  # the last attempt whose part this rank has settled; negative: it could not be written
+    committed: int = 0  # the same for the whole checkpoint; this and the fields below come from rank 0 only
     wanted: bool = False  # save after this step, whether one is due or not
     interval: int = 0  # steps from one save to the next, where the run chooses; 0: not known yet
-    at_risk_s: float = 0.0  # training that no checkpoint holds
+    at_risk_s: float = 0.0  # seconds of training that are in no checkpoint
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class StepValues:
 
     @property
     def loss(self) -> float:
-        """Nats a token, mean over the global batch."""
+        """Mean over the global batch, in nats per token."""
         return self.vector[_LOSS]
 
     @property
     def norm_squared(self) -> float:
-        """Of the gradient of the whole model, before clipping."""
+        """Squared norm of the whole model's gradient, before clipping."""
         return self.vector[_NORM]
 
     @property
@@ -67,7 +67,7 @@ class StepValues:
 
     @property
     def finite(self) -> bool:
-        """Whether the update was made: with a loss or a norm that is not finite it changes nothing."""
+        """Whether the update was applied: with a non-finite loss or norm it changes nothing."""
         return math.isfinite(self.loss + self.norm_squared)
 
     @property
@@ -79,43 +79,43 @@ class StepValues:
 
     @property
     def busy(self) -> bool:
-        """Whether some rank could not take a snapshot now: then none does, and all have those of the same steps."""
+        """Whether some rank cannot take a snapshot now: then none does, so all hold snapshots of the same steps."""
         return self.vector[_BUSY] > 0
 
     @property
     def saving(self) -> SaveNews:
-        """What rank 0 knows of checkpoints; `part` is 0."""
+        """What rank 0 knows about checkpoints; `part` is 0."""
         v = self.vector
         return SaveNews(0, int(v[_COMMITTED]), v[_WANTED] > 0, int(v[_INTERVAL]), v[_AT_RISK])
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Of each rank: the attempt whose part it has settled, see `SaveNews.part`."""
+        """For each rank, the last attempt whose part it has settled, see `SaveNews.part`."""
         return tuple(int(v) for v in self._block(_PART))
 
     @property
     def memory_bytes(self) -> tuple[int, ...]:
-        """Of each rank."""
+        """Memory use of each rank, see `meter.memory_bytes`."""
         return tuple(int(v) for v in self._block(_MEMORY))
 
     @property
     def local_seconds(self) -> tuple[float, ...]:
-        """Of each rank: time in work that waits for no other rank."""
+        """For each rank, seconds spent in work that waits for no other rank."""
         return self._block(_SECONDS)
 
     @property
     def not_finite(self) -> list[int]:
-        """The ranks whose own share of loss or norm was not finite."""
+        """The ranks whose local share of loss or norm was not finite."""
         return [r for r, v in enumerate(self._block(_NOT_FINITE)) if v != 0]
 
     @property
     def changed(self) -> dict[int, int]:
-        """rank -> code, of the ranks whose state was altered between two updates."""
+        """Rank -> code, for the ranks whose state was altered between two updates."""
         return {r: int(v) for r, v in enumerate(self._block(_CHANGED)) if v != 0}
 
 
 class StepResult:
-    """What a step measured, on its way from the device: nothing waits for it until it is read."""
+    """The measurements of a step, copied from the device asynchronously: only reading them waits."""
 
     def __init__(self, values: Tensor) -> None:
         """`values`: the summed vector, fp64."""
@@ -129,7 +129,7 @@ class StepResult:
             self._copied.record()
 
     def values(self) -> StepValues:
-        """All of it; waits for the device."""
+        """All measurements; waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
         return StepValues(tuple(self._values.tolist()))
@@ -141,15 +141,15 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Own:
-    """What this rank puts into the vector beside loss and norm."""
+class Contribution:
+    """What this rank puts into the vector besides loss and norm."""
 
     wants: Leaving | None = None
     busy: bool = False
     saving: SaveNews = SaveNews()
     clock: OwnTime | None = None
-    memory_bytes: Callable[[], int] = lambda: 0  # asked after the backward pass: near the peak
-    changed: Callable[[], Tensor | None] = lambda: None  # asked before the update: a code, on the device
+    memory_bytes: Callable[[], int] = lambda: 0  # called after the backward pass: near the peak
+    changed: Callable[[], Tensor | None] = lambda: None  # called before the update: a code, on the device
 
 
 def vector_length(world_size: int) -> int:
@@ -157,11 +157,14 @@ def vector_length(world_size: int) -> int:
 
 
 def local_vector(
-    model: ParallelModel, optimizer: ShardedAdamW, batch: tuple[Tensor, Tensor, Tensor | None], own: Own
+    model: ParallelModel,
+    optimizer: ShardedOptimizer,
+    batch: tuple[Tensor, Tensor, Tensor | None],
+    own: Contribution,
 ) -> Tensor:
-    """Forward and backward over this rank's sequences; its share of the vector. Gradients are final afterwards.
+    """Run forward and backward over this rank's sequences; return its share of the vector. Gradients are then final.
 
-    `batch`: ids, targets and the documents they are of, see `data.loader.Batch`.
+    `batch`: ids, targets and the documents they belong to, see `data.loader.Batch`.
     """
     mesh = model.mesh
     world = mesh.layout.world_size
@@ -195,12 +198,12 @@ def local_vector(
 
 
 def update(
-    optimizer: ShardedAdamW, loss: Tensor, norm_squared: Tensor, *, lr: float, clip_norm: float | None
+    optimizer: ShardedOptimizer, loss: Tensor, norm_squared: Tensor, *, lr: float, clip_norm: float | None
 ) -> None:
-    """The update of a step whose loss and squared gradient norm (fp64, summed over ranks) are these.
+    """Apply the update of a step with this loss and squared gradient norm (fp64, summed over ranks).
 
-    If one of them is not finite, weights and optimizer state stay as they are, bit for bit, and so they do in later
-    steps until `optimizer.allow`.
+    If one of them is not finite, weights and optimizer state stay unchanged, bit for bit, also in later steps until
+    `optimizer.allow`.
     """
     optimizer.refuse_if(~torch.isfinite(loss + norm_squared))
     scale = None
@@ -212,7 +215,7 @@ def update(
 
 def train_step(
     model: ParallelModel,
-    optimizer: ShardedAdamW,
+    optimizer: ShardedOptimizer,
     ids_BT: Tensor,
     target_BT: Tensor,
     document_BT: Tensor | None = None,
@@ -220,12 +223,12 @@ def train_step(
     lr: float,
     clip_norm: float | None,
 ) -> StepResult:
-    """Train on this rank's sequences of one global batch, with nobody watching.
+    """Train on this rank's sequences of one global batch, unsupervised.
 
     The gradient norm is that of the whole model over the whole global batch, before clipping. One exchange carries
-    everything that ranks must know of each other.
+    everything that ranks must know about each other.
     """
-    values = local_vector(model, optimizer, (ids_BT, target_BT, document_BT), Own())
+    values = local_vector(model, optimizer, (ids_BT, target_BT, document_BT), Contribution())
     model.mesh.sum_over_ranks(values)
     update(optimizer, values[_LOSS], values[_NORM], lr=lr, clip_norm=clip_norm)
     return StepResult(values)

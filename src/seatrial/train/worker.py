@@ -1,7 +1,7 @@
 """One rank: `python -m seatrial.train.worker RUN_FOLDER --generation N`, with torchrun's environment.
 
-Every way of starting ranks ends here: forked by the nursery, started by an agent, or by torchrun itself. With an
-agent (SEATRIAL_ATTENDANT in the environment) it is told which rank of which generation it is, perhaps several times.
+Every way of starting ranks ends here: forked by the fork server, started by an agent, or by torchrun itself. With an
+agent (SEATRIAL_SUPERVISOR in the environment) it is told which rank of which generation it is, perhaps several times.
 Without one nobody supervises it: the ranks begin a generation of their own.
 """
 
@@ -20,71 +20,72 @@ from pathlib import Path
 from seatrial.base import atomic
 from seatrial.base.complain import complain
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, SeatrialError
-from seatrial.base.process import open_log
+from seatrial.base.process import make_log_folder, open_log
 from seatrial.checkpoint.write import PeerSaveFailed
+from seatrial.record import messages as msg
 from seatrial.record.folder import RunFolder
-from seatrial.train.attendant import Attendant
-from seatrial.train.leg import Leg, Worker
-from seatrial.train.rank import Place, train_rank
-from seatrial.train.replicas import CorruptState
+from seatrial.train.generation import GenerationSpec, TrainWorker
+from seatrial.train.health.replicas import CorruptState
+from seatrial.train.rank import RankEnvironment, train_rank
+from seatrial.train.supervision.supervisor_client import SupervisorClient
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as one rank; the exit code. A failure is written to the rank's error file and its log."""
+    """Train as one rank; returns the exit code. A failure is written to the rank's error file and its log."""
     parser = argparse.ArgumentParser(prog="seatrial.train.worker", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--generation", type=int, default=None)
     arguments = parser.parse_args(argv)
     folder = RunFolder(arguments.run)
-    attendant = Attendant.from_environment()
-    if attendant is not None:
-        return _serve(folder, attendant)
+    supervisor_client = SupervisorClient.from_environment()
+    if supervisor_client is not None:
+        return _serve(folder, supervisor_client)
     place = None
     try:
-        place = Place.from_environment()
+        place = RankEnvironment.from_environment()
         train_rank(folder, arguments.generation, place)
     except Exception as error:  # noqa: BLE001  the process ends here, whatever it was, and must say why
         return _report(error, folder, arguments.generation or folder.last_generation(), place)
     return EXIT_DONE
 
 
-def _serve(folder: RunFolder, attendant: Attendant) -> int:
-    """One leg after the other, as the agent orders; the exit code."""
-    worker: Worker | None = None
+def _serve(folder: RunFolder, supervisor_client: SupervisorClient) -> int:
+    """Run one generation after the other, as the agent orders; returns the exit code."""
+    worker: TrainWorker | None = None
     log: Path | None = None
-    while (order := attendant.next_order()) is not None:
-        if "exit" in order:
-            return int(order["exit"])
-        leg = Leg.from_message(order["leg"])
-        if log is not None and log != leg.log:
+    while (order := supervisor_client.next_order()) is not None:
+        if isinstance(order, msg.Exit):
+            return order.code
+        generation_spec = GenerationSpec.from_message(order)
+        if log is not None and log != generation_spec.log:
             try:
-                _reopen_log(leg.log)
-            except OSError as error:  # a full disk: the old one takes what it can
-                complain(f"could not open {leg.log}: {error}")
-        log = leg.log
+                _reopen_log(generation_spec.log)
+            except OSError as error:  # a full disk: keep writing to the old one
+                complain(f"could not open {generation_spec.log}: {error}")
+        log = generation_spec.log
         try:
             if worker is None:
-                worker = Worker(folder, attendant, leg.inputs)
-            how = worker.run(leg)
-        except Exception as error:  # noqa: BLE001  whatever it was, it ends this leg and must be told
-            left = attendant.abandoned or is_consequence(error, leg.place.rank)
+                worker = TrainWorker(folder, supervisor_client, generation_spec.inputs)
+            how = worker.run(generation_spec)
+        except Exception as error:  # noqa: BLE001  whatever it was, it ends this generation and must be told
+            left = supervisor_client.abandoned or is_consequence(error, generation_spec.place.rank)
             if worker is None or not worker.can_park or not left:
-                return _report(error, folder, leg.generation, leg.place)
-            complain(f"generation {leg.generation} is over: {error}")
+                return _report(error, folder, generation_spec.generation, generation_spec.place)
+            complain(f"generation {generation_spec.generation} is over: {error}")
             message = str(error)
-            traceback.clear_frames(error.__traceback__)  # they hold the model, and with it the groups
+            traceback.clear_frames(error.__traceback__)  # they reference the model, and with it the groups
             del error
-            attendant.parked(worker.keep(), message)
+            supervisor_client.parked(worker.keep(), message)
             continue
-        attendant.finished(how, worker.step)
+        supervisor_client.finished(how, worker.step)
         if how == "done":
             return EXIT_DONE
     return EXIT_FAILED
 
 
 def _reopen_log(path: Path) -> None:
-    """From now on stdout and stderr of this process go to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Redirect stdout and stderr of this process to `path`."""
+    make_log_folder(path)
     sys.stdout.flush()
     sys.stderr.flush()
     fd = open_log(path)
@@ -93,7 +94,7 @@ def _reopen_log(path: Path) -> None:
     os.close(fd)
 
 
-# What torch says when another process of the group went away, in gloo's and in NCCL's words.
+# Error messages of gloo and NCCL when another process of the group has exited.
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused|was aborted)|broken pipe|closed by peer|connectFullMesh|socket error"
     r"|remote process exited|NCCL .*(unhandled system error|remote error)|store.*(wait|get).*timeout"
@@ -104,14 +105,14 @@ _PEER_GONE = re.compile(
 
 
 def is_consequence(error: BaseException, rank: int | None = None) -> bool:
-    """Whether `error` only says that some other process went away, or failed; `rank` is our own.
+    """Whether `error` is only the consequence of another process's exit or failure; `rank` is our own.
 
-    The pipeline wraps what happened in its stages in errors of its own, so the whole chain is looked at.
+    The pipeline wraps errors of its stages in errors of its own, so the whole chain is examined.
     """
     if isinstance(error, PeerSaveFailed):
         return True
     if isinstance(error, CorruptState):
-        return rank not in error.blamed  # all ranks stop alike for it
+        return rank not in error.blamed  # it is raised in all ranks
     seen: set[int] = set()
     chain: BaseException | None = error
     while chain is not None and id(chain) not in seen:
@@ -122,7 +123,7 @@ def is_consequence(error: BaseException, rank: int | None = None) -> bool:
     return False
 
 
-def _report(error: Exception, folder: RunFolder, generation: int, place: Place | None) -> int:
+def _report(error: Exception, folder: RunFolder, generation: int, place: RankEnvironment | None) -> int:
     when = time.time()
     text = "".join(traceback.format_exception(error))
     ours = isinstance(error, SeatrialError)
@@ -142,12 +143,12 @@ def _report(error: Exception, folder: RunFolder, generation: int, place: Place |
             "hint": error.hint if isinstance(error, SeatrialError) else None,
         }
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_log_folder(path)
             atomic.write_text(path, json.dumps(record))
         except OSError as second:
             complain(f"could not write {path}: {second}")
         if place.device == "cuda":
-            # The ordinary end would wait for collectives that peers will never join, and nobody would hear of this.
+            # A normal exit would wait for collectives that peers will never join, and never report this.
             sys.stdout.flush()
             os._exit(code)
     return code

@@ -1,12 +1,13 @@
-"""What one GPU holds as SVG: a bar of its kinds of bytes, beside what the GPU has."""
+"""GPU memory as SVG: a bar of the kinds of bytes, compared with the capacity of the GPU."""
 
 from __future__ import annotations
 
-from seatrial.plan.fit import Account
-from seatrial.ui import figures
-from seatrial.ui.svg import TITLE, box, framed, line, shortened, text
+from xml.etree.ElementTree import Element
 
-WIDTH = 960.0
+from seatrial.plan.search.fit import Account
+from seatrial.ui import figures
+from seatrial.ui.svg import WIDTH, box, framed, line, text
+
 _SIDE, _TOP, _HEIGHT, _COLUMNS = 16.0, 58.0, 34.0, 4
 
 _LOOKS: dict[str, str] = {
@@ -20,7 +21,7 @@ _LOOKS: dict[str, str] = {
     "logits, messages": "rest",
     "allocator, runtime": "peak",
 }
-# Small ones share a colour: two kinds in one look would not be told apart.
+# Small kinds share a colour: two kinds in one colour could not be told apart.
 _TOGETHER = {
     "logits": "logits, messages",
     "stage messages": "logits, messages",
@@ -30,12 +31,10 @@ _TOGETHER = {
 }
 
 
-def account_svg(
-    account: Account, room: float | None, *, title: str, name: str = "memory", alone: bool = True
-) -> str:
-    """Bytes on the GPU that needs most. `room` is what a process can have there; None where the GPU is not known.
+def account_svg(account: Account, room: float | None, *, title: str, alone: bool = True) -> Element:
+    """Bytes on the most loaded GPU. `room`: what a process can have there; None if the GPU is unknown.
 
-    ValueError for an account without a layout.
+    Raises ValueError for an account without a layout.
     """
     if account.gpu_bytes is None:
         raise ValueError("this account has no layout, and so no bytes on a GPU")
@@ -47,14 +46,14 @@ def account_svg(
     shown = list(sums.items())
     most = max(account.gpu_bytes, room or 0.0) * 1.02
     scale = (WIDTH - 2 * _SIDE) / most
-    parts, x = [text(_SIDE, 28, shortened(title, TITLE), "st-title")], _SIDE
+    parts, x = [], _SIDE
     for label, n_bytes in shown:
         hint = f"{label}: {figures.memory(n_bytes)}"
         parts.append(box(x, _TOP, n_bytes * scale, _HEIGHT, f"st-{_LOOKS[label]}", hint))
         x += n_bytes * scale
     if room is not None:
         at = _SIDE + room * scale
-        parts.append(line(at, _TOP - 8, at, _TOP + _HEIGHT + 8, "st-step"))
+        parts.append(line([(at, _TOP - 8), (at, _TOP + _HEIGHT + 8)], "st-step"))
         parts.append(text(at, _TOP - 13, f"the GPU has {figures.memory(room)}", "st-soft st-num", "end"))
     y = _TOP + _HEIGHT + 32
     each = (WIDTH - 2 * _SIDE) / _COLUMNS
@@ -65,4 +64,4 @@ def account_svg(
     height = y + (len(shown) - 1) // _COLUMNS * 22 + 16
     told = ", ".join(f"{label} {figures.memory(n)}" for label, n in shown)
     sentence = f"One GPU needs {figures.memory(account.gpu_bytes)}: {told}."
-    return framed(parts, width=WIDTH, height=height, title=title, sentence=sentence, name=name, alone=alone)
+    return framed(parts, height=height, title=title, sentence=sentence, name="memory", alone=alone)

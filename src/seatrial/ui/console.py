@@ -1,4 +1,4 @@
-"""What a person sees of a run while it trains: all of it read from the run folder, as any other viewer would."""
+"""Console output of a run while it trains, read entirely from the run folder, as any other viewer would."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from seatrial.job import Job
     from seatrial.ui.live import LivePane
 
-# The summary tells of these, with all there is to say.
+# The summary shows these in full.
 _IN_SUMMARY = ("run_finished", "run_failed", "run_interrupted", "sample")
 
 
 class TrainConsole:
-    """A header, then the steps as they come, then a summary; on stderr, the summary's JSON on stdout.
+    """Prints a header, the steps as they come and a summary on stderr; the summary's JSON on stdout.
 
-    `poll` is called a few times a second. It shows what generation `generation` and later ones wrote.
+    `poll` is called a few times a second and shows what generation `generation` and later ones wrote.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class TrainConsole:
         self._generation = generation
         self._reader = RunReader(folder, self._take)
         self._news: list[tuple[MetricsRecord | Event, float | None]] = []  # with the ETA at that time
-        self._told = 0  # number of reported problems of the reader
+        self._told = 0  # number of the reader's problems already reported
         self._recoveries = Recoveries()
         self._began = time.time()
         self._live: LivePane | None = None
         self._stands: list[Pair] = []  # live lines about the run as a whole
-        self._stands_until = 0.0  # on the monotonic clock
-        self._left_out = 0  # last step skipped after the last trained one
+        self._stands_until = 0.0  # when to refresh `_stands`, on the monotonic clock
+        self._left_out = 0  # last step, including skipped ones after the last trained step
 
     def header(
         self,
@@ -68,7 +68,7 @@ class TrainConsole:
         notes: Sequence[str] = (),
         resume_step: int | None = None,
     ) -> None:
-        """Say what will run, before it does. `resume_step` is the step of the checkpoint it goes on from."""
+        """Describe what will run, before it does. `resume_step`: the step of the checkpoint to resume from."""
         self.out.line(job.name, "bold")
         for label, text in header_pairs(
             job, self.folder, self._generation, device, device_reason, data_summary, resume_step
@@ -103,9 +103,9 @@ class TrainConsole:
             self._draw(self._live)
 
     def ended(self, state: State | None = None, reason: str = "", failure: Failure | None = None) -> RunView:
-        """The view at the end. `state` and `reason`: known to this process, which ran it.
+        """The view at the end. `state` and `reason`: known to the process that ran it.
 
-        Missing details of `failure`, or all of it if it is None, come from the run folder.
+        Missing details of `failure`, or all of it if None, come from the run folder.
         """
         view = self._reader.view(own=state is not None)
         if state is not None and state != view.state:
@@ -115,7 +115,7 @@ class TrainConsole:
             known = (
                 failure
                 or view.failure
-                or Failure("it ended without saying why; the logs of its ranks may tell")
+                or Failure("it ended without reporting a reason; see the logs of its ranks")
             )
             view.failure = known.completed(self.folder, view.generation)
         return view
@@ -123,7 +123,7 @@ class TrainConsole:
     def summary(self, view: RunView, next_commands: Sequence[str] = ()) -> None:
         """Print how it ended.
 
-        `next_commands` are printed as they are; by default the command to look at the run again.
+        `next_commands` are printed verbatim; by default the command to look at the run again.
         """
         self._show_news()
         self.close()
@@ -134,7 +134,7 @@ class TrainConsole:
             sys.stdout.flush()
 
     def close(self) -> None:
-        """Give the terminal back; `poll` takes it again."""
+        """Release the terminal; `poll` takes it again."""
         if self._live is not None:
             self._live.close()
             self._live = None
@@ -155,7 +155,7 @@ class TrainConsole:
             self.out.line(f"warning: {problem}", "yellow")
         self._told = len(problems)
         news, self._news = self._news, []
-        # In order of time; at the same time, a step before events.
+        # By time; at equal times, a step before events.
         for item, eta in sorted(news, key=lambda n: (n[0].time, isinstance(n[0], Event))):
             if isinstance(item, Event):
                 self._show_event(item)
@@ -197,7 +197,7 @@ class TrainConsole:
             style = "bold red" if event.severity == "error" else "yellow"
             known = (("node", event.node), ("rank", event.rank))
             places = [f"{what} {number}" for what, number in known if number is not None]
-            # Messages that name the place themselves are not given it twice.
+            # Do not repeat a place that the message names itself.
             told = not places or all(place in event.message for place in places)
             where = "" if told else f" on {' '.join(places)}"
             self.out.line(f"{event.severity}{where}: {message_of(event)}", style)

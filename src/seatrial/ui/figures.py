@@ -1,4 +1,4 @@
-"""Figures of a run as people read them."""
+"""Format figures of a run for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from seatrial.record.metrics import MetricsRecord
 
 
 def memory(n_bytes: float | None) -> str:
-    """312 MiB, 78.4 GiB; "unknown" where nobody measured it."""
+    """Memory: 312 MiB, 78.4 GiB; "unknown" if not measured."""
     if n_bytes is None:
         return "unknown"
     for power, suffix in ((3, "GiB"), (2, "MiB")):
@@ -23,36 +23,36 @@ def memory(n_bytes: float | None) -> str:
 
 
 def rate(per_s: float | None) -> str:
-    """9,120 and 0.83."""
+    """Rate: 9,120 or 0.83."""
     if per_s is None or not math.isfinite(per_s):
         return str(per_s)
     return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2f}"
 
 
 def mfu(share: float | None) -> str:
-    """41.2 %, or "unknown" where the peak of the device is not known."""
+    """MFU: 41.2 %; "unknown" if the peak of the device is not known."""
     return "unknown" if share is None else f"{share * 100:.1f} %"
 
 
 def eta(seconds: float | None) -> str:
-    """12 s, 1 min 12 s; "unknown" for None."""
+    """Time left: 12 s, 1 min 12 s; "unknown" for None."""
     if seconds is None or not math.isfinite(seconds):
         return "unknown"
     return units.duration(seconds) if seconds >= 59.5 else f"{seconds:.0f} s"
 
 
 def step_of(step: int, total: int | None) -> str:
-    """50/200, as wide for every step of the run."""
+    """Step of total: 50/200, equally wide for every step of the run."""
     return str(step) if total is None else f"{step:>{len(str(total))}}/{total}"
 
 
 def unit(device: str | None) -> str:
-    """The unit for the speed of one rank: "GPU" only if it has one."""
+    """Unit of one rank's speed: "GPU" only if it has one."""
     return "rank" if device in (None, "cpu") else "GPU"
 
 
 def speed(m: MetricsRecord, unit: str) -> str:
-    """tok/s 9,120  tok/s/GPU 1,140  MFU unknown  mem 312 MiB."""
+    """Speed and memory: tok/s 9,120  tok/s/GPU 1,140  MFU unknown  mem 312 MiB."""
     return (
         f"tok/s {rate(m.tokens_per_s)}  tok/s/{unit} {rate(m.tokens_per_s_per_gpu)}  "
         f"MFU {mfu(m.mfu)}  mem {memory(m.memory_bytes)}"
@@ -60,7 +60,7 @@ def speed(m: MetricsRecord, unit: str) -> str:
 
 
 def step_line(m: MetricsRecord, total: int | None, eta_s: float | None, unit: str) -> str:
-    """One step on one plain line."""
+    """One step as a plain line."""
     width = 6 if total is None else max(6, 2 * len(str(total)) + 1)
     return (
         f"step {step_of(m.step, total):>{width}}  loss {m.loss:.4f}  grad {m.grad_norm:.2f}  {speed(m, unit)}  "
@@ -69,7 +69,7 @@ def step_line(m: MetricsRecord, total: int | None, eta_s: float | None, unit: st
 
 
 def steps(numbers: Sequence[int], most: int = 20) -> str:
-    """step 5; steps 5, 7, 9-12; beyond `most` entries the number of others. `numbers` are ascending."""
+    """Steps as text: step 5; steps 5, 7, 9-12; beyond `most` entries only their number. `numbers` are ascending."""
     ranges: list[list[int]] = []
     for n in numbers:
         if ranges and n == ranges[-1][-1] + 1:
@@ -82,7 +82,7 @@ def steps(numbers: Sequence[int], most: int = 20) -> str:
 
 
 def spark(values: Sequence[float], width: int = 40) -> str:
-    """The course of `values` as bars, each the mean of an equal share of them; NaN and infinity show as "!"."""
+    """`values` as a sparkline, each bar the mean of an equal share of them; NaN and infinity show as "!"."""
     bars = "▁▂▃▄▅▆▇█"
     if len(values) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""What will run, in words."""
+"""The header: what will run, as text."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _weights(folder: Path) -> str:
 def _checkpoints(job: Job) -> str:
     section = job.checkpoint
     every = section.every_steps
-    text = "as often as saving and failures make best" if every == "auto" else f"every {every} steps"
+    text = "at the interval that loses the least time" if every == "auto" else f"every {every} steps"
     text += f" and at the end, the newest {section.keep} kept"
     if section.keep_every_steps:
         text += f", and every {section.keep_every_steps} steps"

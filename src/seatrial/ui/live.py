@@ -1,4 +1,4 @@
-"""The live lines at the foot of a terminal."""
+"""The live lines at the bottom of a terminal."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from seatrial.ui.out import LABEL_WIDTH, Pair
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-_LEFT_ABOVE = 6  # terminal lines that stay free for events
+_LEFT_ABOVE = 6  # terminal lines kept free for events
 
 
 class LivePane:
-    """A progress bar with the last step's figures and the run's state, redrawn in place; vanishes on close."""
+    """A progress bar, the last step's figures and the run's state, redrawn in place; removed on close."""
 
     def __init__(self, console: Console) -> None:
-        # Drawn by `update` alone: no thread of rich's beside ours. stdout is data and may be another file: not rerouted.
+        # Drawn by `update` alone, without a thread of rich. stdout is data and may be another file: not redirected.
         self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
         self._live.start()
 
@@ -52,8 +52,8 @@ def pane(
 ) -> list[RenderableType]:
     """Progress, figures of the last step, and `pairs`, each on one line of any width.
 
-    `last` is None before the first step, after a wait of `waited_s` seconds. `underway` describes the current recovery.
-    `step` is given if steps after the last one were skipped.
+    `last` is None before the first step, after waiting `waited_s` seconds. `underway` describes the current recovery.
+    `step` is set if steps after the last one were skipped.
     """
     rest = [_pair(pair) for pair in pairs]
     if underway is not None:

@@ -56,8 +56,11 @@ def _card(told: dict[str, Any], model: str) -> str:
         f"Trained on {units.count(told['tokens'])} tokens.",
     ]
     if told["left_out_steps"]:
-        lines += ["", f"Left out, their samples not trained on: {figures.steps(told['left_out_steps'])}."]
+        lines += [
+            "",
+            f"Skipped steps, their samples not trained on: {figures.steps(told['left_out_steps'])}.",
+        ]
     if told["not_taken"]:
         lines += ["", f"**{NEWEST[told['newest']]}** Not taken:", ""]
         lines += [f"- {item['checkpoint']}: {item['why']}" for item in told["not_taken"]]
-    return "\n".join([*lines, "", f"`{PROVENANCE}` says the same for programs.", ""])
+    return "\n".join([*lines, "", f"`{PROVENANCE}` has the same in machine-readable form.", ""])

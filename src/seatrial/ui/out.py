@@ -17,7 +17,7 @@ LABEL_WIDTH = 13
 
 
 class Pair(NamedTuple):
-    """Print a label and its text, in `style` on a terminal."""
+    """A label and its text, printed in `style` on a terminal."""
 
     label: str
     text: str
@@ -25,11 +25,11 @@ class Pair(NamedTuple):
 
 
 class Out:
-    """One stream. `rich` is loaded only where it has something to do."""
+    """One output stream. Imports `rich` only if it is needed."""
 
     def __init__(self, stream: TextIO | None = None, *, plain: bool = False) -> None:
         self.stream = sys.stderr if stream is None else stream
-        # NO_COLOR (no-color.org) also takes the live line away: whoever sets it wants text that can be kept.
+        # NO_COLOR (no-color.org) also disables the live line: users who set it want output that can be kept.
         self.styled = (
             not plain
             and self.stream.isatty()
@@ -41,7 +41,7 @@ class Out:
 
     @property
     def console(self) -> Console:
-        """The rich console; only asked for where `styled`."""
+        """The rich console; only used if `styled`."""
         if self._console is None:
             from rich.console import Console
 
@@ -49,7 +49,7 @@ class Out:
         return self._console
 
     def line(self, text: str = "", style: str = "") -> None:
-        """One line (or several), in `style` on a terminal. Nothing more is shown once the reader is gone."""
+        """Print one line (or several), in `style` on a terminal. Prints nothing more once the reader is closed."""
         text = printable(text)
         if self.styled:
             from rich.text import Text
@@ -59,14 +59,14 @@ class Out:
             try:
                 print(text, file=self.stream, flush=True)
             except OSError as error:
-                # `| head`, or a `tee` that died: a run must not end because nobody looks at it. But an answer that a full disk
-                # has not taken was not given.
+                # `| head`, or a `tee` that died: a run must not end because its output is not read. But output lost
+                # to a full disk is an error.
                 if self.stream is sys.stdout and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
                     raise
                 self._unread = True
 
     def pair(self, label: str, text: str, style: str = "") -> None:
-        """`label` and what it is, in two columns; further lines of `text` stand under the first."""
+        """Print `label` and `text` in two columns; further lines of `text` are aligned under the first."""
         text = printable(text).replace("\n", "\n" + " " * (LABEL_WIDTH + 2))
         if self.styled:
             from rich.text import Text
@@ -78,12 +78,12 @@ class Out:
             self.line(f"  {label:<{LABEL_WIDTH}}{text}")
 
     def pairs(self, pairs: Iterable[Pair]) -> None:
-        """Print each of them as `pair`."""
+        """Print each as `pair` does."""
         for pair in pairs:
             self.pair(*pair)
 
     def boxed(self, title: str, start: str, text: str) -> None:
-        """`start` and `text` in a box, or indented behind a rule."""
+        """Print `start` and `text` in a box, or without a terminal indented behind a rule."""
         start, text = printable(start), printable(text).rstrip()
         if self.styled:
             from rich import box
@@ -99,5 +99,5 @@ class Out:
             self.line("\n".join(f"  | {line}".rstrip() for line in (start + text).splitlines()))
 
     def rendered(self, what: RenderableType) -> None:
-        """A rich renderable; only where `styled`."""
+        """Print a rich renderable; only if `styled`."""
         self.console.print(what)

@@ -1,4 +1,4 @@
-"""A dry run beside the closed form, as lines and as a document."""
+"""A dry run compared with the closed form, as lines and as a document."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from seatrial.plan.beside import TOLD, Beside, Pair
+from seatrial.plan.report.beside import TOLD, Beside, Pair
 from seatrial.ui.plan_json import finite, recipe
 from seatrial.ui.plan_words import (
     HEAD,
@@ -25,7 +25,7 @@ from seatrial.ui.plan_words import (
 
 
 def lines(told: Sequence[Beside], width: int) -> list[Line]:
-    """A table for each layout, and every difference above 5 %."""
+    """A table per layout, and every difference above 5 %."""
     out: list[Line] = []
     for one in told:
         out += [("", ""), (f"dry run of {brief(one.recipe)}", HEAD)]
@@ -68,7 +68,7 @@ def _off(p: Pair) -> str:
 
 
 def document(told: Sequence[Beside]) -> list[dict[str, Any]]:
-    """`dry_run` of the plan's JSON document."""
+    """The `dry_run` entry of the plan's JSON document."""
     return [
         dict(
             finite(

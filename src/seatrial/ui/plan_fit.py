@@ -1,4 +1,4 @@
-"""What a model needs and the smallest clusters that have it, as lines and as a document."""
+"""Memory needs of a model and the smallest clusters that satisfy them, as lines and as a document."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import asdict
 from typing import Any
 
 from seatrial.job.job import Job
-from seatrial.plan.fit import Account, Fit
-from seatrial.plan.room import shipped_errors
+from seatrial.plan.cost.memory_fit import shipped_errors
+from seatrial.plan.search.fit import Account, Fit
 from seatrial.ui import figures
 from seatrial.ui.plan_json import SCHEMA_VERSION, finite, recipe
 from seatrial.ui.plan_words import HEAD, TIGHT, TIGHT_NOTE, Line, brief, data, gib, note, pair, table
 
 
 def lines(job: Job, told: Account, fits: Sequence[Fit], *, width: int) -> list[Line]:
-    """The account, then the clusters from the smallest."""
+    """The memory account, then the clusters from the smallest."""
     return [*_account(job, told, width), ("", ""), *_clusters(job, fits, width)]
 
 
@@ -70,7 +70,7 @@ def _clusters(job: Job, fits: Sequence[Fit], width: int) -> Iterator[Line]:
     yield from _plain(head, rows, width)
     for f in fits:
         if f.recipe is None:
-            # What is illegal everywhere needs nothing that could be told.
+            # If every layout is illegal, there is no finite need to show.
             needs = f"; the leanest needs {gib(f.needs)} a GPU" if math.isfinite(f.needs) else ""
             yield from pair(f.gpu.name, f"{f.why_unknown}{needs}", width, "dim")
     if any(f.recipe is not None and not f.verdict.sure for f in fits):
@@ -102,7 +102,7 @@ def _cluster(f: Fit, name: str) -> list[str]:
 
 
 def _plain(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[Line]:
-    """As `table`, with figures in the last column too."""
+    """Like `table`, with figures in the last column too."""
     if not rows:
         return []
     last = max(len(r[-1]) for r in (head, *rows))
@@ -112,7 +112,7 @@ def _plain(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> li
 
 
 def document(job: Job, told: Account, fits: Sequence[Fit]) -> dict[str, Any]:
-    """The same as one JSON document."""
+    """The same content as one JSON document."""
     whole = {
         "schema_version": SCHEMA_VERSION,
         "name": job.name,

@@ -1,4 +1,4 @@
-"""A plan as one JSON document: bytes, seconds, decimal bytes/s; null for what is not known, with the reason beside it."""
+"""A plan as one JSON document: bytes, seconds, decimal bytes/s; null if unknown, with the reason next to it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from seatrial.plan.advice import Advice, Target, Way
-from seatrial.plan.answer import Answer, Ending, Own
-from seatrial.plan.caution import too_short
-from seatrial.plan.finish import Finish
-from seatrial.plan.memory import Memory
-from seatrial.plan.place import Place
-from seatrial.plan.predict import Prediction, Share
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.scaling import Scaling
-from seatrial.plan.search import Choice, Found
-from seatrial.plan.step import Traffic
+from seatrial.plan.cost.finish import Finish
+from seatrial.plan.cost.memory import Memory
+from seatrial.plan.cost.predict import Prediction, Share
+from seatrial.plan.cost.step import Traffic
+from seatrial.plan.model.place import Hardware
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.advice import Advice, Suggestion, Target
+from seatrial.plan.report.answer import Answer, JobEstimate, RunForecast
+from seatrial.plan.search.caution import too_short
+from seatrial.plan.search.scaling import Scaling
+from seatrial.plan.search.search import Choice, Found
 
 SCHEMA_VERSION = 1
 
@@ -64,12 +64,12 @@ def document(answer: Answer) -> dict[str, Any]:
 
 def _cautions(answer: Answer) -> list[str]:
     p = answer.own.prediction
-    told = None if p is None else too_short(answer.model, answer.own.recipe, p)
+    told = None if p is None else too_short(answer.job.architecture, answer.own.recipe, p)
     return [] if told is None else [told]
 
 
 def finite(value: Any) -> Any:
-    """Infinities and NaN, which JSON does not have, become null."""
+    """Replace infinities and NaN, which JSON does not have, by null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -79,7 +79,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _place(place: Place) -> dict[str, Any]:
+def _place(place: Hardware) -> dict[str, Any]:
     return {
         "nodes": place.nodes,
         "gpus_per_node": place.gpus_per_node,
@@ -90,13 +90,34 @@ def _place(place: Place) -> dict[str, Any]:
     }
 
 
+_RECIPE = (
+    *("sequence", "global_batch", "microbatch", "tensor", "context", "shard", "replicate", "pipeline"),
+    *(
+        "stages_per_rank",
+        "schedule",
+        "optimizer",
+        "precision",
+        "sharding",
+        "reshard",
+        "recompute",
+        "sequence_parallel",
+    ),
+    *("compiled", "async_tensor"),
+)
+
+
 def recipe(r: Recipe) -> dict[str, Any]:
     """A layout with its settings."""
-    return asdict(r) | {"world_size": r.world, "microbatches": r.microbatches}
+    return _settings(r) | {"world_size": r.world, "microbatches": r.microbatches}
+
+
+def _settings(r: Recipe) -> dict[str, Any]:
+    values = vars(r) | vars(r.layout)
+    return {key: values[key] for key in _RECIPE}
 
 
 def held(m: Memory) -> dict[str, Any]:
-    """Bytes on the GPU that needs most, by kind."""
+    """Bytes on the most loaded GPU, by kind."""
     return asdict(m) | {"allocated": m.allocated, "reserved": m.reserved}
 
 
@@ -105,7 +126,7 @@ def _shares(shares: tuple[Share, ...]) -> list[dict[str, Any]]:
 
 
 def prediction(p: Prediction) -> dict[str, Any]:
-    """The interval holds the measured step in 85 of 100 cases."""
+    """An 85 % interval of the measured step."""
     return {
         "step_s": p.step_s,
         "low_s": p.low_s,
@@ -127,7 +148,7 @@ def _traffic(t: Traffic) -> dict[str, Any]:
     return asdict(t) | {"sent": t.sent}
 
 
-def _own(own: Own) -> dict[str, Any]:
+def _own(own: JobEstimate) -> dict[str, Any]:
     return {
         "recipe": recipe(own.recipe),
         "fits": own.fits,
@@ -161,7 +182,7 @@ def _finish(f: Finish) -> dict[str, Any]:
     return asdict(f) | {"waterfall": _shares(f.waterfall), "mfu": f.mfu}
 
 
-def _ending(e: Ending) -> dict[str, Any]:
+def _ending(e: RunForecast) -> dict[str, Any]:
     return {
         "own": _finish(e.finish),
         "every_steps": e.every_steps,
@@ -202,7 +223,7 @@ def _scaling(s: Scaling) -> dict[str, Any]:
     }
 
 
-def _way(way: Way | None) -> dict[str, Any] | None:
+def _way(way: Suggestion | None) -> dict[str, Any] | None:
     if way is None:
         return None
     p = way.prediction
@@ -221,7 +242,9 @@ def _way(way: Way | None) -> dict[str, Any] | None:
 def _advice(a: Advice) -> dict[str, Any]:
     return {
         "ways": [_way(w) for w in a.ways],
-        "turns": [asdict(t) for t in a.turns],
+        "turns": [
+            vars(t) | {"becomes": None if t.becomes is None else _settings(t.becomes)} for t in a.turns
+        ],
         "alike": [recipe(r) for r in a.alike],
     }
 

@@ -1,16 +1,16 @@
-"""The job's own layout in a plan: does it fit, how fast, until when, what it asks of network and storage, how it scales."""
+"""The job's own layout in a plan: memory, speed, end, network and storage demand, scaling."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from seatrial.base import units
-from seatrial.plan.answer import ENOUGH, Answer, Ending
-from seatrial.plan.caution import too_short
-from seatrial.plan.scaling import Point, Scaling
+from seatrial.plan.report.answer import ENOUGH, Answer, RunForecast
+from seatrial.plan.search.caution import too_short
+from seatrial.plan.search.scaling import Point, Scaling
 from seatrial.ui.plan_words import (
-    CASES,
     HEAD,
+    INTERVAL,
     Line,
     batches,
     data,
@@ -29,7 +29,7 @@ _KINDS_SHOWN = 5
 
 
 def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
-    """`full`: every kind of memory and traffic."""
+    """Lines about the job's own layout. `full`: every kind of memory and traffic."""
     mine = answer.own
     r = mine.recipe
     auto = answer.job.chosen is not None
@@ -54,10 +54,10 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         if mine.fits is False:
             yield from pair("speed", f"if it fitted: {rate_span(p)}, {seconds(p.step_s)} a step", width)
             return
-        yield from pair("step", f"{seconds(p.step_s)}, {span(p.low_s, p.high_s)} {CASES}{known}", width)
+        yield from pair("step", f"{seconds(p.step_s)}, {INTERVAL} {span(p.low_s, p.high_s)}{known}", width)
         yield from pair("speed", f"{rate_span(p)}, {whole} tokens/s in all", width)
         yield from pair("MFU", mfu_span(p), width)
-        if short := too_short(answer.model, r, p):
+        if short := too_short(answer.job.architecture, r, p):
             yield from pair("caution", short, width, "yellow")
     if answer.ending is not None:
         yield from _ending(answer.ending, width, full=full)
@@ -67,7 +67,7 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
 
 
 def _network(answer: Answer, *, full: bool) -> str:
-    """What is needed beside what there is. Nothing crosses nodes where there is one."""
+    """Network demand compared with supply. With a single node nothing crosses nodes."""
     c, t = answer.carried, answer.own.traffic
     kinds = (("tensor", t.tensor), ("pipeline", t.pipeline), ("data", t.data), ("context", t.context))
     by = [f"{name} {data(n)}" for name, n in kinds if n >= 0.5]
@@ -89,7 +89,7 @@ def _network(answer: Answer, *, full: bool) -> str:
     return "\n".join(told)
 
 
-def _ending(e: Ending, width: int, *, full: bool) -> Iterator[Line]:
+def _ending(e: RunForecast, width: int, *, full: bool) -> Iterator[Line]:
     f = e.finish
     failures = "less than one failure" if f.failures < 0.95 else f"about {many(round(f.failures), 'failure')}"
     lost = (1 - f.ettr) * 100
@@ -147,7 +147,7 @@ def _tight(point: Point) -> bool:
 
 
 def scaling(answer: Answer, width: int) -> Iterator[Line]:
-    """Both curves, size by size, with what they assume."""
+    """Both scaling curves, size by size, with their assumptions."""
     if answer.weak is None or answer.strong is None or answer.own.fits is False:
         return
     yield "scaling of this layout: tokens/s/GPU over the smallest cluster's, by GPUs", HEAD
@@ -168,7 +168,7 @@ def scaling(answer: Answer, width: int) -> Iterator[Line]:
 
 
 def _curve(name: str, curve: Scaling, width: int) -> Iterator[Line]:
-    # Figures that belong together stay on one line.
+    # Keep figures that belong together on one line.
     points = [
         "\N{NO-BREAK SPACE}".join((f"{p.gpus:,}:", *percent(p.efficiency).split())) for p in curve.known
     ]

@@ -1,16 +1,25 @@
-"""A plan as lines for a person, each with its style: the job's own layout, better ones, why, and the verdict last."""
+"""A plan as styled lines: the job's own layout, better ones, the reasons, and the verdict last."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from seatrial.base import units
-from seatrial.plan.advice import ALIKE, FURTHEST, Target, Turn, Way, difference, excess, short
-from seatrial.plan.answer import Answer
-from seatrial.plan.predict import Prediction
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.search import Choice
-from seatrial.plan.waterfall import waterfall_of
+from seatrial.plan.cost.predict import Prediction
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.advice import (
+    ALIKE,
+    FURTHEST,
+    Crossover,
+    Suggestion,
+    Target,
+    difference,
+    excess,
+    short,
+)
+from seatrial.plan.report.answer import Answer
+from seatrial.plan.report.waterfall import waterfall_of
+from seatrial.plan.search.search import Choice
 from seatrial.ui import figures
 from seatrial.ui.plan_own import own, scaling
 from seatrial.ui.plan_words import (
@@ -38,12 +47,12 @@ from seatrial.ui.waterfall import STYLES, waterfall_lines
 _LAYOUTS, _WAYS = 5, 6
 _WIDE = 110
 _KEPT = "\N{NO-BREAK SPACE}"
-# A part of the run that takes less is told in the full plan only.
+# Parts of the run with a smaller share are shown only in the full plan.
 _SMALL = 0.005
 
 
 def lines(answer: Answer, *, width: int, full: bool = False) -> list[Line]:
-    """The plan. `full`: every layout, size and source, not only the first ones."""
+    """All lines of the plan. `full`: every layout, size and source, not only the first ones."""
     sections = (
         _header(answer, width),
         own(answer, width, full=full),
@@ -116,7 +125,7 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     told.insert(0, "mb: microbatch" + ("" if wide else ", r: recomputes"))
     if any(c.recipe.async_tensor for c in shown):
         told.insert(0, "async: async_tensor = true")
-    if any(c.recipe.stages_per_rank > 1 for c in shown):
+    if any(c.recipe.layout.stages_per_rank > 1 for c in shown):
         told.insert(0, "PP2x4: 4 stages a rank")
     listed = [*shown, *([found.own] if found.own is not None else [])]
     if any(c.prediction.verdict.word == "tight" for c in listed):
@@ -139,7 +148,7 @@ def _row(name: str, choice: Choice, best: Prediction, wide: bool) -> list[str]:
         why = f"{part(most.name)} {percent(most.share)}"
     else:
         more = excess(p, best)
-        # Number and unit stay together.
+        # Keep number and unit together.
         why = "" if more is None else f"{part(more.name)} +{seconds(more.seconds)}".replace(" ", _KEPT)
         why = why.replace(f"{_KEPT}+", " +")
     row = [
@@ -181,7 +190,7 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         yield from note("* not as things are: another network or other software", width)
 
 
-def _doubt(way: Way) -> str:
+def _doubt(way: Suggestion) -> str:
     return f" {TIGHT}" if way.prediction.verdict.word == "tight" else ""
 
 
@@ -201,18 +210,16 @@ def _turns(answer: Answer, width: int) -> Iterator[Line]:
         yield from pair(what, text, width)
 
 
-def _turn(turn: Turn) -> str:
+def _turn(turn: Crossover) -> str:
     assert turn.at is not None
     way = "below" if turn.at < turn.now else "above"
     return f"{way} {figure(turn.at)} {'none fits' if turn.becomes is None else short(turn.becomes)}"
 
 
 def _where(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
-    p = answer.own.prediction
-    if p is None or answer.own.fits is False:
+    if answer.waterfall is None or answer.own.fits is False:
         return
-    shares = p.waterfall if answer.ending is None else answer.ending.finish.waterfall
-    shown = waterfall_of(shares)
+    shown = waterfall_of(answer.waterfall)
     what = "a step" if answer.ending is None else "the whole run"
     yield f"where the FLOPs go in {what}", HEAD
     small = 0
@@ -253,7 +260,7 @@ def _verdict(answer: Answer, width: int) -> Iterator[Line]:
 
 
 def verdict(answer: Answer) -> Line:
-    """The last word, and its style: green, yellow or red."""
+    """The verdict and its style: green, yellow or red."""
     mine, best = answer.own, answer.best
     p = mine.prediction
     sure = answer.found.sure[0] if answer.found is not None and answer.found.sure else None
@@ -292,7 +299,7 @@ def verdict(answer: Answer) -> Line:
     text += difference(answer.own.recipe, best.recipe)
     if best.prediction.verdict.word == "tight":
         text += " (tight)"
-        # `doubt` names it already.
+        # `doubt` already names it.
         if sure is not None and not doubt:
             more = p.step_s / sure.prediction.step_s - 1
             text += (
@@ -304,7 +311,7 @@ def verdict(answer: Answer) -> Line:
 
 
 def target_words(target: Target) -> str:
-    """Whether a wish is within reach, and with what it would be."""
+    """Whether a target is within reach, and with which change it would be."""
     w = target.wanted
     name = f"{w.value:,.0f} tokens/s/GPU" if w.of == "tokens/s/GPU" else f"MFU {percent(w.value)}"
     text = {
@@ -323,7 +330,7 @@ def target_words(target: Target) -> str:
     return text
 
 
-def _way(way: Way) -> str:
+def _way(way: Suggestion) -> str:
     p = way.prediction
     built = "" if way.built else " (not as things are)"
     tight = ", tight" if _doubt(way) else ""

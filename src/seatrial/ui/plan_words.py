@@ -1,4 +1,4 @@
-"""The words and figures of a plan: lines with a label, wrapped to a width; layouts, rates and intervals."""
+"""Text and figures of a plan: labelled lines, wrapped to a width; layouts, rates and intervals."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from seatrial.base import units
-from seatrial.plan.advice import short
-from seatrial.plan.memory import FRAGMENTATION, Memory
-from seatrial.plan.predict import Prediction
-from seatrial.plan.recipe import Recipe
+from seatrial.job.schedules import schedule_named
+from seatrial.plan.cost.memory import FRAGMENTATION, Memory
+from seatrial.plan.cost.predict import Prediction
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.advice import short
 from seatrial.ui import figures
 
 Line = tuple[str, str]  # text and style
 LABEL = 13
 LABELLED = "labelled"
 HEAD = "bold"
-# A prediction's interval, in words (plan/calibration.py: Z).
-CASES = "in 85 of 100 cases"
+INTERVAL = "85 % interval"  # of a prediction (plan/cost/calibration.py: Z)
 
 
 def pair(label: str, text: str, width: int, style: str = "") -> list[Line]:
-    """`label` and its text, whose further lines stand below the first. The style of the first tells that it has a label."""
+    """`label` and its wrapped text, further lines aligned below the first, whose style marks it as labelled."""
     head = f"{label:<{LABEL}}" if len(label) < LABEL else f"{label}  "
     texts = spaced(text).split("\n")
     lines: list[Line] = []
@@ -43,12 +43,12 @@ def pair(label: str, text: str, width: int, style: str = "") -> list[Line]:
 
 
 def spaced(text: str) -> str:
-    """One way to write shares, whoever wrote the sentence: 4 %."""
+    """Write shares uniformly, with a space: 4 %."""
     return re.sub(r"(\d)%", r"\1 %", text)
 
 
 def labelled(line: Line) -> tuple[str, str, str] | None:
-    """(label, text, style) of a line that `pair` began; None of any other."""
+    """(label, text, style) of a line that `pair` began; None for any other."""
     text, style = line
     if style.split(" ")[0] != LABELLED:
         return None
@@ -58,7 +58,7 @@ def labelled(line: Line) -> tuple[str, str, str] | None:
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, left: Sequence[int] = (0,)
 ) -> list[Line]:
-    """Columns under headings, figures to the right; the last one, of words, goes on below itself where the width ends."""
+    """Columns under headings, figures right-aligned; the last column holds text and wraps within itself."""
     if not rows:
         return []
     last = len(head) - 1
@@ -78,12 +78,12 @@ def table(
 
 
 def gib(n_bytes: float) -> str:
-    """131 GiB, 837 KiB."""
+    """Binary size: 131 GiB, 837 KiB."""
     return f"{n_bytes / 1024:.3g} KiB" if 1024 <= n_bytes < 1024**2 else figures.memory(n_bytes)
 
 
 def data(n_bytes: float) -> str:
-    """Decimal, as networks and storage count: 872 GB, 6.4 TB."""
+    """Decimal size, as networks and storage count: 872 GB, 6.4 TB."""
     for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if n_bytes >= limit * 0.9995:
             value = n_bytes / limit
@@ -92,14 +92,14 @@ def data(n_bytes: float) -> str:
 
 
 def seconds(s: float) -> str:
-    """23.6 s, 350 ms, 1 min 12 s; three digits, which is more than any prediction is worth."""
+    """Duration: 23.6 s, 350 ms, 1 min 12 s; three digits, more than any prediction is accurate to."""
     if s < 1:
         return f"{s * 1000:.3g} ms"
     return f"{s:.3g} s" if s < 60 else units.duration(s)
 
 
 def span(low: float, high: float) -> str:
-    """19.8 to 28.1 s; in one unit where both have the same."""
+    """Interval: 19.8 to 28.1 s; in one unit if both ends have the same."""
     a, b = seconds(low), seconds(high)
     unit = b.rpartition(" ")[2]
     if a.endswith(f" {unit}") and a.count(" ") == b.count(" ") == 1:
@@ -108,12 +108,12 @@ def span(low: float, high: float) -> str:
 
 
 def percent(share: float | None, digits: int = 0) -> str:
-    """33 %; unknown stays unknown."""
+    """Share: 33 %; None gives "unknown"."""
     return "unknown" if share is None else f"{share * 100:.{digits}f} %"
 
 
 def mfu_span(p: Prediction) -> str:
-    """27.5 % (22.7 to 33.4)."""
+    """MFU with its interval: 27.5 % (22.7 to 33.4)."""
     if p.mfu is None:
         return "unknown"
     low, high = p.mfu * p.step_s / p.high_s, p.mfu * p.step_s / p.low_s
@@ -121,27 +121,28 @@ def mfu_span(p: Prediction) -> str:
 
 
 def rate_span(p: Prediction) -> str:
-    """1,390 tokens/s/GPU (1,146 to 1,687)."""
+    """Speed with its interval: 1,390 tokens/s/GPU (1,146 to 1,687)."""
     each = p.tokens_per_s_per_gpu
     low, high = each * p.step_s / p.high_s, each * p.step_s / p.low_s
     return f"{figures.rate(each)} tokens/s/GPU ({figures.rate(low)} to {figures.rate(high)})"
 
 
 def batches(recipe: Recipe) -> str:
-    """How a layout's batch goes through it: "32 microbatches of 8, async_tensor"."""
+    """How a layout splits its batch: "32 microbatches of 8, async_tensor"."""
     behind = ", async_tensor" if recipe.async_tensor else ""
     again = ", full recomputation" if recipe.recompute == "full" else ""
     return f"{many(recipe.microbatches, 'microbatch', 'microbatches')} of {recipe.microbatch}{behind}{again}"
 
 
 def settings(recipe: Recipe, *, short: bool = False) -> str:
-    """What a layout has beside its sizes: microbatch, schedule, recomputation, resharding."""
+    """Settings of a layout other than its sizes: microbatch, schedule, recomputation, resharding."""
     told = [f"{'mb' if short else 'microbatch'} {recipe.microbatch}"]
-    if recipe.pipeline > 1:
-        told.append(recipe.schedule.removesuffix("-1f1b") if short else recipe.schedule)
+    layout = recipe.layout
+    if layout.pipeline > 1:
+        told.append(layout.schedule.removesuffix("-1f1b") if short else layout.schedule)
     if recipe.recompute != "none":
         told.append("recomputes" if recipe.recompute == "full" else f"recomputes {recipe.recompute}")
-    if recipe.pipeline == 1 and recipe.shard > 1:
+    if layout.pipeline == 1 and layout.shard > 1:
         told.append("reshards" if recipe.reshard else "no reshard")
     return ", ".join(told)
 
@@ -162,9 +163,9 @@ _GPU_ALONE = (_HELD["runtime"], _HELD["streams"])
 
 
 def held(memory: Memory, *, gpu: bool, most: int | None = None) -> str:
-    """The kinds of a rank's memory, from the largest; `most` of them, and the rest as one.
+    """The kinds of a rank's memory, largest first; `most` of them, and the rest summed as one.
 
-    On a `gpu` they make up what it must have (`Memory.reserved`), elsewhere what torch's allocator hands out.
+    On a `gpu` they add up to what it must have (`Memory.reserved`), elsewhere to what torch's allocator hands out.
     """
     kinds = [(getattr(memory, f.name), _HELD.get(f.name, f.name)) for f in fields(memory)]
     if gpu:
@@ -198,12 +199,12 @@ _PARTS = {
 
 
 def part(name: str) -> str:
-    """A part of the step, in few letters."""
+    """Short name of a part of the step."""
     return _PARTS.get(name, name)
 
 
 def flop(n: float) -> str:
-    """445 GFLOP, 2.8 TFLOP."""
+    """FLOP count: 445 GFLOP, 2.8 TFLOP."""
     for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if n >= limit * 0.9995:
             return f"{n / limit:.3g} {unit}FLOP"
@@ -211,32 +212,32 @@ def flop(n: float) -> str:
 
 
 def figure(value: float) -> str:
-    """Three digits, without powers of ten: 36.5, 738, 2,650."""
+    """Three significant digits, without powers of ten: 36.5, 738, 2,650."""
     return f"{value:.3g}" if value < 999.5 else f"{float(f'{value:.3g}'):,.0f}"
 
 
 def many(n: int, one: str, several: str | None = None) -> str:
-    """1 node, 16 nodes."""
+    """Count with its noun: 1 node, 16 nodes."""
     return f"{n:,} {one if n == 1 else several or one + 's'}"
 
 
 def brief(recipe: Recipe) -> str:
-    """TP2 PP2x4 FSDP32, mb 2: a layout with what its sizes do not say."""
+    """Layout with settings that its sizes do not show: TP2 PP2x4 FSDP32, mb 2."""
     told = [short(recipe), f"mb {recipe.microbatch}"]
-    if recipe.schedule == "zero-bubble":
-        told.append("zero-bubble")
+    if schedule_named(recipe.layout.schedule).split_backward:
+        told.append(recipe.layout.schedule)
     if recipe.recompute != "none":
         told.append("recomputes")
     return ", ".join(told)
 
 
-# Beside a layout that is tight, and what it says below a table.
+# Mark of a layout that is tight, and its note below a table.
 TIGHT = "!"
 TIGHT_NOTE = f"{TIGHT}: may run out of memory"
 
 
 def marked(recipe: Recipe, p: Prediction) -> str:
-    """A layout's sizes, with the mark of one that is tight."""
+    """A layout's sizes, with a mark if it is tight."""
     return short(recipe) + (f" {TIGHT}" if p.verdict.word == "tight" else "")
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from seatrial.base import units
 from seatrial.record.events import Event
 
-# Their message says it all.
+# The message says everything.
 _STYLES = {
     "node_lost": "bold red",
     "node_evicted": "bold red",
@@ -16,6 +16,9 @@ _STYLES = {
     "process_stopped": "yellow",
     "shrunk": "yellow",
     "waiting_for_nodes": "yellow",
+    "node_leaving": "yellow",
+    "node_left": "yellow",
+    "node_replaced": "yellow",
     "preempted": "yellow",
     "step_skipped": "yellow",
     "grown": "green",
@@ -25,10 +28,10 @@ _STYLES = {
 
 # What the ranks do about a bad step.
 _MENDED = {
-    "redo": "it is done again",
-    "roll back": "the run goes back to its last copy in memory",
-    "skip": "it is left out",
-    "stop": "no more steps may be left out",
+    "redo": "it is redone",
+    "roll back": "the run rolls back to its last copy in memory",
+    "skip": "it is skipped",
+    "stop": "no more steps may be skipped",
 }
 
 
@@ -48,22 +51,22 @@ class Line(NamedTuple):
 
 
 class Recoveries:
-    """Takes a start's events in their order, and knows what they come to."""
+    """Summarises recoveries; takes a start's events in order."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.seconds: list[
             float
         ] = []  # of each recovery: from the decision until every rank has its state again
         self.redone = 0  # steps
-        self.cause: str | None = None  # of the recovery that is under way
+        self.cause: str | None = None  # of the recovery in progress
         self.since: float | None = None  # unix seconds, when that began
-        self._slots: dict[str, Any] = {}  # slot -> node, as the last generation began
-        self._nodes = 0  # that began the run; nodes with a higher number are spares
+        self._slots: dict[str, Any] = {}  # slot -> node, as of the last generation
+        self._nodes = 0  # that began the run; higher-numbered nodes are spares
         for event in events:
             self.take(event)
 
     def take(self, event: Event) -> Line | None:
-        """What to say of `event`; None where it is no part of a recovery, or not worth a line."""
+        """The line to show for `event`; None if it is not part of a recovery, or not worth a line."""
         match event.kind:
             case "recovering":
                 return self._began(event)
@@ -72,7 +75,7 @@ class Recoveries:
             case "generation_started":
                 return self._started(event)
             case "coordinator_elected":
-                # The first one is elected at every start.
+                # The first coordinator is elected at every start.
                 return Line(event.message, "yellow") if _number(event, "term") > 1 else None
             case "node_joined":
                 return Line(event.message, "dim") if self._slots else None
@@ -88,7 +91,7 @@ class Recoveries:
 
     @property
     def total(self) -> str | None:
-        """All recoveries on one line; None without any."""
+        """All recoveries on one line; None if there were none."""
         if not self.seconds:
             return None
         n = len(self.seconds)
@@ -101,7 +104,7 @@ class Recoveries:
         return f"{n}, {took}, {steps} done again"
 
     def _began(self, event: Event) -> Line:
-        # Another failure before the first one is recovered from is part of it.
+        # A further failure during a recovery is part of it.
         if self.since is None:
             self.since, self.cause = event.time, event.message
         text = event.message if event.message.startswith("recovering") else f"recovering: {event.message}"
@@ -109,7 +112,7 @@ class Recoveries:
 
     def _ended(self, event: Event) -> Line:
         self.redone += _number(event, "redone")
-        if self.since is None:  # the viewer came later than the failure
+        if self.since is None:  # the viewer started after the failure
             return Line(f"recovered: {event.message}", "green")
         took = max(0.0, event.time - self.since)
         self.seconds.append(took)
@@ -141,7 +144,7 @@ class Nodes:
     def __init__(self, events: Iterable[Event]) -> None:
         self.training: list[int] = []
         self.present: set[int] = set()
-        self.gone: dict[int, str] = {}  # node -> "lost", "evicted"
+        self.gone: dict[int, str] = {}  # node -> "lost", "evicted", "left"
         for event in events:
             node = event.node
             slots = (event.data or {}).get("slots")
@@ -150,7 +153,7 @@ class Nodes:
             elif event.kind == "node_joined" and node is not None:
                 self.present.add(node)
                 self.gone.pop(node, None)
-            elif event.kind in ("node_lost", "node_evicted") and node is not None:
+            elif event.kind in ("node_lost", "node_evicted", "node_left") and node is not None:
                 self.present.discard(node)
                 self.gone[node] = event.kind.removeprefix("node_")
 
@@ -161,14 +164,14 @@ class Nodes:
 
     @property
     def text(self) -> str | None:
-        """All nodes on one line; None without any events about them."""
+        """All nodes on one line; None if no generation has started."""
         if not self.training:
             return None
         training = [n for n in self.training if n not in self.gone]
         told = [f"{len(training)} with ranks"]
         if self.spares:
             told.append(f"spare: {_listed(self.spares)}")
-        for how in ("lost", "evicted"):
+        for how in ("lost", "evicted", "left"):
             nodes = [n for n, why in sorted(self.gone.items()) if why == how]
             if nodes:
                 told.append(f"{how}: {_listed(nodes)}")

@@ -1,45 +1,45 @@
-"""Efficiency over the number of GPUs as SVG: weak and strong scaling, told apart by colour, dashes and marks."""
+"""Efficiency over the number of GPUs as SVG: weak and strong scaling, distinguished by colour, dashes and marks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
+from xml.etree.ElementTree import Element
 
-from seatrial.plan.scaling import Point, Scaling
-from seatrial.ui.svg import TITLE, box, framed, line, shortened, text
+from seatrial.plan.search.scaling import Point, Scaling
+from seatrial.ui.svg import WIDTH, box, framed, line, text
 
-WIDTH, HEIGHT = 960.0, 380.0
+HEIGHT = 380.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 150.0, 52.0, 62.0
 _LOOKS: dict[str, tuple[str, str]] = {
-    "weak scaling": ("kernels", ""),
-    "strong scaling": ("communication", "6 4"),
-    "best layouts": ("result", "2 3"),
+    "weak scaling": ("st-kernels", ""),
+    "strong scaling": ("st-communication", "6 4"),
+    "best layouts": ("st-result", "2 3"),
 }
 
 
-def scaling_svg(scalings: Sequence[Scaling], *, title: str, name: str = "scaling", alone: bool = True) -> str:
-    """Tokens/s/GPU over that of the first point, on a logarithmic axis of GPUs. A size that cannot be is marked with a cross."""
+def scaling_svg(scalings: Sequence[Scaling], *, title: str, alone: bool = True) -> Element:
+    """Tokens/s/GPU relative to the first point, on a log axis of GPUs. An impossible size is marked with a cross."""
     sizes = sorted({p.gpus for s in scalings for p in s.points})
     if not sizes:
         raise ValueError("no points to draw")
     most = max([1.0, *(p.efficiency for s in scalings for p in s.known if p.efficiency is not None)])
     top = math.ceil(most * 10) / 10 if most > 1.02 else 1.0
     frame = _Frame(math.log2(sizes[0]), math.log2(sizes[-1]), top)
-    parts = [text(16, 28, shortened(title, TITLE), "st-title"), *_axes(frame, sizes)]
+    parts = [*_axes(frame, sizes)]
     if any(p.efficiency is None for s in scalings for p in s.points):
-        told = "crosses: sizes that cannot be, or are not known"
+        told = "crosses: sizes that are impossible or unknown"
         parts.append(text(WIDTH - _RIGHT, HEIGHT - 18, told, "st-soft", "end"))
     ends: list[float] = []
     for shown in scalings:
         parts += _line(frame, shown, ends)
     return framed(
-        parts, width=WIDTH, height=HEIGHT, title=title, sentence=_sentence(scalings), name=name, alone=alone
+        parts, height=HEIGHT, title=title, sentence=_sentence(scalings), name="scaling", alone=alone
     )
 
 
 class _Frame:
-    """Where figures stand in the picture."""
+    """Maps figures to picture coordinates."""
 
     def __init__(self, low: float, high: float, top: float) -> None:
         self.low, self.high, self.top = low, max(high, low + 1), top
@@ -52,59 +52,40 @@ class _Frame:
         return HEIGHT - _BOTTOM - efficiency / self.top * (HEIGHT - _TOP - _BOTTOM)
 
 
-def _axes(frame: _Frame, sizes: Sequence[int]) -> list[str]:
-    parts = []
+def _axes(frame: _Frame, sizes: Sequence[int]) -> Iterator[Element]:
     for i in range(0, round(frame.top * 10) + 1, 2):
         y = frame.y(i / 10)
-        parts.append(line(_LEFT, y, WIDTH - _RIGHT, y, "st-grid"))
-        parts.append(text(_LEFT - 8, y + 4, f"{i * 10} %", "st-soft st-num", "end"))
+        yield line([(_LEFT, y), (WIDTH - _RIGHT, y)], "st-grid")
+        yield text(_LEFT - 8, y + 4, f"{i * 10} %", "st-soft st-num", "end")
     last = -math.inf
     for gpus in sizes:
-        # Sizes that stand too near each other for both numbers: the first is told.
+        # Of sizes too close together for both numbers only the first is labelled.
         if frame.x(gpus) - last >= 34:
-            parts.append(text(frame.x(gpus), HEIGHT - _BOTTOM + 18, f"{gpus:,}", "st-soft st-num", "middle"))
+            yield text(frame.x(gpus), HEIGHT - _BOTTOM + 18, f"{gpus:,}", "st-soft st-num", "middle")
             last = frame.x(gpus)
-    middle = (_LEFT + WIDTH - _RIGHT) / 2
-    parts.append(text(middle, HEIGHT - 18, "GPUs", "st-soft", "middle"))
-    return parts
+    yield text((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 18, "GPUs", "st-soft", "middle")
 
 
-def _line(frame: _Frame, shown: Scaling, ends: list[float]) -> list[str]:
+def _line(frame: _Frame, shown: Scaling, ends: list[float]) -> Iterator[Element]:
     kind, dashes = _LOOKS[shown.name]
-    parts = []
     known = shown.known
     places = [(frame.x(p.gpus), frame.y(p.efficiency)) for p in known if p.efficiency is not None]
     if len(places) > 1:
-        course = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        cut = f' stroke-dasharray="{dashes}"' if dashes else ""
-        parts.append(
-            f'<polyline points="{course}" class="st-{kind}" style="fill:none" stroke-width="2.2"{cut}/>'
-        )
+        yield line(places, kind, dashes, 2.2)
     for (x, y), point in zip(places, known, strict=True):
-        parts.append(
-            box(x - 4, y - 4, 8, 8, f"st-{kind}", _hint(shown, point), 4 if shown.mode == "weak" else 0)
-        )
+        yield box(x - 4, y - 4, 8, 8, kind, _hint(shown, point), 4 if shown.mode == "weak" else 0)
     for point in shown.points:
         if point.efficiency is None:
-            parts.append(_cross(frame.x(point.gpus), frame.y(0), shown, point))
+            x, y = frame.x(point.gpus), frame.y(0) - 7 - 13 * list(_LOOKS).index(shown.name)
+            cross = [(x - 4, y - 4), (x + 4, y + 4), (x, y), (x + 4, y - 4), (x - 4, y + 4)]
+            yield line(cross, kind, width=2, hint=_hint(shown, point))
     if places:
         x, y = places[-1]
-        # Two lines that end at the same height are told one below the other.
+        # Labels of curves that end at the same height are placed one below the other.
         while any(abs(y - other) < 17 for other in ends):
             y += 17
         ends.append(y)
-        parts.append(text(x + 12, y + 4, shown.name))
-    return parts
-
-
-def _cross(x: float, y: float, shown: Scaling, point: Point) -> str:
-    kind, _ = _LOOKS[shown.name]
-    y -= 7 + 13 * list(_LOOKS).index(shown.name)
-    hint = escape(_hint(shown, point))
-    return (
-        f'<path d="M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8" class="st-{kind}" stroke-width="2" style="fill:none">'
-        f"<title>{hint}</title></path>"
-    )
+        yield text(x + 12, y + 4, shown.name)
 
 
 def _hint(shown: Scaling, point: Point) -> str:

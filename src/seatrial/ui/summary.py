@@ -1,4 +1,4 @@
-"""How a run stands or ended, as text and as JSON, from its folder."""
+"""State or outcome of a run, as text and as JSON, from its folder."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ SCHEMA_VERSION = 1
 TRACEBACK_LINES = 15
 LAST_EVENTS = 8
 
-# At least one per node, and `nodes` shows the same.
+# Occur at least once per node, and `nodes` shows the same.
 _UNTOLD = ("agent_started", "node_joined")
 
 STATE_STYLES = {"finished": "bold green", "failed": "bold red", "running": "bold blue"}
 
 
 def print_summary(out: Out, view: RunView, next_commands: Sequence[str]) -> None:
-    """The end of a run: what came out of it, where everything is, and what to do next."""
+    """Print the end of a run: its results, where everything is, and what to do next."""
     total = view.job.steps
     steps = f"step {view.step:,}" + (f" of {total:,}" if total else "") if view.step else "no step was done"
     if view.skipped_steps:
-        steps += f", {len(view.skipped_steps):,} left out"
+        steps += f", {len(view.skipped_steps):,} skipped"
     wall = view.wall_time_s(time.time())
     took = "" if wall is None else f", after {units.duration(wall)}"
     out.line()
@@ -49,7 +49,7 @@ def print_summary(out: Out, view: RunView, next_commands: Sequence[str]) -> None
 
 
 def print_status(out: Out, view: RunView, now: float) -> None:
-    """The run as it stands at `now` (unix seconds), for `watch --once`."""
+    """Print the run's state at `now` (unix seconds), for `watch --once`."""
     print_headline(out, view)
     out.pair("why", view.state_reason)
     last, total = view.last, view.job.steps
@@ -116,9 +116,9 @@ def ledger_pairs(view: RunView) -> list[Pair]:
     elif not view.ledger_steps:
         text = "empty"
     elif view.job.global_batch is None:
-        text = "unjudged: job.toml does not tell the global batch"
+        text = "unjudged: job.toml does not give the global batch"
     elif left_out:
-        text = f"{told}, {len(left_out):,} of them left out; every sample of the others seen once"
+        text = f"{told}, {len(left_out):,} of them skipped; every sample of the others seen once"
     else:
         text = f"{told}, every sample seen once"
     pairs = [Pair("ledger", text, "bold red" if view.ledger_gaps else "")]
@@ -128,7 +128,7 @@ def ledger_pairs(view: RunView) -> list[Pair]:
 def left_out_pair(steps: Sequence[int], global_batch: int | None) -> Pair:
     """The steps whose samples were skipped on purpose."""
     samples = "" if global_batch is None else f" ({len(steps) * global_batch:,} samples)"
-    return Pair("left out", f"{figures.steps(steps)}{samples}, on purpose", "yellow")
+    return Pair("skipped", f"{figures.steps(steps)}{samples}", "yellow")
 
 
 def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -> str:
@@ -216,7 +216,7 @@ def _progress_pairs(view: RunView) -> list[Pair]:
 
 
 def loss_pairs(view: RunView) -> list[Pair]:
-    """The loss of the first and the last step, and its course."""
+    """The loss of the first and the last step, with a sparkline."""
     if view.first is None or view.last is None:
         return []
     bars = figures.spark(view.history.column("loss"))
@@ -224,13 +224,13 @@ def loss_pairs(view: RunView) -> list[Pair]:
 
 
 def _median(view: RunView, column: str) -> float | None:
-    """Of the last start, or of all starts if it has done no step yet."""
+    """Median over the last start, or over all starts if it has completed no step yet."""
     values = view.history.column(column, view.first_generation) or view.history.column(column)
     return median(values) if values else None
 
 
 def recovery_pairs(view: RunView, now: float | None = None) -> list[Pair]:
-    """The recoveries of the last start; with `now` also a current one."""
+    """The recoveries of the last start; with `now` also one in progress."""
     recoveries = Recoveries(view.own_events)
     pairs = [] if recoveries.total is None else [Pair("recoveries", recoveries.total)]
     underway = recoveries.underway(now) if now is not None and view.state == "running" else None
@@ -238,7 +238,7 @@ def recovery_pairs(view: RunView, now: float | None = None) -> list[Pair]:
 
 
 def node_pairs(view: RunView) -> list[Pair]:
-    """The nodes of the run, and missing ones."""
+    """The nodes of the run, including missing ones."""
     nodes = Nodes(view.own_events)
     return [] if nodes.text is None else [Pair("nodes", nodes.text, "yellow" if nodes.gone else "")]
 
@@ -291,5 +291,5 @@ def _ledger_word(view: RunView) -> str:
 
 
 def _ago(seconds: float) -> str:
-    # A clock of another machine may be ahead of ours.
+    # Another machine's clock may be ahead of ours.
     return f"{figures.eta(max(0.0, seconds))} ago"

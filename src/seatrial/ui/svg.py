@@ -1,14 +1,18 @@
-"""What all pictures share: colours that hold in light and dark, the frame of an SVG with its words for those who do not see it."""
+"""Shared by all pictures: colours for light and dark, the elements that they consist of, the frame with its text alternative.
+
+A picture is an `<svg>` element: `written` makes text of it, `png.png` draws it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterable
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Noto Sans',sans-serif"
 
-# Kinds of the waterfall, and one more: (on light, on dark): Okabe and Ito's colours, which people with colour blindness tell apart, each lightened or darkened until it
-# has a contrast of 3 to 1 with its page (WCAG 2.2, 1.4.11).
+# Kinds of the waterfall, and one more: (on light, on dark): Okabe and Ito's colours, distinguishable with colour
+# blindness, each lightened or darkened to a contrast of 3 to 1 with its page (WCAG 2.2, 1.4.11).
 COLOURS: dict[str, tuple[str, str]] = {
     "peak": ("#7a838d", "#8b949e"),
     "kernels": ("#0072b2", "#4ea8de"),
@@ -20,7 +24,8 @@ COLOURS: dict[str, tuple[str, str]] = {
     "result": ("#00805c", "#2fbf94"),
     "extra": ("#8a7400", "#d6c24a"),
 }
-TITLE = 84  # letters that a title has room for
+WIDTH = 960.0
+_TITLE = 84  # letters that fit into a title
 INK, SOFT, LINE, PAGE = (
     ("#1b1f24", "#e8eaed"),
     ("#59636e", "#9aa4af"),
@@ -30,7 +35,7 @@ INK, SOFT, LINE, PAGE = (
 
 
 def style() -> str:
-    """Rules for every class that the pictures use. The page that a picture stands in may have the same ones: they agree."""
+    """CSS rules for every class used in the pictures. A page that embeds a picture may repeat them: they agree."""
     light, dark = _rules(0), _rules(1)
     return (
         f".st-pic text{{font-family:{FONT};font-size:13px;fill:{INK[0]}}}.st-pic .st-soft{{font-size:12px}}"
@@ -48,42 +53,73 @@ def _rules(mode: int) -> str:
 
 
 def framed(
-    parts: Sequence[str], *, width: float, height: float, title: str, sentence: str, name: str, alone: bool
-) -> str:
-    """The whole `<svg>`. `name` keeps ids apart where several stand on one page; `alone`: a file of its own, with background."""
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="st-pic" role="img" viewBox="0 0 {width:g} {height:g}" '
-        f'aria-labelledby="{name}-t {name}-d"'
+    parts: Iterable[Element], *, height: float, title: str, sentence: str, name: str, alone: bool
+) -> Element:
+    """The whole `<svg>`. `name` keeps ids apart if several share a page; `alone`: a separate file, with background."""
+    ids = f"{name}-t {name}-d"
+    root = _element(
+        "svg", xmlns="http://www.w3.org/2000/svg", class_="st-pic", role="img", aria_labelledby=ids
     )
-    head += f' width="{width:g}" height="{height:g}">' if alone else ' style="width:100%;height:auto">'
-    told = f'<title id="{name}-t">{escape(title)}</title><desc id="{name}-d">{escape(sentence)}</desc>'
-    before = [f"<style>{style()}</style>", box(0, 0, width, height, "st-page")] if alone else []
-    return "\n".join([head, told, *before, *parts, "</svg>", ""])
+    root.set("viewBox", f"0 0 {WIDTH:g} {height:g}")
+    root.append(_element("title", title, id=f"{name}-t"))
+    root.append(_element("desc", sentence, id=f"{name}-d"))
+    if alone:
+        root.set("width", f"{WIDTH:g}")
+        root.set("height", f"{height:g}")
+        root.extend([_element("style", style()), box(0, 0, WIDTH, height, "st-page")])
+    else:
+        root.set("style", "width:100%;height:auto")
+    root.append(text(16, 28, shortened(title, _TITLE), "st-title"))
+    root.extend(parts)
+    return root
+
+
+def written(picture: Element) -> str:
+    """As text, an element a line."""
+    ElementTree.indent(picture, "")
+    return ElementTree.tostring(picture, encoding="unicode") + "\n"
 
 
 def shortened(words: str, letters: int) -> str:
-    """At most `letters` of it: the beginning and the end, as names differ at either."""
+    """`words` cut to `letters`: the beginning and the end are kept, as names differ at either."""
     if len(words) <= letters:
         return words
     end = letters // 3
     return words[: letters - end - 1] + "…" + words[-end:]
 
 
-def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "") -> Element:
     """A line of text; `y` is its baseline."""
-    named = f' class="{kind}"' if kind else ""
-    at = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}"{named}{at}>{escape(words)}</text>'
+    return _element("text", words, x=x, y=y, class_=kind, text_anchor=anchor)
 
 
-def box(x: float, y: float, width: float, height: float, kind: str, hint: str = "", round_: float = 0) -> str:
-    """A filled rectangle; `hint` shows under the pointer."""
-    corner = f' rx="{round_:g}"' if round_ else ""
-    shape = f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"{corner} class="{kind}" stroke="none"'
-    return f"{shape}><title>{escape(hint)}</title></rect>" if hint else f"{shape}/>"
+def box(
+    x: float, y: float, width: float, height: float, kind: str, hint: str = "", round_: float = 0
+) -> Element:
+    """A filled rectangle; `hint` is its tooltip."""
+    shape = _element("rect", x=x, y=y, width=width, height=height, rx=round_, class_=kind, stroke="none")
+    return _hinted(shape, hint)
 
 
-def line(x1: float, y1: float, x2: float, y2: float, kind: str, dashes: str = "") -> str:
-    """A hairline."""
-    cut = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return f'<line x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}" class="{kind}"{cut}/>'
+def line(
+    points: Iterable[tuple[float, float]], kind: str, dashes: str = "", width: float = 1, hint: str = ""
+) -> Element:
+    """A line from point to point."""
+    course = " ".join(f"{x:g},{y:g}" for x, y in points)
+    shape = _element("polyline", points=course, class_=kind, stroke_width=width, stroke_dasharray=dashes)
+    shape.set("style", "fill:none")  # a style, as the class also fills
+    return _hinted(shape, hint)
+
+
+def _hinted(shape: Element, hint: str) -> Element:
+    if hint:
+        shape.append(_element("title", hint))
+    return shape
+
+
+def _element(tag: str, content: str = "", **attributes: str | float) -> Element:
+    """Empty attributes are left out; `class_` and `text_anchor` are class and text-anchor."""
+    named = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value != ""}
+    element = Element(tag, {k: v if isinstance(v, str) else f"{v:g}" for k, v in named.items()})
+    element.text = content or None
+    return element

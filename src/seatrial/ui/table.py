@@ -1,4 +1,4 @@
-"""Rows under headings, on a terminal and as plain lines."""
+"""Rows under headings, on a terminal or as plain lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def print_table(
     *,
     styles: Mapping[str, str] | None = None,
 ) -> None:
-    """`rows` have a cell for each of `columns`. `styles`: text of a cell -> its style on a terminal."""
+    """Print `rows`, with a cell for each of `columns`. `styles`: text of a cell -> its style on a terminal."""
     rows = [[printable(cell) for cell in row] for row in rows]
     if out.styled:
         from rich import box
@@ -24,7 +24,7 @@ def print_table(
 
         table = Table(*columns, box=box.SIMPLE_HEAD)
         for row in rows:
-            # The last one may be a path, which must be found whole when it is copied.
+            # The last column may be a path, which must stay whole for copying.
             table.add_row(*(Text(cell, style=(styles or {}).get(cell, ""), overflow="fold") for cell in row))
         out.rendered(table)
         return

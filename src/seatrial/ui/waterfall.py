@@ -1,9 +1,9 @@
-"""The waterfall on a terminal: a line for each part, its bar beginning where the one before it ended."""
+"""The waterfall on a terminal: a line per part, each bar beginning where the previous one ended."""
 
 from __future__ import annotations
 
 from seatrial.base import units
-from seatrial.plan.waterfall import Bar, Kind, Waterfall
+from seatrial.plan.report.waterfall import Bar, Kind, Waterfall
 
 STYLES: dict[Kind, str] = {
     "peak": "dim",
@@ -16,12 +16,12 @@ STYLES: dict[Kind, str] = {
     "result": "bold green",
 }
 _FULL, _PART = "█", "▐"
-# Narrower bars tell nothing.
+# Narrower bars are unreadable.
 _LEAST_WIDTH = 12
 
 
 def waterfall_lines(shown: Waterfall, width: int) -> list[str]:
-    """A line for each bar: name, share, time, and the bar itself where there is room for one."""
+    """A line per bar: name, share, time, and the bar itself if there is room for one."""
     names = max(len(b.name) for b in shown.bars)
     times = [seconds(b.seconds) for b in shown.bars]
     longest = max(map(len, times))
@@ -36,7 +36,7 @@ def waterfall_lines(shown: Waterfall, width: int) -> list[str]:
 
 
 def _drawn(bar: Bar, width: int) -> str:
-    """Whole cells; a bar thinner than one is half a cell, so that none is invisible."""
+    """Draw whole cells; a bar thinner than one is drawn as half a cell, so that none is invisible."""
     start, end = round(bar.low * width), round(bar.high * width)
     if end > start:
         return " " * start + _FULL * (end - start)
@@ -44,7 +44,7 @@ def _drawn(bar: Bar, width: int) -> str:
 
 
 def seconds(value: float) -> str:
-    """Milliseconds below a second, two digits behind the point up to a minute: parts of a step differ by little."""
+    """Milliseconds below a second, two decimals up to a minute: parts of a step differ by little."""
     if value < 1:
         return f"{value * 1000:.0f} ms"
     return f"{value:.2f} s" if value < 60 else units.duration(value)

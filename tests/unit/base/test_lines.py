@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import select
 import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -56,7 +60,7 @@ def test_messages_of_several_threads_are_not_mixed() -> None:
     b.close()
 
 
-def test_a_posted_message_never_waits_and_arrives_once_there_is_room() -> None:
+def test_post_never_blocks_and_delivers_when_there_is_room() -> None:
     a, b = Channel.pair()
     sent = [{"n": n, "text": "x" * 10_000} for n in range(200)]  # far more than a buffer holds
     for message in sent:
@@ -102,6 +106,47 @@ def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     channel = Channel(other)
     raw.sendall(b"x" * 20_000)
     with pytest.raises(ValueError, match="10000 bytes"):
+        channel.receive()
+    raw.close()
+    channel.close()
+
+
+def test_stdin_and_stdout_as_a_channel(tmp_path: Path) -> None:
+    """Over a socket pair and over two pipes, more than they hold; what the process prints goes elsewhere."""
+    code = (
+        "import os, sys; from seatrial.base.lines import Channel; c = Channel.stdio(2)\n"
+        "print('a library prints', flush=True); assert not sys.stdin.read()\n"
+        "while not c.closed:\n"
+        "  c.readable(None)\n"
+        "  for m in c.receive(): c.send(m)\n"
+    )
+    sent = [{"n": n, "text": "x" * 100_000} for n in range(20)]
+    data = b"".join(json.dumps(m).encode() + b"\n" for m in sent)
+    with open(tmp_path / "log", "wb") as log:
+        done = subprocess.run([sys.executable, "-c", code], input=data, stdout=subprocess.PIPE, stderr=log)
+        ours, theirs = Channel.pair()
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=log
+        )
+        theirs.close()
+        sender = threading.Thread(target=lambda: [ours.send(m) for m in sent])
+        sender.start()
+        assert read(ours, len(sent)) == sent
+        sender.join()
+        ours.close()
+        assert child.wait() == 0
+    assert (done.returncode, done.stdout) == (0, data)
+    assert (tmp_path / "log").read_text() == "a library prints\n" * 2
+
+
+def test_login_output_is_skipped_only_before_the_first_message() -> None:
+    raw, other = socket.socketpair()
+    channel = Channel(other)
+    channel.greeting = True
+    raw.sendall(b'Welcome to {\n7\n{"a": 1}\n')
+    assert channel.receive() == [{"a": 1}]
+    raw.sendall(b"Goodbye\n")
+    with pytest.raises(ValueError, match=r"."):
         channel.receive()
     raw.close()
     channel.close()

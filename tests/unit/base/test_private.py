@@ -57,7 +57,7 @@ def test_one_that_somebody_else_has_made_is_refused(tmp: Path) -> None:
         private_folder()
 
 
-def test_a_file_in_its_place_and_a_place_that_takes_none_are_told(tmp: Path) -> None:
+def test_private_folder_that_cannot_be_created_is_an_error(tmp: Path) -> None:
     (tmp / NAME).write_text("")
     with pytest.raises(
         InputError, match=f"cannot make a folder for temporary files, {tmp}/{NAME}: File exists"

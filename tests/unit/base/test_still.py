@@ -41,7 +41,7 @@ def test_a_stopped_process_is_found_within_seconds(kernel: Kernel) -> None:
     assert kernel.looks(1) == {7: "has been stopped by a signal for 5 s"}
 
 
-def test_one_that_is_stopped_and_continued_in_turns_is_slow_and_not_stopped(kernel: Kernel) -> None:
+def test_repeatedly_stopped_and_continued_is_not_stopped(kernel: Kernel) -> None:
     for tick in range(30):
         kernel.states[7] = ("T", tick)
         assert kernel.looks(1) == {}

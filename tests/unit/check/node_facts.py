@@ -6,6 +6,7 @@ import copy
 from dataclasses import asdict
 from typing import Any
 
+from seatrial.check.node.node_files import FACTS_VERSION
 from seatrial.check.node.node_stage import NodeOptions
 from seatrial.hardware.counters import Port
 
@@ -28,7 +29,7 @@ def cpu_node() -> dict[str, Any]:
     """A node without GPUs of which nothing is wrong."""
     return copy.deepcopy(
         {
-            "version": 1,
+            "version": FACTS_VERSION,
             "options": asdict(NodeOptions()),
             "inventory": {
                 "host": "n",

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.collect import pieces_of
-from seatrial.check.findings import Verdict
-from seatrial.check.offline import judge_pieces
-from seatrial.check.report import Report
+from seatrial.check.intake.collect import pieces_of
+from seatrial.check.intake.offline import judge_pieces
+from seatrial.check.judging.findings import Verdict
+from seatrial.check.judging.report import Report
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 TEXTS = {p.name: p.read_text().rstrip("\n") + "\n" for p in sorted(FIXTURES.iterdir())}

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seatrial.base.errors import InputError
-from seatrial.check.adapters import Order, carry_out, orders, reasons, refusal
-from seatrial.check.course import Course
-from seatrial.check.findings import Finding, Target
-from seatrial.check.report import Judged, Report
+from seatrial.check.judging.check_run import CheckRun
+from seatrial.check.judging.findings import Finding, Target
+from seatrial.check.judging.report import Judged, Report
+from seatrial.check.reports.adapters import Order, carry_out, orders, reasons, refusal
 
 DOWN = Finding("NET001", "FAIL", Target(node="n2", port="mlx5_2/1"), "Down, physical state Polling")
 
@@ -36,7 +36,7 @@ def test_only_nodes_that_failed_go_and_the_blame_is_the_reason() -> None:
     assert because == {"n2": blame}
 
 
-def test_a_node_of_which_it_is_not_settled_whether_it_is_at_fault_stays() -> None:
+def test_node_whose_fault_is_unsettled_is_not_drained() -> None:
     unsettled = Finding("PAI001", "FAIL", Target(node="n5"), "n5 mlx5_0/1: 10% of the rate at best")
     assert reasons(report(unsettled)) == {}
     assert list(reasons(report(unsettled, DOWN))) == ["n2"]
@@ -80,7 +80,7 @@ def test_more_than_half_and_simulated_nodes_are_refused() -> None:
     assert refusal(half, orders("slurm", reasons(half)), force=False) == ""
     assert "5 of 8 nodes" in refusal(more, orders("slurm", reasons(more)), force=False)
     assert refusal(more, orders("slurm", reasons(more)), force=True) == ""
-    invented = Report(half.judged, (), Course(("n1",), simulated="c.toml"))
+    invented = Report(half.judged, (), CheckRun(("n1",), simulated="c.toml"))
     assert "simulated" in refusal(invented, orders("slurm", reasons(invented)), force=True)
 
 
@@ -131,7 +131,7 @@ def test_one_that_fails_is_told_and_keeps_no_other(kubectl: Path) -> None:
     assert lines[0].startswith("failed: kubectl taint nodes n1")
 
 
-def test_one_that_hangs_is_killed_with_what_it_started_and_ends_the_rest(kubectl: Path) -> None:
+def test_hung_kubectl_and_children_are_killed_and_rest_skipped(kubectl: Path) -> None:
     behave(kubectl, f"sleep 600 & echo $! > {kubectl}/child; wait")
     done = carry_out(taints("n1", "n2", "n3"), lambda text: None, timeout_s=1.0)
     assert [o.done for o in done] == [False, False, False]

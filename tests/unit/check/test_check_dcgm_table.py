@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.findings import Finding, worst
+from seatrial.check.judging.findings import Finding, worst
 from seatrial.check.outputs import dcgm_diag, dcgm_text
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"

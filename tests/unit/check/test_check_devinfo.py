@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.collect import pieces_of
-from seatrial.check.findings import Finding
-from seatrial.check.offline import judge_paths, judge_pieces
-from seatrial.check.registry import recognise
-from seatrial.check.report import Report
+from seatrial.check.intake.collect import pieces_of
+from seatrial.check.intake.offline import judge_paths, judge_pieces
+from seatrial.check.judging.findings import Finding
+from seatrial.check.judging.report import Report
+from seatrial.check.outputs.registry import recognise
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 
@@ -90,7 +90,7 @@ def status(device: str, rate: str, layer: str = "InfiniBand", state: str = "4: A
     return block.replace("InfiniBand", layer).replace("4: ACTIVE", state)
 
 
-def test_the_bridges_of_a_board_are_not_its_fabric_although_ibstatus_names_no_adapter() -> None:
+def test_ibstatus_board_bridges_are_not_counted_as_fabric_ports() -> None:
     fabric = "".join(status(f"mlx5_{i}", "800 Gb/sec (4X XDR)") for i in range(4, 12))
     bridges = [status(f"mlx5_{i}", "100 Gb/sec (1X NDR)") for i in range(4)]
     found = only("".join(bridges) + fabric)
@@ -214,7 +214,7 @@ def test_a_fabric_is_judged_and_belongs_to_no_node() -> None:
     assert whole.nodes == {}
 
 
-def test_a_healthy_fabric_passes_and_one_that_is_cut_off_does_not() -> None:
+def test_healthy_ibnetdiscover_passes_and_truncated_does_not() -> None:
     text = read("ibnetdiscover_four_nodes.txt").replace("2xNDR", "4xNDR")
     text = text.replace('[68]\t"S-fc6a1c0300b00012"[2]\t', '[68]\t"S-fc6a1c0300b00012"[2]\t')
     leaf_a = '[68]\t"S-fc6a1c0300b00012"[2]\t\t# "MF0;spine-2:MQM9700/U1" lid 2 4xNDR\n'
@@ -277,7 +277,7 @@ def test_each_fault_in_the_whole_xml_is_found_on_its_gpu(old: str, new: str, cod
 
 
 @pytest.mark.parametrize("where", ["before", "inside", "after"])
-def test_a_gpu_that_the_driver_cannot_open_is_found_beside_the_xml(where: str) -> None:
+def test_gpu_the_driver_cannot_open_is_found_around_the_xml(where: str) -> None:
     said = "Unable to determine the device handle for GPU0000:9B:00.0: Unknown Error\n"
     text = read("smi_qx_h200_v13.xml").replace("<attached_gpus>2", "<attached_gpus>3")
     inside = text.index("\t<gpu id=")
@@ -296,7 +296,7 @@ def test_a_partition_that_is_assigned_is_no_fault() -> None:
     assert report(text).verdict == "PASS"
 
 
-def test_a_card_without_nvlink_in_a_slot_of_eight_lanes_is_suspect_at_most() -> None:
+def test_card_without_nvlink_on_8_pcie_lanes_only_warns() -> None:
     text = read("smi_qx_h200_v13.xml").replace("NVIDIA H200", "NVIDIA A10G")
     text = text.replace("<current_link_width>16x", "<current_link_width>8x")
     assert {v for v, c, _ in bad(text) if c == "GPU008"} == {"WARN"}

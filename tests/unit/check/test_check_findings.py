@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from seatrial.check.findings import Finding, Target, codes, explain, worst
+from seatrial.check.judging.findings import Finding, Target, codes, explain, worst
 from seatrial.check.outputs.smi_query_judge import TOOLS
-from seatrial.check.tool import Context as Known
-from seatrial.check.tool import Lines, ParseError, evidence, left_over, lines_of, listed
+from seatrial.check.outputs.tool import Context as Known
+from seatrial.check.outputs.tool import Lines, ParseError, evidence, left_over, lines_of
+from seatrial.check.ranges import listed
 
 
 def finding(verdict: str, **fields: object) -> Finding:
@@ -38,7 +39,7 @@ def test_unjudged_says_why_and_nothing_else_does() -> None:
         Finding("XYZ999", "PASS", Target(), "text")
 
 
-def test_what_to_do_is_what_the_code_says_unless_the_finding_knows_better() -> None:
+def test_finding_action_defaults_to_the_action_of_its_code() -> None:
     assert finding("FAIL").action == codes()["GPU001"].action
     assert finding("FAIL", action="look").action == "look"
     assert finding("PASS").action == ""
@@ -93,7 +94,7 @@ def test_lists_and_places_stay_short() -> None:
     assert listed(range(0, 20, 2), 3) == "0, 2, 4 and 7 more"
 
 
-def test_lines_that_are_left_over_are_shown_without_control_characters() -> None:
+def test_leftover_lines_are_shown_without_control_characters() -> None:
     assert left_over(Lines([]), "f", Known(), "tool") == []
     (said,) = left_over(Lines([(4, "Li\x1b[2Jnk"), (9, "x")]), "f", Known(), "tool")
     assert said.verdict == "UNJUDGED"

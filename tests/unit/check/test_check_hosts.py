@@ -63,7 +63,7 @@ def test_hostfiles_as_they_are_written(tmp_path: Path, text: str, names: list[st
     assert read_hostfile(written(tmp_path, text)) == names
 
 
-def test_all_problems_of_a_hostfile_come_at_once_with_their_places(tmp_path: Path) -> None:
+def test_all_hostfile_problems_are_reported_with_line_and_column(tmp_path: Path) -> None:
     text = "node1 slots=8\nnode2 slots=eight\n-oProxyCommand=x\nnode[3-1]\n  NODE1 slots=0 gpus=8\nuser@node5\n::1\n"
     found = problems(tmp_path, text)
     assert [(line, column) for line, column, _ in found] == [
@@ -142,7 +142,7 @@ def test_a_job_for_other_machines_says_how_to_name_them() -> None:
         hosts_of(_job(launcher="ssh"), environment={})
 
 
-def test_among_others_this_machine_is_not_called_by_its_loopback_address() -> None:
+def test_local_host_among_others_gets_a_non_loopback_address() -> None:
     (alone,) = remote(["localhost"], {})
     assert alone.address == "localhost"
     assert remote(["localhost", "b"], {})[0].address not in ("localhost", "127.0.0.1")
@@ -152,7 +152,7 @@ def test_what_goes_through_a_shell_is_quoted_for_it() -> None:
     host = Host("a", "a", (*SSH, "a"), environment={"X": "1 2"})
     assert (
         host.command("python", "-c", "print('$HOME')")[-1]
-        == "env 'X=1 2' python -c 'print('\"'\"'$HOME'\"'\"')'"
+        == "exec env 'X=1 2' python -c 'print('\"'\"'$HOME'\"'\"')'"
     )
     here = Host("a", "a")
     assert here.command("python", "-V") == ["python", "-V"]

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import zstandard
 
-from seatrial.check import intake
-from seatrial.check.collect import Piece, pieces_of
-from seatrial.check.offline import judge_paths, judge_pieces
+from seatrial.check.intake import numbered_lines
+from seatrial.check.intake.collect import Piece, pieces_of
+from seatrial.check.intake.offline import judge_paths, judge_pieces
+from seatrial.check.judging.report import Report
 from seatrial.check.outputs import kernel_text
 from seatrial.check.outputs.kernel_rules import WORDS
-from seatrial.check.report import Report
+
+pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 IBSTAT = (FIXTURES / "ibstat_one_down.txt").read_bytes()
@@ -140,7 +142,7 @@ def test_what_is_no_log_bars_a_pass_wherever_it_stands() -> None:
     assert {(j.tool, j.verdict) for j in both.judged} == {("kernel log", "PASS"), ("ibstat", "FAIL")}
 
 
-def test_a_storm_is_counted_and_what_else_there_is_in_it_is_found() -> None:
+def test_log_storm_is_counted_and_other_lines_are_still_found() -> None:
     noise = "kernel: pcieport 0000:00:01.0: AER: Corrected error message received from 0000:01:00.0"
     told: dict[int, str] = dict.fromkeys(range(1, 60_001), noise)
     told[50_000] = XID.format(0x1B, 79, 1)
@@ -150,7 +152,7 @@ def test_a_storm_is_counted_and_what_else_there_is_in_it_is_found() -> None:
     assert found.keys() == {"SYS003", "XID001", "NET014"}
     assert "59998 times" in found["SYS003"].message
     assert found["SYS003"].evidence[0] == "f.txt:1"
-    assert len(intake.take(io.BytesIO(data)).lines) < 20_000 + 300
+    assert len(numbered_lines.take(io.BytesIO(data)).lines) < 20_000 + 300
 
 
 def test_links_that_flap_in_a_long_log() -> None:
@@ -163,7 +165,7 @@ def test_links_that_flap_in_a_long_log() -> None:
     assert (found["ib5"].verdict, "down at the end" in found["ib5"].message) == ("WARN", True)
 
 
-def test_every_line_that_tells_something_has_a_word_by_which_it_is_kept() -> None:
+def test_every_significant_log_line_has_a_filter_keyword() -> None:
     samples = [line for p in FIXTURES.iterdir() for line in p.read_text().splitlines()]
     telling = [line for line in samples if kernel_text.tells(line)]
     assert len(telling) > 20
@@ -194,14 +196,14 @@ def test_where_a_block_ends_makes_no_difference(cut: int, monkeypatch: pytest.Mo
     told = {n: XID.format(n % 200, 79, n) for n in range(1, 900, 37)}
     data = log_of(0.06, told) + text.encode() + IBSTAT.replace(b"\n", b"\r\n")
     whole = report(data)
-    monkeypatch.setattr(intake, "BLOCK_BYTES", cut)
+    monkeypatch.setattr(numbered_lines, "BLOCK_BYTES", cut)
     assert report(data).findings == whole.findings
     assert report(data.decode().encode("utf-16")).findings == whole.findings
 
 
 def test_a_line_without_an_end_is_not_kept_and_is_no_pass() -> None:
-    taken = intake.take(io.BufferedReader(Endless(40 << 20, lambda n: b"x" * 4096)))
-    assert sum(len(line) for _, line in taken.lines) <= intake.LONGEST_LINE
+    taken = numbered_lines.take(io.BufferedReader(Endless(40 << 20, lambda n: b"x" * 4096)))
+    assert sum(len(line) for _, line in taken.lines) <= numbered_lines.LONGEST_LINE
     assert [why for why, _ in taken.damage] == ["a line longer than 4 MiB"]
     long = b"[    1.000001] a message " + b"x" * 20_000 + b"\n"
     assert report(long).verdict == "UNJUDGED"
@@ -217,17 +219,17 @@ def test_of_gigabytes_little_is_kept() -> None:
         )
         return f"Nov 15 12:00:{n % 60:02} gpu07 {text}\n".encode()
 
-    taken = intake.take(io.BufferedReader(Endless(24 << 20, line)))
-    assert sum(len(x) for _, x in taken.lines) < 2 * intake.BLOCK_BYTES
+    taken = numbered_lines.take(io.BufferedReader(Endless(24 << 20, line)))
+    assert sum(len(x) for _, x in taken.lines) < 2 * numbered_lines.BLOCK_BYTES
     assert taken.damage == []
 
 
 def test_what_is_larger_and_no_log_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "LARGEST_CHARS", 4 << 20)
+    monkeypatch.setattr(numbered_lines, "LARGEST_CHARS", 4 << 20)
     source = Endless(1 << 40, lambda n: b"%d words that no log has, and no tool either, in a line\n" % n)
-    taken = intake.take(io.BufferedReader(source))
+    taken = numbered_lines.take(io.BufferedReader(source))
     assert "the rest was not read" in taken.damage[0][0]
-    assert sum(len(x) + 1 for _, x in taken.lines) < (4 << 20) + 2 * intake.BLOCK_BYTES
+    assert sum(len(x) + 1 for _, x in taken.lines) < (4 << 20) + 2 * numbered_lines.BLOCK_BYTES
 
 
 def test_of_many_small_files_one_is_in_memory() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.findings import Finding, worst
+from seatrial.check.judging.findings import Finding, worst
 from seatrial.check.outputs import kernel_text
 from seatrial.check.outputs.kernel_rules import OTHERS, rule_of
 
@@ -289,7 +289,7 @@ def test_a_finding_names_its_card(line: str, pci: str) -> None:
     assert line[:60] in found.message
 
 
-def test_errors_of_two_disks_are_two_findings_and_of_one_disk_are_one() -> None:
+def test_disk_errors_are_grouped_into_one_finding_per_disk() -> None:
     line = "[{}.000001] blk_update_request: I/O error, dev {}, sector {} op 0x0:(READ)\n"
     found = KERNEL.read("".join(line.format(100 + i, "sda" if i else "sdb", i) for i in range(5)), "k")
     assert sorted((f.verdict, f.message.partition(":")[0]) for f in found) == [

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.findings import Finding, worst
+from seatrial.check.judging.findings import Finding, worst
 from seatrial.check.outputs import mlxlink, ncclscout
 from seatrial.check.outputs.network import NetworkContext
-from seatrial.check.tool import Lines, ParseError
+from seatrial.check.outputs.tool import Lines, ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 
@@ -70,7 +70,7 @@ def test_links_that_are_ill_or_torn(old: str, new: str, verdict: str) -> None:
     assert worst(link(text.replace(old, new))) == verdict
 
 
-def test_other_sections_may_repeat_a_name_and_the_three_that_count_may_not() -> None:
+def test_duplicate_names_are_allowed_only_in_irrelevant_sections() -> None:
     text = text_of("mlxlink_ndr.txt")
     module = "\nModule Info\n-----------\nWidth                              : OSFP\n"
     assert worst(link(text + module)) == "PASS"
@@ -113,7 +113,7 @@ def test_nothing_at_all_is_no_pass_at_any_threshold() -> None:
     assert {(f.code, f.verdict) for f in scout(text)} >= {("NET009", "FAIL")}
 
 
-def test_the_node_that_is_slow_with_all_is_named_and_its_partners_are_not() -> None:
+def test_node_slow_with_all_partners_is_named_not_its_partners() -> None:
     found = {f.target.node: f for f in scout(text_of("ncclscout_one_bad.txt"))}
     assert {n: (f.code, f.verdict) for n, f in found.items()} == {
         "n04": ("NET009", "FAIL"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from standin_crew import GPUS, Nodes, StandinCrew
+from standin_agent_pool import GPUS, Nodes, StandinAgentPool
 
 from seatrial.base.errors import InputError
 from seatrial.check.live import conductor as live
@@ -13,8 +13,8 @@ from seatrial.check.node.node_stage import NodeOptions
 
 
 def check(monkeypatch: pytest.MonkeyPatch, nodes: Nodes, rate: float | None = 400.0) -> LiveResult:
-    monkeypatch.setattr(StandinCrew, "nodes", nodes, raising=False)
-    monkeypatch.setattr(live, "Crew", StandinCrew)
+    monkeypatch.setattr(StandinAgentPool, "nodes", nodes, raising=False)
+    monkeypatch.setattr(live, "AgentPool", StandinAgentPool)
     hosts = [Host(f"node{n}", f"10.0.0.{n}") for n in range(nodes.count)]
     return check_live(hosts, LiveOptions(NodeOptions(), port_gbit_s=rate), lambda line: None)
 

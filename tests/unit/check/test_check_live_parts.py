@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seatrial.base.address import interface_towards
 from seatrial.check.blame.infer import Readings, Terms
 from seatrial.check.blame.localise import GroupReadings, localise
 from seatrial.check.blame.nodes import Bools, Floats, Ints, NodeStage
 from seatrial.check.blame.rounds import GroupRound, Round
 from seatrial.check.live import ib_pair, live_judge
-from seatrial.check.live.crew import Reply
-from seatrial.check.live.live_ranks import Outcome, Sum, World, batches, outcome
+from seatrial.check.live.agent_pool import Reply
+from seatrial.check.live.live_ranks import Outcome, RankGroup, Sum, batches, outcome
 from seatrial.check.live.live_rates import measured
 from seatrial.check.live.nccl_lines import telling
-from seatrial.check.live.reach import cut_off, interface_towards, partners, reach
+from seatrial.check.live.reach import cut_off, partners, reach
 
 # -- who reaches whom
 
@@ -48,7 +49,7 @@ def test_one_connection_that_fails_cuts_nobody_off() -> None:
         assert cut_off(range(8), [p for p in pairs if p != failed]) == set()
 
 
-def test_reaching_is_a_connection_or_a_refusal_and_never_waits_longer() -> None:
+def test_connection_refused_counts_as_reachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         found = reach([("127.0.0.1", port), ("no-such-host.invalid", port)], 5.0)
@@ -66,8 +67,8 @@ def test_the_interface_is_the_one_that_leads_there() -> None:
 # -- worlds of ranks
 
 
-def world(*members: int, ranks: int = 1, **more: Any) -> World:
-    return World(members, ((0,) if ranks == 1 else tuple(range(ranks)),) * len(members), **more)
+def world(*members: int, ranks: int = 1, **more: Any) -> RankGroup:
+    return RankGroup(members, ((0,) if ranks == 1 else tuple(range(ranks)),) * len(members), **more)
 
 
 def test_worlds_on_one_machine_take_turns_and_others_do_not() -> None:
@@ -167,7 +168,7 @@ RATE = """\
 """
 
 
-def test_what_ib_write_bw_says_without_devices_is_unjudged_with_its_reason() -> None:
+def test_ib_write_bw_without_devices_is_unjudged_with_the_reason() -> None:
     (finding,) = ib_pair.without_devices({"rc": 1, "out": "", "err": NO_DEVICE}, "node1")
     assert (finding.code, finding.verdict, finding.target.node) == ("NET007", "UNJUDGED", "node1")
     assert "Did not detect devices" in finding.message
@@ -176,7 +177,7 @@ def test_what_ib_write_bw_says_without_devices_is_unjudged_with_its_reason() -> 
     assert "not installed" in missing.why_unjudged
 
 
-def test_a_rate_a_refusal_and_a_port_that_is_down_are_three_things() -> None:
+def test_ib_write_bw_rate_refusal_and_down_port_differ() -> None:
     assert ib_pair.heard({"rc": 0, "out": RATE, "err": ""}, "a").gbit_s == pytest.approx(391.83)
     refused = ib_pair.heard({"rc": 1, "out": "", "err": "Couldn't connect to 10.0.0.2:18515\n"}, "a")
     assert (refused.gbit_s, refused.blocked, refused.findings) == (
@@ -191,7 +192,7 @@ def test_a_rate_a_refusal_and_a_port_that_is_down_are_three_things() -> None:
     assert cut.gbit_s is None
 
 
-def test_the_commands_of_both_ends_differ_in_the_servers_address_only() -> None:
+def test_client_command_differs_only_by_the_server_address() -> None:
     server = ib_pair.command("mlx5_3/1", 20000, None)
     assert server[:5] == ["ib_write_bw", "-d", "mlx5_3", "-i", "1"]
     assert ib_pair.command("mlx5_3/1", 20000, "10.0.0.2") == [*server, "10.0.0.2"]
@@ -291,7 +292,7 @@ def test_a_link_that_carries_nothing_is_named() -> None:
     assert "nothing gets through" in blame.why[0]
 
 
-def test_hosts_on_a_busy_machine_that_differ_by_a_third_are_not_blamed() -> None:
+def test_hosts_a_third_apart_on_a_busy_machine_are_not_blamed() -> None:
     bench = FewHosts([1.0, 0.7, 0.65, 0.9, 0.6, 1.0])
     report = localise(bench, names(bench), terms=SHARED)
     assert report.blames == ()
@@ -317,7 +318,7 @@ def test_a_host_that_cannot_run_ranks_takes_part_in_nothing() -> None:
     assert report.unsettled == ()
 
 
-def test_the_rate_that_the_ports_have_counts_where_all_are_slow_alike() -> None:
+def test_port_rate_is_the_reference_when_all_hosts_are_slow() -> None:
     bench = FewHosts([0.5] * 6)
     report = localise(bench, names(bench), None, 10.0)
     assert [(b.kind, b.node) for b in report.blames] == [("leaf", None)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.findings import Finding, worst
+from seatrial.check.judging.findings import Finding, worst
 from seatrial.check.outputs import dcgm_diag, fabric_log, kernel_text, nccl_judge
-from seatrial.check.tool import Context
+from seatrial.check.outputs.tool import Context
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 (KERNEL,) = kernel_text.TOOLS
@@ -248,7 +248,7 @@ def slower(share: float) -> str:
     return "\n".join(out)
 
 
-def test_bandwidth_at_the_largest_message_decides_and_the_average_never() -> None:
+def test_bandwidth_is_judged_at_the_largest_message_only() -> None:
     assert worst(TESTS.read(NODE.replace("300.123", "3.5"), "n")) == "PASS"
     (low,) = [f for f in TESTS.read(slower(0.5), "n") if f.code == "NCC002"]
     assert (low.verdict, low.unit, low.expected.algorithm) == ("FAIL", "GB/s", "ring")  # type: ignore[union-attr]

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seatrial.check.collect import pieces_of
-from seatrial.check.findings import Verdict
-from seatrial.check.offline import judge_pieces
-from seatrial.check.registry import recognise, tools
-from seatrial.check.tool import Context, Lines, ParseError
+from seatrial.check.intake.collect import pieces_of
+from seatrial.check.intake.offline import judge_pieces
+from seatrial.check.judging.findings import Verdict
+from seatrial.check.outputs.registry import recognise, tools
+from seatrial.check.outputs.tool import Context, Lines, ParseError
+
+pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 TEXTS = {p.name: p.read_text() for p in sorted(FIXTURES.glob("**/*")) if p.is_file()}

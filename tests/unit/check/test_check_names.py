@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.collect import pieces_of
-from seatrial.check.offline import judge_paths, judge_pieces
-from seatrial.check.report import Report
+from seatrial.check.intake.collect import pieces_of
+from seatrial.check.intake.offline import judge_paths, judge_pieces
+from seatrial.check.judging.report import Report
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 IBSTAT = (FIXTURES / "ibstat_four_ndr.txt").read_text()

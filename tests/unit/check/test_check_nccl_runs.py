@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.findings import Finding, worst
+from seatrial.check.judging.findings import Finding, worst
 from seatrial.check.outputs import nccl_judge
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
@@ -132,7 +132,7 @@ SLOW = RATES.sub(lambda m: f"{float(m[1]) / 20:.2f} {float(m[2]) / 20:.2f}", NOD
 
 
 @pytest.mark.parametrize("kept", [(), (7,), (6, 7), (0,), (0, 7)])
-def test_a_run_whose_head_is_cut_off_is_not_of_the_ranks_that_are_left(kept: tuple[int, ...]) -> None:
+def test_truncated_run_header_is_unjudged_not_a_smaller_run(kept: tuple[int, ...]) -> None:
     """At a twentieth of the bandwidth: one rank that is left over was read as a run of one rank, which has none."""
     gone = [f"#  Rank  {n} " for n in range(8) if n not in kept]
     for text in (without(SLOW, *gone), without(SLOW, "# nThread", *gone)):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.collect import pieces_of
-from seatrial.check.findings import Verdict, worst
-from seatrial.check.offline import judge_pieces
+from seatrial.check.intake.collect import pieces_of
+from seatrial.check.intake.offline import judge_pieces
+from seatrial.check.judging.findings import Verdict, worst
 from seatrial.check.outputs import fabric_log, ibstat, mlxlink, perftest
-from seatrial.check.registry import recognise
+from seatrial.check.outputs.registry import recognise
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 NDR = (FIXTURES / "ib_write_bw_ndr.txt").read_text()
@@ -70,7 +70,7 @@ def test_a_prompt_before_ibstat_is_no_damage_and_a_field_is() -> None:
         assert worst(ibstat.TOOLS[0].read(begun + PORTS, "i")) == "UNJUDGED", begun
 
 
-def test_half_of_the_lanes_may_be_a_split_port_and_a_quarter_is_none() -> None:
+def test_half_the_lanes_may_be_a_split_port_a_quarter_fails() -> None:
     (tool,) = mlxlink.TOOLS
     for width, expected in (("2x", "WARN"), ("1x", "FAIL")):
         found = tool.read(re.sub(r": 4x", f": {width}", LINK.replace("IB-NDR", "IB-HDR")), "m")

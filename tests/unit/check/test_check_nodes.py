@@ -10,7 +10,7 @@ import pytest
 from seatrial.check.blame.faults import Fault, Shape
 from seatrial.check.blame.nodes import NodeStage, doubtful, judge_nodes, settle
 from seatrial.check.blame.simulated import Cluster, Noise, SimulatedBench
-from seatrial.check.findings import Finding, worst
+from seatrial.check.judging.findings import Finding, worst
 
 CALM = Noise(outlier=0, own_outlier=0, nothing=0, silent=0, harmless=0, hidden_log=0)
 FOUR = np.arange(4)
@@ -32,7 +32,7 @@ def test_healthy_nodes_pass_every_check(gpu: str) -> None:
     assert len({f.code for f in found}) == 11, "each check says that it passed"
 
 
-def test_a_slow_gpu_is_told_with_its_peers_and_the_floor_of_its_kind() -> None:
+def test_slow_gpu_finding_has_peer_deviation_and_its_model_floor() -> None:
     (found,) = [f for f in judge_nodes(stage(Fault("gpu_slow", 2, 5, share=0.6))) if f.verdict == "FAIL"]
     assert (found.code, found.target.node, found.target.gpu, found.unit) == (
         "MSR001",
@@ -86,7 +86,7 @@ def test_a_log_that_cannot_be_seen_is_unjudged() -> None:
     assert worst(found) == "UNJUDGED"
 
 
-def test_one_low_reading_is_settled_by_the_median_and_a_slow_gpu_stays() -> None:
+def test_remeasuring_clears_one_low_reading_but_not_a_slow_gpu() -> None:
     first = stage(Fault("gpu_slow", 1, 3, share=0.6))
     first.rates["hbm"][2, 4] *= 0.5
     assert doubtful(first).tolist() == [1, 2]

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 import seatrial.check
 from seatrial.base.errors import InputError
-from seatrial.check.baseline import compare_baseline, save_baseline
-from seatrial.check.collect import pieces_of
-from seatrial.check.compare import Plan, median_of_others
-from seatrial.check.offline import judge_paths, judge_pieces
-from seatrial.check.registry import MODULES, recognise, tools
-from seatrial.check.report import Report, natural
+from seatrial.check.intake.collect import pieces_of
+from seatrial.check.intake.offline import judge_paths, judge_pieces
+from seatrial.check.judging.baseline import compare_baseline, save_baseline
+from seatrial.check.judging.compare import Plan, median_of_others
+from seatrial.check.judging.report import Report
+from seatrial.check.outputs.registry import MODULES, recognise, tools
+from seatrial.check.ranges import natural
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 
@@ -111,7 +112,7 @@ def test_encodings_and_colours_of_terminals_do_not_matter() -> None:
         assert judged(data).verdict == "PASS"
 
 
-def test_bytes_that_are_no_text_are_damage_and_faults_are_still_told() -> None:
+def test_non_text_bytes_are_damage_but_faults_are_still_found() -> None:
     healthy, ill = (text_of(n).encode() for n in ("ibstat_four_ndr.txt", "ibstat_one_down.txt"))
     report = judged(healthy + b"\xff\xfe\n")
     assert report.verdict == "UNJUDGED"

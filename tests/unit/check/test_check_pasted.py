@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.collect import pieces_of, undressed
-from seatrial.check.findings import Verdict
-from seatrial.check.offline import judge_pieces
+from seatrial.check.intake.collect import pieces_of, undressed
+from seatrial.check.intake.offline import judge_pieces
+from seatrial.check.judging.findings import Verdict
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 OUTPUTS = (

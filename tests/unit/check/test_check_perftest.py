@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.findings import Finding, worst
+from seatrial.check.judging.findings import Finding, worst
 from seatrial.check.outputs import perftest
 from seatrial.check.outputs.network import NetworkContext
-from seatrial.check.tool import Lines, ParseError
+from seatrial.check.outputs.tool import Lines, ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 

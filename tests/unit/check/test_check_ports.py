@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.findings import Finding, worst
+from seatrial.check.judging.findings import Finding, worst
 from seatrial.check.outputs import ibstat, sysfs
 from seatrial.check.outputs.network import NetworkContext
 from seatrial.check.outputs.ports import fabric_ports, inventory, rates
-from seatrial.check.tool import Lines, ParseError
+from seatrial.check.outputs.tool import Lines, ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.base.errors import InputError
-from seatrial.check.adapters import orders, reasons
-from seatrial.check.collect import Piece
-from seatrial.check.course import Blamed, Course
-from seatrial.check.findings import Finding, Target
-from seatrial.check.offline import judge_pieces
-from seatrial.check.report import Judged, Report
+from seatrial.base.errors import InputError, printable
+from seatrial.check.intake.collect import Piece
+from seatrial.check.intake.offline import judge_pieces
+from seatrial.check.judging.check_run import Blamed, CheckRun
+from seatrial.check.judging.findings import Finding, Target
+from seatrial.check.judging.report import Judged, Report
+from seatrial.check.outputs.tool import Lines
 from seatrial.check.reports import report_exclude, report_html, report_json, report_nagios
+from seatrial.check.reports.adapters import Order, orders, reasons
 from seatrial.check.reports.report_table import conclusion, table
-from seatrial.check.tool import Lines
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 
@@ -38,7 +38,7 @@ def lines(of: Report, width: int = 100) -> list[str]:
     return [text for text, _ in table(of, width=width)]
 
 
-def test_the_table_tells_the_worst_first_and_ends_with_the_verdict() -> None:
+def test_report_table_lists_worst_first_and_ends_with_verdict() -> None:
     text = lines(report(n1="ibstat_four_ndr.txt", n2="ibstat_one_down.txt", n3="ib_send_lat_high.txt"))
     words = [line.split()[0] for line in text if line[:1].isalpha()]
     assert text[:2] == ["1 of 3 nodes failed: n2", ""]
@@ -54,7 +54,7 @@ def test_like_findings_stand_together_and_what_to_do_stands_once() -> None:
     assert sum("to do" in line for line in text) == 1
 
 
-def test_a_table_of_a_thousand_passes_is_short_and_fits_its_width() -> None:
+def test_table_of_many_passes_is_short_and_fits_the_width() -> None:
     many = report(**{f"n{i}": "ibstat_four_ndr.txt" for i in range(200)})
     text = lines(many, width=80)
     assert len(text) < 10
@@ -108,6 +108,34 @@ def test_html_escapes_what_came_out_of_a_file() -> None:
     )
     page = report_html.page(Report((Judged(evil, evil, evil, (found,)),)), title=evil)
     assert "<img" not in page
+
+
+@pytest.mark.parametrize(
+    "evil",
+    [
+        "<script>alert(1)</script>",
+        "' onload=\"x\" '",
+        "a\0b\x1b[31m\u202ec",
+        "not UTF-8: \udcff",
+        "{{ 7 * 7 }}{% x %}",
+    ],
+)
+def test_html_shows_any_text_of_a_file_as_that_text(evil: str) -> None:
+    target = Target(node=evil, port=evil)
+    found = (
+        Finding("NET004", "FAIL", target, evil, measured=evil, evidence=(evil,), action=evil),
+        Finding("NET004", "PASS", target, evil),
+        Finding("NET004", "UNJUDGED", target, "x", why_unjudged=evil, unit=evil, peers_median=1.0),
+    )
+    blamed = Blamed("BLM003", evil, evil, "FAIL", Target(), None, (evil,), (evil,))
+    order = Order("slurm", evil, "NET004", ("scontrol", evil), ())
+    whole = Report((Judged(evil, evil, evil, found),), (), CheckRun((evil,), blames=(blamed,)))
+    page = report_html.page(whole, [order], title=evil)
+    assert page.encode()
+    root = ElementTree.fromstring(page[page.index("<body>") : page.index("</html>")])
+    assert "".join(root.itertext()).count(printable(evil)) >= 20
+    assert not any(e.tag == "script" for e in root.iter())
+    assert {name for e in root.iter() for name in e.attrib} == {"class", "title", "open"}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +231,7 @@ def measured(*, blamed: bool = True, simulated: str = "") -> Report:
         text = f"{BLAMED.what}: {'; '.join(BLAMED.why)}"
         found.append(Finding("BLM003", "FAIL", BLAMED.target, text, evidence=BLAMED.why))
         found.insert(0, Finding("MSR010", "FAIL", Target(node="n2"), "counters rise"))
-    course = Course(
+    check_run = CheckRun(
         ("n1", "n2", "n3"),
         {"node": 1, "pair": 3, "group": 0},
         {"node": 2.04, "pair": 5.0, "total": 7.5},
@@ -212,7 +240,7 @@ def measured(*, blamed: bool = True, simulated: str = "") -> Report:
         {"rates": [{"what": "all_reduce", "median": float("nan"), "unit": "GB/s"}]},
         simulated,
     )
-    return Report((), tuple(found), course)
+    return Report((), tuple(found), check_run)
 
 
 def test_who_is_to_blame_stands_first_and_its_evidence_once() -> None:
@@ -226,17 +254,17 @@ def test_who_is_to_blame_stands_first_and_its_evidence_once() -> None:
     assert text[-1] == "FAIL: 2 failed, 1 passed on 3 nodes in 7.5 s"
 
 
-def test_nodes_that_were_measured_have_a_verdict_and_those_of_nothing_known_do_not_pass() -> None:
+def test_measured_nodes_get_a_verdict_and_others_never_pass() -> None:
     assert measured().nodes == {"n1": "PASS", "n2": "FAIL", "n3": "PASS"}
-    assert Report((), (), Course(("n1",))).nodes == {"n1": "UNJUDGED"}
+    assert Report((), (), CheckRun(("n1",))).nodes == {"n1": "UNJUDGED"}
     odd = Finding("MSR001", "UNJUDGED", Target(), "no peers", why_unjudged="two nodes")
-    assert Report((), (odd,), Course(("n1",))).nodes == {"n1": "UNJUDGED"}
+    assert Report((), (odd,), CheckRun(("n1",))).nodes == {"n1": "UNJUDGED"}
     leaf = Finding("BLM005", "FAIL", Target(peer="leaf-a"), "leaf switch leaf-a: slow")
     fine = Finding("MSR011", "PASS", Target(), "all 2 nodes answer")
-    assert Report((), (leaf, fine), Course(("n1", "n2"))).nodes == {"n1": "PASS", "n2": "PASS"}
+    assert Report((), (leaf, fine), CheckRun(("n1", "n2"))).nodes == {"n1": "PASS", "n2": "PASS"}
 
 
-def test_the_json_of_a_check_that_measured_has_no_number_that_json_has_no_word_for() -> None:
+def test_json_report_of_a_measured_check_has_no_nan() -> None:
     document = json.loads(report_json.text(measured()))
     assert document["blames"][0]["instead"] == ["leaf switch a"]
     assert document["measured"]["rates"][0]["median"] is None
@@ -244,14 +272,14 @@ def test_the_json_of_a_check_that_measured_has_no_number_that_json_has_no_word_f
     assert "blames" not in json.loads(report_json.text(report(n1="ibstat_four_ndr.txt")))
 
 
-def test_the_page_shows_blame_evidence_stages_and_commands_escaped() -> None:
+def test_html_report_escapes_blame_evidence_and_commands() -> None:
     found = measured()
     page = report_html.page(found, orders("slurm", reasons(found)))
     assert "<b>its</b>" not in page
     assert "&lt;b&gt;its&lt;/b&gt; counters rise</li>" in page
     assert "It could be leaf switch a as well." in page
     assert "<dt>pair</dt><dd>5.0 s, 3 rounds</dd>" in page
-    assert "scontrol update nodename=n2 state=drain reason=&quot;seatrial BLM003 mlx5_3/1:" in page
+    assert "scontrol update nodename=n2 state=drain reason=&#34;seatrial BLM003 mlx5_3/1:" in page
     assert page.count("BLM003</span>") == 1  # not once more among what was found
     ElementTree.fromstring(
         page.removeprefix("<!doctype html>")

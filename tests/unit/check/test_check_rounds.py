@@ -75,9 +75,7 @@ def test_across_takes_other_blocks_each_turn() -> None:
 
 
 @given(st.integers(2, 40), st.integers(1, 6), st.randoms(use_true_random=False))
-def test_a_suspect_gets_a_partner_that_is_good_where_it_is_suspected(
-    n: int, rails: int, random: object
-) -> None:
+def test_suspects_partner_is_good_on_the_suspected_rail(n: int, rails: int, random: object) -> None:
     rng = np.random.default_rng(random.randrange(2**32))  # type: ignore[attr-defined]
     suspects = rng.random((n, rails)) < 0.2
     good = ~suspects & (rng.random((n, rails)) < 0.8)
@@ -91,7 +89,7 @@ def test_a_suspect_gets_a_partner_that_is_good_where_it_is_suspected(
         assert accused[b] or good[b, suspects[a]].all()
 
 
-def test_a_partner_below_the_same_leaf_and_a_new_one_is_preferred() -> None:
+def test_new_partner_under_the_same_leaf_is_preferred() -> None:
     suspects, good = np.zeros((6, 1), dtype=bool), np.ones((6, 1), dtype=bool)
     suspects[0], good[0] = True, False
     leaves = np.array([[0], [1], [1], [0], [0], [1]])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from seatrial.base.errors import InputError
 from seatrial.check.blame.simulated_file import read_scenario
-from seatrial.check.findings import worst
+from seatrial.check.judging.findings import worst
 
 GOOD = """
 [cluster]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.collect import pieces_of
-from seatrial.check.findings import Finding, Verdict, worst
-from seatrial.check.offline import judge_pieces
+from seatrial.check.intake.collect import pieces_of
+from seatrial.check.intake.offline import judge_pieces
+from seatrial.check.judging.findings import Finding, Verdict, worst
 from seatrial.check.outputs import smi_nvlink, smi_query_judge, smi_table, smi_topo
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
@@ -72,7 +72,7 @@ def test_a_table_that_ends_anywhere_else_never_passes() -> None:
         assert worst(TABLE.read(end[:cut], "t")) in ("UNJUDGED", "FAIL"), end[:cut][-90:]
 
 
-def test_a_table_without_its_processes_passes_only_if_there_can_be_no_more_gpus() -> None:
+def test_table_without_processes_passes_only_with_all_gpus_shown() -> None:
     gpus = FOUR[: FOUR.index("| Processes")].rpartition("+-")[0].rstrip() + "\n"
     assert worst(TABLE.read(gpus, "t")) == "UNJUDGED"
     lines = gpus.splitlines(keepends=True)

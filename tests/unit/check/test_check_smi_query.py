@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.findings import Finding, worst
+from seatrial.check.judging.findings import Finding, worst
 from seatrial.check.outputs import smi_query_judge, smi_table
 from seatrial.check.outputs.smi_query import parse
-from seatrial.check.tool import Context, Lines, ParseError
+from seatrial.check.outputs.tool import Context, Lines, ParseError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 (QUERY,) = smi_query_judge.TOOLS
@@ -115,7 +115,7 @@ def test_a_busy_card_on_a_slow_generation_is_flagged() -> None:
     assert bad(QUERY.read(text, "q")) == [("GPU008", "WARN", 1)]
 
 
-def test_clocks_held_far_down_under_load_fail_beside_the_others_median() -> None:
+def test_throttled_clock_under_load_fails_against_peer_median() -> None:
     text = TEXT.replace(
         "Idle                              : Active", "Idle                              : Not Active"
     )
@@ -130,7 +130,7 @@ def test_clocks_held_far_down_under_load_fail_beside_the_others_median() -> None
     assert (said.verdict, said.measured, said.peers_median) == ("FAIL", 900.0, 1900.0)
 
 
-def test_a_row_that_waits_for_its_reset_is_a_fault_only_with_fresh_errors() -> None:
+def test_pending_row_remap_fails_only_with_new_errors() -> None:
     waits = last(
         TEXT,
         "Pending                           : No\n        Remapping",

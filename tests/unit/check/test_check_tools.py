@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.collect import Piece, pieces_of
-from seatrial.check.offline import judge_pieces
+from seatrial.check.intake.collect import Piece, pieces_of
+from seatrial.check.intake.offline import judge_pieces
+from seatrial.check.judging.report import Report
+from seatrial.check.outputs.registry import recognise
 from seatrial.check.outputs.unknown import looks, looks_like
-from seatrial.check.registry import recognise
-from seatrial.check.report import Report
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 
@@ -302,7 +302,7 @@ def test_outputs_as_people_paste_them(name: str) -> None:
     assert faults(report(text)) == found
 
 
-def test_a_slow_port_of_an_adapter_that_nobody_knows_is_not_passed_over() -> None:
+def test_slow_port_of_an_unknown_adapter_is_not_ignored() -> None:
     text = (FIXTURES / "ibstat_one_at_100.txt").read_text()
     assert "NET002 mlx5_3" in " ".join(faults(report(text)))
     place = text.index("CA 'mlx5_3'")

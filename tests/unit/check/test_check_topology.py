@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seatrial.base.errors import InputError
-from seatrial.check.blame.topology import Topology, hostlist, judge_topology, parse_topology, read_topology
+from seatrial.check.names import hostlist
+from seatrial.check.outputs.topology import Topology, judge_topology, parse_topology, read_topology
 
 FILE = Path(__file__).parents[2] / "fixtures" / "check" / "ibnetdiscover_four_nodes.txt"
 TEXT = FILE.read_text(encoding="utf-8")
@@ -37,7 +38,7 @@ def test_missing_uplinks_and_narrow_links_are_found() -> None:
     assert {f.code for f in judge_topology(parse_topology(whole, "x")) if f.verdict != "PASS"} == {"TOP001"}
 
 
-def test_a_lower_generation_is_slower_than_fewer_lanes_of_a_newer_one() -> None:
+def test_older_link_generation_is_slower_than_fewer_newer_lanes() -> None:
     slow = TEXT.replace("2xNDR", "4xEDR")
     assert [f.measured for f in judge_topology(parse_topology(slow, "x")) if f.code == "TOP002"] == ["4xEDR"]
 

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.check.adapters import orders, reasons
-from seatrial.check.collect import pieces_of
-from seatrial.check.findings import Finding, Target, codes
-from seatrial.check.offline import judge_pieces
-from seatrial.check.ranges import shortened
-from seatrial.check.report import Judged, Report
+from seatrial.check.intake.collect import pieces_of
+from seatrial.check.intake.offline import judge_pieces
+from seatrial.check.judging.findings import Finding, Target, codes
+from seatrial.check.judging.report import Judged, Report
+from seatrial.check.ranges import listed, shortened
 from seatrial.check.reports import report_html, report_json, report_nagios
+from seatrial.check.reports.adapters import orders, reasons
 from seatrial.check.reports.report_table import lead, table, targets
-from seatrial.check.tool import listed
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "check"
 
@@ -103,7 +102,7 @@ def test_a_report_leads_with_the_nodes_that_failed() -> None:
     assert "2 of 4 nodes failed: n3, n7" in report_nagios.line(report, strict=False)[0]
 
 
-def test_what_the_lead_says_where_nothing_failed_or_nobody_is_named() -> None:
+def test_lead_line_when_nothing_failed_or_no_node_is_named() -> None:
     assert lead(of(good("n1"), good("n2"))) == ""
     suspect = Finding("NET005", "WARN", Target("n2"), "slow")
     assert lead(of(good("n1"), suspect)) == "1 of 2 nodes suspect: n2"

@@ -112,7 +112,7 @@ def test_a_port_that_is_down_or_gone() -> None:
     }
 
 
-def test_counters_before_and_after_the_load_are_told_by_what_they_grew() -> None:
+def test_error_counters_are_judged_by_their_growth_under_load() -> None:
     one, two = gpu_node(), gpu_node()
     two["ports"]["after"]["mlx5_1/1"] = port(1, counters={"symbol_error": 500, "link_downed": 1})
     two["link_errors"] = [LINK_ERRORS.format(n=6, errors=5), LINK_ERRORS.format(n=6, errors=5000)]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from node_facts import GIB, PCIS, cpu_node, gpu_node, load
 
-from seatrial.check.compare import Plan
-from seatrial.check.findings import Finding
+from seatrial.check.judging.compare import Plan
+from seatrial.check.judging.findings import Finding
 from seatrial.check.node.columns import columns
 from seatrial.check.node.judge_load import Peers
 from seatrial.check.node.judge_node import inventory_of, judge_node, judge_stage
@@ -159,7 +159,7 @@ def test_who_may_lock_memory_needs_no_limit() -> None:
     assert alone(facts) == set()
 
 
-def test_a_clock_that_nobody_keeps_and_one_of_which_nothing_is_known() -> None:
+def test_unsynchronised_and_unknown_clock_are_distinguished() -> None:
     facts = cpu_node()
     facts["clock"] |= {"kernel": None, "timedatectl": False}
     assert alone(facts) == {("NOD010", "WARN")}
@@ -192,7 +192,7 @@ def test_cuda_that_shows_fewer_gpus_than_the_driver() -> None:
     assert alone(facts) == {("NOD022", "UNJUDGED")}
 
 
-def test_a_slow_node_is_told_by_its_peers_and_a_disturbed_one_is_not_blamed() -> None:
+def test_slow_node_fails_against_peers_and_busy_node_is_unjudged() -> None:
     nodes = {name: cpu_node() for name in ("a", "b", "c", "slow", "busy")}
     nodes["slow"]["rates"]["cpu"]["gemm_gflop_s"] = 450.0
     nodes["busy"]["rates"]["cpu"] |= {"memory_gb_s": 10.0, "memory_share": 0.3}
@@ -233,7 +233,7 @@ def test_a_slow_pair_is_told_by_the_other_pairs(rate: float, verdict: str) -> No
     assert "reference target of 800 GB/s (no floor) is reached by 0" in found.message
 
 
-def test_pairs_that_are_all_slow_are_told_by_the_floor_where_one_is_known() -> None:
+def test_uniformly_slow_gpu_pairs_fail_only_with_a_known_floor() -> None:
     facts = gpu_node()
     for pair in facts["rates"]["pairs"]:
         pair["both_gb_s"] = 400.0
@@ -326,7 +326,7 @@ def test_the_shortest_trip_tells_the_clocks_offset() -> None:
     assert offset_of([(5.0, 5.0, 4.0)]) is None  # our own clock was set meanwhile
 
 
-def test_clocks_are_compared_with_the_median_and_by_what_is_certain() -> None:
+def test_clock_offsets_are_judged_from_median_within_uncertainty() -> None:
     near = Offset(0.0, 0.001)
     found = judge_offsets(
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from seatrial.check.findings import Finding
+from seatrial.check.intake.offline import judge_pieces
+from seatrial.check.judging.findings import Finding
 from seatrial.check.node import node_gpu, node_storage, probe_nvml
+from seatrial.check.node.judge_node import pieces_of
 from seatrial.check.node.node_clock import parse_chrony, read_clock
 from seatrial.check.node.node_files import fields_of, number_of, text_of
 from seatrial.check.node.node_inventory import last_level_cache_bytes, read_inventory
@@ -21,10 +24,9 @@ from seatrial.check.node.node_kernel import read_kernel_log
 from seatrial.check.node.node_limits import read_limits
 from seatrial.check.node.node_ports import default_interface, fabric_of, is_up, mlxlink_orders, read_interface
 from seatrial.check.node.node_stage import collect_rates
-from seatrial.check.outputs import smi_query, smi_query_judge
 from seatrial.check.outputs.kernel_text import parse as parse_log
 from seatrial.check.outputs.kernel_text import tells
-from seatrial.check.tool import Context, Lines
+from seatrial.check.outputs.tool import Lines
 
 GIB = 1 << 30
 
@@ -413,14 +415,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def judged() -> list[Finding]:
-    text = node_gpu.query_text(probe_nvml.read())
-    assert text is not None
-    assert smi_query.matches(text)
-    return smi_query_judge.judge(smi_query.parse(Lines.of(text), "NVML"), Context(node="n"))
+    facts = json.loads(json.dumps(probe_nvml.read()))
+    outputs = [{"tool": "NVML", "states": node_gpu.states_of(facts)}]
+    (piece,) = pieces_of({"outputs": outputs, "kernel": {"text": None}}, "n")
+    return list(judge_pieces([piece]).findings)
 
 
 def test_what_nvml_says_is_judged_as_nvidia_smis_output(library: Library) -> None:
-    assert {f.verdict for f in judged()} == {"PASS"}
+    assert {(f.verdict, f.evidence) for f in judged()} == {("PASS", ("n: NVML",))}
     found = probe_nvml.read()
     assert found["driver"] == "570.86.15"
     assert [g["pci"] for g in found["gpus"]] == ["0000:18:00", "0000:19:00"]
@@ -439,6 +441,13 @@ def test_what_nvml_says_is_judged_as_nvidia_smis_output(library: Library) -> Non
         ({"action": 1}, "GPU009", "FAIL"),
         ({"action": 9}, "GPU009", "FAIL"),
         ({"lost": True}, "GPU002", "FAIL"),
+        ({"pending": 1}, "GPU005", "PASS"),  # of a row that failed before the driver was loaded
+        ({"nvmlDeviceGetMemoryErrorCounter": lambda *_: 2}, "GPU003", "FAIL"),
+        ({"nvmlDeviceGetRetiredPages": lambda _, cause: [1] * 40}, "GPU006", "FAIL"),
+        ({"nvmlDeviceGetCurrPcieLinkWidth": lambda _: 8}, "GPU008", "FAIL"),
+        ({"nvmlDeviceGetCurrentClocksThrottleReasons": lambda _: 0x48}, "GPU007", "FAIL"),
+        ({"nvmlDeviceGetMemoryInfo": lambda n: SimpleNamespace(total=(n + 1) << 30)}, "GPU010", "WARN"),
+        ({"nvmlDeviceGetPciInfo": lambda _: None}, "GPU011", "UNJUDGED"),
     ],
 )
 def test_faults_that_nvml_tells(library: Library, change: dict[str, Any], code: str, verdict: str) -> None:
@@ -473,7 +482,7 @@ def test_nvml_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, library: Libr
     assert probe_nvml.read() == {"problem": "NVML: Driver/library version mismatch"}
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert probe_nvml.read() == {"problem": "the package nvidia-ml-py is not installed"}
-    assert node_gpu.query_text({"problem": "x"}) is None
+    assert node_gpu.states_of({"problem": "x"}) is None
 
 
 def test_this_process_holds_nothing_open(tmp_path: Path) -> None:
@@ -481,4 +490,4 @@ def test_this_process_holds_nothing_open(tmp_path: Path) -> None:
     read_inventory()
     read_limits()
     read_kernel_log(tmp_path / "nope")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from saving import unfenced
 from seatrial.base.box import Box, chunk
 from seatrial.checkpoint import hashing, memory, part
-from seatrial.checkpoint.commit import Fence, unfenced
+from seatrial.checkpoint.commit import Fence
 from seatrial.checkpoint.manifest import Manifest, Progress
 from seatrial.checkpoint.memory import Filling
 from seatrial.checkpoint.place import Place

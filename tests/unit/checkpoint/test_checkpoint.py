@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import saving
 from seatrial.base.box import Box, chunk
-from seatrial.checkpoint import write
 from seatrial.checkpoint.local_place import LocalPlace, set_aside
 from seatrial.checkpoint.manifest import (
     Damaged,
@@ -67,7 +67,7 @@ def save(folder: Path, step: int = 5, *, ranks: int = 3) -> Path:
 
         piece = Piece("model/w", WHOLE[box.slices()], box, (10, 7))
         try:
-            results[rank] = write.save(
+            results[rank] = saving.save(
                 folder, manifest(step), [piece] if size else [], rank=rank, world_size=ranks, agree=agree
             )
         except SaveFailed as error:
@@ -120,7 +120,7 @@ def test_a_complete_folder(tmp_path: Path) -> None:
     assert LocalPlace(tmp_path).steps() == [5]
 
 
-def test_a_step_that_is_saved_twice_is_there_as_a_whole_and_the_first_is_kept(tmp_path: Path) -> None:
+def test_step_saved_twice_is_complete_and_the_first_is_set_aside(tmp_path: Path) -> None:
     folder = save(tmp_path)
     save(tmp_path, ranks=1)
     assert len(verify(folder).files) == 1
@@ -207,15 +207,15 @@ def opened() -> str:
         (lambda m: m["tensors"]["model/w"]["parts"][0].__setitem__(0, "other"), "not among the files"),
         (lambda m: m["tensors"]["model/w"]["parts"][0].__setitem__(1, [9, 0]), "outside its shape"),
         (lambda m: m["tensors"]["model/w"]["parts"][0].__setitem__(2, [-1, 7]), "no negative"),
-        (lambda m: m["tensors"]["model/w"]["parts"][1].__setitem__(1, [1, 0]), "two parts in one place"),
-        (lambda m: m["tensors"]["model/w"]["parts"].pop(), "not as many values"),
+        (lambda m: m["tensors"]["model/w"]["parts"][1].__setitem__(1, [1, 0]), "two parts that overlap"),
+        (lambda m: m["tensors"]["model/w"]["parts"].pop(), "do not have as many values"),
         (lambda m: m["files"][0].update(bytes=-1), "bytes in chunks"),
-        (lambda m: m["files"][0].update(bytes=True), "no integers"),
+        (lambda m: m["files"][0].update(bytes=True), "not integers"),
         (lambda m: m["files"][0].update(chunk_bytes=0), "in chunks of 0"),
         (lambda m: m["files"][0]["hashes"].append("0" * 32), "2 hashes for"),
-        (lambda m: m["files"][0].update(hashes=["x"]), "is none"),
+        (lambda m: m["files"][0].update(hashes=["x"]), "is malformed"),
         (lambda m: m["files"][0].update(sha256="0"), "unexpected keyword argument"),
-        (lambda m: m["files"].append(m["files"][0]), "stands there twice"),
+        (lambda m: m["files"].append(m["files"][0]), "is listed twice"),
         (lambda m: m.update(read_back=1), "neither true nor false"),
         (lambda m: m.pop("progress"), "progress"),
         (lambda m: m.update(tensors=[]), "not a checkpoint manifest"),
@@ -282,14 +282,14 @@ def test_a_full_disk_in_one_rank_leaves_what_was_there(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = save(tmp_path, 1)
-    real = write._write_part
+    real = saving._write_part
 
     def full(place: Place, step: int, generation: int, own: int, pieces: list[Piece]) -> None:
         if own == rank:
             raise OSError(28, "No space left on device")
         real(place, step, generation, own, pieces)
 
-    monkeypatch.setattr(write, "_write_part", full)
+    monkeypatch.setattr(saving, "_write_part", full)
     with pytest.raises(SaveFailed, match=r"step-00000002: .*No space left on device"):
         save(tmp_path, 2)
     assert complete(tmp_path) == [before]

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from saving import save
 from seatrial.base import process
 from seatrial.base.box import Box
 from seatrial.checkpoint import memory
@@ -24,7 +25,7 @@ from seatrial.checkpoint.memory import Filling, Snapshot, layout_key
 from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.checkpoint.stream import FilePlan, raw_bytes
 from seatrial.checkpoint.verified import verify
-from seatrial.checkpoint.write import Piece, SaveFailed, save
+from seatrial.checkpoint.write import Piece, SaveFailed
 from seatrial.data.loader import BatchLoader
 from seatrial.job.layout import Layout
 from seatrial.record.folder import RunFolder
@@ -67,7 +68,7 @@ def entry(snapshot: Snapshot, slot: int = 0) -> dict[str, object]:
     return {"slot": slot, **snapshot.summary()}
 
 
-def test_what_a_layout_is_called_depends_on_all_that_decides_what_a_rank_holds() -> None:
+def test_layout_key_depends_on_everything_that_shapes_rank_state() -> None:
     layout = Layout(2, 2, 2, 2, 1, "1f1b")
     changed = [{"pipeline": 4}, {"replicate": 1}, {"shard": 1}, {"tensor": 1}, {"stages_per_rank": 2}]
     keys = {layout_key(layout.as_dict()), *(layout_key(replace(layout, **c).as_dict()) for c in changed)}
@@ -247,7 +248,7 @@ def test_an_old_generation_does_not_publish(run: RunFolder) -> None:
     assert not final.exists()
 
 
-def test_a_generation_that_is_given_up_while_it_writes_does_not_publish(run: RunFolder) -> None:
+def test_generation_superseded_during_flush_does_not_publish(run: RunFolder) -> None:
     temporary = flush(run)
     final = run.checkpoints / folder_name(5)
     asked = []

@@ -96,9 +96,9 @@ def test_a_part_that_is_missing_is_missed(missing: int, place: Place) -> None:
 
 def test_parts_that_are_not_all_of_it_are_no_checkpoint(place: Place) -> None:
     parts = [rows(state(), rank, 2) for rank in range(2)]
-    with pytest.raises(ValueError, match=r"two parts in one place|not as many values"):
+    with pytest.raises(ValueError, match=r"two parts that overlap|do not have as many values"):
         add(place, 5, [parts[0], parts[0]])
-    with pytest.raises(ValueError, match="not as many values"):
+    with pytest.raises(ValueError, match="do not have as many values"):
         add(place, 6, [parts[0]])
     assert place.steps() == []
 
@@ -152,7 +152,7 @@ def test_a_generation_that_is_over_publishes_nothing(when: int, place: Place, tm
     assert place.steps() == []
 
 
-def test_a_generation_that_cannot_see_the_run_folder_publishes_nothing(place: Place, tmp_path: Path) -> None:
+def test_generation_without_the_run_folder_publishes_nothing(place: Place, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "mounted no more")
     with pytest.raises(Superseded, match="does not see the run folder"):
         save(place, 5, fence=fence(run, 3))
@@ -162,7 +162,7 @@ def test_a_generation_that_cannot_see_the_run_folder_publishes_nothing(place: Pl
 # -- verified or not
 
 
-def test_what_was_not_read_back_is_not_verified_until_somebody_reads_it(place: Place) -> None:
+def test_checkpoint_not_read_back_is_unverified_until_confirmed(place: Place) -> None:
     save(place, 5, read_back=False)
     assert not place.manifest(5).read_back
     assert not place.is_verified(5)
@@ -193,7 +193,7 @@ def test_a_write_that_does_not_read_back_is_no_part(place: Place, monkeypatch: p
             _flip(self.root / name)
 
         monkeypatch.setattr(LocalStore, "upload", uploaded)
-    with pytest.raises(Damaged, match=r"does not read back: .*rank-00000.* has XXH3-128"):
+    with pytest.raises(Damaged, match=r"differs from what was written: .*rank-00000.* has XXH3-128"):
         save(place, 5)
     assert not [name for name in names(root(place)) if "index" in name]
 
@@ -219,7 +219,7 @@ def test_what_is_set_aside_is_kept_and_never_chosen(place: Place) -> None:
     assert place.remove_leftovers() == []
     assert names(root(place)) == before
     save(place, 7, 8)
-    assert place.remove_old(1) == ["step-00000007", "step-00000005"]
+    assert retire(place, 1, 0).removed == ["step-00000007", "step-00000005"]
     assert sorted({first, second}) == place.set_aside_names()
     assert len([n for n in names(root(place)) if "00006" in n and n.endswith(".safetensors")]) == 4
     assert "of a wrong course" in "".join(p.read_text() for p in root(place).rglob("set-aside*"))
@@ -295,16 +295,16 @@ def test_a_place_is_made_ready(place: Place, tmp_path: Path) -> None:
 
 def test_retention_keeps_the_newest(place: Place) -> None:
     save(place, 1, 2, 3, 100_000_000)
-    assert place.remove_old(2) == ["step-00000002", "step-00000001"]
+    assert retire(place, 2, 0).removed == ["step-00000002", "step-00000001"]
     assert place.steps() == [100_000_000, 3]
-    assert place.remove_old(0) == ["step-00000003"], "the last one is never removed"
+    assert retire(place, 0, 0).removed == ["step-00000003"], "the last one is never removed"
     assert place.steps() == [100_000_000]
     assert not [n for n in names(root(place)) if "removed" in n or "00003" in n]
 
 
 def test_every_mth_is_kept(place: Place) -> None:
     save(place, *range(10, 100, 10))
-    assert place.remove_old(2, 30) == [
+    assert retire(place, 2, 30).removed == [
         "step-00000070",
         "step-00000050",
         "step-00000040",
@@ -312,7 +312,7 @@ def test_every_mth_is_kept(place: Place) -> None:
         "step-00000010",
     ]
     assert place.steps() == [90, 80, 60, 30]
-    assert place.remove_old(2, 30) == []
+    assert retire(place, 2, 30).removed == []
 
 
 def test_only_verified_ones_count(place: Place) -> None:
@@ -343,14 +343,14 @@ def test_the_last_good_one_stays_whatever_is_newer(place: Place) -> None:
 def test_nothing_is_read_where_nothing_is_to_go(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     save(place, 1, 2, read_back=False)
     monkeypatch.setattr(type(place), "confirm", None)
-    assert place.remove_old(2) == []
+    assert retire(place, 2, 0).removed == []
 
 
 def test_retention_makes_way(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     save(place, *range(1, 7))
     asked = iter([False] * 4 + [True])
-    assert place.remove_old(2, stop=lambda: next(asked)) == ["step-00000004", "step-00000003"]
-    assert place.remove_old(2) == ["step-00000002", "step-00000001"], "the rest is done the next time"
+    assert retire(place, 2, 0, stop=lambda: next(asked)).removed == ["step-00000004", "step-00000003"]
+    assert retire(place, 2, 0).removed == ["step-00000002", "step-00000001"], "the rest is done the next time"
     save(place, 7, read_back=False)
 
     def verify(step: int, *_: Any, **__: Any) -> None:
@@ -358,7 +358,7 @@ def test_retention_makes_way(place: Place, monkeypatch: pytest.MonkeyPatch) -> N
 
     with monkeypatch.context() as patch:
         patch.setattr(place, "verify", verify)
-        assert place.remove_old(2) == []
+        assert retire(place, 2, 0).removed == []
     assert place.steps() == [7, 6, 5]
 
 

@@ -51,7 +51,7 @@ def evidence(place: Place) -> dict[str, bytes]:
 # -- after it was set aside
 
 
-def test_what_was_set_aside_is_not_written_over_by_the_same_generation(place: Place) -> None:
+def test_set_aside_checkpoint_is_not_overwritten_by_a_new_save(place: Place) -> None:
     """A rollback sets the checkpoint of step 6 aside; the same generation comes to step 6 once more."""
     save(place, 5, 6)
     place.set_aside(6, "the run went back to step 5")
@@ -117,7 +117,7 @@ def test_what_a_later_generation_saved_stays(place: Place, tmp_path: Path) -> No
 # -- which are kept
 
 
-def test_a_step_that_is_saved_late_is_kept_for_the_step_it_stands_for(place: Place) -> None:
+def test_late_save_is_kept_for_the_step_it_stands_for(place: Place) -> None:
     """100 and 300 were due while another one was being written; of 200 there is none at all."""
     save(place, 90, 101, 110, 250, 260, 302, 310, 320, 330)
     retire(place, 2, 100)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from checkpoints import add, rows, small_chunks, state
 
 from seatrial.base.box import Box
 from seatrial.checkpoint import read, verified
-from seatrial.checkpoint.hashing import ChunkHasher, hash_of, spans
+from seatrial.checkpoint.hashing import hash_of, spans
 from seatrial.checkpoint.local_place import LocalPlace
 from seatrial.checkpoint.manifest import Damaged, File
 from seatrial.checkpoint.object_place import ObjectPlace
@@ -188,10 +188,9 @@ CHUNK = 1000
 def counted(folder: Path, size: int, threads: int, cache_bytes: int) -> tuple[bytes, VerifiedFiles, Counting]:
     data = random.Random(1).randbytes(size)
     (folder / "rank-00000.safetensors").write_bytes(data)
-    hasher = ChunkHasher(CHUNK)
-    hasher.add(data)
+    hashes = [hash_of(data[begin:end]) for begin, end in spans(size, CHUNK)]
     source = Counting(folder, threads)
-    file = File("rank-00000.safetensors", size, CHUNK, hasher.hashes())
+    file = File("rank-00000.safetensors", size, CHUNK, hashes)
     return data, VerifiedFiles(source, [file], cache_bytes=cache_bytes), source
 
 
@@ -269,15 +268,3 @@ def test_verifying_stops_when_it_is_told_to(tmp_path: Path) -> None:
     assert sum(counts) == 20_500 + 3 * CHUNK
     assert source.reads[-1] == (20_000, 500)
     files.close()
-
-
-def test_hashes_of_pieces_of_any_size_are_those_of_the_chunks() -> None:
-    data = random.Random(2).randbytes(5_000)
-    whole = [hash_of(data[b:e]) for b, e in spans(len(data), CHUNK)]
-    for at_once in (1, 7, 999, 1000, 1001, 5_000):
-        hasher = ChunkHasher(CHUNK)
-        for begin in range(0, len(data), at_once):
-            hasher.add(data[begin : begin + at_once])
-        assert hasher.hashes() == whole
-        assert hasher.bytes == len(data)
-    assert ChunkHasher().hashes() == []

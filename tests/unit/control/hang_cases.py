@@ -6,8 +6,8 @@ import random
 from collections import defaultdict
 from typing import Any
 
-from seatrial.control.blame import Sighting
-from seatrial.control.evidence import Evidence
+from seatrial.control.hangs.blame import Sighting
+from seatrial.control.hangs.evidence import Evidence
 from seatrial.job.layout import Coordinates, Layout
 
 LARGE = Layout(pipeline=4, replicate=2, shard=8, tensor=4)  # 256 ranks

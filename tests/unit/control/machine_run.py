@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any, TypeVar
 
-from seatrial.control import machine as m
-from seatrial.control.machine import Machine, Settings
-from seatrial.control.policy import Rule
+from seatrial.control.machine import types as m
+from seatrial.control.machine.machine import Machine
+from seatrial.control.machine.policy import Rule
+from seatrial.control.machine.types import Settings
 
 ACTIONS = {
     "worker_exit": ("restart", "evict"),
@@ -67,6 +68,9 @@ class Run:
 
     def progress(self, step: int) -> list[m.Action]:
         return self.tell(m.Progress, self.machine.generation, step)
+
+    def leave(self, *nodes: int, grace_s: float = 60.0) -> list[m.Action]:
+        return [a for node in nodes for a in self.tell(m.Leaving, node, grace_s)]
 
     def wait(self, seconds: float | None = None) -> list[m.Action]:
         """Let time pass, or to the machine's next deadline."""

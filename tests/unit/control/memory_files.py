@@ -7,6 +7,7 @@ import json
 from seatrial.checkpoint import memory
 from seatrial.checkpoint.memory import Filling, Snapshot, layout_key
 from seatrial.job.layout import Layout
+from seatrial.record.messages import SnapshotFilled
 
 LAYOUT = Layout(shard=2)
 KEY = layout_key(LAYOUT.as_dict())
@@ -29,3 +30,8 @@ def put(
     piece = {"key": f"x/{rank}", "shape": [size], "dtype": "uint8", "offsets": [0], "sizes": [size]}
     index = {"pieces": [piece]}
     return Snapshot(rank, step, generation, layout, len(data) + size, filling.finish(), index)
+
+
+def filled(snapshot: Snapshot, slot: int) -> SnapshotFilled:
+    """What the rank says then."""
+    return SnapshotFilled(**snapshot.to_message(), slot=slot, seconds=0.1)

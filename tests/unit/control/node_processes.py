@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 from wired import Pump
 
+from rank_specs import rank_spec
 from seatrial.base import process
-from seatrial.control.spec import AgentSpec
-from seatrial.control.worker import Worker
-from seatrial.control.workers import Workers
+from seatrial.control.agent.spec import AgentSpec
+from seatrial.control.agent.worker import Worker
+from seatrial.control.agent.workers import Workers
+from seatrial.record import messages as msg
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -35,45 +38,42 @@ class Node:
         )
         self.spec.log.parent.mkdir(parents=True)
         self.told: list[tuple[str, int, int, dict[str, Any]]] = []  # kind, generation, rank, values
-        self.workers = Workers(self.spec, self._tell, self.pump.watch, self.pump.unwatch)
+        self.workers = Workers(self.spec, self._tell, self._tell_node, self.pump.watch, self.pump.unwatch)
         self.pump.ticks.append(lambda: process.reap(self._reaped))
         self.pump.ticks.append(self.workers.meet_deadlines)
         self.reaped: set[int] = set()
         self.before = process.descendants(os.getpid())  # services that other tests use
-        self.workers.start_nursery()
+        self.workers.start_fork_server()
 
-    def _tell(self, kind: str, worker: Worker, values: dict[str, Any]) -> None:
-        self.told.append((kind, worker.generation, worker.rank, values))
+    def _tell(self, worker: Worker, message: msg.Message) -> None:
+        kind = message.op.removeprefix("worker_")
+        self.told.append((kind, worker.generation, worker.rank, vars(message)))
+
+    def _tell_node(self, message: msg.Message) -> None:
+        kind = "fork_server_ready" if isinstance(message, msg.Ready) else message.op
+        self.told.append((kind, 0, -1, vars(message)))
 
     def _reaped(self, pid: int, status: int) -> None:
         self.reaped.add(pid)
         self.workers.reaped(pid, status)
 
     def start(self, generation: int, do: dict[int, list[Any]], *, in_place: bool = True) -> None:
-        """Local number -> what its rank does; rank 10 is local number 0."""
-        legs = {
-            local: {
-                "generation": generation,
-                "rank": 10 + local,
-                "node": 0,
-                "slot": 5,
-                "slots": 6,
-                "world_size": 12,
-                "master_addr": "127.0.0.1",
-                "master_port": 1,
-                "log": str(self.spec.rank_log(generation, 10 + local)),
-                "do": actions,
-            }
-            for local, actions in do.items()
-        }
-        self.workers.start(generation, legs, in_place=in_place)
+        """Local number -> what its rank does, which it finds beside its log; rank 10 is local number 0."""
+        generation_specs = {}
+        for local, actions in do.items():
+            log = self.spec.rank_log(generation, 10 + local)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.with_suffix(".do").write_text(json.dumps(actions))
+            about = {"local_rank": local, "slot": 5, "slots": 6, "world_size": 12, "log": str(log)}
+            generation_specs[local] = rank_spec(generation, 10 + local, **about)
+        self.workers.start(generation, generation_specs, in_place=in_place)
 
     def state(self, *states: str) -> Callable[[], bool]:
         return lambda: [w.state for _, w in sorted(self.workers.workers.items())] == list(states)
 
     def kinds(self, generation: int, rank: int) -> list[str]:
         told = [k for k, g, r, _ in self.told if (g, r) == (generation, rank)]
-        # That it has started its nursery tells, the rest the rank: which of the two is heard first is chance.
+        # That it has started its fork server tells, the rest the rank: which of the two is heard first is chance.
         return sorted(told, key=lambda kind: kind != "started")
 
     def values(self, kind: str, rank: int = -1) -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""A rank without torch whose legs tell it what to do: `leg["do"]` is a list of actions, done one after the other."""
+"""A rank without torch whose generations tell it what to do: a list of actions beside its log, done one after the other."""
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from seatrial.base.lines import Channel
@@ -18,23 +20,25 @@ if os.environ.get("STANDIN_BROKEN"):
 
 
 def main(argv: list[str]) -> int:
-    agent = Channel.connect(os.environ["SEATRIAL_ATTENDANT"])
-    agent.send({"hello": {"pid": os.getpid(), "token": os.environ["SEATRIAL_ATTENDANT_TOKEN"]}})
+    agent = Channel.connect(os.environ["SEATRIAL_SUPERVISOR"])
+    agent.send({"hello": {"pid": os.getpid(), "token": os.environ["SEATRIAL_SUPERVISOR_TOKEN"]}})
     generation, deaf = -1, False
     while not agent.closed:
         select.select([agent], [], [])
         for message in agent.receive():
             match message:
-                case {"leg": leg}:
-                    generation = leg["generation"]
+                case {"generation_spec": generation_spec}:
+                    generation = generation_spec["generation"]
                     print(f"generation {generation}", flush=True)
-                    for action in leg.get("do", ["beat"]):
+                    for action in json.loads(Path(generation_spec["log"]).with_suffix(".do").read_text()):
                         if action == "deaf":
                             deaf = True
                         elif (code := act(agent, generation, action)) is not None:
                             return code
                 case {"abandon": {"generation": given_up}} if given_up >= generation and not deaf:
                     agent.send({"parked": {"generation": generation, "step": 1, "message": "abandoned"}})
+                case {"yield": {"generation": left, "how": how}} if left == generation:
+                    agent.send({"finished": {"generation": generation, "how": how, "step": 1}})
     return 1
 
 

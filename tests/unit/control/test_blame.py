@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hang_cases import LARGE, Hang, evidence, places, program
 
-from seatrial.control.blame import Sighting, find_blame
-from seatrial.control.evidence import Evidence
-from seatrial.control.waits import dimension
+from seatrial.control.hangs.blame import Sighting, find_blame
+from seatrial.control.hangs.evidence import Evidence
+from seatrial.control.hangs.waits import dimension
 from seatrial.job.layout import Layout
 
 # -- one rank did not arrive
@@ -62,7 +62,7 @@ def test_without_a_layout_groups_are_named_by_their_ranks() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_ranks_that_wait_for_their_device_are_not_taken_for_the_one_that_is_at_work(seed: int) -> None:
+def test_ranks_waiting_for_their_device_are_not_blamed(seed: int) -> None:
     # On a GPU the host is seen in Python, reading a value, while the collective that it waits for is on the device.
     layout = Layout(replicate=2, shard=4)
     stops = places(seed, 1, layout)
@@ -101,7 +101,7 @@ def test_a_rank_alone_is_its_own_culprit() -> None:
     assert "model.py:7" in str(blame)
 
 
-def test_a_rank_that_meets_nobody_waits_for_those_that_are_elsewhere() -> None:
+def test_rank_absent_from_a_rendezvous_is_blamed() -> None:
     # In a rendezvous: no collective is recorded.
     nowhere = {"flight": [], "python": ""}
     seen = [
@@ -115,7 +115,7 @@ def test_a_rank_that_meets_nobody_waits_for_those_that_are_elsewhere() -> None:
     assert "did not arrive where the others wait" in str(blame)
 
 
-def test_a_culprit_that_the_kernel_does_not_let_go_is_told_from_one_that_computes() -> None:
+def test_culprit_in_uninterruptible_sleep_is_told_from_computing() -> None:
     layout = Layout(shard=4)
     seen = Hang(layout, {2: 0}).sightings()
     seen[2] = Sighting(2, seen[2].answer, evidence(blocked="python (nfs_wait_on_request)"))
@@ -181,11 +181,12 @@ def stack(*threads: str) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def test_a_rank_that_is_merely_slow_to_answer_is_not_taken_for_the_culprit() -> None:
+def test_rank_slow_to_answer_is_not_blamed() -> None:
     layout = Layout(shard=4)
     seen = Hang(layout, {2: 0}).sightings()
     written = stack(
-        '/x/train/attendant.py", line 9 in _serve', '/x/torch/distributed/distributed_c10d.py", line 3 in f'
+        '/x/train/supervision/supervisor_client.py", line 9 in _serve',
+        '/x/torch/distributed/distributed_c10d.py", line 3 in f',
     )
     seen[1] = Sighting(1, None, evidence(stack=written))
     blame = find_blame(seen, layout)
@@ -217,7 +218,7 @@ def waiting(rank: int, group: Iterable[int], operations: list[dict[str, Any]], n
     return Sighting(rank, {"flight": [flight], "at": at, "python": ""})
 
 
-def test_an_operation_that_all_entered_and_that_does_not_end_points_at_the_network() -> None:
+def test_unfinished_collective_entered_by_all_points_at_network() -> None:
     layout = Layout(shard=4)
     operations = pending((7, "all_gather", 64), (8, "all_gather", 64))
     blame = find_blame([waiting(r, range(4), operations) for r in range(4)], layout)
@@ -239,7 +240,7 @@ def test_different_operations_under_one_number_are_told() -> None:
     assert "rank 1 entered broadcast with [[8]]" in str(blame)
 
 
-def test_ranks_that_wait_for_each_other_in_a_circle_are_told_and_none_is_blamed() -> None:
+def test_circular_wait_is_reported_and_nobody_is_blamed() -> None:
     seen = [
         waiting(0, (0, 1), pending((1, "all_reduce", 1)), "a"),
         waiting(1, (1, 2), pending((1, "all_reduce", 1)), "b"),

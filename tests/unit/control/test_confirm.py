@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seatrial.control.confirm import WAIT_S, Confirmations
+from seatrial.control.coordinator.confirm import WAIT_S, Confirmations
 
 
 def test_a_node_that_runs_what_it_was_told_is_no_news() -> None:

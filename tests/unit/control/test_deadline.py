@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seatrial.control.deadline import StepDeadline
+from seatrial.control.hangs.deadline import StepDeadline
 
 FIRST_S = 600.0
 
@@ -35,7 +35,7 @@ def test_nothing_is_overdue_before_something_is_expected() -> None:
     assert d.overdue(1e9) is None
 
 
-def test_the_first_step_has_a_limit_of_its_own_and_teaches_nothing_once_there_are_others() -> None:
+def test_first_step_has_its_own_time_limit() -> None:
     d = deadline()
     d.begin(0.0)
     assert d.waited_for is None
@@ -85,7 +85,7 @@ def test_old_news_is_none() -> None:
     assert d.overdue(now + 20.5) == pytest.approx(20.5)
 
 
-def test_a_new_generation_has_a_limit_of_the_first_steps_seen_and_keeps_what_was_learned() -> None:
+def test_new_generation_keeps_learned_step_limits() -> None:
     d, now = after(10, 4.0)
     d.begin(now)
     assert d.limit_s == 500.0  # five times the first step of the first one
@@ -99,9 +99,7 @@ def test_a_new_generation_has_a_limit_of_the_first_steps_seen_and_keeps_what_was
     st.lists(st.floats(0.5, 2.0), min_size=1, max_size=80),
     st.booleans(),
 )
-def test_a_run_whose_steps_differ_less_than_the_factor_is_never_overdue(
-    steps: list[float], told: bool
-) -> None:
+def test_steps_varying_less_than_the_factor_are_never_overdue(steps: list[float], told: bool) -> None:
     d, now = deadline(min_s=1.0), 0.0
     d.begin(now)
     for step, seconds in enumerate(steps, start=1):

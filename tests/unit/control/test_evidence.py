@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from seatrial.base import process
-from seatrial.control.evidence import Evidence, Look
+from seatrial.control.hangs.evidence import Evidence, Look
 
 TIMEOUT_S = 20.0
 

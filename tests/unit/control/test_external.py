@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from seatrial.base import process
-from seatrial.control.external import Child, External, run_external
+from seatrial.control.agent.external import Child, External, ExternalResult
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +18,13 @@ def nothing_left() -> Iterator[None]:
     before = process.descendants(os.getpid())  # services that other tests use
     yield
     assert process.descendants(os.getpid()) == before
+
+
+def run_external(argv: list[str], timeout_s: float) -> ExternalResult:
+    external = External(argv, timeout_s)
+    while (result := external.result()) is None:
+        select.select([external], [], [], max(0.0, external.deadline - time.monotonic()) + 0.01)
+    return result
 
 
 def test_the_output_of_both_streams_and_the_exit_code() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.control.grace import LOOK_S, Grace, crowded
-from seatrial.control.machine_types import MOST_GRACES
+from seatrial.control.agent.grace import LOOK_S, Grace, crowded
+from seatrial.control.machine.types import MOST_GRACES
 
 
 class Machine:
@@ -34,7 +34,7 @@ class Machine:
         return self.now - start
 
 
-def test_on_a_machine_with_processors_to_spare_it_is_what_it_says() -> None:
+def test_grace_period_is_not_extended_on_an_idle_machine() -> None:
     machine = Machine(False)
     assert machine.wait(machine.grace(1.0)) == pytest.approx(1.0)
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from seatrial.control.hangs import Culprit, HangWatch
-from seatrial.control.lease import Lease
-from seatrial.control.recorder import Recorder
-from seatrial.control.world import World
+from seatrial.control.coordinator.recorder import Recorder
+from seatrial.control.hangs.hang_watch import Culprit, HangWatch
+from seatrial.control.machine.world import World
+from seatrial.control.net.lease import Lease
 from seatrial.job.layout import Layout
 from seatrial.job.schema import ResilienceSection
 from seatrial.job.shapes import Shape
+from seatrial.record import messages as msg
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 
@@ -25,14 +26,14 @@ class Watch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = RunFolder(folder)
-        self.sent: list[tuple[int, dict[str, Any]]] = []
+        self.sent: list[tuple[int, msg.ToAgent]] = []
         self.gone: set[int] = set()
         resilience = ResilienceSection(hang_min_s=10.0, hang_factor=5.0, first_step_s=100.0)
         recorder = Recorder(self.folder, 1, Lease(1, 0, "127.0.0.1", 1, 0.0))
         self.hangs = HangWatch(resilience, self._send, recorder, last_step=50)
         self.hangs.began(0.0)
 
-    def _send(self, node: int, message: dict[str, Any]) -> bool:
+    def _send(self, node: int, message: msg.ToAgent) -> bool:
         if node not in self.gone:
             self.sent.append((node, message))
         return node not in self.gone
@@ -48,13 +49,15 @@ class Watch:
         return now
 
     def answer(self, node: int, rank: int, **evidence: Any) -> None:
-        number = self.sent[-1][1]["inspect"]["id"]
+        asked = self.sent[-1][1]
+        assert isinstance(asked, msg.Inspect)
+        number = asked.id
         plain = {"pid": 1, "state": "S", "waited_s": 1.0, "cpu_s": 0.0, "threads": 1, "waits_in": ""}
         plain |= {"blocked": "", "tracer": "", "asked": False, "stack": ""}
         found = {str(rank): plain | evidence} if evidence else {}
         dump = {"id": number, "step": 3, "time": 0.0, "flight": []}
         dumps = {} if evidence else {str(rank): dump}
-        self.hangs.inspected(node, {"id": number, "left": [], "dumps": dumps, "evidence": found})
+        self.hangs.inspected(node, msg.Inspected(number, [], dumps, found))
 
     def kinds(self) -> list[str]:
         return [e.kind for e in read_events(self.folder)[0]]
@@ -105,8 +108,8 @@ def test_progress_while_the_ranks_are_asked_ends_it(watch: Watch) -> None:
 def test_answers_to_an_earlier_question_do_not_count(watch: Watch) -> None:
     now = watch.steps(1, 5, 0.0)
     watch.tick(now + 10.0)
-    watch.hangs.inspected(4, {"id": 77, "left": [], "dumps": {}, "evidence": {}})
-    watch.hangs.inspected(6, {"id": 77, "left": [], "dumps": {}, "evidence": {}})
+    watch.hangs.inspected(4, msg.Inspected(77, [], {}, {}))
+    watch.hangs.inspected(6, msg.Inspected(77, [], {}, {}))
     assert watch.tick(now + 10.1) == []
 
 

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from wired import Clock
 
+from rank_specs import rank_spec
 from seatrial.base.lines import Channel
-from seatrial.control import inspect as inspect_module
-from seatrial.control.evidence import Evidence
-from seatrial.control.inspect import Inspection
-from seatrial.control.worker import Worker
+from seatrial.control.agent import inspect as inspect_module
+from seatrial.control.agent.inspect import Inspection
+from seatrial.control.agent.worker import Worker
+from seatrial.control.hangs.evidence import Evidence
+from seatrial.record import messages as msg
 
 
 @pytest.fixture
@@ -34,7 +36,15 @@ class Rank:
         self.popen = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
         self.ours, self.theirs = Channel.pair()
         self.worker = Worker(
-            local, 1, 10 + local, "", {}, "running", self.popen.pid, self.ours, log=log / f"{local}.log"
+            local,
+            1,
+            10 + local,
+            "",
+            rank_spec(1, 10 + local),
+            "running",
+            self.popen.pid,
+            self.ours,
+            log=log / f"{local}.log",
         )
 
     def close(self) -> None:
@@ -53,19 +63,19 @@ def ranks(tmp_path: Path) -> Iterator[list[Rank]]:
 
 
 def answer(inspection: Inspection, rank: int, number: int = 4) -> dict[str, Any]:
-    dump = {"id": number, "step": 7}
+    dump = msg.Dump(number, 1, 7, 1.5, flight=[])
     inspection.take(rank, dump)
-    return dump
+    return vars(dump)
 
 
 def test_it_is_over_as_soon_as_all_have_answered(clock: Clock, ranks: list[Rank]) -> None:
     inspection = Inspection(4, 2.0, [r.worker for r in ranks])
-    assert [r.theirs.receive() for r in ranks] == [[{"dump": {"id": 4}}]] * 2
+    assert [r.theirs.receive() for r in ranks] == [[msg.encode(msg.AskDump(4))]] * 2
     answer(inspection, 10)
     assert not inspection.over()
     dump = answer(inspection, 11)
     assert inspection.over()
-    assert inspection.result() == {"id": 4, "left": [], "dumps": {"10": dump, "11": dump}, "evidence": {}}
+    assert inspection.result() == msg.Inspected(4, left=[], dumps={"10": dump, "11": dump}, evidence={})
 
 
 def test_an_answer_to_an_earlier_question_does_not_count(clock: Clock, ranks: list[Rank]) -> None:
@@ -84,9 +94,9 @@ def test_of_the_silent_the_kernel_is_asked(clock: Clock, ranks: list[Rank]) -> N
     clock.now = inspection.deadline
     assert inspection.over()
     result = inspection.result()
-    assert set(result["dumps"]) == {"10"}
-    assert set(result["evidence"]) == {"11"}
-    assert Evidence.from_dict(result["evidence"]["11"]).stopped
+    assert set(result.dumps) == {"10"}
+    assert set(result.evidence) == {"11"}
+    assert Evidence.from_dict(result.evidence["11"]).stopped
 
 
 def test_one_that_ends_meanwhile_is_dead(clock: Clock, ranks: list[Rank]) -> None:
@@ -97,17 +107,17 @@ def test_one_that_ends_meanwhile_is_dead(clock: Clock, ranks: list[Rank]) -> Non
     ranks[0].popen.wait()
     clock.now = inspection.deadline
     assert inspection.over()
-    assert not Evidence.from_dict(inspection.result()["evidence"]["10"]).alive
+    assert not Evidence.from_dict(inspection.result().evidence["10"]).alive
 
 
 def test_only_ranks_that_work_are_asked(clock: Clock, ranks: list[Rank]) -> None:
     first, second = ranks
     first.worker.state = "parked"
     second.worker.channel = None  # it has hung up: the kernel can still be asked
-    inspection = Inspection(4, 2.0, [first.worker, second.worker, Worker(3, 1, 13, "", {})])
+    inspection = Inspection(4, 2.0, [first.worker, second.worker, Worker(3, 1, 13, "", rank_spec(1, 13))])
     assert first.theirs.receive() == []
     assert not inspection.over()
     first.worker.state = second.worker.state = "parked"
     empty = Inspection(5, 2.0, [first.worker, second.worker])
     assert empty.over(), "nothing to wait for"
-    assert empty.result() == {"id": 5, "left": [], "dumps": {}, "evidence": {}}
+    assert empty.result() == msg.Inspected(5, left=[], dumps={}, evidence={})

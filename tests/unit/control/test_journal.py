@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from seatrial.control.journal import Journal
-from seatrial.control.lease import Lease
-from seatrial.control.policy import rule_for
-from seatrial.control.recorder import Recorder
+from seatrial.control.agent.journal import Journal
+from seatrial.control.coordinator.recorder import Recorder
+from seatrial.control.machine.policy import rule_for
+from seatrial.control.net.lease import Lease
 from seatrial.record import events
+from seatrial.record import messages as msg
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 from seatrial.record.recent import told_marks
 
-Message = dict[str, Any]
+STOPPED = msg.Stopped(generation=1, parked=2, offer_port=3)
 
 
 class Node:
     """A node's journal, and what it has sent."""
 
     def __init__(self) -> None:
-        self.sent: list[Message] = []
+        self.sent: list[msg.Journalled] = []
         self.member: Any = SimpleNamespace(beats_sent=0, beats_returned=0, send=self.sent.append)
         self.journal = Journal(self.member)
 
@@ -35,7 +37,7 @@ class Node:
         """All beats have come back."""
         self.member.beats_returned = self.member.beats_sent
 
-    def again(self) -> list[Message]:
+    def again(self) -> list[msg.Journalled]:
         """What the next coordinator hears."""
         self.sent.clear()
         self.journal.tell_again()
@@ -47,27 +49,27 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
-def signals(*texts: str) -> Message:
-    return {"signals": [{"signal": "xid:79", "message": text, "gpu": None} for text in texts]}
+def signal(text: str) -> msg.HardwareSignal:
+    return msg.HardwareSignal("xid:79", None, None, text, {}, 1.0)
 
 
 # -- who hears what
 
 
-def test_what_counts_in_a_generation_is_told_to_everybody_until_the_next() -> None:
+def test_generation_reports_are_repeated_until_next_generation() -> None:
     node = Node()
-    node.journal.tell({"worker": {"kind": "exited"}})
+    node.journal.tell(STOPPED)
     node.beat()
     node.returned()
-    assert node.again() == node.again() == [{"worker": {"kind": "exited", "told": f"{node.journal.name}-1"}}]
+    assert node.again() == node.again() == [replace(STOPPED, told=f"{node.journal.name}-1")]
     node.journal.forget_generation()
     assert node.again() == []
 
 
-def test_a_fault_is_told_until_somebody_has_heard_it_and_not_after() -> None:
+def test_fault_is_reported_until_acknowledged() -> None:
     node = Node()
     node.beat()
-    node.journal.tell_once(signals("fell off the bus"))
+    node.journal.tell_once(signal("fell off the bus"))
     node.returned()
     assert len(node.again()) == 1, "the beat had been sent before it"
     node.journal.forget_generation()
@@ -79,13 +81,13 @@ def test_a_fault_is_told_until_somebody_has_heard_it_and_not_after() -> None:
     assert node.again() == []
 
 
-def test_every_signal_of_a_message_has_a_mark_of_its_own() -> None:
+def test_every_message_has_a_mark_of_its_own() -> None:
     first, second = Node(), Node()
     for node in (first, second):
-        node.journal.tell_once(signals("a", "b"))
-        node.journal.tell({"worker": {}})
-    marks = [one["told"] for node in (first, second) for one in node.sent[0]["signals"]]
-    marks += [node.sent[1]["worker"]["told"] for node in (first, second)]
+        node.journal.tell_once(signal("a"))
+        node.journal.tell_once(signal("a"))
+        node.journal.tell(STOPPED)
+    marks = [message.told for node in (first, second) for message in node.sent]
     assert len(set(marks)) == 6
 
 
@@ -96,24 +98,30 @@ def recorder(folder: RunFolder, term: int = 1) -> Recorder:
     return Recorder(folder, 1, Lease(term, 0, "", 0, 0.0))
 
 
+def record(recorder: Recorder, signal: msg.Journalled) -> None:
+    assert isinstance(signal, msg.HardwareSignal)
+    rule = rule_for(signal.signal)
+    recorder.finding(signal.signal, signal.message, rule, evidence=None, node=0, told=signal.told)
+
+
 def test_what_is_told_again_is_recorded_once(folder: RunFolder) -> None:
     node = Node()
-    node.journal.tell_once(signals("a", "b"))
-    (message,) = node.sent
+    node.journal.tell_once(signal("a"))
+    node.journal.tell_once(signal("b"))
     for term in (1, 2, 3):
-        for values in message["signals"]:
-            recorder(folder, term).finding(values, 0, rule_for("xid:79"))
+        for message in node.sent:
+            record(recorder(folder, term), message)
     assert [e.message for e in read_events(folder)[0]] == ["a", "b"]
 
 
 def test_what_an_earlier_coordinator_had_no_time_for_is_not_lost(folder: RunFolder) -> None:
     node = Node()
-    node.journal.tell_once(signals("a", "b"))
-    (message,) = node.sent
-    recorder(folder).finding(message["signals"][0], 0, rule_for("xid:79"))
+    node.journal.tell_once(signal("a"))
+    node.journal.tell_once(signal("b"))
+    record(recorder(folder), node.sent[0])
     later = recorder(folder, 2)
-    for values in message["signals"]:
-        later.finding(values, 0, rule_for("xid:79"))
+    for message in node.sent:
+        record(later, message)
     assert [e.message for e in read_events(folder)[0]] == ["a", "b"]
 
 
@@ -128,3 +136,11 @@ def test_only_marks_are_taken_for_marks(folder: RunFolder) -> None:
     text = 'it said "told":"abc-1" and more'
     events.append(folder, "signal", text, generation=1, data={"told": "abc-2", "x": text})
     assert told_marks(folder) == {"abc-2"}
+
+
+def test_a_mark_that_the_launcher_gave_is_kept() -> None:
+    node = Node()
+    event = msg.Record(1.0, 1, "agent_failed", "warning", "text")
+    node.journal.tell_once(replace(event, told="launcher-1"))
+    node.journal.tell_once(event)
+    assert [m.told for m in node.again()] == ["launcher-1", f"{node.journal.name}-2"]

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from seatrial.base.errors import InputError
-from seatrial.control.ports import check_port, free_port, is_free
-from seatrial.control.spec import parse_agent_arguments
+from seatrial.control.agent import spec
+from seatrial.control.agent.ports import check_port, free_port, is_free
+from seatrial.control.agent.spec import parse_agent_arguments
+from seatrial.hardware.topology import Gpu
 from seatrial.job import Job, job_from_text, preset_text
-from seatrial.launch import LocalLauncher, Outcome, launcher_for, local, voyage
+from seatrial.launch import LocalLauncher, Outcome, launcher_for, local, session
 from seatrial.launch.netns import Hosts
-from seatrial.launch.voyage import Voyage
+from seatrial.launch.session import Session
 from seatrial.record.events import append, read_events
 from seatrial.record.folder import RunFolder
 from seatrial.record.run import open_run
@@ -35,9 +37,9 @@ def job(*overrides: str, port: int | None = 20500) -> Job:
 
 def test_launchers() -> None:
     assert isinstance(launcher_for(job()), LocalLauncher)
-    with pytest.raises(InputError, match='launcher = "slurm" is not in this version') as caught:
-        launcher_for(job("cluster.launcher=slurm"))
-    assert caught.value.diagnostics[0].hint == 'set launcher = "local" under [cluster] to run on this machine'
+    with pytest.raises(InputError, match='there is no launcher "lsf"') as caught:
+        launcher_for(job("cluster.launcher=lsf"))
+    assert caught.value.diagnostics[0].hint == "there are: local, slurm, kubernetes, ssh"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
@@ -58,7 +60,7 @@ def test_a_free_port_can_be_listened_on() -> None:
         server.listen(1)
 
 
-def test_fresh_moves_nothing_where_the_old_checkpoints_cannot_be_seen(
+def test_fresh_moves_nothing_if_old_checkpoints_are_unreachable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "corpus.txt").write_text("some text\n" * 2000)
@@ -69,9 +71,9 @@ def test_fresh_moves_nothing_where_the_old_checkpoints_cannot_be_seen(
         def steps(self) -> list[int]:
             raise StorageError("unreachable", "list", "s3://bucket/team", "it does not answer")
 
-    monkeypatch.setattr(voyage, "open_place", lambda url: Away())
+    monkeypatch.setattr(session, "open_place", lambda url: Away())
     with pytest.raises(StorageError):
-        voyage.prepare_voyage(again, tmp_path / "runs", fresh=True)
+        session.prepare_session(again, tmp_path / "runs", fresh=True)
     assert [p.name for p in (tmp_path / "runs").iterdir() if not p.name.startswith(".")] == ["first-voyage"]
 
 
@@ -81,7 +83,7 @@ def agent_lines(text: str) -> list[list[str]]:
 
 def test_render_shows_the_commands_that_launch_runs(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a run")
-    text = LocalLauncher().render(job(), folder, 5)
+    text = LocalLauncher().render(job(), folder, 5)["commands.sh"]
     specs = [parse_agent_arguments(words[4:])[0] for words in agent_lines(text)]
     assert specs == LocalLauncher().specs(job(), folder, 5)
     assert [(s.node, s.nodes, s.spares) for s in specs] == [(0, 2, 1), (1, 2, 1), (2, 2, 1)]
@@ -93,16 +95,33 @@ def test_render_shows_the_commands_that_launch_runs(tmp_path: Path) -> None:
 
 def test_render_in_hosts_of_their_own(tmp_path: Path) -> None:
     hosts = Hosts(3)  # not entered: nothing is made
-    lines = agent_lines(LocalLauncher(hosts).render(job(), RunFolder(tmp_path)))
+    lines = agent_lines(LocalLauncher(hosts).render(job(), RunFolder(tmp_path))["commands.sh"])
     assert [words[1:4] for words in lines] == [["netns", "exec", hosts.name(i)] for i in range(3)]
     specs = [parse_agent_arguments(words[8:])[0] for words in lines]
     assert [(s.address, s.interface) for s in specs] == [(f"10.77.0.{i}", "eth0") for i in (1, 2, 3)]
 
 
+def test_render_tells_why_each_variable_is_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    text = LocalLauncher().render(job(), RunFolder(tmp_path))["commands.sh"]
+    assert (
+        "#   GLOO_SOCKET_IFNAME=ib0   # yours: set before the start; it would be GLOO_SOCKET_IFNAME=lo"
+        in text
+    )
+    assert "#   WORLD_SIZE=8   # ranks of this generation" in text
+    monkeypatch.setattr(local, "choose_device", lambda _: ("cuda", "pretended"))
+    near = Gpu("0", "0000:18:00.0", 1, frozenset({0, 1, 2}), "near 0000:18:00.0")
+    monkeypatch.setattr(spec, "local_gpus", lambda environment, affinity: [near])
+    text = LocalLauncher().render(job(), RunFolder(tmp_path))["commands.sh"]
+    assert "# local rank 0: CPUs 0-2 (near 0000:18:00.0)\n" in text
+    assert "#   NCCL_SOCKET_IFNAME==lo   # lo has 127.0.0.1" in text
+    assert "# InfiniBand and RoCE: " in text
+
+
 def test_virtual_nodes_share_the_machines_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "choose_device", lambda _: ("cuda", "pretended"))
     monkeypatch.setattr(local, "visible_devices", lambda: list("abcdefghijkl"))
-    text = LocalLauncher().render(job(), RunFolder(tmp_path))
+    text = LocalLauncher().render(job(), RunFolder(tmp_path))["commands.sh"]
     for devices in ("a,b,c,d", "e,f,g,h", "i,j,k,l"):
         assert f"CUDA_VISIBLE_DEVICES={devices} " in text
 
@@ -123,6 +142,9 @@ class Ended:
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
 
+    def render(self, job: Any, folder: RunFolder, generation: int) -> dict[str, str]:
+        return {}
+
     def launch(self, job: Any, folder: RunFolder, generation: int, **options: Any) -> Outcome:
         folder.generation_file.write_text(f"{generation + 2}\n")
         return self.outcome
@@ -142,8 +164,8 @@ def test_the_end_of_a_voyage_is_told_in_its_last_generation(
 ) -> None:
     full = job_from_text(preset_text("first-voyage"), name="job.toml", base_folder=tmp_path)
     with open_run(full, tmp_path) as opened:
-        voyage = Voyage(full, opened, stores=[], device="cpu", device_reason="")  # type: ignore[arg-type]
-        assert voyage.run(launcher=Ended(Outcome(code))) == Outcome(code)  # type: ignore[arg-type]
+        ready = Session(full, opened, stores=[], device="cpu", device_reason="")  # type: ignore[arg-type]
+        assert ready.run(launcher=Ended(Outcome(code))) == Outcome(code)  # type: ignore[arg-type]
     told = read_events(opened.folder)[0]
     assert [(e.kind, e.generation) for e in told] == [("run_started", 1), (kind, 3)]
     assert told[-1].data == data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from seatrial.control.links import RoundTrips, SlowLink
+from seatrial.control.coordinator.links import RoundTrips, SlowLink
 
 FAST, SLOW = 0.001, 0.5
 
@@ -38,7 +38,7 @@ def test_where_all_round_trips_are_slow_nobody_is_blamed() -> None:
     assert tell(RoundTrips(own=0), {0: SLOW, 1: SLOW, 2: SLOW}) == []
 
 
-def test_where_all_other_nodes_are_slow_it_is_the_coordinators_own_link() -> None:
+def test_coordinators_own_link_is_named_when_all_others_are_slow() -> None:
     links = RoundTrips(own=2)
     found = tell(links, {0: SLOW, 1: 2 * SLOW, 2: FAST})
     assert [(link.node, link.own) for link in found] == [(2, True)]

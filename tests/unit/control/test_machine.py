@@ -6,8 +6,8 @@ from typing import Any
 
 from machine_run import Run, none, notes, only, started
 
-from seatrial.control import machine as m
-from seatrial.control.policy import rule_for
+from seatrial.control.machine import types as m
+from seatrial.control.machine.policy import rule_for
 
 
 class TestTheFirstStart:
@@ -22,7 +22,7 @@ class TestTheFirstStart:
     def test_nodes_need_not_be_ready(self) -> None:
         assert only(Run(2).join(1, 0, ready=False), m.Start).slots == {0: 0, 1: 1}
 
-    def test_a_spare_that_is_quicker_waits_a_moment_for_the_node_whose_place_it_is(self) -> None:
+    def test_early_spare_waits_briefly_for_the_slots_own_node(self) -> None:
         run = Run(2, 1, silence_s=3.0)
         assert run.join(2, 0) == []
         run.now += 1.0
@@ -74,7 +74,7 @@ class TestTheFirstStart:
 
 
 class TestAFailedRank:
-    def test_everybody_stops_before_the_next_generation_starts_in_place(self) -> None:
+    def test_all_nodes_stop_before_in_place_restart(self) -> None:
         run = started(2)
         run.progress(7)
         actions = run.fail(1, rank=5, step=7)
@@ -108,7 +108,7 @@ class TestAFailedRank:
         assert notes(run.fail(1, generation=1)) == ["signal"]
         assert run.machine.phase == "running"
 
-    def test_what_comes_late_from_an_older_generation_changes_nothing(self) -> None:
+    def test_late_messages_of_an_older_generation_are_ignored(self) -> None:
         run = started(2)
         run.fail(0)
         run.stopped(0, 1)
@@ -170,7 +170,7 @@ class TestALostNode:
         assert run.wait(1.4) == []
         assert only(run.wait(), m.Start).slots == {0: 0, 1: 2}
 
-    def test_one_that_comes_back_in_time_must_answer_and_keeps_its_slot(self) -> None:
+    def test_node_rejoining_in_time_must_stop_and_keeps_its_slot(self) -> None:
         """It is heard again, so it will not stop of itself: the time at which it would have says nothing now."""
         run = started(2, fence_s=2.0)
         run.tell(m.Lost, 1, False, "silent")
@@ -196,7 +196,7 @@ class TestALostNode:
         run.tell(m.Lost, 1, False, "still silent")
         assert run.machine.deadline() == lost + 2.0
 
-    def test_it_must_stop_the_newest_that_it_may_run_whatever_it_speaks_of(self) -> None:
+    def test_rejoined_node_must_stop_the_newest_it_may_run(self) -> None:
         run = started(2)
         run.fail(0)
         run.stopped(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from machine_run import none, notes, only, started
 
-from seatrial.control import machine as m
+from seatrial.control.machine import types as m
 
 
 class TestBudgets:
@@ -44,7 +44,7 @@ class TestBudgets:
         run.progress(6)
         assert only(run.fail(0, rank=0, step=6), m.Finish).how == "failed"
 
-    def test_a_hang_that_is_blamed_on_another_rank_each_time_ends_too(self) -> None:
+    def test_repeated_hang_blamed_on_different_ranks_ends_the_run(self) -> None:
         run = started(9, max_same_failure=3)
         for node in range(8):
             assert none(run.fail(node, "hang", rank=node, step=7), m.Finish)
@@ -71,7 +71,7 @@ class TestBudgets:
 
 
 class TestNodesThatLeave:
-    def test_an_evicted_node_goes_when_it_runs_nothing_and_never_comes_back(self) -> None:
+    def test_evicted_node_leaves_once_idle_and_cannot_rejoin(self) -> None:
         run = started(2, 1)
         actions = run.fail(1, "xid:79")
         assert only(actions, m.Note).data["action"] == "evict"
@@ -150,7 +150,7 @@ class TestNodesThatLeave:
 
 
 class TestRepetition:
-    def test_two_failures_blamed_on_a_node_send_it_away_if_a_spare_is_ready(self) -> None:
+    def test_node_blamed_twice_is_evicted_if_a_spare_is_ready(self) -> None:
         run = started(2, 1, evict_after=2)
         run.fail(1, rank=4, step=5)
         run.stopped(0, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from machine_run import Run, notes, only, shrinking, small, started
 
-from seatrial.control import machine as m
+from seatrial.control.machine import types as m
 
 
 class TestShrinking:
@@ -64,7 +64,7 @@ class TestShrinking:
 
 
 class TestGrowing:
-    def test_it_saves_leaves_and_starts_larger_once_the_state_is_known_to_be_on_disk(self) -> None:
+    def test_grows_only_after_the_state_is_confirmed_on_disk(self) -> None:
         run = small()
         assert run.join(1) == []
         assert run.progress(1) == [m.Yield(2, "yielded")], "only after a step: else it might never make one"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from machine_run import none, only, shrinking, started
 
-from seatrial.control import machine as m
+from seatrial.control.machine import types as m
 
 
 class TestAnotherCoordinator:

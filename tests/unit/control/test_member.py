@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wired import SECRET, Clock, Hub, Pump
+from wired import SECRET, Clock, Hub, Pump, agent_joins
 
-from seatrial.control import lease as leases
-from seatrial.control import member as member_module
-from seatrial.control.lease import Lease
-from seatrial.control.member import Member
-from seatrial.control.wire import Listener
+from seatrial.control.agent import member as member_module
+from seatrial.control.agent.member import Member
+from seatrial.control.net.lease import Hold, Lease, Leases
+from seatrial.control.net.wire import Listener
+from seatrial.record import messages as msg
 
 SILENCE_S = 3.0
 HEARTBEAT_S = 0.25
@@ -30,7 +30,7 @@ class Agent:
         self.listener = Listener("127.0.0.1", SECRET)
         self.became: list[tuple[Lease, int | None]] = []
         self.joined = 0
-        self.orders: list[dict[str, Any]] = []
+        self.orders: list[msg.ToAgent] = []
         self.may_run: list[bool] = []
         self._source: Any = None
         self.member = Member(
@@ -41,8 +41,8 @@ class Agent:
             folder=folder,
             heartbeat_s=HEARTBEAT_S,
             silence_s=SILENCE_S,
-            hello=lambda: {"node": node},
-            became=lambda lease, dead: self.became.append((lease, dead)),
+            hello=lambda term: agent_joins(node, self.listener.port, term=term),
+            became=lambda hold, dead: self.became.append((hold.lease, dead)),
             joined=self._joined,
             release=self._release,
         )
@@ -58,7 +58,7 @@ class Agent:
             self._source = None
 
     def tick(self) -> None:
-        self.may_run.append(self.member.tick(lambda: {"generation": 1, "step": 2}))
+        self.may_run.append(self.member.tick(lambda number: msg.Beat(number, 1, 2, 0)))
         source = self.member.source
         if source is not self._source:
             self._release()
@@ -69,7 +69,7 @@ class Agent:
             self.pump.sources.wait_for(source, source.events)
 
     def close(self) -> None:
-        self.member.close()
+        self.member.leave()
         self.listener.close()
 
 
@@ -107,9 +107,10 @@ def agents(pump: Pump, tmp_path: Path) -> Iterator[Any]:
     assert set(os.listdir("/proc/self/fd")) <= files
 
 
-def claim(folder: Path, term: int, node: int, port: int) -> None:
-    folder.mkdir(exist_ok=True)
-    assert leases.claim(folder, Lease(term, node, "127.0.0.1", port, 0.0))
+def claim(folder: Path, term: int, node: int, port: int) -> Hold:
+    hold = Leases(folder).claim(Lease(term, node, "127.0.0.1", port, 0.0), SILENCE_S)
+    assert hold is not None
+    return hold
 
 
 def free_port() -> int:
@@ -146,19 +147,38 @@ def test_it_joins_whoever_has_the_lease_and_its_beats_come_back(
     agent = agents(1)
     pump.until(lambda: hub.beats)
     pump.settle()
-    assert hub.hellos == [{"role": "agent", "term": 3, "node": 1}]
+    assert hub.hellos == [msg.encode(agent_joins(1, agent.listener.port, term=3))]
     assert agent.joined == 1
     assert not agent.became
     assert agent.member.valid_until == clock.now + SILENCE_S
-    hub.links[0].send({"start": {"generation": 1}})
+    hub.links[0].send(msg.encode(msg.Idle(1)))
     pump.until(lambda: agent.orders)
-    assert agent.orders == [{"start": {"generation": 1}}]
-    assert agent.member.send({"held": []})
+    assert agent.orders == [msg.Idle(1)]
+    assert agent.member.send(msg.Held([]))
     pump.until(lambda: hub.heard)
-    assert hub.heard == [{"held": []}]
+    assert hub.heard == [msg.encode(msg.Held([]))]
 
 
-def test_it_may_run_ranks_for_so_long_after_it_sent_the_last_beat_that_came_back(
+@pytest.mark.parametrize("values", [{"idle": {}}, {"idle": 1}, {"beat": {"number": 1}}, {"what": {}}, {}])
+def test_what_is_no_order_ends_only_the_connection(
+    agents: Any,
+    hub: Hub,
+    pump: Pump,
+    clock: Clock,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    values: dict[str, Any],
+) -> None:
+    claim(tmp_path / "leases", 3, node=7, port=hub.port)
+    agent = agents(1)
+    pump.until(lambda: agent.joined)
+    hub.links[0].send(values)
+    pump.until(lambda: agent.joined == 2)
+    assert agent.orders == []
+    assert "protocol error from the coordinator: " in capfd.readouterr().err
+
+
+def test_ranks_may_run_silence_s_after_last_acked_heartbeat(
     agents: Any, hub: Hub, pump: Pump, clock: Clock, tmp_path: Path
 ) -> None:
     claim(tmp_path / "leases", 1, node=7, port=hub.port)
@@ -177,7 +197,7 @@ def test_it_may_run_ranks_for_so_long_after_it_sent_the_last_beat_that_came_back
     assert len(hub.beats) > 5, "it went on to beat"
 
 
-def test_a_beat_that_comes_back_late_counts_from_when_it_was_sent(
+def test_late_heartbeat_echo_counts_from_its_send_time(
     agents: Any, hub: Hub, pump: Pump, clock: Clock, tmp_path: Path
 ) -> None:
     claim(tmp_path / "leases", 1, node=7, port=hub.port)
@@ -189,9 +209,41 @@ def test_a_beat_that_comes_back_late_counts_from_when_it_was_sent(
     before = len(hub.beats)
     pump.until(lambda: len(hub.beats) > before)
     clock.now += 1.5
-    hub.links[0].send({"beat": hub.beats[before]})
+    hub.links[0].send(msg.encode(msg.BeatReturned(hub.beats[before], 0.0)))
     pump.settle()
     assert agent.member.valid_until == sent + SILENCE_S
+
+
+def test_coordinator_proof_counts_from_when_it_was_made(
+    agents: Any, hub: Hub, pump: Pump, clock: Clock, tmp_path: Path
+) -> None:
+    claim(tmp_path / "leases", 1, node=7, port=hub.port)
+    agent = agents(1)
+    pump.until(lambda: hub.beats)
+    pump.settle()
+    until = agent.member.valid_until
+    clock.now += HEARTBEAT_S
+    hub.proof_age_s = 2.0
+    pump.settle()
+    assert agent.member.valid_until == until, "older than what is known"
+    clock.now += 1.9
+    pump.settle()
+    assert agent.member.valid_until == clock.now - 2.0 + SILENCE_S
+
+
+def test_one_that_stood_still_takes_no_order_of_before(
+    agents: Any, hub: Hub, pump: Pump, clock: Clock, tmp_path: Path
+) -> None:
+    claim(tmp_path / "leases", 1, node=7, port=hub.port)
+    agent = agents(1)
+    pump.until(lambda: hub.beats)
+    pump.settle()
+    hub.answers = False
+    hub.links[0].send(msg.encode(msg.Idle(1)))
+    clock.now += SILENCE_S + 0.1
+    pump.settle()
+    assert not agent.may_run[-1]
+    assert not agent.orders
 
 
 def test_one_that_left_does_not_live_on_beats_of_before(
@@ -207,7 +259,7 @@ def test_one_that_left_does_not_live_on_beats_of_before(
     pump.settle()
     agent.member.leave()
     pump.until(lambda: agent.joined == 2)
-    hub.links[-1].send({"beat": 2})  # sent on the connection of before
+    hub.links[-1].send(msg.encode(msg.BeatReturned(2, 0.0)))  # sent on the connection of before
     pump.settle()
     assert agent.member.valid_until == until
 
@@ -231,15 +283,15 @@ def test_a_coordinator_whose_process_is_gone_is_replaced_at_once(
     assert clock.now - began < 0.25, "the dead one has no turn"
 
 
-def test_who_is_cut_off_does_not_claim_while_the_lease_is_renewed(
+def test_isolated_agent_does_not_claim_a_lease_still_renewed(
     agents: Any, pump: Pump, clock: Clock, tmp_path: Path
 ) -> None:
     """The coordinator listens, and its answers do not come: to this agent it looks frozen."""
     frozen = Listener("127.0.0.1", SECRET)
-    claim(tmp_path / "leases", 2, node=9, port=frozen.port)
+    hold = claim(tmp_path / "leases", 2, node=9, port=frozen.port)
     agent = agents(0)
-    for second in range(12):
-        os.utime(tmp_path / "leases" / "00000002.json", (second, second))
+    for _ in range(12):
+        hold.beat()
         for _ in range(5):
             clock.now += 0.2
             pump.settle(2)
@@ -250,6 +302,43 @@ def test_who_is_cut_off_does_not_claim_while_the_lease_is_renewed(
     ((lease, dead),) = agent.became
     assert (lease.term, dead) == (3, None), "nobody knows whether its ranks live"
     frozen.close()
+
+
+def test_a_coordinator_with_much_to_do_is_called_once(
+    agents: Any, pump: Pump, clock: Clock, tmp_path: Path
+) -> None:
+    """Where thousands join it comes to this agent late; of a second call it would think that the ranks are gone."""
+    busy = Listener("127.0.0.1", SECRET)
+    hold = claim(tmp_path / "leases", 2, node=9, port=busy.port)
+    agent = agents(0)
+    for _ in range(2 * int(SILENCE_S)):
+        hold.beat()
+        clock.now += 0.9
+        pump.settle(2)
+    calls = busy.accept()
+    assert len(calls) == 1
+    while not agent.joined:
+        calls[0].advance()
+        pump.settle(2)
+    assert agent.may_run[-1], "its right begins with its greeting, not with its call"
+    calls[0].close()
+    busy.close()
+
+
+def test_a_busy_coordinator_is_left_for_its_successor(
+    agents: Any, pump: Pump, clock: Clock, tmp_path: Path, hub: Hub
+) -> None:
+    busy = Listener("127.0.0.1", SECRET)
+    claim(tmp_path / "leases", 2, node=9, port=busy.port)
+    agent = agents(0)
+    pump.settle(2)
+    claim(tmp_path / "leases", 3, node=8, port=hub.port)
+    clock.now += SILENCE_S / 2 + 0.01
+    pump.settle(2)
+    clock.now += 0.06
+    pump.until(lambda: agent.joined)
+    assert agent.member.term == 3
+    busy.close()
 
 
 def test_waiting_for_an_answer_it_sleeps(agents: Any, pump: Pump, clock: Clock, tmp_path: Path) -> None:
@@ -308,47 +397,56 @@ def test_a_death_of_before_says_nothing_of_the_next_holder(
 
 
 def test_of_two_that_claim_the_other_joins(
-    agents: Any, hub: Hub, pump: Pump, clock: Clock, tmp_path: Path
+    agents: Any, hub: Hub, pump: Pump, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = agents(0)
-    # Between our look and our claim somebody else is quicker.
-    original = leases.last_term
-    taken = []
+    original = Leases.claim
 
-    def last_term(folder: Path) -> int:
-        found = original(folder)
-        if not taken:
-            taken.append(found)
-            claim(folder, found + 1, node=3, port=hub.port)
-        return found
+    def claim_later(self: Leases, lease: Lease, silence_s: float) -> Hold | None:
+        # Between our look and our claim somebody else is quicker.
+        monkeypatch.undo()
+        claim(tmp_path / "leases", 1, node=3, port=hub.port)
+        monkeypatch.setattr(member_module, "time", clock)
+        return original(self, lease, silence_s)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leases, "last_term", last_term)
-        # `newest` asks too: let that one through.
-        patch.setattr(
-            leases,
-            "newest",
-            lambda folder: None if not taken else leases.Lease(1, 3, "127.0.0.1", hub.port, 0),
-        )
-        pump.round()
-        assert not agent.became
-        clock.now += 0.06
-        pump.until(lambda: agent.joined)
+    monkeypatch.setattr(Leases, "claim", claim_later)
+    pump.round()
     assert not agent.became
+    clock.now += 0.06
+    pump.until(lambda: agent.joined)
+    assert not agent.became
+
+
+def test_it_leaves_whoever_coordinated_when_the_next_one_says_so(
+    agents: Any, hub: Hub, pump: Pump, clock: Clock, tmp_path: Path
+) -> None:
+    """It does not have to look: a cache of its file system may still know the term before for a minute."""
+    claim(tmp_path / "leases", 1, node=7, port=hub.port)
+    agent = agents(1)
+    pump.until(lambda: agent.joined)
+    following = Hub(pump)
+    agent.member.told_of(Lease(2, 8, "127.0.0.1", following.port, 0.0))
+    clock.now += 0.06
+    pump.until(lambda: agent.joined == 2)
+    assert following.hellos == [msg.encode(agent_joins(1, agent.listener.port, term=2))]
+    agent.member.told_of(Lease(1, 7, "127.0.0.1", hub.port, 0.0, count=99))
+    pump.settle()
+    assert len(following.links) == 1
+    following.close()
 
 
 def test_a_full_disk_does_not_end_the_agent_at_once(
     agents: Any, pump: Pump, clock: Clock, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     full = [True]
-    original = leases.claim
+    original = Leases.claim
 
-    def claim_on_full_disk(folder: Path, lease: Lease) -> bool:
+    def claim_on_full_disk(self: Leases, lease: Lease, silence_s: float) -> Hold | None:
         if full[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return original(folder, lease)
+        return original(self, lease, silence_s)
 
-    monkeypatch.setattr(leases, "claim", claim_on_full_disk)
+    monkeypatch.setattr(Leases, "claim", claim_on_full_disk)
     agent = agents(0)
     for _ in range(10):
         pump.round()
@@ -362,10 +460,10 @@ def test_a_full_disk_does_not_end_the_agent_at_once(
 def test_a_run_that_nobody_can_coordinate_ends(
     agents: Any, pump: Pump, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(folder: Path, lease: Lease) -> bool:
+    def refuse(self: Leases, lease: Lease, silence_s: float) -> Hold | None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(leases, "claim", refuse)
+    monkeypatch.setattr(Leases, "claim", refuse)
     agents(0)
 
     def go_on() -> None:

@@ -1,84 +1,137 @@
-"""Messages and signals between the processes of one machine."""
+"""What processes of a run send each other: it arrives as it was, or not at all, and somebody receives it."""
 
 from __future__ import annotations
 
-import os
-import select
-import signal
-import socket
+import dataclasses
+import json
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from seatrial.base import process
-from seatrial.base.lines import Channel
-from seatrial.base.signals import SignalQueue
+import seatrial
+from seatrial.record import messages as msg
 
-
-def test_messages_arrive_whole_and_in_order() -> None:
-    a, b = Channel.pair()
-    sent = [{"n": i, "text": "line\nbreak " * i} for i in range(50)]
-    for message in sent:
-        assert a.send(message)
-    assert b.receive() == sent
-    assert b.receive() == []
-    assert not b.closed
-    a.close()
-    assert b.receive() == []
-    assert b.closed
-    assert not b.send({"to": "nobody"})
-    b.close()
+SOURCES = [p for p in Path(seatrial.__file__).parent.rglob("*.py") if p.name != "messages.py"]
+# Direction -> its classes.
+DIRECTIONS: dict[str, tuple[type[msg.Message], ...]] = {
+    name: typing.get_args(getattr(msg, name)) or (getattr(msg, name),)
+    for name in re.findall(
+        r"decode\([^()]*(?:\([^()]*\))?, msg\.(\w+)\)", "".join(p.read_text() for p in SOURCES)
+    )
+}
 
 
-def test_a_message_in_pieces_waits_and_a_torn_one_is_dropped() -> None:
-    raw, other = socket.socketpair()
-    channel = Channel(other)
-    raw.sendall(b'{"a"')
-    assert channel.receive() == []
-    raw.sendall(b': 1}\n{"torn')
-    assert channel.receive() == [{"a": 1}]
-    raw.close()
-    assert channel.receive() == []
-    assert channel.closed
-    channel.close()
+def subclasses(cls: type) -> list[type]:
+    return [s for direct in cls.__subclasses__() for s in (direct, *subclasses(direct))]
 
 
-def test_signals_are_queued_and_given_back() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    queue = SignalQueue((signal.SIGUSR1,))
-    assert queue.read() == []
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert select.select([queue], [], [], 10)[0] == [queue]
-    assert queue.read() == [signal.SIGUSR1]
-    queue.close()
-    assert signal.getsignal(signal.SIGUSR1) is before
+CLASSES = [cls for cls in subclasses(msg.Message) if "op" in vars(cls)]
+assert len(CLASSES) > 30
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        queue = SignalQueue((signal.SIGUSR1,))
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert queue.read() == []
-        queue.close()
-        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_message_has_one_direction_and_a_receiver(cls: type[msg.Message]) -> None:
+    (direction,) = [name for name, among in DIRECTIONS.items() if cls in among]
+    same = [other.__name__ for other in DIRECTIONS[direction] if other.op == cls.op]
+    assert same == [cls.__name__], "its op is its own"
+    if len(DIRECTIONS[direction]) > 1:  # whoever receives another kind too tells them apart by class
+        assert any(
+            re.search(rf"(case|isinstance\(.*) ?[^:\n]*\bmsg\.{cls.__name__}\b", path.read_text())
+            for path in SOURCES
+        )
+
+
+# -- values of every field's type
+
+TEXTS = st.text(max_size=5)
+JSON = st.none() | st.booleans() | st.integers() | TEXTS | st.lists(st.integers(), max_size=2)
+
+
+def values_for(name: str, hint: Any) -> st.SearchStrategy[Any]:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if name == "time":
+        return st.floats(0, 1e10)
+    if origin is types.UnionType:
+        return st.one_of([values_for(name, argument) for argument in arguments])
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
+    if origin is list:
+        return st.lists(values_for("", arguments[0]), max_size=2)
+    if origin is dict:
+        return st.dictionaries(TEXTS, values_for("", arguments[1]), max_size=2)
+    if dataclasses.is_dataclass(hint):
+        return instances(hint)
+    plain = {int: st.integers(), str: TEXTS, bool: st.booleans(), type(None): st.none(), Any: JSON}
+    return st.floats(allow_nan=False) if hint is float else plain[hint]
+
+
+def instances(cls: Any) -> st.SearchStrategy[Any]:
+    hints = typing.get_type_hints(cls)
+    return st.builds(cls, **{f.name: values_for(f.name, hints[f.name]) for f in dataclasses.fields(cls)})
+
+
+def among(cls: type[msg.Message]) -> Any:
+    return next(getattr(msg, name) for name, classes in DIRECTIONS.items() if cls in classes)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_a_message_arrives_as_it_was(cls: type[msg.Message]) -> None:
+    @settings(max_examples=20, database=None, deadline=None)
+    @given(instances(cls))
+    def arrives(message: Any) -> None:
+        before = dataclasses.replace(message)
+        line = json.dumps(msg.encode(message))
+        assert msg.decode(json.loads(line), among(cls)) == message == before
+
+    arrives()
+
+
+# -- and nothing else
+
+STOP: dict[str, Any] = {"generation": 3, "grace_s": 1.5, "park": True, "kill": [1, 2]}
+
+
+def test_the_stop_that_others_are_made_from() -> None:
+    assert msg.decode({"stop": STOP}, msg.ToAgent) == msg.Stop(3, 1.5, park=True, kill=[1, 2])
+    assert msg.decode({"stop": {**STOP, "grace_s": 2}}, msg.ToAgent) == msg.Stop(3, 2.0, True, [1, 2])
+    without = {key: value for key, value in STOP.items() if key != "kill"}
+    assert msg.decode({"stop": without}, msg.ToAgent) == msg.Stop(3, 1.5, park=True)
 
 
 @pytest.mark.parametrize(
-    ("status", "text"),
+    ("values", "said"),
     [
-        (3, "ended with exit code 3"),
-        (-9, "was killed by SIGKILL"),
-        (-11, "was killed by SIGSEGV"),
-        (-40, "was killed by signal 40"),
+        ({}, "not one message: {}"),
+        ({"stop": STOP, "go": {}}, "not one message"),
+        ({"halt": {}}, "unknown message 'halt'"),
+        ({"ready": {}}, "unknown message 'ready'"),  # it goes the other way
+        ({"stop": 3}, "stop: 3"),
+        ({"stop": {}}, "stop: `generation` is missing, `grace_s` is missing, `park` is missing"),
+        ({"stop": STOP | {"generation": True}}, "stop: `generation` is True"),
+        ({"stop": STOP | {"generation": "3"}}, "stop: `generation` is '3'"),
+        ({"stop": STOP | {"park": 1}}, "stop: `park` is 1"),
+        ({"stop": STOP | {"grace_s": None}}, "stop: `grace_s` is None"),
+        ({"stop": STOP | {"kill": [1, "2"]}}, "stop: `kill` is [1, '2']"),
+        ({"stop": STOP | {"why": 1}}, "stop: `why` is unknown"),
+        ({"go": {"op": "go"}}, "go: `op` is unknown"),
+        ({"yield": {"generation": 1, "how": "done"}}, "yield: `how` is 'done'"),
+        ({"yield": {"generation": 1, "how": ["yielded"]}}, "yield: `how` is ['yielded']"),
     ],
 )
-def test_how_a_process_ended_in_words(status: int, text: str) -> None:
-    assert process.status_text(status) == text
+def test_what_is_no_message_is_named(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(said)):
+        msg.decode(values, msg.ToAgent)
 
 
-def test_the_process_table_knows_this_process() -> None:
-    assert process.living()[os.getpid()] == os.getppid()
-    assert os.getpid() in process.descendants(os.getppid())
-    assert process.marked("no/such/mark") == set()
+def test_a_message_within_a_message_is_checked_too() -> None:
+    joins = msg.AgentJoins(1, 2, "a", 3, 4, "i", "", None, "t", True, None, None, 5, [])
+    values = msg.encode(joins)
+    values["agent"]["left"] = {"generation": 1, "how": "lost", "offer_port": 3, "told": None}
+    with pytest.raises(ValueError, match=r"^agent: `left`: `how` is 'lost'"):
+        msg.decode(values, msg.Hello)

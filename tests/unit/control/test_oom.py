@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.control.oom import OomWatch
+from seatrial.control.agent.oom import OomWatch
 
 
 def write(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seatrial.base.errors import InternalError
-from seatrial.control.policy import (
+from seatrial.control.machine.policy import (
     drain_command,
     load,
     policy,
@@ -20,7 +20,7 @@ from seatrial.control.policy import (
 )
 from seatrial.hardware.xid import catalogue, parse
 
-TEXT = files("seatrial.control").joinpath("policy.toml").read_text(encoding="utf-8")
+TEXT = files("seatrial.control.machine").joinpath("policy.toml").read_text(encoding="utf-8")
 
 
 def test_every_rule_has_a_source_and_a_class() -> None:

@@ -1,4 +1,4 @@
-"""control/state.json as the next coordinator finds it: whole, damaged, or no file at all. It is never ended by it."""
+"""The state of a term as the next coordinator finds it: whole, damaged, or no file at all. It is never ended by it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_was_remembered_is_believed(begin: Begin) -> None:
 @pytest.mark.parametrize("seed", range(200))
 def test_damage_does_not_end_the_next_coordinator(begin: Begin, seed: int) -> None:
     term = running(begin)
-    rng, state = random.Random(seed), term.folder.control_state
+    rng, state = random.Random(seed), term.coordinator.hold.state
     text = state.read_text()
     if rng.random() < 0.1:
         text = text[: rng.randrange(len(text))]
@@ -76,7 +76,7 @@ def test_damage_does_not_end_the_next_coordinator(begin: Begin, seed: int) -> No
 @pytest.mark.parametrize("made", ["pipe", "folder", "link", "deep", "null"])
 def test_what_is_no_state_is_none(begin: Begin, made: str, capfd: pytest.CaptureFixture[str]) -> None:
     term = running(begin)
-    state = term.folder.control_state
+    state = term.coordinator.hold.state
     text = state.read_text()
     state.unlink()
     if made == "pipe":
@@ -91,4 +91,6 @@ def test_what_is_no_state_is_none(begin: Begin, made: str, capfd: pytest.Capture
     following = begin()
     assert following.coordinator.executor.world is None
     told = capfd.readouterr().err
+    if made == "deep":
+        state = following.coordinator.hold.state  # it was taken over as it was
     assert made == "null" or f"{state} is not used: " in told

@@ -10,11 +10,12 @@ import pytest
 
 from seatrial.checkpoint.local_place import LocalPlace
 from seatrial.checkpoint.memory import layout_key
-from seatrial.control import transfer
-from seatrial.control.snapshots import SnapshotMap
-from seatrial.control.world import World
+from seatrial.control.machine.world import World
+from seatrial.control.snapshots import transfer
+from seatrial.control.snapshots.snapshot_map import SnapshotMap
 from seatrial.job.layout import Layout
 from seatrial.job.shapes import Shape
+from seatrial.record import messages as msg
 from seatrial.record.folder import RunFolder
 
 LAYOUT = Layout(shard=2, tensor=2)
@@ -31,7 +32,10 @@ class Peers(dict[int, Any]):
     """Those that are here."""
 
     def __init__(self, *nodes: int) -> None:
-        super().__init__({n: SimpleNamespace(address=f"10.0.0.{n}", port=1000 + n) for n in nodes})
+        super().__init__(dict.fromkeys(nodes))
+
+    def address(self, node: int) -> msg.AgentAddress:
+        return msg.AgentAddress(node, f"10.0.0.{node}", 1000 + node)
 
 
 class Map:
@@ -39,7 +43,7 @@ class Map:
 
     def __init__(self, folder: Path) -> None:
         self.folder = RunFolder(folder)
-        self.sent: list[tuple[int, dict[str, Any]]] = []
+        self.sent: list[tuple[int, msg.Flush]] = []
         self.gone: set[int] = set()
         self.flushed: list[tuple[int, bool, str]] = []
         self.places = ["s3://bucket/trial", str(folder / "fallback")]
@@ -47,7 +51,8 @@ class Map:
             self.folder, ["s3://bucket/trial"], True, self._send, lambda *what: self.flushed.append(what)
         )
 
-    def _send(self, node: int, message: dict[str, Any]) -> bool:
+    def _send(self, node: int, message: msg.ToAgent) -> bool:
+        assert isinstance(message, msg.Flush)
         if node in self.gone:
             self.map.lost(node)  # the loss is told from within
             return False
@@ -66,8 +71,8 @@ class Map:
         return World.make(3, {0: 0, 1: 1}, SHAPES, 0, 2)
 
     def part(self, rank: int, step: int = 10, **more: Any) -> None:
-        values = {"rank": rank, "step": step, "ok": True, "message": "", "place": self.places[0]}
-        self.map.part({**values, **more})
+        values: dict[str, Any] = {"place": self.places[0], "ok": True, "message": ""}
+        self.map.part(msg.Part(rank, step, **values | more))
 
 
 @pytest.fixture
@@ -123,27 +128,27 @@ def flush(held: Map, children: Children) -> None:
 
 def test_who_has_its_own_fetches_nothing(held: Map) -> None:
     held.both_hold()
-    assert held.map.fetches(0, [0, 1], LAYOUT, Peers(0, 1)) == []  # type: ignore[arg-type]
+    assert held.map.fetches({0: [0, 1]}, LAYOUT, Peers(0, 1))[0] == []  # type: ignore[arg-type]
 
 
 def test_a_spare_fetches_from_the_buddy_of_the_lost_node(held: Map) -> None:
     held.both_hold()
     held.map.lost(1)
     held.holds(2)
-    found = held.map.fetches(2, [2, 3], LAYOUT, Peers(0, 2))  # type: ignore[arg-type]
-    assert [(f["local"], f["snapshot"]["rank"], f["snapshot"]["step"]) for f in found] == [
+    found = held.map.fetches({2: [2, 3]}, LAYOUT, Peers(0, 2))[2]  # type: ignore[arg-type]
+    assert [(f.local, f.snapshot["rank"], f.snapshot["step"]) for f in found] == [
         (0, 2, 10),
         (1, 3, 10),
     ]
-    assert found[0]["from"] == {"address": "10.0.0.0", "port": 1000}
+    assert found[0].source == msg.AgentAddress(0, "10.0.0.0", 1000)
 
 
 def test_a_copy_counts_as_fetched_only_in_the_ranks_own_file(held: Map) -> None:
     """A spare that was the buddy holds copies: its ranks look into their own files."""
     held.holds(0, *(entry(r, 10, own=r < 2) for r in range(2)))
     held.holds(2, *(entry(r, 10, own=False) for r in (2, 3)))
-    found = held.map.fetches(2, [2, 3], LAYOUT, Peers(0, 2))  # type: ignore[arg-type]
-    assert [f["snapshot"]["rank"] for f in found] == [2, 3]
+    found = held.map.fetches({2: [2, 3]}, LAYOUT, Peers(0, 2))[2]  # type: ignore[arg-type]
+    assert [f.snapshot["rank"] for f in found] == [2, 3]
 
 
 def test_the_newest_that_somebody_has_of_every_rank(held: Map) -> None:
@@ -151,16 +156,16 @@ def test_the_newest_that_somebody_has_of_every_rank(held: Map) -> None:
     held.holds(
         0, entry(0, 10, own=True), entry(1, 10, own=True), entry(0, 20, own=True), entry(1, 20, own=True)
     )
-    found = held.map.fetches(0, [2, 3], LAYOUT, Peers(0, 1))  # type: ignore[arg-type]
-    assert {f["snapshot"]["step"] for f in found} == {10}
+    found = held.map.fetches({0: [2, 3]}, LAYOUT, Peers(0, 1))[0]  # type: ignore[arg-type]
+    assert {f.snapshot["step"] for f in found} == {10}
 
 
 def test_nothing_common_or_nobody_who_has_it_is_left_to_the_disk(held: Map) -> None:
     held.holds(0, entry(0, 10, own=True), entry(1, 10, own=True))
-    assert held.map.fetches(1, [2, 3], LAYOUT, Peers(0, 1)) == []  # type: ignore[arg-type]
+    assert held.map.fetches({1: [2, 3]}, LAYOUT, Peers(0, 1))[1] == []  # type: ignore[arg-type]
     held.both_hold()
-    assert held.map.fetches(2, [2, 3], LAYOUT, Peers(2)) == [], "they are not here"  # type: ignore[arg-type]
-    assert held.map.fetches(2, [2, 3], Layout(shard=4), Peers(0, 1)) == []  # type: ignore[arg-type]
+    assert held.map.fetches({2: [2, 3]}, LAYOUT, Peers(2))[2] == [], "they are not here"  # type: ignore[arg-type]
+    assert held.map.fetches({2: [2, 3]}, Layout(shard=4), Peers(0, 1))[2] == []  # type: ignore[arg-type]
 
 
 REPLICAS = Layout(replicate=2, tensor=2)
@@ -174,20 +179,20 @@ def own_state(node: int, step: int = 10) -> list[dict[str, Any]]:
 def test_what_a_lost_node_alone_held_comes_from_its_replica(held: Map) -> None:
     held.holds(0, *own_state(0))
     held.holds(1, *own_state(1))
-    assert held.map.fetches(1, [2, 3], REPLICAS, Peers(0, 1)) == []  # type: ignore[arg-type]
+    assert held.map.fetches({1: [2, 3]}, REPLICAS, Peers(0, 1))[1] == []  # type: ignore[arg-type]
     held.map.lost(1)
-    found = held.map.fetches(2, [2, 3], REPLICAS, Peers(0, 2))  # type: ignore[arg-type]
-    assert [(f["local"], f["snapshot"]["rank"]) for f in found] == [(0, 0), (1, 1)]
-    assert {f["from"]["address"] for f in found} == {"10.0.0.0"}
+    found = held.map.fetches({2: [2, 3]}, REPLICAS, Peers(0, 2))[2]  # type: ignore[arg-type]
+    assert [(f.local, f.snapshot["rank"]) for f in found] == [(0, 0), (1, 1)]
+    assert {f.source.address for f in found} == {"10.0.0.0"}
     other = Layout(shard=2, tensor=2)
     held.holds(0, *(entry(rank, 10, own=True, layout=other) for rank in (0, 1)))
-    assert held.map.fetches(2, [2, 3], other, Peers(0, 2)) == [], "a shard is no replica"  # type: ignore[arg-type]
+    assert held.map.fetches({2: [2, 3]}, other, Peers(0, 2))[2] == [], "a shard is no replica"  # type: ignore[arg-type]
 
 
 def test_a_ranks_own_state_goes_before_a_replicas(held: Map) -> None:
     held.holds(0, *own_state(0), *(dict(e, own=False) for e in own_state(1)))
-    found = held.map.fetches(2, [2, 3], REPLICAS, Peers(0, 2))  # type: ignore[arg-type]
-    assert [f["snapshot"]["rank"] for f in found] == [2, 3]
+    found = held.map.fetches({2: [2, 3]}, REPLICAS, Peers(0, 2))[2]  # type: ignore[arg-type]
+    assert [f.snapshot["rank"] for f in found] == [2, 3]
 
 
 def test_a_replica_writes_to_disk_for_the_ranks_that_are_gone(held: Map, children: Children) -> None:
@@ -196,7 +201,7 @@ def test_a_replica_writes_to_disk_for_the_ranks_that_are_gone(held: Map, childre
     held.map.flush(world)
     held.map.reaped(1)
     ((node, message),) = held.sent
-    orders = message["flush"]["snapshots"]
+    orders = message.snapshots
     assert (node, [(o["rank"], o.get("replica")) for o in orders]) == (
         1,
         [(2, [0, True]), (3, [1, True]), (2, None), (3, None)],
@@ -214,12 +219,12 @@ def test_each_writes_its_own_and_then_it_is_published(held: Map, children: Child
     held.map.flush(held.world())
     assert (held.sent, children.began) == ([], ["look"])
     assert held.map.reaped(1)
-    orders = {node: message["flush"] for node, message in held.sent}
-    assert {node: [e["rank"] for e in order["snapshots"]] for node, order in orders.items()} == {
+    orders = dict(held.sent)
+    assert {node: [e["rank"] for e in order.snapshots] for node, order in orders.items()} == {
         0: [0, 1],
         1: [2, 3],
     }
-    assert {(o["step"], o["generation"], o["place"], o["read_back"]) for o in orders.values()} == {
+    assert {(o.step, o.generation, o.place, o.read_back) for o in orders.values()} == {
         (10, 3, held.places[0], True)
     }
     for rank in (3, 0, 1):
@@ -285,7 +290,7 @@ def test_a_part_that_cannot_be_written_ends_it_once(held: Map, children: Childre
 
 
 @pytest.mark.parametrize("fails", ["part", "publish"])
-def test_where_the_first_place_does_not_take_it_the_fallback_does(
+def test_flush_uses_the_fallback_when_the_first_place_fails(
     held: Map, children: Children, fails: str
 ) -> None:
     held.map._places = held.places
@@ -300,7 +305,7 @@ def test_where_the_first_place_does_not_take_it_the_fallback_does(
         held.map.reaped(2)
         children.answer = {"ok": True, "message": ""}
     held.part(0)  # of the first place
-    assert [m["flush"]["place"] for _, m in held.sent] == [held.places[0]] * 2 + [held.places[1]] * 2
+    assert [m.place for _, m in held.sent] == [held.places[0]] * 2 + [held.places[1]] * 2
     for rank in range(4):
         held.part(rank, place=held.places[1])
     assert children.published[-1] == (10, 3, 1, held.places[1])
@@ -308,9 +313,7 @@ def test_where_the_first_place_does_not_take_it_the_fallback_does(
     assert held.flushed == [(10, True, "the state after step 10 went from memory to disk")]
 
 
-def test_the_loss_of_a_node_that_writes_ends_it_and_that_of_another_does_not(
-    held: Map, children: Children
-) -> None:
+def test_flush_fails_only_when_a_writing_node_is_lost(held: Map, children: Children) -> None:
     held.both_hold()
     held.holds(2)
     flush(held, children)
@@ -342,7 +345,7 @@ def test_a_node_that_goes_while_it_is_asked(held: Map, children: Children) -> No
     assert [ok for _, ok, _ in held.flushed] == [False], "told once"
 
 
-def test_the_end_of_an_earlier_publication_is_not_taken_for_this_one(held: Map, children: Children) -> None:
+def test_end_of_an_earlier_publication_does_not_end_the_current(held: Map, children: Children) -> None:
     held.both_hold(10)
     flush(held, children)
     for rank in range(4):

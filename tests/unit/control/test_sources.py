@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from seatrial.base import process
-from seatrial.control import probe, sources
-from seatrial.control.external import Child
-from seatrial.control.kernel_log import KernelLog
-from seatrial.control.sources import KMSG, Signal, Sources, gpu_addresses
-from seatrial.control.xid_gate import BURST_S, HOLD_S, NVML_HOLD_S, RECORD_BURST_S, XidGate
+from seatrial.control.agent.external import Child
+from seatrial.control.hardware import probe, sources
+from seatrial.control.hardware.kernel_log import KernelLog
+from seatrial.control.hardware.sources import KMSG, Signal, Sources, gpu_addresses
+from seatrial.control.hardware.xid_gate import BURST_S, HOLD_S, NVML_HOLD_S, RECORD_BURST_S, XidGate
 from seatrial.hardware.xid import XidMessage, parse
 
 NOWHERE = Path("/nowhere at all")
@@ -276,7 +276,7 @@ def test_a_message_in_the_log_becomes_a_signal(tmp_path: Path, made: list[Source
     assert first.evidence["pid"] == 7
     assert first.evidence["process"] == "python"
     assert first.evidence["logged"] == "5.000000"
-    assert first.to_message()["signal"] == "xid:79"
+    assert first.signal == "xid:79"
     assert (second.signal, second.gpu) == ("sxid:nonfatal", None)
 
 
@@ -479,8 +479,8 @@ def test_a_hanging_nvidia_smi_is_given_up(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_findings_that_go_on_are_told_again_later() -> None:
     reminder = probe._Reminder()
-    finding = probe.Finding("retransmissions", "mlx5_0/1", "text", {"deltas": {}})
-    other = probe.Finding("congestion", "mlx5_0/1", "text", {})
+    finding = probe.PortFault("retransmissions", "mlx5_0/1", "text", {"deltas": {}})
+    other = probe.PortFault("congestion", "mlx5_0/1", "text", {})
     told = [len(reminder.new([finding], t)) for t in (0.0, 10.0, probe.REMIND_S - 1, probe.REMIND_S)]
     assert told == [1, 0, 0, 1]
     assert len(reminder.new([finding, other], probe.REMIND_S + 10)) == 1

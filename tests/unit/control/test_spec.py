@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.control.reports import Report
-from seatrial.control.spec import AgentSpec, clean_environment, parse_agent_arguments
+from seatrial.control.agent.environment import assignments
+from seatrial.control.agent.spec import AgentSpec, clean_environment, parse_agent_arguments
+from seatrial.control.coordinator.reports import Report
+from seatrial.job import Job, job_from_text, preset_text
+
+
+def job(*overrides: str) -> Job:
+    text = preset_text("first-voyage")
+    return job_from_text(text, name="job.toml", base_folder=Path("/jobs"), overrides=overrides)
 
 
 def spec(**changes: object) -> AgentSpec:
@@ -29,21 +36,26 @@ def spec(**changes: object) -> AgentSpec:
 def test_the_command_line_says_it_all() -> None:
     for original in (
         spec(),
-        spec(interface="lo", worker_module="other.worker", device="cuda", address="10.77.0.2", spares=0),
+        spec(
+            interface="lo",
+            worker_module="other.worker",
+            device="cuda",
+            address="10.77.0.2",
+            spares=0,
+        ),
     ):
         command = original.agent_command()
         assert command[:4] == [sys.executable, "-P", "-m", "seatrial.control.agent"]
-        parsed, options = parse_agent_arguments([*command[4:], "--channel", "5", "--parent", "77"])
-        assert parsed == original
-        assert (options.channel, options.parent) == (5, 77)
+        assert parse_agent_arguments(command[4:]) == (original, False)
+        assert parse_agent_arguments([*command[4:], "--attended"]) == (original, True)
 
 
-def test_a_rank_gets_torchruns_variables_for_the_place_it_has_now() -> None:
+def test_rank_gets_torchrun_variables_for_its_current_position() -> None:
     """Node 2 is a spare that took the first place, after the run shrank to one."""
-    environment = spec(node=2).worker_environment(
+    variables = spec(node=2).worker_environment(
         rank=3, local_rank=3, world_size=4, slot=0, slots=1, master_addr="10.77.0.3", master_port=20123
     )
-    assert environment == {
+    assert assignments(variables) == {
         "RANK": "3",
         "LOCAL_RANK": "3",
         "WORLD_SIZE": "4",
@@ -58,23 +70,32 @@ def test_a_rank_gets_torchruns_variables_for_the_place_it_has_now() -> None:
 def test_logs_lie_by_generation_and_node() -> None:
     assert str(spec().rank_log(7, 6)) == "/r/first voyage/logs/000007/node1/rank6.log"
     assert str(spec().log) == "/r/first voyage/logs/000002/node1/agent.log"
-    assert str(spec().nursery_log) == "/r/first voyage/logs/000002/node1/nursery.log"
+    assert str(spec().fork_server_log) == "/r/first voyage/logs/000002/node1/nursery.log"
 
 
-def test_collectives_are_remembered() -> None:
-    """Both names: which of them torch reads depends on its version."""
-    environment = spec().node_environment()
-    assert environment["TORCH_FR_BUFFER_SIZE"] == "2000"
+def test_the_environment_follows_the_host_and_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seatrial.control.agent.spec.usable_cores", lambda: 64)
+    cpu = assignments(spec(interface="lo").node_environment(job(), {}).variables)
+    assert (cpu["OMP_NUM_THREADS"], cpu["TORCH_FR_BUFFER_SIZE"], cpu["GLOO_SOCKET_IFNAME"]) == (
+        "1",
+        "2000",
+        "lo",
+    )
+    made = spec(device="cuda").node_environment(job("resilience.first_step_s=4000"), {})
+    cuda = assignments(made.variables)
+    assert (cuda["OMP_NUM_THREADS"], cuda["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) == ("16", "4300")
+    assert cuda["TORCH_FR_DUMP_TEMP_FILE"] == "/r/first voyage/logs/000002/node1/flight-rank"
+    assert len(made.facts) == 3
+    assert spec().node_environment(job(), {}).facts == []
 
 
-def test_a_cpu_rank_has_one_thread_and_gpu_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    assert spec().node_environment()["OMP_NUM_THREADS"] == "1"
-    assert spec(device="cuda").node_environment()["OMP_NUM_THREADS"] == "16"
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert spec().node_environment()["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in spec(device="cuda").node_environment(), "what the user says is kept"
+def test_torch_gives_up_a_collective_later_than_a_hang_is_found() -> None:
+    for first_step_s, timeout_s in ((60, 600), (1800, 2100), (4000.5, 4301)):
+        made = job(f"resilience.first_step_s={first_step_s}")
+        assert made.collective_timeout_s == timeout_s
+        assert made.resilience.hang_min_s <= made.resilience.first_step_s, (
+            "so the first step's limit is the longest"
+        )
 
 
 def test_an_outer_torchruns_store_is_forgotten() -> None:

@@ -20,13 +20,17 @@ from seatrial.checkpoint import memory
 from seatrial.checkpoint.manifest import folder_name
 from seatrial.checkpoint.memory import Snapshot, layout_key
 from seatrial.checkpoint.verified import verify
-from seatrial.control import transfer, wire
-from seatrial.control.keeper import Held, Keeper
-from seatrial.control.transfer import Moving
+from seatrial.control.net import wire
+from seatrial.control.snapshots import transfer
+from seatrial.control.snapshots.snapshot_buffers import Held, SnapshotBuffers
+from seatrial.control.snapshots.transfer import Moving
 from seatrial.job import load_job
 from seatrial.job.layout import Layout
+from seatrial.record import messages as msg
 from seatrial.record.folder import RunFolder
 from seatrial.record.inputs import freeze
+
+pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
 
 SECRET = b"s" * 32
 WAIT_S = 20.0
@@ -39,14 +43,14 @@ def nothing_left() -> Iterator[None]:
     files, children = set(os.listdir("/proc/self/fd")), process.descendants(os.getpid())
     yield
     assert process.descendants(os.getpid()) == children
-    assert set(os.listdir("/proc/self/fd")) == files
+    assert set(os.listdir("/proc/self/fd")) <= files
 
 
 @pytest.fixture
-def keeper() -> Iterator[Keeper]:
-    keeper = Keeper(1)
-    yield keeper
-    keeper.close()
+def snapshot_buffers() -> Iterator[SnapshotBuffers]:
+    snapshot_buffers = SnapshotBuffers(1)
+    yield snapshot_buffers
+    snapshot_buffers.close()
 
 
 @pytest.fixture
@@ -82,84 +86,99 @@ def end(moving: Moving) -> dict[str, Any]:
     return answer
 
 
-def room(keeper: Keeper, connection: wire.Incoming) -> int:
-    fd = keeper.room(Snapshot.from_message(connection.hello))
+def receive(snapshot_buffers: SnapshotBuffers, connection: wire.Incoming) -> Moving:
+    """Take what is announced, as the snapshot service does."""
+    announced = Snapshot.from_message(connection.hello["snapshot"])
+    fd = snapshot_buffers.room(announced)
     assert fd is not None
-    return fd
+    return transfer.receive(connection, fd, announced)
 
 
-def register(keeper: Keeper, moving: Moving, answer: dict[str, Any]) -> None:
+def gives(snapshot: Snapshot, **more: Any) -> dict[str, Any]:
+    """What a giver says first."""
+    return msg.encode(msg.GivesSnapshot(**snapshot.summary() | more))
+
+
+def header(snapshot: Snapshot) -> dict[str, Any]:
+    return msg.encode(msg.SnapshotHeader(snapshot.to_message()))
+
+
+def register(snapshot_buffers: SnapshotBuffers, moving: Moving, answer: dict[str, Any]) -> None:
     assert moving.fd is not None
-    keeper.filled(moving.fd, Snapshot.from_message(answer["snapshot"]) if answer["ok"] else None)
+    snapshot_buffers.filled(moving.fd, Snapshot.from_message(answer["snapshot"]) if answer["ok"] else None)
 
 
-def test_a_copy_goes_to_another_node(held: Held, keeper: Keeper, listener: wire.Listener) -> None:
-    giving = transfer.push(held, "127.0.0.1", listener.port, SECRET, {"node": 4})
+def test_a_copy_goes_to_another_node(
+    held: Held, snapshot_buffers: SnapshotBuffers, listener: wire.Listener
+) -> None:
+    giving = transfer.push(held, "127.0.0.1", listener.port, SECRET)
     connection = incoming(listener)
-    assert (connection.hello["role"], connection.hello["node"]) == ("snapshot", 4)
-    taking = transfer.receive(connection, room(keeper, connection))
-    assert keeper.held() == []
+    taking = receive(snapshot_buffers, connection)
+    assert snapshot_buffers.held() == []
     answer = end(taking)
     assert end(giving)["ok"]
-    register(keeper, taking, answer)
-    copy = keeper.find(3, 10, 1, KEY)
+    register(snapshot_buffers, taking, answer)
+    copy = snapshot_buffers.find(3, 10, 1, KEY)
     assert copy is not None
     assert not copy.own
     assert copy.snapshot.index == held.snapshot.index
     assert os.pread(copy.fd, held.snapshot.bytes + 1, 0) == os.pread(held.fd, held.snapshot.bytes + 1, 0)
 
 
-def test_a_new_node_fetches_what_another_holds(held: Held, keeper: Keeper, listener: wire.Listener) -> None:
+def test_a_new_node_fetches_what_another_holds(
+    held: Held, snapshot_buffers: SnapshotBuffers, listener: wire.Listener
+) -> None:
     wanted = Snapshot.from_message(json.loads(json.dumps(held.snapshot.summary())))
-    fd = keeper.room(wanted, local=0)
+    fd = snapshot_buffers.room(wanted, local=0)
     assert fd is not None
     taking = transfer.fetch(wanted, fd, "127.0.0.1", listener.port, SECRET)
     connection = incoming(listener)
-    assert connection.hello["role"] == "fetch"
-    assert Snapshot.from_message(connection.hello) == held.snapshot
+    assert connection.hello == {"fetch": held.snapshot.summary()}
     giving = transfer.serve(connection, held)
     answer = end(taking)
     assert end(giving)["ok"]
-    register(keeper, taking, answer)
-    (entry,) = keeper.entries_for(0, 3, LAYOUT.as_dict())
-    memory.verify(keeper.fds(0)[entry["slot"]], entry)
-    copy = keeper.find(3, 10, 1, KEY)
+    register(snapshot_buffers, taking, answer)
+    (entry,) = snapshot_buffers.entries_for(0, 3, LAYOUT.as_dict())
+    memory.verify(snapshot_buffers.fds(0)[entry["slot"]], entry)
+    copy = snapshot_buffers.find(3, 10, 1, KEY)
     assert copy is not None
     assert copy.snapshot.index == held.snapshot.index
 
 
-def test_what_nobody_has_any_more(held: Held, keeper: Keeper, listener: wire.Listener) -> None:
-    fd = keeper.room(held.snapshot, local=0)
+def test_what_nobody_has_any_more(
+    held: Held, snapshot_buffers: SnapshotBuffers, listener: wire.Listener
+) -> None:
+    fd = snapshot_buffers.room(held.snapshot, local=0)
     assert fd is not None
     taking = transfer.fetch(held.snapshot, fd, "127.0.0.1", listener.port, SECRET)
     assert end(transfer.serve(incoming(listener), None))["ok"]
     answer = end(taking)
     assert answer["message"] == "the other side does not have step 10 of rank 3"
-    register(keeper, taking, answer)
-    assert keeper.held() == []
+    register(snapshot_buffers, taking, answer)
+    assert snapshot_buffers.held() == []
 
 
-def test_a_node_that_holds_a_copy_of_what_it_is_to_run(held: Held, keeper: Keeper) -> None:
-    fd = keeper.room(held.snapshot, local=0)
+def test_a_node_that_holds_a_copy_of_what_it_is_to_run(held: Held, snapshot_buffers: SnapshotBuffers) -> None:
+    fd = snapshot_buffers.room(held.snapshot, local=0)
     assert fd is not None
     moving = transfer.copy(held, fd)
-    register(keeper, moving, end(moving))
-    assert [e["step"] for e in keeper.entries_for(0, 3, LAYOUT.as_dict())] == [10]
+    register(snapshot_buffers, moving, end(moving))
+    assert [e["step"] for e in snapshot_buffers.entries_for(0, 3, LAYOUT.as_dict())] == [10]
 
 
 def test_a_file_that_is_written_over_on_the_way_is_not_taken(
-    held: Held, keeper: Keeper, listener: wire.Listener
+    held: Held, snapshot_buffers: SnapshotBuffers, listener: wire.Listener
 ) -> None:
     """The rank has begun its next snapshot in the file that is being sent."""
     put(held.fd, rank=3, step=30, size=3_000_000)
     giving = transfer.push(held, "127.0.0.1", listener.port, SECRET)
     connection = incoming(listener)
-    taking = transfer.receive(connection, room(keeper, connection))
+    taking = receive(snapshot_buffers, connection)
     answer = end(taking)
-    assert "what came has XXH3-128" in answer["message"]
+    assert "the received data has XXH3-128" in answer["message"]
     assert not end(giving)["ok"]
-    register(keeper, taking, answer)
-    assert keeper.held() == []
+    register(snapshot_buffers, taking, answer)
+    assert snapshot_buffers.held() == []
 
 
 def speak(body: Callable[[], None]) -> threading.Thread:
@@ -169,41 +188,47 @@ def speak(body: Callable[[], None]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("sent", [0, 1, 8, 2_000_000])
-def test_a_stream_that_ends_early(held: Held, keeper: Keeper, listener: wire.Listener, sent: int) -> None:
+def test_a_stream_that_ends_early(
+    held: Held, snapshot_buffers: SnapshotBuffers, listener: wire.Listener, sent: int
+) -> None:
     def half() -> None:
-        hello = {**held.snapshot.summary(), "role": "snapshot"}
+        hello = gives(held.snapshot)
         session = wire.dial("127.0.0.1", listener.port, SECRET, hello, WAIT_S)
-        session.send({"snapshot": held.snapshot.to_message()})
+        session.send(header(held.snapshot))
         session.sock.sendall(os.pread(held.fd, sent, 0))
         session.close()
 
     thread = speak(half)
     connection = incoming(listener)
-    taking = transfer.receive(connection, room(keeper, connection))
+    taking = receive(snapshot_buffers, connection)
     answer = end(taking)
     thread.join()
     assert answer["message"] == f"the stream ended {held.snapshot.bytes - sent} bytes early"
-    register(keeper, taking, answer)
-    assert keeper.held() == []
+    register(snapshot_buffers, taking, answer)
+    assert snapshot_buffers.held() == []
 
 
-def test_another_snapshot_than_was_announced(held: Held, keeper: Keeper, listener: wire.Listener) -> None:
+def test_another_snapshot_than_was_announced(
+    held: Held, snapshot_buffers: SnapshotBuffers, listener: wire.Listener
+) -> None:
     def other() -> None:
-        hello = {**held.snapshot.summary(), "role": "snapshot", "rank": 4}
+        hello = gives(held.snapshot, rank=4)
         session = wire.dial("127.0.0.1", listener.port, SECRET, hello, WAIT_S)
-        session.send({"snapshot": held.snapshot.to_message()})
+        session.send(header(held.snapshot))
         with pytest.raises(ConnectionError):
             session.receive()
         session.close()
 
     thread = speak(other)
     connection = incoming(listener)
-    answer = end(transfer.receive(connection, room(keeper, connection)))
+    answer = end(receive(snapshot_buffers, connection))
     thread.join()
     assert "wanted was Snapshot(rank=4" in answer["message"]
 
 
-def test_a_stranger_is_refused_and_finds_no_one(held: Held, keeper: Keeper, listener: wire.Listener) -> None:
+def test_a_stranger_is_refused_and_finds_no_one(
+    held: Held, snapshot_buffers: SnapshotBuffers, listener: wire.Listener
+) -> None:
     giving = transfer.push(held, "127.0.0.1", listener.port, b"x" * 32)
     connection = incoming(listener, wanted="refused")
     assert connection.hello == {}
@@ -231,35 +256,36 @@ def test_nobody_listens(held: Held) -> None:
 
 
 def test_kill_9_of_one_that_takes_leaves_the_file_invalid(
-    held: Held, keeper: Keeper, listener: wire.Listener
+    held: Held, snapshot_buffers: SnapshotBuffers, listener: wire.Listener
 ) -> None:
-    hello = {**held.snapshot.summary(), "role": "snapshot"}
-    sessions: list[wire.Session] = []
+    hello = gives(held.snapshot)
+    sessions: list[wire.BlockingLink] = []
     thread = speak(lambda: sessions.append(wire.dial("127.0.0.1", listener.port, SECRET, hello, WAIT_S)))
     connection = incoming(listener)
     thread.join()
     (session,) = sessions
-    fd = room(keeper, connection)
-    taking = transfer.receive(connection, fd)
-    session.send({"snapshot": held.snapshot.to_message()})
+    taking = receive(snapshot_buffers, connection)
+    session.send(header(held.snapshot))
     session.sock.sendall(os.pread(held.fd, 1_000_000, 0))
     process.signal_group(taking.pid, signal.SIGKILL)
     answer = end(taking)
     session.close()
     assert answer["message"] == "the process for this receive was killed"
-    register(keeper, taking, answer)
-    assert keeper.held() == []
+    register(snapshot_buffers, taking, answer)
+    assert snapshot_buffers.held() == []
 
 
-def test_a_child_holds_none_of_the_agents_files(held: Held, keeper: Keeper, listener: wire.Listener) -> None:
+def test_a_child_holds_none_of_the_agents_files(
+    held: Held, snapshot_buffers: SnapshotBuffers, listener: wire.Listener
+) -> None:
     """A connection that the agent closes must end for the other side, whatever children run."""
     ours, theirs = os.pipe()
-    session: list[wire.Session] = []
-    hello = {**held.snapshot.summary(), "role": "snapshot"}
+    session: list[wire.BlockingLink] = []
+    hello = gives(held.snapshot)
     thread = speak(lambda: session.append(wire.dial("127.0.0.1", listener.port, SECRET, hello, WAIT_S)))
     connection = incoming(listener)
     thread.join()
-    taking = transfer.receive(connection, room(keeper, connection))
+    taking = receive(snapshot_buffers, connection)
     os.close(theirs)
     assert select.select([ours], [], [], WAIT_S)[0]
     assert os.read(ours, 1) == b"", "the child has let go of its copy"

@@ -13,9 +13,9 @@ import pytest
 from memory_files import put
 
 from hung_mount import HungMount
-from seatrial.control import transfer
-from seatrial.control.keeper import Held
-from seatrial.control.transfer import Moving
+from seatrial.control.snapshots import transfer
+from seatrial.control.snapshots.snapshot_buffers import Held
+from seatrial.control.snapshots.transfer import Moving
 
 WAIT_S = 20.0
 

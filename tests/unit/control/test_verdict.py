@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seatrial.control.reports import Report
-from seatrial.control.verdict import first_failure
+from seatrial.control.coordinator.first_failure import first_failure
+from seatrial.control.coordinator.reports import Report
 
 
 def ended(rank: int, time: float, status: int, **more: Any) -> Report:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from seatrial.control.machine import Finish
-from seatrial.control.verdicts import Ended, Verdicts
+from seatrial.control.coordinator.verdicts import Ended, Verdicts
+from seatrial.control.machine.types import Finish
+from seatrial.record import messages as msg
 from seatrial.record.folder import RunFolder
 
 
@@ -20,17 +21,10 @@ def verdicts(tmp_path: Path) -> Verdicts:
     return made
 
 
-def exited(rank: int | None = 2, status: int = 1, **more: Any) -> dict[str, Any]:
-    kind = "exited" if rank is not None else "nursery_exited"
-    values = {"kind": kind, "rank": rank, "generation": 3, "status": status, "time": 100.0, "signalled": None}
-    return {
-        **values,
-        "oom_killed": False,
-        "never_began": False,
-        "log": "rank.log",
-        "tail": "last words",
-        **more,
-    }
+def exited(rank: int = 2, status: int = 1, **more: Any) -> msg.RankExited:
+    values: dict[str, Any] = {"generation": 3, "local": 0, "pid": 5, "time": 100.0, "signalled": None}
+    values |= {"oom_killed": False, "ran": True, "never_began": False, "log": "rank.log"}
+    return msg.RankExited(rank=rank, status=status, **values | {"tail": "last words"} | more)
 
 
 def error(kind: str = "ValueError", message: str = "no", **more: Any) -> dict[str, Any]:
@@ -43,9 +37,9 @@ CONSEQUENCE = error("RuntimeError", "Connection closed by peer", consequence=Tru
 
 def failed(verdicts: Verdicts, message: str = "too few nodes") -> dict[str, Any]:
     outcome = verdicts.outcome(Finish("failed", message), term=4)
-    assert (outcome["exit_code"], outcome["term"]) == (outcome["failure"]["exit_code"], 4)
-    failure: dict[str, Any] = outcome["failure"]
-    return failure
+    assert outcome.failure is not None
+    assert (outcome.exit_code, outcome.term) == (outcome.failure["exit_code"], 4)
+    return outcome.failure
 
 
 @pytest.mark.parametrize(
@@ -63,7 +57,7 @@ def failed(verdicts: Verdicts, message: str = "too few nodes") -> dict[str, Any]
     ],
     ids=["exit", "killed", "oom", "crash", "error", "consequence"],
 )
-def test_an_end_and_its_signal(verdicts: Verdicts, values: dict[str, Any], wanted: Any) -> None:
+def test_an_end_and_its_signal(verdicts: Verdicts, values: msg.RankExited, wanted: Any) -> None:
     ended = verdicts.ended(1, values)
     assert isinstance(ended, Ended)
     assert (ended.signal, ended.cause, ended.consequence) == wanted
@@ -82,7 +76,7 @@ def test_an_end_and_its_signal(verdicts: Verdicts, values: dict[str, Any], wante
     ],
     ids=["in order", "killed by us", "failed when stopped", "never began", "of another generation"],
 )
-def test_what_is_no_failure(verdicts: Verdicts, values: dict[str, Any]) -> None:
+def test_what_is_no_failure(verdicts: Verdicts, values: msg.RankExited) -> None:
     assert verdicts.ended(1, values) is None
     assert failed(verdicts)["rank"] is None
 
@@ -93,13 +87,13 @@ def test_an_error_before_our_signal_counts(verdicts: Verdicts) -> None:
     assert failed(verdicts)["cause"] == "ValueError: no"
 
 
-def test_a_nursery_is_its_nodes_failure(verdicts: Verdicts) -> None:
-    ended = verdicts.ended(1, exited(rank=None, status=-9))
+def test_a_fork_server_is_its_nodes_failure(verdicts: Verdicts) -> None:
+    ended = verdicts.ended(1, msg.ForkServerExited(5, -9, 100.0, oom_killed=False, generation=3))
     assert ended is not None
-    assert (ended.event, ended.cause) == ("nursery_failed", "its nursery was killed by SIGKILL")
+    assert (ended.event, ended.cause) == ("nursery_failed", "its fork server was killed by SIGKILL")
     failure = failed(verdicts)
     assert (failure["node"], failure["rank"]) == (1, None)
-    assert failure["cause"] == "the nursery was killed by SIGKILL"
+    assert failure["cause"] == "the fork server was killed by SIGKILL"
 
 
 def test_of_many_failures_the_one_of_its_own_is_told(verdicts: Verdicts) -> None:
@@ -167,4 +161,4 @@ def test_bad_input_keeps_its_exit_code_and_words(verdicts: Verdicts) -> None:
 @pytest.mark.parametrize(("how", "code"), [("done", 0), ("preempted", 75), ("interrupted", 130)])
 def test_ends_in_order_have_no_failure(verdicts: Verdicts, how: Any, code: int) -> None:
     verdicts.ended(1, exited(status=7))
-    assert verdicts.outcome(Finish(how, ""), 1) == {"exit_code": code, "term": 1, "failure": None}
+    assert verdicts.outcome(Finish(how, ""), 1) == msg.Outcome(code, 1, None)

@@ -11,9 +11,9 @@ import pytest
 from node_processes import Node, node
 
 from seatrial.base import process, still
-from seatrial.control import watchdog
-from seatrial.control.watchdog import Watchdog
-from seatrial.control.worker import Worker
+from seatrial.control.agent import watchdog
+from seatrial.control.agent.watchdog import Watchdog
+from seatrial.control.agent.worker import Worker
 
 __all__ = ["node"]
 
@@ -48,13 +48,15 @@ def watched(node: Node, monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def test_a_stopped_fork_server_is_killed_and_comes_again(node: Node, watched: Watched) -> None:
-    node.pump.until(lambda: node.workers.nursery_ready)
-    old = node.workers.nursery
+    node.pump.until(lambda: node.workers.fork_server_ready)
+    old = node.workers.fork_server
     assert old is not None
     os.kill(old, signal.SIGSTOP)
     node.start(1, {0: ["beat"]})
-    node.pump.until(lambda: [k for k, *_ in node.told if k == "nursery_exited"])
-    assert node.values("nursery_exited")["signalled"] is None, "a failure, which is recovered from"
+    node.pump.until(lambda: [k for k, *_ in node.told if k == "fork_server_exited"])
+    assert node.values("fork_server_exited")["status"] == -signal.SIGKILL, (
+        "a failure, which is recovered from"
+    )
     ((message, data),) = watched.told
     assert message.startswith(f"the fork server (process {old}) has been stopped by a signal for")
     assert data == {"pid": old, "killed": True}
@@ -67,18 +69,18 @@ def test_a_fork_server_that_does_not_answer_is_killed(
 ) -> None:
     monkeypatch.setattr(watchdog, "_ANSWER_LOOKS", 5)
     monkeypatch.setattr(still, "STOPPED_S", 1e9)  # what keeps it from answering is not known
-    node.pump.until(lambda: node.workers.nursery_ready)
-    old = node.workers.nursery
+    node.pump.until(lambda: node.workers.fork_server_ready)
+    old = node.workers.fork_server
     assert old is not None
     for _ in range(20):
         node.pump.round(0.05)
     assert watched.told == [], "it answers"
     os.kill(old, signal.SIGSTOP)
-    node.pump.until(lambda: node.workers.nursery not in (None, old))
+    node.pump.until(lambda: node.workers.fork_server not in (None, old))
     assert "has not answered for" in watched.told[0][0]
 
 
-def test_a_stopped_rank_is_reported_once_and_left_to_the_coordinator(node: Node, watched: Watched) -> None:
+def test_stopped_rank_is_reported_once_and_not_killed(node: Node, watched: Watched) -> None:
     node.start(1, {0: ["beat"], 1: ["beat"]})
     node.pump.until(lambda: node.workers.workers[0].step and node.workers.workers[1].step)
     pid = node.workers.workers[1].pid
@@ -93,9 +95,7 @@ def test_a_stopped_rank_is_reported_once_and_left_to_the_coordinator(node: Node,
     assert watched.told == []
 
 
-def test_a_rank_that_is_stopped_when_it_is_done_is_killed_and_has_left_in_order(
-    node: Node, watched: Watched
-) -> None:
+def test_finished_rank_that_is_stopped_is_killed_as_clean_exit(node: Node, watched: Watched) -> None:
     node.start(1, {0: [{"finish": "done"}], 1: ["park"]})
     node.pump.until(node.state("finished", "parked"))
     pids = [w.pid for w in node.workers.workers.values()]
@@ -114,7 +114,7 @@ def helper() -> Iterator[int]:
     process.signal_group(pid, signal.SIGKILL)
 
 
-def test_a_stopped_transfer_is_killed_and_a_stopped_launcher_is_not(
+def test_stopped_transfer_is_killed_but_stopped_launcher_is_not(
     node: Node, watched: Watched, helper: int
 ) -> None:
     launcher = process.fork(lambda: signal.pause() or 0)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from seatrial.control.wire import Incoming, Link, Listener, Outgoing, Session, WireRefused, dial
+from seatrial.control.net.wire import BlockingLink, Incoming, Link, Listener, Outgoing, WireRefused, dial
 
 SECRET = b"s" * 32
 
@@ -50,7 +50,7 @@ def serve(listener: Listener, then: Callable[[Incoming, str], None]) -> threadin
     return thread
 
 
-def connected(listener: Listener) -> tuple[Link, Session]:
+def connected(listener: Listener) -> tuple[Link, BlockingLink]:
     """Our event loop's end and a blocking end of one connection."""
     links = []
     thread = serve(listener, lambda i, _: links.append(Link(i.sock.dup(), i._keys)))  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def test_nobody_there_is_said_at_once() -> None:
 
 
 @pytest.mark.parametrize("change", ["text", "again", "mac", "unsigned"])
-def test_a_line_that_was_changed_or_sent_again_ends_the_connection(listener: Listener, change: str) -> None:
+def test_altered_or_replayed_line_closes_the_connection(listener: Listener, change: str) -> None:
     link, session = connected(listener)
     line = session._keys.sign({"order": 1})
     altered = {
@@ -189,7 +189,7 @@ def test_the_end_of_the_other_side_is_the_end(listener: Listener) -> None:
     link.close()
 
 
-def test_a_round_trip_is_the_networks_and_not_the_time_that_the_other_process_takes(
+def test_round_trip_excludes_the_peers_processing_time(
     listener: Listener,
 ) -> None:
     """On a busy host an agent answers late. That is no fault of the network."""

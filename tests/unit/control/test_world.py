@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seatrial.control.world import World
+from seatrial.control.machine.world import World
 from seatrial.job.layout import Layout
 from seatrial.job.shapes import Shape
 
@@ -26,7 +26,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Shape], int]:
 
 
 @given(worlds())
-def test_every_rank_has_one_node_and_nodes_have_neighbouring_ranks(
+def test_each_rank_has_one_node_and_node_ranks_are_contiguous(
     made: tuple[World, list[Shape], int],
 ) -> None:
     world, _, per_node = made

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from seatrial.control.reception import Reception
-from seatrial.control.watching import Watching
-from seatrial.control.wire import Incoming, Link, Listener, _Keys
+from seatrial.control.net.acceptor import Acceptor
+from seatrial.control.net.event_loop import Watching
+from seatrial.control.net.wire import Incoming, Link, Listener, _Keys
+from seatrial.record import messages as msg
 
 SECRET = b"s" * 32
 PATIENCE_S = 10.0  # nothing takes that long unless it is broken
@@ -70,11 +71,12 @@ class Hub:
         self.listener = Listener("127.0.0.1", secret, port)
         self.port = self.listener.port
         self.answers = True
+        self.proof_age_s = 0.0
         self.hellos: list[dict[str, Any]] = []
         self.links: list[Link] = []
         self.heard: list[dict[str, Any]] = []
         self.beats: list[int] = []
-        self.reception = Reception(self.listener, pump.watch, pump.unwatch, self._proven)
+        self.acceptor = Acceptor(self.listener, pump.watch, pump.unwatch, self._proven)
 
     def _proven(self, incoming: Incoming) -> None:
         self.hellos.append(incoming.hello)
@@ -85,9 +87,10 @@ class Hub:
     def _on_link(self, link: Link) -> None:
         for message in link.receive():
             if "beat" in message:
-                self.beats.append(message["beat"])
+                number = message["beat"]["number"]
+                self.beats.append(number)
                 if self.answers:
-                    link.send({"beat": message["beat"]})
+                    link.send(msg.encode(msg.BeatReturned(number, self.proof_age_s)))
             else:
                 self.heard.append(message)
         if link.closed:
@@ -105,6 +108,20 @@ class Hub:
         if self.listener.fileno() >= 0:
             self.pump.unwatch(self.listener)
             self.listener.close()
+
+
+def agent_joins(node: int, port: int, **more: Any) -> msg.AgentJoins:
+    """What the agent of `node` says to a coordinator at first."""
+    plain: dict[str, Any] = {
+        "term": 1,
+        "node": node,
+        "address": "127.0.0.1",
+        "port": port,
+        "pid": 1000 + node,
+    }
+    plain |= {"incarnation": f"first {node}", "order": "", "leaving": None, "told": f"journal {node}"}
+    plain |= {"ready": True, "running": None, "left": None, "offer_port": 7000 + node, "held": []}
+    return msg.AgentJoins(**plain | more)
 
 
 def link_pair() -> tuple[Link, Link]:

@@ -44,14 +44,13 @@ def test_targets_are_the_next_tokens(store: TokenStore) -> None:
     assert (inputs[:, 0] % 9 == 0).all()
 
 
-def test_an_epoch_has_every_sample_once_and_runs_on_into_the_next(store: TokenStore) -> None:
+def test_epoch_has_each_sample_once_and_continues_into_the_next(store: TokenStore) -> None:
     data = loader(store)
     assert data.samples_of == [111]
     firsts = torch.cat([data.batch(step, 0, 8)[0][:, 0] for step in range(1, 29)]).tolist()
     assert sorted(firsts[:111]) == [i * 9 for i in range(111)]
     assert sorted(firsts[111:222]) == [i * 9 for i in range(111)]
     assert firsts[:111] != firsts[111:222]
-    assert [int(*data.epochs(s)) for s in (1, 14, 15, 28)] == [0, 0, 1, 1]
 
 
 @settings(max_examples=30, deadline=None)

@@ -63,7 +63,7 @@ def test_what_was_fetched_is_kept(tmp_path: Path) -> None:
     assert Source(DiskCache(tmp_path, 10 * SIZE)).get("a/1")  # also by another process, at another time
 
 
-def test_it_is_never_larger_than_its_limit_and_drops_what_was_used_longest_ago(tmp_path: Path) -> None:
+def test_cache_stays_within_its_limit_and_evicts_lru_entries(tmp_path: Path) -> None:
     source = Source(DiskCache(tmp_path, 10 * SIZE))
     draw = random.Random(5)
     for i in range(300):

@@ -124,7 +124,6 @@ def test_a_blend_keeps_its_weights_and_every_source_its_epochs(stores: list[Toke
         # Sources of a blend are not in step with each other, nor with a run on one of them alone.
         alone = [sample_index(p, seed=SEED, samples_per_epoch=n)[1] for p in range(len(seen))]
         assert seen != alone
-    assert data.epochs(41)[2] == pytest.approx(40 * GLOBAL_BATCH * 0.1 / data.samples_of[2], abs=0.1)
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -150,7 +149,7 @@ def test_documents_are_numbered_as_the_index_has_them(kind: str, stores: list[To
 
 @pytest.mark.cluster  # for its time only
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_hundred_stops_and_changes_of_size_leave_an_exact_ledger(
+def test_ledger_is_exact_after_100_stops_and_size_changes(
     kind: str, stores: list[TokenStore], tmp_path: Path
 ) -> None:
     """A run that is killed after any step, goes on from a checkpoint before it, with another number of ranks."""

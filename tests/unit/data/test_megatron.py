@@ -143,7 +143,7 @@ LENGTHS, POINTERS, BOUNDS = 34, 34 + 4 * 6, 34 + 12 * 6
     [
         (put(0, "<B", 0), "does not begin with MMIDIDX"),
         (put(9, "<Q", 2), "version 2 of the index; version 1 is read"),
-        (put(17, "<B", 9), "type 9 is not one of tokens"),
+        (put(17, "<B", 9), "type 9 is not a token type"),
         (put(17, "<B", 7), "it holds float32, not tokens"),
         (put(18, "<Q", 7), "truncated: 7 sequences and 4 document entries are 150 bytes"),
         (put(18, "<Q", 2**62), "truncated"),
@@ -179,7 +179,7 @@ def test_a_bin_of_half_a_token_or_none_at_all(tmp_path: Path) -> None:
     megatron_format.write(tmp_path / "a", [[[1, 2]]], 8)
     with open(tmp_path / "a.bin", "ab") as f:
         f.write(b"x")
-    with pytest.raises(InputError, match=r"a\.bin has 5 bytes, which are no whole number of uint16"):
+    with pytest.raises(InputError, match=r"a\.bin has 5 bytes, which is not a whole number of uint16"):
         open_pair(tmp_path / "a")
     (tmp_path / "a.bin").unlink()
     with pytest.raises(InputError, match=r"cannot read .*a\.bin"):

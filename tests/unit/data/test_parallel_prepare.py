@@ -183,7 +183,7 @@ def test_an_attempt_goes_on_where_another_ended(tmp_path: Path) -> None:
                 left = rng.randrange(8, 60)
         assert content(out) == content(tmp_path / "wanted")
         assert attempts > 2
-        done = [int(note.split(": ")[1].split(" ")[0]) for note in notes if "going on" in note]
+        done = [int(note.split(": ")[1].split(" ")[0]) for note in notes if note.startswith("resuming")]
         assert len(notes) - len(done) in (
             attempts - 1,
             attempts - 2,
@@ -271,7 +271,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_worker_that_dies_is_told_and_its_work_done_by_the_next_attempt(
+def test_killed_worker_is_reported_and_next_attempt_completes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = [str(write_corpus(tmp_path / "corpus"))]

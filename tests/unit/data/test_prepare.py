@@ -14,7 +14,7 @@ import pytest
 from seatrial.base.errors import InputError, RunFailed
 from seatrial.data import prepare as prepare_module
 from seatrial.data import readers, tokenise
-from seatrial.data.prepare import check_store, prepare, resolve_store
+from seatrial.data.prepare import check_stores, prepare, resolve_stores
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import ByteTokenizer
 
@@ -225,7 +225,7 @@ def test_a_full_disk_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert documents(prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "out", note=notes.append)) == [
         "text"
     ]
-    assert notes == ["going on from an earlier attempt: 1 of 1 parts are done"]
+    assert notes == ["resuming an earlier attempt: 1 of 1 parts are done"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "out"]
 
 
@@ -265,6 +265,11 @@ class Data:
     weights: list[float] | None = None
     cache_gb: float = 1.0
     text_key: str = "text"
+
+
+def resolve_store(data: Data, cache: Path, base: Path) -> TokenStore:
+    (store,) = resolve_stores(data, cache, base)
+    return store
 
 
 def test_resolve_prepares_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,14 +371,14 @@ def test_of_many_callers_one_prepares(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [documents(s) for s in stores] == [["text"]] * n
 
 
-def test_check_store_says_everything(write_tokenizer: WriteTokenizer, tmp_path: Path) -> None:
+def test_check_stores_says_everything(write_tokenizer: WriteTokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("twelve bytes")
     store = prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "store")
     fits = {"vocab_size": 257, "sequence_length": 4, "global_batch": 3, "tokenizer_spec": "bytes"}
-    check_store(store, **fits)
+    check_stores([store], None, **fits)
     other = str(write_tokenizer(tmp_path / "t.json"))
     with pytest.raises(InputError) as e:
-        check_store(store, vocab_size=200, sequence_length=4, global_batch=4, tokenizer_spec=other)
+        check_stores([store], None, vocab_size=200, sequence_length=4, global_batch=4, tokenizer_spec=other)
     text = e.value.render()
     assert f"token id 256 in {tmp_path}/store/shard-00000.bin is beyond the vocabulary of 200" in text
     assert "holds 13 tokens, 3 samples of 4: fewer than one global batch of 4" in text
@@ -386,4 +391,4 @@ def test_check_store_says_everything(write_tokenizer: WriteTokenizer, tmp_path: 
         ("tokenizer_spec", other),
     ):
         with pytest.raises(InputError):
-            check_store(store, **{**fits, key: value})
+            check_stores([store], None, **{**fits, key: value})

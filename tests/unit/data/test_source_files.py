@@ -159,7 +159,7 @@ def corpus_of(folder: Path, *suffixes: str) -> Path:
 
 
 @pytest.mark.cluster
-def test_any_number_of_workers_and_the_plain_files_make_the_same_store(
+def test_store_is_independent_of_workers_and_compression(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts_module, "_FEWEST_BYTES", 512)
@@ -407,7 +407,7 @@ def test_a_file_that_ends_in_rubbish_is_refused(
         content = b"a line of text\n" * 20_000 + tail * n
         path.write_bytes(gzip.compress(content) if suffix else content)
         text = refused(path, tmp_path)
-        assert f"of its {len(content):,} bytes are NUL or no UTF-8" in text
+        assert f"of its {len(content):,} bytes are NUL or not UTF-8" in text
         counted = int(text.split("at least ")[1].split()[0].replace(",", ""))
         assert len(content) // 100 < counted <= 3 * n
     path.write_bytes(b"a line of text\n" * 20_000 + tail * 900)
@@ -595,7 +595,7 @@ def test_a_job_trains_on_compressed_text_and_blends_of_it(tmp_path: Path) -> Non
     assert "c.bin: error: is not text" in e.value.render()
 
 
-def test_prepared_data_is_found_again_without_a_look_at_the_files(
+def test_prepared_data_is_found_without_reading_the_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text"))
@@ -605,7 +605,7 @@ def test_prepared_data_is_found_again_without_a_look_at_the_files(
     assert resolve_stores(Data("a.txt.gz"), tmp_path / "cache", tmp_path)[0].folder == first
 
 
-def test_no_room_to_unpack_parquet_is_a_full_disk_and_no_bad_source(
+def test_no_space_to_unpack_parquet_is_reported_as_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(CONTENT["c.parquet"]))

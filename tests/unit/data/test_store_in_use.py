@@ -14,7 +14,7 @@ from seatrial.data import in_use
 from seatrial.data.manifest import MANIFEST
 from seatrial.data.megatron import export_pair
 from seatrial.data.megatron_import import import_pair
-from seatrial.data.prepare import open_stores, prepare, resolve_store, resolve_stores
+from seatrial.data.prepare import open_stores, prepare, resolve_stores
 from seatrial.data.store import TokenStore
 
 
@@ -117,21 +117,19 @@ def test_import_is_refused_too(tmp_path: Path, out: Path) -> None:
     import_pair(pair, "bytes", tmp_path / "imported", force=True)
 
 
-def test_prepared_data_that_is_damaged_under_a_run_is_not_made_again(tmp_path: Path, text: str) -> None:
+def test_damaged_prepared_data_in_use_is_not_rebuilt(tmp_path: Path, text: str) -> None:
     cache = tmp_path / "runs" / ".data"
-    held = resolve_store(Data(text), cache, tmp_path)
+    (held,) = resolve_stores(Data(text), cache, tmp_path)
     shard = held.folder / "shard-00000.bin"
     os.truncate(shard, 2)
     with pytest.raises(RunFailed, match="is in use"):
-        resolve_store(Data(text), cache, tmp_path)
+        resolve_stores(Data(text), cache, tmp_path)
     assert shard.stat().st_size == 2
     del held
-    assert resolve_store(Data(text), cache, tmp_path).n_tokens == 10
+    assert resolve_stores(Data(text), cache, tmp_path)[0].n_tokens == 10
 
 
-def test_a_run_that_begins_meanwhile_keeps_its_store_and_the_work_is_not_lost(
-    tmp_path: Path, text: str, out: Path
-) -> None:
+def test_store_opened_during_prepare_is_kept_and_work_is_reused(tmp_path: Path, text: str, out: Path) -> None:
     (tmp_path / "a.txt").write_text("another text")
     before, held, notes = content(out), [], []
 
@@ -144,7 +142,7 @@ def test_a_run_that_begins_meanwhile_keeps_its_store_and_the_work_is_not_lost(
     assert "what is done is kept" in notes[-1]
     held.clear()
     prepare([text], "bytes", out, force=True, note=notes.append)
-    assert notes[-1] == "going on from an earlier attempt: 1 of 1 parts are done"
+    assert notes[-1] == "resuming an earlier attempt: 1 of 1 parts are done"
     assert content(out) != before
 
 
@@ -190,5 +188,5 @@ def test_where_nothing_can_be_locked_it_is_said(
     assert notes == [
         f"{out} cannot be locked (Operation not supported): nothing keeps others from replacing it"
     ]
-    with pytest.raises(RunFailed, match="cannot be told whether a run uses"), in_use.claimed(out):
+    with pytest.raises(RunFailed, match="it is unknown whether a run uses"), in_use.claimed(out):
         pass

@@ -128,7 +128,7 @@ def test_rows_are_fetched_together_and_ahead_of_their_step(
 
 
 @pytest.mark.parametrize("across", [True, False])
-def test_a_cache_smaller_than_the_data_is_enough_and_stays_bounded(remote: Path, across: bool) -> None:
+def test_cache_smaller_than_the_data_works_and_stays_bounded(remote: Path, across: bool) -> None:
     limit = 16 * CHUNK + 3000
     store, local = stream(remote, limit), TokenStore.open(remote)
     data = loader(store, attend_across_documents=across, ahead=AHEAD)
@@ -203,7 +203,7 @@ def test_an_incomplete_store_is_told_at_once(remote: Path) -> None:
 
 def test_what_is_no_store_and_what_is_too_old(remote: Path) -> None:
     (remote.parent / "empty").mkdir()
-    with pytest.raises(InputError, match=r"is no token store: it has no manifest\.json") as e:
+    with pytest.raises(InputError, match=r"is not a token store: it has no manifest\.json") as e:
         stream(remote.parent / "empty")
     assert "seatrial data prepare" in e.value.render()
     with pytest.raises(InputError, match="there is no folder"):

@@ -231,7 +231,7 @@ def test_verify_finds_one_flipped_bit(tmp_path: Path, name: str) -> None:
     assert problem.startswith("damaged: SHA-256")
 
 
-def test_a_file_that_shrinks_while_in_use_is_an_error_not_a_crash(tmp_path: Path) -> None:
+def test_file_truncated_while_in_use_is_an_error_not_a_crash(tmp_path: Path) -> None:
     store = write(tmp_path / "s", list(range(30)))
     assert store.read(0, 30).tolist() == list(range(30))
     os.truncate(tmp_path / "s/shard-00002.bin", 4)
@@ -276,7 +276,7 @@ def test_replacing(tmp_path: Path) -> None:
 def test_force_never_replaces_what_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/chapter.txt").write_text("years of work")
-    with pytest.raises(InputError, match="no token store; it stays as it is"):
+    with pytest.raises(InputError, match="not a token store; it is left unchanged"):
         write(tmp_path / "thesis", [1], replace=True)
     assert (tmp_path / "thesis/chapter.txt").read_text() == "years of work"
 

@@ -62,7 +62,7 @@ def test_no_end_of_document(write_tokenizer: WriteTokenizer, tmp_path: Path, spe
     assert load_tokenizer(str(write_tokenizer(tmp_path / "t.json", special=special))).end_of_document is None
 
 
-def test_padding_and_truncation_in_the_file_do_not_touch_the_data(
+def test_padding_and_truncation_in_tokenizer_file_are_ignored(
     write_tokenizer: WriteTokenizer, tmp_path: Path
 ) -> None:
     path = write_tokenizer(
@@ -86,7 +86,7 @@ def test_padding_and_truncation_in_the_file_do_not_touch_the_data(
 def test_a_bad_file_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(InputError, match=r"tokenizer\.json is no tokenizer\.json") as e:
+    with pytest.raises(InputError, match=r"tokenizer\.json is not a tokenizer\.json") as e:
         load_tokenizer(str(path))
     assert "hint" in e.value.render()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from seatrial.drill.copies import Copy, Plan, Rhythm, copy_of
+from seatrial.drill.copies import Cadence, Copy, Plan, copy_of
 from seatrial.job import Job, job_from_text, preset_text
 
 STORE = "/nowhere/store"
@@ -17,5 +17,5 @@ def job(*overrides: str) -> Job:
 
 
 def copy(of: Job, *, steps: int = 16, seconds: float = 0.0, replicas: bool = False, spares: int = 0) -> Copy:
-    plan = Plan(Rhythm(steps), steps, seconds=seconds)
+    plan = Plan(Cadence(steps), steps, seconds=seconds)
     return copy_of(of, name="a_scenario", stores=[STORE], plan=plan, replicas=replicas, spares=spares)

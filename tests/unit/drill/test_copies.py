@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seatrial.base.errors import InputError
-from seatrial.drill.copies import LEAST_STEPS, Rhythm
+from seatrial.drill.copies import LEAST_STEPS, Cadence
 
 
 def test_every_difference_is_told() -> None:
@@ -39,7 +39,7 @@ def test_what_makes_it_this_job_stays() -> None:
     assert found.optimizer.lr == original.optimizer.lr
 
 
-def test_the_rate_of_a_step_does_not_depend_on_the_number_of_steps() -> None:
+def test_learning_rate_does_not_depend_on_the_number_of_steps() -> None:
     original = job("optimizer.decay=wsd", "optimizer.decay_steps=20")
     short, long = (copy(original, steps=steps).job.optimizer for steps in (16, 40))
     assert (short.decay, short.decay_steps) == ("constant", None)
@@ -74,7 +74,7 @@ def test_a_job_with_replicas_keeps_its_layout() -> None:
     assert copy(original, replicas=True).job.layout == original.layout
 
 
-def test_replicas_take_the_place_of_tensor_ranks_where_there_are_no_shards() -> None:
+def test_replicas_replace_tensor_ranks_when_nothing_is_sharded() -> None:
     original = job("cluster.gpus_per_node=2", "parallel.shard=1")
     assert copy(original, replicas=True).job.layout.as_dict() == original.layout.as_dict() | {
         "replicate": 2,
@@ -108,10 +108,10 @@ def test_the_copy_is_read_like_any_job_file() -> None:
 
 @given(steps=st.integers(LEAST_STEPS, 500))
 def test_a_fault_comes_after_copies_and_before_the_end(steps: int) -> None:
-    rhythm = Rhythm(steps)
-    assert rhythm.fault < steps - 1
-    assert rhythm.fault // rhythm.snapshot >= 2
-    assert rhythm.fault // rhythm.checkpoint >= 2
-    assert rhythm.fault % rhythm.checkpoint
-    assert (rhythm.fault + 1) % rhythm.snapshot == 0
-    assert 0 < rhythm.unverified_snapshot <= rhythm.fault
+    cadence = Cadence(steps)
+    assert cadence.fault < steps - 1
+    assert cadence.fault // cadence.snapshot >= 2
+    assert cadence.fault // cadence.checkpoint >= 2
+    assert cadence.fault % cadence.checkpoint
+    assert (cadence.fault + 1) % cadence.snapshot == 0
+    assert 0 < cadence.unverified_snapshot <= cadence.fault

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from seatrial.base.box import Box
 from seatrial.checkpoint.staging import AsyncWriter
 from seatrial.checkpoint.write import Piece
 from seatrial.drill import worker
-from seatrial.drill.injection import Injection, Planted, read_injections, record_injection
+from seatrial.drill.injection import Planted
 
 
 @pytest.fixture
@@ -149,16 +148,3 @@ def test_the_gil_is_held_whatever_signal_comes(tmp_path: Path) -> None:
         held.kill()
         out, _ = held.communicate()
     assert "awake" not in out
-
-
-def test_the_log_of_injections_is_read_back_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    late = Injection(2.0, "kill_rank", "SIGKILL to rank 3", 7, 1, 3, {"pid": 5})
-    record_injection(path, late)
-    record_injection(path, replace(late, time=1.0, node=None))
-    found = read_injections(path)
-    assert [i.time for i in found] == [1.0, 2.0]
-    assert found[1] == late
-    path.write_text(path.read_text() + json.dumps({"time": "soon"}) + "\n")
-    with pytest.raises(ValueError, match="not an injection"):
-        read_injections(path)

@@ -12,7 +12,7 @@ from drill_jobs import job
 from seatrial.base.errors import InputError
 from seatrial.drill import report
 from seatrial.drill.conduct import Drill, Result
-from seatrial.drill.copies import Change, Rhythm
+from seatrial.drill.copies import Cadence, Change
 from seatrial.drill.injection import Injection
 from seatrial.drill.judge import Check, Judgement, unjudged
 from seatrial.drill.scenarios import SCENARIOS
@@ -35,7 +35,7 @@ FAIL = Judgement(
 
 @pytest.fixture
 def drill(tmp_path: Path) -> Drill:
-    drill = Drill(job(), tmp_path, SCENARIOS[:3], Rhythm(16), seed=7)
+    drill = Drill(job(), tmp_path, SCENARIOS[:3], Cadence(16), seed=7)
     drill.root.mkdir(parents=True)
     changes = [Change("train.steps", 200, 16, "short"), Change("cluster.spares", 0, 1, "what | it needs")]
     fault = Injection(1.0, "kill_rank", "SIGKILL to rank 0", 11, 0, 0)
@@ -97,4 +97,4 @@ def test_the_run_itself_gets_a_copy_only_while_nobody_runs_it(drill: Drill) -> N
 
 def test_a_copy_must_be_long_enough(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--steps 5 is too few"):
-        Drill(job(), tmp_path, SCENARIOS, Rhythm(5))
+        Drill(job(), tmp_path, SCENARIOS, Cadence(5))

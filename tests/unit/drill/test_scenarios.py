@@ -10,11 +10,11 @@ from drill_jobs import copy, job
 
 from seatrial.base.errors import InputError
 from seatrial.drill import storm
-from seatrial.drill.copies import Plan, Rhythm
+from seatrial.drill.copies import Cadence, Plan
 from seatrial.drill.scenarios import SCENARIOS, chosen, returns_of
 from seatrial.drill.worker import _SEAMS
 
-PLAN = Plan(Rhythm(16), 16)
+PLAN = Plan(Cadence(16), 16)
 ROOT = Path(__file__).parents[3]
 
 
@@ -61,7 +61,7 @@ def test_the_first_voyage_can_have_it(scenario) -> None:  # type: ignore[no-unty
     for fault in scenario.plants(found, PLAN):
         assert fault.kind in _SEAMS
         assert 0 <= fault.rank < found.layout.world_size
-        assert PLAN.rhythm.snapshot < fault.step < PLAN.steps
+        assert PLAN.cadence.snapshot < fault.step < PLAN.steps
     assert len(returns_of(scenario, found)) == (found.cluster.nodes + scenario.spares) * scenario.returns
 
 
@@ -109,6 +109,6 @@ def test_scenarios_are_chosen_by_name_in_the_order_given() -> None:
 
 
 def test_a_storm_follows_from_its_seed() -> None:
-    found = [storm.plants(job(), Plan(Rhythm(16), 100, seed=seed)) for seed in (1, 1, 2)]
+    found = [storm.plants(job(), Plan(Cadence(16), 100, seed=seed)) for seed in (1, 1, 2)]
     assert found[0] == found[1] != found[2]
     assert len(found[0]) == 5

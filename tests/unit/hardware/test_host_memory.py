@@ -23,7 +23,7 @@ def host(root: Path, files: dict[str, str | int], meminfo: str = MEMINFO) -> Hos
     return host_memory(root)
 
 
-def test_without_control_groups_it_is_what_the_kernel_has_available(tmp_path: Path) -> None:
+def test_without_cgroups_the_kernels_available_memory_counts(tmp_path: Path) -> None:
     found = host(tmp_path, {})
     assert found == HostMemory(24 * GIB, "24.00 GiB of the host's 32.00 GiB are available")
     assert host(tmp_path, {}, "MemTotal: 1000 kB\n") is None, "it does not say"

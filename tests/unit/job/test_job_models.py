@@ -96,7 +96,7 @@ def test_a_model_must_be_named() -> None:
     assert any('hf = "/models/x"' in (p.hint or "") for p in folder)
 
 
-def test_heads_must_divide_the_hidden_size_unless_head_dim_is_given() -> None:
+def test_heads_must_divide_hidden_size_unless_head_dim_is_set() -> None:
     problem = only_problem(text=sized(**{**SIZES, "hidden_size": 66}))
     assert "hidden_size 66 is not divisible by num_attention_heads 4" in problem.message
     assert "68" in (problem.hint or "")

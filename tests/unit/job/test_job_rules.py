@@ -227,7 +227,7 @@ class TestSilentlyWrongInTorch:
         assert job.layout.data_parallel > 1
         assert not job.parallel.reshards
 
-    def test_zero_bubble_with_resharding_points_at_the_key_where_it_is_written(self) -> None:
+    def test_zero_bubble_with_resharding_error_points_at_the_key(self) -> None:
         text = GOOD.replace("pipeline = 2", "pipeline = 2\nreshard_after_forward = true")
         problem = only_problem(*self.ZERO_BUBBLE, text=text)
         assert (problem.line, problem.column, problem.length) == (16, 25, 4)

@@ -32,6 +32,8 @@ def test_stages_share_all_layers_evenly(layout: Layout, extra: int) -> None:
     parts = [layout.stage_layers(stage, layers) for stage in range(layout.stages)]
     assert [layer for part in parts for layer in part] == list(range(layers))
     counts = [len(part) for part in parts]
+    for rank in range(layout.pipeline):
+        assert layout.rank_layers(rank, layers) == tuple(counts[s] for s in layout.stage_indices(rank))
     assert max(counts) - min(counts) <= 1
     if layout.stages > 2:
         # The ends carry the embedding and the head: spare layers go between them first.

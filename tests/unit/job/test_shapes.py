@@ -62,7 +62,7 @@ def test_the_last_node_may_be_partly_used() -> None:
     assert shapes(odd)[1].layout.world_size == 6
 
 
-def test_a_schedule_that_wants_multiples_of_the_pipeline_keeps_them() -> None:
+def test_interleaved_schedule_keeps_pipeline_multiples() -> None:
     interleaved = ("parallel.schedule=interleaved-1f1b", "parallel.stages_per_rank=2")
     job = load(GOOD, "cluster.nodes=3", "train.global_batch=24", "train.microbatch=2", *interleaved)
     # 24 / 2 = 12 microbatches: 4 on each of 3 replicas, 6 on each of 2, 12 on one.

@@ -11,10 +11,11 @@ import pytest
 import torch
 from model_cases import ARCHITECTURES, random_tensors, same_bytes
 
+from saving import save
 from seatrial.base.box import Box
 from seatrial.base.errors import InputError, RunFailed
 from seatrial.checkpoint.manifest import Manifest, Progress
-from seatrial.checkpoint.write import Piece, save
+from seatrial.checkpoint.write import Piece
 from seatrial.cli import export
 from seatrial.model.hf import HuggingFaceWeights
 
@@ -127,7 +128,7 @@ def test_a_given_tokenizer(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     tokenizer.write_text("{}")
     shutil.copytree(run / "checkpoints" / "step-00000005", tmp_path / "copy")
     assert _export(tmp_path / "copy", "--out", tmp_path / "plain") == 0
-    assert "none: the checkpoint lies in no run folder" in capsys.readouterr().out
+    assert "none: the checkpoint is in no run folder" in capsys.readouterr().out
     assert _export(tmp_path / "copy", "--tokenizer", tokenizer, "--out", tmp_path / "out") == 0
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from seatrial.hardware.catalogue import Gpu, find_gpu, gpus
 from seatrial.hardware.networks import find_network, networks
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.model import Model
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.stacks import stacks
+from seatrial.job.architecture import Architecture
+from seatrial.job.layout import Layout
+from seatrial.plan.cost.stacks import stacks
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.other_model import OtherModel
+from seatrial.plan.model.recipe import Recipe
 
 NDR = find_network("InfiniBand NDR 8x400")
 assert NDR is not None
@@ -27,31 +29,31 @@ def gpu(name: str) -> Gpu:
 class Case:
     """What `predict` takes."""
 
-    model: Model
+    model: Architecture
     recipe: Recipe
     cluster: Cluster
     stack: str
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Model:
+def models(draw: st.DrawFn) -> Architecture:
     """Models that no preset has: few layers, narrow or wide, with and without gate, odd vocabularies."""
     heads = draw(st.sampled_from([8, 16, 40, 64]))
     head_dim = draw(st.sampled_from([64, 80, 128]))
     hidden = heads * head_dim
-    return Model(
-        layers=draw(st.integers(8, 100)),
-        hidden=hidden,
-        ffn=8 * draw(st.integers(hidden // 16, hidden // 2)),
-        heads=heads,
-        kv_heads=draw(st.sampled_from([8, heads])),
+    return OtherModel(
+        num_hidden_layers=draw(st.integers(8, 100)),
+        hidden_size=hidden,
+        intermediate_size=8 * draw(st.integers(hidden // 16, hidden // 2)),
+        num_attention_heads=heads,
+        num_key_value_heads=draw(st.sampled_from([8, heads])),
         head_dim=head_dim,
-        vocab=8 * draw(st.integers(32, 32000)),
+        vocab_size=8 * draw(st.integers(32, 32000)),
         gated=draw(st.booleans()),
-        tied=draw(st.booleans()),
+        tie_word_embeddings=draw(st.booleans()),
         layer_vectors=2 * hidden,
-        layer_whole=2 * hidden,
-        positions=draw(st.sampled_from([0, 2048])),
+        layer_norms=2 * hidden,
+        learned_positions=draw(st.sampled_from([0, 2048])),
     )
 
 
@@ -68,16 +70,18 @@ def recipes(draw: st.DrawFn) -> Recipe:
     shard, replicate = draw(st.sampled_from([1, 2, 8])), draw(st.sampled_from([1, 2]))
     micro = draw(st.sampled_from([1, 2, 4]))
     return Recipe(
+        layout=Layout(
+            tensor=draw(st.sampled_from([1, 2, 4, 8])),
+            shard=shard,
+            replicate=replicate,
+            pipeline=pipeline,
+            stages_per_rank=per_rank,
+            schedule=schedule,
+        ),
         sequence=draw(st.sampled_from([1024, 4096, 16384])),
         global_batch=shard * replicate * micro * pipeline * draw(st.integers(1, 8)),
         microbatch=micro,
-        tensor=draw(st.sampled_from([1, 2, 4, 8])),
         context=draw(st.sampled_from([1, 1, 2])),
-        shard=shard,
-        replicate=replicate,
-        pipeline=pipeline,
-        stages_per_rank=per_rank,
-        schedule=schedule,
         sharding=draw(st.sampled_from(["none", "optimizer", "gradients", "full"])),
         reshard=draw(st.booleans()),
         recompute=draw(st.sampled_from(["none", "attention", "operators", "alternate", "full"])),

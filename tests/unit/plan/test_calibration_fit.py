@@ -13,13 +13,14 @@ import pytest
 
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
-from seatrial.plan.calibration import EVEN, Calibration, Factors, Pace, shipped
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.collectives import Fabric
-from seatrial.plan.model import Model
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.stacks import stacks
-from seatrial.plan.step import step_parts
+from seatrial.job.layout import Layout
+from seatrial.plan.cost.calibration import EVEN, Calibration, Factors, Pace, shipped
+from seatrial.plan.cost.collectives import Fabric
+from seatrial.plan.cost.stacks import stacks
+from seatrial.plan.cost.step import step_parts
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.other_model import OtherModel
+from seatrial.plan.model.recipe import Recipe
 
 BENCH = Path(__file__).parents[3] / "bench"
 STACK, GPU = "llm-foundry", "H100 SXM"
@@ -39,20 +40,20 @@ def row(fit: ModuleType, name: str, sequence: int, pace: float, factors: Factors
     """A row that took what `pace` and `factors` predict."""
     hidden, gpu = WIDTHS[name], find_gpu(GPU)
     assert gpu is not None
-    model = Model(
-        layers=24,
-        hidden=hidden,
-        ffn=4 * hidden,
-        heads=hidden // 128,
-        kv_heads=hidden // 128,
+    model = OtherModel(
+        num_hidden_layers=24,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_attention_heads=hidden // 128,
+        num_key_value_heads=hidden // 128,
         head_dim=128,
-        vocab=50368,
+        vocab_size=50368,
         gated=False,
-        tied=True,
+        tie_word_embeddings=True,
         layer_vectors=2 * hidden,
-        positions=0,
+        learned_positions=0,
     )
-    recipe = Recipe(sequence, 64, shard=16, microbatch=2)
+    recipe = Recipe(sequence, 64, layout=Layout(shard=16), microbatch=2)
     cluster = Cluster(gpu, 2, 8, find_network("InfiniBand NDR 8x400"))
     step = step_parts(model, recipe, Fabric(cluster), stacks()[STACK], pace, factors).total
     return fit.Row(
@@ -125,8 +126,17 @@ def test_factors_multiply_their_kind_alone() -> None:
     gpu = find_gpu(GPU)
     assert gpu is not None
     at = Fabric(Cluster(gpu, 1, 8))
-    model = Model(8, 2048, 8192, 16, 16, 128, 32000, True, False, 4096, 0)
-    recipe = Recipe(4096, 64, shard=8, recompute="none")
+    model = OtherModel(
+        num_hidden_layers=8,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=128,
+        vocab_size=32000,
+        layer_vectors=4096,
+    )
+    recipe = Recipe(4096, 64, layout=Layout(shard=8), recompute="none")
     plain = step_parts(model, recipe, at, stacks()[STACK], 1.1)
     other = step_parts(model, recipe, at, stacks()[STACK], 1.1, Factors(operators=2.0, attention=3.0))
     assert other.products == plain.products

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network, networks
-from seatrial.plan.cluster import Cluster, Group, group
-from seatrial.plan.collectives import Fabric, UnknownNetworkError, size_share
+from seatrial.plan.cost.collectives import Fabric, UnknownNetworkError, size_share
+from seatrial.plan.model.cluster import Cluster, Group, group
 
 B200 = find_gpu("B200 SXM")
 EFA = find_network("AWS P6-B200 EFAv4")

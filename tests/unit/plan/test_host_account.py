@@ -9,7 +9,7 @@ import pytest
 
 from seatrial.hardware.host_memory import HostMemory
 from seatrial.job import Job, job_from_text, preset_text
-from seatrial.plan.host import Account, Device, host_need, in_words, would_fit
+from seatrial.plan.cost.host import Account, Device, host_need, in_words, would_fit
 
 GIB = 1024**3
 

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from plan_cases import NDR, gpu
 
+from seatrial.job.layout import Layout
 from seatrial.job.models import model_presets
-from seatrial.plan.caution import SHORTEST_LAYER_S, layer_s, too_short
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.model import Model
-from seatrial.plan.predict import predict
-from seatrial.plan.recipe import Recipe
+from seatrial.plan.cost.predict import predict
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.search.caution import SHORTEST_LAYER_S, layer_s, too_short
 
 SCORES = Path(__file__).parents[3] / "bench" / "plan_accuracy.json"
 CLUSTER = Cluster(gpu("H100 SXM"), 1, 8, NDR)
 
 
 def test_a_layer_of_a_microbatch() -> None:
-    model = Model.of(model_presets()["llama3-8b"])
-    recipe = Recipe(8192, 64, shard=8, recompute="full")
+    model = model_presets()["llama3-8b"]
+    recipe = Recipe(8192, 64, layout=Layout(shard=8), recompute="full")
     found = predict(model, recipe, CLUSTER)
     one = layer_s(model, recipe, found)
     parts = found.parts
@@ -34,7 +34,7 @@ def test_a_layer_of_a_microbatch() -> None:
 
 
 def test_a_tiny_model_is_shorter_than_what_was_measured() -> None:
-    model, recipe = Model.of(model_presets()["qwen2.5-tiny"]), Recipe(256, 32, shard=8)
+    model, recipe = model_presets()["qwen2.5-tiny"], Recipe(256, 32, layout=Layout(shard=8))
     told = too_short(model, recipe, predict(model, recipe, CLUSTER))
     assert told is not None
     assert "launching" in told

@@ -9,18 +9,18 @@ import pytest
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.failures import RATES
 from seatrial.hardware.networks import find_network
+from seatrial.job.layout import Layout
 from seatrial.job.models import model_presets
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.finish import Finish, finish
-from seatrial.plan.model import Model
-from seatrial.plan.predict import predict
-from seatrial.plan.recipe import Recipe
+from seatrial.plan.cost.finish import Finish, finish
+from seatrial.plan.cost.predict import predict
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
 
-MODEL = Model.of(model_presets()["qwen2.5-72b"])
+MODEL = model_presets()["qwen2.5-72b"]
 GPU = find_gpu("B300 SXM")
 assert GPU is not None
 CLUSTER = Cluster(GPU, 16, 8, find_network("InfiniBand NDR 8x400"))
-VOYAGE = Recipe(4096, 1024, tensor=8, pipeline=2, shard=8, reshard=False, compiled=True)
+VOYAGE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False, compiled=True)
 STEP = predict(MODEL, VOYAGE, CLUSTER)
 BY_NAME = {r.name: r for r in RATES}
 
@@ -50,7 +50,7 @@ def test_more_failures_and_slower_storage_cost() -> None:
 
 
 def test_replicas_save_nothing() -> None:
-    twice = replace(VOYAGE, shard=4, replicate=2)
+    twice = replace(VOYAGE, layout=replace(VOYAGE.layout, shard=4, replicate=2))
     step = predict(MODEL, twice, CLUSTER)
     found = finish(step, MODEL, twice, CLUSTER, 100, rate=BY_NAME["ant"], storage_gb_s=20.0)
     assert found.stall_s == pytest.approx(2 * run().stall_s)

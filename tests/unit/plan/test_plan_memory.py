@@ -10,10 +10,9 @@ import torch
 from seatrial.job.layout import Layout
 from seatrial.job.models import model_presets
 from seatrial.model.decoder import Decoder
-from seatrial.plan.memory import GIB, layer_activations, memory, rank_memory, rank_parameters
-from seatrial.plan.model import Model
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.stacks import stacks
+from seatrial.plan.cost.memory import GIB, layer_activations, memory, rank_memory, rank_parameters
+from seatrial.plan.cost.stacks import stacks
+from seatrial.plan.model.recipe import Recipe
 
 OURS = stacks()["seatrial"]
 SMALL = replace(
@@ -25,8 +24,8 @@ SMALL = replace(
     num_key_value_heads=2,
     head_dim=32,
 )
-MODEL = Model.of(model_presets()["qwen2.5-72b"])
-VOYAGE = Recipe(4096, 1024, tensor=8, pipeline=2, shard=8, reshard=False)
+MODEL = model_presets()["qwen2.5-72b"]
+VOYAGE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False)
 
 
 def saved_bytes(layers: int) -> int:
@@ -50,26 +49,27 @@ def saved_bytes(layers: int) -> int:
 def test_a_layer_keeps_what_the_formula_says() -> None:
     """To the byte. On the CPU RMSNorm is made of several operators and keeps the normalised input as well, twice a layer."""
     extra = 2 * 4 * 2 * 128 * SMALL.hidden_size
-    said = layer_activations(Model.of(SMALL), Recipe(128, 2, 2, precision="fp32"), OURS, width=4)
+    said = layer_activations(SMALL, Recipe(128, 2, 2, precision="fp32"), OURS)
     assert saved_bytes(3) - saved_bytes(2) == said + extra
 
 
 def test_gathered_inputs_do_not_shrink_with_tensor_parallel() -> None:
     one = layer_activations(MODEL, VOYAGE, OURS)
-    many = layer_activations(MODEL, replace(VOYAGE, tensor=64), OURS)
-    assert many > 2 * 2 * 4096 * MODEL.hidden  # two gathered inputs in bf16, whatever the number of ranks
+    many = layer_activations(MODEL, replace(VOYAGE, layout=replace(VOYAGE.layout, tensor=64)), OURS)
+    # Two gathered inputs in bf16, whatever the number of ranks.
+    assert many > 2 * 2 * 4096 * MODEL.hidden_size
     assert one > many
     # Megatron keeps its own positions only.
     theirs = layer_activations(MODEL, VOYAGE, stacks()["megatron"])
-    assert one - theirs > 0.8 * (2 * 2 * 4096 * MODEL.hidden) * 7 / 8
+    assert one - theirs > 0.8 * (2 * 2 * 4096 * MODEL.hidden_size) * 7 / 8
 
 
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
 @pytest.mark.parametrize("tensor", [1, 8])
 def test_all_ranks_together_hold_the_model_once(pipeline: int, tensor: int) -> None:
-    recipe = replace(VOYAGE, pipeline=pipeline, tensor=tensor)
+    recipe = replace(VOYAGE, layout=replace(VOYAGE.layout, pipeline=pipeline, tensor=tensor))
     held = sum(rank_parameters(MODEL, recipe, r) for r in range(pipeline)) * tensor
-    whole_on_tensor = MODEL.layers * MODEL.layer_whole + MODEL.hidden
+    whole_on_tensor = MODEL.num_hidden_layers * MODEL.layer_norms + MODEL.hidden_size
     # The norms stand on every tensor-parallel rank; the last one is held whole too.
     assert held == pytest.approx(MODEL.parameters() + (tensor - 1) * whole_on_tensor)
 
@@ -82,12 +82,12 @@ def test_states_of_our_trainer() -> None:
     assert found.gathered == 2 * n  # bf16, kept for the whole step
     # 128 microbatches: whole gradients in fp32 accumulate until the last one.
     assert found.gradients + found.unsharded_gradients == 4 * n
-    copies = rank_memory(MODEL, replace(VOYAGE, shard=4, replicate=2), OURS, 0)
+    copies = rank_memory(MODEL, replace(VOYAGE, layout=replace(VOYAGE.layout, shard=4, replicate=2)), OURS, 0)
     assert copies.states == 2 * found.states
 
 
 def test_early_stages_hold_more_activations() -> None:
-    recipe = replace(VOYAGE, pipeline=4, shard=4)
+    recipe = replace(VOYAGE, layout=replace(VOYAGE.layout, pipeline=4, shard=4))
     held = [rank_memory(MODEL, recipe, OURS, r).activations for r in range(4)]
     assert held == sorted(held, reverse=True)
     assert held[0] > 3.5 * held[3]
@@ -95,17 +95,16 @@ def test_early_stages_hold_more_activations() -> None:
     assert rank_memory(MODEL, recipe, OURS, 0).logits == 0
 
 
-def test_one_layer_of_the_stages_is_counted_as_the_trainer_cuts_them() -> None:
-    recipe = replace(VOYAGE, pipeline=3, tensor=1, shard=1)
-    layout = Layout(pipeline=3)
-    assert recipe.stage_layers(80) == tuple(len(layout.stage_layers(s, 80)) for s in range(3))
-
-
 def test_published_allocations() -> None:
     """Llama-3-70B cut to 12 layers on 8 B200, Megatron-LM 0.14, max_memory_allocated (SimuMax, release v1.2)."""
     arch = replace(model_presets()["llama3-70b"], num_hidden_layers=12)
-    model, stack = Model.of(arch), stacks()["megatron"]
+    model, stack = arch, stacks()["megatron"]
     published = {(1, 2, 4): 66.55, (2, 1, 4): 60.68, (4, 1, 2): 39.07, (8, 1, 1): 28.29}
     for (tensor, pipeline, shard), gib in published.items():
-        recipe = Recipe(4096, 4 * shard, tensor=tensor, pipeline=pipeline, shard=shard, sharding="optimizer")
+        recipe = Recipe(
+            4096,
+            4 * shard,
+            layout=Layout(tensor=tensor, pipeline=pipeline, shard=shard),
+            sharding="optimizer",
+        )
         assert memory(model, recipe, stack).allocated / GIB == pytest.approx(gib, rel=0.03)

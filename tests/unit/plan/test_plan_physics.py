@@ -8,23 +8,23 @@ import pytest
 
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
+from seatrial.job.layout import Layout
 from seatrial.job.models import model_presets
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.collectives import Fabric
-from seatrial.plan.memory import GIB, GROUP_BYTES, layer_activations, rank_memory
-from seatrial.plan.model import Model
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.schedule import in_flight
-from seatrial.plan.stacks import stacks
-from seatrial.plan.step import SLOWER_BY_DOUBLING, rank_traffic, slowest, step_parts
+from seatrial.job.schedules import schedule_named
+from seatrial.plan.cost.collectives import Fabric
+from seatrial.plan.cost.memory import GIB, GROUP_BYTES, layer_activations, rank_memory
+from seatrial.plan.cost.stacks import stacks
+from seatrial.plan.cost.step import SLOWER_BY_DOUBLING, rank_traffic, slowest, step_parts
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
 
-MODEL = Model.of(model_presets()["llama3-70b"])
+MODEL = model_presets()["llama3-70b"]
 A100 = find_gpu("A100-80GB SXM")
 assert A100 is not None
 CLUSTER = Cluster(A100, 16, 8, find_network("InfiniBand HDR 4x200"))
 FABRIC = Fabric(CLUSTER)
 OURS, OLD = stacks()["seatrial"], stacks()["megatron-2021"]
-RECIPE = Recipe(2048, 256, 2, tensor=8, pipeline=4, shard=4, sharding="none", recompute="full")
+RECIPE = Recipe(2048, 256, 2, layout=Layout(tensor=8, pipeline=4, shard=4), sharding="none", recompute="full")
 
 
 def test_a_tensor_group_hands_on_parts() -> None:
@@ -41,11 +41,11 @@ def test_a_tensor_group_hands_on_parts() -> None:
 def test_a_step_waits_for_the_slowest_of_more_gpus() -> None:
     assert slowest(1) == 1.0
     assert slowest(1024) - slowest(512) == pytest.approx(SLOWER_BY_DOUBLING)
-    recipe = Recipe(4096, 64, tensor=8, shard=4)
+    recipe = Recipe(4096, 64, layout=Layout(tensor=8, shard=4))
     steps = []
     for nodes in (4, 8, 16):
         assert A100 is not None
-        grown = replace(recipe, shard=nodes, global_batch=16 * nodes)
+        grown = replace(recipe, layout=replace(recipe.layout, shard=nodes), global_batch=16 * nodes)
         at = Fabric(Cluster(A100, nodes, 8, find_network("InfiniBand NDR 8x400")))
         steps.append(step_parts(MODEL, grown, at, OURS, 1.0).products)
     assert steps[0] < steps[1] < steps[2] < 1.02 * steps[0]
@@ -64,11 +64,11 @@ def test_gaps_between_kernels_weigh_most_on_small_microbatches() -> None:
 def test_nccl_keeps_buffers_for_every_group() -> None:
     alone = rank_memory(MODEL, Recipe(2048, 8), OURS, 0)
     assert alone.runtime == OURS.context_gib * GIB
-    flat = rank_memory(MODEL, Recipe(2048, 8, shard=8), OURS, 0)
+    flat = rank_memory(MODEL, Recipe(2048, 8, layout=Layout(shard=8)), OURS, 0)
     assert (
         flat.runtime == OURS.context_gib * GIB + 2 * GROUP_BYTES
     )  # all ranks, and those that share out states
-    deep = rank_memory(MODEL, Recipe(2048, 64, tensor=8, pipeline=4, shard=4), OURS, 1)
+    deep = rank_memory(MODEL, Recipe(2048, 64, layout=Layout(tensor=8, pipeline=4, shard=4)), OURS, 1)
     assert (
         deep.runtime == OURS.context_gib * GIB + (1 + 2 + 2) * GROUP_BYTES
     )  # two dimensions, two neighbours
@@ -77,11 +77,11 @@ def test_nccl_keeps_buffers_for_every_group() -> None:
 
 def test_eight_bits_keep_weights_twice_and_inputs_once() -> None:
     """Transformer Engine; ours has no fp8 and keeps what it kept."""
-    recipe, theirs = Recipe(4096, 8, shard=8, sharding="optimizer"), stacks()["megatron"]
+    recipe, theirs = Recipe(4096, 8, layout=Layout(shard=8), sharding="optimizer"), stacks()["megatron"]
     plain, eight = (
         rank_memory(MODEL, replace(recipe, precision=p), theirs, 0).parameters for p in ("bf16", "fp8")
     )
-    assert eight - plain == 2 * MODEL.layers * MODEL.layer_matrix_parameters()
+    assert eight - plain == 2 * MODEL.num_hidden_layers * MODEL.layer_matrix_parameters()
     kept = [layer_activations(MODEL, replace(recipe, precision=p), theirs) for p in ("bf16", "fp8")]
     assert 0.7 * kept[0] < kept[1] < 0.95 * kept[0]
     ours = [layer_activations(MODEL, replace(recipe, precision=p), OURS) for p in ("bf16", "fp8")]
@@ -89,14 +89,18 @@ def test_eight_bits_keep_weights_twice_and_inputs_once() -> None:
 
 
 def test_zero_bubble_keeps_gradients_until_the_weights_turn() -> None:
-    recipe = Recipe(2048, 64, tensor=8, pipeline=4, stages_per_rank=2, shard=4, schedule="zero-bubble")
-    whole = replace(recipe, schedule="interleaved-1f1b")
+    recipe = Recipe(
+        2048, 64, layout=Layout(tensor=8, pipeline=4, stages_per_rank=2, shard=4, schedule="zero-bubble")
+    )
+    whole = replace(recipe, layout=replace(recipe.layout, schedule="interleaved-1f1b"))
     for rank in range(4):
         owed = [rank_memory(MODEL, r, OURS, rank).activations for r in (recipe, whole)]
-        held = [in_flight(r.schedule, 4, 2, r.microbatches, rank) for r in (recipe, whole)]
+        held = [
+            schedule_named(r.layout.schedule).in_flight(4, 2, r.microbatches, rank) for r in (recipe, whole)
+        ]
         assert owed[0] / held[0] > 1.05 * owed[1] / held[1]  # a stage and microbatch weighs more
     first, last = (rank_memory(MODEL, recipe, OURS, r).activations for r in (0, 3))
-    assert last > 3 * 2 * 2048 * MODEL.vocab / 8  # three microbatches' gradients of logits, in bf16
+    assert last > 3 * 2 * 2048 * MODEL.vocab_size / 8  # three microbatches' gradients of logits, in bf16
     assert first > 0
 
 
@@ -118,8 +122,8 @@ def test_buckets_and_pipelines_of_full_sharding() -> None:
 
 def test_memory_of_other_streams_stays_reserved() -> None:
     """One microbatch: gradients come after the loss's highest point, in memory that the loss's cannot be used for."""
-    large = Model.of(model_presets()["qwen2.5-0.5b"])
-    one = rank_memory(large, Recipe(4096, 8, shard=8), OURS, 0)
+    large = model_presets()["qwen2.5-0.5b"]
+    one = rank_memory(large, Recipe(4096, 8, layout=Layout(shard=8)), OURS, 0)
     assert one.logits > 0
     assert one.gradients == 0
     own = 4 * large.parameters() / 8
@@ -132,9 +136,9 @@ def test_memory_of_other_streams_stays_reserved() -> None:
 def test_metrics_of_training_see_logits_after_the_backward_pass() -> None:
     """They count where their copies of the logits outweigh the activations that the loss stands beside."""
     foundry = stacks()["llm-foundry"]
-    small = Model.of(model_presets()["qwen2.5-0.5b"])
-    logits = 16 * 4096 * small.vocab
-    recipe = Recipe(4096, 128, 16, shard=8)
+    small = model_presets()["qwen2.5-0.5b"]
+    logits = 16 * 4096 * small.vocab_size
+    recipe = Recipe(4096, 128, 16, layout=Layout(shard=8))
     kept = [rank_memory(small, replace(recipe, recompute=r), foundry, 0) for r in ("full", "none")]
     assert [m.logits for m in kept] == [foundry.metrics * logits, foundry.logits[1] * logits]
     assert kept[0].activations == 0 < kept[1].activations

@@ -18,19 +18,21 @@ from plan_cases import NDR, Case, cases, gpu, models, recipes
 from seatrial.hardware.catalogue import Gpu
 from seatrial.hardware.failures import RATES, Rate
 from seatrial.hardware.networks import find_network, latencies
+from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
+from seatrial.job.layout import Layout
 from seatrial.job.loading import load_job
 from seatrial.job.models import model_presets
-from seatrial.plan import collectives, kernels
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.finish import Finish, finish
-from seatrial.plan.memory import Memory, memory
-from seatrial.plan.model import Model
-from seatrial.plan.predict import Prediction, predict, stack_for
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.search import Found, search
-from seatrial.plan.stacks import stacks
-from seatrial.plan.step import Traffic, rank_traffic
+from seatrial.plan.cost import collectives, kernels
+from seatrial.plan.cost.finish import Finish, finish
+from seatrial.plan.cost.memory import Memory, memory
+from seatrial.plan.cost.predict import Prediction, predict, stack_for
+from seatrial.plan.cost.stacks import stacks
+from seatrial.plan.cost.step import Traffic, rank_traffic
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.other_model import OtherModel
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.search.search import Found, search
 
 SLACK = 1 + 1e-9
 EXAMPLES = settings(max_examples=40, deadline=None)
@@ -43,7 +45,9 @@ def predicted(case: Case, **changed: object) -> Prediction:
 
 def held(case: Case, **changed: object) -> Memory:
     """What a recipe that differs in `changed` needs."""
-    recipe = replace(case.recipe, **changed)  # type: ignore[arg-type]
+    sizes = {name: changed.pop(name) for name in vars(case.recipe.layout) if name in changed}
+    layout = replace(case.recipe.layout, **sizes)  # type: ignore[arg-type]
+    recipe = replace(case.recipe, layout=layout, **changed)  # type: ignore[arg-type]
     return memory(case.model, recipe, stacks()[case.stack])
 
 
@@ -94,10 +98,10 @@ def test_traffic_is_of_the_dimensions_there_are(case: Case) -> None:
     assert min(getattr(sent, f.name) for f in fields(sent)) >= 0
     assert sent.between_nodes <= sent.sent * SLACK
     for size, n_bytes in (
-        (r.tensor, sent.tensor),
+        (r.layout.tensor, sent.tensor),
         (r.context, sent.context),
-        (r.pipeline, sent.pipeline),
-        (r.context * r.data_parallel, sent.data),
+        (r.layout.pipeline, sent.pipeline),
+        (r.context * r.layout.data_parallel, sent.data),
     ):
         assert (n_bytes > 0) == (size > 1)
     if case.cluster.nodes == 1:
@@ -109,8 +113,17 @@ def test_traffic_is_of_the_dimensions_there_are(case: Case) -> None:
 
 # Unfused attention, whose backward pass takes less than twice the forward pass, beside context parallel over a slow network.
 RINGS = Case(
-    Model(8, 512, 256, 8, 8, 64, 256, gated=False),
-    Recipe(16384, 1, tensor=8, context=2, sharding="none", sequence_parallel=False),
+    OtherModel(
+        num_hidden_layers=8,
+        hidden_size=512,
+        intermediate_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=256,
+        gated=False,
+    ),
+    Recipe(16384, 1, layout=Layout(tensor=8), context=2, sharding="none", sequence_parallel=False),
     Cluster(gpu("B200 SXM"), 2, 8, find_network("RoCE 4x100")),
     "megatron-2021",
 )
@@ -167,7 +180,7 @@ def clock(factor: float) -> Iterator[None]:
 
 @given(case=cases(), factor=st.sampled_from([0.5, 2.0, 4.0]))
 @EXAMPLES
-def test_hardware_that_is_twice_as_fast_in_everything_takes_half_the_time(case: Case, factor: float) -> None:
+def test_step_time_scales_inversely_with_overall_hardware_speed(case: Case, factor: float) -> None:
     """Rates times a factor, latencies over it: a second is another one, nothing else. What has a wrong unit would show."""
     cluster = case.cluster
     card, network = faster(cluster.gpu, factor), cluster.network
@@ -203,10 +216,10 @@ def test_tokens_are_counted_once(case: Case, factor: int) -> None:
     assert more.step_s <= factor * plain.step_s * SLACK
     # Under a pipeline what full sharding gathers once a step is shared out among the microbatches, those of the fill too, so a
     # step that is little else gets shorter with more of them.
-    if case.recipe.pipeline == 1 or case.recipe.sharding != "full":
+    if case.recipe.layout.pipeline == 1 or case.recipe.sharding != "full":
         assert more.step_s > plain.step_s
     # Hidden states go with every microbatch; gradients go once in a stack that accumulates them.
-    for rank in range(case.recipe.pipeline):
+    for rank in range(case.recipe.layout.pipeline):
         one, all_ = (rank_sends(case, rank, r) for r in (case.recipe, larger))
         assert all_.tensor == pytest.approx(factor * one.tensor)
         assert one.data <= all_.data * SLACK
@@ -215,9 +228,13 @@ def test_tokens_are_counted_once(case: Case, factor: int) -> None:
 
 @given(model=models(), recipe=recipes())
 @EXAMPLES
-def test_states_are_bytes_a_parameter(model: Model, recipe: Recipe) -> None:
+def test_states_are_bytes_a_parameter(model: Architecture, recipe: Recipe) -> None:
     """All ranks together hold each stack's bytes of every parameter, once for each copy."""
-    recipe = replace(recipe, sharding="none", tensor=1, pipeline=1, stages_per_rank=1, schedule="1f1b")
+    recipe = replace(
+        recipe,
+        layout=replace(recipe.layout, tensor=1, pipeline=1, stages_per_rank=1, schedule="1f1b"),
+        sharding="none",
+    )
     for stack in stacks().values():
         found = memory(model, recipe, stack)
         assert found.states == pytest.approx(sum(stack.state_bytes) * model.parameters(), rel=1e-12)
@@ -231,15 +248,15 @@ def test_states_are_bytes_a_parameter(model: Model, recipe: Recipe) -> None:
 def test_more_gpus_never_need_more_memory_each(case: Case, factor: int) -> None:
     """Beside the buffers that a stack has as soon as there is data parallel."""
     recipe, plain = case.recipe, held(case).allocated * SLACK
-    assert held(case, tensor=recipe.tensor * factor).allocated <= plain
+    assert held(case, tensor=recipe.layout.tensor * factor).allocated <= plain
     assert held(case, context=recipe.context * factor).allocated <= plain
-    if recipe.data_parallel == 1:
+    if recipe.layout.data_parallel == 1:
         plain += getattr(stacks()[case.stack], "bucket_bytes", 0)
     batch = recipe.global_batch * factor
-    assert held(case, shard=recipe.shard * factor, global_batch=batch).allocated <= plain
-    assert held(case, replicate=recipe.replicate * factor, global_batch=batch).allocated <= plain
+    assert held(case, shard=recipe.layout.shard * factor, global_batch=batch).allocated <= plain
+    assert held(case, replicate=recipe.layout.replicate * factor, global_batch=batch).allocated <= plain
     if recipe.microbatches % factor == 0:  # the same batch over more ranks
-        assert held(case, shard=recipe.shard * factor).allocated <= plain
+        assert held(case, shard=recipe.layout.shard * factor).allocated <= plain
 
 
 @given(case=cases())
@@ -250,7 +267,7 @@ def test_more_work_at_once_never_needs_less_memory(case: Case) -> None:
     batch = recipe.global_batch * 2
     assert held(case, microbatch=recipe.microbatch * 2, global_batch=batch).allocated >= plain * slack
     assert held(case, sequence=recipe.sequence * 2).allocated >= plain * slack
-    deeper = replace(case, model=replace(case.model, layers=case.model.layers * 2))
+    deeper = replace(case, model=replace(case.model, num_hidden_layers=case.model.num_hidden_layers * 2))
     assert held(deeper).allocated >= plain * slack
     # Nothing is computed again only to need more.
     if recipe.recompute == "none":
@@ -261,7 +278,7 @@ def test_more_work_at_once_never_needs_less_memory(case: Case) -> None:
 @given(case=cases())
 @EXAMPLES
 def test_a_deeper_model_takes_longer(case: Case) -> None:
-    deeper = replace(case.model, layers=case.model.layers * 2)
+    deeper = replace(case.model, num_hidden_layers=case.model.num_hidden_layers * 2)
     assert predicted(case, model=deeper).step_s > predicted(case).step_s
     assert (
         predicted(case, recipe=replace(case.recipe, sequence=case.recipe.sequence * 2)).step_s
@@ -271,8 +288,8 @@ def test_a_deeper_model_takes_longer(case: Case) -> None:
 
 # ---- the run ----
 
-BIG = Model.of(model_presets()["qwen2.5-72b"])
-VOYAGE = Recipe(4096, 1024, tensor=8, pipeline=2, shard=8, reshard=False, compiled=True)
+BIG = model_presets()["qwen2.5-72b"]
+VOYAGE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False, compiled=True)
 B300 = Cluster(gpu("B300 SXM"), 16, 8, NDR)
 STEP = predict(BIG, VOYAGE, B300)
 

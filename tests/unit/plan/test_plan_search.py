@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -16,11 +15,10 @@ from seatrial.job.finding import Facts
 from seatrial.job.job import Job
 from seatrial.job.loading import load_job
 from seatrial.job.rules_layout import LAYOUT_RULES
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.model import Model
-from seatrial.plan.predict import capacity, predict
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.search import Found, search
+from seatrial.plan.cost.predict import capacity, predict
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.search.search import Found, search
 
 B300, A100 = find_gpu("B300 SXM"), find_gpu("A100-40GB SXM")
 assert B300 is not None
@@ -34,53 +32,54 @@ def job(*overrides: str) -> Job:
 
 
 @cache
-def reference() -> tuple[Found, float]:
-    start = time.process_time()
-    found = search(job(), CLUSTER)
-    return found, time.process_time() - start
+def reference() -> Found:
+    return search(job(), CLUSTER)
 
 
-def test_the_reference_cluster_in_seconds() -> None:
-    found, seconds = reference()
-    assert seconds < 5
-    assert found.tried > 1000
+def test_the_reference_cluster_is_searched() -> None:
+    found = reference()
+    assert 1000 < found.tried < 10_000  # its time is theirs: bench/plan_speed.py
     steps = [c.prediction.step_s for c in found.choices]
     assert steps == sorted(steps)
-    assert len({(c.recipe.tensor, c.recipe.pipeline) for c in found.choices}) == len(steps) > 8
+    assert len({(c.recipe.layout.tensor, c.recipe.layout.pipeline) for c in found.choices}) == len(steps) > 8
     assert all(c.prediction.fits and c.limit for c in found.choices)
 
 
 def test_the_users_own_layout_has_a_price() -> None:
     """TP 8 x PP 2 is not the best for 72B on 128 B300: part of its tensor-parallel traffic stays in sight, however it is sent."""
-    found, _ = reference()
+    found = reference()
     assert found.own is not None
-    assert (found.own.recipe.tensor, found.own.recipe.pipeline, found.own.recipe.shard) == (8, 2, 8)
+    assert (
+        found.own.recipe.layout.tensor,
+        found.own.recipe.layout.pipeline,
+        found.own.recipe.layout.shard,
+    ) == (8, 2, 8)
     assert found.own_costs is not None
     assert found.own_costs > 0.1
     best = found.choices[0]
     assert found.own.prediction.parts.tensor > 3 * best.prediction.parts.tensor
-    assert best.recipe.tensor < 8
+    assert best.recipe.layout.tensor < 8
 
 
 def test_only_what_the_rules_allow() -> None:
     base = job()
-    for choice in reference()[0].choices:
+    for choice in reference().choices:
         recipe = choice.recipe
         parallel = base.parallel.model_copy(
-            update={k: v for k, v in choice.layout.as_dict().items() if k != "world_size"}
+            update=vars(recipe.layout)
             | {"reshard_after_forward": recipe.reshard, "async_tensor": recipe.async_tensor}
         )
         train = base.train.model_copy(update={"microbatch": recipe.microbatch})
         file = base.file.model_copy(update={"parallel": parallel, "train": train})
-        facts = Facts(file, base.architecture, choice.layout)
+        facts = Facts(file, base.architecture, recipe.layout)
         assert [f for rule in LAYOUT_RULES for f in rule(facts)] == []
         assert recipe.world == 128
-        assert predict_again(choice.recipe) == choice.prediction.step_s
+        assert predict_again(recipe) == choice.prediction.step_s
 
 
 def predict_again(recipe: Recipe) -> float:
 
-    return predict(Model.of(job().architecture), recipe, CLUSTER).step_s
+    return predict(job().architecture, recipe, CLUSTER).step_s
 
 
 def test_zero_bubble_without_compilation() -> None:
@@ -110,4 +109,4 @@ def test_another_size_than_the_jobs() -> None:
 
 def predict_again_on(nodes: int) -> None:
 
-    predict(Model.of(job().architecture), Recipe.of(job()), replace(CLUSTER, nodes=nodes))
+    predict(job().architecture, Recipe.of(job()), replace(CLUSTER, nodes=nodes))

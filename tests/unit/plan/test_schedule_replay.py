@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-from seatrial.plan.schedule import Times, in_flight, order, replay, span
+from seatrial.job.schedules import Pass, PipelineSchedule, Times, replay, schedule_named
 
 CASES = [
     (schedule, ranks, per_rank, groups * ranks)
@@ -26,7 +26,7 @@ CASES = [
 @pytest.mark.parametrize(("schedule", "ranks", "per_rank", "m"), CASES)
 def test_every_pass_once(schedule: str, ranks: int, per_rank: int, m: int) -> None:
     for rank in range(ranks):
-        passes = order(schedule, ranks, per_rank, m, rank)
+        passes = schedule_named(schedule).order(ranks, per_rank, m, rank)
         forward = [p for p in passes if p.kind == "F"]
         assert len({(p.stage, p.microbatch) for p in forward}) == len(forward) == m * per_rank
         for kind in ("I", "W") if schedule == "zero-bubble" else ("B",):
@@ -38,7 +38,10 @@ def test_every_pass_once(schedule: str, ranks: int, per_rank: int, m: int) -> No
 @pytest.mark.parametrize(("schedule", "ranks", "per_rank", "m"), CASES)
 def test_closed_form_is_the_replay_of_equal_stages(schedule: str, ranks: int, per_rank: int, m: int) -> None:
     times = [Times(1.0, 2.0)] * (ranks * per_rank)
-    played, said = replay(schedule, ranks, per_rank, m, times), span(schedule, ranks, per_rank, m, times)
+    played, said = (
+        replay(schedule_named(schedule), ranks, per_rank, m, times),
+        schedule_named(schedule).span(ranks, per_rank, m, times),
+    )
     assert said == pytest.approx(played, rel=0.005 if schedule == "zero-bubble" else 1e-9)
 
 
@@ -47,10 +50,10 @@ def test_activations_held(schedule: str, ranks: int, per_rank: int, m: int) -> N
     last = "W" if schedule == "zero-bubble" else "B"
     for rank in range(ranks):
         held = most = 0
-        for kind, _, _ in order(schedule, ranks, per_rank, m, rank):
+        for kind, _, _ in schedule_named(schedule).order(ranks, per_rank, m, rank):
             held += (kind == "F") - (kind == last)
             most = max(most, held)
-        said = in_flight(schedule, ranks, per_rank, m, rank)
+        said = schedule_named(schedule).in_flight(ranks, per_rank, m, rank)
         assert said == most if schedule != "zero-bubble" else most <= said <= most + 1
 
 
@@ -69,7 +72,10 @@ def test_closed_form_is_near_where_stages_differ(
         Times(data.draw(st.floats(0.9, 1.2)), data.draw(st.floats(1.8, 2.4))) for _ in range(ranks * per_rank)
     ]
     m = groups * ranks
-    played, said = replay(schedule, ranks, per_rank, m, times), span(schedule, ranks, per_rank, m, times)
+    played, said = (
+        replay(schedule_named(schedule), ranks, per_rank, m, times),
+        schedule_named(schedule).span(ranks, per_rank, m, times),
+    )
     assert said == pytest.approx(
         played, rel=0.15
     )  # a third more in some stages; at worst 12 % of 3,000 drawn
@@ -95,13 +101,36 @@ def test_the_order_is_the_one_that_torch_carries_out(ranks: int, per_rank: int, 
                 for a in torchs._calculate_single_rank_operations(rank)
                 if a is not None
             ]
-            assert [tuple(p) for p in order(schedule, ranks, per_rank, m, rank)] == theirs
+            assert [tuple(p) for p in schedule_named(schedule).order(ranks, per_rank, m, rank)] == theirs
 
 
 def test_the_textbook_bubble() -> None:
     """(p - 1) / m of the work for 1F1B, a v-th of that interleaved (arXiv:2104.04473, section 2.2)."""
     p, m = 4, 16
     work = m * 3.0
-    assert span("1f1b", p, 1, m, [Times(1.0, 2.0)] * p) == pytest.approx(work * (1 + (p - 1) / m))
+    assert schedule_named("1f1b").span(p, 1, m, [Times(1.0, 2.0)] * p) == pytest.approx(
+        work * (1 + (p - 1) / m)
+    )
     halves = [Times(0.5, 1.0)] * (2 * p)
-    assert span("interleaved-1f1b", p, 2, m, halves) == pytest.approx(work * (1 + (p - 1) / m / 2))
+    assert schedule_named("interleaved-1f1b").span(p, 2, m, halves) == pytest.approx(
+        work * (1 + (p - 1) / m / 2)
+    )
+
+
+class InOrder(PipelineSchedule):
+    """A schedule of another package, which gives nothing but its order: here that of one that is built in."""
+
+    def order(self, ranks: int, per_rank: int, microbatches: int, rank: int) -> list[Pass]:
+        return schedule_named(self.name).order(ranks, per_rank, microbatches, rank)
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "per_rank", "m"), CASES)
+def test_what_an_order_alone_says(schedule: str, ranks: int, per_rank: int, m: int) -> None:
+    own = schedule_named(schedule)
+    derived = InOrder(schedule, "", own.several_stages, own.split_backward)
+    times = [Times(1.0, 2.0)] * (ranks * per_rank)
+    assert derived.span(ranks, per_rank, m, times) == pytest.approx(own.span(ranks, per_rank, m, times))
+    for rank in range(ranks):
+        at = (ranks, per_rank, m, rank)
+        assert own.in_flight(*at) - derived.in_flight(*at) in ((0, 1) if own.split_backward else (0,))
+        assert derived.deferred(*at) == own.deferred(*at)

@@ -16,28 +16,28 @@ from plan_cases import NDR, Case, gpu, models, recipes
 from seatrial.hardware.catalogue import gpus
 from seatrial.hardware.networks import networks
 from seatrial.job.job import Job
+from seatrial.job.layout import Layout
 from seatrial.job.loading import load_job
 from seatrial.job.models import model_presets
 from seatrial.job.parts import MOST, parts
-from seatrial.plan import work as work_module
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.collectives import Fabric
-from seatrial.plan.kernels import Kernels
-from seatrial.plan.memory import layer_activations
-from seatrial.plan.model import Model
-from seatrial.plan.overlap import OURS, able, copied, cut, gathered, overlaps, scattered
-from seatrial.plan.predict import predict, stack_for
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.search import legal, search
-from seatrial.plan.stacks import stacks
-from seatrial.plan.step import rank_traffic
-from seatrial.plan.work import tensor_group, work
+from seatrial.plan.cost.collectives import Fabric
+from seatrial.plan.cost.kernels import Kernels
+from seatrial.plan.cost.memory import layer_activations
+from seatrial.plan.cost.overlap import OURS, able, copied, cut, gathered, overlaps, scattered
+from seatrial.plan.cost.predict import predict, stack_for
+from seatrial.plan.cost.stacks import stacks
+from seatrial.plan.cost.step import rank_traffic
+from seatrial.plan.model import work as work_module
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.model.work import tensor_group, work
+from seatrial.plan.search.search import legal, search
 
 EXAMPLES = settings(max_examples=40, deadline=None)
 SLACK = 1 + 1e-9
-MODEL = Model.of(model_presets()["qwen2.5-72b"])
+MODEL = model_presets()["qwen2.5-72b"]
 B300 = Cluster(gpu("B300 SXM"), 16, 8, NDR)
-PLAIN = Recipe(4096, 1024, 8, tensor=8, pipeline=2, shard=8, reshard=False, compiled=True)
+PLAIN = Recipe(4096, 1024, 8, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False, compiled=True)
 ASYNC = replace(PLAIN, async_tensor=True)
 
 seconds = st.floats(0.0, 1.0)
@@ -118,7 +118,9 @@ def test_a_layer_of_the_reference_voyage_by_hand() -> None:
     assert again.tensor == pytest.approx(sum(forward[:3]))
     assert again.products == pytest.approx(made.forward.products - n * product(h, down))
     # What is gathered for the weights comes later in a zero-bubble pipeline: nothing but products hides the scatters.
-    late = replace(ASYNC, schedule="zero-bubble", stages_per_rank=2, compiled=False)
+    late = replace(
+        ASYNC, layout=replace(ASYNC.layout, schedule="zero-bubble", stages_per_rank=2), compiled=False
+    )
     later = work(MODEL, late, fabric, stack, pace).backward.tensor
     assert later == pytest.approx(
         sum(backward[1::2]) + scattered(n, product(h, qkv), c) + scattered(n, product(h, up), c)
@@ -130,7 +132,7 @@ def test_only_this_trainer_hides_it_so() -> None:
         assert able(ASYNC, stack) == (name in OURS)
         assert overlaps(ASYNC, stack) == (name in OURS)
         assert not overlaps(PLAIN, stack)
-        one = replace(ASYNC, tensor=1, shard=64)
+        one = replace(ASYNC, layout=replace(ASYNC.layout, tensor=1, shard=64))
         assert not able(one, stack)
         if name not in OURS:
             steps = [predict(MODEL, r, B300, stack=name).parts for r in (ASYNC, PLAIN)]
@@ -152,7 +154,7 @@ def test_copies_for_the_order_of_positions() -> None:
     tokens = 8 * 4096
     assert copied(MODEL, PLAIN, ours) == 4 * 4 * tokens * 8192
     assert copied(MODEL, PLAIN, theirs) == 0
-    assert copied(MODEL, replace(PLAIN, tensor=1, shard=64), ours) == 0
+    assert copied(MODEL, replace(PLAIN, layout=replace(PLAIN.layout, tensor=1, shard=64)), ours) == 0
     assert copied(MODEL, replace(PLAIN, microbatch=1), ours) == 0
     assert copied(MODEL, ASYNC, ours) == 4 * tokens * (8192 + 2 * 1024 + 8192) / 8
     assert copied(MODEL, replace(ASYNC, microbatch=2), ours) == 0  # parts of one sequence stand in order
@@ -162,7 +164,7 @@ def test_copies_for_the_order_of_positions() -> None:
 
 
 def test_attention_keeps_its_output_in_both_orders() -> None:
-    """Two bytes for each position and query of a rank; not where parts are single sequences. Traced, `seatrial.plan.dryrun`."""
+    """Two bytes for each position and query of a rank; not where parts are single sequences. Traced, `seatrial.plan.cost.dryrun`."""
     for stack in (stacks()[name] for name in OURS):
         more = [
             layer_activations(MODEL, replace(ASYNC, microbatch=m), stack)
@@ -174,11 +176,13 @@ def test_attention_keeps_its_output_in_both_orders() -> None:
 
 def test_the_number_of_parts_is_near_the_best() -> None:
     """What job/parts.py says of its limits."""
-    small = Model.of(model_presets()["llama3-8b"])
+    small = model_presets()["llama3-8b"]
     for model, name, tensor in ((MODEL, "B300 SXM", 8), (MODEL, "H100 SXM", 8), (small, "H200 SXM", 4)):
         at = replace(B300, gpu=gpu(name))
         for micro in (1, 2, 4, 8):
-            recipe = replace(ASYNC, tensor=tensor, shard=64 // tensor, microbatch=micro)
+            recipe = replace(
+                ASYNC, layout=replace(ASYNC.layout, tensor=tensor, shard=64 // tensor), microbatch=micro
+            )
             steps, chosen = {}, parts(micro, 4096 // tensor)
             for n in (2, 3, 4, 8):
                 with patch.object(work_module, "cut", lambda _, n=n: n):
@@ -192,10 +196,12 @@ def test_the_number_of_parts_is_near_the_best() -> None:
 def test_the_only_published_pair_gained_less() -> None:
     """torchtitan, December 2024: 829 tokens/s/GPU without and 876 with its own overlap, in fp8. What docs/plan.md tells of it."""
     model, at = (
-        Model.of(model_presets()["llama3-70b"]),
+        model_presets()["llama3-70b"],
         Cluster(gpu("H100 SXM"), 32, 8, NDR),
     )
-    recipe = Recipe(8192, 512, 16, tensor=8, shard=32, precision="fp8", recompute="full", compiled=True)
+    recipe = Recipe(
+        8192, 512, 16, layout=Layout(tensor=8, shard=32), precision="fp8", recompute="full", compiled=True
+    )
 
     def gain() -> float:
         plain, hidden = (predict(model, replace(recipe, async_tensor=a), at).step_s for a in (False, True))
@@ -213,7 +219,9 @@ def overlapped(draw: st.DrawFn) -> Case:
     """Layouts of our own trainer that hide communication."""
     recipe = replace(draw(recipes()), async_tensor=True, sequence_parallel=True, context=1, sharding="full")
     recipe = replace(
-        recipe, tensor=draw(st.sampled_from([2, 4, 8])), recompute=draw(st.sampled_from(["none", "full"]))
+        recipe,
+        layout=replace(recipe.layout, tensor=draw(st.sampled_from([2, 4, 8]))),
+        recompute=draw(st.sampled_from(["none", "full"])),
     )
     network = draw(st.sampled_from(networks()))
     cluster = Cluster(draw(st.sampled_from(gpus())), -(-recipe.world // 8), 8, network)
@@ -246,7 +254,7 @@ def test_nothing_is_hidden_that_nothing_is_computed_beside(case: Case) -> None:
     recipe, stack, fabric = case.recipe, stack_for(case.recipe), Fabric(case.cluster)
     made = work(case.model, recipe, fabric, stack, 1.0)
     n = cut(recipe)
-    n_bytes = 2.0 * recipe.tokens * case.model.hidden
+    n_bytes = 2.0 * recipe.tokens * case.model.hidden_size
     group = tensor_group(recipe, fabric)
     each = fabric.seconds("all_gather", n_bytes / n, group)
     for one in (made.forward, made.backward):
@@ -280,32 +288,32 @@ def job(preset: str, *overrides: str) -> Job:
 def test_the_search_loses_nothing_by_not_trying_all() -> None:
     """Every legal layout with and without, predicted one by one, gives the same best ones."""
     base = job("llama3-8b-h100")
-    model, cluster = Model.of(base.architecture), Cluster(gpu("H100 SXM"), 1, 8)
+    model, cluster = base.architecture, Cluster(gpu("H100 SXM"), 1, 8)
     best: dict[tuple[int, int], float] = {}
     for recipe in legal(base, cluster, Counter()):
         for one in (recipe, replace(recipe, async_tensor=True)):
             if one.async_tensor and not able(one, stack_for(one)):
                 continue
             found = predict(model, one, cluster)
-            key = (one.tensor, one.pipeline)
+            key = (one.layout.tensor, one.layout.pipeline)
             if found.fits and found.step_s < best.get(key, float("inf")):
                 best[key] = found.step_s
     choices = search(base, cluster, own=False).choices
-    assert {(c.recipe.tensor, c.recipe.pipeline): c.prediction.step_s for c in choices} == best
+    assert {(c.recipe.layout.tensor, c.recipe.layout.pipeline): c.prediction.step_s for c in choices} == best
     assert any(c.recipe.async_tensor for c in choices)
 
 
-def test_it_is_chosen_where_there_is_much_to_hide_and_not_where_parts_are_tiny() -> None:
+def test_async_tensor_is_chosen_for_large_but_not_tiny_layers() -> None:
     large = job("qwen2.5-72b-b300", "cluster.nodes=4")
     found = search(large, replace(B300, nodes=4), own=False, microbatches=(1, 2, 4, 8), recomputes=("none",))
-    assert all(c.recipe.async_tensor for c in found.choices if c.recipe.tensor >= 4)
+    assert all(c.recipe.async_tensor for c in found.choices if c.recipe.layout.tensor >= 4)
     tiny = job(
         "qwen2.5-7b-h200", "model.preset=qwen2.5-0.5b", "train.sequence_length=256", "train.microbatch=1"
     )
     few = search(
         tiny, Cluster(gpu("H200 SXM"), 1, 8), own=False, microbatches=(1,), recomputes=("none",)
     ).choices
-    assert any(c.recipe.tensor > 1 for c in few)
+    assert any(c.recipe.layout.tensor > 1 for c in few)
     assert not any(c.recipe.async_tensor for c in few)
 
 

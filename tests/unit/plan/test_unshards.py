@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from torch.distributed.pipelining.schedules import UNSHARD, _Action, _add_unshard_reshard, _ComputationType
 
-from seatrial.plan.schedule import order
-from seatrial.plan.unshard import ACTIVE_STAGES, unshards
+from seatrial.job.schedules import schedule_named
+from seatrial.plan.cost.unshard import ACTIVE_STAGES, unshards
 
 _TYPES = {
     "F": _ComputationType.FORWARD,
@@ -19,7 +19,7 @@ _TYPES = {
 
 
 def by_torch(schedule: str, ranks: int, per_rank: int, microbatches: int, rank: int) -> tuple[float, ...]:
-    passes = order(schedule, ranks, per_rank, microbatches, rank)
+    passes = schedule_named(schedule).order(ranks, per_rank, microbatches, rank)
     lowered = _add_unshard_reshard([_Action(p.stage, _TYPES[p.kind], p.microbatch) for p in passes])
     counts = Counter(a.stage_index for a in lowered if a.computation_type == UNSHARD)
     return tuple(float(counts[s]) for s in range(rank, ranks * per_rank, ranks))

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.check.blame.nodes import RATES
-from seatrial.check.course import Course
-from seatrial.check.findings import Expected, Finding, Target
+from seatrial.check.judging.check_run import CheckRun
+from seatrial.check.judging.findings import Expected, Finding, Target
+from seatrial.check.judging.measured import of_nodes
+from seatrial.check.judging.report import Report
 from seatrial.check.live.live_rates import rate
-from seatrial.check.measured import of_nodes
 from seatrial.check.node.judge_load import _RATES as NODE_RATES
-from seatrial.check.report import Report
 from seatrial.check.reports import report_json
 from seatrial.job import Job, job_from_text, load_job, preset_text
 from seatrial.record import events
@@ -81,10 +81,10 @@ def report(
     folder: Path, measured: dict[str, Any], *, nodes: int = 2, days: float = 0.0, simulated: str = ""
 ) -> Path:
     """reports/check.json of the run folder `folder`, as the verb writes it, `days` old."""
-    course = Course(tuple(f"n{i}" for i in range(nodes)), measured=measured, simulated=simulated)
+    check_run = CheckRun(tuple(f"n{i}" for i in range(nodes)), measured=measured, simulated=simulated)
     file = RunFolder(folder).reports / "check.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(report_json.text(Report((), (), course), time=time.time() - days * 86400))
+    file.write_text(report_json.text(Report((), (), check_run), time=time.time() - days * 86400))
     return file
 
 

@@ -17,11 +17,11 @@ from seatrial.job.finding import Facts
 from seatrial.job.job import Job
 from seatrial.job.rules_layout import LAYOUT_RULES
 from seatrial.job.settled import provisional
-from seatrial.plan.auto import ALIKE, Chosen, _doubt, _safest, choose
-from seatrial.plan.place import place_of
-from seatrial.plan.predict import capacity
-from seatrial.plan.room import shipped_errors
-from seatrial.plan.search import Choice, search
+from seatrial.plan.cost.memory_fit import shipped_errors
+from seatrial.plan.cost.predict import capacity
+from seatrial.plan.model.place import place_of
+from seatrial.plan.search.auto import ALIKE, Chosen, _doubt, _safest, choose
+from seatrial.plan.search.search import Choice, search
 
 
 def chosen(j: Job) -> Chosen:
@@ -66,7 +66,7 @@ def test_the_fastest_one_where_speeds_are_known() -> None:
     assert "limited by" in " ".join(found.reasons)
 
 
-def test_of_two_that_cannot_be_told_apart_the_one_that_surely_fits() -> None:
+def test_sure_fit_is_preferred_among_equally_fast_layouts() -> None:
     """Predictions of memory have been wrong: a tight layout is taken only where it is faster than every sure one."""
     j = open_job("llama3-8b-h100", "cluster.nodes=2")
     place = place_of(j)
@@ -77,7 +77,7 @@ def test_of_two_that_cannot_be_told_apart_the_one_that_surely_fits() -> None:
     def one(step_s: float, share: float, tensor: int) -> Choice:
         p = some.prediction
         room = p.memory.reserved / share
-        recipe = replace(some.recipe, tensor=tensor)
+        recipe = replace(some.recipe, layout=replace(some.recipe.layout, tensor=tensor))
         return replace(some, recipe=recipe, prediction=replace(p, step_s=step_s, room=room))
 
     tight, near, far = one(10.0, 0.97, 1), one(10.3, 0.5, 2), one(11.0, 0.3, 4)
@@ -101,7 +101,7 @@ def test_of_two_that_cannot_be_told_apart_the_one_that_surely_fits() -> None:
         assert (_doubt(fastest, (near,)) == "") == sure
 
 
-def test_a_job_whose_fastest_layout_is_tight_gets_one_that_is_not_or_is_told() -> None:
+def test_tight_fastest_layout_is_replaced_or_reported() -> None:
     """Llama-3 8B on 8 A100 of 40 GB: memory is scarce."""
     j = open_job(
         "llama3-8b-h100",
@@ -166,9 +166,9 @@ def test_large_states_are_cut_and_small_ones_copied() -> None:
     """Nothing is known but bytes: whole copies of a 7B on each of 8 ranks would be the least traffic, and 120 GB a rank."""
     large = open_job("qwen2.5-7b-h200", "cluster.device=cpu", "train.global_batch=8", "train.microbatch=1")
     best = chosen(large).best.recipe
-    assert best.tensor * best.shard == 8
+    assert best.layout.tensor * best.layout.shard == 8
     small = open_job("first-voyage", "cluster.device=cpu", "cluster.nodes=2", "cluster.gpus_per_node=1")
-    assert chosen(small).best.recipe.replicate == 2
+    assert chosen(small).best.recipe.layout.replicate == 2
 
 
 def test_without_speeds_a_known_memory_still_bounds_it() -> None:

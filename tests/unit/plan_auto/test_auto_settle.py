@@ -12,8 +12,8 @@ from auto_cases import edit, gpu_rates, made, open_job, rails, report
 from seatrial.base.errors import InputError
 from seatrial.hardware import devices
 from seatrial.job import Job, load_job
-from seatrial.plan import settle as settle_module
-from seatrial.plan.settle import place_here, settle
+from seatrial.plan.search import settle as settle_module
+from seatrial.plan.search.settle import place_here, settle
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 from seatrial.record.run import open_run
@@ -135,7 +135,7 @@ def test_a_damaged_record_is_chosen_anew(tmp_path: Path, damage: dict[str, objec
     assert settle(voyage(), RunFolder(tmp_path / "first-voyage")).layout == first.layout
 
 
-def test_asynchronous_tensor_parallel_is_chosen_recorded_and_taken_over(tmp_path: Path) -> None:
+def test_async_tensor_parallel_is_chosen_recorded_and_resumed(tmp_path: Path) -> None:
     """70B on four nodes of H100 needs tensor parallel; the choice stands in plan.json and job.toml, and a resume takes it."""
     j = open_job(
         "llama3-8b-h100", "name=auto", "model.preset=llama3-70b", "cluster.nodes=4", "cluster.launcher=slurm",
@@ -188,7 +188,7 @@ def test_the_reasons_stay_with_the_layout_however_it_is_started(tmp_path: Path) 
     assert "chosen" not in plan(tmp_path)
 
 
-def test_a_start_that_chose_and_did_nothing_is_not_what_a_view_shows(tmp_path: Path) -> None:
+def test_view_ignores_a_start_that_did_nothing(tmp_path: Path) -> None:
     """As a start that finds all steps done: the view is of the one that did something."""
     folder = made(tmp_path, settle(voyage(), RunFolder(tmp_path / "first-voyage")), 1.0)
     before = read_view(folder).generation
@@ -249,7 +249,7 @@ def test_names_as_the_driver_tells_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"chosen": 7}', '{"chosen": {"cluster": [], "layout": 7'])
-def test_a_record_that_cannot_be_read_is_not_called_the_first_choice(tmp_path: Path, text: str) -> None:
+def test_unreadable_plan_record_is_not_called_the_first_choice(tmp_path: Path, text: str) -> None:
     start(voyage(), tmp_path)
     RunFolder(tmp_path / "first-voyage").plan_json.write_text(text)
     settled = settle(voyage(), RunFolder(tmp_path / "first-voyage"))

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 from auto_cases import all_reduce, gpu_rates, job, made, rails, report, storage
 
-from seatrial.plan.calibration import shipped
-from seatrial.plan.measured import measured_rates
-from seatrial.plan.model import Model
-from seatrial.plan.place import place_of
-from seatrial.plan.predict import predict
-from seatrial.plan.recipe import Recipe
+from seatrial.plan.cost.calibration import shipped
+from seatrial.plan.cost.predict import predict
+from seatrial.plan.model.place import place_of
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.measured import measured_rates
 
 JOB = job()
 PLACE = place_of(JOB)
-MODEL, RECIPE = Model.of(JOB.architecture), Recipe.of(JOB)
+MODEL, RECIPE = JOB.architecture, Recipe.of(JOB)
 WRONG = (None, [], {}, "x", -1, 0, 1e308, True, 10**400, 1e-300, [{}], {"a": 1})
 
 

@@ -12,12 +12,11 @@ from auto_cases import all_reduce, gpu_rates, job, made, report
 
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
-from seatrial.plan.calibration import shipped
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.measured import measured_rates
-from seatrial.plan.model import Model
-from seatrial.plan.predict import predict
-from seatrial.plan.recipe import Recipe
+from seatrial.plan.cost.calibration import shipped
+from seatrial.plan.cost.predict import predict
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.measured import measured_rates
 
 H100 = find_gpu("H100 SXM")
 assert H100 is not None
@@ -27,7 +26,7 @@ CLUSTER = Cluster(H100, 2, 8, find_network("InfiniBand NDR 8x400"))
 def usual() -> float:
     """The step that the shipped calibration predicts."""
     j = job()
-    return predict(Model.of(j.architecture), Recipe.of(j), CLUSTER).step_s
+    return predict(j.architecture, Recipe.of(j), CLUSTER).step_s
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.0, 1.5])
@@ -36,7 +35,7 @@ def test_the_prediction_of_a_run_that_was_made_is_what_it_took(tmp_path: Path, f
     made(tmp_path, j, step)
     found = measured_rates(tmp_path / "auto", j)
     calibration = found.calibration(shipped())
-    p = predict(Model.of(j.architecture), Recipe.of(j), CLUSTER, calibration=calibration)
+    p = predict(j.architecture, Recipe.of(j), CLUSTER, calibration=calibration)
     assert p.step_s == pytest.approx(step, rel=1e-4)
     assert p.pace.kind == "calibrated"
     assert "auto (55 steps" in p.pace.source
@@ -51,7 +50,7 @@ def test_the_rates_of_a_check_and_the_pace_belong_together(tmp_path: Path) -> No
     found = measured_rates(tmp_path / "auto", j)
     at = found.apply(CLUSTER)
     assert at != CLUSTER
-    p = predict(Model.of(j.architecture), Recipe.of(j), at, calibration=found.calibration(shipped()))
+    p = predict(j.architecture, Recipe.of(j), at, calibration=found.calibration(shipped()))
     assert p.step_s == pytest.approx(step, rel=1e-4)
 
 

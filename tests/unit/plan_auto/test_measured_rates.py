@@ -12,11 +12,11 @@ from auto_cases import GIB, all_reduce, edit, gpu_rates, job, rails, report, sto
 
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
-from seatrial.plan.cluster import Cluster, Group
-from seatrial.plan.collectives import Fabric
-from seatrial.plan.kernels import Kernels
-from seatrial.plan.measured import Measured, measured_rates
-from seatrial.plan.place import place_of
+from seatrial.plan.cost.collectives import Fabric
+from seatrial.plan.cost.kernels import Kernels
+from seatrial.plan.model.cluster import Cluster, Group
+from seatrial.plan.model.place import place_of
+from seatrial.plan.report.measured import Measured, measured_rates
 
 H100 = find_gpu("H100 SXM")
 NDR = find_network("InfiniBand NDR 8x400")
@@ -117,7 +117,7 @@ def test_ports_that_do_not_divide_by_nodes_say_too_little(tmp_path: Path) -> Non
     assert "15 ports on 2 nodes" in found.unused[0]
 
 
-def test_a_sum_over_nodes_as_fast_as_inside_one_is_no_rate_of_the_network(tmp_path: Path) -> None:
+def test_all_reduce_as_fast_as_intra_node_is_not_a_network_rate(tmp_path: Path) -> None:
     report(tmp_path / "auto", {"gpu": gpu_rates(), "all_reduce": [all_reduce(2, 360.0)]})
     found = measured_rates(tmp_path / "auto", job())
     assert found.node_gb_s is None
@@ -165,7 +165,7 @@ def test_send_and_receive_where_nothing_else_is(tmp_path: Path) -> None:
     assert "not what GPUs send by" in found.unused[0]
 
 
-def test_another_gpu_than_the_jobs_is_said_and_only_its_storage_used(tmp_path: Path) -> None:
+def test_report_of_another_gpu_type_only_provides_storage_rate(tmp_path: Path) -> None:
     report(tmp_path / "auto", {"gpu": gpu_rates("NVIDIA H200", gemm=700.0), "node": storage(3.0)})
     found = measured_rates(tmp_path / "auto", job())
     assert found.gpu is None

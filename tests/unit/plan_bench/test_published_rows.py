@@ -16,9 +16,9 @@ from plan_rows import COLUMNS as NEEDED
 from plan_rows import SOURCES, Guessed, Row, read
 from plan_words import STACKS, network_of, stack_of
 from seatrial.hardware.networks import find_network
-from seatrial.plan.predict import capacity
-from seatrial.plan.room import errors_from, judge, shipped_errors
-from seatrial.plan.stacks import stacks
+from seatrial.plan.cost.memory_fit import errors_from, judge, shipped_errors
+from seatrial.plan.cost.predict import capacity
+from seatrial.plan.cost.stacks import stacks
 
 UNSEEN = {
     "source": "A cluster of ours, Megatron-Core 0.12 made up",
@@ -154,7 +154,7 @@ def test_words_name_a_network(words: str, gpu: str, name: str | None, gb_s: floa
         assert found.gb_s_per_gpu == gb_s
 
 
-def test_what_is_measured_of_a_kind_of_network_holds_at_another_rate() -> None:
+def test_network_measurements_apply_at_other_link_rates() -> None:
     opa, found = find_network("Omni-Path 4x100"), network_of("2x100 Omni-Path", "A100-80GB SXM", 8)
     assert opa is not None
     assert found is not None
@@ -162,7 +162,7 @@ def test_what_is_measured_of_a_kind_of_network_holds_at_another_rate() -> None:
     assert found.source == "2x100 Omni-Path"
 
 
-def test_a_source_keeps_its_network_where_a_row_says_no_more_than_the_rate() -> None:
+def test_row_that_states_only_a_rate_keeps_the_source_network() -> None:
     usual = find_network("RoCE 8x200")
     assert network_of("RDMA 200Gb/s per GPU", "A100-80GB SXM", 8, usual) == usual
     assert network_of("8x200Gb/s InfiniBand", "A100-80GB SXM", 8, usual) == find_network(
@@ -177,7 +177,7 @@ def test_the_column_goes_before_what_a_source_usually_has(tmp_path: Path) -> Non
     assert type(row) is Row
 
 
-def test_a_source_that_nobody_described_is_guessed_and_said_to_be(tmp_path: Path) -> None:
+def test_undescribed_source_is_guessed_and_marked_as_guessed(tmp_path: Path) -> None:
     row = one(tmp_path, mem_gb_per_gpu="60", notes="nvidia-smi")
     assert type(row) is Guessed
     assert (row.stack, row.cluster.network) == ("megatron", find_network("InfiniBand NDR 8x400"))
@@ -201,7 +201,7 @@ def test_a_source_that_nobody_described_is_guessed_and_said_to_be(tmp_path: Path
     assert (whole.recipe.sharding, whole.stack) == ("full", "torchtitan-compiled")
     alone = one(tmp_path, n_gpus="8", dp="2", interconnect="who knows")
     assert (alone.cluster.nodes, alone.cluster.network) == (1, None)
-    assert one(tmp_path, tp="", pp="", dp="16").recipe.tensor == 1
+    assert one(tmp_path, tp="", pp="", dp="16").recipe.layout.tensor == 1
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_errors_are_of_described_rows_that_say_all(tmp_path: Path) -> None:
     assert memory_errors([*rows, *others, replace(rows[0], fits=False)]) == known
 
 
-def test_a_source_does_not_set_the_limit_that_its_own_rows_are_judged_by(tmp_path: Path) -> None:
+def test_memory_limit_excludes_errors_of_the_same_source(tmp_path: Path) -> None:
     rows = rows_with_memory(tmp_path, {"SimuMax a": [2.0], "torchtitan benchmarks b": [1.001]})
     # Half as much again as it needs: by its own error of 2.0 it would be tight, by the other's 1.001 it fits, and so it was missed.
     gpu = rows[0].cluster.gpu
@@ -286,7 +286,7 @@ def test_a_source_does_not_set_the_limit_that_its_own_rows_are_judged_by(tmp_pat
     assert scores["above_the_limit_of_other_sources"] == {"figures": 2, "above": 1}
 
 
-def test_rows_of_a_file_without_figures_are_judged_by_what_is_shipped(tmp_path: Path) -> None:
+def test_rows_without_memory_figures_use_the_shipped_errors(tmp_path: Path) -> None:
     rows = [replace(r, memory_bytes=None) for r in rows_with_memory(tmp_path, {"SimuMax a": [1.0]})]
     gpu, needs = rows[0].cluster.gpu, held(rows[0]).reserved / capacity(rows[0].cluster)
     for full, word in ((0.5, "fits"), (0.9, "tight"), (1.1, "does not fit")):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seatrial.job.layout import Layout
-from seatrial.plan.dryrun_extrapolate import Axis, Grid, carry, carry_peak, grid
+from seatrial.plan.cost.dryrun_extrapolate import Axis, Grid, carry, carry_peak, grid
 
 PIPELINED = Layout(pipeline=2, shard=8, tensor=8)
 
@@ -18,7 +18,7 @@ def test_a_large_step_is_carried_over_from_four_small_ones() -> None:
     assert not at.exact
 
 
-def test_layers_that_do_not_divide_evenly_stay_in_the_same_stages() -> None:
+def test_extrapolation_keeps_remainder_layers_in_the_same_stages() -> None:
     layout = Layout(pipeline=4)
     at = grid(layout, 61, 64)
     assert [layers for layers, _ in at.points] == [17, 17, 21, 21]
@@ -42,7 +42,7 @@ def test_several_stages_a_rank_want_multiples_of_the_pipeline(schedule: str) -> 
     assert at.microbatches.steps == 12
 
 
-def test_another_number_of_microbatches_is_no_step_of_the_schedule() -> None:
+def test_other_microbatch_count_is_rejected_for_the_schedule() -> None:
     with pytest.raises(AssertionError, match="between two schedules"):
         _ = Axis(19, (8, 12)).steps
 

@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from seatrial.base.errors import InternalError
-from seatrial.train.dryrun_kernels import cuda_kernels
-from seatrial.train.dryrun_recorder import WEIGHTS, Recorder
-from seatrial.train.dryrun_timeline import Timeline
+from seatrial.train.dryrun.kernels import cuda_kernels
+from seatrial.train.dryrun.recorder import WEIGHTS, Recorder
+from seatrial.train.dryrun.timeline import Timeline
 
 
 def recorder(**dimensions: str) -> Recorder:
@@ -31,10 +31,10 @@ def test_products_are_counted_and_memory_comes_and_goes() -> None:
         del c, view
     assert seen.counts.flops == {("forward", "matmul"): 2 * 3 * 5 * 7}
     assert highest(seen) == 3 * 7 * 4
-    assert seen.timeline.live_bytes == 0
+    assert sum(seen.timeline._sizes.values()) == 0
 
 
-def test_attention_counts_the_whole_score_matrix_and_five_products_backward() -> None:
+def test_attention_flops_use_full_scores_and_5_backward_matmuls() -> None:
     q, k = (torch.ones(2, 4, 8, 16, requires_grad=True) for _ in range(2))
     seen = recorder()
     with seen:
@@ -48,7 +48,7 @@ def test_attention_counts_the_whole_score_matrix_and_five_products_backward() ->
     }
 
 
-def test_a_storage_that_gives_its_bytes_back_is_a_gathered_weight() -> None:
+def test_storage_resized_to_zero_is_a_gathered_weight() -> None:
     original = torch.UntypedStorage.resize_
     seen = recorder()
     with seen:
@@ -87,7 +87,7 @@ def test_cuda_keeps_one_number_a_row_for_a_norm() -> None:
         with seen:
             out = F.rms_norm(x, weight.shape, weight, 1e-6)
             # x and weight are there before; what is new is the output and the reciprocal root of each row.
-            assert seen.timeline.live_bytes == 6 * 32 * 4 + 6 * 4
+            assert sum(seen.timeline._sizes.values()) == 6 * 32 * 4 + 6 * 4
             out.backward(torch.empty_like(out))
         assert x.grad is not None
         assert weight.grad is not None

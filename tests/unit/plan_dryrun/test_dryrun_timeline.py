@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seatrial.train.dryrun_timeline import ACTIVATIONS, TEMPORARY, Timeline, position, turn_of
+from seatrial.train.dryrun.timeline import ACTIVATIONS, TEMPORARY, Timeline, position, turn_of
 
 
 def test_a_peak_is_the_most_that_was_alive_at_once_under_a_label() -> None:
@@ -23,7 +23,7 @@ def test_a_peak_is_the_most_that_was_alive_at_once_under_a_label() -> None:
         "a#+0": 150,
         "b#+0": 120,
     }
-    assert log.live_bytes == 100
+    assert sum(log._sizes.values()) == 100
 
 
 def test_what_comes_and_goes_within_a_segment_is_temporary() -> None:
@@ -37,7 +37,7 @@ def test_what_comes_and_goes_within_a_segment_is_temporary() -> None:
     assert log.peaks()["a#+0"].kinds == {TEMPORARY: 50, ACTIVATIONS: 7}
 
 
-def test_a_kind_told_late_counts_from_the_beginning_and_the_first_word_counts() -> None:
+def test_late_storage_kind_is_retroactive_and_first_kind_wins() -> None:
     log = Timeline()
     log.mark("a")
     log.resize(1, 50)
@@ -76,7 +76,7 @@ def test_sizes_are_rounded_up_as_the_allocator_does() -> None:
     log.resize(1, 1024)
     assert log.peaks()["a#+0"].total == 1536
     log.resize(0, 0)
-    assert log.live_bytes == 1024
+    assert sum(log._sizes.values()) == 1024
 
 
 def test_what_is_alive_stays_when_another_step_begins() -> None:

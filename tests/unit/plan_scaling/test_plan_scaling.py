@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
 from seatrial.job.job import Job
+from seatrial.job.layout import Layout
 from seatrial.job.loading import load_job
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.model import Model
-from seatrial.plan.predict import predict
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.scaling import Mode, Scaling, best_scaling, exposed, resized, scaling
-from seatrial.plan.search import search
+from seatrial.plan.cost.predict import predict
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.search.scaling import Mode, Scaling, best_scaling, exposed, resized, scaling
+from seatrial.plan.search.search import search
 
 B300, A100 = find_gpu("B300 SXM"), find_gpu("A100-40GB SXM")
 assert B300 is not None
@@ -63,7 +63,7 @@ def test_no_size_is_dropped_and_each_says_why_not(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_jobs_own_size_is_its_own_prediction(mode: Mode) -> None:
-    own = predict(Model.of(job().architecture), Recipe.of(job()), CLUSTER)
+    own = predict(job().architecture, Recipe.of(job()), CLUSTER)
     at = next(p for p in voyage(mode).points if p.nodes == 16)
     assert at.global_batch == 2048
     assert at.prediction is not None
@@ -76,7 +76,7 @@ def test_weak_keeps_the_microbatches_and_strong_the_batch() -> None:
     for p in voyage("weak").known:
         assert p.recipe is not None
         assert p.recipe.microbatches == 32
-        assert p.global_batch == 32 * 8 * p.recipe.data_parallel
+        assert p.global_batch == 32 * 8 * p.recipe.layout.data_parallel
     assert {p.global_batch for p in voyage("strong").known} == {2048}
 
 
@@ -134,14 +134,14 @@ def test_a_small_model_meets_the_targets_or_says_by_how_much_not(mode: Mode) -> 
     assert doubling.met is all(p.doubling is None or p.doubling > 0.8 for p in found.known)
 
 
-def test_where_the_layout_does_not_run_on_eight_the_span_there_is_is_told() -> None:
+def test_verdict_states_actual_span_if_layout_needs_over_8_gpus() -> None:
     span = voyage("weak").verdicts[1]
     assert span.met is None
     assert "a replica takes TP8 x PP2 = 16 GPUs" in span.predicted
     assert "times from 16 to 128, of 8" in span.predicted
 
 
-def test_communication_shows_where_its_share_has_grown_by_five_points() -> None:
+def test_communication_shows_where_its_share_grew_by_5_points() -> None:
     found = small("strong")
     shows = found.shows_at
     first = found.known[0].exposed
@@ -163,7 +163,7 @@ def test_what_does_not_fit_keeps_its_memory() -> None:
 def test_an_unknown_network_is_unknown_from_two_nodes_on() -> None:
     base = load_job(Path(str(files("seatrial.job") / "presets" / "qwen2.5-7b-h200.toml")), ())
     cluster = Cluster(B300, 1, 8)  # type: ignore[arg-type]
-    recipe = replace(Recipe.of(base), shard=8)
+    recipe = replace(Recipe.of(base), layout=replace(base.layout, shard=8))
     found = scaling(base, recipe, cluster, mode="weak", nodes=(1, 2))
     assert [p.why_not for p in found.points] == [None, "the network between the nodes is not known"]
 
@@ -175,14 +175,14 @@ def test_an_unknown_speed_is_said_at_every_size() -> None:
 
 
 def test_replicas_are_added_where_there_are_replicas() -> None:
-    base = replace(Recipe.of(job()), shard=4, replicate=2)
+    base = replace(Recipe.of(job()), layout=replace(job().layout, shard=4, replicate=2))
     grown, why = resized(base, 256, mode="weak")
     assert why is None
     assert grown is not None
-    assert (grown.shard, grown.replicate, grown.global_batch) == (4, 4, 4096)
+    assert (grown.layout.shard, grown.layout.replicate, grown.global_batch) == (4, 4, 4096)
     fewer, _ = resized(base, 32, mode="weak")
     assert fewer is not None
-    assert (fewer.shard, fewer.replicate) == (2, 1)
+    assert (fewer.layout.shard, fewer.layout.replicate) == (2, 1)
 
 
 @given(
@@ -198,17 +198,19 @@ def test_resized_fills_the_cluster_or_says_why_not(
     tensor: int, pipeline: int, shard: int, replicate: int, gpus: int, mode: Mode
 ) -> None:
     base = Recipe(
-        4096, 7 * shard * replicate, tensor=tensor, pipeline=pipeline, shard=shard, replicate=replicate
+        4096,
+        7 * shard * replicate,
+        layout=Layout(tensor=tensor, pipeline=pipeline, shard=shard, replicate=replicate),
     )
     found, why = resized(base, gpus, mode=mode)
     assert (found is None) == (why is not None)
     assert (found is None) == (gpus % (tensor * pipeline) != 0)
     if found is not None:
         assert found.world == gpus
-        assert (found.tensor, found.pipeline) == (tensor, pipeline)
+        assert (found.layout.tensor, found.layout.pipeline) == (tensor, pipeline)
         # Weak: the same work for each replica, whatever the size.
-        assert found.global_batch == (7 * found.data_parallel if mode == "weak" else base.global_batch)
-        assert replicate == 1 or found.shard <= base.shard
+        assert found.global_batch == (7 * found.layout.data_parallel if mode == "weak" else base.global_batch)
+        assert replicate == 1 or found.layout.shard <= base.layout.shard
 
 
 def test_the_best_layouts_are_what_the_search_finds() -> None:
@@ -228,7 +230,7 @@ def test_the_best_layouts_are_what_the_search_finds() -> None:
     assert own.tokens_per_s <= two.tokens_per_s
 
 
-def test_the_best_layouts_where_none_fits_or_the_network_is_unknown() -> None:
+def test_best_scaling_when_nothing_fits_or_network_is_unknown() -> None:
     small = best_scaling(job(), replace(CLUSTER, gpu=A100), nodes=(1,))
     assert small.points[0].why_not is not None
     assert small.points[0].why_not.startswith("no layout fits: the leanest needs")

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.failures import RATES
 from seatrial.hardware.networks import find_network
+from seatrial.job.layout import Layout
 from seatrial.job.models import model_presets
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.finish import finish
-from seatrial.plan.model import Model
-from seatrial.plan.predict import Share, predict
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.waterfall import KINDS, LEAST, waterfall_of
+from seatrial.plan.cost.finish import finish
+from seatrial.plan.cost.predict import Share, predict
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.waterfall import KINDS, LEAST, waterfall_of
 
-MODEL = Model.of(model_presets()["qwen2.5-72b"])
-VOYAGE = Recipe(4096, 1024, tensor=8, pipeline=2, shard=8, reshard=False, compiled=True)
+MODEL = model_presets()["qwen2.5-72b"]
+VOYAGE = Recipe(4096, 1024, layout=Layout(tensor=8, pipeline=2, shard=8), reshard=False, compiled=True)
 
 
 def cluster() -> Cluster:

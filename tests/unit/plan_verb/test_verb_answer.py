@@ -9,9 +9,11 @@ from verb_cases import EVERY, NDR, job, must_change, nowhere, small, too_large, 
 
 from seatrial.base.errors import InputError
 from seatrial.hardware.networks import find_network
-from seatrial.plan.advice import ALIKE, Wanted, allowed, difference, excess, short
-from seatrial.plan.answer import ENOUGH, Answer, Wishes, answer, usual_nodes
-from seatrial.plan.place import place_of
+from seatrial.plan.model.place import place_of
+from seatrial.plan.report.advice import ALIKE, Wanted, allowed, difference, excess, short
+from seatrial.plan.report.answer import ENOUGH, Answer, Wishes, answer, usual_nodes
+
+pytestmark = pytest.mark.cluster  # for its time: it starts no cluster
 
 
 def test_the_reference_voyage_is_answered() -> None:
@@ -41,7 +43,7 @@ def test_the_reference_voyage_is_answered() -> None:
 def test_enough_network_costs_what_it_says() -> None:
     from dataclasses import replace
 
-    from seatrial.plan.predict import predict
+    from seatrial.plan.cost.predict import predict
 
     told = voyage()
     cluster, network = told.place.cluster, told.place.network
@@ -52,7 +54,7 @@ def test_enough_network_costs_what_it_says() -> None:
     def step(bytes_s: float) -> float:
         gbps = bytes_s * 8 / 1e9 / network.nics_per_node
         at = replace(cluster, network=replace(network, gbps_per_nic=gbps))
-        return predict(told.model, told.own.recipe, at).step_s
+        return predict(told.job.architecture, told.own.recipe, at).step_s
 
     assert step(told.carried.enough) / step(1e20) - 1 == pytest.approx(ENOUGH, abs=1e-3)
 
@@ -90,7 +92,7 @@ def test_a_turn_is_a_turn() -> None:
     """Just beyond the value another of the listed layouts is ahead, just before it the best one is, as far as can be told."""
     from dataclasses import replace
 
-    from seatrial.plan.predict import predict
+    from seatrial.plan.cost.predict import predict
 
     told = voyage()
     assert told.advice is not None
@@ -105,7 +107,7 @@ def test_a_turn_is_a_turn() -> None:
 
         def step(recipe: object, factor: float) -> float:
             at = replace(cluster, network=replace(network, gbps_per_nic=network.gbps_per_nic * factor))
-            return predict(told.model, recipe, at).step_s  # type: ignore[arg-type]
+            return predict(told.job.architecture, recipe, at).step_s  # type: ignore[arg-type]
 
         beyond = turn.at / turn.now * (1.02 if turn.at > turn.now else 0.98)
         best = told.found.choices[0].recipe
@@ -206,7 +208,9 @@ def test_differences_in_the_words_of_the_job_file() -> None:
     from dataclasses import replace
 
     a = voyage().own.recipe
-    b = replace(a, tensor=4, shard=16, microbatch=2, recompute="full", reshard=not a.reshard)
+    b = replace(
+        a, layout=replace(a.layout, tensor=4, shard=16), microbatch=2, recompute="full", reshard=not a.reshard
+    )
     told = difference(a, b)
     for word in ("tensor 4", "shard 16", "microbatch 2", "full recomputation", "reshard_after_forward"):
         assert word in told

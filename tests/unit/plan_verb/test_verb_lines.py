@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from verb_cases import EVERY, must_change, nowhere, small, too_large, voyage
 
-from seatrial.plan.answer import Answer
+from seatrial.plan.report.answer import Answer
 from seatrial.ui.plan_json import document
 from seatrial.ui.plan_table import lines, verdict
 from seatrial.ui.plan_words import data, figure, flop, gib, percent, seconds, span
@@ -56,7 +56,7 @@ def test_the_reference_voyage_in_words() -> None:
         "needed ",
         f"2,500 tokens/s/GPU is {_REACHED[voyage().targets[0].own]}",
         "32 microbatches of 8, async_tensor",
-        "in 85 of 100 cases (extrapolated)",
+        "85 % interval ",
         "872 GB every 500 steps",
         "TP8 async PP2 FSDP8",
         "async: async_tensor = true",

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from seatrial.plan.memory import GIB, Memory
+from seatrial.plan.cost.memory import GIB, Memory
 from seatrial.ui.plan_words import held
 
 MEMORY = Memory(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from seatrial.job.job import Job
 from seatrial.job.loading import load_job
-from seatrial.plan.advice import Wanted
-from seatrial.plan.answer import Answer, Wishes, answer
-from seatrial.plan.place import place_of
+from seatrial.plan.model.place import place_of
+from seatrial.plan.report.advice import Wanted
+from seatrial.plan.report.answer import Answer, Wishes, answer
 
 NDR = "InfiniBand NDR 8x400"
 

@@ -1,7 +1,7 @@
 """Runs as they happen to ledgers: trained, rolled back, crashed, gone on from somewhere, in two generations at once.
 
 A history is drawn as a list of things that happen; `Run` plays it and leaves the ledger and the evidence that a real run
-would. It does what `train.recorder` and `train.leg` do, in fewer words.
+would. It does what `train.recorder` and `train.generation` do, in fewer words.
 """
 
 from __future__ import annotations

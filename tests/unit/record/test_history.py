@@ -21,7 +21,7 @@ from seatrial.record.history import History, LedgerBook, Pace
 from seatrial.record.jsonl import encode
 from seatrial.record.ledger import LedgerRecord, ledger_gaps
 from seatrial.record.metrics import MetricsRecord, current_history
-from seatrial.record.view import RunReader, read_view
+from seatrial.record.view import RunReader, read_brief, read_view
 
 JOB = f"[train]\nsteps = 2000\nglobal_batch = {BATCH}\nsequence_length = 16\n"
 
@@ -228,6 +228,49 @@ def test_followed_or_read_at_once_it_is_the_same(
     assert followed.problems == fresh.problems
     assert [str(p)[:28] for p in fresh.problems] == [f"events.jsonl:{len(fresh.events) + 1}: unfinished l"]
     assert len(shown) == sum(data.count(b"\n") for p, data in whole.items() if p != folder.ledger)
+
+
+@settings(max_examples=60)
+@given(history=HISTORIES, filler=st.integers(0, 30))
+def test_a_brief_view_is_the_end_of_the_whole_one(
+    tmp_path_factory: pytest.TempPathFactory, history: list[tuple[Any, ...]], filler: int
+) -> None:
+    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    for path, data in write(folder, Run().play(history)).items():
+        path.write_bytes(data)
+    for n in range(filler):  # what happens between the events that decide the state
+        events.append(folder, "checkpoint_verified", f"step {n}", generation=1)
+    whole = read_view(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(view_module, "_BRIEF_BYTES", 2000)
+        brief = read_brief(folder)
+    for name in ("state", "state_reason", "generation", "first_generation", "step", "last", "job"):
+        assert getattr(brief, name) == getattr(whole, name), name
+    assert (brief.history.steps, brief.events) == (
+        whole.history.steps[-len(brief.history.steps) or len(whole.history.steps) :],
+        [e for e in whole.events if e in brief.events],
+    )
+    assert sum(e.kind == "checkpoint_verified" for e in brief.events) < 20
+
+
+def test_a_brief_view_reads_no_more_of_a_longer_run(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode: Callable[..., Any] = view_module.decode_all
+    counts: list[int] = []
+
+    def counted(cls: type, numbered: list[Any], **more: Any) -> Any:
+        counts.append(len(numbered))
+        return decode(cls, numbered, **more)
+
+    monkeypatch.setattr(view_module, "decode_all", counted)
+    for steps in (1500, 3000):
+        for path, data in write(folder, Run().play([("train", steps)])).items():
+            path.write_bytes(data)
+        view = read_brief(folder)
+        assert (view.step, view.problems[1:], view.ledger_gaps) == (steps, [], [])
+        assert 0 < sum(counts) < 300
+        counts.clear()
 
 
 def test_a_poll_reads_only_what_is_new(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -134,6 +135,21 @@ def test_tail_gives_each_line_once_and_never_a_torn_one(tmp_path: Path) -> None:
     assert tail.poll() == [{"a": 2}, {"a": 3}]
     assert [p.line for p in tail.problems] == [4]
     assert tail.poll() == []
+
+
+def test_tail_of_the_recent_part(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'bad\n{"a":1}\n{"b":2}\nbad\n{"a":3}\nbad\n')
+    recent = jsonl.Tail(path, recent_bytes=12)
+    assert (recent.poll(), [p.line for p in recent.problems]) == ([{"a": 3}], [0])
+    filtered = jsonl.Tail(path, recent_bytes=12, always=re.compile(b'"a":'))
+    assert filtered.poll_numbered() == [(2, {"a": 1}), (5, {"a": 3})]
+    assert [p.line for p in filtered.problems] == [6]
+    with path.open("ab") as f:
+        f.write(b'{"b":4}\n{"b":5')
+    for tail in (recent, filtered):
+        assert (tail.poll(), tail.rest(), len(tail.problems)) == ([{"b": 4}], [], 2)
+    assert jsonl.Tail(path, recent_bytes=1 << 20).poll() == jsonl.Tail(path).poll()
 
 
 def test_tail_begins_again_with_another_file(tmp_path: Path) -> None:

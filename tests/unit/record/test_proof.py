@@ -194,7 +194,7 @@ def test_words(ledger: list[LedgerRecord], said: list[str]) -> None:
         (Evidence(starts={2: 0}), "ledger.jsonl:1: generation 1 was never begun, as events.jsonl says"),
         (
             Evidence(skipped=frozenset({(1, 2)})),
-            "step 2 was left out in generation 1, as events.jsonl says; the ledger does not",
+            "step 2 was skipped in generation 1, as events.jsonl says; the ledger does not",
         ),
     ],
 )
@@ -202,15 +202,15 @@ def test_words_of_other_records(evidence: Evidence, said: str) -> None:
     assert said in told(judge(lines(1, 1, 3), evidence))
 
 
-def test_what_other_records_lack_proves_nothing_where_they_could_not_be_read() -> None:
+def test_missing_entries_in_unreadable_records_prove_nothing() -> None:
     evidence = Evidence(trained={1: [1, 3]}, metrics_whole=False)
     assert judge(lines(1, 1, 3), evidence).verdict == "proven"
     ledger = [line(1), line(2, skipped=True), line(3)]
     assert judge(ledger, Evidence(events_whole=False)).verdict == "proven"
-    assert told(judge(ledger)) == ["ledger.jsonl:2: step 2 is left out, and events.jsonl does not say why"]
+    assert told(judge(ledger)) == ["ledger.jsonl:2: step 2 is skipped, and events.jsonl does not say why"]
 
 
-def test_a_first_line_that_is_lost_is_found_where_another_generation_did_the_step_too() -> None:
+def test_lost_first_line_is_found_when_the_step_was_repeated() -> None:
     ledger = [*lines(1, 1, 8), *lines(2, 6, 9)]  # generation 2 went on after step 4
     assert judge(ledger).verdict == "proven"  # the ledger alone cannot know
     assert told(judge(ledger, Evidence(starts={1: 0, 2: 4}))) == [
@@ -238,7 +238,7 @@ def test_a_checkpoint_must_agree() -> None:
     proof = judge([*lines(1, 1, 8), *lines(3, 7, 9)])
     assert proof.disagreement(6, 24, 1) is None
     assert proof.disagreement(9, 36, 3) is None
-    assert proof.disagreement(9, 40, 3) == "it goes on at sample 40, but step 9 ends before sample 36"
+    assert proof.disagreement(9, 40, 3) == "it continues at sample 40, but step 9 ends before sample 36"
     assert proof.disagreement(9, 36, 2) == "the ledger has no step 9 of generation 2 or before"
 
 

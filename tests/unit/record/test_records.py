@@ -214,7 +214,7 @@ def test_events(folder: RunFolder) -> None:
     assert str(read_events(folder)[1][0]).startswith("events.jsonl:3: not an event (`time` is missing")
 
 
-def test_what_looks_like_a_line_that_was_right_is_still_looked_at() -> None:
+def test_lines_resembling_a_valid_one_are_still_validated() -> None:
     """Lines that look like one before them, key by key and type by type, are taken as they are; no others."""
     right = vars(metrics(3))
     for _ in range(3):

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from seatrial.record import events, lock, states
+from seatrial.record import view as view_module
 from seatrial.record.folder import RunFolder
+from seatrial.record.launches import Launch, write_launch
 from seatrial.record.metrics import MetricsRecord, MetricsWriter
 from seatrial.record.states import TABLE
-from seatrial.record.view import read_view
+from seatrial.record.view import read_brief, read_view
 from seatrial.ui.out import Out
 from seatrial.ui.summary import print_status, summary_json
 
@@ -25,24 +27,33 @@ STOP = {"evidence": {"action": "stop"}}
 PREEMPTED = {"preempted": True}
 ME = f"process {os.getpid()}"
 
-# What the start has written, whether it holds its lock, and what is said of it. One case at least for each row.
-CASES: list[tuple[str, list[tuple[str, dict[str, Any] | None]], bool, str, str]] = [
-    ("starting", [("run_started", None)], True, "running", f"{ME} starts it"),
-    ("in silence", [], True, "running", f"{ME} starts it"),
+# What the start has written, whether it holds its lock or a scheduler has it, and what is said of it. One case at least for each row.
+Held = bool | str
+CASES: list[tuple[str, list[tuple[str, dict[str, Any] | None]], Held, str, str]] = [
+    ("submitted", [("run_started", None)], "scheduled", "queued", "slurm 17 has not started"),
+    (
+        "begun by a scheduler",
+        [("run_started", None), ("coordinator_elected", None)],
+        "scheduled",
+        "running",
+        "slurm 17 is starting it",
+    ),
+    ("starting", [("run_started", None)], True, "running", f"{ME} is starting it"),
+    ("in silence", [], True, "running", f"{ME} is starting it"),
     (
         "recovering",
         [("run_started", None), ("recovering", None)],
         True,
         "running",
-        f"{ME} runs it, and it recovers: of recovering",
+        f"{ME} is recovering it: of recovering",
     ),
-    ("training", [("run_started", None)], True, "running", f"{ME} trains it"),
+    ("training", [("run_started", None)], True, "running", f"{ME} is training it"),
     (
         "recovered",
         [("run_started", None), ("recovering", None), ("recovered", None)],
         True,
         "running",
-        f"{ME} trains it",
+        f"{ME} is training it",
     ),
     ("done", [("run_started", None), ("run_finished", None)], False, "finished", "of run_finished"),
     ("done, and still held", [("run_finished", None)], True, "finished", "of run_finished"),
@@ -51,14 +62,14 @@ CASES: list[tuple[str, list[tuple[str, dict[str, Any] | None]], bool, str, str]]
         [("nonfinite", STOP), ("rank_failed", None), ("run_failed", {})],
         False,
         "failed",
-        "it diverged, and no more steps may be left out: of nonfinite",
+        "it diverged, and no more steps may be skipped: of nonfinite",
     ),
     (
         "a spike once too often",
         [("loss_spike", STOP), ("run_failed", {})],
         True,
         "failed",
-        "it diverged, and no more steps may be left out: of loss_spike",
+        "it diverged, and no more steps may be skipped: of loss_spike",
     ),
     (
         "failed, and its numbers were mended",
@@ -72,14 +83,14 @@ CASES: list[tuple[str, list[tuple[str, dict[str, Any] | None]], bool, str, str]]
         [("preempted", None), ("run_interrupted", PREEMPTED)],
         False,
         "preempted",
-        "asked to stop by SIGTERM or SIGHUP: of preempted; the same command goes on",
+        "stopped on request: of preempted; the same command resumes",
     ),
     (
         "preempted by torchrun",
         [("run_interrupted", PREEMPTED)],
         True,
         "preempted",
-        "asked to stop by SIGTERM or SIGHUP: of run_interrupted; the same command goes on",
+        "stopped on request: of run_interrupted; the same command resumes",
     ),
     (
         "Ctrl-C",
@@ -97,40 +108,42 @@ CASES: list[tuple[str, list[tuple[str, dict[str, Any] | None]], bool, str, str]]
         ],
         False,
         "finished",
-        "all steps are done, and nobody was left to say so",
+        "all steps are done; no process was left to record it",
     ),
     (
         "killed after a failure",
         [("run_started", None), ("rank_failed", None)],
         False,
         "failed",
-        "it ended without a last word, after this: of rank_failed",
+        "it ended without recording an outcome, after: of rank_failed",
     ),
     (
         "killed",
         [("run_started", None)],
         False,
         "stopped",
-        "it ended without a last word: killed, or the machine went down",
+        "it ended without recording an outcome: killed, or the machine went down",
     ),
-    ("never begun", [], False, "not started", "no step was ever begun"),
+    ("never begun", [], False, "not started", "no step was ever started"),
 ]
 
 
 @contextmanager
-def held(folder: RunFolder, wanted: bool) -> Iterator[None]:
+def held(folder: RunFolder, wanted: Held) -> Iterator[None]:
     folder.control.mkdir()
+    if wanted == "scheduled":
+        write_launch(folder, Launch("slurm", 1, time.time(), "login", scheduled=True, handle="17"))
     fd = lock.acquire(folder.lock)
-    if not wanted:
+    if wanted is not True:
         os.close(fd)
     yield
-    if wanted:
+    if wanted is True:
         os.close(fd)
 
 
 def write(folder: RunFolder, kinds: list[tuple[str, Any]], reason: str) -> None:
     folder.job_toml.write_text("[train]\nsteps = 20\nglobal_batch = 8\n")
-    if "recovers" in reason or "trains" in reason:
+    if "is recovering" in reason or "is training" in reason:
         with closing(MetricsWriter(folder)) as writer:
             writer.write(MetricsRecord(1, 8, 5.0, 1.0, 1e-3, 1.0, 0.0, 8.0, 4.0, None, None, time.time(), 1))
     for kind, data in kinds:
@@ -158,16 +171,38 @@ def test_without_any_row_a_case_would_be_told_otherwise(
     ("kinds", "is_held", "state", "reason"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
 )
 def test_every_view_says_state_and_reason(
-    folder: RunFolder, kinds: list[tuple[str, Any]], is_held: bool, state: str, reason: str
+    folder: RunFolder, kinds: list[tuple[str, Any]], is_held: Held, state: str, reason: str
 ) -> None:
     write(folder, kinds, reason)
     with held(folder, is_held):
-        view = read_view(folder)
+        view, brief = read_view(folder), read_brief(folder)
         document = json.loads(summary_json(view, time.time()))
     out = io.StringIO()
     print_status(Out(out), view, time.time())
     assert (view.state, view.state_reason) == (state, reason)
+    assert (brief.state, brief.state_reason) == (state, reason)
     assert (document["state"], document["state_reason"]) == (state, reason)
-    assert document["pid"] == (os.getpid() if state == "running" else None)
+    assert document["pid"] == (os.getpid() if state == "running" and is_held is True else None)
     assert out.getvalue().startswith(f"a-run: {state}")
     assert f"\n  why          {reason}\n" in out.getvalue()
+
+
+def test_brief_view_finds_the_deciding_event_however_far_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view_module, "_BRIEF_BYTES", 1)
+    for name, kinds, is_held, state, reason in CASES:
+        folder = RunFolder(tmp_path / name)
+        folder.path.mkdir()
+        write(folder, kinds, reason)
+        for n in range(3):
+            events.append(folder, "checkpoint_verified", f"step {n}", generation=1)
+        if (
+            "is training" in reason
+            or "is recovering" in reason
+            or any(kind == "checkpoint_saved" for kind, _ in kinds)
+        ):
+            continue  # they hang on the last step or checkpoint, of which one byte tells nothing
+        with held(folder, is_held):
+            brief = read_brief(folder)
+        assert (brief.state, brief.state_reason) == (state, reason), name

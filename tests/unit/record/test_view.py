@@ -143,7 +143,7 @@ def test_checkpoints(folder: RunFolder) -> None:
         assert latest.step == step
 
 
-def test_checkpoints_that_lie_elsewhere_are_known_by_what_was_told_of_them(folder: RunFolder) -> None:
+def test_remote_checkpoints_are_known_from_recorded_events(folder: RunFolder) -> None:
     def saved(step: int, where: str) -> None:
         happened(folder, "checkpoint_saved", data={"step": step, "folder": where})
 

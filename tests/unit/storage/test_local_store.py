@@ -79,7 +79,7 @@ def test_what_is_no_address_is_said_with_a_hint(url: str) -> None:
     assert caught.value.diagnostics[0].hint
 
 
-def test_an_object_store_without_its_library_says_what_to_install() -> None:
+def test_object_store_without_its_library_names_the_package() -> None:
     code = """
 import sys
 sys.modules["boto3"] = None
@@ -235,7 +235,7 @@ def test_the_kernels_number_gives_the_kind(number: int, kind: Kind) -> None:
     )
 
 
-def test_an_error_of_the_store_survives_the_way_between_processes() -> None:
+def test_storage_error_survives_pickling() -> None:
     error = StorageError("full", "write", "/a", "no space", hint="free some", errno=28)
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
     assert (copy.render(), copy.kind, copy.errno) == (error.render(), "full", 28)

@@ -23,7 +23,7 @@ from torch import Tensor
 from seatrial.job.layout import Layout
 from seatrial.parallel.build import Shard
 from seatrial.parallel.mesh import Mesh, build_mesh
-from seatrial.train.replicas import CorruptState
+from seatrial.train.health.replicas import CorruptState
 
 WORLD = 4
 LAYOUTS = {

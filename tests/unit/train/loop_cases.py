@@ -1,4 +1,4 @@
-"""A small run under a companion, in one process, with faults that a test plants."""
+"""A small run under a supervisor, in one process, with faults that a test plants."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from seatrial.model.initialise import RandomWeights
 from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.mesh import Mesh
 from seatrial.record.folder import RunFolder
-from seatrial.train.companion import Leaving
+from seatrial.record.messages import Leaving
 from seatrial.train.loop import Loop
 from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train.records import into_file
 
 BATCH, LENGTH = 4, 16
 
@@ -54,7 +55,7 @@ class Batches:
 
 @dataclass
 class Watcher:
-    """A companion that remembers, and wants what it is told to want."""
+    """A supervisor that remembers, and wants what it is told to want."""
 
     leave: dict[int, Leaving] = field(default_factory=dict)  # number of the question -> answer
     beats: list[tuple[int, bool]] = field(default_factory=list)
@@ -78,7 +79,7 @@ class Watcher:
 def tensors(model: ParallelModel, optimizer: ShardedAdamW) -> list[Tensor]:
     """Everything that must be equal to the last bit."""
     own = [s.local for s in model.shards] + [values for _, _, values in optimizer.state()]
-    return own + [values["step"] for values in optimizer._adamw.state.values()]
+    return own + optimizer.counts()
 
 
 class Copies:
@@ -142,11 +143,11 @@ class Run:
         self.loop = Loop(
             job,
             self.folder,
-            generation,
+            into_file(self.folder, generation, place.rank),
             self.model,
             self.optimizer,
             batches,  # type: ignore[arg-type]
-            companion=self.watcher if watched else None,
+            supervisor=self.watcher if watched else None,
             snapshots=self.copies if copies else None,
             rollback=self.copies.back if copies else None,
         )
@@ -190,6 +191,11 @@ class Run:
             return begun
 
         saver.begin = begin_and_wait  # type: ignore[method-assign]
+
+    def train_one(self, step: int) -> None:
+        """One step, and what is recorded of it."""
+        self.loop._start(step)
+        self.loop._read_results(leave=self.loop._ahead)
 
     def state(self) -> list[Tensor]:
         return [t.clone() for t in tensors(self.model, self.optimizer)]

@@ -82,15 +82,14 @@ def cut(model: ParallelModel, optimizer: ShardedAdamW, rank: int, layout: Layout
 
 
 def optimizer_updates(optimizer: ShardedAdamW) -> int:
-    return int(next(iter(optimizer._adamw.state.values()))["step"])
+    return int(optimizer.counts()[0])
 
 
 def everything(model: Any, optimizer: ShardedAdamW) -> dict[str, torch.Tensor]:
     """Copies of all that must be equal to the last bit."""
     found = {f"model/{s.name}/{i}": s.local.clone() for i, s in enumerate(model.shards)}
     found |= {f"{kind}/{s.name}": values.clone() for kind, s, values in optimizer.state()}
-    for i, values in enumerate(optimizer._adamw.state.values()):
-        found[f"step/{i}"] = values["step"].clone()
+    found |= {f"step/{i}": count.clone() for i, count in enumerate(optimizer.counts())}
     return found | {"rng": torch.get_rng_state()}
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rank_cases import build, everything, train
 from safetensors.torch import save_file
 
-from seatrial.train import carried
+from seatrial.train.recovery import carried
 
 GIVER, REPLICAS = 1, 3
 

@@ -14,7 +14,7 @@ from rank_cases import assert_same, build, cut, everything, optimizer_updates, t
 from safetensors.torch import load_file
 
 from seatrial.job.layout import Layout
-from seatrial.train.carried import _buckets, carry, restore_carried
+from seatrial.train.recovery.carried import _buckets, carry, restore_carried
 
 
 def test_a_new_model_goes_on_where_the_old_one_was() -> None:
@@ -40,7 +40,7 @@ def test_a_new_model_goes_on_where_the_old_one_was() -> None:
     gone = weakref.ref(model)
     del model, optimizer
     assert gone() is None, "what is carried keeps no model alive"
-    restore_carried(kept.to_host(), other, its_optimizer)
+    restore_carried(kept, other, its_optimizer)
     assert_same(everything(other, its_optimizer), then)
     assert optimizer_updates(its_optimizer) == 3
     train(other, its_optimizer, range(3, 5))
@@ -60,7 +60,7 @@ def test_only_the_same_place_can_take_it() -> None:
 
 
 def test_buckets_are_of_one_type_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seatrial.train.carried._BUCKET_BYTES", 40)
+    monkeypatch.setattr("seatrial.train.recovery.carried._BUCKET_BYTES", 40)
     tensors = [torch.zeros(n) for n in (4, 5, 1, 20, 1)] + [torch.zeros(2, dtype=torch.int64), torch.zeros(1)]
     parts = [[t.numel() for t in bucket] for bucket in _buckets(tensors)]
     assert parts == [[4, 5, 1], [20], [1], [2], [1]]

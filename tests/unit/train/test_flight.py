@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from seatrial.parallel import collectives
-from seatrial.train import flight
+from seatrial.train.supervision import flight
 
 TIMEOUT_S = 20.0
 
@@ -51,7 +51,7 @@ def test_how_far_a_rank_has_got_in_each_group() -> None:
     assert (h["last"], h["pending"]) == (5, [])
 
 
-def test_a_recorded_receive_names_the_global_rank_of_the_other_side() -> None:
+def test_recorded_receive_names_the_global_rank_of_its_peer() -> None:
     p2p = entry(0, is_p2p=True, retired=False, state="started", profiling_name="nccl:recv 1<-0")
     (g,) = flight.group_states([p2p], {"g": [3, 7]}, now_ns=0)
     assert g["last"] == 0
@@ -108,10 +108,10 @@ def test_where_a_rank_waits_and_where_it_works(
     at = flight.position(frame_in(file, function), 1, waiting=waiting)
     assert at["in"] == wanted
     assert at["frame"].endswith(f"in {function}")
-    assert "test_attendant" not in at["frame"]
+    assert "test_supervisor_client" not in at["frame"]
 
 
-def test_a_collective_launched_before_is_waited_for_in_a_place_that_is_known() -> None:
+def test_waiting_for_an_async_collective_counts_as_communication() -> None:
     """Asynchronous tensor parallel waits in our own code, which otherwise counts as computing."""
     lock = threading.Lock()
     lock.acquire()
@@ -130,7 +130,7 @@ def test_a_collective_launched_before_is_waited_for_in_a_place_that_is_known() -
         thread.join()
 
 
-def test_the_other_side_of_a_send_or_receive_is_read_from_the_stack(
+def test_peer_of_a_send_or_receive_is_read_from_the_stack(
     frame_in: Callable[..., dict[int, FrameType]],
 ) -> None:
     at = flight.position(frame_in("distributed/distributed_c10d.py", "recv", src=5), 1, waiting=False)

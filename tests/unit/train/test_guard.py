@@ -8,7 +8,7 @@ import random
 import pytest
 
 from seatrial.job.schema import ResilienceSection
-from seatrial.train.guard import LEAST, WINDOW, Guard, Verdict
+from seatrial.train.health.guard import LEAST, WINDOW, Guard, StepDecision
 
 NAN, INF = math.nan, math.inf
 
@@ -17,7 +17,9 @@ def guard(**keys: object) -> Guard:
     return Guard(ResilienceSection(**keys))  # type: ignore[arg-type]
 
 
-def usual(watch: Guard, steps: int, first: int = 1, seed: int = 0, spread: float = 0.02) -> list[Verdict]:
+def usual(
+    watch: Guard, steps: int, first: int = 1, seed: int = 0, spread: float = 0.02
+) -> list[StepDecision]:
     noise = random.Random(seed)
     return [
         watch.judge(s, 2.5 + noise.gauss(0, spread), math.exp(noise.gauss(0, 0.3)))
@@ -95,7 +97,7 @@ def test_early_steps_and_falling_losses_are_no_spikes() -> None:
         assert watch.judge(step, 1 + 8 * math.exp(-step / 30), 50 / step + 0.5).signal is None
 
 
-def test_noise_is_hardly_ever_a_spike_and_a_spike_hardly_ever_noise() -> None:
+def test_spike_detection_has_few_false_alarms_and_few_misses() -> None:
     """Of 24,000 steps whose gradient norms scatter log-normally, and of 60 that have six times the norm."""
     alarms, found = 0, 0
     for seed in range(60):

@@ -1,4 +1,4 @@
-"""The loop under a companion: steps that go wrong, state that others can go on from, leaving in order."""
+"""The loop under a supervisor: steps that go wrong, state that others can go on from, leaving in order."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import ledger_gaps, read_ledger
 from seatrial.record.metrics import read_metrics
-from seatrial.train import saver
+from seatrial.train.checkpointing import saver
+from seatrial.train.health.replicas import CorruptState
 from seatrial.train.recorder import Known
-from seatrial.train.replicas import CorruptState
 from seatrial.train.schedule import learning_rate
 
 LATE = pytest.mark.parametrize("late", [False, True], ids=["at once", "a step late"])
@@ -137,7 +137,7 @@ def test_what_stays_is_left_out(tmp_path: Path, late: bool, copies: bool) -> Non
     job = make_job(tmp_path)
     for step in (1, 2, 3, 4, 6, 7, 8):
         other.optimizer.set_step(step - 1)
-        other.loop.train_one(step)
+        other.train_one(step)
     assert same(run.state(), other.state())
     lr = {step: lr for step, _, _, lr in values(run.folder)}
     assert lr[6] == learning_rate(6, 8, job.optimizer)
@@ -240,7 +240,7 @@ def test_leaving_saves_first(tmp_path: Path, good: Run, late: bool, how: str) ->
 def run_until(tmp_path: Path, step: int) -> Run:
     run = Run(tmp_path / f"until-{step}", watched=False)
     for s in range(1, step + 1):
-        run.loop.train_one(s)
+        run.train_one(s)
     return run
 
 
@@ -454,7 +454,7 @@ def test_a_flipped_bit_is_found_before_the_next_update(tmp_path: Path, late: boo
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_bit_that_flips_while_it_is_copied_makes_the_copy_worthless(tmp_path: Path, complete: bool) -> None:
+def test_bit_flip_during_copying_invalidates_the_copy(tmp_path: Path, complete: bool) -> None:
     run = Run(tmp_path / "run", "checkpoint.every_steps=6", copies=True)
     if complete:
         run.wait_for_saves()
@@ -534,7 +534,7 @@ def test_a_fault_that_passes_on_a_gpu(tmp_path: Path) -> None:
     assert run.passes == [1, 2, 3, 2, 3, 4, 5, 6, 7, 8]
     # Steps 2 and 3 were refused: what stood there when step 2 was begun again is the state after step 1.
     until = Run(tmp_path / "until", place=place)
-    until.loop.train_one(1)
+    until.train_one(1)
     for ours, theirs in zip(held[0], until.state(), strict=True):
         torch.testing.assert_close(ours, theirs)
     for ours, theirs in zip(run.state(), good.state(), strict=True):

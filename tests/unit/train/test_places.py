@@ -12,12 +12,12 @@ import pytest
 
 from seatrial.checkpoint.local_place import LocalPlace
 from seatrial.record import events
-from seatrial.record.events import read_events
+from seatrial.record.events import Event, read_events
 from seatrial.record.folder import RunFolder
 from seatrial.storage import StorageError
-from seatrial.train import places as places_module
-from seatrial.train.patience import within
-from seatrial.train.places import Distrusted, Places
+from seatrial.train.checkpointing import places as places_module
+from seatrial.train.checkpointing.call_with_timeout import call_with_timeout
+from seatrial.train.checkpointing.places import Distrusted, Places
 
 WAIT_S = 20.0
 
@@ -107,12 +107,10 @@ def test_an_error_is_raised_as_it_is() -> None:
         raise PermissionError(13, "Permission denied")
 
     with pytest.raises(PermissionError):
-        within(WAIT_S, "/mnt/x", refuse)
+        call_with_timeout(WAIT_S, "/mnt/x", refuse)
 
 
-def test_what_could_not_be_set_aside_is_not_set_aside_when_it_answers_at_last(
-    places: Places, mount: Mount
-) -> None:
+def test_timed_out_set_aside_is_not_applied_later(places: Places, mount: Mount) -> None:
     """By then the run has gone on, and has saved that step again."""
     have(places, 0, 10, 20)
     have(places, 1, 15, 25)
@@ -147,3 +145,14 @@ def test_what_a_silent_place_holds_of_later_steps_is_passed_over(places: Places)
     assert passed(20)
     tell(places, "checkpoint_saved", step=20, folder=places.name_of(0, 20))
     assert not passed(20)
+
+
+def test_late_distrust_record_does_not_affect_a_newer_save(places: Places) -> None:
+    """Generation 3 saved step 8 anew; then the word of generation 2 arrives that step 8 must not be used."""
+    name = places.name_of(0, 8)
+    late = [
+        Event(3.0, 3, "checkpoint_saved", "info", "", data={"step": 8, "folder": name}),
+        Event(2.0, 2, "checkpoint_failed", "error", "", data={"step": 8, "distrusted": name}),
+    ]
+    assert not Distrusted(late).has(places.urls[0], name, 8)
+    assert Distrusted(late[1:]).has(places.urls[0], name, 8)

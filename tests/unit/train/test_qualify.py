@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from seatrial.train.qualify import check_memory, check_product, main
+from seatrial.train.health.qualify import check_memory, check_product, main
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seatrial.train.peers import teardown
+from seatrial.train.supervision.peers import teardown
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def name_of_the_world() -> str:
     return str(dist.group.WORLD.group_name)
 
 
-def test_after_a_world_that_never_came_about_the_next_one_has_the_same_names(tmp_path: Path) -> None:
+def test_group_names_restart_after_a_failed_rendezvous(tmp_path: Path) -> None:
     """Its peers may be new processes, for which it is the first; a name that differs is a wait without end."""
     with pytest.raises(RuntimeError):
         join(tmp_path / "first", 2)  # the other one never comes

@@ -10,9 +10,9 @@ import pytest
 from loop_cases import Run
 
 from seatrial.checkpoint.manifest import named, step_of
-from seatrial.train import replicas as replicas_module
-from seatrial.train.replicas import CHANGED_COPIED, CorruptState, Integrity
-from seatrial.train.snapshot import Snapshots
+from seatrial.train.checkpointing.snapshot import Snapshots
+from seatrial.train.health import replicas as replicas_module
+from seatrial.train.health.replicas import CHANGED_COPIED, CorruptState, Integrity
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_rollback_goes_to_a_snapshot_that_is_held(held: list[Any], reach: int 
     assert snapshots.reach == reach
 
 
-def test_a_rollback_leaves_a_checkpoint_on_disk_where_one_is_kept(
+def test_rollback_leaves_a_checkpoint_on_disk_with_keep_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saved at 2 and 4, a snapshot of 3: the rollback from 5 sets 4 aside, and 2 must not have gone by then."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seatrial.job.layout import Coordinates, Layout
-from seatrial.train.recover import NEVER, NOTHING, Moment, Offer, Source, decide, from_memory
+from seatrial.train.recovery.recover import NEVER, NOTHING, Moment, Offer, Source, decide, from_memory
 
 ONE = Layout()
 PAIR = Layout(shard=2)
@@ -77,7 +77,7 @@ def possible(layout: Layout, made: Sequence[Offer], disk: int) -> list[tuple[int
 
 
 @given(offers())
-def test_the_newest_that_all_can_have_and_the_nearest_among_equals(
+def test_recovery_uses_newest_state_all_can_get_nearest_first(
     case: tuple[Layout, list[Offer], int],
 ) -> None:
     layout, made, disk = case

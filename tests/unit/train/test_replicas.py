@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rank_cases import build
 
 from seatrial.job.layout import Layout
-from seatrial.train import replicas
-from seatrial.train.replicas import AtRest, compare, groups
+from seatrial.train.health import replicas
+from seatrial.train.health.replicas import AtRest, compare, groups
 from seatrial.train.step import CHANGED, CHANGED_COPIED
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def test_the_weighted_sum_is_what_it_says() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(a=st.integers(0, 9999), b=st.integers(0, 9999))
-def test_two_changes_that_cancel_in_the_first_do_not_in_the_second(a: int, b: int) -> None:
+def test_second_checksum_detects_what_cancels_in_the_first(a: int, b: int) -> None:
     values = torch.arange(10_000, dtype=torch.float32)
     before = both(values)
     values[[a, b]] = values[[b, a]]

@@ -11,21 +11,23 @@ from typing import Any
 import pytest
 import torch
 
+import saving
 from seatrial.base.box import Box
 from seatrial.base.errors import RunFailed
-from seatrial.checkpoint import write
 from seatrial.checkpoint.manifest import Manifest, Progress
 from seatrial.checkpoint.read import CheckpointWeights
+from seatrial.checkpoint.write import Piece
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
-from seatrial.job.schema import CheckpointSection
+from seatrial.job.optimizers import ADAMW
+from seatrial.job.schema import CheckpointSection, OptimizerSection
 from seatrial.model.decoder import whole_shapes
 from seatrial.parallel.mesh import Mesh
 from seatrial.record import events
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
-from seatrial.train.optimizer import STATE
-from seatrial.train.resume import Resume
+from seatrial.train.records import into_file
+from seatrial.train.recovery.resume import Resume
 
 
 def one_rank() -> Mesh:
@@ -61,19 +63,19 @@ def folder(tmp_path: Path) -> RunFolder:
 def save(folder: RunFolder, step: int, *, arch: Architecture = ARCH, lacking: str = "") -> Path:
     manifest = Manifest(Progress(step, 0, 0, 1), 0.0, 0, arch.as_dict(), {}, "", "", False, [], {})
     pieces = [
-        write.Piece(f"{kind}/{name}", torch.ones(shape), Box.whole(shape), shape)
-        for kind in ("model", *STATE)
+        Piece(f"{kind}/{name}", torch.ones(shape), Box.whole(shape), shape)
+        for kind in ("model", *ADAMW.states)
         for name, shape in whole_shapes(arch).items()
         if f"{kind}/{name}" != lacking
     ]
-    return write.save(
+    return saving.save(
         folder.checkpoints, manifest, pieces, rank=0, world_size=1, agree=lambda ok: 0 if ok else 1
     )
 
 
 def read_all(checkpoint: CheckpointWeights) -> Progress:
     """What a rank does that needs all of it."""
-    for kind in ("model", *STATE):
+    for kind in ("model", *ADAMW.states):
         for name, shape in whole_shapes(ARCH).items():
             assert checkpoint.read_kind(kind, name, Box.whole(shape), torch.float32).eq(1).all()
     return checkpoint.manifest.progress
@@ -82,8 +84,10 @@ def read_all(checkpoint: CheckpointWeights) -> Progress:
 def choose(folder: RunFolder, *, fallback: Path | None = None) -> int:
     """The step that a start goes on from; 0: from the beginning."""
     section = CheckpointSection(every_steps=4, fallback=str(fallback) if fallback else None)
-    job: Any = SimpleNamespace(architecture=ARCH, name="small", checkpoint=section)
-    resume = Resume(job, folder, 2, one_rank())
+    job: Any = SimpleNamespace(
+        architecture=ARCH, name="small", checkpoint=section, optimizer=OptimizerSection(lr=1e-3)
+    )
+    resume = Resume(job, folder, into_file(folder, 2, 0), one_rank())
     while resume.look():
         progress = resume.fill(read_all)
         if progress is not None:

@@ -18,10 +18,12 @@ from seatrial.base.errors import RunFailed
 from seatrial.checkpoint.staging import Outcome
 from seatrial.checkpoint.write import PeerSaveFailed, SaveFailed
 from seatrial.job import job_from_text
+from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
-from seatrial.train import rhythm as rhythm_module
-from seatrial.train import saver as saver_module
-from seatrial.train.saver import Saver
+from seatrial.train.checkpointing import checkpoint_cadence as cadence_module
+from seatrial.train.checkpointing import saver as saver_module
+from seatrial.train.checkpointing.saver import Saver
+from seatrial.train.records import Records
 from seatrial.train.step import SaveNews
 
 RANKS = 3
@@ -89,10 +91,6 @@ class FakeWriter:
         self.closed = True
 
 
-def _nobody(*_: Any, **__: Any) -> None:
-    """The loop's own way: all ranks have the same to tell, and rank 0 tells it."""
-
-
 class Ranks:
     """All ranks of a run in one process, in step."""
 
@@ -116,11 +114,11 @@ class Ranks:
         self._barrier = threading.Barrier(RANKS)
         self._rows: dict[int, Tensor] = {}
         self.now = 1000.0
-        monkeypatch.setattr(rhythm_module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(cadence_module.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(saver_module.time, "perf_counter", lambda: self.now)
         loader = SimpleNamespace(samples=lambda step: ((step - 1) * 6, step * 6))
         self.savers = [
-            Saver(job, self.folder, 1, self._model(job, r), None, loader, self._event if r == 0 else _nobody)  # type: ignore[arg-type]
+            Saver(job, self.folder, 1, self._model(job, r), None, loader, self._records(r))  # type: ignore[arg-type]
             for r in range(RANKS)
         ]
         self.writers: list[FakeWriter] = [s._writer for s in self.savers]  # type: ignore[misc]
@@ -139,8 +137,12 @@ class Ranks:
         mesh = SimpleNamespace(rank=rank, layout=layout, device=self._device, sum_over_ranks=total)
         return SimpleNamespace(mesh=mesh)
 
-    def _event(self, kind: str, message: str, *, severity: str = "info", data: Any = None) -> None:
-        self.events.append((kind, message, data or {}))
+    def _records(self, rank: int) -> Records:
+        return Records(1, rank, self._record, lambda: None)
+
+    def _record(self, event: Event) -> None:
+        if event.rank == 0:
+            self.events.append((event.kind, event.message, event.data or {}))
 
     def step(self, step: int, seconds: float = 1.0) -> None:
         """One step of training; then what is due."""
@@ -181,7 +183,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks
     return lambda checkpoint, **more: Ranks(tmp_path, monkeypatch, checkpoint=checkpoint, **more)
 
 
-def test_nothing_waits_for_a_save_and_it_counts_only_when_it_is_complete(make: Callable[..., Ranks]) -> None:
+def test_save_does_not_block_and_counts_only_when_complete(make: Callable[..., Ranks]) -> None:
     ranks = make("every_steps = 10")
     ranks.steps(1, 12)
     assert [w.orders[0][0:2] for w in ranks.writers] == [("part", 1)] * RANKS
@@ -211,7 +213,7 @@ def test_a_copy_from_a_device_is_not_waited_for(make: Callable[..., Ranks]) -> N
     assert all(w.orders[0][:2] == ("part", 1) for w in ranks.writers)
 
 
-def test_a_part_that_cannot_be_written_ends_it_for_all_and_is_tried_again(make: Callable[..., Ranks]) -> None:
+def test_failed_part_aborts_the_save_on_all_ranks_and_is_retried(make: Callable[..., Ranks]) -> None:
     ranks = make("every_steps = 100")
     ranks.steps(1, 100)
     ranks.writers[1].answer("part", 1, "No space left on device")
@@ -257,7 +259,7 @@ def test_no_memory_for_the_copy_is_a_failed_save(make: Callable[..., Ranks]) -> 
     assert ranks.kinds() == ["checkpoint_failed"]
 
 
-def test_a_save_that_is_due_while_another_is_written_comes_as_soon_as_it_is_done(
+def test_save_due_during_another_starts_when_that_one_is_done(
     make: Callable[..., Ranks],
 ) -> None:
     ranks = make("every_steps = 10")
@@ -273,7 +275,7 @@ def test_a_save_that_is_due_while_another_is_written_comes_as_soon_as_it_is_done
     assert {w.orders[-1][1::2] for w in ranks.writers} == {(2, 34)}
 
 
-def test_what_comes_of_an_attempt_that_was_given_up_does_not_count(make: Callable[..., Ranks]) -> None:
+def test_results_of_an_abandoned_save_attempt_are_ignored(make: Callable[..., Ranks]) -> None:
     ranks = make("every_steps = 10\nmax_unsaved_s = 100")
     ranks.steps(1, 10)
     ranks.steps(11, 62)  # longer than half of max_unsaved_s
@@ -300,7 +302,7 @@ def test_training_stops_before_more_is_at_risk_than_allowed(make: Callable[..., 
     assert "max_unsaved_s" in str(errors[1])
 
 
-def test_where_a_save_comes_through_at_the_limit_training_goes_on(make: Callable[..., Ranks]) -> None:
+def test_training_continues_if_the_save_succeeds_at_the_limit(make: Callable[..., Ranks]) -> None:
     ranks = make("every_steps = 1000\nmax_unsaved_s = 60")
     ranks.steps(1, 33)
     assert {w.staged for w in ranks.writers} == {1}, "half of the limit is a reason to save"
@@ -338,7 +340,7 @@ def test_the_end_waits_and_fails_together(make: Callable[..., Ranks]) -> None:
     assert ranks.writers[0].staged == staged, "what is saved is not saved again"
 
 
-def test_the_last_save_is_tried_again_where_a_writing_process_failed(make: Callable[..., Ranks]) -> None:
+def test_final_save_is_retried_after_a_writer_failure(make: Callable[..., Ranks]) -> None:
     ranks = make("every_steps = 10")
     ranks.steps(1, 9)
     for rank, writer in enumerate(ranks.writers):
@@ -354,10 +356,19 @@ def test_a_storage_that_hangs_is_not_asked_again_at_the_end(make: Callable[..., 
     ranks = make("every_steps = 10")
     for rank, writer in enumerate(ranks.writers):
         writer.auto = lambda what, attempt, rank=rank: (what, rank) != ("part", 1)
-    ranks.savers[1]._hangs = True
+    ranks.writers[1].on_stage = lambda: setattr(ranks.savers[1], "_hangs", True)
     errors = ranks.together(lambda s: s.finish(9, must=True))
     assert all(isinstance(e, SaveFailed) for e in errors)
     assert ranks.kinds() == ["checkpoint_failed"]
+
+
+def test_final_save_is_retried_if_only_an_earlier_save_hung(make: Callable[..., Ranks]) -> None:
+    ranks = make("every_steps = 10")
+    for rank, writer in enumerate(ranks.writers):
+        writer.auto = lambda what, attempt, rank=rank: (what, attempt, rank) != ("part", 1, 1)
+    ranks.savers[1]._hangs = True
+    assert ranks.together(lambda s: s.finish(9, must=True)) == [None] * RANKS
+    assert ranks.kinds() == ["checkpoint_failed", "checkpoint_saved"]
 
 
 def test_nothing_of_a_distrusted_state_is_completed(make: Callable[..., Ranks]) -> None:
@@ -385,7 +396,7 @@ def test_retention_is_told_how_far_back_a_rollback_may_go(make: Callable[..., Ra
     assert ranks.writers[0].sure == 8
 
 
-def test_steps_that_are_kept_for_ever_are_saved_whatever_the_interval(make: Callable[..., Ranks]) -> None:
+def test_keep_every_steps_are_saved_regardless_of_the_interval(make: Callable[..., Ranks]) -> None:
     ranks = make('every_steps = "auto"\nkeep_every_steps = 7')
     ranks.steps(1, 7)
     assert {w.orders[0][3] for w in ranks.writers} == {7}

@@ -24,13 +24,16 @@ from seatrial.checkpoint.local_place import LocalPlace
 from seatrial.checkpoint.manifest import Damaged, Manifest, Progress
 from seatrial.checkpoint.memory import Snapshot
 from seatrial.job.layout import Layout
+from seatrial.job.optimizers import ADAMW
 from seatrial.model.decoder import whole_shapes
 from seatrial.parallel.build import ParallelModel
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
-from seatrial.train import snapshot, state
-from seatrial.train.optimizer import STATE, ShardedAdamW
-from seatrial.train.snapshot import Snapshots, restore_from_memory
+from seatrial.record.messages import SnapshotFilled
+from seatrial.train.checkpointing import snapshot, state
+from seatrial.train.checkpointing.snapshot import Snapshots, restore_from_memory
+from seatrial.train.optimizer import ShardedAdamW
+from seatrial.train.records import into_file
 
 TWO = Layout(shard=2)
 WAIT_S = 20.0  # nothing takes that long unless it is broken
@@ -42,7 +45,7 @@ class Rank:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.fds = (os.memfd_create("a"), os.memfd_create("b"))
-        self.told: list[dict[str, Any]] = []
+        self.told: list[SnapshotFilled] = []
         self.snapshots: Snapshots | None = None
 
     def start(self, model: Any, optimizer: ShardedAdamW, generation: int = 1, **options: Any) -> Snapshots:
@@ -50,8 +53,7 @@ class Rank:
             self.fds,
             model,
             optimizer,
-            folder=self.folder,
-            generation=generation,
+            records=into_file(self.folder, generation, model.mesh.rank),
             every=options.pop("every", 10),
             tell=self.told.append,
             **options,
@@ -71,10 +73,10 @@ class Rank:
             self.wait()
 
     def entries(self) -> list[dict[str, Any]]:
-        """As the agent has them for the next leg: the last of each file."""
+        """As the agent has them for the next generation: the last of each file."""
         assert self.snapshots is not None
         self.snapshots.close()
-        newest = {m["snapshot"]["slot"]: m["snapshot"] for m in self.told}
+        newest = {m.slot: vars(m) for m in self.told}
         return [{"slot": slot, **Snapshot.from_message(s).summary()} for slot, s in newest.items()]
 
     def close(self) -> None:
@@ -143,7 +145,7 @@ def test_what_it_tells_and_what_the_library_reads(rank: Rank) -> None:
     rank.start(part, its_optimizer, generation=4)
     rank.take(20)
     rank.entries()
-    told = rank.told[0]["snapshot"]
+    told = vars(rank.told[0])
     assert (told["slot"], told["step"], told["rank"], told["generation"]) == (0, 20, 1, 4)
     assert told["layout"] == memory.layout_key(Layout(shard=2).as_dict())
     data = os.pread(rank.fds[0], told["bytes"] + 1, 0)
@@ -170,7 +172,7 @@ def test_the_files_take_turns_and_the_newer_stays(rank: Rank) -> None:
     rank.start(model, optimizer)
     rank.take(10, 20, 30, 40)
     assert [e["step"] for e in memory.verified(rank.fds, rank.entries())] == [40, 30]
-    assert [m["snapshot"]["slot"] for m in rank.told] == [0, 1, 0, 1]
+    assert [m.slot for m in rank.told] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +218,7 @@ def test_it_never_waits_for_the_one_before(
     assert snapshots.take(30)
     assert begun.wait(WAIT_S)
     # Whoever looks now finds one whole state, and no trace of the other.
-    newest, oldest = before[1]["snapshot"], before[0]["snapshot"]
+    newest, oldest = vars(before[1]), vars(before[0])
     assert memory.holds(rank.fds[1], Snapshot.from_message(newest))
     assert not memory.holds(rank.fds[0], Snapshot.from_message(oldest))
     assert [e["step"] for e in memory.verified(rank.fds, [oldest, newest])] == [20]
@@ -322,7 +324,7 @@ def test_a_second_tensor_of_one_name_has_a_key_of_its_own(rank: Rank) -> None:
     assert pieces["model/model.embed_tokens.weight"].owner
     assert torch.equal(pieces["model/model.embed_tokens.weight"].tensor, embedding.local)
     assert not pieces["model/model.embed_tokens.weight#2"].owner
-    for kind in STATE:
+    for kind in ADAMW.states:
         first, second = (pieces[f"{kind}/model.embed_tokens.weight{end}"] for end in ("", "#2"))
         assert (first.owner, second.owner) == (True, False)
         assert float(first.tensor[0, 0]) == float(second.tensor[0, 0]) + 0.5
@@ -373,7 +375,7 @@ def test_snapshots_of_all_ranks_make_a_checkpoint_for_any_layout(
         one.start(part, its_optimizer)
         one.take(3)
         (entry,) = one.entries()
-        told = Snapshot.from_message(one.told[0]["snapshot"])
+        told = Snapshot.from_message(vars(one.told[0]))
         fd = one.fds[entry["slot"]]
         place.put_part(3, 1, number, fd, told.bytes, told.index, True, origin="memory", expected=told.hash)
         one.close()

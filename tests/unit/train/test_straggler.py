@@ -7,7 +7,7 @@ import random
 import pytest
 
 from seatrial.job.layout import Layout
-from seatrial.train.straggler import STEPS, WINDOWS, Straggler, StragglerWatch
+from seatrial.train.health.straggler import STEPS, WINDOWS, Straggler, StragglerWatch
 
 LAYOUT = Layout(pipeline=2, shard=2, tensor=2)
 

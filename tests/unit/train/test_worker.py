@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from seatrial.base.errors import InputError
 from seatrial.checkpoint.write import PeerSaveFailed, SaveFailed
-from seatrial.train.rank import Place
+from seatrial.train.rank import RankEnvironment
 from seatrial.train.worker import is_consequence, main
 
 GONE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5555"
@@ -47,7 +47,7 @@ def test_every_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(InputError, match="no LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
-        Place.from_environment()
+        RankEnvironment.from_environment()
 
 
 def test_a_worker_started_by_hand_says_how_to_start_it(

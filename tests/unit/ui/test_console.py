@@ -308,7 +308,7 @@ def left_out(folder: RunFolder) -> RunFolder:
             events.append(
                 folder, "nonfinite", "nan", severity="warning", generation=1, node=0, rank=1, data=data
             )
-            events.append(folder, "step_skipped", f"step {n} was left out", generation=1, rank=0, data=data)
+            events.append(folder, "step_skipped", f"step {n} was skipped", generation=1, rank=0, data=data)
         else:
             metrics.write(dataclasses.replace(RECORD, step=n, tokens=n * 8192, time=time.time()))
     metrics.close()
@@ -321,17 +321,17 @@ def test_every_view_says_what_was_left_out(left_out: RunFolder, capsys: pytest.C
     train = io.StringIO()
     view = console(left_out, train, total_steps=10, json_output=True)
     view.poll()
-    assert "step 4 was left out\n" in train.getvalue(), "it is of the run, not of the rank that wrote it"
-    assert "warning on node 0 rank 1: nan: it is left out\n" in train.getvalue()
+    assert "step 4 was skipped\n" in train.getvalue(), "it is of the run, not of the rank that wrote it"
+    assert "warning on node 0 rank 1: nan: it is skipped\n" in train.getvalue()
     view.summary(view.ended("finished"))
     watch = io.StringIO()
     print_status(Out(watch), read_view(left_out), time.time())
     live = "\n".join(f"  {p.label:<13}{p.text}" for p in live_pairs(read_view(left_out), time.time()))
     for shown in (train.getvalue(), watch.getvalue(), live):
-        assert "  ledger       10 steps, 3 of them left out; every sample of the others seen once" in shown
-        assert "  left out     steps 4-5, 10 (96 samples), on purpose" in shown
+        assert "  ledger       10 steps, 3 of them skipped; every sample of the others seen once" in shown
+        assert "  skipped      steps 4-5, 10 (96 samples)" in shown
         assert "every sample seen once" not in shown
-    assert "a-run finished: step 10 of 10, 3 left out, after" in train.getvalue()
+    assert "a-run finished: step 10 of 10, 3 skipped, after" in train.getvalue()
     assert "  step         10 of 10 (100 %)" in watch.getvalue()
     tokens = f"  tokens       {units.count(7 * 8192)}\n"
     assert tokens in train.getvalue()
@@ -399,13 +399,13 @@ def test_the_start_that_prints_its_end_still_holds_the_lock(
     view = console(folder, out, json_output=True)
     view.summary(view.ended("preempted"))
     os.close(fd)
-    reason = "asked to stop by SIGTERM or SIGHUP: the state is saved; the same command goes on"
+    reason = "stopped on request: the state is saved; the same command resumes"
     assert f"  why          {reason}\n" in out.getvalue()
     document = json.loads(capsys.readouterr().out)
     assert (document["state"], document["state_reason"], document["pid"]) == ("preempted", reason, None)
 
 
-def test_what_the_process_knows_counts_where_the_records_could_not_be_written(folder: RunFolder) -> None:
+def test_outcome_known_to_the_process_overrides_missing_records(folder: RunFolder) -> None:
     write(folder, 1, 3)
     events.append(folder, "run_started", "8 ranks", generation=1)
     view = console(folder, io.StringIO())
@@ -453,7 +453,7 @@ def test_live_shows_what_once_shows(busy: RunFolder, terminal: Terminal) -> None
         view.poll()
     os.close(fd)
     live = terminal.getvalue()
-    for label in ("loss", "recoveries", "nodes", "checkpoint", "ledger", "left out"):
+    for label in ("loss", "recoveries", "nodes", "checkpoint", "ledger", "skipped"):
         line = next(x for x in once.getvalue().splitlines() if x.startswith(f"  {label} "))
         assert line[15:].split(", 0 s ago")[0][:60] in live, label
     assert "nodes        4 with ranks; lost: 1" in once.getvalue()

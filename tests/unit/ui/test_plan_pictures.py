@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -10,27 +11,28 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 import pytest
 
-from seatrial.base.errors import InputError
+from seatrial.base.errors import InputError, printable
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
 from seatrial.job.job import Job
 from seatrial.job.loading import load_job
-from seatrial.plan.answer import Answer, Wishes, answer
-from seatrial.plan.cluster import Cluster
-from seatrial.plan.fit import account, smallest
-from seatrial.plan.place import place_of
-from seatrial.plan.recipe import Recipe
-from seatrial.plan.scaling import scaling
-from seatrial.plan.waterfall import Waterfall, waterfall_of
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.place import place_of
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.answer import Answer, Wishes, answer
+from seatrial.plan.report.waterfall import Waterfall, waterfall_of
+from seatrial.plan.search.fit import account, smallest
+from seatrial.plan.search.scaling import scaling
 from seatrial.ui.account_svg import account_svg
 from seatrial.ui.plan_html import fit_page, page
+from seatrial.ui.png import png
 from seatrial.ui.scaling_svg import scaling_svg
-from seatrial.ui.svg import COLOURS, PAGE
+from seatrial.ui.svg import COLOURS, PAGE, written
 from seatrial.ui.waterfall import seconds, waterfall_lines
-from seatrial.ui.waterfall_png import waterfall_png
 from seatrial.ui.waterfall_svg import waterfall_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -54,11 +56,11 @@ def voyage() -> Waterfall:
     return waterfall_of(ending.finish.waterfall)
 
 
-def texts(svg: str) -> list[str]:
-    return [e.text or "" for e in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+def texts(svg: Element) -> list[str]:
+    return [e.text or "" for e in svg.iter("text")]
 
 
-def pictures() -> dict[str, str]:
+def pictures() -> dict[str, Element]:
     a = told()
     assert a.weak is not None
     assert a.strong is not None
@@ -73,7 +75,8 @@ def pictures() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["waterfall", "scaling", "memory"])
 def test_a_picture_is_a_document_of_its_own(name: str) -> None:
-    svg = pictures()[name]
+    picture = pictures()[name]
+    svg = written(picture)
     root = ElementTree.fromstring(svg)
     assert root.tag == f"{SVG}svg"
     assert root.get("role") == "img"
@@ -84,14 +87,14 @@ def test_a_picture_is_a_document_of_its_own(name: str) -> None:
     assert title.text is not None
     assert "&" in title.text
     assert len(desc.text or "") > 20
-    assert title.text in texts(svg)
+    assert title.text in texts(picture)
     # Nothing from elsewhere, nothing that runs.
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|<script|url\(|@import|href=", svg)
 
 
 @pytest.mark.parametrize("name", ["waterfall", "scaling", "memory"])
 def test_nothing_stands_outside_the_picture(name: str) -> None:
-    root = ElementTree.fromstring(pictures()[name])
+    root = ElementTree.fromstring(written(pictures()[name]))
     _, _, width, height = map(float, (root.get("viewBox") or "").split())
     for e in root.iter(f"{SVG}rect"):
         assert float(e.get("x", 0)) + float(e.get("width", 0)) <= width + 0.01
@@ -108,10 +111,10 @@ def test_nothing_stands_outside_the_picture(name: str) -> None:
         assert 0 < float(e.get("y", 0)) <= height
 
 
-def test_a_long_title_is_cut_in_its_middle_and_whole_for_those_who_hear_it() -> None:
+def test_long_title_is_elided_when_drawn_but_whole_in_svg_title() -> None:
     name = "a" * 60 + "b" * 60
     svg = waterfall_svg(voyage(), title=name)
-    title = ElementTree.fromstring(svg).find(f"{SVG}title")
+    title = svg.find("title")
     assert title is not None
     assert title.text == name
     drawn = texts(svg)[0]
@@ -157,20 +160,40 @@ def luminance(colour: str) -> float:
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
-def test_a_png_of_the_right_size_and_the_same_each_time() -> None:
+@pytest.mark.parametrize("name", ["waterfall", "scaling", "memory"])
+def test_a_png_of_the_right_size_and_the_same_each_time(name: str) -> None:
     pytest.importorskip("matplotlib")
-    first = waterfall_png(voyage(), title="Where the FLOPs go", subtitle="of a run")
+    picture = pictures()[name]
+    first = png(picture)
     assert first[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(first[16:20], "big") == 9.6 * 160
-    assert first == waterfall_png(voyage(), title="Where the FLOPs go", subtitle="of a run")
+    assert first == png(picture)
     assert b"matplotlib" not in first.lower()
+    assert (picture.findtext("desc") or "").encode() in first
+
+
+def test_a_png_shows_the_text_of_a_title_and_no_formula() -> None:
+    pytest.importorskip("matplotlib")
+    plain, dollars = (png(waterfall_svg(voyage(), title=title)) for title in ("x", r"$\nothing$"))
+    assert plain != dollars  # as a formula it would be an error
+
+
+def test_a_png_draws_bars_above_the_lines_of_the_axis() -> None:
+    image = pytest.importorskip("matplotlib.image")
+    picture = waterfall_svg(voyage(), title="t")
+    bar = next(e for e in picture.iter("rect") if e.get("class") == "st-peak")
+    x, y, width, height = (float(bar.get(k, 0)) for k in ("x", "y", "width", "height"))
+    pixels = image.imread(io.BytesIO(png(picture)))
+    row = pixels[round((y + height / 2) * 1.6), round(x * 1.6) + 2 : round((x + width) * 1.6) - 2, :3]
+    wanted = [int(COLOURS["peak"][0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    assert abs(row - wanted).max() < 0.01
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(InputError) as caught:
-        waterfall_png(voyage(), title="t")
+        png(waterfall_svg(voyage(), title="t"))
     assert caught.value.exit_code == 2
     assert "seatrial[plots]" in caught.value.render()
 
@@ -182,14 +205,11 @@ def test_sizes_that_cannot_be_are_crosses_with_their_reason() -> None:
     cluster = Cluster(gpu, 16, 8, find_network(NETWORK))
     found = scaling(big, Recipe.of(big), cluster, mode="weak", nodes=(1, 2, 4))
     svg = scaling_svg([found], title="t")
-    root = ElementTree.fromstring(svg)
-    crosses = list(root.iter(f"{SVG}path"))
+    crosses = [hint for e in svg.iter("polyline") if (hint := e.find("title")) is not None]
     assert len(crosses) == 1
-    hint = crosses[0].find(f"{SVG}title")
-    assert hint is not None
-    assert hint.text == "weak scaling, 8 GPUs: a replica takes TP8 x PP2 = 16 GPUs, here are 8"
+    assert crosses[0].text == "weak scaling, 8 GPUs: a replica takes TP8 x PP2 = 16 GPUs, here are 8"
     none = scaling(big, Recipe.of(big), cluster, mode="weak", nodes=(1,))
-    assert "not known at any size" in scaling_svg([none], title="t")
+    assert "not known at any size" in (scaling_svg([none], title="t").findtext("desc") or "")
     with pytest.raises(ValueError, match="no points"):
         scaling_svg([], title="t")
 
@@ -236,12 +256,37 @@ def test_the_page_is_well_formed(which: str) -> None:
     ElementTree.fromstring(f"<body>{body}</body>")
 
 
-def test_what_came_out_of_a_file_is_escaped() -> None:
-    evil = job().file.model_copy(update={"name": "<b>&"})
+@pytest.mark.parametrize("which", ["plan", "fit"])
+@pytest.mark.parametrize(
+    "evil",
+    [
+        "<b>&",
+        "<script>alert(1)</script>",
+        "' onload=\"x\" '",
+        "a\0b\x1b[31m\u202ec",
+        "\udcff",
+        "{{ 7 * 7 }}{% x %}",
+    ],
+)
+def test_what_came_out_of_a_file_is_escaped(which: str, evil: str) -> None:
     a = told()
-    html = page(replace(a, job=replace(a.job, file=evil)))
-    assert "<b>&" not in html.replace("<b>Weak", "").replace("<b>Strong", "")
-    assert "&lt;b&gt;&amp;" in html
+    named = replace(a.job, file=job().file.model_copy(update={"name": evil}))
+    if which == "plan":
+        html = page(
+            replace(a, job=named, provenance=(evil,)), smallest(job()), verdict=evil, tone=evil, wishes=[evil]
+        )
+    else:
+        html = fit_page(named, account(a.job.architecture), None, [])
+    assert html.encode()
+    shown = printable(evil)
+    title = html[html.index("<title>") : html.index("<meta name")]
+    assert ElementTree.fromstring(title).text == (
+        f"Plan of {shown}" if which == "plan" else f"What {shown} needs"
+    )
+    body = html.partition("<body>")[2].partition("</body>")[0]
+    root = ElementTree.fromstring(f"<body>{body}</body>")
+    assert " ".join(root.itertext()).count(shown) == (4 if which == "plan" else 1)
+    assert not any(e.tag == "script" or "onload" in e.attrib for e in root.iter())
 
 
 @pytest.mark.parametrize(
@@ -257,8 +302,7 @@ def test_what_is_unknown_is_unknown_on_the_page(changes: tuple[str, ...]) -> Non
     ElementTree.fromstring(f"<body>{body}</body>")
 
 
-def test_matplotlib_is_loaded_for_a_png_only() -> None:
-    code = (
-        "import sys, seatrial.ui.plan_html, seatrial.ui.waterfall_png; sys.exit('matplotlib' in sys.modules)"
-    )
+def test_libraries_are_loaded_for_a_page_or_png_only() -> None:
+    modules = "sys, seatrial.ui.plan_html, seatrial.ui.png, seatrial.check.reports.report_html"
+    code = f"import {modules}; sys.exit(bool({{'matplotlib', 'jinja2'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -95,7 +95,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def test_the_console_tells_of_recoveries_without_the_word_warning(folder: RunFolder) -> None:
+def test_console_reports_recoveries_without_the_word_warning(folder: RunFolder) -> None:
     out = io.StringIO()
     view = TrainConsole(folder, total_steps=200, generation=1, stream=out)
     append(folder, "recovered", "going on after step 7", generation=2, data={"redone": 2})
@@ -142,7 +142,7 @@ def test_status_while_it_recovers_and_afterwards(folder: RunFolder) -> None:
     view = read_view(folder)
     assert (view.state, view.first_generation, view.generation) == ("preempted", 1, 2)
     print_status(Out(out), view, time.time())
-    assert "a-run: preempted, generation 2\n  why          asked to stop" in out.getvalue()
+    assert "a-run: preempted, generation 2\n  why          stopped on request" in out.getvalue()
     assert "2 steps done again" in out.getvalue()
 
 
@@ -167,8 +167,8 @@ def test_which_nodes_have_ranks_and_which_are_gone() -> None:
 @pytest.mark.parametrize(
     ("kind", "data", "text"),
     [
-        ("nonfinite", {"evidence": {"action": "redo"}}, "m: it is done again"),
-        ("nonfinite", {"evidence": {"action": "stop"}}, "m: no more steps may be left out"),
+        ("nonfinite", {"evidence": {"action": "redo"}}, "m: it is redone"),
+        ("nonfinite", {"evidence": {"action": "stop"}}, "m: no more steps may be skipped"),
         ("loss_spike", {"evidence": {"action": "warn"}}, "m"),
         ("nonfinite", {"evidence": "damaged"}, "m"),
         ("nonfinite", None, "m"),

@@ -1,1 +1,1 @@
-"""Who is to blame, from measurements; and simulated clusters to try it on."""
+"""Localising faults from measurements, and simulated clusters to test it on."""

@@ -1,7 +1,7 @@
-"""Who is to blame: from findings of nodes and from pairs to one GPU, NVLink, NIC, node or leaf switch. Pure.
+"""Who is to blame: from node findings and pairs to one GPU, NVLink, NIC, node or leaf switch. Pure.
 
-The larger thing is blamed where it explains the smaller ones: a leaf switch rather than the ports below it, a node rather
-than its rails or its GPUs, a NVLink rather than its GPU's slow copies. A thing is blamed once, with all its evidence.
+The larger component is blamed where it explains the smaller ones: a leaf switch rather than its ports, a node rather
+than its rails or its GPUs, an NVLink rather than its GPU's slow copies. Each is blamed once, with all its evidence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 
 from seatrial.check.blame.infer import FEWEST, MOST, Layout, State
 from seatrial.check.blame.nodes import Bools, NodeStage
-from seatrial.check.findings import Finding, Target, Verdict
+from seatrial.check.judging.check_run import Blamed
+from seatrial.check.judging.findings import Finding, Target, Verdict
 
 Kind = Literal["gpu", "nvlink", "nic", "node", "leaf"]
 
@@ -27,16 +28,16 @@ _CODES: dict[Kind, str] = {
     "leaf": "BLM005",
 }
 _NVLINK = ("MSR004", "MSR005", "MSR006", "NVL")
-# What makes collectives of a node slow, or keeps it out of them: they say nothing more about it.
+# These make a node's collectives slow, or exclude it from them: then the collectives are no further evidence.
 _EXCUSES = ("GPU001", "MSR011", *_NVLINK)
 
 
 @dataclass(frozen=True)
 class Blame:
-    """One culprit. What does not apply is None; `link` also where all links of the GPU are down and none is named.
+    """One culprit. What does not apply is None; `link` also if all links of the GPU are down and none is named.
 
-    `leaf` None with `rail` set is all of that rail, where no topology is known. `instead` names leaf switches that the
-    evidence fits as well.
+    `leaf` None with `rail` set means all of that rail, if no topology is known. `instead` names leaf switches that fit
+    the evidence as well.
     """
 
     kind: Kind
@@ -63,7 +64,7 @@ class Blame:
 
     @property
     def target(self) -> Target:
-        """What is blamed, as findings name it; a switch stands as the peer."""
+        """What is blamed, as findings name it; a switch is in the field of the peer."""
         return Target(self.node, self.gpu, self.pci, self.link, self.port, self.leaf)
 
     def finding(self) -> Finding:
@@ -77,10 +78,17 @@ class Blame:
             evidence=self.why,
         )
 
+    def record(self) -> Blamed:
+        """The blame for a report."""
+        code = _CODES[self.kind]
+        return Blamed(
+            *(code, self.kind, str(self), self.verdict, self.target, self.rail, self.why, self.instead)
+        )
+
 
 @dataclass(frozen=True)
 class Case:
-    """Everything there is to judge by. `alive` says which nodes still answered at the end."""
+    """Everything the verdict is based on. `alive`: the nodes that still answered at the end."""
 
     stage: NodeStage
     findings: Sequence[Finding]
@@ -91,7 +99,7 @@ class Case:
 
 
 def excused(stage: NodeStage, findings: Iterable[Finding]) -> Bools:
-    """The nodes, (N,), whose slow collectives are explained by what they found in themselves."""
+    """The nodes, (N,), whose slow collectives are explained by their own findings."""
     place = {name: i for i, name in enumerate(stage.names)}
     found = np.zeros(len(place), dtype=bool)
     for finding in findings:
@@ -103,7 +111,7 @@ def excused(stage: NodeStage, findings: Iterable[Finding]) -> Bools:
 
 
 def blame(case: Case) -> list[Blame]:
-    """The culprits, the widest first. Empty if nobody is to blame."""
+    """The culprits, the widest first. Empty if there is none."""
     found: list[Blame] = []
     found += _leaves(case)
     nodes = list(_nodes(case))
@@ -117,7 +125,7 @@ def blame(case: Case) -> list[Blame]:
 
 
 def _on_most_gpus(case: Case) -> dict[str, list[str]]:
-    """Node -> codes that nearly all its GPUs have: then it is the node."""
+    """Node -> codes that nearly all its GPUs have: then the node is blamed."""
     on: dict[tuple[str, str], set[int]] = defaultdict(set)
     for f in case.findings:
         if f.verdict in ("FAIL", "WARN") and f.target.gpu is not None and f.target.node is not None:
@@ -130,7 +138,7 @@ def _on_most_gpus(case: Case) -> dict[str, list[str]]:
 
 
 def _name(case: Case, leaf: int) -> tuple[str | None, int | None]:
-    """The leaf's name, and the rail if it serves one only."""
+    """The leaf's name, and its rail if it serves only one."""
     rails = np.flatnonzero((case.layout.leaves == leaf).any(axis=0))
     return case.leaf_names[leaf], int(rails[0]) if len(rails) == 1 else None
 
@@ -142,7 +150,7 @@ def _leaf(case: Case, leaf: int, share: float, why: str, instead: tuple[str, ...
 
 
 def _down(case: Case) -> dict[int, int]:
-    """Leaves with nearly all their ports down, and how many."""
+    """Leaves with nearly all their ports down, and how many are."""
     leaves = case.layout.leaves
     heard = np.broadcast_to(case.stage.answered[:, None], leaves.shape)
     of = np.bincount(leaves[heard], minlength=len(case.leaf_names))
@@ -172,7 +180,7 @@ def _leaves(case: Case) -> Iterator[Blame]:
             why = (
                 f"flows that leave it reach {share:.0%} of the rate while all send, those within it all of it"
             )
-            # A leaf that the topology shows with too few uplinks is it rather than another that fits as well.
+            # A leaf that lacks uplinks according to the topology is blamed before others that fit as well.
             first, *rest = sorted((leaf, *others), key=lambda o: _name(case, o)[0] not in short)
             instead = tuple(name for o in rest if (name := _name(case, o)[0]) is not None)
             yield _leaf(case, first, share, why, () if _name(case, first)[0] in short else instead)
@@ -267,7 +275,7 @@ def _gpus(case: Case) -> Iterator[Blame]:
         links = sorted({f.target.link for f in fabric if f.target.link is not None})
         pci = next((f.target.pci for f in found if f.target.pci), None)
         for kind, reasons in (("nvlink", fabric), ("gpu", other)):
-            # A GPU that is gone or damaged takes its links with it: its slow copies are no fault of theirs.
+            # A lost or damaged GPU takes its links with it: its slow copies are not the links' fault.
             if not reasons or (kind == "nvlink" and other and not links):
                 continue
             worst: Verdict = "FAIL" if any(f.verdict == "FAIL" for f in reasons) else "WARN"
@@ -284,6 +292,6 @@ def suspects(layout: Layout, state: State, alive: Bools) -> tuple[Bools, Bools]:
     """Ports, (N, R), and nodes by their all-reduce, (N,), that are neither cleared nor found guilty yet."""
     ports = layout.usable & alive[:, None] & ~state.good & (state.proof < state.needed)
     nodes = alive & ~layout.excused & ~state.together & (state.together_proof < state.needed)
-    # A node whose rails are bad is not asked for more.
+    # A node with bad rails needs no further evidence.
     bad = layout.usable & ~state.good & (state.share < layout.terms.suspect)
     return ports, nodes & ~bad.any(axis=1)

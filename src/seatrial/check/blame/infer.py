@@ -1,11 +1,12 @@
-"""What the measurements of pairs say about ports, leaf switches and nodes. Pure: the rounds go in, states come out.
+"""Infers the state of ports, leaf switches and nodes from measured pairs. Pure: rounds in, states out.
 
-The reasoning rests on one fact: what is in the way only ever makes a flow slower. So one good reading clears all that it
-went through, and a slow one accuses all of it. A port is found guilty by slow readings with partners that other
-readings have cleared: by three at least, and by as many as it takes that flows disturbed by chance do not meet in one port
-(`Ledger._needed`): how often flows are disturbed is seen where both ends are good. A leaf switch is found guilty where at least three quarters of its ports never had a good reading
-(three ports at least); its ports are then judged by what the others below it reach. Uplinks are found guilty where
-traffic within the leaf is good and at least three quarters of that which leaves it is slow while everybody sends.
+The reasoning rests on one fact: interference only ever makes a flow slower. So one good reading clears everything on
+its path, and a slow one accuses all of it. A port is found guilty by slow readings with partners that other readings
+have cleared: by at least three, and by as many as needed to rule out that disturbed flows meet in one port by chance
+(`Ledger._needed`); how often flows are disturbed is measured between good ends. A leaf switch is found guilty if at
+least three quarters of its ports (at least three ports) never had a good reading; its ports are then judged by what the
+others below it reach. Uplinks are found guilty if traffic within the leaf is good and at least three quarters of the
+traffic that leaves it is slow while all nodes send.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ import numpy as np
 from seatrial.check.blame.nodes import BROKEN, SUSPECT, Bools, Floats, Ints
 from seatrial.check.blame.rounds import Round
 
-MOST = 0.75  # the part of a leaf's ports, of its flows, of a node's rails that makes it the leaf, its uplinks, the node
-FEWEST = 3  # and how many at least
-PROOF = 3  # slow readings with good partners, at least
-_CHANCE = 1e-3  # ports of a cluster that chance alone may accuse in one check, on average
+MOST = 0.75  # share of a leaf's ports, its flows, a node's rails that blames the leaf, its uplinks, the node
+FEWEST = 3  # and the minimum number of them
+PROOF = 3  # minimum number of slow readings with good partners
+_CHANCE = 1e-3  # ports of a cluster that may be accused by chance in one check, on average
 _READ = 3  # readings of a port before its leaf is judged by it
-_UPPER = 75  # percentile: what is usual where a few are worse than it
+_UPPER = 75  # percentile: the usual value if a minority is worse
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a reading of a pair is held to.
+    """Thresholds for a reading of a pair.
 
-    Between ports of a fabric 92 and 80 % of their rate. Hosts that share one machine's processors are not so alike:
-    `shared` holds them to less, and judges no all-reduce by its speed.
+    Between ports of a fabric 92 and 80 % of their rate. Hosts that share one machine's processors vary more and get
+    lower thresholds; with `shared`, no all-reduce is judged by its speed.
     """
 
     suspect: float = SUSPECT
@@ -41,7 +42,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Readings:
-    """What a round of pairs brought. NaN is no reading, 0 is that nothing got through. busbw in GB/s as nccl-tests counts it."""
+    """Results of a round of pairs. NaN: no reading, 0: nothing got through. busbw in GB/s as in nccl-tests."""
 
     gbit_s: Floats  # (P, R), one direction
     busbw: Floats  # (P,)
@@ -50,17 +51,17 @@ class Readings:
 
 @dataclass(frozen=True)
 class Layout:
-    """What is known of the cluster before pairs are measured: N nodes, R rails, G GPUs a node.
+    """What is known of the cluster before pairs are measured: N nodes, R rails, G GPUs per node.
 
     `leaves` has the number of the leaf of each port. Where no topology is known, all ports of a rail count as one leaf.
-    `rate_gbit_s` is the ports' nominal rate; None takes the median of what the ports have read at best for 97 % of it, which
-    is what healthy links read (95 to 99 %, field notes 1). `gpus` is how many ranks of a node take part in an all-reduce,
-    1 where a node has no GPU.
+    `rate_gbit_s` is the ports' nominal rate; None takes the median of the ports' best readings for 97 % of it, which is
+    what healthy links read (95 to 99 %, field notes 1). `gpus` is the number of ranks per node in an all-reduce, 1 for
+    a node without GPUs.
     """
 
     leaves: Ints
     usable: Bools  # (N, R), ports that are up
-    excused: Bools  # (N,), nodes whose slow collectives are explained by what they found in themselves
+    excused: Bools  # (N,), nodes whose slow collectives are explained by their own findings
     gpus: int
     rate_gbit_s: float | None
     terms: Terms = Terms()
@@ -68,23 +69,23 @@ class Layout:
 
 @dataclass
 class State:
-    """What is known after some rounds. Ports are (N, R)."""
+    """The knowledge after some rounds. Ports are (N, R)."""
 
     share: Floats  # the best reading as a share of the nominal rate; NaN without one
     good: Bools
-    proof: Ints  # slow readings with a good partner
-    level: dict[int, float]  # slow leaf -> what its ports reach
+    proof: Ints  # number of slow readings with a good partner
+    level: dict[int, float]  # slow leaf -> the share that its ports reach
     uplinks: dict[
         int, tuple[float, tuple[int, ...]]
-    ]  # leaf -> what flows reach, leaves that it could be as well
-    hints: set[int]  # leaves whose uplinks could be it
+    ]  # leaf -> the share that flows reach, other leaves that fit as well
+    hints: set[int]  # leaves with suspect uplinks
     together: Bools  # (N,), whether a node's all-reduce was good
     together_share: Floats  # the best all-reduce of a node as a share of what was possible
     together_proof: Ints
-    needed: int  # slow readings that prove something, here
+    needed: int  # slow readings that count as proof here
     rate: float = 0.0
     reading: float = 0.97  # the usual share
-    inside: float = np.nan  # GB/s busbw that pairs reach whose rails are good
+    inside: float = np.nan  # GB/s busbw that pairs with good rails reach
 
 
 @dataclass
@@ -95,18 +96,18 @@ class Ledger:
     rounds: list[tuple[Round, Readings]] = field(default_factory=list)
 
     def add(self, round_: Round, readings: Readings) -> None:
-        """One more round. Raises AssertionError where shapes do not fit."""
+        """Add a round. Raises AssertionError if shapes do not match."""
         shape = round_.rails.shape
         assert readings.gbit_s.shape == shape, "a reading for every pair and rail"
         assert readings.busbw.shape == (shape[0],), "an all-reduce for every pair"
         self.rounds.append((round_, readings))
 
     def met(self) -> set[tuple[int, int]]:
-        """Who was paired with whom."""
+        """The pairs measured so far."""
         return {(int(a), int(b)) for r, _ in self.rounds for a, b in r.pairs}
 
     def nothing(self) -> State:
-        """What is known where no pair was measured."""
+        """The state if no pair was measured."""
         shape = self.layout.leaves.shape
         never = np.zeros(shape, dtype=np.int64)
         return State(
@@ -123,7 +124,7 @@ class Ledger:
         )
 
     def state(self) -> State:
-        """What all rounds together say."""
+        """The state that follows from all rounds together."""
         a, b, share, loaded, rate = self._columns()
         suspect = self.layout.terms.suspect
         leaves, usable = self.layout.leaves, self.layout.usable
@@ -152,7 +153,7 @@ class Ledger:
         np.add.at(proof, (b[:, None], rails), against & good[a])
         healthy = share[share >= suspect]
         usual = float(np.median(healthy)) if len(healthy) else 0.97
-        # A slow flow between good ports over nothing that is in doubt was disturbed once. It bounds no all-reduce.
+        # A slow flow between good ports over no suspect uplink was disturbed once. It does not bound the all-reduce.
         lasting = np.where(slow & good[a] & good[b] & ~over, usual, share)
         together, together_share, together_proof, inside = self._collectives(lasting, rate)
         clear = good[a] & good[b] & ~over & ~np.isnan(share)
@@ -176,9 +177,9 @@ class Ledger:
         )
 
     def _needed(self, slow: int, of: int) -> int:
-        """Slow readings that prove a fault, when `slow` readings `of` those between good ports were disturbed.
+        """Slow readings needed as proof, if `slow` of `of` readings between good ports were disturbed.
 
-        k readings in a row are disturbed with p**k: k such that among all ports less than `_CHANCE` are.
+        k readings in a row are disturbed with probability p**k: k such that less than `_CHANCE` ports are expected.
         """
         ports = int(self.layout.usable.sum())
         chance = min(0.5, (slow + 1) / (of + 1))
@@ -194,7 +195,7 @@ class Ledger:
         return pairs[:, 0], pairs[:, 1], readings / rate, loaded, rate
 
     def _usual_rate(self, pairs: Ints, readings: Floats) -> float:
-        """The nominal rate, where nobody says it: the median of the ports' best readings as 97 % of it."""
+        """The nominal rate if none is given: the median of the ports' best readings counts as 97 % of it."""
         best = np.full(self.layout.leaves.shape, np.nan)
         rails = np.arange(self.layout.leaves.shape[1])
         for end in (pairs[:, 0], pairs[:, 1]):
@@ -238,7 +239,7 @@ class Ledger:
             if not size or part[worst] < MOST:
                 return guilty, hints - set(guilty)
             mine = bad & ((one == worst) | (other == worst))
-            # A leaf that took part in exactly these flows could be it as well.
+            # A leaf that took part in exactly these flows fits as well.
             same = [
                 int(leaf)
                 for leaf in np.flatnonzero(part >= MOST)
@@ -255,17 +256,17 @@ class Ledger:
         bound = np.full(len(pairs), np.inf)
         some = rails.any(axis=1) & ~np.isnan(share).all(axis=1)
         slowest = np.nanmin(np.where(np.isnan(share[some]), np.inf, share[some]), axis=1)
-        # Ports that are down are left out by NCCL: the others carry their part.
+        # NCCL skips ports that are down: the others carry their traffic.
         up = self.layout.usable[pairs[:, 0]] & self.layout.usable[pairs[:, 1]]
         a_gpu = up[some].sum(axis=1) / self.layout.gpus
         bound[some] = nic_bound(slowest * rate * a_gpu, self.layout.gpus, 2)
         excused = self.layout.excused[pairs].any(axis=1)
-        # What pairs reach whose rails are good: that is what their NVLinks allow.
+        # What pairs with good rails reach is what their NVLinks allow.
         clear = np.zeros(len(pairs), dtype=bool)
         clear[some] = slowest >= self.layout.terms.suspect
         measured = ~excused & ~np.isnan(busbw)
         inside = busbw[measured & clear] if (measured & clear).any() else busbw[measured]
-        # Of few pairs half may be slow, and none is ever too fast.
+        # With few pairs half may be slow, and none is ever too fast.
         usually = float(np.percentile(inside, _UPPER)) if len(inside) else np.nan
         with np.errstate(invalid="ignore"):
             part = busbw / np.minimum(bound, usually)
@@ -281,6 +282,6 @@ class Ledger:
 
 
 def nic_bound(gbit_s: Floats | float, gpus: int, nodes: int) -> Floats:
-    """The busbw, GB/s, that `gbit_s` of NIC for each GPU allow over `nodes` nodes: rate x (n-1)/(k-1), field notes 1."""
+    """The busbw in GB/s that `gbit_s` of NIC rate per GPU allow over k nodes: rate x (n-1)/(k-1), field notes 1."""
     n = gpus * nodes
     return np.asarray(gbit_s) / 8 * (n - 1) / (nodes - 1)

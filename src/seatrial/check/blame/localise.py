@@ -1,9 +1,9 @@
 """The check of a whole cluster: nodes by themselves, pairs in rounds, groups, and who is to blame.
 
-The rounds: one within the leaf switches, one between them with everybody sending, one or two more of those where uplinks
-are in doubt; then suspects with nodes known as good, until each is cleared or found guilty; then all-reduces over 4, 8,
-16, ... all nodes that are left. Only these last grow with the number of nodes, and they grow with its logarithm.
-Nothing here measures: a `Bench` does, real or simulated.
+The rounds: one within the leaf switches, one between them with all nodes sending, one or two more of those if uplinks
+are in doubt; then suspects with nodes known to be good, until each is cleared or found guilty; then all-reduces over 4,
+8, 16, ... all remaining nodes. Only the last kind grows with the number of nodes, logarithmically. Nothing here
+measures: a `Bench` does, real or simulated.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ from seatrial.check.blame.rounds import (
     neighbours,
     with_good,
 )
-from seatrial.check.blame.topology import Topology, judge_topology
-from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
+from seatrial.check.outputs.topology import Topology, judge_topology
 
 _AGAIN = (
-    2  # times that a node in doubt measures again, and once more as many if doubts stay: the median stands
+    2  # times that a doubtful node measures again, and as many times more if doubts remain; the median counts
 )
-_STRIKES = 2  # times in a row that a node does not answer before it counts as gone
-_LOADED = 3  # rounds between leaves at most
-_FEW = 4  # nodes of which all meet all: of fewer pairs one end could be in all of them
-_TRIES = 3  # of one size of groups
-_PATIENCE = 8  # more rounds of pairs where hosts share a machine: a busy one disturbs many flows
+_STRIKES = 2  # consecutive times that a node must fail to answer before it counts as dead
+_LOADED = 3  # maximum number of rounds between leaves
+_FEW = 4  # up to this many nodes all pairs are measured: with fewer pairs one end could be in all of them
+_TRIES = 3  # for groups of one size
+_PATIENCE = 8  # more rounds of pairs if hosts share a machine: a busy one disturbs many flows
 _USUAL = Terms()
 
 
 @dataclass(frozen=True)
 class GroupReadings:
-    """What a round of groups brought: busbw, (K,), GB/s, NaN for none, and which nodes answered, (N,), True if not asked."""
+    """Results of a round of groups: busbw, (K,), GB/s, NaN: none; nodes that answered, (N,), True if not asked."""
 
     busbw: Floats
     answered: Bools
 
 
 class Bench(Protocol):
-    """What measures. Nodes are given by their position."""
+    """The measuring backend. Nodes are given by their position."""
 
     def nodes(self, which: Ints) -> NodeStage:
-        """The node stage of these nodes, in this order."""
+        """Run the node stage on these nodes; rows in this order."""
         ...
 
     def pairs(self, round_: Round) -> Readings:
@@ -75,13 +75,13 @@ class Bench(Protocol):
         ...
 
     def answer(self, which: Ints) -> Bools:
-        """Which of these nodes answer now; nothing is measured."""
+        """Whether each of these nodes answers now; nothing is measured."""
         ...
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How much was measured: times the nodes were asked, rounds of pairs, rounds of groups."""
+    """How much was measured: node stages, rounds of pairs, rounds of groups."""
 
     node: int
     pair: int
@@ -90,21 +90,21 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of it. `findings` are all of them, the blames' last."""
+    """The result of a check. `findings` are all findings, those of the blames last."""
 
     findings: tuple[Finding, ...]
     blames: tuple[Blame, ...]
     rounds: Rounds
-    unsettled: tuple[str, ...]  # suspects who could be neither cleared nor found guilty
+    unsettled: tuple[str, ...]  # suspects that could be neither cleared nor found guilty
     case: Case | None = field(
         default=None, compare=False
-    )  # what was known at the end; None where no pair was measured
+    )  # the knowledge at the end; None if no pair was measured
 
 
 def most_pair_rounds(nodes: int) -> int:
-    """The rounds of pairs that a check never goes beyond.
+    """Upper limit on the rounds of pairs.
 
-    Of few nodes few readings are clear, so that more of the others are needed to prove something.
+    With few nodes few readings are clear, so that more of the others are needed as proof.
     """
     return _LOADED + 4 + ceil(log2(max(nodes, 2))) + (_FEW if nodes <= _FEW else 0)
 
@@ -120,8 +120,8 @@ def localise(
 ) -> Report:
     """Check the nodes `names` on `bench`. `rate_gbit_s` is the nominal rate of the fabric's ports; None if unknown.
 
-    `stages` without "pair" and "all" measures no pairs, without "all" no groups. Nodes are asked for what they are in any
-    case; without "node" what they measured of themselves is not judged.
+    `stages` without "pair" and "all" measures no pairs, without "all" no groups. The node stage always runs, for the
+    nodes' inventory; without "node" its measurements are not judged.
     """
     return _Trial(bench, names, topology, rate_gbit_s, terms, frozenset(stages)).run()
 
@@ -146,13 +146,13 @@ class _Trial:
         unsettled = self._unsettled(state) if state else []
         if state and "all" in self.stages:
             self._group_stage(state, self._blames(state))
-        # Some may have ended since they were last asked for something.
+        # Nodes may have died since they last answered.
         for _ in range(_STRIKES):
             living = np.flatnonzero(self.alive)
             answered = np.ones(len(self.names), dtype=bool)
             answered[living] = self.bench.answer(living)
             self._hear(answered, living[~answered[living]])
-        # Without pairs too: nodes that do not answer, and what nodes have found in themselves.
+        # Also without pairs: nodes that do not answer, and the nodes' own findings.
         state = state or self.ledger.nothing()
         blames = self._blames(state)
         self.findings += [b.finding() for b in blames]
@@ -174,7 +174,7 @@ class _Trial:
         self.stage = first
         for part in range(2):
             doubts = doubtful(self.stage)
-            if part:  # who was silent all the time stays so
+            if part:  # a node that never answered is not asked again
                 doubts = doubts[self.stage.answered[doubts]]
             if not len(doubts):
                 break
@@ -183,7 +183,7 @@ class _Trial:
                 self.asked += 1
             self.stage = settle(first, again)
         told = judge_nodes(self.stage)
-        # Who does not answer is told in any case.
+        # Nodes that do not answer are reported in any case.
         self.findings += told if "node" in self.stages else [f for f in told if f.code == "MSR011"]
         if self.topology is not None and self.topology.links:
             self.findings += judge_topology(self.topology)
@@ -214,7 +214,7 @@ class _Trial:
             pairs = across(self.blocks, living, turn) if many else neighbours(self.blocks, living, turn + 1)
             self._play("across", pairs, loaded=many)
             state = self.ledger.state()
-            # What one round says of uplinks, another must confirm.
+            # A second round must confirm what one round shows about uplinks.
             if not (state.hints or (state.uplinks and turn == 0) or len(living) <= _FEW):
                 break
         most = most_pair_rounds(len(self.names)) + (_PATIENCE if self.terms.shared else 0)
@@ -233,7 +233,7 @@ class _Trial:
         return np.flatnonzero(self.alive & self.able)
 
     def _accused(self, state: State) -> tuple[Bools, Bools]:
-        """Who is suspected and who is cleared, (N, R + 2): by rail, by all-reduce, by not having answered."""
+        """Suspected and cleared, (N, R + 2): by rail, by all-reduce, by a missing answer."""
         ports, nodes = suspects(self.layout, state, self.alive)
         silent: Bools = np.logical_and(self.alive, self.strikes > 0)
         accused: Bools = np.column_stack([ports, nodes, silent])
@@ -276,7 +276,7 @@ class _Trial:
         return left
 
     def _unsettled_finding(self, node: int, what: str, state: State, accused: Bools) -> Finding:
-        """That the rails are slow is a fact, although the culprit could be the other end; without a reading nothing is."""
+        """Slow rails are a fact, although the culprit could be the other end; without a reading nothing is known."""
         rails = accused[: len(self.stage.devices)]
         shares = state.share[node][rails]
         why = "no node known as good was left to pair it with, or its readings contradict each other"
@@ -304,7 +304,7 @@ class _Trial:
     # -- groups
 
     def _group_stage(self, state: State, blames: Sequence[Blame]) -> None:
-        """All-reduces over 4, 8, ... all nodes that nothing is said against; what is slow only together is told."""
+        """All-reduces over 4, 8, ... all nodes that are not blamed; reports groups that are slow only together."""
         blamed = {b.node for b in blames}
         switches = {b.leaf or b.rail for b in blames if b.kind == "leaf"}
         below = [
@@ -317,7 +317,7 @@ class _Trial:
         everyone = np.flatnonzero(self.alive & fit)
         order = everyone[np.argsort(self.blocks[everyone], kind="stable")]
         told: list[set[int]] = []
-        usual = 1.0  # what groups of the size before reached of what is possible
+        usual = 1.0  # share of the possible rate that groups of the previous size reached
         for size in group_sizes(len(order)):
             members = groups(order, size)
             possible = np.array([_possible(len(group), state, self.layout) for group in members])
@@ -337,7 +337,7 @@ class _Trial:
                 nodes = set(map(int, group))
                 if np.isnan(best[k]) and self.alive[group].sum() > 1:
                     self.findings.append(_no_group([self.names[int(n)] for n in group]))
-                # Hosts that share processors are the slower the more they are, whatever their links do.
+                # Hosts that share processors get slower the more they are, whatever their links do.
                 slow = best[k] < SUSPECT * reference and not self.terms.shared
                 if slow and not any(t <= nodes for t in told):
                     told.append(nodes)
@@ -353,7 +353,7 @@ def _possible(size: int, state: State, layout: Layout) -> float:
 
 
 def _usual(best: Floats, before: float) -> float:
-    """What groups of a size reach of what is possible: their median, or with fewer than three what the size before did."""
+    """The share of the possible rate usual for a size: the median, or with fewer than three that of the size before."""
     measured = best[~np.isnan(best)]
     return float(np.median(measured)) if len(measured) >= 3 else before
 
@@ -380,7 +380,7 @@ def _slow_group(names: list[str], measured: float, reference: float) -> Finding:
 def _number(
     topology: Topology | None, names: Sequence[str], devices: Sequence[str]
 ) -> tuple[Ints, list[str | None]]:
-    """Numbers for leaves, (N, R), and their names. Ports whose leaf is not known: one leaf without a name for each rail."""
+    """Leaf numbers, (N, R), and leaf names. Ports of unknown leaf: one nameless leaf per rail."""
     numbers: dict[tuple[str | None, int], int] = {}
     table: list[list[str | None]] = (
         topology.table(names, [d.partition("/")[0] for d in devices])

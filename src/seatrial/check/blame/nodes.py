@@ -1,7 +1,7 @@
-"""What all nodes measured of themselves, in columns, and the findings it leads to. Pure.
+"""The measurements of all nodes by themselves, in columns, and the findings from them. Pure.
 
-Rows are nodes, columns are GPU slots or rails. Slots go by PCI address, so that a missing GPU leaves a hole instead of
-shifting the others. Bandwidths are decimal GB/s in one direction.
+Rows are nodes, columns are GPU slots or rails. Slots are ordered by PCI address, so that a missing GPU leaves a hole
+instead of shifting the others. Bandwidths are decimal GB/s in one direction.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from seatrial.check.findings import Direction, Expected, Finding, Target, Verdict
-from seatrial.check.floors import Floor, What, find_sku
-from seatrial.check.tool import listed
+from seatrial.check.judging.findings import Direction, Expected, Finding, Target, Verdict
+from seatrial.check.judging.floors import Floor, What, find_sku, shares
+from seatrial.check.ranges import listed
 from seatrial.hardware.counters import Links, Port, findings, nvlink_findings
 from seatrial.hardware.xid import address, catalogue, parse
 
@@ -22,20 +22,17 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
-BROKEN, SUSPECT = (
-    0.80,
-    0.92,
-)  # of what is expected; the project's reference targets for links, taken for all rates
-_ENOUGH_PEERS = 3  # values that make a median worth something
+BROKEN, SUSPECT = shares().broken, shares().suspect  # of what is expected
+_ENOUGH_PEERS = 3  # values needed for a meaningful median
 
-# Of the catalogue's buckets those that say: not the hardware, or nothing to do now.
+# The buckets of the catalogue that mean: not the hardware, or nothing to do now.
 _HARMLESS = frozenset({"IGNORE", "RESTART_APP", "UPDATE_SWFW", "CHECK_UVM", None})
 _HARDWARE = frozenset({"memory", "nvlink", "pcie", "gpu", "power"})
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One rate that every GPU is measured by."""
+    """One rate that is measured on every GPU."""
 
     name: str
     code: str
@@ -43,7 +40,7 @@ class Quantity:
     what: str
     algorithm: str
     direction: Direction = ""
-    floor: What | None = None  # as floors.toml calls it
+    floor: What | None = None  # name in floors.toml
 
 
 RATES = (
@@ -67,9 +64,9 @@ class NodeStage:
     """The node stage of a whole cluster: N nodes, G slots, R rails. What was not measured is NaN.
 
     `rates` has (N, G) for "gemm" (TFLOP/s), "hbm", "h2d" (GB/s) and (N, G, G) for "p2p": row sends, column receives.
-    The mappings are sparse: who is not named had nothing to report. `counters` holds what a port counted before and
-    after a load of `load_s` seconds, `nvlink` the same of NVLinks, keyed by the GPU's PCI address. `kernel_log` is
-    None for a node whose log cannot be seen. `able` says which nodes can take part in pairs and groups, None for all.
+    The mappings are sparse: a missing key had nothing to report. `counters` holds a port's counters before and after a
+    load of `load_s` seconds, `nvlink` the same of NVLinks, keyed by the GPU's PCI address. `kernel_log` is None for a
+    node whose log cannot be read. `able`: the nodes that can take part in pairs and groups, None for all.
     """
 
     names: tuple[str, ...]
@@ -77,8 +74,8 @@ class NodeStage:
     slots: tuple[str, ...]  # PCI addresses
     present: Bools  # (N, G)
     rates: dict[str, Floats]
-    links_down: Mapping[tuple[int, int], tuple[int, ...]]  # (node, slot) -> links that are inactive
-    links: int  # NVLinks that a GPU has
+    links_down: Mapping[tuple[int, int], tuple[int, ...]]  # (node, slot) -> inactive links
+    links: int  # NVLinks per GPU
     uncorrectable: Mapping[tuple[int, int], int]  # (node, slot) -> errors since the driver was loaded
     devices: tuple[str, ...]  # "mlx5_0/1", by rail
     port_up: Bools  # (N, R)
@@ -86,18 +83,18 @@ class NodeStage:
     nvlink: Mapping[tuple[int, int], tuple[Links, Links]]
     kernel_log: Mapping[int, tuple[str, ...] | None]
     load_s: float = 10.0
-    gpu: str | None = None  # by its catalogue or device name; None or an unknown one has no floors
+    gpu: str | None = None  # catalogue or device name; None or an unknown one has no floors
     able: Bools | None = None  # (N,)
 
     def floor(self, quantity: Quantity) -> Floor | None:
-        """What this kind of GPU reaches when it is healthy; None if that is not known."""
+        """What this kind of GPU reaches when healthy; None if unknown."""
         sku = find_sku(self.gpu)
         if sku is None or quantity.floor is None:
             return None
         return sku.floor(quantity.floor, direction=quantity.direction)
 
     def level(self, name: str) -> Floats:
-        """A rate as one value a GPU, (N, G): of "p2p" the median over its peers, the slower direction."""
+        """A rate as one value per GPU, (N, G): for "p2p" the median over its peers, in the slower direction."""
         values = self.rates[name]
         if name != "p2p":
             return values
@@ -107,7 +104,7 @@ class NodeStage:
 
 
 def _median(values: Floats, axis: int) -> Floats:
-    """As np.nanmedian, without its warning where there is nothing, and 0 as a number."""
+    """np.nanmedian without its warning for slices without values; 0 counts as a value."""
     ordered = np.sort(values, axis=axis)  # NaN last
     count = np.sum(~np.isnan(values), axis=axis)
     middle = np.expand_dims(np.maximum(count - 1, 0) // 2, axis)
@@ -117,7 +114,7 @@ def _median(values: Floats, axis: int) -> Floats:
 
 
 def doubtful(stage: NodeStage) -> Ints:
-    """Positions of the nodes that should measure again: one that did not answer, or a rate below what is expected."""
+    """Positions of the nodes that should measure again: no answer, or a rate below what is expected."""
     again = ~stage.answered
     for quantity in RATES:
         again |= _slow(stage, quantity)[0].any(axis=1)
@@ -125,7 +122,7 @@ def doubtful(stage: NodeStage) -> Ints:
 
 
 def settle(first: NodeStage, later: Sequence[tuple[Ints, NodeStage]]) -> NodeStage:
-    """`first` with the median of what was measured again, node by node; the sparse things are the last that was seen.
+    """`first` with the median over the repeated measurements, node by node; sparse entries are the last ones seen.
 
     `later` holds positions and the measurements of just these nodes.
     """
@@ -153,10 +150,10 @@ def settle(first: NodeStage, later: Sequence[tuple[Ints, NodeStage]]) -> NodeSta
 
 
 def _slow(stage: NodeStage, quantity: Quantity) -> tuple[Bools, Floats, float | None]:
-    """Which GPUs are too slow, their rate as a share of what is expected, and the peers' median.
+    """The slow GPUs, their rate as a share of what is expected, and the peers' median.
 
-    Too slow is less than 92 % of the median of all GPUs, or less than the floor where one is known. Where all are slow
-    alike, only the floor tells.
+    Slow means less than 92 % of the median of all GPUs, or less than the floor if one is known. If all are equally
+    slow, only the floor reveals it.
     """
     level = stage.level(quantity.name)
     known = level[~np.isnan(level)]
@@ -174,7 +171,7 @@ def _slow(stage: NodeStage, quantity: Quantity) -> tuple[Bools, Floats, float | 
 
 
 def judge_nodes(stage: NodeStage) -> list[Finding]:
-    """Everything that is wrong with nodes by themselves, and one PASS for each check that found nothing."""
+    """All faults of nodes by themselves, and one PASS for each check that found nothing."""
     found: list[Finding] = []
     of_gpus = (_missing, _rates, _links, _memory) if stage.slots else ()
     for check in (_answers, *of_gpus, _messages, _ports):
@@ -248,7 +245,7 @@ def _links(stage: NodeStage) -> Iterator[Finding]:
     clean = True
     for (node, slot), links in stage.links_down.items():
         clean = False
-        # With all of them down the one that went first is told by the driver's message.
+        # If all are down, the driver's message names the link that failed first.
         link = links[0] if len(links) == 1 else None
         target = Target(node=stage.names[node], gpu=slot, pci=stage.slots[slot], link=link)
         text = f"{len(links)} of {stage.links} NVLinks are inactive: {listed(links)}"
@@ -311,7 +308,7 @@ def _ports(stage: NodeStage) -> Iterator[Finding]:
     rising = False
     for (node, rail), (before, after) in stage.counters.items():
         for error in findings({before.name: before}, {after.name: after}, stage.load_s):
-            # Congestion and retransmissions are suffered by a port more often than caused by it.
+            # Congestion and retransmissions are more often suffered by a port than caused by it.
             fault = error.signal in ("link_errors", "link_down")
             rising |= fault
             target = Target(node=stage.names[node], port=stage.devices[rail])

@@ -1,7 +1,7 @@
-"""Who measures with whom: disjoint pairs and groups of nodes, round by round. Pure.
+"""Schedules the rounds: disjoint pairs and groups of nodes. Pure.
 
-In one round every node is in one pair at most, and all pairs measure at once, each rail for itself. Nodes below the same
-leaf switches are one block.
+In one round every node is in at most one pair, and all pairs measure at once, each rail separately. Nodes below the
+same leaf switches form one block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from seatrial.check.blame.nodes import Bools, Ints
 
 @dataclass(frozen=True)
 class Round:
-    """One round of pairs. `loaded`: all nodes send at once, so that what leaves a leaf switch needs all its uplinks."""
+    """One round of pairs. `loaded`: all nodes send at once, so that traffic leaving a leaf needs all its uplinks."""
 
     number: int
     purpose: str
@@ -42,7 +42,7 @@ def blocks_of(leaves: Ints) -> Ints:
 
 
 def tournament(n: int, k: int) -> list[tuple[int, int]]:
-    """Round `k` of the tournament of `n` in which all meet all (the circle method); one sits out where `n` is odd."""
+    """Round `k` of a round-robin tournament of `n` (circle method); one sits out if `n` is odd."""
     m = n + n % 2
     if m < 2:
         return []
@@ -52,7 +52,7 @@ def tournament(n: int, k: int) -> list[tuple[int, int]]:
 
 
 def neighbours(blocks: Ints, nodes: Ints, turn: int = 0) -> Ints:
-    """Pairs within blocks; the odd ones of all blocks with each other. Another `turn`, other partners."""
+    """Pairs within blocks; unpaired nodes of all blocks with each other. Another `turn` gives other partners."""
     pairs: list[tuple[int, int]] = []
     odd: list[int] = []
     for block in np.unique(blocks[nodes]):
@@ -65,10 +65,10 @@ def neighbours(blocks: Ints, nodes: Ints, turn: int = 0) -> Ints:
 
 
 def across(blocks: Ints, nodes: Ints, turn: int = 0) -> Ints:
-    """Pairs between blocks, the nodes of a block spread over as many other blocks as there are.
+    """Pairs between blocks, the nodes of a block spread over as many other blocks as possible.
 
-    So all flows of a block whose uplinks are bad are slow, and of another block only those that lead there. Another
-    `turn`, other blocks. Nodes that are left (one block is larger than all others) are paired as neighbours.
+    So all flows of a block with bad uplinks are slow, and of another block only those that lead there. Another `turn`
+    gives other blocks. Nodes that are left (one block is larger than all others) are paired within their block.
     """
     members = [nodes[blocks[nodes] == block] for block in np.unique(blocks[nodes])]
     pairs: list[tuple[int, int]] = []
@@ -78,7 +78,7 @@ def across(blocks: Ints, nodes: Ints, turn: int = 0) -> Ints:
         met = tournament(len(here), row + turn)
         pairs += [(here[a], here[b]) for a, b in met]
         left += _rest(np.array(here), met)
-    # The rows' odd ones: by block, then each with the one half the list away, who is of another block if there is one.
+    # The rows' unpaired nodes: by block, each with the one half the list away, of another block if there is one.
     left.sort(key=lambda node: (int(blocks[node]), node))
     half = len(left) // 2
     pairs += [(left[i], left[i + half]) for i in range(half)]
@@ -95,18 +95,18 @@ def _array(pairs: Sequence[tuple[int, int]]) -> Ints:
 
 
 def with_good(suspects: Bools, good: Bools, leaves: Ints, met: set[tuple[int, int]], turn: int) -> Ints:
-    """Each node that has suspect ports with a node whose ports are good on all these rails.
+    """Pair each node that has suspect ports with a node whose ports are good on all these rails.
 
-    `suspects` and `good` are (N, C): the rails, and whatever else a node can be suspected of. A partner below the same
-    leaf is taken first (nothing else is then on the way), and one that was not the partner before (`met`). Suspects
-    for whom no good node is left are paired with each other, with other partners each `turn`.
+    `suspects` and `good` are (N, C): the rails, and anything else a node can be suspected of. Partners below the same
+    leaf are preferred (nothing else is then on the path), and ones that were not the partner before (`met`). Suspects
+    without a good node left are paired with each other, with other partners each `turn`.
     """
     accused = np.flatnonzero(suspects.any(axis=1))
     free: Bools = np.logical_not(suspects.any(axis=1))
     rails = leaves.shape[1]
     pairs: list[tuple[int, int]] = []
     left: list[int] = []
-    # Those who are suspected of most find a partner hardest.
+    # Nodes with the most suspect ports first: partners for them are hardest to find.
     for node in sorted(accused, key=lambda n: -int(suspects[n].sum())):
         wanted = suspects[node]
         can: Bools = np.logical_and(free, good[:, wanted].all(axis=1))
@@ -131,7 +131,7 @@ def with_good(suspects: Bools, good: Bools, leaves: Ints, met: set[tuple[int, in
 
 
 def groups(order: Ints, size: int) -> tuple[Ints, ...]:
-    """`order` in groups of `size`; what is over joins the last one. At least one group if there are two nodes."""
+    """`order` in groups of `size`; the remainder joins the last one. At least one group if there are two nodes."""
     if len(order) < 2:
         return ()
     count = max(1, len(order) // size)
@@ -139,10 +139,10 @@ def groups(order: Ints, size: int) -> tuple[Ints, ...]:
 
 
 def group_sizes(nodes: int) -> list[int]:
-    """4, 8, 16, ... and all of them: log2(nodes) rounds less the first, which the pairs are."""
+    """4, 8, 16, ... and all of them: log2(nodes) rounds without the first, which the pairs cover."""
     sizes = []
     size = 4
-    while 2 * size <= nodes:  # of a larger one there is one group, which is all of them
+    while 2 * size <= nodes:  # a larger size has one group, which is all nodes
         sizes.append(size)
         size *= 2
     return [*sizes, nodes] if nodes > 2 else []

@@ -1,18 +1,18 @@
-"""A simulated cluster that can be checked like a real one: rates, counters, kernel logs, with faults (`faults.py`) and noise.
+"""A simulated cluster that is checked like a real one: rates, counters and kernel logs, with faults and noise.
 
-The network: rail-optimised, two levels. Rail r of block b hangs on leaf (b, r); leaves have as many uplinks as ports.
-A flow reads the least of what both ends, their leaves and the uplinks on the way give it. Uplinks are shared alike by the
-flows that leave the leaf in that round: adaptive routing is taken to be perfect, and nothing above the leaves is ever short.
-An all-reduce reads the least of what the nodes' NVLinks give and the bound of the slowest rail, rate x (n-1)/(k-1)
-(field notes 1), less 1 % for each doubling of the nodes.
+The network: rail-optimised, two levels. Rail r of block b is on leaf (b, r); leaves have as many uplinks as ports. A
+flow gets the minimum of what both ends, their leaves and the uplinks on its path provide. Uplinks are shared equally by
+the flows that leave the leaf in that round: adaptive routing is assumed perfect, and nothing above the leaves is a
+bottleneck. An all-reduce gets the minimum of what the nodes' NVLinks provide and the bound of the slowest rail, rate x
+(n-1)/(k-1) (field notes 1), less 1 % for each doubling of the nodes.
 
-The noise (`Noise`): healthy parts differ a little from each other, once and for all; each reading has normal noise; a few
-readings in a thousand are far too low once, because something else was going on; some bring nothing; now and then a healthy
-node does not answer in time. Nothing is ever read too high. Harmless things are strewn in: applications' Xids, counters that
-stand at their end, ports that have waited to send, logs that cannot be seen.
+The noise (`Noise`): healthy parts differ slightly and permanently; each reading has normal noise; a few readings in a
+thousand are far too low once, because of other activity; some are missing; occasionally a healthy node does not answer
+in time. No reading is ever too high. Harmless events are added: applications' Xids, saturated counters, ports that have
+waited to send, logs that cannot be read. Faults: `faults.py`.
 
-Healthy rates are those of floors.toml where it knows the GPU's, else `_SHARES` of its peaks. They set the scale; nobody
-should compare them with a machine.
+Healthy rates are those of floors.toml where it knows the GPU's, else `_SHARES` of its peaks. They set the scale and are
+not to be compared with a machine.
 """
 
 from __future__ import annotations
@@ -28,43 +28,44 @@ from seatrial.check.blame.infer import Readings, nic_bound
 from seatrial.check.blame.localise import GroupReadings
 from seatrial.check.blame.nodes import Bools, Floats, Ints, NodeStage
 from seatrial.check.blame.rounds import GroupRound, Round
-from seatrial.check.blame.topology import Topology
-from seatrial.check.floors import What, find_sku
+from seatrial.check.judging.floors import What, find_sku
+from seatrial.check.outputs.topology import Topology
 from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.hardware.counters import Links, Port
 
 LOAD_S = 10.0
 HEALTHY = 0.975  # of the nominal rate; real links read 95 to 99 % (field notes 1)
-# Of the catalogue's peaks, where floors.toml has no figure: GEMM 794 of 989, copies in memory 90 %, peer to peer 376 of 450,
-# all-reduce 470 of 450 (NVLS adds in the switch), each of H100; host to device as H200 reads it, GB/s (field notes 1).
+# Shares of the catalogue's peaks, if floors.toml has no figure: GEMM 794 of 989, copies in memory 90 %, peer to peer
+# 376 of 450, all-reduce 470 of 450 (NVLS adds in the switch), each of H100; host to device of H200, GB/s (field notes
+# 1).
 _SHARES = {"gemm": 794 / 989, "hbm": 0.9, "p2p": 376 / 450, "busbw": 470 / 450}
 _HOST_GB_S = 55.0
-_OVER_GATE = 1.1  # a gate is passed by this much
+_OVER_GATE = 1.1  # a gate is exceeded by this factor
 _DOUBLING = 0.99
 _DEAD_LINKS = 0.1  # of the peer-to-peer rate, when a GPU has no NVLink: over PCIe
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How untrue readings are. Standard deviations are shares of the reading; the others are probabilities a reading."""
+    """How noisy readings are. Standard deviations are shares of a reading; the rest are probabilities per reading."""
 
     port_spread: float = 0.007  # between healthy ports
     gpu_spread: float = 0.012  # between healthy GPUs, in matrix products; a quarter of it elsewhere
     reading: float = 0.01  # of one reading of a pair or group
-    own: float = 0.005  # of one reading of a node's own
-    outlier: float = 0.003  # reads 40 to 90 % once, pairs and groups
+    own: float = 0.005  # of one reading of a node by itself
+    outlier: float = 0.003  # one reading of a pair or group at 40 to 90 %
     own_outlier: float = 0.0005
-    nothing: float = 0.001  # brings no reading
+    nothing: float = 0.001  # no reading
     silent: float = 0.0002  # a healthy node does not answer in a round
     harmless: float = (
         0.02  # nodes with an application's Xid, and as many with counters that look bad and are not
     )
-    hidden_log: float = 0.005  # nodes whose kernel log cannot be seen
+    hidden_log: float = 0.005  # nodes whose kernel log cannot be read
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a file says of one node, over what is drawn. Rates in the units of `NodeStage`, by slot or rail; None as drawn."""
+    """What a file specifies for one node instead of random values. Rates as in `NodeStage`, by slot or rail."""
 
     rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # "gemm", "hbm", "h2d"
     rail_gbit_s: tuple[float, ...] | None = None
@@ -74,7 +75,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster to simulate. The same seed is the same cluster with the same readings."""
+    """A cluster to simulate. The same seed gives the same cluster with the same readings."""
 
     shape: Shape
     faults: tuple[Fault, ...] = ()
@@ -90,7 +91,7 @@ class Cluster:
         return tuple(self.shape.name(n) for n in range(self.shape.nodes))
 
     def topology(self) -> Topology:
-        """What a topology file of this cluster would say."""
+        """The topology file of this cluster."""
         shape = self.shape
         return Topology(
             {
@@ -122,7 +123,7 @@ def _healthy(gpu: Gpu) -> dict[str, float]:
 
 
 class SimulatedBench:
-    """Measures a simulated cluster. A `Bench`: what it returns is all that the check sees."""
+    """Measures a simulated cluster. A `Bench`: the check sees only what it returns."""
 
     def __init__(self, cluster: Cluster) -> None:
         """Raises InputError for a GPU that is not in the catalogue."""
@@ -169,10 +170,10 @@ class SimulatedBench:
             self._break(fault, gpu, rng)
         self._pair_rounds = 0
 
-    # -- what is wrong
+    # -- faults
 
     def _strew(self, rng: np.random.Generator) -> None:
-        """Harmless things, which must not be taken for faults."""
+        """Add harmless events, which must not be taken for faults."""
         noise, nodes = self.cluster.noise, self.cluster.shape.nodes
         for node in np.flatnonzero(rng.random(nodes) < noise.harmless):
             code = int(rng.choice((13, 31, 43, 63)))
@@ -282,7 +283,7 @@ class SimulatedBench:
             self._p2p[node, :, slot] *= share
             self._inside[node] *= share
 
-    # -- what is measured
+    # -- measurements
 
     def _alive(self, rounds: int) -> Bools:
         glitch = self._rng.random(self.cluster.shape.nodes) < self.cluster.noise.silent
@@ -350,18 +351,18 @@ class SimulatedBench:
         return Readings(gbit_s, busbw, alive[round_.pairs])
 
     def _all_reduce(self, members: Ints, slowest: Floats, rails: Ints, size: int) -> Floats:
-        """(K,) from (K, size) members, the slowest rail's Gb/s and the number of rails in use."""
+        """busbw, (K,), from (K, size) members, the slowest rail's Gb/s and the number of rails in use."""
         gpus = self.cluster.shape.gpus
         inside = (self._inside * self._together)[members].min(axis=1)
         bound = nic_bound(slowest * rails / gpus, gpus, size)
-        # An all-reduce that is slow for itself is slow whatever is its bound.
+        # A node with slow collectives is slow whichever of the two bounds applies.
         value = np.minimum(inside, bound * self._together[members].min(axis=1)) * _DOUBLING ** np.log2(
             size / 2
         )
         return self._noisy(value, self.cluster.noise.reading, self.cluster.noise.outlier)
 
     def groups(self, round_: GroupRound) -> GroupReadings:
-        """One round of all-reduces; uplinks are not short, since a ring leaves a leaf twice only."""
+        """One round of all-reduces; uplinks do not limit it, since a ring leaves a leaf only twice."""
         alive = self._alive(self._pair_rounds + round_.number)
         busbw = np.full(len(round_.groups), np.nan)
         for k, group in enumerate(round_.groups):
@@ -379,5 +380,5 @@ class SimulatedBench:
         return GroupReadings(busbw, answered)
 
     def answer(self, which: Ints) -> Bools:
-        """Who answers at the end."""
+        """The nodes that answer at the end."""
         return self._alive(np.iinfo(np.int64).max - 1)[which]

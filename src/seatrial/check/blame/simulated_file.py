@@ -1,13 +1,13 @@
 """A cluster to simulate from a TOML or JSON file (`seatrial check --simulate FILE`).
 
     [cluster]
-    nodes = 16                  # needed; node0000, node0001, ...
+    nodes = 16                  # required; node0000, node0001, ...
     gpu = "H100 SXM"            # of the catalogue
     gpus = 8                    # a node
     rails = 8                   # ports a node, mlx5_0 ...
     gbit_s = 400.0              # of a port
     nodes_per_leaf = 8          # a block; each rail of it has its own leaf switch
-    topology = true             # whether the check is told which port hangs on which leaf
+    topology = true             # whether the check knows which port is on which leaf
     seed = 1
     [noise]                     # fields of `simulated.Noise`
     outlier = 0.01
@@ -16,13 +16,13 @@
     node = 3
     rail = 5
     share = 0.7
-    [[node]]                    # over what is drawn; rates by GPU or rail
+    [[node]]                    # replaces random values; rates by GPU or rail
     node = 4
     gemm_tflops = [790, 790, 790, 790, 790, 790, 790, 790]   # also hbm_gb_s, h2d_gb_s, rail_gbit_s
     kernel_log = ["NVRM: Xid (PCI:0000:0f:00): 31, pid=7, name=python"]
     counters = { 2 = { symbol_error = [0, 4000] } }           # rail -> counter -> before and after a load of 10 s
 
-Every problem is told at once. JSON has the same keys ("fault" and "node" are lists).
+All problems are reported at once. JSON has the same keys ("fault" and "node" are lists).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from typing import Any
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import parse_json, parse_toml, read_named
-from seatrial.check import report
 from seatrial.check.blame.faults import Fault, Shape, verify
 from seatrial.check.blame.localise import Report, localise
 from seatrial.check.blame.simulated import Cluster, Noise, SimulatedBench, Told
-from seatrial.check.course import of_simulated
+from seatrial.check.judging import report
+from seatrial.check.judging.check_run import CheckRun
 from seatrial.hardware.catalogue import find_gpu
 
 MOST_NODES = 100_000
@@ -51,7 +51,7 @@ _SHAPE = {"nodes": MOST_NODES, "gpus": 64, "rails": 64, "links": 64, "nodes_per_
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a file describes: a cluster, and whether the check knows its topology."""
+    """The content of a file: a cluster, and whether the check knows its topology."""
 
     cluster: Cluster
     topology: bool
@@ -64,7 +64,7 @@ class Scenario:
 
 
 def read_scenario(path: Path) -> Scenario:
-    """The scenario in a file. Raises InputError with every problem."""
+    """Read the scenario in a file. Raises InputError with every problem."""
     try:
         text = read_named(path).decode("utf-8")
         table = parse_json(text) if path.suffix == ".json" else parse_toml(text)
@@ -78,11 +78,20 @@ def read_scenario(path: Path) -> Scenario:
 
 
 def simulate(path: Path) -> report.Report:
-    """Check the cluster of a file, as a report that all outputs take. Raises InputError with every problem of the file."""
+    """Check the cluster of a file; a report for all output formats. Raises InputError with all the file's problems."""
     scenario = read_scenario(path)
     began = time.monotonic()
     found = scenario.run()
-    return of_simulated(found, scenario.cluster.names, str(path), round(time.monotonic() - began, 3))
+    check_run = CheckRun(
+        tuple(scenario.cluster.names),
+        dataclasses.asdict(found.rounds),
+        {"total": round(time.monotonic() - began, 3)},
+        tuple(blame.record() for blame in found.blames),
+        found.unsettled,
+        {},  # the cluster's rates are invented
+        str(path),
+    )
+    return report.Report((), found.findings, check_run)
 
 
 class _Reader:

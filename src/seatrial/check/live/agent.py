@@ -1,23 +1,23 @@
-"""The check's agent, one process on each host: it does what the conductor orders, and leaves nothing behind.
+"""The check's agent, one process per host: it executes the conductor's orders and leaves no process behind.
 
     python -m seatrial.check.live.agent
 
-Orders come as JSON objects, one a line, on stdin; what comes of them goes to stdout the same way:
+Orders are JSON objects, one per line, on stdin; results go to stdout in the same form:
 
 | order | what it does | reply |
 |---|---|---|
 | `{"id": 1, "do": "ping"}` | | `{"id": 1, "done": {"clock": ...}}` |
-| `"node", "options": {...}, "toward": ADDRESS` | the node stage (node_stage.py), in a process of its own; its interface is the one that leads to another host | its facts |
-| `"prepare"` | starts what forks ranks (probe_forge.py) | the versions that it has |
-| `"ranks", "spec": {...}` | ranks of a pair or a group; `{"id", "note": {"port": ...}}` comes before | what they measured |
-| `"run", "argv": [...], "listen": PORT` | a tool; with `listen` a note comes once it listens there | exit code, stdout, stderr |
-| `"reach", "targets": [[ADDRESS, PORT], ...]` | connects to other agents, at once | which of them could be reached |
+| `"node", "options": {...}, "toward": ADDRESS` | the node stage (node_stage.py), in a process of its own; its interface is the one with the route to another host | its facts |
+| `"prepare"` | starts the fork server for ranks (fork_server.py) | its versions |
+| `"ranks", "spec": {...}` | ranks of a pair or a group; `{"id", "note": {"port": ...}}` first | what they measured |
+| `"run", "argv": [...], "listen": PORT` | a tool; with `listen`, a note once it listens | exit code, stdout, stderr |
+| `"reach", "targets": [[ADDRESS, PORT], ...]` | connects to other agents, all at once | which of them it reached |
 | `"port", "count": N` | | free TCP ports |
-| `"cancel", "order": 7` | kills what that order has started | |
+| `"cancel", "order": 7` | kills everything that order has started | |
 
-Every order but ping, port and cancel has `limit_s`: what it has started is killed then. What cannot be done is
-`{"id", "failed": "..."}`, never silence. When stdin ends or a parent dies, everything that was started is killed: by the
-parent-death signal, by process group, and by the mark (base/process.py). It never waits for one thing alone.
+Every order but ping, port and cancel has a timeout `limit_s`, after which what it has started is killed. A failure is
+always reported, as `{"id", "failed": "..."}`. When stdin ends or a parent dies, everything that was started is killed:
+by the parent-death signal, by process group, and by the mark (base/process.py). It never blocks on a single source.
 """
 
 from __future__ import annotations
@@ -34,33 +34,34 @@ from functools import partial
 from typing import Any
 
 from seatrial.base import process
+from seatrial.base.address import interface_towards
 from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
 from seatrial.check.live.agent_tasks import Task, executes, last_words, listens, start, wait
-from seatrial.check.live.reach import hello, interface_towards, reach
+from seatrial.check.live.reach import hello, reach
 
 _LISTEN_POLL_S = 0.05
-_STUCK_S = 2.0  # how long a killed process may take to end before its order is given up
-_FORGE_START_S = 120.0  # to import torch from a slow disk
+_STUCK_S = 2.0  # how long a killed process may take to exit before its order is reported as failed
+_FORK_SERVER_START_S = 120.0  # to import torch from a slow disk
 
 
 class Agent:
-    """Its loop, and what it has started."""
+    """The agent's event loop and the processes that it has started."""
 
     def __init__(self, mark: str) -> None:
         self.mark = mark
         self.tasks: dict[int, Task] = {}  # by pid
         self.listening: dict[int, int] = {}  # pid of a tool -> port that it should listen on, until it does
-        self.forge: Task | None = None
+        self.fork_server: Task | None = None
         self.channel: Channel | None = None
-        self.forged: dict[int, float] = {}  # orders that the forge is at -> until when
+        self.forged: dict[int, float] = {}  # orders in progress in the fork server -> deadline
         self.rest = b""
         self.signals = SignalQueue((signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
         self.listener = socket.create_server(("", 0), backlog=128)
         self.listener.setblocking(False)
 
     def serve(self) -> None:
-        """Until stdin ends, or a signal to end comes."""
+        """Run until stdin ends or a termination signal arrives."""
         self._say({"hello": hello(self.listener.getsockname()[1])})
         while True:
             fds = [0, self.signals.fileno(), self.listener.fileno()]
@@ -77,16 +78,16 @@ class Agent:
                 for task in [t for t in self.tasks.values() if fd in t.fds]:
                     task.read(fd)
                 if self.channel is not None and fd == self.channel.fileno():
-                    self._forge_said()
+                    self._fork_server_said()
             self._clock()
 
     def end(self) -> None:
-        """Kill everything that was started here, whoever its parent is by now."""
+        """Kill every process that was started here, including those with another parent by now."""
         for task in self.tasks.values():
             task.kill()
         process.kill_all(lambda: process.descendants(os.getpid()) | process.marked(self.mark))
 
-    # -- what comes in
+    # -- input
 
     def _orders(self) -> bool:
         data = os.read(0, 1 << 16)
@@ -96,7 +97,7 @@ class Agent:
             try:
                 self._obey(order)
             except (KeyError, TypeError, ValueError, OSError) as error:
-                # Of another version, or this host is short of something: told, so that nobody waits for it.
+                # From another version, or this host lacks a resource: report it, so that nobody waits for a reply.
                 self._fail(order.get("id", -1), f"{type(error).__name__}: {error}")
         return bool(data)
 
@@ -110,7 +111,7 @@ class Agent:
     def _accept(self) -> None:
         try:
             connection, _ = self.listener.accept()
-        except OSError:  # gone again before it was taken
+        except OSError:  # closed again before it was accepted
             return
         connection.close()
 
@@ -152,28 +153,28 @@ class Agent:
 
     def _cancel(self, order: int) -> None:
         for task in self.tasks.values():
-            if task.order == order and task is not self.forge:
+            if task.order == order and task is not self.fork_server:
                 task.kill()
         if order in self.forged and self.channel is not None:
             self.channel.post({"cancel": order})
 
-    # -- the forge
+    # -- fork server
 
     def _forward(self, number: int, order: dict[str, Any], limit_s: float) -> None:
         if self.channel is None:
             self.channel, other = Channel.pair()
-            command = process.python("seatrial.check.live.probe_forge", str(other.fileno()))
+            command = process.python("seatrial.check.live.fork_server", str(other.fileno()))
             body = executes(command, {**os.environ, "OMP_NUM_THREADS": "1"})
-            # It lives as long as this process; what it is at has deadlines of its own.
-            self.forge = start(-1, body, float("inf"), keep=[other.fileno()])
-            self.tasks[self.forge.pid] = self.forge
+            # It runs as long as this process; its orders have their own deadlines.
+            self.fork_server = start(-1, body, float("inf"), keep=[other.fileno()])
+            self.tasks[self.fork_server.pid] = self.fork_server
             other.close()
         if order["do"] == "prepare":
-            limit_s = max(limit_s, _FORGE_START_S)
+            limit_s = max(limit_s, _FORK_SERVER_START_S)
         self.forged[number] = time.monotonic() + limit_s + _STUCK_S
         self.channel.post({**order, "limit_s": limit_s})
 
-    def _forge_said(self) -> None:
+    def _fork_server_said(self) -> None:
         assert self.channel is not None
         for message in self.channel.receive():
             number = message["id"]
@@ -185,10 +186,10 @@ class Agent:
             self.channel.close()
             self.channel = None
 
-    def _forge_ended(self, task: Task, status: int) -> None:
-        self.forge = None
+    def _fork_server_ended(self, task: Task, status: int) -> None:
+        self.fork_server = None
         if self.channel is not None:
-            self._forge_said()
+            self._fork_server_said()
         if self.channel is not None:
             self.channel.close()
             self.channel = None
@@ -197,7 +198,7 @@ class Agent:
             why = f"what starts the ranks {process.status_text(status)}: {task.complaint}"
             self._fail(number, why.rstrip(": "))
 
-    # -- what has ended, and what takes too long
+    # -- exits and timeouts
 
     def _reaped(self, pid: int, status: int) -> None:
         task = self.tasks.pop(pid, None)
@@ -205,8 +206,8 @@ class Agent:
             return
         self.listening.pop(pid, None)
         task.close()
-        if task is self.forge:
-            self._forge_ended(task, status)
+        if task is self.fork_server:
+            self._fork_server_ended(task, status)
         elif task.too_late:
             self._late(task)
         else:
@@ -233,7 +234,7 @@ class Agent:
                 self._say({"id": self.tasks[pid].order, "note": {"listening": port}})
         for task in [t for t in self.tasks.values() if t.until <= now]:
             if task.too_late:
-                # Killed, and still there: in a system call that cannot be interrupted. Whoever waits is told so.
+                # Killed, and still there: in an uninterruptible system call. Report it to the conductor.
                 del self.tasks[task.pid]
                 self.listening.pop(task.pid, None)
                 task.close()
@@ -241,12 +242,12 @@ class Agent:
             else:
                 task.too_late, task.until = True, now + _STUCK_S
                 task.kill()
-        if [number for number, until in self.forged.items() if until <= now] and self.forge is not None:
-            # It has not kept its own deadlines. Its end fails all that it is at.
-            self.forge.kill()
+        if [number for number, until in self.forged.items() if until <= now] and self.fork_server is not None:
+            # It missed its own deadlines. When it exits, all its orders fail.
+            self.fork_server.kill()
             self.forged = dict.fromkeys(self.forged, now + _STUCK_S)
 
-    # -- what goes out
+    # -- output
 
     def _done(self, number: int, value: dict[str, Any]) -> None:
         self._say({"id": number, "done": value})
@@ -261,7 +262,7 @@ class Agent:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that nobody on this host uses now."""
+    """TCP ports that are currently unused on this host."""
     taken = [socket.create_server(("", 0)) for _ in range(count)]
     ports = [s.getsockname()[1] for s in taken]
     for s in taken:
@@ -293,13 +294,13 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["--node"]:
         return _node(argv[1])
     process.become_subreaper()
-    # A mark of its own where nobody gave it one: then the third net holds by descent only.
+    # Without a mark in the environment no process carries this one: `end` then finds processes by descent only.
     agent = Agent(os.environ.get(process.MARK, f"check-{os.getpid()}"))
     try:
         agent.serve()
-    except BrokenPipeError:  # the conductor is gone: the same as the end of stdin
+    except BrokenPipeError:  # the conductor has exited: the same as the end of stdin
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except Exception as error:  # the conductor reads stderr, and has to be told
+    except Exception as error:  # report it: the conductor reads stderr
         print(last_words(f"{type(error).__name__}: {error}".encode()), file=sys.stderr)
         raise
     finally:

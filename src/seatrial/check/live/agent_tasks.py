@@ -1,4 +1,4 @@
-"""What an agent has started: processes with their output, their deadline, and the order that they are for."""
+"""Processes that an agent has started, with their output, their deadline, and the order that they are for."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from seatrial.base import process
 
-_LONGEST_BYTES = 64 << 20  # of what one process says; no tool says more
-_TAIL_BYTES = 4096  # of what it says on stderr
+_LONGEST_BYTES = 64 << 20  # of one process's output; no tool prints more
+_TAIL_BYTES = 4096  # of its stderr
 
 
 @dataclass
 class Task:
-    """A process in a group of its own. `out` and `err` are what it has said so far, `err` its end only."""
+    """A process in a group of its own. `out` and `err` are its output so far, `err` only the end."""
 
     order: int
     pid: int
@@ -32,11 +32,11 @@ class Task:
 
     @property
     def fds(self) -> list[int]:
-        """What there is to read from."""
+        """Open descriptors to read from."""
         return [fd for fd in (self.out_fd, self.err_fd) if fd >= 0]
 
     def read(self, fd: int) -> bool:
-        """Take what has arrived, without waiting; False once nothing more can come."""
+        """Read what has arrived, without blocking; False at the end of the stream."""
         while True:
             try:
                 data = os.read(fd, 1 << 16)
@@ -59,7 +59,7 @@ class Task:
         process.signal_group(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Take the rest of what it said, and close both pipes."""
+        """Read the remaining output and close both pipes."""
         for fd in self.fds:
             if self.read(fd):
                 os.close(fd)
@@ -67,7 +67,7 @@ class Task:
 
     @property
     def complaint(self) -> str:
-        """The end of what it said on stderr, one line."""
+        """The end of its stderr, as one line."""
         return last_words(bytes(self.err))
 
 
@@ -79,9 +79,9 @@ def last_words(data: bytes, limit: int = 300) -> str:
 
 
 def start(order: int, body: Callable[[], int], limit_s: float, *, keep: Sequence[int] = ()) -> Task:
-    """Fork a child that runs `body` with its stdout and stderr in pipes. `body` may execute something else.
+    """Fork a child that runs `body` with its stdout and stderr in pipes. `body` may exec another program.
 
-    Descriptors in `keep` are left open through an exec. The child dies with this process (base/process.py).
+    Descriptors in `keep` stay open through an exec. The child dies with this process (base/process.py).
     """
     out, out_in = os.pipe()
     err, err_in = os.pipe()
@@ -104,7 +104,7 @@ def start(order: int, body: Callable[[], int], limit_s: float, *, keep: Sequence
 
 
 def executes(argv: Sequence[str], environment: Mapping[str, str]) -> Callable[[], int]:
-    """A body for `start` that becomes the command `argv`; found on PATH."""
+    """A body for `start` that execs the command `argv`, found on PATH."""
 
     def body() -> int:
         os.execvpe(argv[0], list(argv), dict(environment))
@@ -113,7 +113,7 @@ def executes(argv: Sequence[str], environment: Mapping[str, str]) -> Callable[[]
 
 
 def listens(port: int) -> bool:
-    """Whether something on this host (in this network namespace) waits for TCP connections on `port`."""
+    """Whether a process on this host (in this network namespace) listens for TCP connections on `port`."""
     wanted = f":{port:04X}"
     for name in ("tcp", "tcp6"):
         try:
@@ -127,7 +127,7 @@ def listens(port: int) -> bool:
 
 
 def wait(fds: Sequence[int], until: float | None) -> list[int]:
-    """Those of `fds` that can be read, or have been closed at the other end; waits until then, or `until`."""
+    """Those of `fds` that are readable or closed at the other end; waits for one, at most until `until`."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

@@ -1,38 +1,38 @@
-"""A check that measures: an agent on every host, the stages one after the other, and one report of all of it."""
+"""A check that measures: an agent on every host, the stages in sequence, and one report."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.check.blame.blame import Blame
 from seatrial.check.blame.infer import Terms
 from seatrial.check.blame.localise import Report as Localised
 from seatrial.check.blame.localise import Rounds, localise
-from seatrial.check.blame.topology import Topology
-from seatrial.check.compare import Plan
-from seatrial.check.findings import Finding
+from seatrial.check.judging.check_run import CheckRun
+from seatrial.check.judging.compare import Plan
+from seatrial.check.judging.findings import Finding
+from seatrial.check.judging.measured import of_nodes
+from seatrial.check.judging.report import Report
 from seatrial.check.live import ib_pair, live_judge
-from seatrial.check.live.crew import Crew, Reply
+from seatrial.check.live.agent_pool import AgentPool, Reply
 from seatrial.check.live.hosts import Host
 from seatrial.check.live.live_bench import LiveBench
 from seatrial.check.live.live_rates import measured
 from seatrial.check.node.judge_node import judge_stage
 from seatrial.check.node.node_clock import Offset, judge_offsets, offset_of
-from seatrial.check.report import Report
-
-if TYPE_CHECKING:
-    from seatrial.check.node.node_stage import NodeOptions
+from seatrial.check.node.node_stage import NodeOptions
+from seatrial.check.outputs.topology import Topology
 
 Stage = Literal["node", "pair", "all"]
 Device = Literal["cpu", "cuda", "auto"]
 STAGES: tuple[Stage, ...] = ("node", "pair", "all")
-# Hosts that share processors take turns, and still read half as much as another now and then. A link that is far too slow
-# reads far less.
+# Hosts that share processors take turns, and now and then one still reads half as much as another. A link that is far
+# too slow reads far less.
 _SHARED = Terms(suspect=0.5, broken=0.4, shared=True)
 _BY_NODES = ("MSR005", "MSR006", "MSR007", "MSR008", "MSR010")  # links, memory, messages, counters
 _TRIPS = 5
@@ -49,18 +49,18 @@ class LiveOptions:
 
     node: NodeOptions
     stages: tuple[Stage, ...] = STAGES
-    sizes: tuple[int, ...] = ()  # () takes what suits the device
+    sizes: tuple[int, ...] = ()  # () selects what suits the device
     device: Device = "auto"
     topology: Topology | None = None
     port_gbit_s: float | None = None  # nominal rate of the fabric's ports, one direction
     timeout_s: float = 60.0
     plan: Plan | None = None
-    python: str | None = None  # the interpreter on the hosts; None is the path of this one
+    python: str | None = None  # interpreter on the hosts; None is the path of this one
 
 
 @dataclass(frozen=True)
 class LiveResult:
-    """What came of it. `measured` is JSON: the rates that the planner reads. `seconds` by stage, "total" among them."""
+    """The result of a live check. `measured` is JSON: the rates for the planner. `seconds` is by stage and "total"."""
 
     report: Report
     measured: Mapping[str, Any]
@@ -69,22 +69,35 @@ class LiveResult:
     seconds: Mapping[str, float]
     unsettled: tuple[str, ...] = ()
 
+    def recorded(self, nodes: Sequence[str]) -> Report:
+        """The report of a check of `nodes`, with how it was measured."""
+        alone = of_nodes(self.report.findings)
+        check_run = CheckRun(
+            tuple(nodes),
+            asdict(self.rounds),
+            self.seconds,
+            tuple(blame.record() for blame in self.blames),
+            self.unsettled,
+            {**self.measured, **({"node": alone} if alone else {})},
+        )
+        return replace(self.report, check_run=check_run)
+
 
 def check_live(hosts: list[Host], options: LiveOptions, progress: Callable[[str], None]) -> LiveResult:
-    """Measure `hosts` and judge. `progress` gets a line at the begin and the end of each stage.
+    """Measure and judge `hosts`. `progress` gets a line at the beginning and the end of each stage.
 
-    A host that cannot be reached, dies or hangs is a finding about it, never an error. Raises InputError for hosts that are
-    no set of hosts (none, two of one name). Whatever ends it (KeyboardInterrupt as well), nothing keeps running anywhere.
+    A host that is unreachable, dies or hangs is a finding about it, never an error. Raises InputError if there is no
+    host or two have the same name. However it ends (including KeyboardInterrupt), no process keeps running anywhere.
     """
     hosts = _checked(hosts)
     begin = time.monotonic()
     names = [host.name for host in hosts]
-    with Crew(hosts, options.python) as crew:
+    with AgentPool(hosts, options.python) as agent_pool:
         progress(f"starting agents on {len(hosts)} node{'s' * (len(hosts) > 1)}")
-        greetings = crew.greet(options.timeout_s)
-        clocks = _clocks(crew, greetings, options.timeout_s)
+        greetings = agent_pool.greet(options.timeout_s)
+        clocks = _clocks(agent_pool, greetings, options.timeout_s)
         bench = LiveBench(
-            crew,
+            agent_pool,
             hosts,
             greetings,
             _node_options(options),
@@ -95,7 +108,7 @@ def check_live(hosts: list[Host], options: LiveOptions, progress: Callable[[str]
             say=progress,
         )
         terms = _SHARED if bench.shared else Terms()
-        # Flows over TCP are no measure of what a fabric's port carries.
+        # TCP flows do not measure what a fabric's port can carry.
         rate = options.port_gbit_s if any(hello["rdma"] for hello in bench.hello.values()) else None
         found = localise(bench, names, options.topology, rate, terms=terms, stages=options.stages)
     report = _report(bench, found, options)
@@ -117,29 +130,33 @@ def _checked(hosts: list[Host]) -> list[Host]:
 
 
 def _node_options(options: LiveOptions) -> NodeOptions:
-    """Without the node stage nodes are asked what they have, not how fast it is."""
+    """Without the node stage, nodes report what they have, not how fast it is."""
     if "node" in options.stages:
         return options.node
     return replace(options.node, rates=False, storage=None)
 
 
-def _clocks(crew: Crew, greetings: Mapping[int, Reply], timeout_s: float) -> dict[int, Offset | None]:
-    """How far each host's clock is off from ours, by the shortest of some round trips."""
+def _clocks(
+    agent_pool: AgentPool, greetings: Mapping[int, Reply], timeout_s: float
+) -> dict[int, Offset | None]:
+    """Offset of each host's clock from ours, by the shortest of several round trips."""
     trips: dict[int, list[tuple[float, float, float]]] = {n: [] for n in greetings}
     for turn in range(_TRIPS):
         for n in [
             n for n in trips if greetings[n].alive and (len(trips[n]) == turn)
-        ]:  # not again who is late
-            # One after the other: with many at once it is we who make them wait.
+        ]:  # skip hosts that missed a reply
+            # One at a time: with many at once, we would be what delays them.
             sent = time.time()
-            reply = crew.ask({(n, 0): {"do": "ping"}}, limit_s=min(timeout_s, _PING_S), wait_s=0.0)[n, 0]
+            reply = agent_pool.ask({(n, 0): {"do": "ping"}}, limit_s=min(timeout_s, _PING_S), wait_s=0.0)[
+                n, 0
+            ]
             if reply.value is not None:
                 trips[n].append((sent, float(reply.value["clock"]), time.time()))
     return {n: offset_of(found) for n, found in trips.items()}
 
 
 def _report(bench: LiveBench, found: Localised, options: LiveOptions) -> Report:
-    """All findings together. What only says that a host is gone stands beside why."""
+    """All findings together. A finding that only states that a host is unreachable is accompanied by the reason."""
     facts = {host.name: bench.facts.get(host.name) for host in bench.hosts}
     report = Report(())
     if "node" in options.stages:
@@ -156,5 +173,5 @@ def _report(bench: LiveBench, found: Localised, options: LiveOptions) -> Report:
 
 
 def _said_by_nodes(finding: Finding) -> bool:
-    """A PASS on all nodes at once that each node's own outputs have, or lack: silence of some is none on all."""
+    """A PASS for all nodes at once that each node's own outputs give or omit: without them a node did not pass."""
     return finding.verdict == "PASS" and finding.code in _BY_NODES

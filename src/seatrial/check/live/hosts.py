@@ -1,4 +1,4 @@
-"""The hosts of a check: what they are called, where they listen, and how a command is started on them."""
+"""The hosts of a check: their names, their addresses, and how to start a command on them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,35 @@ from typing import TYPE_CHECKING
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import read_named
-from seatrial.check.blame.topology import hostlist
+from seatrial.check.names import hostlist
+from seatrial.job.finding import RuleViolation
+from seatrial.job.schema_launchers import SshSection
 
 if TYPE_CHECKING:
     from seatrial.job import Job
 
 LOOPBACK = "127.0.0.1"
-# BatchMode: never ask for a password. ServerAlive: a host that dies takes its connection along, within 15 s.
-SSH = ("ssh", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=5", "-oServerAliveCountMax=3")
-# A step beside others in the same allocation, of one task on one node, unbuffered, not held to one core.
+# BatchMode: never ask for a password. ServerAlive: the connection to a dead host closes within 15 s. ControlMaster: use
+# a connection that the user keeps open, but open none for others to share, who would lose it when we exit. Forwardings
+# and a command in the user's configuration are meant for the user's own sessions.
+_SSH_OPTIONS = (
+    *("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3"),
+    *("ControlMaster=no", "ClearAllForwardings=yes", "RemoteCommand=none", "RequestTTY=no"),
+)
+SSH = ("ssh", *(f"-o{option}" for option in _SSH_OPTIONS))
+# A step that overlaps others in the same allocation: one task on one node, unbuffered, not bound to one core.
 SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--unbuffered", "--quiet")
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
-_KEYS = ("slots", "max_slots", "max-slots")  # Open MPI; how many ranks there may be is the job file's matter
+_KEYS = ("slots", "max_slots", "max-slots")  # of Open MPI; the job file sets the number of ranks
 
 
 @dataclass(frozen=True)
 class Host:
-    """One node to check. `prefix` and a command start the command on it: () here, ("ssh", ..., "node7") there.
+    """One node to check. `prefix` plus a command starts the command on it: () here, ("ssh", ..., "node7") elsewhere.
 
-    `address` is what the other hosts reach it at (a name or an IP address). `interface` is the network device that gloo and
-    NCCL must use, None for the one that leads to the others. `environment` is set for everything that is started there.
+    `address` is where other hosts reach it (a name or an IP address). `interface` is the network device that gloo and
+    NCCL must use, None for the one that leads to the others. `environment` is set for everything started there.
     """
 
     name: str
@@ -43,12 +51,12 @@ class Host:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, *words: str, environment: Mapping[str, str] | None = None) -> list[str]:
-        """What to execute here so that `words` are executed there, with `environment` beside the host's own."""
+        """The command to execute here so that the host executes `words`, with `environment` added to the host's own."""
         variables = {**self.environment, **(environment or {})}
         there = [*(["env", *(f"{k}={v}" for k, v in variables.items())] if variables else []), *words]
         if self.prefix and os.path.basename(self.prefix[0]) == "ssh":
-            # What follows the host's name goes through a shell there.
-            return [*self.prefix, shlex.join(there)]
+            # A shell on the host interprets what follows the host's name.
+            return [*self.prefix, f"exec {shlex.join(there)}"]
         return [*self.prefix, *there]
 
 
@@ -59,12 +67,11 @@ def hosts_of(
     nodes: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Host]:
-    """The hosts to check: those of `hostfile`, else of `nodes` ("node[01-16]"), else of `job`, else of the Slurm job that
-    this process is in, else this one alone.
+    """The hosts to check, by the first source given: `hostfile`, `nodes` ("node[01-16]"), `job`, the current Slurm job.
 
-    `environment` is os.environ, or what stands for it. Hosts that are named are started on by ssh, in a Slurm job by srun.
-    A job whose launcher is local is checked as its virtual cluster: hosts on the loopback address that share this machine.
-    Raises InputError with every problem at once.
+    Otherwise only this host. `environment` defaults to os.environ. Named hosts are reached by ssh, in a Slurm job by
+    srun. A job with the local launcher is checked as its virtual cluster: hosts on the loopback address that share this
+    machine. Raises InputError with every problem at once.
     """
     variables = os.environ if environment is None else environment
     if hostfile is not None:
@@ -74,6 +81,8 @@ def hosts_of(
     if job is not None and job.cluster.launcher == "local":
         count = job.cluster.nodes + job.cluster.spares
         return [Host(f"node{n}", LOOPBACK) for n in range(count)]
+    if job is not None and job.cluster.launcher == "ssh" and job.file.ssh is not None:
+        return ssh_hosts(job)
     allocated = variables.get("SLURM_JOB_NODELIST")
     if allocated:
         return remote(_listed(allocated, "SLURM_JOB_NODELIST"), variables)
@@ -85,8 +94,28 @@ def hosts_of(
     return [Host(_own_name(), LOOPBACK)]
 
 
+def ssh_hosts(job: Job) -> list[Host]:
+    """The hosts of the job's [ssh], all by ssh. Raises InputError with every problem: invalid names, or too few."""
+    section = job.file.ssh or SshSection()
+    if section.hostfile is not None and section.hosts:
+        raise job.refusal(
+            "ssh.hostfile", "[ssh] has both `hosts` and `hostfile`", "keep the one that you mean"
+        )
+    names = section.hosts if section.hostfile is None else read_hostfile(Path(section.hostfile))
+    key = "ssh.hosts" if section.hostfile is None else "ssh.hostfile"
+    need = job.cluster.nodes + job.cluster.spares
+    problems = list(_problems(names))
+    if len(names) < need:
+        problems.append(f"{len(names)} hosts, and nodes + spares = {need} are needed")
+    if problems:
+        hint = "hosts by the names that `ssh NAME` takes; users and ports belong into ssh's own configuration"
+        raise InputError([job.located(RuleViolation((key,), problem, hint)) for problem in problems])
+    config = () if section.config is None else ("-F", section.config)
+    return [Host(name, name, (*SSH, *config, name)) for name in names]
+
+
 def remote(names: Iterable[str], environment: Mapping[str, str]) -> list[Host]:
-    """Hosts by their names: by srun in a Slurm job that has them, else by ssh; this machine's own name needs neither."""
+    """Hosts by name: by srun in a Slurm job that contains them, else by ssh; this machine itself needs neither."""
     allocated = set(_listed(environment.get("SLURM_JOB_NODELIST", ""), "SLURM_JOB_NODELIST"))
     own = {_own_name(), _own_name().partition(".")[0], "localhost"}
     hosts = []
@@ -98,7 +127,7 @@ def remote(names: Iterable[str], environment: Mapping[str, str]) -> list[Host]:
             prefix = () if name in own else (*SSH, name)
         hosts.append(Host(name, name, prefix))
     if len(hosts) > 1:
-        # To the others this machine's loopback address would be themselves.
+        # To the other hosts, the loopback address would mean themselves.
         return [replace(h, address=_own_name()) if h.name == "localhost" else h for h in hosts]
     return hosts
 
@@ -136,10 +165,10 @@ def _problems(names: Iterable[str]) -> Iterator[str]:
 
 
 def read_hostfile(path: Path) -> list[str]:
-    """The hosts of a file: one a line, with Open MPI's "slots=8" or MPICH's ":8" or without, or Slurm's "node[01-16]".
+    """The hosts of a file: one per line, optionally with Open MPI's "slots=8" or MPICH's ":8", or as "node[01-16]".
 
-    "#" begins a comment. Raises InputError with each problem and its place: a name that no host can have, one that stands
-    there twice, an unknown key, an empty file.
+    "#" begins a comment; brackets are Slurm's. Raises InputError with each problem and its place: a name that no host
+    can have, a duplicate, an unknown key, an empty file.
     """
     try:
         text = read_named(path).decode("utf-8-sig")
@@ -161,7 +190,7 @@ def read_hostfile(path: Path) -> list[str]:
 class _Hostfile:
     def __init__(self, file: str) -> None:
         self.file = file
-        self.first: dict[str, tuple[str, int]] = {}  # by the name in small letters: the name, and its line
+        self.first: dict[str, tuple[str, int]] = {}  # by the case-folded name: the name, and its line
         self.problems: list[Diagnostic] = []
 
     def take(self, number: int, line: str) -> None:

@@ -1,4 +1,4 @@
-"""`ib_write_bw` between two hosts, every rail at once, one way and then the other: its commands, and what came of them."""
+"""`ib_write_bw` between two hosts, all rails at once, one direction after the other: commands and results."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 
 from seatrial.check.blame.rounds import Round
-from seatrial.check.findings import Finding, Target
-from seatrial.check.live.crew import Crew, Key, Order
+from seatrial.check.judging.findings import Finding, Target
+from seatrial.check.live.agent_pool import AgentPool, Key, Order
 from seatrial.check.live.hosts import Host
 from seatrial.check.outputs import perftest
 from seatrial.check.outputs.perftest_judge import judge
-from seatrial.check.tool import Context, Lines, ParseError
+from seatrial.check.outputs.tool import Context, Lines, ParseError
 
 TOOL = "ib_write_bw"
-# Large messages over four queue pairs fill a link; -F: clocks of the processor that change are no error (field notes 1).
+# Large messages over four queue pairs fill a link; -F: a varying CPU frequency is no error (field notes 1).
 _OPTIONS = ("-s", "8388608", "-q", "4", "--report_gbits", "-F")
 MESSAGE_BYTES = 8388608
 SECONDS = 3
-_LIMIT_S = 4.0 * SECONDS + 10  # of one end: both ends set themselves up first
+_LIMIT_S = 4.0 * SECONDS + 10  # of one end: both ends need time to set up first
 _OWN = ("NET001", "NET007")  # the port is not active, there is no such device
 
 
@@ -35,7 +35,7 @@ def command(device: str, port: int, server: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Heard:
-    """What one end has said: a rate, or findings about what it could not do. `blocked` is set where it could not run."""
+    """The result of one end: a rate, or findings about what it could not do. `blocked` is set if it could not run."""
 
     gbit_s: float | None
     findings: tuple[Finding, ...] = ()
@@ -43,7 +43,7 @@ class Heard:
 
 
 def heard(reply: Mapping[str, Any], node: str) -> Heard:
-    """What a run order of the agent brought on `node`."""
+    """The result of an agent's "run" order on `node`."""
     if reply.get("absent"):
         why = f"{TOOL} (perftest) is not installed"
         return Heard(None, (_unjudged(node, why, "install perftest on every node"),), blocked=True)
@@ -61,13 +61,13 @@ def heard(reply: Mapping[str, Any], node: str) -> Heard:
     if rates and rates[-1] is not None:
         return Heard(rates[-1])
     told = judge(runs, Context(node=node)) if runs.errors else []
-    # What only this host can be the cause of. That two hosts did not come together says nothing of which one it is.
+    # Only what this host alone can cause. A failed connection between two hosts does not show which one is at fault.
     own = tuple(f for f in told if f.code in _OWN or (f.verdict == "UNJUDGED" and f.code != "FILE003"))
     return Heard(None, own, blocked=bool(own))
 
 
 def without_devices(reply: Mapping[str, Any], node: str) -> list[Finding]:
-    """What a host without RDMA devices says when the tool is called: why nothing of RDMA is judged there."""
+    """Findings for a host without RDMA devices, from calling the tool there: why its RDMA is not judged."""
     if reply.get("absent"):
         why = "this host shows no RDMA device, and perftest, which would say so, is not installed"
         return [Finding("NET007", "UNJUDGED", Target(node=node), why)]
@@ -75,11 +75,11 @@ def without_devices(reply: Mapping[str, Any], node: str) -> list[Finding]:
 
 
 def rates(
-    crew: Crew, hosts: Sequence[Host], devices: Sequence[str], round_: Round, which: Sequence[int]
+    agent_pool: AgentPool, hosts: Sequence[Host], devices: Sequence[str], round_: Round, which: Sequence[int]
 ) -> Iterator[tuple[int, int, float, tuple[Finding, ...]]]:
     """(pair, rail, Gb/s of the slower way, findings) of ib_write_bw over all rails of all pairs in `which` at once.
 
-    NaN where it could not run, 0 where the two ends did not come together though both could.
+    NaN if it could not run, 0 if the two ends did not connect although both could run.
     """
     slower: dict[tuple[int, int], float] = {}
     told: dict[tuple[int, int], tuple[Finding, ...]] = defaultdict(tuple)
@@ -87,7 +87,7 @@ def rates(
     for server, client in ((0, 1), (1, 0)):
         ends = {k: (int(round_.pairs[k][server]), int(round_.pairs[k][client])) for k in which}
         wanted = {(e[0], k): e for k, e in ends.items()}
-        ports = crew.ask({key: {"do": "port", "count": rails} for key in wanted}, limit_s=10.0)
+        ports = agent_pool.ask({key: {"do": "port", "count": rails} for key in wanted}, limit_s=10.0)
         serve: dict[Key, Order] = {}
         of: dict[Key, tuple[int, int, int]] = {}
         for k, (a, _) in ends.items():
@@ -108,7 +108,7 @@ def rates(
             argv = command(devices[rail], port, hosts[a].address)
             return {(b, key[1]): {"do": "run", "argv": argv}}
 
-        replies = crew.ask(serve, limit_s=_LIMIT_S, note=connect)
+        replies = agent_pool.ask(serve, limit_s=_LIMIT_S, note=connect)
         for (a, part), (k, rail, _) in of.items():
             b = ends[k][1]
             said = [

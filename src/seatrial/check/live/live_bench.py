@@ -1,7 +1,7 @@
-"""Measures real hosts: a `localise.Bench` on a crew of agents.
+"""Measures real hosts: a `localise.Bench` on a pool of agents.
 
 On a cluster all pairs of a round measure at once. Hosts that share one machine (virtual hosts, network namespaces,
-containers) take turns: their processors would be the limit otherwise, and one host's reading another's doing.
+containers) take turns: otherwise their processors would be the limit, and one host would affect another's reading.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,48 +19,46 @@ from seatrial.check.blame.infer import Readings
 from seatrial.check.blame.localise import GroupReadings
 from seatrial.check.blame.nodes import Bools, Floats, Ints, NodeStage
 from seatrial.check.blame.rounds import GroupRound, Round
-from seatrial.check.findings import Finding
+from seatrial.check.judging.findings import Finding
 from seatrial.check.live import ib_pair
-from seatrial.check.live.crew import Crew, Key, Order, Reply
+from seatrial.check.live.agent_pool import AgentPool, Key, Order, Reply
 from seatrial.check.live.hosts import Host
-from seatrial.check.live.live_ranks import Outcome, Ranks, World
+from seatrial.check.live.live_ranks import Outcome, RankGroup, Ranks
 from seatrial.check.live.roll_call import RollCall, printed
 from seatrial.check.node.columns import columns
-
-if TYPE_CHECKING:
-    from seatrial.check.node.node_stage import NodeOptions
+from seatrial.check.node.node_stage import NodeOptions
 
 Facts = dict[str, Any]
 MIB = 1 << 20
-# From the smallest, where latency decides, to one that fills a link.
+# From the smallest, bound by latency, to one that fills a link.
 SIZES = {"cpu": (64 << 10, MIB, 8 * MIB), "cuda": (MIB, 64 * MIB, 1024 * MIB)}
-# How long a flow lasts, and how long the repeats of one size of all-reduce may take. On a GPU a flow of 0.5 s is 25 GB.
+# Duration of a flow, and time limit for the repeats of one all-reduce size. On a GPU a flow of 0.5 s is 25 GB.
 _FLOW_S, _SUM_S = {"cpu": 0.8, "cuda": 0.5}, {"cpu": 0.3, "cuda": 0.5}
 _STALL_S = (
-    15.0  # nothing new of a world for so long: nothing comes through. Ten times what a healthy flow takes
+    15.0  # without a message from a rank group: nothing gets through. Ten times what a healthy flow takes
 )
-_NODE_MARGIN_S = 15.0  # beyond its own time for the node stage: to start Python, to end what hangs
-_TIMES = 2  # that a host's ranks must fail by themselves to be told as its fault
+_NODE_MARGIN_S = 15.0  # beyond the node stage's own time: to start Python, to end what hangs
+_TIMES = 2  # that a host's ranks must fail for their own reasons before the host is at fault
 
 
 @dataclass
 class Told:
-    """What hosts could not do, by their position: what is said of it in the report."""
+    """What hosts could not do, by position, for the report."""
 
     unable: dict[int, str] = field(default_factory=dict)
     failed: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     stage: dict[int, str] = field(
         default_factory=dict
-    )  # the node stage brought nothing, though the agent answers
+    )  # no result of the node stage although the agent replies
     versions: dict[int, str] = field(default_factory=dict)
 
 
 class LiveBench:
-    """The crew's hosts by their position. `say` gets a line for each thing that is done."""
+    """The agent pool's hosts by position. `say` gets a line for each step."""
 
     def __init__(
         self,
-        crew: Crew,
+        agent_pool: AgentPool,
         hosts: Sequence[Host],
         greetings: Mapping[int, Reply],
         options: NodeOptions,
@@ -71,13 +69,13 @@ class LiveBench:
         ranks_wanted: bool = True,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.crew, self.hosts, self.options, self.say = crew, list(hosts), options, say
+        self.agent_pool, self.hosts, self.options, self.say = agent_pool, list(hosts), options, say
         self.hello = {n: r.value for n, r in greetings.items() if r.value is not None}
         self.machines = [str(self.hello.get(n, {}).get("machine", f"host {n}")) for n in range(len(hosts))]
         self.wanted_device, self.wanted_sizes, self.timeout_s = device, sizes, timeout_s
         self.ranks_wanted = ranks_wanted
         self.told = Told()
-        self.roll = RollCall(crew, hosts, self.hello)
+        self.roll = RollCall(agent_pool, hosts, self.hello)
         self.roll.missed({n: r.problem for n, r in greetings.items() if r.value is None})
         self.facts: dict[str, Facts | None] = {}
         self.stage: NodeStage | None = None
@@ -95,7 +93,7 @@ class LiveBench:
 
     @property
     def backend(self) -> str:
-        """What torch's collectives go through."""
+        """The backend of torch's collectives."""
         return "NCCL" if self.device == "cuda" else "gloo"
 
     @property
@@ -105,7 +103,7 @@ class LiveBench:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Count the time until the end as the stage's."""
+        """Add the time that the block takes to the stage."""
         begin = time.monotonic()
         try:
             yield
@@ -115,7 +113,7 @@ class LiveBench:
     # -- nodes
 
     def nodes(self, which: Ints) -> NodeStage:
-        """The node stage of these hosts."""
+        """Run the node stage on these hosts."""
         with self.timed("node"):
             facts: dict[int, Facts | None] = {}
             for batch in self._turns([int(n) for n in which]):
@@ -133,9 +131,9 @@ class LiveBench:
         return stage
 
     def _turns(self, which: list[int]) -> list[list[tuple[int, bool]]]:
-        """Which hosts measure at once, and whether each puts load on its machine.
+        """Which hosts measure at once, and whether each loads its machine.
 
-        Of hosts without GPUs that share a machine only the first does: the others would measure the same processors.
+        Of hosts without GPUs on one machine only the first loads it: the others would measure the same processors.
         """
         by_machine: dict[str, list[int]] = defaultdict(list)
         for n in which:
@@ -161,7 +159,7 @@ class LiveBench:
             )
             other = next((h.address for m, h in enumerate(self.hosts) if m != n), None)
             orders[n, 0] = {"do": "node", "options": asdict(options), "toward": other}
-        replies = self.crew.ask(orders, limit_s=self.options.seconds + _NODE_MARGIN_S)
+        replies = self.agent_pool.ask(orders, limit_s=self.options.seconds + _NODE_MARGIN_S)
         found: dict[int, Facts | None] = {}
         for (n, _), reply in replies.items():
             found[n], why = printed(reply)
@@ -174,7 +172,7 @@ class LiveBench:
         return found
 
     def _begin_ranks(self, stage: NodeStage) -> None:
-        """Decide on what ranks run, and have the hosts import what they need."""
+        """Choose the device that ranks run on, import torch on the hosts, and measure what each host can do alone."""
         slots = stage.present.sum(axis=1)
         alive = [n for n in range(len(self.hosts)) if stage.answered[n]]
         can = bool(alive) and not self.shared and all(slots[n] > 0 for n in alive)
@@ -183,11 +181,11 @@ class LiveBench:
             "cuda" if self.wanted_device == "cuda" or (self.wanted_device == "auto" and has) else "cpu"
         )
         if not self.ranks_wanted or (len(alive) < 2 and self.device == "cpu"):
-            return  # nobody to measure with
+            return  # no partner to measure with
         with self.timed("pair"):
             self.say(f"loading torch on {_hosts(len(alive))}")
             prepare: dict[Key, Order] = {(n, 0): {"do": "prepare"} for n in alive}
-            replies = self.crew.ask(prepare, limit_s=max(self.timeout_s, 120.0))
+            replies = self.agent_pool.ask(prepare, limit_s=max(self.timeout_s, 120.0))
             for (n, _), reply in replies.items():
                 if not reply.alive:
                     self.roll.missed({n: reply.problem})
@@ -199,12 +197,12 @@ class LiveBench:
             self._inside([n for n in alive if n not in self.told.unable])
 
     def _begin_perftest(self, alive: Sequence[int]) -> None:
-        """Hear from hosts without RDMA devices why they have none, and whether the others have perftest."""
+        """Find out why hosts without RDMA devices have none, and whether the others have perftest."""
         bare = [n for n in alive if not self.hello[n]["rdma"]]
         rest = [n for n in alive if self.hello[n]["rdma"]]
         orders: dict[Key, Order] = {(n, 0): {"do": "run", "argv": [ib_pair.TOOL]} for n in bare}
         orders |= {(n, 0): {"do": "run", "argv": [ib_pair.TOOL, "--version"]} for n in rest}
-        replies = self.crew.ask(orders, limit_s=10.0)
+        replies = self.agent_pool.ask(orders, limit_s=10.0)
         for n in bare:
             if (value := replies[n, 0].value) is not None:
                 self.findings += ib_pair.without_devices(value, self.hosts[n].name)
@@ -216,18 +214,18 @@ class LiveBench:
                 self.findings += ib_pair.heard(value, self.hosts[n].name).findings
 
     def _inside(self, which: Sequence[int]) -> None:
-        """All-reduces over the GPUs of each host by itself."""
+        """All-reduces over the GPUs of each single host."""
         assert self.stage is not None
         many = [n for n in which if self.device == "cuda" and self.stage.present[n].sum() > 1]
         if many:
             self.say(f"all-reduce inside {_hosts(len(many))}")
-            worlds = [World((n,), self._gpus([n]), sizes=self.sizes) for n in many]
+            worlds = [RankGroup((n,), self._gpus([n]), sizes=self.sizes) for n in many]
             self.inside = dict(zip(many, self._play(worlds), strict=True))
 
     # -- pairs
 
     def pairs(self, round_: Round) -> Readings:
-        """One round of pairs: every rail for itself, then send and receive both ways, and an all-reduce."""
+        """One round of pairs: send and receive in both directions, an all-reduce, and with RDMA each rail alone."""
         with self.timed("pair"):
             self.say(f"pairs, round {round_.number} ({round_.purpose}): {len(round_.pairs)}")
             outcomes, absent = self._present(self._pair_worlds(round_))
@@ -252,21 +250,21 @@ class LiveBench:
 
     @property
     def rdma(self) -> bool:
-        """Whether the rails are RDMA ports; else there is one, the network device that TCP goes through."""
+        """Whether the rails are RDMA ports; else there is one rail, the network device that TCP uses."""
         if self.stage is None:
             return False
         names = {d.partition("/")[0] for d in self.stage.devices}
         return any(names & set(h["rdma"]) for h in self.hello.values())
 
     def _gpus(self, hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """A rank for each GPU, as many on each host as all of them have; one on CPU."""
+        """One rank per GPU, the same number on each host (the smallest); on CPU one rank per host."""
         assert self.stage is not None
         if self.device == "cpu":
             return ((0,),) * len(hosts)
         count = min(max(1, int(self.stage.present[h].sum())) for h in hosts)
         return (tuple(range(count)),) * len(hosts)
 
-    def _pair_worlds(self, round_: Round) -> list[World]:
+    def _pair_worlds(self, round_: Round) -> list[RankGroup]:
         worlds = []
         for k, (a, b) in enumerate(round_.pairs):
             gpus = self._gpus([int(a), int(b)])
@@ -274,11 +272,11 @@ class LiveBench:
             there = [(i, i + count, 0) for i in range(count)]
             back = [(i + count, i, 1) for i in range(count)]
             sizes = self.sizes if round_.collective[k] else ()
-            worlds.append(World((int(a), int(b)), gpus, (*there, *back), sizes))
+            worlds.append(RankGroup((int(a), int(b)), gpus, (*there, *back), sizes))
         return worlds
 
-    def _present(self, worlds: Sequence[World]) -> tuple[list[Outcome], set[int]]:
-        """Play the worlds whose members are all there; what came of all of them, and who is absent by now."""
+    def _present(self, worlds: Sequence[RankGroup]) -> tuple[list[Outcome], set[int]]:
+        """Run the groups whose members are all present; returns all groups' outcomes, and the hosts absent by now."""
         absent = self.roll.call()
         able = [k for k, w in enumerate(worlds) if len(w.members) > 1 and not absent & set(w.members)]
         outcomes = [Outcome(w, whole=False, why="not all are there") for w in worlds]
@@ -288,8 +286,8 @@ class LiveBench:
             absent |= self.roll.call()
         return outcomes, absent
 
-    def _play(self, worlds: Sequence[World]) -> list[Outcome]:
-        ranks = Ranks(self.crew, self.hosts, self.machines, self.device)
+    def _play(self, worlds: Sequence[RankGroup]) -> list[Outcome]:
+        ranks = Ranks(self.agent_pool, self.hosts, self.machines, self.device)
         seconds = {"flow": _FLOW_S[self.device], "sum": _SUM_S[self.device], "stall": _STALL_S}
         outcomes = ranks.play(worlds, seconds, self.timeout_s)
         self.outcomes += outcomes
@@ -300,26 +298,26 @@ class LiveBench:
         return outcomes
 
     def _reading(self, result: Outcome, absent: set[int]) -> float:
-        """Gb/s of the slower way. NaN says nothing of the link; 0 is that nothing got through, though both are there."""
+        """Gb/s of the slower way. NaN: nothing known of the link; 0: nothing got through, though both are present."""
         if result.silent or result.own or absent & set(result.world.members):
             return np.nan
         ways = []
         for way in (0, 1):
             flows = result.way(way)
             if len(flows) < len(result.world.gpus[0]):
-                # Hosts that share a machine may only have had to wait for its processors.
+                # Hosts that share a machine may only have waited for its processors.
                 return np.nan if self.shared else 0.0
             ways.append(sum(f.gbit_s for f in flows))
         return min(ways)
 
     def _rails(self, round_: Round, gbit_s: Floats, outcomes: Sequence[Outcome], absent: set[int]) -> None:
-        """Fill in each rail: by ib_write_bw, or without it by NCCL held to that rail's port."""
+        """Fill in each rail: by ib_write_bw, or without it by NCCL restricted to that rail's port."""
         assert self.stage is not None
         if self.perftest:
-            # Where nothing of TCP comes through, perftest's two ends do not come together either.
+            # Where TCP does not get through, perftest's two ends cannot connect either.
             met = [k for k, o in enumerate(outcomes) if not o.silent and not absent & set(o.world.members)]
             for k, rail, value, found in ib_pair.rates(
-                self.crew, self.hosts, self.stage.devices, round_, met
+                self.agent_pool, self.hosts, self.stage.devices, round_, met
             ):
                 gbit_s[k, rail] = value
                 self.findings += [f for f in found if f not in self.findings]
@@ -331,7 +329,7 @@ class LiveBench:
                     count = len(outcomes[k].world.gpus[0])
                     gpu = ((rail % count,),) * 2
                     hca = device.replace("/", ":")
-                    worlds.append(World(outcomes[k].world.members, gpu, ((0, 1, 0), (1, 0, 1)), hca=hca))
+                    worlds.append(RankGroup(outcomes[k].world.members, gpu, ((0, 1, 0), (1, 0, 1)), hca=hca))
                 for k, result in zip(used, self._play(worlds), strict=True):
                     gbit_s[k, rail] = self._reading(result, absent)
 
@@ -345,7 +343,7 @@ class LiveBench:
             worlds = []
             for group in round_.groups:
                 members = tuple(int(n) for n in group)
-                worlds.append(World(members, self._gpus(members), sizes=self.sizes))
+                worlds.append(RankGroup(members, self._gpus(members), sizes=self.sizes))
             outcomes, absent = self._present(worlds)
             busbw = np.full(len(worlds), np.nan)
             answered = np.ones(len(self.hosts), dtype=bool)
@@ -356,15 +354,15 @@ class LiveBench:
                 answered[[*result.silent, *gone]] = False
             return GroupReadings(busbw, answered)
 
-    # -- who is there
+    # -- presence
 
     def answer(self, which: Ints) -> Bools:
-        """Which of these hosts answer now, to the conductor and to each other."""
+        """Whether each of these hosts answers now, to the conductor and to the other hosts."""
         absent = self.roll.call(network=self.ranks_wanted)
         return np.array([int(n) not in absent for n in which], dtype=bool)
 
     def fails_often(self) -> dict[int, str]:
-        """Hosts whose ranks failed for a reason of their own, more than once: the last of the reasons."""
+        """Hosts whose ranks failed for a reason of their own more than once, with the last reason."""
         return {n: whys[-1] for n, whys in self.told.failed.items() if len(whys) >= _TIMES}
 
 

@@ -1,4 +1,4 @@
-"""What was noticed of the hosts beside their measurements, and what pairs and groups reached, as findings. Pure."""
+"""Findings about hosts apart from their measurements, and about the rates of pairs and groups. Pure."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 import numpy as np
 
 from seatrial.check.blame.blame import Case
-from seatrial.check.compare import against_siblings
-from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.compare import against_siblings
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.report import Judged
 from seatrial.check.live.live_bench import LiveBench
 from seatrial.check.live.live_ranks import Outcome, Sum
 from seatrial.check.outputs import nccl_judge, nccl_log
 from seatrial.check.outputs.nccl_log import NcclLog, Rank, Row
-from seatrial.check.report import Judged
-from seatrial.check.tool import Context, Lines, ParseError, listed
+from seatrial.check.outputs.tool import Context, Lines, ParseError
+from seatrial.check.ranges import listed
 
-_SHOWN = 8  # of what went wrong in the same way
-_PEERS = 3  # nodes whose median says what is usual
+_SHOWN = 8  # findings about measurements that were cut short
+_PEERS = 3  # nodes needed for a usual value, their median
 
 
 def hosts(bench: LiveBench, gone: set[str]) -> Iterator[Finding]:
-    """What is wrong with hosts by what happened while they were measured. `gone` do not answer any more."""
+    """Faults of hosts that showed while they were measured. `gone` no longer answer."""
     told, names = bench.told, [h.name for h in bench.hosts]
     for n, why in sorted(bench.roll.silent.items()):
         if n not in bench.hello:
@@ -65,7 +66,7 @@ def _versions(versions: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _failed(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Finding]:
-    """Pairs and groups that were cut short, for a reason that is no host's own; the first few of them."""
+    """Pairs and groups that were cut short for a reason that is no single host's; the first few of them."""
     cut = [o for o in outcomes if not o.whole and not o.silent and not o.own]
     for result in cut[:_SHOWN]:
         who = listed(names[n] for n in result.world.members)
@@ -86,11 +87,11 @@ def _wrong(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Findin
             yield Finding("LIV006", "FAIL", target, text, bad[0].wrong, "values", zero)
 
 
-# -- pairs and groups that are well
+# -- healthy pairs and groups
 
 
 def pairs(case: Case, outcomes: Sequence[Outcome], algorithm: str) -> Iterator[Finding]:
-    """What each node that is cleared reaches with its best partner, on its slowest rail; nothing of the others."""
+    """The rate of each cleared node with its best partner, on its slowest rail; nothing about the others."""
     state, layout = case.state, case.layout
     cleared = case.alive & layout.usable.any(axis=1) & (state.good | ~layout.usable).all(axis=1)
     reached = np.where(layout.usable, state.share * state.rate, np.inf).min(axis=1)
@@ -143,7 +144,7 @@ def _of(outcomes: Sequence[Outcome], wanted: Any) -> dict[int, list[tuple[Sum, i
 
 
 def nccl(bench: LiveBench) -> list[Finding]:
-    """What NCCL said of its topology in pairs and groups, each thing once."""
+    """What NCCL reported about its topology in pairs and groups, each message once."""
     found: dict[tuple[str, str, Target], Finding] = {}
     for result in bench.outcomes:
         if result in bench.inside.values() or not (log := _log(bench, result, "NCCL_DEBUG")):
@@ -154,7 +155,7 @@ def nccl(bench: LiveBench) -> list[Finding]:
 
 
 def inside(bench: LiveBench) -> tuple[list[Finding], list[Judged]]:
-    """The all-reduce over each node's own GPUs: by the catalogue, by NCCL's lines, and against the other nodes."""
+    """The all-reduce over each node's own GPUs, judged by the catalogue, NCCL's lines and the other nodes."""
     judged = []
     for n, result in bench.inside.items():
         name = bench.hosts[n].name
@@ -175,7 +176,7 @@ def inside(bench: LiveBench) -> tuple[list[Finding], list[Judged]]:
 
 
 def _log(bench: LiveBench, result: Outcome, file: str) -> NcclLog | None:
-    """NCCL's lines of one world, with the hosts called as they are here."""
+    """NCCL's lines of one rank group, with the hosts' own names replaced by ours."""
     lines = []
     for n, line in result.nccl:
         own = re.escape(str(bench.hello[n]["host"]))

@@ -1,4 +1,4 @@
-"""Worlds of ranks on the agents: who is in them, what they are told, and what they have measured together."""
+"""Groups of ranks on the agents: their members, their specs, and their combined measurements."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from seatrial.check.live.crew import Crew, Key, Order, Reply
+from seatrial.check.live.agent_pool import AgentPool, Key, Order, Reply
 from seatrial.check.live.hosts import Host
 
-# What a rank says when its partner or the way there fails it. Anything else is about the rank's own host.
+# Messages of a rank whose partner or network path failed. Any other message is about the rank's own host.
 _OF_OTHERS = re.compile(
     r"time[d ]*-?out|connect|closed|reset|refused|peer|broken pipe|no route|unreachable|nothing came through|no result within"
     r"|called back|another rank|store|socket|remote|unhandled system error|ncclRemoteError|aborted",
@@ -20,10 +20,10 @@ _OF_OTHERS = re.compile(
 
 
 @dataclass(frozen=True)
-class World:
-    """Ranks of some hosts together. `ways`: (sender, receiver, way) as probe_pair.py takes them.
+class RankGroup:
+    """Ranks of some hosts together. `flows`: (sender, receiver, way) as probe_pair.py takes them.
 
-    `gpus` are the CUDA devices of each member, one rank each; on CPU one rank a host.
+    `gpus` are the CUDA devices of each member, one rank each; on CPU one rank per host.
     """
 
     members: tuple[int, ...]  # positions of hosts
@@ -45,7 +45,7 @@ class World:
 
 @dataclass(frozen=True)
 class Flow:
-    """One flow, as its receiver has measured it."""
+    """One flow, as measured by its receiver."""
 
     sender: int
     receiver: int
@@ -55,7 +55,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Sum:
-    """All-reduces of one size. `seconds` is the median of the repeats, of each the slowest rank; `best_s` the quickest."""
+    """All-reduces of one size. A repeat takes as long as its slowest rank; median: `seconds`, minimum: `best_s`."""
 
     size_bytes: int
     seconds: float
@@ -70,25 +70,25 @@ class Sum:
 
 @dataclass
 class Outcome:
-    """What came of a world. `silent` members' agents have not replied; `own` failed for a reason of their own."""
+    """The result of a rank group. Agents of `silent` members did not reply; `own` failed for a reason of their own."""
 
-    world: World
+    world: RankGroup
     flows: list[Flow] = field(default_factory=list)
     sums: list[Sum] = field(default_factory=list)
     silent: dict[int, str] = field(default_factory=dict)  # host -> why
     own: dict[int, str] = field(default_factory=dict)
     whole: bool = True
     nccl: list[tuple[int, str]] = field(default_factory=list)  # host, line of NCCL_DEBUG
-    why: str = ""  # it is not whole
+    why: str = ""  # the reason if it is not whole
 
     def way(self, number: int) -> list[Flow]:
-        """The flows of one way that were measured."""
+        """The measured flows of one way."""
         wanted = {(a, b) for a, b, w in self.world.flows if w == number}
         return [f for f in self.flows if (f.sender, f.receiver) in wanted]
 
 
-def batches(worlds: Sequence[World], machines: Sequence[str]) -> list[list[int]]:
-    """Which worlds may run at once: no two of a batch have hosts on one machine, whose processors they would share."""
+def batches(worlds: Sequence[RankGroup], machines: Sequence[str]) -> list[list[int]]:
+    """Which groups may run at once: no two of a batch have hosts on one machine, whose processors they would share."""
     found: list[tuple[list[int], set[str]]] = []
     for number, world in enumerate(worlds):
         used = {machines[m] for m in world.members}
@@ -103,15 +103,21 @@ def batches(worlds: Sequence[World], machines: Sequence[str]) -> list[list[int]]
 
 
 class Ranks:
-    """Plays worlds on a crew."""
+    """Runs rank groups on an agent pool."""
 
     def __init__(
-        self, crew: Crew, hosts: Sequence[Host], machines: Sequence[str], device: Literal["cpu", "cuda"]
+        self,
+        agent_pool: AgentPool,
+        hosts: Sequence[Host],
+        machines: Sequence[str],
+        device: Literal["cpu", "cuda"],
     ) -> None:
-        self.crew, self.hosts, self.machines, self.device = crew, hosts, machines, device
+        self.agent_pool, self.hosts, self.machines, self.device = agent_pool, hosts, machines, device
 
-    def play(self, worlds: Sequence[World], seconds: Mapping[str, float], limit_s: float) -> list[Outcome]:
-        """All of them, as many at once as may be; what came of each, in their order. `seconds` as probe_pair.py takes them."""
+    def play(
+        self, worlds: Sequence[RankGroup], seconds: Mapping[str, float], limit_s: float
+    ) -> list[Outcome]:
+        """Run all groups, as many at once as possible; outcomes in the same order. `seconds`: see probe_pair.py."""
         outcomes: dict[int, Outcome] = {}
         for batch in batches(worlds, self.machines):
             orders: dict[Key, Order] = {
@@ -127,14 +133,14 @@ class Ranks:
                     if place
                 }
 
-            replies = self.crew.ask(orders, limit_s=limit_s, note=others, failed=_failed)
+            replies = self.agent_pool.ask(orders, limit_s=limit_s, note=others, failed=_failed)
             for k in batch:
                 mine = {key[0]: reply for key, reply in replies.items() if key[1] == k}
                 outcomes[k] = outcome(worlds[k], mine)
         return [outcomes[k] for k in range(len(worlds))]
 
     def _order(
-        self, world: World, place: int, store: list[Any] | None, seconds: Mapping[str, float]
+        self, world: RankGroup, place: int, store: list[Any] | None, seconds: Mapping[str, float]
     ) -> Order:
         host = self.hosts[world.members[place]]
         other = world.members[1 if place == 0 and len(world.members) > 1 else 0]
@@ -160,8 +166,8 @@ def _failed(reply: Reply) -> bool:
     return reply.value is None or any("failed" in r for r in reply.value["ranks"])
 
 
-def outcome(world: World, replies: Mapping[int, Reply]) -> Outcome:
-    """What the members' replies say together. Who was not asked, since the first failed before, has no reply."""
+def outcome(world: RankGroup, replies: Mapping[int, Reply]) -> Outcome:
+    """Combine the members' replies. A member that was not asked, because the first one failed before, has no reply."""
     result = Outcome(world)
     times: dict[int, list[list[float]]] = {}
     wrong: dict[int, int] = {}
@@ -189,7 +195,7 @@ def outcome(world: World, replies: Mapping[int, Reply]) -> Outcome:
         if flow["gbit_s"] is not None:
             result.flows.append(Flow(sender, receiver, flow["gbit_s"], flow["message_bytes"]))
     for size, told in sorted(times.items()):
-        # A repeat is over when its slowest rank is; a rank that was cut short has fewer repeats.
+        # A repeat ends with its slowest rank; a rank that was cut short has fewer repeats.
         slowest = [max(repeat) for repeat in zip(*told, strict=False)]
         if slowest and len(told) == world.size:
             result.sums.append(Sum(size, median(slowest), min(slowest), len(slowest), wrong[size]))

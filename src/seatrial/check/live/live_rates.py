@@ -1,4 +1,4 @@
-"""The rates that a check measured, as JSON for the planner: each with unit, direction, algorithm, size and number. Pure."""
+"""The measured rates as JSON for the planner: each with unit, direction, algorithm, size and count. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seatrial.check.live.live_ranks import Outcome
 def rate(
     values: Sequence[float], unit: str, algorithm: str, direction: str, size_bytes: int | None
 ) -> dict[str, Any]:
-    """One rate: median and least of `values`, and what they mean."""
+    """One rate: median and minimum of `values`, and what they mean."""
     return {
         "median": float(f"{median(values):.6g}"),
         "min": float(f"{min(values):.6g}"),
@@ -32,7 +32,7 @@ def rate(
 def measured(
     stage: NodeStage | None, report: Report, outcomes: Sequence[Outcome], backend: str, rdma: bool
 ) -> dict[str, Any]:
-    """ "gpu" (by quantity), "send_recv", "all_reduce" (by nodes and size) and, with RDMA, "rail". What was not measured is absent."""
+    """What was measured of "gpu" (by quantity), "send_recv", "all_reduce" (by nodes and size), "rail" (RDMA)."""
     found: dict[str, Any] = {}
     if stage is not None and (gpu := _gpu(stage)):
         found["gpu"] = {"kind": stage.gpu, **gpu}
@@ -63,7 +63,7 @@ def _gpu(stage: NodeStage) -> dict[str, Any]:
 
 
 def _flows(outcomes: Sequence[Outcome]) -> tuple[list[float], int] | None:
-    """For each node its best pair, the slower way of both: what a node can send and receive."""
+    """The best pair of each node, in its slower direction: what a node can send and receive."""
     best: dict[int, float] = {}
     size = 0
     for result in outcomes:

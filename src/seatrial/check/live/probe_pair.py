@@ -1,28 +1,27 @@
-"""One rank of a pair or a group: how fast torch's send and receive and its all-reduce are, through gloo or NCCL.
+"""One rank of a pair or a group: measures torch's send and receive and its all-reduce, through gloo or NCCL.
 
-Runs in a process that probe_forge.py forks. What it is told (`spec`):
+Runs in a process forked by fork_server.py. Its parameters (`spec`):
 
 | key | meaning |
 |---|---|
-| ranks | the numbers of this host's ranks, by their place (GPU) on it; `world` is how many there are in all |
+| ranks | the numbers of this host's ranks, by their GPU on it; `world` is the number of all ranks |
 | device, backend | "cpu" and "gloo", or "cuda" and "nccl" |
-| store | [address, port] of rank 0's store; null for rank 0 itself, which tells its port in a note |
-| interface | the network device to use; null for the one that leads to `toward`, an address of another host |
+| store | [address, port] of rank 0's store; null for rank 0 itself, which sends its port in a note |
+| interface | the network device to use; null for the one with the route to `toward`, an address of another host |
 | gpus | the CUDA device of each of this host's ranks |
 | flows | [sender, receiver, way]: those of one `way` run at once, one way after the other |
-| seconds | {"flow": how long a flow lasts, "sum": how long the all-reduces of one size may take, "stall": the longest that nothing may come of it, which is probe_forge.py's} |
+| seconds | {"flow": how long a flow lasts, "sum": how long the all-reduces of one size may take, "stall": the longest time without progress, which fork_server.py enforces} |
 | sizes | message sizes of the all-reduce, bytes |
 | hca | the RDMA device ("mlx5_0:1") that NCCL must use; null for its own choice |
 
-Flows are measured by their receiver, from its first message on: what the sender has given to a buffer has not arrived. The
-best stretch of at least half of the time counts, since whatever else the machine does makes a flow slower, never faster.
+The receiver measures a flow, from its first message on: what the sender has put into a buffer has not arrived yet. The
+best stretch of at least half of the time counts, since other load on the machine makes a flow slower, never faster.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from math import inf
 from typing import Any
@@ -31,28 +30,26 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
+from seatrial.base.address import interface_towards
 from seatrial.base.lines import Channel
-from seatrial.check.live.reach import interface_towards
 from seatrial.parallel.store import serve_store
 
 _MIB = 1 << 20
-# A message of a flow takes about this long: short enough for a slow link's deadline, long enough to hide its start.
+# A message of a flow takes about this long: short enough for a slow link's deadline, long enough to hide its latency.
 _MESSAGE_S = 0.01
-_MESSAGES = {"cpu": (64 << 10, 8 * _MIB), "cuda": (16 * _MIB, 256 * _MIB)}  # least, most bytes
+_MESSAGES = {"cpu": (64 << 10, 8 * _MIB), "cuda": (16 * _MIB, 256 * _MIB)}  # minimum, maximum bytes
 _LEAST_REPEATS, _MOST_REPEATS = 3, 20
-_FAR_TOO_LONG = 4.0  # times what all repeats of one size may take, for a single one
-_LEAVE_S = 2.0  # of its deadline, to say what went wrong instead of being killed
-
-Clock = Callable[[], float]
+_FAR_TOO_LONG = 4.0  # multiple of the time for all repeats of one size that a single one may take
+_LEAVE_S = 2.0  # before its deadline, to report what went wrong instead of being killed
 
 
 def run(spec: dict[str, Any], rank: int, local: int, limit_s: float, channel: Channel) -> int:
-    """Measure as rank `rank`, on GPU `local` if there is one; the result, or what failed, goes to `channel`."""
+    """Measure as rank `rank`, on GPU `local` if there is one; the result, or the failure, is sent to `channel`."""
     try:
         _Probe(spec, rank, local, limit_s).measure(channel)
     except (RuntimeError, OSError, ValueError) as error:  # what torch and its backends raise
         channel.send({"failed": _one_line(f"{type(error).__name__}: {error}")})
-    # Without destroy_process_group(): it would wait for partners that may be gone.
+    # No destroy_process_group(): it would wait for partners that may have exited.
     os._exit(0)
 
 
@@ -71,9 +68,9 @@ class _Probe:
         self.flow_s, self.sum_s = float(spec["seconds"]["flow"]), float(spec["seconds"]["sum"])
 
     def measure(self, channel: Channel) -> None:
-        """Tell {"measured": {"setup_s", "flows": [...], "all_reduce": [...]}} of what this rank took part in.
+        """Send {"measured": {"setup_s", "flows": [...], "all_reduce": [...]}} for what this rank took part in.
 
-        It is told again whenever there is more: what was measured before a partner died is not lost.
+        Sent again whenever there is more, so that what was measured before a partner died is not lost.
         """
         torch.set_num_threads(1)
         begin = time.monotonic()
@@ -112,7 +109,7 @@ class _Probe:
             os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as the node stage counts them
             os.environ["NCCL_DEBUG"] = "INFO"
             os.environ["NCCL_DEBUG_SUBSYS"] = "INIT,GRAPH,NVLS,NET,ENV"
-            if self.spec.get("hca"):  # one rail, where send and receive stand in for ib_write_bw
+            if self.spec.get("hca"):  # one rail: send and receive replace ib_write_bw
                 os.environ["NCCL_IB_HCA"] = f"={self.spec['hca']}"
 
     def _store(self, channel: Channel, timeout: timedelta) -> Store:
@@ -124,7 +121,7 @@ class _Probe:
         return store
 
     def _agree(self, vote: int) -> int:
-        """The sum of all votes. All ranks pass here together."""
+        """The sum of all votes. Also a barrier for all ranks."""
         votes = torch.tensor([vote], dtype=torch.int64, device=self.device)
         dist.all_reduce(votes)
         return int(votes.item())
@@ -161,7 +158,7 @@ class _Probe:
             torch.cuda.synchronize(self.device)
 
     def _message_bytes(self, sender: int, receiver: int) -> int:
-        """A message size that takes about `_MESSAGE_S`: found by there-and-back of growing ones, said by the sender."""
+        """Choose a message size that takes about `_MESSAGE_S`, by round trips of growing size; the sender decides."""
         least, most = _MESSAGES[self.device.type]
         size = least
         while True:
@@ -208,21 +205,21 @@ class _Probe:
     # -- all-reduce
 
     def _too_long(self, size: int, sums: list[dict[str, Any]]) -> bool:
-        """Whether messages of `size` would take far longer than there is time for, going by the size before."""
+        """Whether messages of `size` would take far longer than allowed, extrapolated from the previous size."""
         if not sums or not sums[-1]["seconds"]:
             return False
         return float(min(sums[-1]["seconds"])) * size / int(sums[-1]["bytes"]) > _FAR_TOO_LONG * self.sum_s
 
     def _all_reduce(self, size: int) -> dict[str, Any]:
-        """Times of all-reduces of `size` bytes of fp32, in seconds, as this rank saw them, and whether the sums were right."""
+        """Seconds of all-reduces of `size` bytes of fp32, as seen by this rank, and the number of wrong sums."""
         values = torch.empty(max(1, size // 4), dtype=torch.float32, device=self.device)
         times: list[float] = []
         spent, wrong = 0.0, 0
         while True:
             values.fill_(1.0)
-            # The first is the warm-up. Over a link that is far too slow one that counts must do.
+            # The first is the warm-up. Over a link that is far too slow, one that counts must suffice.
             late = spent > self.sum_s * (1 if len(times) > _LEAST_REPEATS else 3 if len(times) > 1 else inf)
-            # The vote is also the barrier that all begin from.
+            # The vote is also the barrier from which all ranks start.
             if self._agree(int(late or len(times) > _MOST_REPEATS)):
                 break
             begin = time.perf_counter()
@@ -235,7 +232,7 @@ class _Probe:
 
 
 def best_stretch(marks: list[float], least_s: float) -> float | None:
-    """The most messages a second over any stretch of at least `least_s`; None if there is none so long."""
+    """The highest message rate per second over any stretch of at least `least_s`; None if there is no such stretch."""
     best: float | None = None
     first = 0
     for last in range(1, len(marks)):

@@ -1,15 +1,13 @@
-"""Who reaches whom over the network, and what an agent says of its host first."""
+"""TCP reachability between hosts, and an agent's first message about its host."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import platform
 import select
 import socket
-import struct
 import sys
 import time
 from collections import defaultdict
@@ -19,11 +17,9 @@ from typing import Any
 
 import seatrial
 
-_SIOCGIFADDR = 0x8915
-
 
 def hello(port: int) -> dict[str, Any]:
-    """What the conductor must know of a host before anything is measured; `port` is where its agent listens.
+    """What the conductor must know about a host before anything is measured; `port` is where its agent listens.
 
     "machine" is the same for hosts that share one kernel: containers, network namespaces, virtual hosts.
     """
@@ -53,27 +49,8 @@ def _names(folder: str) -> list[str]:
     return []
 
 
-def interface_towards(address: str) -> str | None:
-    """The network device that packets to `address` leave by; None if the kernel knows none or it has no IPv4 address."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((address, 9))  # sends nothing: it only asks for the route
-            own = s.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode()[:15])
-                try:
-                    answer = fcntl.ioctl(s.fileno(), _SIOCGIFADDR, request)
-                except OSError:  # a device without an IPv4 address
-                    continue
-                if socket.inet_ntoa(answer[20:24]) == own:
-                    return name
-    except OSError:
-        pass
-    return None
-
-
 def reach(targets: Sequence[tuple[str, int]], limit_s: float) -> dict[str, Any]:
-    """Whether a TCP connection to each (address, port) comes about within `limit_s`, all tried at once.
+    """Whether a TCP connection to each (address, port) succeeds within `limit_s`, all tried at once.
 
     {"reached": [True, ...], "why": ["", ...]}. A refused connection has reached the host: its kernel has answered.
     """
@@ -113,7 +90,7 @@ def reach(targets: Sequence[tuple[str, int]], limit_s: float) -> dict[str, Any]:
 
 
 def partners(members: Sequence[int]) -> dict[int, list[int]]:
-    """Whom each of `members` should try to reach: the next, the one after the next, the fourth, ... round the ring.
+    """The partners that each of `members` should try to reach: at distances 1, 2, 4, ... around the ring.
 
     log2 of them for each, and the graph stays connected when some are missing.
     """
@@ -123,9 +100,9 @@ def partners(members: Sequence[int]) -> dict[int, list[int]]:
 
 
 def cut_off(members: Iterable[int], reached: Iterable[tuple[int, int]]) -> set[int]:
-    """Those of `members` whom the network does not connect with most of the others; `reached` are (from, to).
+    """Those of `members` that the network does not connect with most of the others; `reached` are (from, to).
 
-    Empty where no part is larger than half: then nobody can say which side is cut off.
+    Empty if no component has more than half of them: then it is undecidable which side is cut off.
     """
     everyone = list(members)
     neighbours: dict[int, set[int]] = defaultdict(set)

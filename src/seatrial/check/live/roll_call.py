@@ -1,6 +1,6 @@
-"""Who of the hosts is there: replies to the conductor, and is reached by the others over the network between them.
+"""Which hosts are present: they reply to the conductor, and the other hosts reach them over the network.
 
-Called before every round, so that nobody measures with a host that is gone: a rank would only wait for it.
+Called before every round, so that no host measures with an unreachable one: a rank would only wait for it.
 """
 
 from __future__ import annotations
@@ -10,28 +10,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from seatrial.base.files import parse_json
-from seatrial.check.live.crew import Crew, Key, Order, Reply
+from seatrial.check.live.agent_pool import AgentPool, Key, Order, Reply
 from seatrial.check.live.hosts import Host
 from seatrial.check.live.reach import cut_off, partners
 
-_REACH_S = 3.0  # for a TCP connection to come about; the kernel tries again after 1 s
-_TWICE = 2  # who was absent so often in a row is not called any more: it has been told as gone
-_FEWEST = 3  # of two nobody can say which one is cut off
+_REACH_S = 3.0  # for a TCP connection to be established; the kernel retries after 1 s
+_TWICE = 2  # absent this often in a row, a host is not called again: it has been reported as gone
+_FEWEST = 3  # of two hosts it is undecidable which one is cut off
 
 Facts = dict[str, Any]
 
 
 class RollCall:
-    """`silent`: hosts whose agents did not reply, and why; `cut_off`: how often a host had no connection with the others."""
+    """Presence checks. `silent`: hosts whose agents did not reply, and why; `cut_off`: times without connection."""
 
-    def __init__(self, crew: Crew, hosts: Sequence[Host], hello: Mapping[int, Mapping[str, Any]]) -> None:
-        self.crew, self.hosts, self.hello = crew, hosts, hello
+    def __init__(
+        self, agent_pool: AgentPool, hosts: Sequence[Host], hello: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        self.agent_pool, self.hosts, self.hello = agent_pool, hosts, hello
         self.silent: dict[int, str] = {}
         self.cut_off: Counter[int] = Counter()
         self._absent: Counter[int] = Counter()  # times in a row
 
     def call(self, *, network: bool = True) -> set[int]:
-        """Those who are absent, of all hosts that ever were there. Without `network` only whether agents reply."""
+        """The absent hosts, of all that were ever present. Without `network` only whether agents reply counts."""
         which = [n for n in self.hello if self._absent[n] < _TWICE]
         tries = partners(which) if network and len(which) >= _FEWEST else {n: [] for n in which}
         orders: dict[Key, Order] = {
@@ -41,7 +43,7 @@ class RollCall:
             }
             for n, others in tries.items()
         }
-        replies = self.crew.ask(orders, limit_s=_REACH_S)
+        replies = self.agent_pool.ask(orders, limit_s=_REACH_S)
         reached = []
         for n in which:
             reply = replies[n, 0]
@@ -59,20 +61,20 @@ class RollCall:
 
     @property
     def gone(self) -> set[int]:
-        """Who has been absent too often to be called again."""
+        """Hosts that were absent too often to be called again."""
         return {n for n, times in self._absent.items() if times >= _TWICE}
 
     def missed(self, silent: Mapping[int, str]) -> None:
-        """Hosts whose agents did not reply to something else."""
+        """Record hosts whose agents did not reply to another order."""
         self.silent |= silent
 
     def names(self, which: Iterable[int]) -> list[str]:
-        """What they are called."""
+        """The names of these hosts."""
         return [self.hosts[n].name for n in which]
 
 
 def printed(reply: Reply) -> tuple[Facts | None, str]:
-    """The JSON that a process of the agent has printed, and why there is none."""
+    """The JSON that a process of the agent has printed, or why there is none."""
     if reply.value is None:
         return None, reply.problem
     if reply.value["rc"] != 0:

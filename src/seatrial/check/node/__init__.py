@@ -1,1 +1,1 @@
-"""What one node measures of itself, and the verdicts on it."""
+"""Measurements that one node makes of itself, and their verdicts."""

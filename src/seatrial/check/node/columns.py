@@ -12,7 +12,7 @@ import numpy as np
 from seatrial.check.blame.nodes import RATES, Floats, NodeStage
 from seatrial.check.node.node_files import FACTS_VERSION
 from seatrial.check.node.node_ports import is_up
-from seatrial.check.report import natural
+from seatrial.check.ranges import natural
 from seatrial.hardware.counters import Links, Port, parse_nvlink_errors
 from seatrial.hardware.xid import address, parse
 
@@ -25,11 +25,11 @@ _OF_GPU = {"gemm": "gemm_tflop_s", "hbm": "hbm_gb_s", "h2d": "h2d_gb_s"}
 def columns(facts: Mapping[str, Facts | None], like: NodeStage | None = None) -> NodeStage:
     """The node stage of all of `facts`, in its order; None is a node that did not answer. What is missing is NaN.
 
-    `like` gives slots, devices and NVLinks: what a few nodes measured again must fit to what all measured first.
-    Slots go by PCI address where one set of addresses holds all nodes' GPUs, else by the order of the addresses; devices
-    likewise by name. Without RDMA anywhere there is one rail: the network device that ranks talk through.
+    `like` gives slots, devices and NVLinks: what a few nodes measured again must fit what all nodes measured first.
+    Slots go by PCI address if one set of addresses holds all nodes' GPUs, else by the order of the addresses; devices
+    likewise by name. Without RDMA anywhere there is one rail: the network device that ranks use.
     """
-    # Facts of another version are of no use here; judge_node.judge_stage() tells of them.
+    # Facts of another version are unusable here; judge_node.judge_stage() reports them.
     names, told = (
         tuple(facts),
         [f if f is None or f["version"] == FACTS_VERSION else None for f in facts.values()],
@@ -51,7 +51,7 @@ def columns(facts: Mapping[str, Facts | None], like: NodeStage | None = None) ->
             up[node, rail] = state is not None and state.state in ("ACTIVE", None)
             if before is not None and after is not None:
                 counters[node, rail] = (before, after)
-    # Without a port of its own a node is on the rail through its network device.
+    # Without RDMA ports a node is on the rail through its network device.
     if not rdma and len(devices) == 1:
         up[:, 0] = [f is not None and is_up(f["interface"]) for f in told]
     present = np.zeros((len(names), len(slots)), dtype=bool)
@@ -82,21 +82,21 @@ def columns(facts: Mapping[str, Facts | None], like: NodeStage | None = None) ->
             for slot, pair in _link_errors(told[node], gpus[node], own).items()
         },
         kernel_log={node: driver_lines(f) for node, f in enumerate(told) if f is not None},
-        # Rates of errors are told by the shortest time that they can have been counted in.
+        # Error rates use the shortest time in which they can have been counted.
         load_s=min(load, default=10.0) or 10.0,
         gpu=_kind(gpus) if like is None else like.gpu,
     )
 
 
 def gpus_of(facts: Facts | None) -> dict[str, Facts]:
-    """PCI address -> what is known of each GPU that the driver shows, by NVML, else by CUDA; in order of the addresses."""
+    """PCI address -> facts of each GPU that the driver shows, by NVML, else by CUDA; in order of the addresses."""
     if facts is None:
         return {}
     found: dict[str, Facts] = {}
     after = {g["pci"]: g for g in (facts["gpus_after"] or {}).get("gpus") or () if g.get("pci")}
     for gpu in (facts["gpus"] or {}).get("gpus") or ():
         if pci := gpu.get("pci"):
-            # Errors that came with the load count as well.
+            # Errors that occurred during the load count as well.
             errors = [g.get("uncorrectable") for g in (gpu, after.get(pci, gpu))]
             most = max((e for e in errors if e is not None), default=None)
             found[pci] = {**gpu, "uncorrectable": most}
@@ -106,19 +106,19 @@ def gpus_of(facts: Facts | None) -> dict[str, Facts]:
 
 
 def driver_lines(facts: Facts) -> tuple[str, ...] | None:
-    """The driver's messages in the kernel log; None where nobody shows it."""
+    """The driver's messages in the kernel log; None if the log cannot be read."""
     text = facts["kernel"]["text"]
     return None if text is None else tuple(line for line in text.splitlines() if parse(line) is not None)
 
 
 def _order(name: str) -> tuple[bool, Any]:
-    """PCI addresses by their text, for they are hexadecimal; names of devices as a person counts."""
+    """Sort key: PCI addresses by their text, for they are hexadecimal; device names by their numbers."""
     pci = address(name) is not None
     return (not pci, name if pci else natural(name))
 
 
 def _common(each: Sequence[list[str]], word: str) -> tuple[str, ...]:
-    """Names of columns: the most frequent of the largest sets if it holds all others, else "slot 0", "slot 1", ..."""
+    """Column names: the most frequent of the largest sets if it holds all others, else "slot 0", "slot 1", ..."""
     most = max((len(own) for own in each), default=0)
     sets = Counter(tuple(sorted(own, key=_order)) for own in each if len(own) == most and own)
     if not sets:
@@ -126,12 +126,12 @@ def _common(each: Sequence[list[str]], word: str) -> tuple[str, ...]:
     usual = sets.most_common(1)[0][0]
     if all(set(own) <= set(usual) for own in each):
         return usual
-    # Machines of one kind may number their buses differently. A name that is one machine's would be wrong of another.
+    # Machines of one kind may number their buses differently. One machine's name would be wrong for another.
     return tuple(f"{word} {n}" for n in range(most))
 
 
 def _places(own: Sequence[str], columns_: Sequence[str]) -> dict[str, int]:
-    """Name -> column: by name where all are columns' names, else one after the other."""
+    """Name -> column: by name if all are columns' names, else in order."""
     at = {name: n for n, name in enumerate(columns_)}
     if all(name in at for name in own):
         return {name: at[name] for name in own}
@@ -184,7 +184,7 @@ def _rates(
 def _links(
     gpus: Sequence[Mapping[str, Facts]], places: Sequence[Mapping[str, int]], like: NodeStage | None
 ) -> tuple[int, dict[tuple[int, int], tuple[int, ...]]]:
-    """NVLinks that a GPU has up, as most have it, and which of them are down where."""
+    """The usual number of active NVLinks per GPU, and the inactive ones by (node, slot)."""
     states = {
         (node, own[pci]): gpu["links"]
         for node, own in enumerate(places)
@@ -195,7 +195,7 @@ def _links(
         usual = like.links
     else:
         usual = median_high(_up(links) for links in states.values()) if states else 0
-    # A PCIe card has links that lead nowhere (12 of 18 are up by design): down is what most others of its place have up.
+    # PCIe cards have unconnected links (12 of 18 are up by design): a link is down if most other GPUs have it up.
     down = {}
     for key, links in states.items():
         if _up(links) >= usual:
@@ -234,6 +234,6 @@ def _link_errors(
 
 
 def _kind(gpus: Sequence[Mapping[str, Facts]]) -> str | None:
-    """The GPUs' name if all have the same; a floor of one kind is none of another."""
+    """The GPUs' name if all have the same; a floor of one kind does not apply to another."""
     kinds = {gpu["name"] for own in gpus for gpu in own.values() if gpu.get("name")}
     return kinds.pop() if len(kinds) == 1 else None

@@ -1,4 +1,4 @@
-"""Verdicts on what a node lets a job use: limits, memory, clock, storage and network device. Pure."""
+"""Verdicts on what a job may use on a node: limits, memory, clock, storage and network device. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from seatrial.base import units
-from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
 from seatrial.check.node.node_storage import MEMORY_TYPES
 
 Facts = Mapping[str, Any]
@@ -23,7 +23,7 @@ _LEAST_STORAGE = 0.05  # of storage, chosen here
 def judge_limits(
     limits: Facts, node: str, *, rdma: bool, gpus: int, memory_bytes: int | None
 ) -> Iterator[Finding]:
-    """Limits of user and container. `rdma`: the node has RDMA ports; `gpus`: GPUs that it has; `memory_bytes`: its memory."""
+    """Limits of user and container. `rdma`: the node has RDMA ports; `gpus`: its GPUs; `memory_bytes`: its memory."""
     target = Target(node=node)
     yield _memlock(limits, target, rdma)
     soft, hard = limits["limits"]["nofile"]
@@ -62,7 +62,7 @@ def _shm(limits: Facts, target: Target, gpus: int) -> Finding:
     shm = limits["shm"]
     source = "at least; NVIDIA's containers are started with --shm-size=1g"
     expected = Expected(_SHM_NVIDIA, "bytes", source)
-    # A single rank a node hands nothing over.
+    # A single rank per node exchanges no data through it.
     alone: Verdict = "FAIL" if gpus > 1 else "WARN"
     if shm is None:
         return Finding("NOD005", alone, target, "there is no /dev/shm", expected=expected)
@@ -93,7 +93,7 @@ def _memory(limits: Facts, target: Target, whole: int | None) -> Iterator[Findin
     text = f"{units.memory(available)} available"
     share = available / whole if whole else 1.0
     if limit is not None and used is not None:
-        # Of a container's use much is cache, which is given up; the node's own number leaves it out.
+        # `used` leaves out the page cache, which is reclaimable, as the node's available memory does.
         available = min(available, max(0, limit - used))
         text = f"{units.memory(available)} available, the container may use {units.memory(limit)}"
         share = available / min(limit, whole or limit) if limit else 0.0
@@ -107,7 +107,7 @@ def _memory(limits: Facts, target: Target, whole: int | None) -> Iterator[Findin
 
 
 def judge_storage(storage: Facts, node: str) -> Iterator[Finding]:
-    """The checkpoint folder: whether it can be used at all. Its speed is in judge_load.py."""
+    """The checkpoint folder: whether it is usable at all. Its speed is judged in judge_load.py."""
     target = Target(node=node)
     folder, problem, ended = storage["folder"], storage.get("problem"), storage.get("ended", "ok")
     if ended in ("hung", "stuck"):
@@ -151,7 +151,7 @@ def judge_storage(storage: Facts, node: str) -> Iterator[Finding]:
 
 
 def judge_interface(interface: Facts, node: str, *, rdma: bool) -> Finding:
-    """The network device. With RDMA ports it matters for the start only."""
+    """The network device. With RDMA ports it matters only for the start."""
     name, problem = interface["name"], interface.get("problem")
     target = Target(node=node, port=name)
     if problem is not None:

@@ -1,4 +1,4 @@
-"""Verdicts on what a node did under load: clocks and links of its GPUs, rates that have no floor and only peers. Pure."""
+"""Verdicts on a node under load: GPU clocks and links, and rates with peers but without a floor. Pure."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from seatrial.check.compare import median_of_others
-from seatrial.check.findings import Direction, Expected, Finding, Target, Verdict
-from seatrial.check.floors import find_sku, shares
+from seatrial.check.judging.compare import PEERS, median_of_others
+from seatrial.check.judging.findings import Direction, Expected, Finding, Target, Verdict
+from seatrial.check.judging.floors import find_sku, shares
 from seatrial.check.node.columns import gpus_of
 from seatrial.check.node.judge_pairs import both_ways
-from seatrial.check.node.nvml import REASONS
+from seatrial.check.outputs.gpu_state import HELD_DOWN, REASONS
 
 Facts = Mapping[str, Any]
 
-_HELD_DOWN = ("HW Slowdown", "HW Thermal Slowdown", "HW Power Brake Slowdown", "SW Thermal Slowdown")
-_PEERS = 2  # as in compare.py: of two that differ, either may be the ill one
-_OWN_SHARE = 0.8  # of the CPUs' time: with less, others have taken part of what was measured
+_OWN_SHARE = 0.8  # of the CPU time: with less, other work took part of what was measured
 
 
 @dataclass(frozen=True)
 class _Rate:
-    """One rate that has peers and no floor. `suspect` and `broken` are shares of their median; 0 is never."""
+    """One rate that has peers and no floor. `suspect` and `broken` are shares of their median; 0 means never."""
 
     code: str
     what: str
@@ -40,20 +38,25 @@ _RATES = {
     "write_gb_s": _Rate("NOD013", "writing to the checkpoint folder", "GB/s", 0.5, 0.0, "one file, synced"),
     "read_gb_s": _Rate("NOD013", "reading from the checkpoint folder", "GB/s", 0.5, 0.0, "one file"),
     "sustained_tflop_s": _Rate(
-        "NOD024", "bf16 products on all GPUs at once", "TFLOP/s", 0.92, 0.8, "bf16 GEMM"
+        "NOD024",
+        "bf16 products on all GPUs at once",
+        "TFLOP/s",
+        shares().suspect,
+        shares().broken,
+        "bf16 GEMM",
     ),
     "d2h_gb_s": _Rate(
-        *("NOD021", "copy from a GPU to the host", "GB/s", 0.92, 0.8),
+        *("NOD021", "copy from a GPU to the host", "GB/s", shares().suspect, shares().broken),
         *("device to host copy, pinned", "one direction"),
     ),
 }
-PAIRS = "pairs"  # of Peers: not one value a GPU, so none of _RATES
+PAIRS = "pairs"  # key in Peers: not one value per GPU, so not in _RATES
 _SHARES = {"memory_gb_s": "memory_share", "loopback_gb_s": "loopback_share"}
 
 
 @dataclass
 class Peers:
-    """What all nodes have measured, sorted, by the rate's name. Without it there are no peers."""
+    """The readings of all nodes, sorted, by rate name. Empty by default: no peers."""
 
     values: dict[str, list[float]] = field(default_factory=dict)
 
@@ -74,13 +77,13 @@ class Peers:
 @dataclass(frozen=True)
 class _Reading:
     value: float | None
-    why: str | None  # it says nothing of the node; None: it does
+    why: str | None  # why it is no evidence about the node; None: it is
     gpu: int | None = None
     pci: str | None = None
 
 
 def judge_rates(facts: Facts, node: str, peers: Peers) -> Iterator[Finding]:
-    """Each rate against the other nodes'. Without enough of them it is UNJUDGED, with the value in its words."""
+    """Judge each rate against the other nodes'. Without enough of them it is UNJUDGED, with the value in its text."""
     for name, reading in _readings(facts):
         rate = _RATES[name]
         target = Target(node=node, gpu=reading.gpu, pci=reading.pci)
@@ -93,8 +96,8 @@ def judge_rates(facts: Facts, node: str, peers: Peers) -> Iterator[Finding]:
             continue
         text = f"{rate.what}: {reading.value:.4g} {rate.unit}"
         values = peers.values.get(name, [])
-        if len(values) <= _PEERS:
-            why = f"no floor is known, and fewer than {_PEERS} others have measured it"
+        if len(values) <= PEERS:
+            why = f"no floor is known, and fewer than {PEERS} others have measured it"
             expected = Expected(None, rate.unit, "", rate.direction, rate.algorithm)
             yield Finding(
                 *(rate.code, "UNJUDGED", target, text, reading.value, rate.unit, expected), why_unjudged=why
@@ -133,7 +136,7 @@ def _readings(facts: Facts) -> Iterator[tuple[str, _Reading]]:
 
 
 def judge_gpu_load(facts: Facts, node: str) -> Iterator[Finding]:
-    """Clocks and PCIe link of each GPU while it worked. Held by its power limit is how these cards work, and passes."""
+    """Clocks and PCIe link of each GPU under load. Running at the power limit is normal for these cards and passes."""
     rates = facts.get("rates") or {}
     gpus = gpus_of(facts)
     for pci, gpu in (rates.get("gpus") or {}).items():
@@ -162,7 +165,7 @@ def _clocks(load: Facts, target: Target) -> Finding:
     if load["reasons"] is None:
         why = "the driver does not tell why clocks are what they are"
         return Finding("GPU007", "UNJUDGED", target, text, clock, "MHz", expected, why_unjudged=why)
-    held = [name for bit, name in REASONS.items() if load["reasons"] & bit and name in _HELD_DOWN]
+    held = [name for bit, name in REASONS.items() if load["reasons"] & HELD_DOWN & bit]
     if load["temperature_c"] is not None:
         text += f", {load['temperature_c']:.0f} °C"
     if load["power_w"] is not None:
@@ -198,7 +201,7 @@ def _pcie(load: Facts, target: Target, name: str | None) -> Iterator[Finding]:
 
 
 def judge_gpu_presence(facts: Facts, node: str, *, wanted: bool) -> Iterator[Finding]:
-    """GPUs that the bus or /dev shows and the driver does not, and such that others use. `wanted`: it cannot be without."""
+    """GPUs that the bus or /dev shows and the driver does not, and GPUs in use. `wanted`: the node must have some."""
     planned: int | None = facts["options"]["gpus"]
     target, inventory = Target(node=node), facts["inventory"]
     nvidia = [g for g in inventory["pci_gpus"] if g["vendor"] == "NVIDIA"]
@@ -209,7 +212,7 @@ def judge_gpu_presence(facts: Facts, node: str, *, wanted: bool) -> Iterator[Fin
         why = f"{', '.join(others)} GPUs are on the bus, and nothing here can ask them"
         yield Finding("NOD018", "UNJUDGED", target, why, why_unjudged=why)
     asked = facts["gpus"] is not None and problem is None
-    # A container shows the host's whole bus, and a job of a scheduler files of GPUs that are others': those cannot be opened.
+    # A container shows the host's whole bus, and a scheduler's job device files of others' GPUs, which it cannot open.
     files = (facts["gpus"] or {}).get("files") or {}
     ours = [name for name, said in files.items() if said not in ("EPERM", "EACCES")]
     if asked and len(shown) < len(ours):
@@ -243,7 +246,7 @@ def judge_gpu_presence(facts: Facts, node: str, *, wanted: bool) -> Iterator[Fin
         )
         yield Finding("NOD022", "UNJUDGED", target, why, 0, "GPUs", why_unjudged=why)
     elif asked and tried and usable < len(shown):
-        # Fewer were asked for by the environment as often as fewer work.
+        # The environment may have selected fewer, or fewer may work: one is as likely as the other.
         why = f"CUDA shows {usable} of {len(shown)} GPUs: CUDA_VISIBLE_DEVICES, MIG, or cards that it cannot use"
         yield Finding("NOD022", "UNJUDGED", target, why, usable, "GPUs", why_unjudged=why)
     after = facts["gpus_after"]

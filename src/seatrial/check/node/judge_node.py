@@ -1,4 +1,4 @@
-"""The verdicts on what one node has measured of itself, and on the node stage of all of them. Pure."""
+"""The verdicts on one node's measurements of itself, and on the node stage of all nodes. Pure."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from seatrial.check.collect import Piece
-from seatrial.check.compare import Plan, against_siblings
-from seatrial.check.findings import Finding, Target
+from seatrial.check.intake.collect import Piece
+from seatrial.check.intake.offline import judge_pieces
+from seatrial.check.judging.compare import Plan, against_siblings
+from seatrial.check.judging.findings import Finding, Target
+from seatrial.check.judging.report import Judged, Report
 from seatrial.check.node.columns import gpus_of
 from seatrial.check.node.judge_host import judge_interface, judge_limits, judge_storage
 from seatrial.check.node.judge_load import PAIRS, Peers, judge_gpu_load, judge_gpu_presence, judge_rates
 from seatrial.check.node.judge_pairs import judge_pairs
 from seatrial.check.node.node_clock import judge_clock
 from seatrial.check.node.node_files import FACTS_VERSION
-from seatrial.check.offline import judge_pieces
-from seatrial.check.report import Judged, Report
-from seatrial.check.tool import Lines
+from seatrial.check.outputs.gpu_state import GpuState, GpuStates
+from seatrial.check.outputs.tool import Lines
 
 Facts = Mapping[str, Any]
 
-TOOL = "node"  # what the report calls the node's own measurements
-# Of these tools the absence is no finding: nothing needs them where they are not.
+TOOL = "node"  # name of the node's own measurements in the report
+# The absence of these tools is no finding: nothing needs them where they are missing.
 _OPTIONAL = ("mlxlink",)
 _HANGING = ("hung", "stuck")
 
@@ -35,16 +36,16 @@ def judge_node(
     peers: Peers | None = None,
     gpus_elsewhere: bool = False,
 ) -> list[Finding]:
-    """Everything but the tools' outputs and what columns.columns() takes. None (the node has not answered) is no finding here.
+    """Judge everything but tool outputs and what columns.columns() takes. None (no answer) gives no finding here.
 
-    `peers` is what all nodes have measured. `gpus_elsewhere`: other nodes have GPUs, so this one should too.
+    `peers` are the measurements of all nodes. `gpus_elsewhere`: other nodes have GPUs, so this one should too.
     """
     if facts is None:
         return []
     found: list[Finding] = []
     gpus = len(gpus_of(facts))
     rdma = bool(facts["ports"]["before"])
-    # A plan's number alone is not enough: without GPUs the same job runs its ranks on CPUs.
+    # The plan's number alone is not enough: without GPUs the same job runs its ranks on CPUs.
     wanted = facts["options"]["device"] == "cuda" or gpus_elsewhere
     found += judge_gpu_presence(facts, node, wanted=wanted)
     found += judge_gpu_load(facts, node)
@@ -63,14 +64,14 @@ def judge_node(
 
 
 def _calls(facts: Facts, node: str) -> Iterator[Finding]:
-    """Tools and probes that gave no answer: a hang is a fault, an absence is not known."""
+    """Tools and probes without an answer: a hang is a fault, a missing tool leaves the result unknown."""
     target = Target(node=node)
     gpus = facts["gpus"]
-    # Who keeps the clock can be asked in several ways; only that one hangs is worth a word.
+    # Clock services can be queried in several ways; only a hang is worth reporting.
     clock = [c for c in facts["clock"]["no_answer"] if c["ended"] in _HANGING]
     calls = [*facts["calls"], *clock]
     if gpus is not None and gpus.get("problem") is not None:
-        # The probe ends well where it can say why NVML cannot be used.
+        # The probe exits normally if it can report why NVML is unusable.
         ended = gpus["ended"] if gpus["ended"] in _HANGING else "failed"
         calls.append({"name": "NVML", "ended": ended, "why": gpus["problem"], "seconds": None})
     rates = facts["rates"]
@@ -96,7 +97,7 @@ def _calls(facts: Facts, node: str) -> Iterator[Finding]:
 
 
 def _kernel(facts: Facts, node: str) -> Iterator[Finding]:
-    """What of the log is gone. That nobody shows it at all is told with the driver's messages (MSR008)."""
+    """Whether part of the log is lost. An unreadable log is reported with the driver's messages (MSR008)."""
     kernel = facts["kernel"]
     target = Target(node=node)
     if kernel["text"] is not None and kernel["lost"]:
@@ -120,7 +121,7 @@ def judged_node(
 
 
 def inventory_of(facts: Facts | None) -> dict[str, str | int | float]:
-    """What nodes that train together should have in common; what is not known is left out."""
+    """Properties that nodes which train together should share; unknown ones are omitted."""
     if facts is None:
         return {}
     own = facts["inventory"]
@@ -130,7 +131,7 @@ def inventory_of(facts: Facts | None) -> dict[str, str | int | float]:
         "system": own["system"],
         "CPU": own["cpu"],
         "CPUs": facts["limits"]["cpus"],
-        # The firmware takes a little for itself, not on all nodes the same.
+        # The firmware reserves a little, not the same amount on all nodes.
         "host memory, GiB": None
         if own["memory_bytes"] is None
         else round(own["memory_bytes"] / (8 << 30)) * 8,
@@ -144,15 +145,15 @@ def inventory_of(facts: Facts | None) -> dict[str, str | int | float]:
 
 
 def _ids(devices: list[dict[str, str]]) -> str:
-    """ "8 x 10de:2335, 1 x 1af4:1041"."""
+    """Devices by kind: "8 x 10de:2335, 1 x 1af4:1041"."""
     return ", ".join(f"{n} x {ids}" for ids, n in sorted(Counter(d["ids"] for d in devices).items()))
 
 
 def pieces_of(facts: Facts | None, node: str) -> list[Piece]:
-    """The outputs of tools among the facts, for offline.judge_pieces()."""
+    """The tool outputs among the facts, for offline.judge_pieces()."""
     if facts is None:
         return []
-    found = [Piece(f"{node}: {o['tool']}", node, Lines.of(o["text"])) for o in facts["outputs"]]
+    found = [_piece(output, node) for output in facts["outputs"]]
     kernel = facts["kernel"]
     if kernel["text"] is not None:
         cut = (
@@ -164,12 +165,20 @@ def pieces_of(facts: Facts | None, node: str) -> list[Piece]:
     return found
 
 
+def _piece(output: Mapping[str, Any], node: str) -> Piece:
+    file, states = f"{node}: {output['tool']}", output.get("states")
+    if states is None:
+        return Piece(file, node, Lines.of(output["text"]))
+    gpus = [GpuState(**gpu) for gpu in states["gpus"]]
+    return Piece(file, node, states=GpuStates(**{**states, "file": file, "gpus": gpus}))
+
+
 def judge_stage(
     facts: Mapping[str, Facts | None], *, plan: Plan | None = None, port_gbit_s: float | None = None
 ) -> Report:
-    """The node stage of all nodes: tools' outputs (offline.judge_pieces), judge_node() with peers, and what differs.
+    """Judge the node stage of all nodes: tool outputs (offline.judge_pieces), judge_node() with peers, and differences.
 
-    Rates that columns.columns() takes are left to nodes.judge_nodes(). Clock offsets: node_clock.judge_offsets().
+    Rates that columns.columns() takes are judged by nodes.judge_nodes(), clock offsets by node_clock.judge_offsets().
     """
     strange = {node for node, own in facts.items() if own is not None and own.get("version") != FACTS_VERSION}
     others = [_strange(node) for node in strange]
@@ -183,7 +192,7 @@ def judge_stage(
         for node, own in facts.items()
         if own is not None
     ]
-    # Without their findings: rates have their own limits here, and were compared above.
+    # Without findings: rates have limits of their own here, and were compared above.
     differs, _ = against_siblings([replace(each, findings=()) for each in mine])
     return Report((*mine, *report.judged), (*report.compared, *differs, *others))
 

@@ -1,7 +1,7 @@
 """The verdict on copies between the GPUs of one node, both directions at once. Pure.
 
-One direction at a time is in columns.columns() and nodes.judge_nodes(), which also say whose fault it is. Both at once is what the
-reference target of NVLink means.
+Single directions go through columns.columns() to nodes.judge_nodes(), which also determine the faulty GPU. The
+reference target of NVLink is for both directions at once.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from seatrial.check.compare import median_of_others
-from seatrial.check.findings import Expected, Finding, Target, Verdict
-from seatrial.check.floors import Floor, find_sku, shares, targets
+from seatrial.check.judging.compare import PEERS, median_of_others
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.floors import Floor, find_sku, shares, targets
 from seatrial.check.node.columns import gpus_of
-from seatrial.check.tool import listed
+from seatrial.check.ranges import listed
 from seatrial.hardware.catalogue import find_gpu
 
 Facts = Mapping[str, Any]
 
 _CODE = "NOD023"
 _ALGORITHM = "peer to peer copy"
-_PEERS = 2  # as in compare.py
-_TARGETED_GB_S = 450.0  # NVLink of the GPUs that the reference target is stated for, one direction
+_TARGETED_GB_S = 450.0  # NVLink rate of the GPUs for which the reference target is stated, one direction
 
 
 def both_ways(facts: Facts | None) -> list[float]:
@@ -31,7 +30,7 @@ def both_ways(facts: Facts | None) -> list[float]:
 
 
 def judge_pairs(facts: Facts, node: str, values: Sequence[float]) -> Iterator[Finding]:
-    """One finding a node, about its slowest pair; one more where GPUs that NVSwitches join cannot reach each other.
+    """One finding per node, about its slowest pair; one more if fully connected GPUs lack peer access.
 
     `values` are those of all nodes' pairs, sorted.
     """
@@ -61,10 +60,10 @@ def judge_pairs(facts: Facts, node: str, values: Sequence[float]) -> Iterator[Fi
         reached = sum(p["both_gb_s"] >= aim.value for p in pairs)
         text += f"; the reference target of {aim.value:g} {aim.unit} (no floor) is reached by {reached}"
     floor = None if sku is None else sku.floor("nvlink_copy", direction="both directions")
-    usual = median_of_others(values, read) if len(values) > _PEERS and read in values else None
+    usual = median_of_others(values, read) if len(values) > PEERS and read in values else None
     verdict, expected = _verdict(read, floor, usual)
     if expected is None:
-        why = f"no floor is known, and fewer than {_PEERS} other pairs were measured"
+        why = f"no floor is known, and fewer than {PEERS} other pairs were measured"
         expected = Expected(None, "GB/s", "", "both directions", _ALGORITHM)
         yield Finding(_CODE, "UNJUDGED", target(slowest), text, read, "GB/s", expected, why_unjudged=why)
         return
@@ -72,7 +71,7 @@ def judge_pairs(facts: Facts, node: str, values: Sequence[float]) -> Iterator[Fi
 
 
 def _verdict(read: float, floor: Floor | None, usual: float | None) -> tuple[Verdict, Expected | None]:
-    """By the floor, and by the other pairs: where all are slow alike only the floor tells, and the other way round."""
+    """By the floor and by the other pairs: if all are equally slow only the floor reveals it, and vice versa."""
     if floor is not None and (verdict := floor.verdict(read)) != "PASS":
         return verdict, floor.expected()
     if usual is None:

@@ -1,4 +1,4 @@
-"""What GPUs say of their clocks, links and power while they work: sampled in a thread, by NVML, else by nvidia-smi."""
+"""Clocks, links and power of GPUs under load: sampled in a thread, by NVML, else by nvidia-smi."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LIMITS = {"sm_mhz": "clocks.max.sm", "pcie_gen": "pcie.link.gen.max", "pcie_wid
 
 
 class Sampler:
-    """Samples of all GPUs while it is entered. `problem` says why there are none."""
+    """Samples all GPUs while the context is entered. `problem` is the reason if there are no samples."""
 
     def __init__(self) -> None:
         self.problem: str | None = None
@@ -53,16 +53,16 @@ class Sampler:
         if self._child is not None:
             self._child.kill()
         if self._thread is not None:
-            self._thread.join(timeout=10.0)  # a driver that hangs is told by what has no samples
+            self._thread.join(timeout=10.0)  # a hanging driver shows as missing samples
         if self._child is not None and self._child.stdout is not None:
             self._child.wait()
             self._child.stdout.close()
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """PCI address -> samples, median and lowest SM clock, all reasons seen (bits), lowest PCIe link, highest heat and power."""
+        """By PCI address: sample count, median and lowest SM clock, all reasons (bits), highest link, °C and watts."""
         found = {}
         for pci, samples in self._samples.items():
-            # The first may be from before the load.
+            # The first quarter may be from before the load.
             under = samples[len(samples) // 4 :]
 
             def known(name: str, under: list[dict[str, Any]] = under) -> list[float]:
@@ -77,7 +77,7 @@ class Sampler:
                 "sm_mhz": median(clocks) if clocks else None,
                 "least_sm_mhz": min(clocks, default=None),
                 "reasons": reasons if known("reasons") else None,
-                # The highest: a link goes up with the load, and its first samples are from before.
+                # The highest: a link speeds up with the load, and its first samples may be from before.
                 "pcie_gen": max(known("pcie_gen"), default=None),
                 "pcie_width": max(known("pcie_width"), default=None),
                 "temperature_c": max(known("temperature_c"), default=None),
@@ -102,7 +102,7 @@ class Sampler:
         fields = ",".join(["pci.bus_id", *_FIELDS.values(), *_LIMITS.values()])
         argv = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-lms", "200"]
         with contextlib.suppress(OSError):
-            # It ends with this process: of its group, and at the latest when nobody reads its next line.
+            # It ends with this process: as part of its group, and at the latest when its next write finds no reader.
             self._child = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )

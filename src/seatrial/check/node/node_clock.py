@@ -1,4 +1,4 @@
-"""The clock of a node: whether it is kept, and how far it is off from the conductor's."""
+"""The clock of a node: whether it is synchronised, and its offset from the conductor's."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
 from seatrial.check.node.run_tool import Order, run_tools
 
 _TIMEOUT_S = 2.0
-_ENOUGH = 3  # clocks that make a median worth something
+_ENOUGH = 3  # clocks needed for a meaningful median
 # linux/timex.h
 _STA_UNSYNC, _STA_NANO = 0x0040, 0x2000
 _TIME_ERROR = 5
 
-# From here on the logs of two nodes cannot be put in order by their times.
+# From here on the logs of two nodes cannot be merged by time.
 SUSPECT_S = 1.0
-# MUNGE_DEFAULT_TTL of munge (src/libcommon/munge_defs.h): Slurm's credentials are refused from there on.
+# MUNGE_DEFAULT_TTL of munge (src/libcommon/munge_defs.h): from here on Slurm's credentials are rejected.
 BROKEN_S = 300.0
 _SOURCE = "suspect from 1 s: chosen here; from 300 s munge refuses Slurm's credentials (MUNGE_DEFAULT_TTL)"
 
@@ -51,7 +51,7 @@ class _Timex(ctypes.Structure):
 
 
 def read_clock() -> dict[str, Any]:
-    """Whether something keeps this clock, by the kernel and by who keeps it. Seconds; None is not known."""
+    """Whether this clock is synchronised, by the kernel and by the time services. Seconds; None is unknown."""
     chrony, systemd = run_tools(
         [
             Order("chronyc -c tracking", ("chronyc", "-c", "tracking"), _TIMEOUT_S),
@@ -67,11 +67,11 @@ def read_clock() -> dict[str, Any]:
 
 
 def _kernel() -> dict[str, Any] | None:
-    """By adjtimex(2), which needs no right as long as it sets nothing."""
+    """By adjtimex(2), which needs no privilege as long as it sets nothing."""
     found = _Timex(modes=0)
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(found))
     if state < 0:
-        return None  # seccomp of some containers
+        return None  # blocked by seccomp in some containers
     return {
         "synchronised": state != _TIME_ERROR and not found.status & _STA_UNSYNC,
         "offset_s": found.offset / (1e9 if found.status & _STA_NANO else 1e6),
@@ -80,7 +80,7 @@ def _kernel() -> dict[str, Any] | None:
 
 
 def parse_chrony(text: str) -> dict[str, Any] | None:
-    """What `chronyc -c tracking` prints: 14 values and commas; None if it is something else."""
+    """Parse the output of `chronyc -c tracking`: 14 values and commas; None if it is something else."""
     parts = text.strip().split(",")
     if len(parts) != 14 or not re.fullmatch(r"-?[0-9.]+", parts[4]):
         return None
@@ -88,7 +88,7 @@ def parse_chrony(text: str) -> dict[str, Any] | None:
 
 
 def judge_clock(facts: Mapping[str, Any], node: str) -> Finding:
-    """Whether the clock is kept. A clock that nobody keeps is suspect; of one in a container nobody may know."""
+    """Whether the clock is synchronised. If not, it is suspect; in a container it may be impossible to know."""
     kernel, chrony, systemd = facts["kernel"], facts["chrony"], facts["timedatectl"]
     target = Target(node=node)
     said = []
@@ -109,7 +109,7 @@ def judge_clock(facts: Mapping[str, Any], node: str) -> Finding:
 
 
 def _told(seconds: float) -> str:
-    """A time that may be very short: "12 µs", "4.0 s"."""
+    """Format a time that may be very short: "12 µs", "4.0 s"."""
     unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("µs", 1e-6)
     value = seconds / size
     return f"{value:.1f} {unit}" if value < 10 else f"{value:,.0f} {unit}"
@@ -117,14 +117,14 @@ def _told(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Offset:
-    """How far a clock is ahead of ours, in seconds, and how far that can be wrong: half of the shortest round trip."""
+    """How far a clock is ahead of ours, in seconds, and the error bound: half of the shortest round trip."""
 
     offset_s: float
     error_s: float
 
 
 def offset_of(trips: Sequence[tuple[float, float, float]]) -> Offset | None:
-    """From round trips (sent, the node's time.time() in its pong, received), of which the shortest counts; None without any.
+    """The offset by the shortest round trip (sent, the node's time.time() in its pong, received); None without any.
 
     Cristian's algorithm: the answer was written between sending and receiving, so half of the trip bounds the error
     (Cristian 1989, Probabilistic clock synchronization).
@@ -137,7 +137,7 @@ def offset_of(trips: Sequence[tuple[float, float, float]]) -> Offset | None:
 
 
 def judge_offsets(offsets: Mapping[str, Offset | None]) -> list[Finding]:
-    """One finding a node, against the median of three or more, else against the clock of who asks.
+    """One finding per node, against the median of three or more, else against the clock of the conductor.
 
     None is a node that has not answered in time: UNJUDGED.
     """
@@ -151,10 +151,10 @@ def judge_offsets(offsets: Mapping[str, Offset | None]) -> list[Finding]:
             found.append(Finding("NOD011", "UNJUDGED", target, why, why_unjudged=why))
             continue
         off = offset.offset_s - middle
-        least = max(0.0, abs(off) - offset.error_s)  # what it is off for certain
+        least = max(0.0, abs(off) - offset.error_s)  # the offset that is certain
         verdict: Verdict = "FAIL" if least >= BROKEN_S else "WARN" if least >= SUSPECT_S else "PASS"
         text = f"clock {_told(abs(off))} {'ahead of' if off > 0 else 'behind'} {whose}, ± {_told(offset.error_s)}"
         expected = Expected(f"within {SUSPECT_S:g} s", "s", _SOURCE)
-        # Not "s": a clock is not slower than its siblings' for being ahead of them.
+        # Not "s": a clock ahead of its siblings' is not slower than theirs.
         found.append(Finding("NOD011", verdict, target, text, round(off, 6), "s off", expected))
     return found

@@ -1,17 +1,17 @@
-"""Small files of /proc and /sys, read as what they say. What is not there, or may not be read, is None."""
+"""Read small files of /proc and /sys. What does not exist or may not be read is None."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 FACTS_VERSION = (
-    1  # of what node_stage.measure() tells: another is of another seatrial, and none of ours to read
+    2  # of the facts of node_stage.measure(); other versions are from another seatrial and not read
 )
 _LARGEST_BYTES = 1 << 20  # /proc/cpuinfo of 512 processors
 
 
 def text_of(path: Path) -> str | None:
-    """The file's text without space around it; None if it cannot be read."""
+    """The file's text, stripped; None if it cannot be read."""
     try:
         with path.open("rb") as f:
             return f.read(_LARGEST_BYTES).decode(errors="replace").strip()
@@ -20,13 +20,13 @@ def text_of(path: Path) -> str | None:
 
 
 def number_of(path: Path) -> int | None:
-    """The whole number that the file holds; None if it holds none ("max") or cannot be read."""
+    """The whole number in the file; None if there is none ("max") or it cannot be read."""
     text = text_of(path)
     return int(text) if text is not None and text.isascii() and text.isdecimal() else None
 
 
 def fields_of(path: Path) -> dict[str, str]:
-    """Lines "name: value" or "name=value" (quotes taken off), the first of each name; empty if it cannot be read."""
+    """Lines "name: value" or "name=value" (unquoted), the first of each name; empty if the file cannot be read."""
     found: dict[str, str] = {}
     for line in (text_of(path) or "").splitlines():
         at = min((i for c in ":=" if (i := line.find(c)) >= 0), default=-1)

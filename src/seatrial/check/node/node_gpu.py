@@ -1,4 +1,4 @@
-"""The GPUs of this node: NVML first, nvidia-smi where NVML cannot be used, and what only nvidia-smi prints."""
+"""The GPUs of this node: by NVML, by nvidia-smi if NVML is unusable, and what only nvidia-smi prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seatrial.check.node.run_tool import Order, Result, run_tools
 
 # Without persistence mode the driver initialises every GPU first, which takes seconds.
 SLOWEST_S = 25.0
-# What the readers of outputs know and NVML has no whole answer for.
+# Outputs that have a reader and that NVML cannot fully replace.
 _TEXTS = {
     "nvidia-smi nvlink -s": ("nvlink", "-s"),
     "nvidia-smi nvlink -e": ("nvlink", "-e"),
@@ -22,9 +22,9 @@ LINK_ERRORS = "nvidia-smi nvlink -e"
 
 
 def read_gpus(limit_s: float) -> tuple[dict[str, Any], list[Result]]:
-    """NVML's facts (see probe_nvml.read(); "problem" says why there are none), and what the tools have printed.
+    """NVML's facts (see probe_nvml.read(); "problem" is the reason if there are none), and the tools' outputs.
 
-    Each call has `limit_s`. All run at once, and nvidia-smi is asked for what NVML refuses only if the driver answers.
+    Each call has `limit_s`. All run at once; `nvidia-smi -q -x` replaces NVML only if NVML failed without hanging.
     """
     nvml, *texts = run_tools(
         [_nvml(limit_s), *(_smi(name, words, limit_s) for name, words in _TEXTS.items())]
@@ -36,7 +36,7 @@ def read_gpus(limit_s: float) -> tuple[dict[str, Any], list[Result]]:
 
 
 def read_after(limit_s: float) -> tuple[dict[str, Any], Result]:
-    """What is read again after the load: errors of memory, cards that are gone, errors of links."""
+    """Facts that are read again after the load: memory errors, lost cards, link errors."""
     nvml, links = run_tools([_nvml(limit_s), _smi(LINK_ERRORS, _TEXTS[LINK_ERRORS], limit_s)])
     return _document(nvml), links
 
@@ -64,29 +64,16 @@ def _document(result: Result) -> dict[str, Any]:
     return found | {"ended": "ok"}
 
 
-def query_text(facts: Mapping[str, Any]) -> str | None:
-    """NVML's facts as `nvidia-smi -q` prints them, so that one judge is for both; None where there are none."""
+def states_of(facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """NVML's facts as fields of GpuStates, for JSON; None if there are none."""
     if facts.get("problem") is not None or not facts.get("gpus"):
         return None
-    lines = [
-        "==============NVSMI LOG==============",
-        "",
-        f"Driver Version : {facts.get('driver') or 'N/A'}",
-        f"Attached GPUs : {len(facts['gpus'])}",
-    ]
-    for gpu in facts["gpus"]:
-        if "lost" in gpu:
-            lines.append(f"Unable to determine the device handle for GPU{gpu['index']}: {gpu['lost']}")
-        else:
-            lines.append(f"GPU {gpu['bus_id']}")
-            _indent(gpu["query"], 1, lines)
-    return "\n".join(lines) + "\n"
-
-
-def _indent(values: Mapping[str, Any], depth: int, lines: list[str]) -> None:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            lines.append("    " * depth + name)
-            _indent(value, depth + 1, lines)
-        else:
-            lines.append("    " * depth + f"{name} : {value}")
+    cannot = "Unable to determine the device handle for GPU"  # nvidia-smi's words
+    gpus = facts["gpus"]
+    return {
+        "gpus": [gpu["state"] for gpu in gpus if "lost" not in gpu],
+        "lost": [(None, f"{cannot}{gpu['index']}: {gpu['lost']}") for gpu in gpus if "lost" in gpu],
+        "attached": len(gpus),
+        "driver": facts.get("driver"),
+        "printed": False,
+    }

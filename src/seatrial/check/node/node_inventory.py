@@ -1,4 +1,4 @@
-"""What a node is made of, by /proc and /sys: what must be equal among nodes that train together."""
+"""The components of a node, by /proc and /sys: what must be equal among nodes that train together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGES = ("torch", "nvidia-ml-py")
 
 
 def read_inventory(root: Path = Path("/")) -> dict[str, Any]:
-    """Kernel, processors, memory, PCI devices, driver and packages. `root` is where /proc, /sys, /dev and /etc lie.
+    """Kernel, processors, memory, PCI devices, driver and packages. `root` is the parent of /proc, /sys, /dev and /etc.
 
     Memory in bytes. GPUs and NICs are PCI addresses ("0000:3b:00") with their ids ("10de:2335").
     """
@@ -53,7 +53,7 @@ def _pci(devices: Path) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
         kind, vendor = text_of(device / "class") or "", text_of(device / "vendor") or ""
         ids = f"{vendor.removeprefix('0x')}:{(text_of(device / 'device') or '').removeprefix('0x')}"
         entry = {"pci": address(device.name) or device.name, "ids": ids}
-        # A board's management controller is a display controller too, of another vendor.
+        # A board's management controller is a display controller too, but of another vendor.
         if kind[:6] in _GPU_CLASSES and vendor in _VENDORS:
             gpus.append(entry | {"vendor": _VENDORS[vendor]})
         elif kind[:6] in _NETWORK_CLASSES:
@@ -62,7 +62,7 @@ def _pci(devices: Path) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def _listed(text: str) -> list[int]:
-    """ "0-3,8" as numbers."""
+    """Parse "0-3,8" into numbers."""
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -92,7 +92,7 @@ def _version(package: str) -> str | None:
 
 
 def last_level_cache_bytes(root: Path = Path("/")) -> int | None:
-    """All last-level caches of this machine together, in bytes; None if the kernel does not say."""
+    """Total size of this machine's last-level caches, in bytes; None if the kernel does not report it."""
     caches: dict[str, int] = {}
     for cpu in (root / "sys/devices/system/cpu").glob("cpu[0-9]*"):
         levels = [(number_of(i / "level") or 0, i) for i in (cpu / "cache").glob("index[0-9]*")]

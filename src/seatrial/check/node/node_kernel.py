@@ -11,24 +11,24 @@ from seatrial.check.node.run_tool import Order, run_tool
 from seatrial.check.outputs.kernel_text import tells
 
 KMSG = Path("/dev/kmsg")
-_RECORD_BYTES = 8192  # the most that the kernel gives at once; a smaller buffer is refused
-_RECORDS = 200_000  # more than any ring buffer holds: a device that never ends ends here
+_RECORD_BYTES = 8192  # the most that the kernel returns at once; a smaller buffer is refused
+_RECORDS = 200_000  # more than any ring buffer holds: stops at a device that never ends
 _LARGEST_BYTES = 16 << 20
 _TIMEOUT_S = 5.0
-# Bytes of log that are handed on whole. Of a longer one only the lines that tell something, and the newest.
+# Longest log in bytes that is kept whole. Of a longer one only the relevant lines and the newest are kept.
 _WHOLE_BYTES = 50_000
 _NEWEST = 100
 
 
 def read_kernel_log(kmsg: Path = KMSG) -> dict[str, Any]:
-    """`text` is the log, None where nobody shows it, with `problem`. `lost` says that its beginning has been overwritten.
+    """`text` is the log, None if it cannot be read, with `problem`. `lost`: its beginning has been overwritten.
 
-    `lines` is how many lines the whole log has; `cut` says that `text` holds only those that matter and the newest.
+    `lines` is the number of lines of the whole log; `cut`: `text` has only the relevant lines and the newest.
     """
     lines, problem, lost = _records(kmsg)
     source = str(kmsg)
     if lines is None or lost:
-        # The journal keeps what the ring buffer has dropped. Short: one line a message, with its time.
+        # The journal keeps what the ring buffer has dropped. Short: one line per message, with its time.
         argv = ("journalctl", "-k", "-b", "--no-pager", "-q", "-o", "short-iso")
         journal = run_tool(Order("journalctl -k", argv, _TIMEOUT_S))
         found = journal.out.splitlines() if journal.ok else []
@@ -60,14 +60,14 @@ def read_kernel_log(kmsg: Path = KMSG) -> dict[str, Any]:
 
 
 def _records(path: Path) -> tuple[list[str] | None, str | None, bool]:
-    """Lines, why there are none, and whether older ones are gone. Never waits for a message that is still to come."""
+    """Lines, the reason if there are none, and whether older ones are lost. Never waits for future messages."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         return None, f"{path}: {error.strerror}", False
     lines: list[str] = []
     try:
-        if stat.S_ISREG(os.fstat(fd).st_mode):  # a stand-in: many lines a read
+        if stat.S_ISREG(os.fstat(fd).st_mode):  # a regular file in tests: many lines per read
             with os.fdopen(fd, "rb", closefd=False) as file:
                 lines = file.read(_LARGEST_BYTES).decode(errors="replace").splitlines()
             return lines, None, _begins_late(lines)
@@ -77,7 +77,7 @@ def _records(path: Path) -> tuple[list[str] | None, str | None, bool]:
             except BlockingIOError:
                 break
             except BrokenPipeError:
-                continue  # overwritten while it was read; the next read is of what is left
+                continue  # overwritten while it was read; the next read returns what is left
             except OSError as error:
                 return None, f"{path}: {error.strerror}", False
             if not record:
@@ -90,6 +90,6 @@ def _records(path: Path) -> tuple[list[str] | None, str | None, bool]:
 
 
 def _begins_late(lines: list[str]) -> bool:
-    """Whether the first record is not the first that there was."""
+    """Whether the first record is not the first one ever logged."""
     number = lines[0].split(",", 2)[1:2] if lines else []
     return bool(number) and number[0].isdecimal() and int(number[0]) > 0

@@ -1,4 +1,4 @@
-"""What a process on this node may use: limits of its user, of its container, and of shared memory."""
+"""The limits of a process on this node: of its user, of its container, and of shared memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LIMITS = {
 
 
 def read_limits(root: Path = Path("/"), *, shm: Path = Path("/dev/shm")) -> dict[str, Any]:
-    """The limits as they are for this process. Bytes, counts and CPUs; None for no limit or not known.
+    """The limits in effect for this process. Bytes, counts and CPUs; None for no limit or unknown.
 
-    `limits` has [soft, hard]. A cgroup's limit counts at every level above it, so the lowest is told.
+    `limits` has [soft, hard]. Limits of all parent cgroups apply as well, so the lowest is reported.
     """
     capabilities = int(fields_of(root / "proc/self/status").get("CapEff") or "0", 16)
     groups = control_groups(root)
@@ -48,7 +48,7 @@ def _finite(value: int) -> int | None:
 
 
 def _quota(group: Path) -> float | None:
-    """CPUs' worth of time, by cpu.max (v2) or cpu.cfs_quota_us (v1)."""
+    """The CPU time limit in CPUs, by cpu.max (v2) or cpu.cfs_quota_us (v1)."""
     first, _, second = (text_of(group / "cpu.max") or "").partition(" ")
     if first.isdecimal() and second.isdecimal() and int(second):
         return int(first) / int(second)
@@ -77,7 +77,7 @@ def _swap(root: Path) -> int | None:
 
 
 def _space(folder: Path) -> dict[str, int] | None:
-    """Size and free space in bytes; None if it is not there."""
+    """Size and free space in bytes; None if it does not exist."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -86,7 +86,7 @@ def _space(folder: Path) -> dict[str, int] | None:
 
 
 def _container(root: Path) -> str | None:
-    """What of container this process seems to be in; None where nothing says so."""
+    """The kind of container this process seems to be in; None without any sign of one."""
     if (root / ".dockerenv").exists():
         return "Docker"
     if (root / "run/.containerenv").exists():

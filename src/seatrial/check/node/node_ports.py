@@ -1,4 +1,4 @@
-"""The network of this node: its RDMA ports with their counters, and the network device that TCP goes through."""
+"""The network of this node: its RDMA ports with their counters, and the network device that TCP uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seatrial.check.node.probe_ports import ROOT
 from seatrial.check.node.run_tool import Order, Result, run_tool
 from seatrial.check.outputs import sysfs
 from seatrial.check.outputs.ports import fabric_ports
-from seatrial.check.tool import Lines, ParseError
+from seatrial.check.outputs.tool import Lines, ParseError
 from seatrial.hardware.counters import Port
 
 _PORTS_S = 10.0
@@ -23,7 +23,7 @@ _COUNTERS = ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
 
 
 def read_ports(root: str = ROOT) -> Result | None:
-    """The tree of RDMA devices as text for the reader "sysfs"; None where there is none."""
+    """The tree of RDMA devices as text for the reader "sysfs"; None if there is none."""
     if not os.path.isdir(root):
         return None
     found = run_tool(Order("sysfs", python("seatrial.check.node.probe_ports", root), _PORTS_S))
@@ -31,7 +31,7 @@ def read_ports(root: str = ROOT) -> Result | None:
 
 
 def mlxlink_orders(text: str) -> list[Order]:
-    """`mlxlink` for each device whose fabric ports are down: why a link is down only its firmware knows."""
+    """`mlxlink` for each device with inactive fabric ports: only its firmware knows why a link is down."""
     down = [p for p in fabric_of(text).values() if p.state != "ACTIVE"]
     return [
         Order(f"mlxlink {p.device}", ("mlxlink", "-d", p.device, "-p", str(p.number)), _TOOL_S) for p in down
@@ -39,7 +39,7 @@ def mlxlink_orders(text: str) -> list[Order]:
 
 
 def fabric_of(text: str) -> dict[str, Port]:
-    """ "mlx5_0/1" -> port, of the training fabric's ports in a tree's text; empty for a text that is none."""
+    """Parse a tree's text into the training fabric's ports: "mlx5_0/1" -> port; empty if it is not such a text."""
     try:
         facts = sysfs.parse(Lines.of(text), "sysfs")
     except ParseError:
@@ -50,14 +50,14 @@ def fabric_of(text: str) -> dict[str, Port]:
 def read_interface(
     name: str | None, *, net: Path = _NET, route: Path = Path("/proc/net/route")
 ) -> dict[str, Any]:
-    """The network device that ranks talk through: `name`, else that of the default route. Mb/s as the driver says."""
+    """The network device that ranks use: `name`, else that of the default route. Mb/s as the driver reports it."""
     chosen = name or default_interface(route)
     if chosen is None:
         return {"name": None, "problem": "no default route and no interface named"}
     folder = net / chosen
     if not folder.is_dir():
         return {"name": chosen, "problem": f"no network device {chosen}"}
-    speed = text_of(folder / "speed") or ""  # -1 where the device has none, as virtual ones
+    speed = text_of(folder / "speed") or ""  # -1 if the device has none, such as a virtual one
     return {
         "name": chosen,
         "problem": None,
@@ -80,5 +80,5 @@ def default_interface(route: Path = Path("/proc/net/route")) -> str | None:
 
 
 def is_up(interface: Mapping[str, Any]) -> bool:
-    """Whether a device carries traffic; virtual ones say "unknown"."""
+    """Whether a device carries traffic; virtual ones report "unknown"."""
     return interface.get("problem") is None and interface.get("state") in ("up", "unknown")

@@ -1,7 +1,7 @@
-"""What one node measures of itself, in order and within its time: facts as JSON, for judge_node.py and columns.py.
+"""One node's measurements of itself, in order and within its time: JSON facts for judge_node.py and columns.py.
 
-Nothing here judges, and nothing here waits for ever: whatever may hang runs in a process of its own (run_tool.py). First what
-is read from a node at rest, then the load, then what the load has changed.
+Nothing here judges, and nothing here blocks without limit: whatever may hang runs in a process of its own
+(run_tool.py). First what is read from an idle node, then the load, then what the load has changed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from seatrial.check.node.run_tool import Order, Result, run_tool, run_tools
 from seatrial.hardware.devices import visible_devices
 
 _STORAGE_S = 2.0
-_CPU_S = 30.0  # most of it waiting for the machine's turn, where several nodes are one machine
+_CPU_S = 30.0  # most of it waiting for the machine's lock if several nodes share one machine
 _LOADING_S = 10.0  # torch and CUDA, before the rates' own time begins
-_AFTER_S = 3.0  # kept of the node's time for what is read after the load
+_AFTER_S = 3.0  # reserved of the node's time for what is read after the load
 _LEAST_S = (
-    10.0  # however little time is left, a part gets this much: without it nothing could be measured at all
+    10.0  # minimum for a part, however little time is left: with less, nothing could be measured there at all
 )
 
 T = TypeVar("T")
@@ -41,11 +41,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What a node is asked. All fields are JSON: an order of `seatrial.check.live.agent` is `asdict(options)` and back by `**`.
+    """What a node is asked. All fields are JSON: `seatrial.check.live.agent` gets `asdict(options)` and uses `**`.
 
-    `gpus` is how many the plan wants, None for not known, and `port_gbit_s` the rate that the fabric's ports must have: for who
-    judges, and in the facts for that. `storage` is the checkpoint folder, None for none to measure. `seconds` is what the whole
-    stage may take. `rates` False leaves out what puts load on CPU, GPU or storage.
+    `gpus` is the plan's number, None if unknown, and `port_gbit_s` the required rate of the fabric's ports: both are
+    only for the judges, and kept in the facts for them. `storage` is the checkpoint folder, None to measure none.
+    `seconds` is the limit of the whole stage. `rates` False omits what puts load on CPU, GPU or storage.
     """
 
     gpus: int | None = None
@@ -53,15 +53,15 @@ class NodeOptions:
     seconds: float = 60.0
     rates: bool = True
     port_gbit_s: float | None = None
-    interface: str | None = None  # the network device that ranks talk through where there is no RDMA
+    interface: str | None = None  # the network device for ranks if there is no RDMA
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    # Also `dcgmi diag -r LEVEL -j`, in what is left of `seconds`: level 1 takes a minute, 2 some, 3 half an hour.
+    # Also `dcgmi diag -r LEVEL -j`, in the rest of `seconds`: level 1 takes a minute, 2 a few, 3 half an hour.
     dcgm_level: int | None = None
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a node keeps what is read; other ones in tests."""
+    """Paths to read from; replaced in tests."""
 
     root: str = "/"
     infiniband: str = ROOT
@@ -71,15 +71,15 @@ class Places:
 def measure(
     options: NodeOptions, tell: Callable[[str], None] = lambda text: None, places: Places | None = None
 ) -> dict[str, Any]:
-    """Everything that this node knows of itself. Never raises for what hardware, tools or permissions do.
+    """Collect everything that this node knows of itself. Never raises for what hardware, tools or permissions do.
 
     `tell` gets a line before each part. Leaves no process and no file.
 
-    Keys: "version", "options", "seconds", "parts" (part -> seconds); "inventory", "limits", "clock", "interface", "storage",
-    "kernel", "gpus" and "gpus_after" the load as their readers say (node_*.py, probe_nvml.py; None where not asked); "ports" with "before" and
-    "after" the load (name -> hardware.counters.Port), "link_errors" likewise (texts of `nvidia-smi nvlink -e`), "load_s" between
-    them; "rates" (collect_rates(), with "device", "ended", "problem", "seconds"); "outputs" of tools for judge_pieces();
-    "calls": how each call of a tool ended.
+    Keys: "version", "options", "seconds", "parts" (part -> seconds); "inventory", "limits", "clock", "interface",
+    "storage", "kernel", "gpus" and, after the load, "gpus_after" as their readers return them (node_*.py,
+    probe_nvml.py; None if not asked); "ports" with "before" and "after" the load (name -> hardware.counters.Port),
+    "link_errors" likewise (texts of `nvidia-smi nvlink -e`), "load_s" between them; "rates" (collect_rates(), with
+    "device", "ended", "problem", "seconds"); "outputs" of tools for judge_pieces(), each a "text" or, of NVML, "states"; "calls": how each tool call ended.
     """
     return _Stage(options, tell, places or Places()).run()
 
@@ -90,7 +90,7 @@ class _Stage:
         self.begun = time.monotonic()
         self.parts: dict[str, float] = {}
         self.calls: list[Result] = []
-        self.outputs: list[dict[str, str]] = []
+        self.outputs: list[dict[str, Any]] = []
 
     def left(self) -> float:
         return self.options.seconds - (time.monotonic() - self.begun)
@@ -130,18 +130,18 @@ class _Stage:
         if options.rates:
             device = "cuda" if gpus is not None and visible_devices() else "cpu"
             device = options.device if options.device != "auto" else device
-            # More threads than CPUs' worth of time would be stopped in the middle of what is timed.
+            # More threads than the CPU quota would be throttled within what is timed.
             quota = facts["limits"]["cpu_quota"]
             threads = min(facts["limits"]["cpus"], math.ceil(quota) if quota is not None else 1 << 20)
             facts["rates"] = self.part("rates", lambda: self._rates(device, threads))
         facts["gpus_after"] = None
-        # After a driver that has hung once it is not asked again.
+        # A driver that has hung once is not asked again.
         if gpus is not None and gpus["ended"] not in ("hung", "stuck"):
             facts["gpus_after"], links[1] = self.part("GPUs after the load", self._after)
         facts["link_errors"] = links
         facts["ports"] = {"before": ports, "after": self._ports(keep=False) if ports else {}}
         facts["load_s"] = round(time.monotonic() - read_at, 3)
-        # Last, because the load may have made the driver say something.
+        # Last, because the load may have caused driver messages.
         facts["kernel"] = self.part("kernel log", lambda: read_kernel_log(Path(self.places.kernel_log)))
         if options.dcgm_level is not None and gpus is not None:
             order = node_gpu.dcgm_order(options.dcgm_level, max(_LEAST_S, self.left()))
@@ -151,14 +151,14 @@ class _Stage:
         return facts
 
     def _driver(self, inventory: dict[str, Any]) -> bool:
-        """Whether there is something to ask for NVIDIA GPUs; without, NVML and nvidia-smi need not be tried."""
+        """Whether there may be NVIDIA GPUs; otherwise NVML and nvidia-smi need not be tried."""
         return bool(
             inventory["nvidia_driver"] or inventory["gpu_files"] or shutil.which("nvidia-smi") is not None
         )
 
     def _keep(self, result: Result, *, even_failed: bool = False) -> str | None:
-        """Note the call, and its output for the readers of outputs; what it printed, None where it is no answer."""
-        # dcgmi ends with an exit code of its own where tests fail, and its document is whole all the same.
+        """Record the call, and its output for the readers; returns the output, None if it is not an answer."""
+        # dcgmi has an exit code of its own if tests fail, and its document is still complete.
         told = bool(result.out.strip()) and (result.ok or (even_failed and result.ended == "failed"))
         self.calls.append(replace(result, ended="ok") if told else result)
         if not told:
@@ -167,7 +167,7 @@ class _Stage:
         return result.out
 
     def _ports(self, *, keep: bool) -> dict[str, Any]:
-        """The fabric's ports by name, with their counters; the first reading is kept as an output and looked into."""
+        """The fabric's ports with their counters by name; the first reading is kept as an output, mlxlink follows."""
         found = read_ports(self.places.infiniband)
         if found is None:
             return {}
@@ -180,27 +180,27 @@ class _Stage:
         return {name: asdict(port) for name, port in fabric_of(text).items()}
 
     def _gpus(self) -> tuple[dict[str, Any], str | None]:
-        # A quarter, so that a driver that hangs leaves time to say so.
+        # A quarter, so that a hanging driver leaves time to report it.
         facts, texts = node_gpu.read_gpus(min(node_gpu.SLOWEST_S, self.options.seconds / 4))
-        query = node_gpu.query_text(facts)
-        if query is not None:
-            self.outputs.append({"tool": "NVML", "text": query})
+        states = node_gpu.states_of(facts)
+        if states is not None:
+            self.outputs.append({"tool": "NVML", "states": states})
         errors = None
         for result in texts:
             if result.name == node_gpu.LINK_ERRORS:
-                # The reading after the load is the one to judge; this one is what it is compared with.
+                # The reading after the load is judged; this one is its baseline.
                 self.calls.append(result)
                 errors = result.out if result.ok else None
             else:
                 self._keep(result)
         for gpu in facts.get("gpus", ()):
-            gpu.pop("query", None)  # it stands in the output
+            gpu.pop("state", None)  # it is in the outputs
         return facts, errors
 
     def _after(self) -> tuple[dict[str, Any], str | None]:
         facts, links = node_gpu.read_after(max(_AFTER_S, self.left()))
         for gpu in facts.get("gpus", ()):
-            gpu.pop("query", None)
+            gpu.pop("state", None)
         return facts, self._keep(links)
 
     def _rates(self, device: str, threads: int) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class _Stage:
         seconds = limit - min(_LOADING_S, limit / 3)
         seconds = min(_CPU_S, seconds) if device == "cpu" else seconds
         options = ("--device", device, "--seconds", f"{seconds:.2f}", "--threads", str(threads))
-        # Threads are this program's own; what a launcher has set for ranks would only slow down its loading.
+        # The program sets its threads itself; a launcher's setting for ranks would only slow down its start.
         environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         order = Order("rates", python("seatrial.check.node.probe_rates", *options), limit, environment)
         done = run_tool(order)
@@ -222,14 +222,14 @@ class _Stage:
 
 
 def collect_rates(text: str) -> dict[str, Any]:
-    """What probe_rates has told: all that was measured before its end, and what it was doing then."""
+    """Parse probe_rates' output: all that was measured before its end, and what it was doing then."""
     found: dict[str, Any] = {"cpu": None, "gpus": {}, "pairs": [], "skipped": [], "failed": [], "doing": None}
     whole = False
     for line in text.splitlines():
         try:
             message = parse_json(line)
         except ValueError:
-            continue  # a line that was cut off by the end, or a library's word
+            continue  # a line that was cut off by the end, or a library's message
         match message:
             case {"doing": str(doing)}:
                 found["doing"] = doing

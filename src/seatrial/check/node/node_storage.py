@@ -1,4 +1,4 @@
-"""The checkpoint folder as this node sees it: what kind of storage, how much is free, and how fast it is."""
+"""The checkpoint folder as this node sees it: kind of storage, free space, and speed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from seatrial.check.node.run_tool import Order, run_tool
 _PREFIX = ".seatrial-check-"
 _STALE_S = 3600.0
 _MOST_MIB = 512
-_SHARE = 0.05  # of what is free, at most
+_SHARE = 0.05  # of the free space, at most
 _STAT_S = 5.0
 _GRACE_S = 3.0
-# What is on no disk.
+# File systems in memory.
 MEMORY_TYPES = ("tmpfs", "ramfs", "devtmpfs")
 
 
 def read_storage(folder: str, seconds: float, *, rates: bool = True) -> dict[str, Any]:
-    """Type, space and speed of `folder`'s storage; `problem` and `ended` where it gave no answer.
+    """Type, space and speed of `folder`'s storage; `problem` and `ended` if it gave no answer.
 
-    Takes `seconds` and a few more at most, whatever the storage does. A folder that is not there yet is measured by the
-    nearest one above it that is. GB/s decimal, bytes.
+    Takes at most `seconds` and a few more, whatever the storage does. For a folder that does not exist yet, the nearest
+    existing parent is measured. GB/s decimal, bytes.
     """
     facts: dict[str, Any] = {"folder": folder}
-    # As a program: stat of a folder on a server that is gone does not return.
+    # As a program: stat of a folder on an unreachable server does not return.
     asked = run_tool(Order("stat of the storage", (sys.executable, "-I", "-S", "-c", _STAT, folder), _STAT_S))
     if not asked.ok:
         return facts | {"ended": asked.ended, "problem": asked.why}
@@ -47,7 +47,7 @@ def read_storage(folder: str, seconds: float, *, rates: bool = True) -> dict[str
     argv = python("seatrial.check.node.probe_storage", facts["at"], str(mib), f"{seconds / 2:.3f}", name)
     order = Order("storage probe", argv, seconds + _GRACE_S)
     done = run_tool(order)
-    if done.ended != "stuck":  # then whatever touches it hangs as well
+    if done.ended != "stuck":  # else touching it would hang as well
         _clear(Path(facts["at"]), name)
     if not done.ok:
         return facts | {"ended": done.ended, "problem": done.why}
@@ -56,7 +56,7 @@ def read_storage(folder: str, seconds: float, *, rates: bool = True) -> dict[str
 
 
 def _clear(folder: Path, name: str) -> None:
-    """Remove the file if the probe was killed between making it and taking its name away; and such of a check long gone."""
+    """Remove the file if the probe was killed between creating and unlinking it, and files of checks long ended."""
     with contextlib.suppress(OSError):
         (folder / name).unlink()
     now = time.time()
@@ -93,7 +93,7 @@ print(json.dumps(told))
 
 
 def _mount(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> dict[str, Any]:
-    """Type and source of the file system that `path` lies on: the longest mount point above it, the last of equals."""
+    """Type and source of the file system of `path`: the longest mount point above it, the last of equals."""
     best, found = "", dict[str, Any](type=None, source=None)
     for line in (text_of(mounts) or "").splitlines():
         before, _, after = line.partition(" - ")

@@ -1,9 +1,10 @@
-"""Rates of the CPUs of a node without GPUs: matrix product, memory and loopback. For probe_rates.py; loads torch.
+"""CPU rates of a node without GPUs: matrix product, memory and loopback. For probe_rates.py; imports torch.
 
-Nodes of a virtual cluster share one machine, and other work may run on it. So who measures holds the machine's turn (a
-lock that ends with its holder and leaves nothing), and the best of many repeats of a few milliseconds counts, shorter than a
-time slice. Products are timed by each thread's own CPU time, of which other work takes nothing. Copies are not: threads that
-do not run at once do not share the memory. So they say how much of the CPUs' time they got, and judge_node.py looks at it.
+Nodes of a virtual cluster share one machine, and other work may run on it. So the measuring process takes the machine's
+turn (a lock released when its holder exits, leaving nothing), and the best of many repeats of a few milliseconds
+counts, shorter than a time slice. Products are timed by each thread's own CPU time, unaffected by other work. Copies
+are not: threads that do not run at once do not share the memory. So they report their share of CPU time for
+judge_load.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _CACHES = (
 _MEMORY_SHARE = 8  # two arrays take at most a quarter of what is available
 _LEAST_REPEATS, _MOST_REPEATS = 3, 100_000
 _OWN_SHARE = 0.9
-_BARRIER_S = 60.0  # a thread that has died is not waited for
+_BARRIER_S = 60.0  # timeout, in case a thread has died
 _CHUNK = 1 << 20
 _WINDOW_S = 0.02
 _TURN = "/dev/shm"
@@ -39,13 +40,13 @@ _LOOK_S = 0.02
 
 
 def measure_cpu(seconds: float, threads: int, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Tell {"cpu": {...}}: GFLOP/s of an fp32 product, GB/s of a copy (read and write added), GB/s over TCP on 127.0.0.1.
+    """Send {"cpu": {...}}: GFLOP/s of an fp32 product, GB/s of a copy (read + write) and of TCP on 127.0.0.1 by `tell`.
 
-    `seconds` is for all of it, waiting for the machine's turn included.
+    `seconds` is for all of it, including waiting for the machine's turn.
     """
     deadline = time.monotonic() + seconds
     count = threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(1)  # threads of our own, so that each one's time is known
+    torch.set_num_threads(1)  # we start our own threads, so that each one's time is known
     size = _copy_bytes()
     tell({"doing": "waiting for the machine's turn"})
     with _turn(deadline - seconds * 0.4) as mine:
@@ -65,12 +66,12 @@ def measure_cpu(seconds: float, threads: int, tell: Callable[[dict[str, Any]], N
 
 
 def _products(seconds: float, threads: int) -> float:
-    """GFLOP/s of all threads together, each by the fastest product in its own CPU time."""
+    """GFLOP/s of all threads together, each by its fastest product in its own CPU time."""
     rates = [0.0] * threads
     until = time.perf_counter() + seconds
 
     def work(number: int) -> None:
-        torch.set_num_threads(1)  # OpenMP keeps it for each thread by itself
+        torch.set_num_threads(1)  # OpenMP has this setting per thread
         a, b, c = (torch.rand(_ROWS, _ROWS) for _ in range(3))
         for repeat in range(_MOST_REPEATS):
             begun = time.thread_time()
@@ -84,15 +85,15 @@ def _products(seconds: float, threads: int) -> float:
 
 
 def _copies(seconds: float, threads: int, size: int) -> tuple[float, float, int]:
-    """GB/s of all threads copying at once, the part of the CPUs that they got then (0..1), and how many repeats there were.
+    """GB/s of all threads copying at once, their share of the CPUs meanwhile (0..1), and the number of repeats.
 
-    A barrier before each repeat, because threads that drift apart do not share the memory any more. They leave it one after
-    the other, so each copies for a while that is long beside that, and counts by its own time.
+    A barrier before each repeat, because threads that drift apart no longer share the memory. They leave the barrier
+    one after the other, so each copies for much longer than that takes, and is timed by its own clock.
     """
     words = max(1, size // 4 // threads)
     arrays = [
         (torch.ones(words), torch.ones(words)) for _ in range(threads)
-    ]  # written to: else there are no pages yet
+    ]  # written to: otherwise no pages are allocated
     times: list[list[tuple[float, float, int]]] = [[] for _ in range(threads)]
     window, until, over = 2e-3 + 3e-4 * threads, time.perf_counter() + seconds, False
 
@@ -121,7 +122,7 @@ def _copies(seconds: float, threads: int, size: int) -> tuple[float, float, int]
         found.append(
             (min(1.0, sum(used for _, used, _ in repeat) / sum(took for took, _, _ in repeat)), rate)
         )
-    # Where a thread had to wait, the others had the memory for themselves: their rate says nothing.
+    # While a thread had to wait, the others had the memory for themselves: their rate is meaningless.
     own = [(rate, share) for share, rate in found if share >= _OWN_SHARE]
     rate, share = max(own) if own else max(found)[::-1]
     return rate, round(share, 3), len(found)
@@ -136,7 +137,7 @@ def _all(work: Callable[[int], None], threads: int) -> None:
 
 
 def _copy_bytes() -> int:
-    """Of one array, in whole MiB."""
+    """Size of one array, in whole MiB."""
     wanted = max(_SMALLEST_COPY, min(_LARGEST_COPY, _CACHES * (last_level_cache_bytes() or _SMALLEST_COPY)))
     kib = _available_kib()
     available = kib * 1024 if kib is not None else wanted * _MEMORY_SHARE
@@ -150,7 +151,7 @@ def _available_kib() -> int | None:
 
 @contextmanager
 def _turn(until: float) -> Iterator[bool]:
-    """Hold the machine's turn; False if it has not come by `until`: then the rates tell by themselves whether others ran."""
+    """Hold the machine's turn; False if not acquired by `until`: then the CPU shares show whether others ran."""
     try:
         fd = os.open(_TURN, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -172,7 +173,7 @@ def _turn(until: float) -> Iterator[bool]:
 
 
 def _loopback(seconds: float) -> tuple[float, float]:
-    """GB/s of one TCP connection to this host itself in its best moment, and CPUs that both ends had then, 1 at most."""
+    """GB/s of one TCP connection to this host in its best window, and the CPUs that both ends had then, 1 at most."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname(), timeout=5.0)
         far, _ = server.accept()

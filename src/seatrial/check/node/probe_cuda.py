@@ -1,7 +1,7 @@
-"""Rates of this node's CUDA devices: bf16 products with the clocks under them, memory, host, and each pair. Loads torch.
+"""Rates of this node's CUDA devices: bf16 products with clocks, memory, host copies, and each pair. Imports torch.
 
-For probe_rates.py. One device after the other, but for the load of products: all at once, because they share power and
-cooling.
+For probe_rates.py. One device after the other, except for the sustained products: all at once, because they share power
+and cooling.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from seatrial.hardware.xid import address
 
 Tell = Callable[[dict[str, Any]], None]
 
-# Rows, columns, inner: what published maxima were read with (stas00/ml-engineering, mamf-finder: H100, A100), and a plain one.
+# Rows, columns, inner: shapes of published maxima (stas00/ml-engineering, mamf-finder: H100, A100), and a plain one.
 _SHAPES = ((8192, 8192, 8192), (6144, 17920, 2816), (2048, 2048, 13312))
-_REPEAT_S = 0.02  # one product takes a millisecond, and its start would count
+_REPEAT_S = 0.02  # one product takes a millisecond, and its launch would count
 _GUESS_FLOP_S = 5e14  # to choose how many products that is
-_SUSTAIN_S = 2.0  # clocks fall within a second of a load that is too much for power or cooling
+_SUSTAIN_S = 2.0  # clocks drop within a second under a load that is too much for power or cooling
 _WINDOW_S = 0.1
 _HBM_BYTES = 2 << 30
 _HOST_BYTES = 256 << 20
@@ -34,10 +34,11 @@ _LEAST_FREE = 8 << 30
 
 
 def measure_cuda(seconds: float, tell: Tell) -> None:
-    """Tell {"gpu": {"pci", ...}} and {"pair": ...} of all visible devices; {"skipped"} for what `seconds` are too few for.
+    """Send {"gpu": {"pci", ...}} and {"pair": ...} of all visible devices; {"skipped"} if `seconds` are too few.
 
-    TFLOP/s of bf16 products, GB/s: "hbm" is a copy within the memory (read and write added), all others are one direction
-    but "both_gb_s", which adds both. {"failed"} is a part that ended with an error: "hardware" if it was CUDA's.
+    TFLOP/s of bf16 products, GB/s: "hbm" is a copy within the memory (read and write added), all others are one
+    direction but "both_gb_s", which adds both. {"failed"} is a part that ended with an error: "hardware" if it was
+    CUDA's.
     """
     deadline = time.monotonic() + seconds
     tell({"doing": "starting CUDA"})
@@ -71,10 +72,10 @@ def measure_cuda(seconds: float, tell: Tell) -> None:
         tell({"doing": name})
         try:
             part()
-        except torch.OutOfMemoryError as error:  # another program has taken it meanwhile
+        except torch.OutOfMemoryError as error:  # another program has taken the memory meanwhile
             tell({"failed": name, "problem": _said(error), "hardware": False})
         except RuntimeError as error:
-            # What torch makes of a CUDA error: after one nothing here can be believed.
+            # A CUDA error as torch raises it: after one, no further result can be trusted.
             tell({"failed": name, "problem": _said(error), "hardware": True})
             return
 
@@ -88,7 +89,7 @@ class _Device:
         self.device = torch.device("cuda", number)
 
     def start(self) -> tuple[str | None, bool]:
-        """Why it cannot be measured, None if it can; and whether that is a fault of its own."""
+        """The reason if it cannot be measured, else None; and whether that is a fault of the device."""
         try:
             free, _ = torch.cuda.mem_get_info(self.device)
         except RuntimeError as error:
@@ -103,7 +104,7 @@ def _said(error: RuntimeError) -> str:
 
 
 def _best(device: _Device, work: Callable[[], object]) -> float:
-    """Seconds of the fastest of some repeats, after one that does not count."""
+    """Seconds of the fastest of several repeats, after one warm-up."""
     with torch.cuda.device(device.device):
         work()
         marks = [(_event(), _event()) for _ in range(_REPEATS)]
@@ -120,7 +121,7 @@ def _event() -> torch.cuda.Event:
 
 
 class _Product:
-    """A bf16 product of random matrices on a device; call it for as many of them as take `seconds` or so."""
+    """A bf16 product of random matrices on a device; a call runs as many as take about `seconds`."""
 
     def __init__(self, device: _Device, shape: tuple[int, int, int], seconds: float) -> None:
         rows, columns, inner = shape
@@ -146,7 +147,7 @@ def _products(devices: list[_Device], tell: Tell) -> None:
 
 
 def _sustain(devices: list[_Device], tell: Tell) -> None:
-    """All devices at once, with the clocks sampled meanwhile; the rate is the median of short windows."""
+    """All devices at once, while the clocks are sampled; the rate is the median of short windows."""
     rates: dict[str, list[float]] = {device.pci: [] for device in devices}
     problems: list[RuntimeError] = []
     until = time.monotonic() + _SUSTAIN_S
@@ -162,7 +163,7 @@ def _sustain(devices: list[_Device], tell: Tell) -> None:
                     end.record()
                     end.synchronize()
                     rates[device.pci].append(product.flop / begin.elapsed_time(end) / 1e9)
-        except RuntimeError as error:  # raised below, in the thread that is listened to
+        except RuntimeError as error:  # raised below, in the calling thread
             problems.append(error)
 
     threads = [threading.Thread(target=load, args=(device,)) for device in devices]
@@ -202,7 +203,7 @@ def _host(devices: list[_Device], tell: Tell) -> None:
 
 
 def _pairs(devices: list[_Device], deadline: float, tell: Tell) -> None:
-    """Every pair in both directions, each by itself and both at once. torch copies on the stream of the source's device."""
+    """Every pair in each direction and in both at once. torch copies on the stream of the source's device."""
     for i, one in enumerate(devices):
         for other in devices[i + 1 :]:
             if time.monotonic() > deadline:
@@ -219,7 +220,7 @@ def _pairs(devices: list[_Device], deadline: float, tell: Tell) -> None:
 
 
 def _both(devices: tuple[_Device, _Device], here: list[torch.Tensor], there: list[torch.Tensor]) -> float:
-    """GB/s of both directions together, by the clock of the host over enough copies that their start does not count."""
+    """GB/s of both directions together, by the host's clock over enough copies that launch overhead does not count."""
     for device in devices:
         torch.cuda.synchronize(device.device)
     begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Asks NVML for every GPU of this node: `python -m seatrial.check.node.probe_nvml`. One JSON document on stdout."""
+"""Query NVML for every GPU of this node: `python -m seatrial.check.node.probe_nvml`. One JSON document on stdout."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from seatrial.hardware.xid import address
 
 
 def read() -> dict[str, Any]:
-    """{"driver", "gpus": [{"index", "pci", "name", "query", "now", "limits", "links", ...} or {"index", "lost"}]}.
+    """{"driver", "gpus": [{"index", "pci", "name", "state", "now", "limits", "links", ...} or {"index", "lost"}]}.
 
-    {"problem"} where NVML cannot be used at all.
+    {"problem"} if NVML cannot be used at all.
     """
     try:
         nvml = Nvml()
@@ -30,7 +31,7 @@ def read() -> dict[str, Any]:
         except OSError as error:
             gpus.append({"index": index, "lost": str(error)})
             continue
-        pci = nvml.pci(handle)
+        pci, now, limits = nvml.pci(handle), nvml.now(handle), nvml.limits(handle)
         gpus.append(
             {
                 "index": index,
@@ -38,9 +39,9 @@ def read() -> dict[str, Any]:
                 "bus_id": pci,
                 "name": nvml.text("nvmlDeviceGetName", handle),
                 "uuid": nvml.text("nvmlDeviceGetUUID", handle),
-                "query": nvml.query(handle),
-                "now": nvml.now(handle),
-                "limits": nvml.limits(handle),
+                "state": asdict(nvml.state(handle, now, limits)),
+                "now": now,
+                "limits": limits,
                 "links": nvml.links(handle),
                 "uncorrectable": nvml.uncorrectable(handle),
                 "processes": nvml.processes(handle),
@@ -56,9 +57,9 @@ def read() -> dict[str, Any]:
 
 
 def device_files(dev: Path = Path("/dev")) -> dict[str, str]:
-    """ "nvidia0" -> "ok", or the name of the error that opening it gives.
+    """Device file -> result of opening it: "nvidia0" -> "ok", or the name of the error.
 
-    EPERM where a scheduler has given the GPU to another job: its file is there all the same.
+    EPERM if a scheduler has given the GPU to another job: its file exists all the same.
     """
     found = {}
     for path in sorted(p for p in dev.glob("nvidia[0-9]*") if p.name[6:].isdigit()):

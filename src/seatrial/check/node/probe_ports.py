@@ -1,6 +1,6 @@
-"""Reads the tree of RDMA devices: `python -m seatrial.check.node.probe_ports [FOLDER]`. Lines "PATH:VALUE", as grep prints them.
+"""Read the tree of RDMA devices: `python -m seatrial.check.node.probe_ports [FOLDER]`. "PATH:VALUE" lines, as by grep.
 
-A process of its own, because a port's counters are asked of its firmware, which may not answer.
+A separate process, because reading a port's counters queries its firmware, which may not answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LARGEST_BYTES = 4096  # a file of sysfs is a page
 
 
 def main(root: str = ROOT) -> int:
-    """Entry; the exit code. No device is no line."""
+    """Entry; the exit code. No device gives no output."""
     folder = Path(root)
     for device in sorted(folder.iterdir()) if folder.is_dir() else []:
         for path in sorted(p for pattern in FILES for p in device.glob(pattern) if p.is_file()):
@@ -23,7 +23,7 @@ def main(root: str = ROOT) -> int:
                 with path.open("rb") as f:
                     value = f.read(_LARGEST_BYTES).decode("ascii", "replace")
             except OSError:
-                continue  # counters that this device does not have are such files
+                continue  # such as counters that this device does not have
             print(f"{path}:{value.partition(chr(10))[0].strip()}", flush=True)
     return 0
 

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def tell(message: dict[str, Any]) -> None:
-    """One line on stdout, at once."""
+    """Print one line on stdout and flush it."""
     print(json.dumps(message), flush=True)
 
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--threads", type=int, default=0, help="of the CPU's rates; 0: as many as this process may use CPUs"
     )
     arguments = parser.parse_args(argv)
-    # Loading torch is most of the time that the CPU's rates take.
+    # Importing torch is most of the time that the CPU's rates take.
     tell({"doing": "loading torch"})
     if arguments.device == "cpu":
         from seatrial.check.node.probe_cpu import measure_cpu

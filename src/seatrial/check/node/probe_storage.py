@@ -1,7 +1,7 @@
-"""How fast a folder's storage takes and gives back a file: `python -m seatrial.check.node.probe_storage FOLDER MIB SECONDS NAME`.
+"""Measure storage speed with one file: `python -m seatrial.check.node.probe_storage FOLDER MIB SECONDS NAME`.
 
-A process of its own, because a file system that hangs hangs its caller. One JSON line on stdout. The file has no name
-(O_TMPFILE), or loses it at once where the file system knows no such files: the kernel frees it with this process.
+A separate process, because a hanging file system hangs its caller. One JSON line on stdout. The file has no name
+(O_TMPFILE), or is unlinked at once if the file system does not support that: the kernel frees it with this process.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _SYNC_BYTES = 8 * _BLOCK
 
 
 def measure(folder: str, size: int, seconds: float, name: str) -> dict[str, Any]:
-    """Write up to `size` bytes and read them back, `seconds` at most each way. Rates in GB/s (decimal), None if not known.
+    """Write up to `size` bytes and read them back, `seconds` at most each way. Rates in decimal GB/s, None if unknown.
 
-    `direct` says whether the page cache was left out (O_DIRECT). Where it cannot be, what was written counts when it is
-    synced, and the cache is told to forget it before it is read; `cached` says that it was not forgotten (tmpfs).
+    `direct`: the page cache was bypassed (O_DIRECT). If it cannot be, written data counts once it is synced, and the
+    kernel is asked to drop it from the cache before reading.
     """
     fd, direct, unnamed = _open(folder, name)
     try:
-        # What cannot be compressed: a file system that compresses would look faster than it is.
+        # Incompressible: a file system that compresses would look faster than it is.
         block = mmap.mmap(-1, _BLOCK)
         block.write(os.urandom(_BLOCK))
         begun = time.perf_counter()
@@ -36,13 +36,13 @@ def measure(folder: str, size: int, seconds: float, name: str) -> dict[str, Any]
         while written < size and time.perf_counter() - begun < seconds:
             block[:8] = written.to_bytes(
                 8, "little"
-            )  # no two blocks alike, for those that store equal ones once
+            )  # no two blocks alike, because of file systems that deduplicate
             done = os.write(fd, block)
             if done != _BLOCK:
                 raise OSError(errno.ENOSPC, "less was written than asked for")
             written += done
             if not direct and written % _SYNC_BYTES == 0:
-                os.fdatasync(fd)  # else the time would only be over when all of it is in the cache
+                os.fdatasync(fd)  # else the time would only be up when all of it is in the cache
         os.fsync(fd)
         write_s = time.perf_counter() - begun
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -71,7 +71,7 @@ def measure(folder: str, size: int, seconds: float, name: str) -> dict[str, Any]
 
 
 def _open(folder: str, name: str) -> tuple[int, bool, bool]:
-    """A file without a name: its descriptor, whether it goes past the cache, and whether it never had a name."""
+    """Open a file without a name: its descriptor, whether it bypasses the cache, and whether it never had a name."""
     for direct in (os.O_DIRECT, 0):
         try:
             return (
@@ -87,7 +87,7 @@ def _open(folder: str, name: str) -> tuple[int, bool, bool]:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | direct, 0o600)
         except OSError as error:
-            # The file may be there although it could not be opened past the cache.
+            # The file may exist although it could not be opened with O_DIRECT.
             if error.errno == errno.EINVAL and direct:
                 _forget(path)
                 continue

@@ -1,7 +1,7 @@
-"""Calls of other programs that never hold up the check: each in a process group of its own, with a limit.
+"""Calls of other programs that never block the check: each in a process group of its own, with a timeout.
 
-A driver or a file system that hangs leaves its caller in a wait that not even SIGKILL ends. So nothing here waits for a
-process to be gone: one that does not go is told as stuck, and left.
+A hanging driver or file system leaves its caller in a wait that not even SIGKILL ends. So nothing here waits for a
+process to exit: one that does not is reported as stuck, and abandoned.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from seatrial.base import process
 
 Ended = Literal["ok", "failed", "absent", "refused", "hung", "stuck"]
 
-LARGEST_BYTES = 16 << 20  # kept of each stream: the text of eight GPUs with all their links is well below
+LARGEST_BYTES = 16 << 20  # limit per stream: the text of eight GPUs with all their links is well below
 _GRACE_S = 1.0  # from SIGKILL until a process counts as stuck
-_LOOK_S = 0.05  # a program may close its streams and go on
+_LOOK_S = 0.05  # a program may close its streams and keep running
 _CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
 class Order:
-    """One call. `name` is what reports call it: "nvidia-smi nvlink -s"."""
+    """One call. `name` is its name in reports: "nvidia-smi nvlink -s"."""
 
     name: str
     argv: Sequence[str]
@@ -41,7 +41,7 @@ class Result:
     """How a call ended.
 
     "ok": exit code 0. "failed": another one, or a signal. "absent": no such program. "refused": it cannot be run.
-    "hung": it was killed at its limit. "stuck": it has not even ended by SIGKILL. `out` and `err` are what it had printed.
+    "hung": it was killed at its timeout. "stuck": not even SIGKILL has ended it. `out` and `err` are what it printed.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Result:
 
     @property
     def why(self) -> str:
-        """Why there is no answer, in words; empty where there is one."""
+        """Why there is no answer, as text; empty if there is one."""
         told = next((line.strip() for line in reversed(self.err.splitlines()) if line.strip()), "")
         match self.ended:
             case "ok":
@@ -76,20 +76,20 @@ class Result:
                 return f"{self.name}: {how}" + (f": {told[:200]}" if told else "")
 
     def facts(self) -> dict[str, Any]:
-        """For the node's facts: all but the texts."""
+        """The node's facts about this call: all but its output."""
         return {k: v for k, v in asdict(self).items() if k not in ("out", "err")} | {"why": self.why}
 
 
 def run_tool(order: Order) -> Result:
-    """run_tools() of one."""
+    """run_tools() for one order."""
     return run_tools([order])[0]
 
 
 def run_tools(orders: Sequence[Order], tell: Callable[[str], None] | None = None) -> list[Result]:
-    """Run all at once, and their results in the order of `orders`; takes as long as the slowest, or its limit and a second.
+    """Run all at once; results in the order of `orders`. Takes as long as the slowest, or its limit and a second.
 
-    No shell, no input, and LC_ALL=C, because what is printed is parsed. What a program started ends with it. `tell` gets
-    each line of stdout as it comes. Call it from a thread that lives as long as the programs: they die with it.
+    No shell, no stdin, and LC_ALL=C, because the output is parsed. What a program started ends with it. `tell` gets
+    each line of stdout as it arrives. Call it from a thread that lives as long as the programs: they die with it.
     """
     calls = [_Call(order) for order in orders]
     with selectors.DefaultSelector() as selector:
@@ -128,7 +128,7 @@ class _Call:
                 stderr=subprocess.PIPE,
                 env={**os.environ, **order.environment, "LC_ALL": "C", "LANGUAGE": "C"},
                 process_group=0,
-                # Between fork and exec only a system call: no lock of another thread can be waited for.
+                # Between fork and exec only a system call: it cannot wait for a lock of another thread.
                 preexec_fn=lambda: process.die_with_parent(parent),
             )
         except OSError as error:
@@ -148,7 +148,7 @@ class _Call:
         return {"out": self._child.stdout, "err": self._child.stderr}
 
     def read(self, name: str, tell: Callable[[str], None] | None) -> bool:
-        """Take what is there; False at the stream's end."""
+        """Read what is available; False at the end of the stream."""
         data = os.read(self.streams[name].fileno(), _CHUNK)
         kept = self._texts[name]
         begun = kept.rfind(b"\n") + 1
@@ -159,12 +159,12 @@ class _Call:
         return bool(data)
 
     def step(self, now: float, tell: Callable[[str], None] | None) -> None:
-        """Notice the end, or bring it about."""
+        """Check whether it has exited, and kill it at its deadline."""
         child = self._child
         assert child is not None
         code = child.poll()
         if code is not None:
-            # Nothing that it started may hold the pipes open, or run on.
+            # Nothing that it started may hold the pipes open, or keep running.
             process.signal_group(child.pid, signal.SIGKILL)
             self._drain(tell)
             self._done = now
@@ -186,13 +186,13 @@ class _Call:
                     pass
 
     def close(self) -> None:
-        """Let go of the pipes. A process that is stuck stays a child; the kernel ends it as soon as it can."""
+        """Close the pipes. A stuck process remains a child; the kernel ends it as soon as it can."""
         for stream in self.streams.values():
             stream.close()
         if self._child is not None and self.ended == "stuck":
             self._child.returncode = -int(
                 signal.SIGKILL
-            )  # Popen must not warn of a child that nobody can end
+            )  # Popen must not warn about a child that cannot be ended
 
     def result(self) -> Result:
         assert self.ended is not None

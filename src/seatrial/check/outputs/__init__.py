@@ -1,1 +1,1 @@
-"""Readers and judges of what tools print, one tool a module."""
+"""Readers and judges of tool outputs, one tool per module."""

@@ -1,7 +1,7 @@
 """Output of AMD's GPU tools: `amd-smi` (table; `metric`, `bad-pages`, `static`, `list` as text or --json), `rocm-smi`.
 
 Formats: ROCm/amdsmi, amdsmi_cli/amdsmi_commands.py and CHANGELOG.md; ROCm/rocm_smi_lib, python_smi_tools/rocm_smi.py.
-Judged are memory errors, bad pages, throttling, XGMI and lost GPUs; other values only show that the GPU answers.
+Judges memory errors, bad pages, throttling, XGMI and lost GPUs; other values only show that the GPU answers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from seatrial.check.findings import Finding, Target, Verdict
+from seatrial.check.judging.findings import Finding, Target, Verdict
 from seatrial.check.outputs.gpu_count import count_findings
 from seatrial.check.outputs.say import Say, having
-from seatrial.check.tool import Context, Lines, ParseError, Tool, listed, read_json
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, read_json
+from seatrial.check.ranges import listed
 
 _GPU = re.compile(r"GPU: (?P<index>\d{1,3})\s*")
 _FIELD = re.compile(r"(?P<indent>\s+)(?P<key>[A-Z][A-Z0-9_ ]{0,60}): ?(?P<value>.*?)\s*")
@@ -93,7 +94,7 @@ def parse_amd(lines: Lines, file: str) -> Gpus:
             stack.append((len(said["indent"]), said["key"].lower()))
             name = ".".join(key for _, key in stack)
             if name in gpus[-1].values and _rule(name):
-                continue  # of another GPU, whose header is missing
+                continue  # belongs to another GPU whose header is missing
             gpus[-1].values[name] = (said["value"], number)
         elif first := _TABLE.fullmatch(line):
             errors = first["ue"]

@@ -1,4 +1,4 @@
-"""The JSON of `dcgmi diag -j`, of DCGM 2 to 4: which tests failed, and which never ran."""
+"""JSON of `dcgmi diag -j`, DCGM 2 to 4: which tests failed, and which never ran."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from seatrial.check.findings import Finding, Target
+from seatrial.check.judging.findings import Finding, Target
 from seatrial.check.outputs.network import damaged
-from seatrial.check.tool import Context, Lines, ParseError, Tool, listed, read_json
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, read_json
+from seatrial.check.ranges import listed
 
 _TOP = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
 _CONFIG = 5  # DCGM_ERROR_CONFIG of dcgmErrorSeverity_enum, dcgm_errors.h
-# DCGM before version 4 gives the text alone.
+# DCGM before version 4 prints only the text, without a severity.
 CONFIG_TEXT = re.compile(
     r"Persistence mode for GPU [0-9]+ is disabled|Found CUDA performance-limiting environment variable",
     re.IGNORECASE,
 )
-# These look at drivers, libraries and settings: what they pass is no hardware. The names of DCGM 4, then of 2 and 3.
+# Tests of drivers, libraries and settings: a pass says nothing about the hardware. Names of DCGM 4, then of 2 and 3.
 _SOFT = frozenset(
     {
         "software", "denylist", "blacklist", "nvml library", "cuda main library", "cuda toolkit libraries", "permissions and os-related blocks", "permissions and os blocks",
@@ -29,7 +30,7 @@ _SOFT = frozenset(
 
 @dataclass(frozen=True)
 class Result:
-    """What one test says of one GPU, or of all (`gpu` is None). `status` is in small letters without spaces."""
+    """Result of one test on one GPU, or on all (`gpu` is None). `status` is in lower case without spaces."""
 
     test: str
     gpu: int | None
@@ -44,18 +45,18 @@ class Diagnostic:
 
     file: str
     results: tuple[Result, ...]
-    error: str | None  # why the run as a whole did not happen
+    error: str | None  # why the whole run did not take place
     version: str | None
     damage: tuple[str, ...] = ()  # damaged parts
 
 
 def matches(text: str) -> bool:
-    """Whether it is the JSON of dcgmi diag."""
+    """Whether the text is the JSON of dcgmi diag."""
     return any(f'"{top}"' in text[:5_000] for top in _TOP)
 
 
 def parse(lines: Lines, file: str) -> Diagnostic:
-    """Raises ParseError where the JSON is not whole or has another form."""
+    """Parse the JSON. Raises ParseError if it is incomplete or has another structure."""
     table = read_json(lines, file)
     top = next((table[k] for k in _TOP if isinstance(table, dict) and k in table), None)
     if not isinstance(top, dict):
@@ -98,7 +99,7 @@ def _of_entry(test: Any, category: str, file: str) -> list[Result]:
         raise ParseError("a test has no name", file=file)
     rows = _list(_field(test, "results", file) or [None], f"results of {name}", file)
     own = [result for row in rows for result in _results(name, row, file)]
-    # DCGM 4 has a summary per test; an entry that is only there (an error of no GPU) counts too.
+    # DCGM 4 has a summary per test; a status found only there (an error of no single GPU) counts too.
     whole = test.get("test_summary")
     if isinstance(whole, dict) and "status" in whole:
         own += [r for r in _results(name, whole, file) if r.status not in {o.status for o in own}]

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from seatrial.check.findings import Finding, Target, Verdict
+from seatrial.check.judging.findings import Finding, Target, Verdict
 from seatrial.check.outputs.say import Say, having
-from seatrial.check.tool import Context, Lines, ParseError, Tool, read_json
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, read_json
 
 _ROW = re.compile(r"\|(?P<depth> *(?:-> )?) ?(?P<name>[^|]*?)\s*\|\s*(?P<value>[^|]*?)\s*\|\s*")
 _TITLE = re.compile(r"\|\s*Health Monitor Report\s*\|\s*")
@@ -41,7 +41,7 @@ class Health:
 
 
 def parse(lines: Lines, file: str) -> Health:
-    """Raises ParseError if the overall health is missing, or the table is cut off."""
+    """Parse the report. Raises ParseError if the overall health is missing, or the table is cut off."""
     error: tuple[str, int] | None = None
     if "{" in lines.text and "|" not in lines.text.partition("{")[0]:
         document = read_json(lines, file)

@@ -1,4 +1,4 @@
-"""`dcgmi nvlink -s`: which NVLinks of GPUs and NVSwitches are up. Judged as `nvidia-smi nvlink -s` is.
+"""`dcgmi nvlink -s`: which NVLinks of GPUs and NVSwitches are up. Judged like `nvidia-smi nvlink -s`.
 
 Format: NVIDIA/DCGM, dcgmi/Nvlink.cpp, DisplayNvLinkLinkStatus.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from seatrial.check.findings import Finding
+from seatrial.check.judging.findings import Finding
 from seatrial.check.outputs.say import having
 from seatrial.check.outputs.smi_gpu_list import Gpu, GpuList, Link
 from seatrial.check.outputs.smi_nvlink import judge as judge_links
-from seatrial.check.tool import Context, Lines, ParseError, Tool
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 
 _WHO = re.compile(r"\s+(?P<kind>gpuId|physicalId) (?P<id>\d{1,3}):\s*")
 _STATES = re.compile(r"\s+(?P<states>[UDX_](?: [UDX_])*)\s*")
@@ -23,7 +23,7 @@ _END = "Key: Up=U"
 
 
 def parse(lines: Lines, file: str) -> GpuList:
-    """Raises ParseError if there is no GPU, or it is cut off. Switch ports are skipped: many boards leave some unused."""
+    """Parse the list; ParseError without a GPU or if cut off. Skips switch ports: many boards leave some unused."""
     gpus: list[Gpu] = []
     open_gpu: Gpu | None = None
     for number, line in lines:
@@ -52,7 +52,7 @@ def parse(lines: Lines, file: str) -> GpuList:
 
 
 def judge(output: GpuList, context: Context) -> list[Finding]:
-    """As for `nvidia-smi nvlink -s`; the GPU model is known only from other outputs."""
+    """Judge like `nvidia-smi nvlink -s`; the GPU model is known only from other outputs."""
     named = [replace(gpu, name=context.gpu or "GPU") for gpu in output.gpus]
     return judge_links(replace(output, gpus=named), context)
 

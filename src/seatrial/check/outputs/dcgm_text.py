@@ -1,4 +1,4 @@
-"""The table that `dcgmi diag` prints without -j, of DCGM 2 to 4. What it means is judged as the JSON is."""
+"""The table that `dcgmi diag` prints without -j, DCGM 2 to 4. Judged like the JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from seatrial.check.outputs.dcgm_diag import CONFIG_TEXT, Diagnostic, Result, judge
-from seatrial.check.tool import Lines, ParseError, Tool
+from seatrial.check.outputs.tool import Lines, ParseError, Tool
 
 _HEAD = re.compile(r"^\|\s*Diagnostic\s*\|\s*Result\s*\|\s*$", re.MULTILINE)
 _ROW = re.compile(r"^\|(?P<name>[^|]*)\|(?P<value>[^|]*)\|\s*$")
@@ -14,7 +14,7 @@ _SUCCESS = re.compile(r"Successfully ran diagnostic for group\.?\s*")
 _SECTION = re.compile(r"^[|+]-{3,}\s+(?P<name>\w[\w ]*?)\s+-{3,}\+-+[|+]\s*$")
 _RULE = re.compile(r"^\+[-=]+\+[-=]+\+\s*$")
 _STATUS = "Pass|Fail|Warn|Skip|Not Run"
-# "Pass - All", "Fail - GPU: 3", "Skip - GPUs: 0, 1"; DCGM 4 has one line an entity, "GPU3: Fail".
+# "Pass - All", "Fail - GPU: 3", "Skip - GPUs: 0, 1"; DCGM 4 has one line per entity, "GPU3: Fail".
 _OLD = re.compile(
     rf"^(?P<status>{_STATUS})(?: - (?P<who>All|[A-Z]\w*:? ?(?P<ids>[0-9]{{1,3}}(?:, ?[0-9]{{1,3}})*)))?$"
 )
@@ -25,16 +25,16 @@ _SETTINGS = (
     "persistence mode",
     "environment variables",
     "environmental variables",
-)  # by name, where no reason is given
+)  # by name, for results without a reason
 
 
 def matches(text: str) -> bool:
-    """Whether the head of the table is there."""
+    """Whether the text contains the header of the table."""
     return _HEAD.search(text) is not None
 
 
 def parse(lines: Lines, file: str) -> Diagnostic:
-    """Raises ParseError where no test has a result, or where the table does not end."""
+    """Parse the table. Raises ParseError if no test has a result, or the table does not end."""
     reader, closed = _Reader(), False
     width: int | None = None  # of all table lines
     for number, line in lines:
@@ -66,10 +66,10 @@ class _Reader:
         self.version: str | None = None
         self.results: list[Result] = []
         self._test = ""
-        self._about: list[int] | None = None  # results that a further line of a warning belongs to
+        self._about: list[int] | None = None  # results that a continuation line of a warning belongs to
 
     def row(self, name: str, value: str) -> None:
-        """One line of the table."""
+        """Take one line of the table."""
         if self.section in _VERSIONS:
             self.version = value if name == "DCGM Version" else self.version
         elif told := _TOLD.match(name):
@@ -113,7 +113,7 @@ class _Reader:
             self.results[n] = replace(self.results[n], warnings=(*before, f"{last} {value}"[:300]))
 
     def finished(self) -> list[Result]:
-        """The results; of a test that DCGM 4 gives as a whole and for each GPU, the whole only where it says more."""
+        """The results. DCGM 4 has one per test and one per GPU; a test's is dropped if a GPU has the same status."""
         kept = []
         for result in self.results:
             parts = [r for r in self.results if r.test == result.test and r.gpu is not None]

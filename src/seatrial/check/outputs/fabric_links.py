@@ -1,6 +1,6 @@
 """Lists of InfiniBand links, one per line: `iblinkinfo` (with or without -l) and `ibnetdiscover -p`.
 
-Formats: rdma-core, infiniband-diags/iblinkinfo.c and ibnetdiscover.c (dump_ports_report). Judged as `ibnetdiscover` is.
+Formats: rdma-core, infiniband-diags/iblinkinfo.c and ibnetdiscover.c (dump_ports_report). Judged like `ibnetdiscover`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from seatrial.check.blame.topology import Link, Topology, judge_topology
-from seatrial.check.findings import Expected, Finding, Target
+from seatrial.check.judging.findings import Expected, Finding, Target
 from seatrial.check.outputs.network import damaged
 from seatrial.check.outputs.say import Say, having
-from seatrial.check.tool import Context, Lines, ParseError, Tool
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
+from seatrial.check.outputs.topology import Link, Topology, judge_topology
 
 _NODE = re.compile(r"(?P<kind>Switch|CA|Router): (?:0x[0-9a-f]+ )?(?P<name>.*?):\s*")
 _INFO = re.compile(
@@ -51,7 +51,7 @@ class End:
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """All link ends. `damage`: what is cut off, and in which line."""
+    """All link ends. `damage`: what is damaged, and in which line."""
 
     tool: str
     file: str
@@ -109,7 +109,7 @@ def _facts(tool: str, file: str, ends: list[End]) -> LinkFacts:
         raise ParseError("no link between two ports in it", file=file)
     known = {(e.near, e.far) for e in ends}
     listed, both = {e.near[0] for e in ends}, any(not e.switch for e in ends)
-    # Each link is shown from both ends, of the nodes that are listed: old versions of iblinkinfo list only switches.
+    # Each link is printed from both ends if both nodes are listed: old versions of iblinkinfo list only switches.
     torn = [e for e in ends if (e.far, e.near) not in known and (both or e.far[0] in listed)]
     damage: list[tuple[str, int | None]] = [
         (f"port {e.near[1]} of {e.name} leads to {e.far_name}, which does not show it", e.line)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from seatrial.check.findings import Finding, Target, Verdict
-from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence
+from seatrial.check.judging.findings import Finding, Target, Verdict
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, evidence
 from seatrial.hardware.xid import address
 
 _LINE = re.compile(
@@ -19,14 +19,14 @@ _SWITCH = re.compile(
     r"NVSwitch (?P<severity>non-fatal|fatal) error (?P<code>[0-9]{1,6}) .*?pci bus id (?P<pci>[0-9A-Fa-f:.]{7,20})(?: physical id [0-9]+)?(?: port (?P<port>[0-9]{1,3}))?",
     re.IGNORECASE,
 )
-# The GPUs' side of NVLink 5, told by the fabric manager; which GPU it is stands in the lines that follow.
+# The GPU side of NVLink 5, reported by the fabric manager; the lines that follow name the GPU.
 _FATAL = re.compile(r"(?<!non-)(?<!non)(?<!non )\bfatal error\b", re.IGNORECASE)
 _LEVELS = ("INFO", "DEBUG", "NOTICE", "WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One message above the level of information."""
+    """One message above the informational levels."""
 
     line: int
     time: str
@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class FabricLog:
-    """What of the log matters."""
+    """The relevant content of the log."""
 
     file: str
     lines: int
@@ -44,7 +44,7 @@ class FabricLog:
 
 
 def matches(text: str) -> bool:
-    """Whether it has the fabric manager's lines."""
+    """Whether the text has lines of the fabric manager."""
     return (
         re.search(
             r"^\[[A-Z][a-z]{2} [ 0-9][0-9] [0-9]{4} [0-9:]{8}\] \[[A-Z]{4,8}\] \[tid [0-9]+\] ",
@@ -56,7 +56,7 @@ def matches(text: str) -> bool:
 
 
 def parse(lines: Lines, file: str) -> FabricLog:
-    """Raises ParseError where no line is the fabric manager's."""
+    """Parse the log. Raises ParseError if no line is the fabric manager's."""
     entries = []
     count = 0
     for number, line in lines:
@@ -75,7 +75,7 @@ def parse(lines: Lines, file: str) -> FabricLog:
 
 
 def judge(log: FabricLog, context: Context) -> list[Finding]:
-    """One finding for each kind of message; one PASS for none."""
+    """One finding per kind of message; one PASS if there is none."""
     found = list(_entries(log, context))
     if not found:
         text = f"no error in {log.lines} messages of the fabric manager"
@@ -93,7 +93,7 @@ def _entries(log: FabricLog, context: Context) -> Iterator[Finding]:
             target = Target(node=context.node, pci=address(switch["pci"]), link=port)
             what = f"NVSwitch {switch['severity'].lower()} error {switch['code']}"
         else:
-            # Whether the rest is fatal is not said; a run that the fabric was never set up for shows in the GPUs' fabric state.
+            # Not stated to be fatal: WARN. A fabric that was never set up shows in the GPUs' fabric state.
             bad = entry.level in ("CRITICAL", "FATAL") or _FATAL.search(entry.text) is not None
             verdict = "FAIL" if bad else "WARN"
             target, what = Target(node=context.node), entry.text[:200]

@@ -9,11 +9,12 @@ import re
 from dataclasses import dataclass, field
 from statistics import median
 
-from seatrial.check.findings import Expected, Finding, Target
-from seatrial.check.floors import find_sku, judge_share
+from seatrial.check.judging.findings import Expected, Finding, Target
+from seatrial.check.judging.floors import find_sku, judge_share
 from seatrial.check.outputs.gpu_count import count_findings
 from seatrial.check.outputs.say import Say, having
-from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
+from seatrial.check.ranges import listed
 
 _GPU = re.compile(r"GPU (?P<index>\d{1,3}): (?P<name>.{1,120}?) \(UUID: [^)]{1,80}\)\s*")
 _PROGRESS = re.compile(
@@ -46,7 +47,7 @@ class Burn:
 
 
 def parse(lines: Lines, file: str) -> Burn:
-    """Raises ParseError if there is neither progress nor a result."""
+    """Parse the run. Raises ParseError if there is no progress, no result and no fatal error."""
     run, place = Burn(file), 0
     for number, line in lines.whole:
         if all(_take(run, part, number) for part in line.split("\r") if part.strip()):
@@ -99,7 +100,7 @@ def judge(run: Burn, context: Context) -> list[Finding]:
     usual = [median(r[i] for r in steady) for i in range(len(run.results))] if steady else []
     for index, rate in enumerate(usual if len(usual) > 2 else ()):
         middle = median([*usual[:index], *usual[index + 1 :]])
-        if (verdict := judge_share(rate, middle)) != "PASS":
+        if (verdict := judge_share(rate / middle)) != "PASS":
             expected = Expected(middle, "Gflop/s", "median of the node's other GPUs")
             text = f"{rate:.0f} Gflop/s under load, the others {middle:.0f}"
             at = Target(gpu=index)

@@ -1,21 +1,22 @@
-"""Whether all GPUs of a node are there, from any output that lists them."""
+"""Whether all GPUs of a node are present, from any output that lists them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from seatrial.check.findings import Expected, Finding, Target
-from seatrial.check.floors import Sku
-from seatrial.check.tool import Context, listed
+from seatrial.check.judging.findings import Expected, Finding, Target
+from seatrial.check.judging.floors import Sku
+from seatrial.check.outputs.tool import Context
+from seatrial.check.ranges import listed
 
 
 def count_findings(
     indices: Sequence[int], sku: Sku | None, context: Context, evidence: tuple[str, ...]
 ) -> list[Finding]:
-    """GPU001 for a list of GPUs with these indices: judged by the plan, else by what a board of this kind can show.
+    """GPU001 for a list of GPUs with these indices: judged by the plan, else by the counts known for such a board.
 
-    A single GPU other than the first was asked for alone and says nothing about their number. A longer list that does
-    not begin at 0 or has gaps was asked for so, or lacks something: UNJUDGED.
+    A single GPU other than the first was requested alone and says nothing about the number of GPUs. A longer list that
+    does not start at 0 or has gaps was either requested so or is incomplete: UNJUDGED.
     """
     if not indices or (len(indices) == 1 and indices[0] > 0):
         return []

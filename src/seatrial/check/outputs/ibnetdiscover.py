@@ -1,4 +1,4 @@
-"""Output of ibnetdiscover as one of the outputs that are judged: leaves with fewer uplinks, links narrower than others."""
+"""Read and judge the output of ibnetdiscover: leaves with fewer uplinks, links narrower than others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from seatrial.base.errors import InputError
-from seatrial.check.blame.topology import AGGREGATION, Topology, judge_topology, parse_ibnetdiscover
-from seatrial.check.findings import Finding
+from seatrial.check.judging.findings import Finding
 from seatrial.check.outputs.network import damaged
-from seatrial.check.tool import Context, Lines, ParseError, Tool
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
+from seatrial.check.outputs.topology import AGGREGATION, Topology, judge_topology, parse_ibnetdiscover
 
 _NODE = re.compile(r'^(?:Switch|Ca|Rt)\s+(?P<ports>\d+)\s+"(?P<id>[^"]+)"')
 _LINK = re.compile(r'^\[(?P<port>\d+)\](?:\([^)]*\))?(?:\[ext \d+\])?\s+"(?P<id>[^"]+)"\[(?P<peer>\d+)\]')
@@ -23,7 +23,7 @@ _KNOWN = re.compile(
 
 @dataclass(frozen=True)
 class FabricFacts:
-    """The topology. `damage`: what is torn, and in which line."""
+    """The topology. `damage`: what is damaged, and in which line."""
 
     file: str
     topology: Topology
@@ -31,12 +31,12 @@ class FabricFacts:
 
 
 def matches(text: str) -> bool:
-    """A line `Switch 64 "S-..."` or `Ca 1 "H-..."`."""
+    """Whether there is a line `Switch 64 "S-..."` or `Ca 1 "H-..."`."""
     return re.search(r'^(?:Switch|Ca)\s+\d+\s+"[SH]-[0-9a-f]+"', text, re.MULTILINE) is not None
 
 
 def parse(lines: Lines, file: str) -> FabricFacts:
-    """Raises ParseError where no switch with a link is in it, or a line of one cannot be read."""
+    """Parse the topology. Raises ParseError if no switch has a link, or a switch, node or link cannot be read."""
     try:
         topology = parse_ibnetdiscover(lines.text, file)
     except InputError as error:
@@ -47,9 +47,9 @@ def parse(lines: Lines, file: str) -> FabricFacts:
 
 
 def _damage(lines: Lines) -> list[tuple[str, int | None]]:
-    """Reports more links than ports, and links listed at only one end. Claims the lines that the tool writes.
+    """Find ports listed twice, links listed at only one end, and more links than ports. Claims the tool's lines.
 
-    The tool prints each link at both ends, so an end without the other is where the output was cut off.
+    The tool prints each link at both ends, so an end without the other means that the output was cut off.
     """
     damage: list[tuple[str, int | None]] = []
     ends: dict[tuple[str, str, str, str], int] = {}
@@ -64,7 +64,7 @@ def _damage(lines: Lines) -> list[tuple[str, int | None]]:
             end = (inside, link["port"], link["id"], link["peer"])
             if end in ends:
                 damage.append((f"port {link['port']} of {inside} twice", number))
-            # What a switch's own port for SHARP leads to is not printed by all versions.
+            # Not all versions print the far end of a switch's own port for SHARP.
             if not AGGREGATION.search(line):
                 ends[end] = number
         elif _KNOWN.match(line.strip()) is None:
@@ -73,7 +73,7 @@ def _damage(lines: Lines) -> list[tuple[str, int | None]]:
     for (near, port, far, peer), number in ends.items():
         if (far, peer, near, port) not in ends:
             damage.append((f"port {port} of {near} leads to {far}, which does not show it", number))
-            break  # one says that it is cut off
+            break  # one is enough to show that the output is cut off
     for name, used in Counter(near for near, *_ in ends).items():
         if used > ports.get(name, used):
             damage.append((f"{name} has {ports[name]} ports and {used} links", None))
@@ -81,7 +81,7 @@ def _damage(lines: Lines) -> list[tuple[str, int | None]]:
 
 
 def judge(facts: FabricFacts, context: Context) -> list[Finding]:
-    """Verdicts on leaves and links, and UNJUDGED for what is torn. They are of the fabric, so no node has them."""
+    """Verdicts on leaves and links, and UNJUDGED for damage. They concern the fabric, so they name no node."""
     return damaged(facts.damage, facts.file, "ibnetdiscover") + judge_topology(facts.topology)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 
-from seatrial.check.findings import Finding, Target
+from seatrial.check.judging.findings import Finding, Target
 from seatrial.check.outputs.network import damaged
-from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
-from seatrial.check.tool import Context, Lines, ParseError, Tool
+from seatrial.check.outputs.ports import Block, PortFacts, PortsFacts, inventory, judge_ports, known_rate
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.hardware import counters
 
 _CA = re.compile(r"^\s*CA '(?P<name>[^']*)'\s*$")
@@ -50,33 +49,23 @@ _LAYERS = ("InfiniBand", "Ethernet", "IB", "Unspecified", "Unknown")
 
 
 def matches(text: str) -> bool:
-    """A line `CA 'mlx5_0'` with fields of ibstat after it."""
+    """Whether there are a line `CA 'mlx5_0'` and a field of ibstat."""
     return bool(re.search(r"^\s*CA '[^'\n]*'\s*$", text, re.MULTILINE)) and bool(
         re.search(r"^\s*(?:CA type|Number of ports|State|Physical state|Port \d+)\s*:", text, re.MULTILINE)
     )
 
 
-@dataclass
-class _Block:
-    """A CA or a port, as its lines say it."""
-
-    name: str
-    line: int
-    fields: dict[str, str] = field(default_factory=dict)
-    ports: list[_Block] = field(default_factory=list)
-
-
 def parse(lines: Lines, file: str) -> PortsFacts:
-    """All ports. Raises ParseError where not one CA is in it. What is torn is in `damage`."""
+    """Parse all ports. Raises ParseError if there is no CA. Other damage is recorded in `damage`."""
     damage: list[tuple[str, int | None]] = []
-    cas: list[_Block] = []
-    block: _Block | None = None
+    cas: list[Block] = []
+    block: Block | None = None
     for number, line in lines:
         if ca := _CA.match(line):
-            block = _Block(ca["name"], number)
+            block = Block(ca["name"], number)
             cas.append(block)
         elif (port := _PORT.match(line)) and cas:
-            block = _Block(port["number"], number)
+            block = Block(port["number"], number)
             cas[-1].ports.append(block)
         elif (pair := _FIELD.match(line)) and block is not None:
             known = _PORT_FIELDS if block is not cas[-1] else _CA_FIELDS
@@ -97,7 +86,7 @@ def parse(lines: Lines, file: str) -> PortsFacts:
     return PortsFacts("ibstat", file, tuple(ports), tuple(damage))
 
 
-def _torn_ca(ca: _Block) -> list[tuple[str, int | None]]:
+def _torn_ca(ca: Block) -> list[tuple[str, int | None]]:
     torn: list[tuple[str, int | None]] = [
         (f"CA {ca.name}: no `{name}`", ca.line) for name in _CA_FIELDS if name not in ca.fields
     ]
@@ -117,7 +106,7 @@ def _torn_ca(ca: _Block) -> list[tuple[str, int | None]]:
     return torn
 
 
-def _torn_port(ca: _Block, port: _Block) -> list[tuple[str, int | None]]:
+def _torn_port(ca: Block, port: Block) -> list[tuple[str, int | None]]:
     where = f"{ca.name}/{port.name}"
     torn: list[tuple[str, int | None]] = [
         (f"{where}: no `{name}`", port.line) for name in _PORT_FIELDS if name not in port.fields
@@ -137,12 +126,12 @@ def _torn_port(ca: _Block, port: _Block) -> list[tuple[str, int | None]]:
     return torn
 
 
-def _rate(port: _Block) -> float | None:
+def _rate(port: Block) -> float | None:
     text = port.fields.get("Rate", "").split(" ")[0]
     return float(text) if re.fullmatch(r"\d{1,5}(?:\.\d{1,3})?", text) else None
 
 
-def _port(ca: _Block, port: _Block) -> PortFacts:
+def _port(ca: Block, port: Block) -> PortFacts:
     state = port.fields.get("State")
     layer = port.fields.get("Link layer")
     return PortFacts(
@@ -162,7 +151,7 @@ def _port(ca: _Block, port: _Block) -> PortFacts:
 
 
 def judge(facts: PortsFacts, context: Context) -> list[Finding]:
-    """The ports' verdicts, and UNJUDGED for what is torn. A CA without ports is UNJUDGED, never a pass."""
+    """The ports' verdicts, and UNJUDGED for damage. A CA without ports is UNJUDGED, never a pass."""
     found = damaged(facts.damage, facts.file, facts.tool) + judge_ports(facts, context)
     if not found:
         why = "the output shows no port"

@@ -1,15 +1,15 @@
-"""Output of ibstatus (infiniband-diags): a shell script that prints what sysfs says of each port."""
+"""Output of ibstatus (infiniband-diags): a shell script that prints the sysfs values of each port."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
 
-from seatrial.check.findings import Finding, Target
+from seatrial.check.judging.findings import Finding, Target
 from seatrial.check.outputs.network import at, damaged
 from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
 from seatrial.check.outputs.sysfs import PHYSICAL, RATE, STATE, STATES
-from seatrial.check.tool import Context, Lines, ParseError, Tool
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.hardware import counters
 
 _TITLE = re.compile(r"^\s*Infiniband device '(?P<device>[^']*)' port (?P<port>\d{1,3}) status:\s*$")
@@ -18,14 +18,14 @@ _FATAL = re.compile(
     r"^Fatal error: +(?P<what>No devices|device '[^']*': sys files not found .*)$", re.MULTILINE
 )
 _FIELDS = ("default gid", "base lid", "sm lid", "state", "phys state", "rate", "link_layer")
-# The script's word where a file of sysfs cannot be read, and what it says of the link layer where a kernel has no such file.
+# What the script prints for an unreadable sysfs file, and as the link layer if the kernel has no such file.
 _UNREAD, _OLD_KERNEL = "unknown", "IB"
 _LAYERS = ("InfiniBand", "Ethernet", "Unspecified", _OLD_KERNEL)
 
 
 @dataclass(frozen=True)
 class StatusFacts(PortsFacts):
-    """The ports, or the script's own error (`fatal`, in line `fatal_line`) where it found no device."""
+    """The ports, or the script's own error (`fatal`, in line `fatal_line`) if it found no device."""
 
     fatal: str = ""
     fatal_line: int | None = None
@@ -40,7 +40,7 @@ class _Block:
 
 
 def matches(text: str) -> bool:
-    """A title "Infiniband device 'mlx5_0' port 1 status:", or the script's own error."""
+    """Whether there is a title "Infiniband device 'mlx5_0' port 1 status:", or the script's own error."""
     return (
         re.search(r"^\s*Infiniband device '[^'\n]*' port \d+ status:", text, re.MULTILINE) is not None
         or _FATAL.search(text) is not None
@@ -48,7 +48,7 @@ def matches(text: str) -> bool:
 
 
 def parse(lines: Lines, file: str) -> StatusFacts:
-    """All ports. Raises ParseError where there is neither a port nor the script's error. What is torn is in `damage`."""
+    """Parse all ports. Raises ParseError if there is neither a port nor the script's error. Damage is in `damage`."""
     blocks: list[_Block] = []
     damage: list[tuple[str, int | None]] = []
     fatal, fatal_line = "", None
@@ -115,7 +115,7 @@ def _port(block: _Block) -> PortFacts:
     port = counters.Port(
         block.device,
         block.port,
-        None,  # the script does not say what the adapter is
+        None,  # the script does not print the adapter type
         state["state"] if state else None,
         "InfiniBand" if layer == _OLD_KERNEL else layer,
         _rate(block.fields.get("rate", "")),
@@ -124,7 +124,7 @@ def _port(block: _Block) -> PortFacts:
 
 
 def judge(facts: StatusFacts, context: Context) -> list[Finding]:
-    """The ports' verdicts, UNJUDGED for what is torn, and for a host without a device."""
+    """The ports' verdicts; UNJUDGED for damage and for a host without a device."""
     found = damaged(facts.damage, facts.file, facts.tool) + judge_ports(facts, context)
     if facts.fatal and not facts.ports:
         why = f"ibstatus: {facts.fatal}"

@@ -1,23 +1,23 @@
-"""Output of ibv_devinfo (libibverbs), with -v or without; the format: rdma-core, libibverbs/examples/devinfo.c.
+"""Output of ibv_devinfo (libibverbs), with or without -v.
 
-Only with -v it says at which rate a port runs and what its physical state is.
+Format: rdma-core, libibverbs/examples/devinfo.c. Only -v prints a port's rate and physical state.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from seatrial.check.findings import Expected, Finding, Target
+from seatrial.check.judging.findings import Expected, Finding, Target
 from seatrial.check.outputs.network import NetworkContext, at, damaged, gbit
-from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
-from seatrial.check.tool import Context, Lines, ParseError, Tool
+from seatrial.check.outputs.ports import Block, PortFacts, PortsFacts, inventory, judge_ports, known_rate
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.hardware import counters
 
 _DEVICE = re.compile(r"^hca_id:\s*(?P<name>\S.*?)\s*$")
 _PORT = re.compile(r"^\s+port:\s*(?P<number>\d{1,3})\s*$")
 _FIELD = re.compile(r"^\s+(?P<name>[a-z][\w ]{0,60}?):\s*(?P<value>.*?)\s*$")
-# What stands below the capabilities of -v: flags in capitals or words, and sentences without a value.
+# Lines below the capabilities that -v prints: flags in capitals or words, and sentences without a value.
 _FLAG = re.compile(r"^(?:\t| {4})\s*[A-Za-z][\w \t.,()/-]{0,80}(?:[:=]\s*(?:0x)?[0-9A-Fa-f]*)?\s*$")
 _GID = re.compile(
     r"^\s+GID\[\s*\d+\]:\s*(?:(?:[0-9a-f]{4}:){7}[0-9a-f]{4}|[0-9a-f:.]+(?=,))(?:, (?:RoCE v[12](?:\.\d)?|IB/RoCE v1))?\s*$"
@@ -26,7 +26,7 @@ _SECTION = re.compile(r"^\s+Device ports:\s*$")  # NVIDIA's own builds
 _CODED = re.compile(r"(?P<word>.*?)\s*\((?P<code>\d{1,5})\)")
 _LIST = re.compile(r"^(?P<count>\d{1,3}) HCAs? found:\s*$", re.MULTILINE)
 _LISTED = re.compile(r"\s+[\w.-]+\s*")
-# "No IB devices found" is perftest's as well, which says the same of it.
+# Not "No IB devices found": perftest prints it too, and its reader reports the same.
 _ERROR = re.compile(
     r"^(?:Failed to get IB devices list: .*|IB device '[^']*' wasn't found|Failed to open device"
     r"|Failed to query device props)\s*$",
@@ -45,7 +45,7 @@ _PORT_FIELDS = ("state", "max_mtu", "active_mtu", "sm_lid", "port_lid", "port_lm
 _VERBOSE_FIELDS = ("active_width", "active_speed")
 _PLAIN = (*_DEVICE_FIELDS, "fw_ver", "board_id")
 _STATES = {"PORT_DOWN": 1, "PORT_INIT": 2, "PORT_ARMED": 3, "PORT_ACTIVE": 4}
-# The names as ibstat and sysfs write them. devinfo.c itself writes "TRAINNING".
+# Code -> name in devinfo.c (which spells "TRAINNING"), name in ibstat and sysfs.
 _PHYSICAL = {
     1: ("SLEEP", "Sleep"),
     2: ("POLLING", "Polling"),
@@ -57,7 +57,7 @@ _PHYSICAL = {
 }
 _LAYERS = ("InfiniBand", "Ethernet", "Unspecified", "Unknown", "IB")
 _LANES = {1: "1X", 2: "4X", 4: "8X", 8: "12X", 16: "2X"}
-# Gb/s a lane by the code of ibv_query_port(3): SDR, DDR, QDR, FDR10, FDR, EDR, HDR, NDR, XDR. Older builds write
+# Gb/s per lane by the code of ibv_query_port(3): SDR, DDR, QDR, FDR10, FDR, EDR, HDR, NDR, XDR. Older builds print
 # "invalid speed" for a code that they do not know.
 _LANE_GBIT_S = {1: 2.5, 2: 5.0, 4: 10.0, 8: 10.0, 16: 14.0, 32: 25.0, 64: 50.0, 128: 100.0, 256: 200.0}
 _NDR = 128
@@ -65,19 +65,9 @@ _MELLANOX = ("0x02c9", "0x15b3")
 _XDR_ADAPTERS = ("MT4131",)
 
 
-@dataclass
-class _Block:
-    """A device or a port, as its lines say it."""
-
-    name: str
-    line: int
-    fields: dict[str, str] = field(default_factory=dict)
-    ports: list[_Block] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class DevinfoFacts(PortsFacts):
-    """The ports, or the tool's own error (`error`, in line `error_line`). `listed`: devices that -l named."""
+    """The ports, or the tool's own error (`error`, in line `error_line`). `listed`: number of devices that -l found."""
 
     error: str = ""
     error_line: int | None = None
@@ -85,7 +75,7 @@ class DevinfoFacts(PortsFacts):
 
 
 def matches(text: str) -> bool:
-    """A line "hca_id: mlx5_0", the list of -l, or the tool's own error."""
+    """Whether there is a line "hca_id: mlx5_0", the list of -l, or the tool's own error."""
     return (
         re.search(r"^hca_id:\s", text, re.MULTILINE) is not None
         or _LIST.search(text) is not None
@@ -94,14 +84,14 @@ def matches(text: str) -> bool:
 
 
 def parse(lines: Lines, file: str) -> DevinfoFacts:
-    """All ports. Raises ParseError where nothing of the tool is in it. What is torn is in `damage`."""
+    """Parse all ports. Raises ParseError if nothing of the tool is in it. Damage is recorded in `damage`."""
     damage: list[tuple[str, int | None]] = []
-    devices: list[_Block] = []
+    devices: list[Block] = []
     verbose = re.search(r"^\s+(?:max_mr_size|active_width):", lines.text, re.MULTILINE) is not None
     error, error_line, listed = "", None, None
     for number, line in lines:
         if device := _DEVICE.match(line):
-            devices.append(_Block(device["name"], number))
+            devices.append(Block(device["name"], number))
         elif message := _ERROR.match(line):
             error, error_line = message[0].strip(), number
         elif found := _LIST.match(line):
@@ -125,10 +115,10 @@ def parse(lines: Lines, file: str) -> DevinfoFacts:
     return DevinfoFacts("ibv_devinfo", file, tuple(ports), tuple(damage), error, error_line, listed)
 
 
-def _take(device: _Block, line: str, number: int, verbose: bool) -> bool:
-    """Put one line where it belongs; False if the tool does not write it."""
+def _take(device: Block, line: str, number: int, verbose: bool) -> bool:
+    """Add one line to its device or port; False if the tool does not print it there."""
     if port := _PORT.match(line):
-        device.ports.append(_Block(port["number"], number))
+        device.ports.append(Block(port["number"], number))
         return True
     if _SECTION.match(line):
         return not device.ports
@@ -137,7 +127,7 @@ def _take(device: _Block, line: str, number: int, verbose: bool) -> bool:
     if (pair := _FIELD.match(line)) and (verbose or pair["name"] in known):
         fresh = pair["name"] not in block.fields
         block.fields.setdefault(pair["name"], pair["value"])
-        # Capabilities repeat names ("max_sge", "supported_qp"); what is judged stands there once.
+        # Capabilities repeat names ("max_sge", "supported_qp"); what is judged appears once.
         return fresh or pair["name"] not in (*known, *_VERBOSE_FIELDS, "phys_state")
     if verbose and _GID.match(line):
         block.fields.setdefault("GID", line.strip())
@@ -145,7 +135,7 @@ def _take(device: _Block, line: str, number: int, verbose: bool) -> bool:
     return verbose and not device.ports and _FLAG.match(line) is not None
 
 
-def _torn_device(device: _Block) -> list[tuple[str, int | None]]:
+def _torn_device(device: Block) -> list[tuple[str, int | None]]:
     said = device.fields
     torn: list[tuple[str, int | None]] = [
         (f"{device.name}: no `{name}`", device.line) for name in _DEVICE_FIELDS if not said.get(name)
@@ -167,14 +157,14 @@ def _torn_device(device: _Block) -> list[tuple[str, int | None]]:
         if said.get(name) and not re.fullmatch(form, said[name])
     ]
     count = said.get("phys_port_cnt", "")
-    # Also where -i asked for one port of several: what the others are is then not known.
+    # Also if -i selected one port of several: the others are then unknown.
     if count.isdecimal() and len(device.ports) != int(count):
         text = f"{device.name}: {int(count)} ports announced, {len(device.ports)} shown"
         torn.append((text, device.line))
     return torn
 
 
-def _torn_port(device: _Block, port: _Block, verbose: bool) -> list[tuple[str, int | None]]:
+def _torn_port(device: Block, port: Block, verbose: bool) -> list[tuple[str, int | None]]:
     where, said = f"{device.name}/{port.name}", port.fields
     needed = (*_PORT_FIELDS, *_VERBOSE_FIELDS) if verbose else _PORT_FIELDS
     if verbose and device.fields.get("transport", "").startswith("InfiniBand"):
@@ -183,7 +173,7 @@ def _torn_port(device: _Block, port: _Block, verbose: bool) -> list[tuple[str, i
         needed = (
             *needed,
             "GID",
-        )  # the last thing that is told of a port, and each port of InfiniBand has one
+        )  # the last item printed for a port, and each InfiniBand port has one
     torn: list[tuple[str, int | None]] = [
         (f"{where}: no `{name}`", port.line) for name in needed if not said.get(name)
     ]
@@ -216,26 +206,26 @@ def _coded(fields: dict[str, str], name: str) -> tuple[str, int] | None:
     return (found["word"], int(found["code"])) if found else None
 
 
-def _adapter(device: _Block) -> str | None:
-    """ "MT4129", as sysfs calls it; another vendor's by its numbers."""
+def _adapter(device: Block) -> str | None:
+    """Adapter type as in sysfs, such as "MT4129"; for other vendors, vendor and part ID."""
     vendor, part = device.fields.get("vendor_id", ""), device.fields.get("vendor_part_id", "")
     if not vendor or not part.isdecimal() or int(part) == 0:
         return None
     return f"MT{part}" if vendor in _MELLANOX else f"{vendor}:{part}"
 
 
-def _rate(adapter: str | None, port: _Block) -> float | None:
+def _rate(adapter: str | None, port: Block) -> float | None:
     width, speed = _coded(port.fields, "active_width"), _coded(port.fields, "active_speed")
     if width is None or speed is None or width[1] not in _LANES or speed[1] not in _LANE_GBIT_S:
         return None
-    # ibv_query_port(3): a library that has no code for XDR says NDR instead.
+    # ibv_query_port(3): a library without a code for XDR reports NDR instead.
     if speed[1] == _NDR and adapter in _XDR_ADAPTERS:
         return None
     rate = int(_LANES[width[1]].rstrip("X")) * _LANE_GBIT_S[speed[1]]
     return rate if known_rate(rate) else None
 
 
-def _port(device: _Block, port: _Block) -> PortFacts:
+def _port(device: Block, port: Block) -> PortFacts:
     state, physical = _coded(port.fields, "state"), _coded(port.fields, "phys_state")
     layer, adapter = port.fields.get("link_layer"), _adapter(device)
     return PortFacts(
@@ -255,7 +245,7 @@ def _port(device: _Block, port: _Block) -> PortFacts:
 
 
 def judge(facts: DevinfoFacts, context: Context) -> list[Finding]:
-    """The ports' verdicts, UNJUDGED for what is torn, for a host without a device, and for a rate that is asked and not told."""
+    """The ports' verdicts; UNJUDGED for damage, for a host without a device, and if a required rate is not printed."""
     found = damaged(facts.damage, facts.file, facts.tool) + judge_ports(facts, context)
     target = Target(node=context.node)
     place = (at(facts.file, facts.error_line),)

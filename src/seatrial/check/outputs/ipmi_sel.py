@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from seatrial.check.findings import Finding, Verdict
+from seatrial.check.judging.findings import Finding, Verdict
 from seatrial.check.outputs.say import Say, having
-from seatrial.check.tool import Context, Lines, ParseError, Tool
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 
 _RECORD = re.compile(
     r"\s*(?P<id>[0-9a-f]{1,4}) \| +(?:(?P<date>\d\d/\d\d/\d{2,4}|Pre-Init) +\|\s*(?P<time>[\d:]{8}(?: \w{3,5})?|\d{1,10}|Pre-Init)\s*\| +)?(?P<what>\S.*?)\s*"
@@ -51,7 +51,7 @@ class Sel:
 
 
 def parse(lines: Lines, file: str) -> Sel:
-    """Raises ParseError if there is no record."""
+    """Parse the log. Raises ParseError if it has no record and does not state that it is empty."""
     events: list[Event] = []
     empty = False
     for number, line in lines:

@@ -1,15 +1,15 @@
-"""Network links that come and go, by what the kernel and systemd-networkd log of them."""
+"""Network links that flap, as logged by the kernel and systemd-networkd."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
 
-from seatrial.check.findings import Verdict
+from seatrial.check.judging.findings import Verdict
 
-# From this many losses of one link in a day on it flaps: the limit of Azure/azurehpc-health-checks, customTests/azure_ib_link_flapping.nhc.
+# Losses of a link per day that count as flapping: Azure/azurehpc-health-checks, customTests/azure_ib_link_flapping.nhc.
 _FLAPS = 5
-# Interfaces of adapters that can be the fabric's: IPoIB, and the drivers of RDMA adapters. Others (veth, docker) come and go by design.
+# Interfaces that can belong to the fabric: IPoIB, and drivers of RDMA adapters. Others (veth, docker) flap by design.
 _NETWORKD = re.compile(
     r"systemd-networkd\[\d+\]: (?P<port>(?:ib|rdma)[\w.-]{1,30}): (?P<what>lost|gained) carrier",
     re.IGNORECASE,
@@ -18,11 +18,11 @@ _DRIVER = re.compile(
     r"\b(?:mlx5_core|mlx5_ib|bnxt_en|bnxt_re|ice|irdma|ionic|mlx4_en) [0-9a-f:.]{7,12}:? (?P<port>[\w.-]{1,30}): (?:NIC )?Link (?:is )?(?P<what>up|down)\b",
     re.IGNORECASE,
 )
-# A cage that was empty when the driver came up says "unplugged" too: that counts only after "plugged".
+# An empty cage also reports "unplugged" when the driver loads, so that counts only after "plugged".
 _MODULE = re.compile(
     r"\bmlx5_core (?P<port>[0-9a-f:.]{7,12}): Port module event: module \d+, Cable (?P<what>plugged|unplugged)"
 )
-# The day that a line is of, as it is written there; dmesg counts seconds.
+# The day of a line as printed; dmesg prints seconds since boot.
 _DAY = re.compile(
     r"^(?:<\d+>)?(?:kern *:\w+ *: )?(?:\[?(?:[A-Z][a-z]{2} )?(?P<day>\d{4}-\d\d-\d\d|[A-Z][a-z]{2} [ \d]\d)\b|\[ *(?P<seconds>\d{1,12})\.)"
 )
@@ -32,7 +32,7 @@ _DAY = re.compile(
 class Link:
     """One interface: the lines in which it went down, by day, and whether it was up at the end.
 
-    `dark` are lines that report a link as down that was never seen up, as drivers do while they start.
+    `dark` are lines that report the link as down when it was not up, as drivers do while they start.
     """
 
     port: str
@@ -40,14 +40,14 @@ class Link:
     dark: list[int] = field(default_factory=list)
     up: bool = False
     quote: str = ""  # the last line that reports a loss
-    more: int = 0  # losses whose lines were dropped by intake.py
+    more: int = 0  # losses whose lines were dropped by numbered_lines.py
 
     @property
     def lines(self) -> list[int]:
         return [n for day in self.lost.values() for n in day]
 
     def verdict(self) -> Verdict | None:
-        """None for a link that went down once and came back, as one does when its other end is restarted."""
+        """The verdict; None for a single loss that recovered, as when the other end is restarted."""
         if max((len(day) for day in self.lost.values()), default=0) >= _FLAPS:
             return "FAIL"
         if len(self.lines) > 1 or (self.lines and not self.up):
@@ -64,7 +64,7 @@ class Link:
 
 
 def told(line: str) -> re.Match[str] | None:
-    """What the line says of a link, as `port` and `what`; None if it says nothing of one."""
+    """The link event in a line, with groups `port` and `what`; None if there is none."""
     if not any(word in line for word in ("arrier", "ink", "Cable")):
         return None
     return _NETWORKD.search(line) or _DRIVER.search(line) or _MODULE.search(line)

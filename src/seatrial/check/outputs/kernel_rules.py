@@ -1,6 +1,6 @@
-"""Lines of a kernel log or syslog, beside the GPU driver's codes, that tell of hardware: what each means.
+"""Meaning of kernel log and syslog lines about hardware, other than the GPU driver's codes.
 
-The texts are the kernel's, systemd's and the drivers' own. Which of them matter: leptonai/gpud (components/*/kmsg_matcher.go),
+The texts are the kernel's, systemd's and the drivers' own. Selected as in leptonai/gpud (components/*/kmsg_matcher.go),
 Azure/azurehpc-health-checks (customTests), NVIDIA's lists of driver messages.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from seatrial.check.findings import Verdict
+from seatrial.check.judging.findings import Verdict
 
 Rule = tuple[str, Verdict, re.Pattern[str], str]
 
@@ -18,7 +18,7 @@ def _rule(code: str, verdict: Verdict, what: str, pattern: str) -> Rule:
     return code, verdict, re.compile(pattern, re.IGNORECASE), what
 
 
-# Code, verdict, pattern, what it is. The first that a line matches counts.
+# Code, verdict, meaning, pattern. The first rule that a line matches counts.
 OTHERS: tuple[Rule, ...] = (
     _rule(
         "SYS002",
@@ -188,7 +188,7 @@ WORDS = (
 
 
 def have_words(lines: Sequence[str]) -> Sequence[bool]:
-    """For each line, whether it contains one of WORDS. Uses pyarrow, which searches for all words at once, for many lines."""
+    """For each line, whether it contains one of WORDS. Many lines go to pyarrow, which searches all words at once."""
     if len(lines) < _MANY:
         return [any(word in small for word in WORDS) for small in map(str.lower, lines)]
     import pyarrow as pa

@@ -1,4 +1,4 @@
-"""Kernel logs handed in as text (dmesg, journal, syslog, /dev/kmsg): driver messages and what else tells of hardware."""
+"""Kernel logs given as text (dmesg, journal, syslog, /dev/kmsg): driver messages and other lines about hardware."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.findings import ORDER, Expected, Finding, Target, Verdict
 from seatrial.check.names import is_host, same_host
 from seatrial.check.outputs.kernel_links import Watch, told
 from seatrial.check.outputs.kernel_rules import (
@@ -18,12 +18,12 @@ from seatrial.check.outputs.kernel_rules import (
     removable_disk,
     rule_of,
 )
-from seatrial.check.report import ORDER
-from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence, lines_of, listed, quoted
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, evidence, lines_of, quoted
+from seatrial.check.ranges import listed
 from seatrial.hardware.xid import NVLINK5_CODES, XidMessage, address, catalogue
 from seatrial.hardware.xid import parse as parse_xid
 
-# NVIDIA's buckets, see hardware/xid.toml, where hardware has to be seen to before a job may run.
+# NVIDIA's buckets (hardware/xid.toml) for which the hardware must be serviced before a job may run.
 _HARDWARE = (
     "RESET_GPU",
     "RESTART_BM",
@@ -32,11 +32,11 @@ _HARDWARE = (
     "WORKFLOW_XID_48",
     "WORKFLOW_NVLINK_ERR",
 )
-# Xid 63 and 92 are to be recorded and a reset can wait (field notes 3); 94 has lost memory, and its row is in use until the reset.
-# 167 and 169 have no bucket; control/policy.toml takes the node away for them, as leptonai/gpud restarts it.
+# Xid 63 and 92 are just recorded, a reset can wait (field notes 3); 94 lost memory, its row is in use until a reset.
+# 167 and 169 have no bucket; control/machine/policy.toml evicts the node for them, as leptonai/gpud reboots it.
 _FAIL_CODES = frozenset({48, 64, 94, 95, 140, 167, 169})
 _WATCHED_CODES = frozenset({63, 92})
-_SAME = 8  # processes and times that a message lists
+_SAME = 8  # program names that a message lists
 _QUOTED = 160  # characters
 
 # Syslog (RFC 3164 and 5424) and the journal, month names in any language: time, host, program.
@@ -62,7 +62,7 @@ _NUMBERS = re.compile(r"(?<![\w.:(-])(?:0x)?[0-9a-fA-F]{4,}(?![\w.:)-])")
 # Separators of the journal between boots, and detail lines of /dev/kmsg.
 _BESIDE = re.compile(r"-- (?:Boot|Reboot|Logs begin|Journal begins|No entries|Hint:).*| [A-Z][A-Z_]*=\S.*")
 _LOOKS = re.compile(r"\bS?Xid", re.IGNORECASE)
-# Other lines that tell of hardware are in kernel_rules.py.
+# The patterns of other lines about hardware are in kernel_rules.py.
 _PCIE = re.compile(
     r"\b(?P<driver>[A-Za-z0-9_-]{1,40}) (?P<pci>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]): (?P<have>[0-9]{1,6}\.[0-9]{1,6}) Gb/s available PCIe bandwidth, "
     r"limited by (?P<link>.{3,60}?) link at \S{1,40} \(capable of (?P<can>[0-9]{1,6}\.[0-9]{1,6}) Gb/s"
@@ -109,7 +109,7 @@ class KernelText:
 
 
 def matches(text: str) -> bool:
-    """Whether most of the first lines are a kernel log's, or any has a driver message."""
+    """Whether most of the first lines are kernel log lines, or any is a driver message."""
     lines = [x for x in lines_of(text[:50_000]) if x.strip()][:200]
     if not lines:
         return False
@@ -119,7 +119,7 @@ def matches(text: str) -> bool:
 
 
 def tells(line: str) -> bool:
-    """Whether parse() would make anything of this line: the others can be left out where a log is too long to hand on."""
+    """Whether parse() would use this line; the others can be dropped from a log that is too long to pass on."""
     return (
         parse_xid(line) is not None
         or _LOOKS.search(line) is not None
@@ -152,7 +152,7 @@ def host_of(line: str) -> str | None:
 
 
 def parse(lines: Lines, file: str) -> KernelText:
-    """Raises ParseError for an empty log: that nothing was seen is not that nothing was."""
+    """Parse the log. Raises ParseError if it is empty: a missing log does not mean that there was no fault."""
     messages: list[Message] = []
     others: list[Other] = []
     links: dict[str | None, Watch] = {}
@@ -227,7 +227,7 @@ def _unread(line: str, xid: XidMessage | None) -> bool:
 
 
 def judge(log: KernelText, context: Context) -> list[Finding]:
-    """One finding for each code of each GPU or switch, and for each other kind of trouble; one PASS for none."""
+    """One finding per code and GPU or switch, and per other kind of fault; one PASS if there is none."""
     found = [*_driver(log, context), *_others(log, context)]
     strangers = [] if context.node is None else [h for h in log.hosts if not same_host(h, context.node)]
     if not found:
@@ -243,7 +243,7 @@ def judge(log: KernelText, context: Context) -> list[Finding]:
 
 
 def _node(log: KernelText, context: Context, host: str | None) -> str | None:
-    """The node of a message: the one the log was submitted for, or another that the log names as well."""
+    """The node of a message: the one the log was submitted for; another host only if the log names both."""
     if context.node is None or host is None or same_host(host, context.node):
         return context.node or host
     return host if any(same_host(h, context.node) for h in log.hosts) else context.node
@@ -251,7 +251,7 @@ def _node(log: KernelText, context: Context, host: str | None) -> str | None:
 
 def _driver(log: KernelText, context: Context) -> Iterator[Finding]:
     groups: dict[tuple[str | None, int, str, str, int, Verdict], tuple[XidMessage, list[Message]]] = {}
-    # A line with data belongs to the one that gave the severity.
+    # An SXid line with data but no severity belongs to the line that stated the severity.
     told = {
         (m.host, m.xid.pci, m.xid.code)
         for m in log.messages
@@ -286,7 +286,7 @@ def _driver(log: KernelText, context: Context) -> Iterator[Finding]:
 
 
 def verdict_of(xid: XidMessage) -> Verdict:
-    """FAIL where hardware has to be seen to before a job may run, PASS where NVIDIA says to ignore it, else WARN."""
+    """FAIL if the hardware must be serviced before a job may run, PASS if NVIDIA says to ignore it, else WARN."""
     if xid.kind == "sxid":
         return "FAIL" if xid.severity == "fatal" else "WARN"
     if xid.code in NVLINK5_CODES:
@@ -344,7 +344,7 @@ def _source(xid: XidMessage) -> str:
 
 
 def _action(xid: XidMessage, verdict: Verdict) -> str:
-    """What NVIDIA's catalog says; empty for what the finding's code says."""
+    """The action from NVIDIA's catalog; empty to use the action of the finding's code."""
     if verdict == "PASS" or xid.kind == "sxid":
         return ""
     if xid.code == 154 and xid.recovery is not None:
@@ -377,7 +377,7 @@ def _one(links: Iterator[int | None]) -> int | None:
 def _others(log: KernelText, context: Context) -> Iterator[Finding]:
     groups: dict[tuple[str | None, ...], list[Other]] = {}
     for other in log.others:
-        # A NIC's figures change when it is trained again.
+        # A NIC's measured values change when its link is retrained.
         kind = None if other.measured is not None else other.what
         node = _node(log, context, other.host)
         groups.setdefault(

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.gpu_count import count_findings
 from seatrial.check.outputs.say import Say, having
-from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
+from seatrial.check.ranges import listed
 from seatrial.hardware.xid import address
 
 _DEVICE = re.compile(
@@ -36,7 +37,7 @@ _KINDS = (
     ("adapter", re.compile(r"Infiniband controller|.*(?:ConnectX|BlueField|BCM57[5-9]|Pensando|Pollara|Elastic Fabric)", re.IGNORECASE)),
     ("NVSwitch", re.compile(r".*NVSwitch|Bridge: NVIDIA", re.IGNORECASE)),
 )  # fmt: skip
-# On boards whose slots are as wide as the card.
+# Boards whose slots are as wide as the card.
 _HYPER = re.compile(r"SXM|HGX|NVLink|OAM|Instinct", re.IGNORECASE)
 
 
@@ -65,7 +66,7 @@ class Bus:
 
 
 def parse(lines: Lines, file: str) -> Bus:
-    """Raises ParseError if there is no device."""
+    """Parse the bus. Raises ParseError if there is no device."""
     devices: list[Device] = []
     now: Device | None = None
     count, whole = 0, False
@@ -83,7 +84,7 @@ def parse(lines: Lines, file: str) -> Bus:
             continue
         elif link := _LINK.fullmatch(line):
             if link["what"] in now.links:
-                continue  # of another device, whose header is missing
+                continue  # belongs to another device whose header is missing
             speed = None if link["speed"] == "unknown" else float(link["speed"].removesuffix("GT/s"))
             now.links[link["what"]] = (speed, int(link["width"]), number)
         elif _STATUS.fullmatch(line):

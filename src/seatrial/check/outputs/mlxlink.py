@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.network import damaged
 from seatrial.check.outputs.say import Say
-from seatrial.check.tool import Context, Lines, ParseError, Tool, read_json
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, read_json
 
 _PAIR = re.compile(r"^(?P<name>\S[^:]*?)\s*:\s?(?P<value>.*?)\s*$")
 _LONGEST = 45  # characters of a name; longer text is a sentence
@@ -20,19 +20,19 @@ _NO_ISSUE = re.compile(r"No issue was observed\.?")
 _NEEDED = ("State", "Physical state", "Speed", "Width")
 _DOWN = ("Disable", "Disabled", "Polling", "Down", "Close port", "Port PLL Down")
 _UP = ("LinkUp", "ETH_AN_FSM_ENABLE", "Phy Test Up", "ETH_FORCE_FSM")
-# Of the slowest first. IB: InfiniBand Architecture Specification; Ethernet as mlxlink writes it.
+# Slowest first. IB: InfiniBand Architecture Specification; Ethernet as mlxlink prints it.
 _IB = ("SDR", "DDR", "QDR", "FDR10", "FDR", "EDR", "HDR", "NDR", "XDR")
 _SPEED = re.compile(
     r"^(?:IB-(?P<ib>[A-Z0-9]+)|(?:BaseTx\d*|Base\w*)?(?P<eth>\d+(?:\.\d+)?)(?P<unit>[GM])\w*)$"
 )
 _LISTED = re.compile(r"\((?P<speeds>[^)]*)\)")
-# The specification's bit error rate; what error correction leaves must be below it. 15E-255 is mlxlink's zero.
+# The specification's bit error rate, an upper limit after error correction. mlxlink prints 15E-255 for zero.
 _BIT_ERRORS = 1e-12
 
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """The fields of all sections, by name, with their lines."""
+    """The fields of all sections: name -> value and line."""
 
     file: str
     fields: Mapping[str, tuple[str, int | None]]
@@ -48,14 +48,14 @@ class LinkFacts:
 
 
 def matches(text: str) -> bool:
-    """Its section titles, or its JSON with them."""
+    """Whether the section titles of mlxlink are there, as text or in JSON."""
     return "Operational Info" in text and (
         "Troubleshooting Info" in text or "Supported Info" in text or "Physical state" in text
     )
 
 
 def parse(lines: Lines, file: str) -> LinkFacts:
-    """All fields. Raises ParseError where none is in it. What is torn is in `damage`."""
+    """Parse all fields. Raises ParseError if there is none. Damage is recorded in `damage`."""
     fields: dict[str, tuple[str, int | None]] = {}
     damage: list[tuple[str, int | None]] = []
     if lines.text.lstrip().startswith("{"):
@@ -86,7 +86,7 @@ def parse(lines: Lines, file: str) -> LinkFacts:
 
 
 def _from_text(lines: Lines, fields: dict[str, tuple[str, int | None]]) -> set[str]:
-    """The sections. A line counts if its colon is in the same column as the others, or follows a longer name."""
+    """Fill `fields` and return the sections. A line counts if its colon is aligned or follows a longer name."""
     sections: set[str] = set()
     seen: set[tuple[str, str]] = set()
     section, colon = "", 0
@@ -125,7 +125,7 @@ def _from_json(lines: Lines, file: str, fields: dict[str, tuple[str, int | None]
 
 
 def judge(facts: LinkFacts, context: Context) -> list[Finding]:
-    """State, speed against what port and cable can do, and quality. PASS only where the link is up, at full speed and clean."""
+    """State, speed against what port and cable support, and quality. PASS only if up, at full speed and error-free."""
     say = Say(facts.file, context, "NET008", Target(port=facts.text("Device") or facts.text("device")))
     say.found += damaged(facts.damage, facts.file, "mlxlink")
     _state(facts, say)
@@ -149,7 +149,7 @@ def _state(facts: LinkFacts, say: Say) -> None:
 
 
 def _rank(speed: str) -> float | None:
-    """Something that grows with the speed; None for what is no speed. InfiniBand and Ethernet do not mix on one port."""
+    """Sort key that grows with the speed; None if it is not a speed. No port has both InfiniBand and Ethernet."""
     if (name := speed.removeprefix("IB-")) in _IB:
         return float(_IB.index(name))
     found = _SPEED.match(speed)
@@ -159,7 +159,7 @@ def _rank(speed: str) -> float | None:
 
 
 def _best(text: str | None) -> str | None:
-    """The fastest of a list as "0x000000f1 (NDR,HDR,EDR)"."""
+    """The fastest speed in a list such as "0x000000f1 (NDR,HDR,EDR)"."""
     ranked = [(rank, s) for s in _speeds(text) if (rank := _rank(s)) is not None]
     return max(ranked)[1] if ranked else None
 
@@ -196,7 +196,7 @@ def _speed(facts: LinkFacts, say: Say) -> None:
     if narrow and speed.startswith("IB-"):
         expected = Expected("4x", "", "the width of a port up to HDR; NDR and later are also sold with 2x")
         text = f"runs over {width} instead of 4x lanes"
-        # HDR100: one port of a switch is split into two of two lanes. One that has lost two lanes looks the same.
+        # HDR100: a switch port is split into two ports of two lanes. A port that has lost two lanes looks the same.
         verdict: Verdict = "WARN" if (speed, width) == ("IB-HDR", "2x") else "FAIL"
         if verdict == "WARN":
             text += ": lost two lanes, unless its switch's port is split (HDR100)"

@@ -1,4 +1,4 @@
-"""nccl-tests as JSON (-J, since 2.17, and rccl-tests synchronised with it). Judged as the table is.
+"""nccl-tests as JSON (-J, since 2.17, and rccl-tests synchronised with it). Judged like the table.
 
 Format: NVIDIA/nccl-tests, src/util.cu.
 """
@@ -10,18 +10,18 @@ from typing import Any
 
 from seatrial.check.outputs.nccl_judge import judge
 from seatrial.check.outputs.nccl_log import NcclLog, Rank, Row
-from seatrial.check.tool import Lines, ParseError, Tool, read_json
+from seatrial.check.outputs.tool import Lines, ParseError, Tool, read_json
 
 _MOST = 1024  # more GPUs than any machine has
 
 
 def matches(text: str) -> bool:
-    """Keys that are specific to this JSON."""
+    """Whether the text has keys that are specific to this JSON."""
     return '"average_bus_bandwidth"' in text or ('"bus_bw"' in text and '"alg_bw"' in text)
 
 
 def parse(lines: Lines, file: str) -> NcclLog:
-    """Raises ParseError if the JSON is incomplete."""
+    """Parse the JSON. Raises ParseError if it is incomplete."""
     table = read_json(lines, file)
     log = NcclLog(file, table=True)
     try:

@@ -1,29 +1,30 @@
-"""Whether a collective was right, fast enough at its largest message, and ran over the links it should have."""
+"""Whether a collective was correct, fast enough at its largest message, and used the links it should have used."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 
-from seatrial.check.findings import Expected, Finding, Target
-from seatrial.check.floors import Floor, find_sku, highest, judge_share, shares
+from seatrial.check.judging.findings import Expected, Finding, Target
+from seatrial.check.judging.floors import Floor, find_sku, highest, judge_share, shares
 from seatrial.check.outputs.nccl_log import BEGINS, NcclLog, Row, is_debug, is_table, parse
-from seatrial.check.tool import Context, Tool, evidence, listed
+from seatrial.check.outputs.tool import Context, Tool, evidence
+from seatrial.check.ranges import listed
 
 _MIB, _GIB = 1 << 20, 1 << 30
-# From which size on the bus bandwidth is at its plateau: at 256 MiB B200s read 77 % of it, at 1 GiB 86 %, H100s 95 %
+# Message sizes near the plateau of the bus bandwidth: at 256 MiB B200s reach 77 % of it, at 1 GiB 86 %, H100s 95 %
 # (reference data of stas00/ml-engineering@744d01e network/README.md, and public runs).
 _LEAST = 256 * _MIB
 _PLATEAU = _GIB
-# By the definition of busbw (nccl-tests, doc/PERFORMANCE.md) these read in a ring what an all_reduce reads. Eight healthy A100s:
-# all_gather 230, reduce_scatter 232, broadcast 235, reduce 229 (microsoft/superbenchmark, tests/data); eight healthy H100s: all_gather
-# 366, reduce_scatter 365 (xxrjun/nccl-tests-cluster).
+# By the definition of busbw (nccl-tests, doc/PERFORMANCE.md) these reach the busbw of an all_reduce in a ring. Eight
+# healthy A100s: all_gather 230, reduce_scatter 232, broadcast 235, reduce 229 (microsoft/superbenchmark, tests/data);
+# eight healthy H100s: all_gather 366, reduce_scatter 365 (xxrjun/nccl-tests-cluster).
 _ONLY_RING = ("all_gather_perf", "reduce_scatter_perf", "broadcast_perf", "reduce_perf")
 _RING = (None, "all_reduce_perf", *_ONLY_RING)
-# Between two GPUs each: a healthy H100 reads 367 and 348. What reaches a ring's floor is good, what does not may be good too.
+# Between pairs of GPUs: a healthy H100 reaches 367 and 348. Reaching a ring's floor is good, missing it proves nothing.
 _LIKE_RING = ("sendrecv_perf", "alltoall_perf")
 _SAME_RATIO = 0.03  # both are printed with two decimals
-_STEADY = 64 * _MIB  # from here on the bandwidth must not fall again
+_STEADY = 64 * _MIB  # from this size on the bandwidth must not drop again
 
 
 def judge(log: NcclLog, context: Context) -> list[Finding]:
@@ -130,7 +131,7 @@ def _ranks(log: NcclLog) -> int | None:
 
 
 def _ratio(log: NcclLog) -> float | None:
-    """busbw / algbw at the largest message; 2 (n - 1) / n for all_reduce over n ranks (nccl-tests, doc/PERFORMANCE.md)."""
+    """busbw / algbw at the largest message; 2 (n - 1) / n for all_reduce, n ranks (nccl-tests, doc/PERFORMANCE.md)."""
     row = max(log.rows, key=lambda r: r.size, default=None)
     return None if row is None or row.algbw <= 0 else row.busbw / row.algbw
 
@@ -150,9 +151,9 @@ def _lost_ranks(log: NcclLog) -> str:
 
 
 def _test(log: NcclLog) -> str | None:
-    """The test's name; older versions do not say it, so by how busbw follows from algbw (nccl-tests, doc/PERFORMANCE.md).
+    """The test's name; if not printed, as by older versions, from busbw / algbw (nccl-tests, doc/PERFORMANCE.md).
 
-    Only all_reduce can be told so: the others share their ratios, and some print "sum" that sum nothing. None where nothing tells.
+    Only all_reduce is certain: the others share their ratios, and some print "sum" without summing. None if unknown.
     """
     ratio, ranks = _ratio(log), len(log.ranks)
     if log.test is not None or ratio is None:
@@ -231,7 +232,7 @@ def _bandwidth(log: NcclLog, context: Context) -> Iterator[Finding]:
 
 
 def _floor(log: NcclLog, context: Context) -> tuple[Floor | None, bool]:
-    """The floor of these GPUs with the algorithm that NCCL used; where they are not named, the highest of any (True)."""
+    """The floor of these GPUs with the algorithm that NCCL used; the highest of all GPUs, and True, if unnamed."""
     names = {r.gpu for r in log.ranks}
     name = names.pop() if len(names) == 1 else context.gpu
     if name is None:
@@ -246,7 +247,7 @@ def _floor(log: NcclLog, context: Context) -> tuple[Floor | None, bool]:
 
 
 def _maybe_nvls(log: NcclLog, row: Row, floor: Floor, context: Context) -> str:
-    """Why a bandwidth that is good for a ring may be bad all the same; empty if it is not so."""
+    """Why a bandwidth that is good for a ring may still be too low; empty if there is no reason."""
     sku = find_sku(next((r.gpu for r in log.ranks), context.gpu))
     nvls = None if sku is None else sku.floor("all_reduce", algorithm="NVLS")
     if (
@@ -254,7 +255,7 @@ def _maybe_nvls(log: NcclLog, row: Row, floor: Floor, context: Context) -> str:
         or nvls == floor
         or log.nvls
         or len(_hosts(log)) != 1
-        or (_ranks(log) or 8) < 8  # fewer GPUs than the board has reach less with it
+        or (_ranks(log) or 8) < 8  # with fewer GPUs than the board has, NVLS reaches less
         or nvls.verdict(row.busbw) == "PASS"
     ):
         return ""
@@ -269,7 +270,7 @@ def _hosts(log: NcclLog) -> set[str]:
 
 
 def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, context: Context) -> Iterator[Finding]:
-    """A bandwidth below the floor of one node: a fault on one node, the network's affair over several."""
+    """Judge a bandwidth below the floor of one node: a fault on one node; over several, compare with the NIC's rate."""
     target, place = Target(node=context.node), evidence(log.file, [row.line])
     ranks = _ranks(log)
     nodes = context.nodes or len(_hosts(log)) or None
@@ -299,7 +300,7 @@ def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, context: Context) ->
         )
     elif nodes > 1 and context.nic_gbit_s is not None:
         rate = row.busbw * 8 * (nodes - 1) / (ranks - 1)
-        low = judge_share(rate, context.nic_gbit_s) != "PASS"
+        low = judge_share(rate / context.nic_gbit_s) != "PASS"
         expected = Expected(
             context.nic_gbit_s,
             "Gb/s",
@@ -308,7 +309,7 @@ def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, context: Context) ->
             "busbw x (nodes - 1) / (GPUs - 1)",
             row.size,
         )
-        # A healthy EFA reads 74 % in an all-reduce over four nodes; ib_write_bw between two decides, not this.
+        # Never FAIL: a healthy EFA reaches 74 % in an all-reduce over four nodes; ib_write_bw between two decides.
         text = f"{told} over {nodes} nodes: {rate:.0f} Gb/s a GPU of {context.nic_gbit_s:.0f}"
         yield Finding(
             "NCC002", "WARN" if low else "PASS", target, text, rate, "Gb/s", expected, evidence=place

@@ -1,13 +1,13 @@
-"""What nccl-tests (all_reduce_perf and the others) and NCCL_DEBUG=INFO print: rows, ranks, topology, warnings."""
+"""Output of nccl-tests (all_reduce_perf and the others) and of NCCL_DEBUG=INFO: rows, ranks, topology, warnings."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
 
-from seatrial.check.tool import Lines, ParseError, lines_of
+from seatrial.check.outputs.tool import Lines, ParseError, lines_of
 
-# What mpirun --tag-output and srun --label write before each line.
+# Line prefixes that mpirun --tag-output and srun --label add.
 _LABEL = re.compile(r"^(?:\[[0-9]+,[0-9]+\]<std(?:out|err)>: ?|[0-9]{1,5}: (?=\s*(?:#|[0-9]|\S+:[0-9]+:)))")
 _RANK = re.compile(
     r"Rank\s+(?P<rank>[0-9]{1,6})\s+(?:Group\s+[0-9]+\s+)?Pid\s+[0-9]+ on\s+(?P<host>\S{1,120}) device\s+(?P<device>[0-9]{1,3}) \[(?P<pci>[0-9A-Fa-fx:.]+)\]\s+(?P<name>.{1,80}?)\s*$"
@@ -19,12 +19,12 @@ _REDUCED = re.compile(r"Reducing maxBytes to (?P<most>[0-9]+) due to memory limi
 _START = re.compile(r"Collective test starting: (?P<test>\S+)")
 _BOUNDS = re.compile(r"Out of bounds values\s*:\s*(?P<count>[0-9]+)\s*(?P<word>\S+)?")
 _AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*(?P<value>\S+)(?:\s+(?P<word>\S+))?")
-# How a run of nccl-tests begins, and how it ends that never came to its table.
+# Start of a run of nccl-tests, and the errors of a run that failed before its table.
 _BEGUN = re.compile(
     r"^#?\s*nThread [0-9]+ nGpus [0-9]+ minBytes |: Test NCCL failure \S+:[0-9]+|^NCCL failure \S+:[0-9]+ ",
     re.MULTILINE,
 )
-# The columns of nccl-tests 1, by the names that they have since.
+# Column names of nccl-tests 1 -> their current names.
 _NAMES = {"bytes": "size", "N": "count", "op": "redop", "res": "error"}
 _FAILED = re.compile(
     r"Test (?:NCCL |CUDA )?failure|: Test failure|\bNCCL failure\b|unhandled (?:cuda|system) error|FAILED\s*$"
@@ -55,7 +55,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,20}(?:\.[0-9]{1,9})?(?:e[+-]?[0-9]{1,4})?")
 
 @dataclass(frozen=True)
 class Row:
-    """One message size, in bytes; bandwidths in GB/s, the better of out of place and in place. `wrong` is None unchecked."""
+    """One message size in bytes; bandwidths in GB/s, the better of out and in place. `wrong`: None if unchecked."""
 
     line: int
     size: int
@@ -82,9 +82,9 @@ class NcclLog:
     test: str | None = None
     rows: list[Row] = field(default_factory=list)
     ranks: list[Rank] = field(default_factory=list)
-    each: int = 1  # ranks per process; their number must be a multiple of it
+    each: int = 1  # ranks per process; the number of ranks must be a multiple of it
     most_bytes: int | None = None
-    step: tuple[int, str] | None = None  # from one size to the next: 2, "factor", or "bytes"
+    step: tuple[int, str] | None = None  # from one size to the next: (2, "factor"), or (n, "bytes")
     out_of_bounds: tuple[int, int, bool] | None = None  # line, count, whether it says OK
     average: tuple[int, str, bool] | None = None  # line, text, whether it says FAILED
     failures: list[tuple[int, str]] = field(default_factory=list)
@@ -98,10 +98,10 @@ class NcclLog:
     no_multicast: dict[tuple[str, int], int] = field(default_factory=dict)
     network: dict[str, int] = field(default_factory=dict)
     table: bool = False
-    later: list[NcclLog] = field(default_factory=list)  # the runs that follow it in the same file
+    later: list[NcclLog] = field(default_factory=list)  # further runs in the same file
 
     def last_size(self) -> int | None:
-        """The largest message that the run was to send, as far as it can be told; sizes are rounded down by some tests."""
+        """The largest message that the run was meant to send, as far as known; some tests round sizes down."""
         if self.most_bytes is None or not self.rows:
             return self.most_bytes
         last, (step, unit) = self.rows[-1].size, self.step or (1, "bytes")
@@ -125,13 +125,13 @@ def is_debug(text: str) -> bool:
 
 
 def _columns(line: str) -> list[str]:
-    """The names of the columns, "#wrong" as "wrong"; empty if this is no head."""
+    """The column names, "#wrong" as "wrong"; empty if the line is not the header of the table."""
     words = [_NAMES.get(w, w) for w in (w.lstrip("#") for w in line.split()) if w]
     return words if words[:2] == ["size", "count"] and "busbw" in words and "algbw" in words else []
 
 
 def parse(lines: Lines, file: str) -> NcclLog:
-    """Raises ParseError where there is neither a table with rows nor a line of NCCL_DEBUG."""
+    """Parse all runs. Raises ParseError if there is neither a run of nccl-tests nor a line of NCCL_DEBUG."""
     log = first = NcclLog(file, table=_BEGUN.search(lines.text) is not None)
     columns: list[str] = []
     names: list[tuple[int, str]] = []
@@ -151,7 +151,7 @@ def parse(lines: Lines, file: str) -> NcclLog:
             known, columns, log.table = not columns, head, True
         elif columns and words and _NUMBER.fullmatch(words[0]) and not line.lstrip().startswith("#"):
             row = _row(columns, words, number)
-            # Sizes grow within a run; a row that does not belongs to another run.
+            # Sizes grow within a run; a row whose size does not grow belongs to another run.
             known = row is not None and (not log.rows or row.size > log.rows[-1].size)
             log.rows += [] if row is None else [row]
         else:
@@ -174,7 +174,7 @@ def _begins(line: str) -> bool:
 
 
 def _plain(log: NcclLog, line: str, number: int) -> bool:
-    """Take a line outside the table. False if it is not of this run: a run prints each line once."""
+    """Take a line outside the table. False if it does not belong to this run: a run prints each line once."""
     first = True
     if found := _RANK.search(line):
         first = int(found["rank"]) == len(log.ranks)
@@ -239,7 +239,7 @@ def _row(columns: list[str], words: list[str], number: int) -> Row | None:
 
 
 def _small(error: str) -> bool:
-    # The older versions print the largest relative difference; nccl-tests takes up to 1e-2 for half and 1e-5 for float, by type.
+    # Older versions print the largest relative difference; nccl-tests accepts up to 1e-2 for half and 1e-5 for float.
     return _NUMBER.fullmatch(error) is not None and abs(float(error)) < 1e-2
 
 

@@ -1,4 +1,4 @@
-"""Output of ncclscout (oracle-quickstart/oci-hpc): NCCL all-reduce between pairs of nodes, and its accounting."""
+"""Output of ncclscout (oracle-quickstart/oci-hpc): NCCL all-reduce between pairs of nodes, and its node accounting."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.network import BROKEN, at, damaged
-from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
+from seatrial.check.ranges import listed
 
 _NODE = r"[\w.-]+"
 _PAIR = re.compile(
@@ -48,18 +49,18 @@ _BESIDE = 1e-2 / 2 + 1e-9  # printed with two decimals
 
 @dataclass(frozen=True)
 class Pair:
-    """One measurement between two nodes: bus bandwidth in GB/s, None where the test failed."""
+    """One measurement between two nodes: bus bandwidth in GB/s, None if the test failed."""
 
     a: str
     b: str
     gb_s: float | None
     line: int
-    listed: bool = False  # in the list of initial results, not where it was measured
+    listed: bool = False  # from the list of initial results, not from the measurement itself
 
 
 @dataclass
 class ScoutFacts:
-    """All measurements, and what the summary says."""
+    """All measurements, and the content of the summary."""
 
     file: str
     pairs: list[Pair] = field(default_factory=list)
@@ -73,7 +74,7 @@ class ScoutFacts:
 
 
 def matches(text: str) -> bool:
-    """Its title of the summary, or its line of a pair."""
+    """Whether the title of its summary is there, or its line of a pair."""
     return "COMPREHENSIVE NODE ACCOUNTING SUMMARY" in text or bool(
         re.search(
             rf"^\s*(?:Testing |Result: )?{_NODE} <-> {_NODE}(?:\.\.\.|:) ?(?:\d|FAILED)", text, re.MULTILINE
@@ -82,10 +83,10 @@ def matches(text: str) -> bool:
 
 
 def parse(lines: Lines, file: str) -> ScoutFacts:
-    """Raises ParseError where no pair and no summary is in it."""
+    """Parse pairs and summary. Raises ParseError if there is neither a pair nor a summary."""
     facts = ScoutFacts(file)
     pending: str | None = None
-    # The progress bar returns to the start of its line and writes over it.
+    # The progress bar overwrites its own line after a carriage return.
     for number, raw in lines:
         known = []
         for line in raw.split("\r"):
@@ -109,7 +110,7 @@ def parse(lines: Lines, file: str) -> ScoutFacts:
 
 
 def _line(facts: ScoutFacts, line: str, number: int) -> bool:
-    """Take one line; False if it is not the tool's."""
+    """Take one line; False if it is not the tool's or repeats an earlier one."""
     if (found := _PAIR.match(line)) or (found := _WITH.match(line)):
         gb_s = None if found["failed"] else float(found["gb_s"])
         listed = line.startswith("  ") and "..." not in line
@@ -140,7 +141,7 @@ def _line(facts: ScoutFacts, line: str, number: int) -> bool:
 
 
 def _check(facts: ScoutFacts) -> None:
-    """The summary must be there, and say what the measurements say."""
+    """Record as damage what is missing in the summary, and where it contradicts the measurements."""
     counts = facts.counts
     if not facts.whole:
         facts.damage.append(("the closing line `Test completed at` is missing: cut off", None))
@@ -162,7 +163,7 @@ def _check(facts: ScoutFacts) -> None:
             facts.damage.append((f"the list of {what.lower()} nodes does not hold {told}", None))
     measured = [p.gb_s for p in facts.pairs if p.gb_s is not None]
     for what, value in facts.statistics.items():
-        # A pair that was tested again has replaced its first result, so any of the results may be the extreme.
+        # A retest replaces the first result of a pair, so any of the results may be the extreme.
         if what != "Average" and not any(abs(value - gb_s) < _BESIDE for gb_s in measured):
             facts.damage.append((f"`{what}` is not that of a pair", None))
     if measured and facts.counts:
@@ -173,7 +174,7 @@ def _check(facts: ScoutFacts) -> None:
 
 
 def _check_results(facts: ScoutFacts) -> None:
-    """Each result stands where it was measured and in the list of initial results; what differs is torn."""
+    """Record differences as damage: each result is printed when measured and again in the list of initial results."""
     first = next((i for i, p in enumerate(facts.pairs) if p.listed), None)
     if first is None:
         if facts.counts and facts.pairs:
@@ -187,7 +188,7 @@ def _check_results(facts: ScoutFacts) -> None:
 
 
 def judge(facts: ScoutFacts, context: Context) -> list[Finding]:
-    """One finding for each node that is slow in its best pair or not reachable; PASS where all are good and accounted for."""
+    """One finding per node that is slow in its best pair or unreachable; PASS if all are good and accounted for."""
     found = damaged(facts.damage, facts.file, "ncclscout")
     measured = [p.gb_s for p in facts.pairs if p.gb_s is not None]
     usual = median(measured) if measured else None
@@ -234,7 +235,7 @@ def judge(facts: ScoutFacts, context: Context) -> list[Finding]:
 
 
 def _untested(counts: Mapping[str, int]) -> int:
-    """Nodes that answered and were not tested."""
+    """Number of nodes that were reachable but not tested."""
     return counts.get("Never tested", 0) + counts.get("Skipped (shape issues)", 0)
 
 
@@ -245,7 +246,7 @@ def _expected(floor: float) -> Expected:
 
 
 def _nodes(facts: ScoutFacts, usual: float | None) -> list[Finding]:
-    """Each node by its best pair, as ncclscout itself does: a good node is only seen beside another good one."""
+    """Judge each node by its best pair, as ncclscout does: a good node only shows as good when paired with another."""
     pairs: dict[str, list[Pair]] = {}
     for pair in facts.pairs:
         pairs.setdefault(pair.a, []).append(pair)

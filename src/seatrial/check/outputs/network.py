@@ -1,13 +1,13 @@
-"""What the network's judges share: the limits, what is known beside an output, and damage as a finding."""
+"""Shared by the judges of network outputs: limits, context from other sources, and damage as a finding."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from seatrial.check.findings import Finding, Target, Verdict
-from seatrial.check.floors import nics, shares
-from seatrial.check.tool import Context
+from seatrial.check.judging.findings import Finding, Target
+from seatrial.check.judging.floors import nics, shares
+from seatrial.check.outputs.tool import Context
 
 BROKEN = shares().broken
 SUSPECT = shares().suspect
@@ -19,17 +19,17 @@ FABRIC_RATES_GBIT_S = tuple(sorted({nic.gbit_s for nic in nics()}))
 
 @dataclass(frozen=True)
 class NetworkContext(Context):
-    """`Context` and what is known of the node's ports from elsewhere."""
+    """`Context` plus what other sources say about the node's ports."""
 
     rates_gbit_s: Mapping[str, float] = field(
         default_factory=dict
     )  # "mlx5_0" -> rate of the port, one direction
-    port_gbit_s: float | None = None  # that every fabric port must have, by the user's word
-    fabric_ports: int | None = None  # that the node must have, by the plan or its siblings
+    port_gbit_s: float | None = None  # rate that every fabric port must have, given by the user
+    fabric_ports: int | None = None  # number that the node must have, by the plan or its siblings
 
 
 def port_rate(context: Context, device: str | None) -> tuple[float, str] | None:
-    """The rate of a device's port in Gb/s, one direction, and who says so; None if nobody does."""
+    """The rate of a device's port in Gb/s, one direction, and its source; None if unknown."""
     if not isinstance(context, NetworkContext):
         return None
     if context.port_gbit_s is not None:
@@ -39,15 +39,8 @@ def port_rate(context: Context, device: str | None) -> tuple[float, str] | None:
     return None
 
 
-def banded(ratio: float) -> Verdict:
-    """The verdict on a share of what is expected."""
-    if ratio < BROKEN:
-        return "FAIL"
-    return "WARN" if ratio < SUSPECT else "PASS"
-
-
 def damaged(problems: Sequence[tuple[str, int | None]], file: str, tool: str) -> list[Finding]:
-    """One finding for all that is torn in a file; none where nothing is. `problems`: what, and in which line."""
+    """One finding for all damage in a file; none if there is no damage. `problems`: description and line of each."""
     if not problems:
         return []
     told = "; ".join(dict.fromkeys(p for p, _ in problems[:4]))
@@ -66,7 +59,7 @@ def damaged(problems: Sequence[tuple[str, int | None]], file: str, tool: str) ->
 
 
 def at(file: str, line: int | None) -> str:
-    """ "FILE:LINE"."""
+    """A place as "FILE:LINE", or the file alone if there is no line."""
     return file if line is None else f"{file}:{line}"
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from seatrial.check.findings import Direction, Expected, Finding, Target, Verdict
-from seatrial.check.floors import Sku, What, find_sku, shares
+from seatrial.check.judging.findings import Direction, Expected, Finding, Target, Verdict
+from seatrial.check.judging.floors import Sku, What, find_sku, shares
 from seatrial.check.outputs.say import Say, having
-from seatrial.check.tool import Context, Lines, ParseError, Tool, read_json
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, read_json
 
 _RUN = re.compile(r"Running (?P<test>[a-z][a-z0-9_]+)\.\s*")
 _WORD = re.compile(r"(?P<status>Waived|WAIVED|Error|ERROR|Not Found|Passed):? ?(?P<text>.*)")
@@ -68,7 +68,7 @@ class Bandwidths:
 
 
 def parse(lines: Lines, file: str) -> Bandwidths:
-    """Raises ParseError if there is no test, or the JSON is incomplete."""
+    """Parse the run. Raises ParseError if there is no test, or the JSON is incomplete."""
     devices: list[str] = []
     tests: list[Test] = []
     faults: list[tuple[int | None, str]] = []
@@ -157,7 +157,7 @@ def _matrix(say: Say, test: Test, sku: Sku | None) -> bool:
     between = test.name.startswith("device_to_device")
     rows = test.rows
     if between and test.line is None and len(rows) == 3 * len(rows[0]):
-        # The JSON lists the rows of both streams one below the other, their sum last.
+        # The JSON stacks the rows of both streams and puts their sum last.
         rows = rows[-len(rows[0]) :]
     pairs = [(v, i, j) for i, row in enumerate(rows) for j, v in enumerate(row) if not between or i != j]
     cells = [(v, i, j) for v, i, j in pairs if v is not None]

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from seatrial.check.findings import Finding, Target
+from seatrial.check.judging.findings import Finding, Target
 from seatrial.check.outputs.say import Say, having
-from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
+from seatrial.check.ranges import listed
 from seatrial.hardware.counters import LIMITS, saturated
 
 _TITLE = re.compile(
@@ -48,7 +49,7 @@ class PerfFacts:
 
 
 def parse(lines: Lines, file: str) -> PerfFacts:
-    """Raises ParseError if there is no query with counters."""
+    """Parse all queries. Raises ParseError if there is no query with counters."""
     queries: list[Counters] = []
     for number, line in lines:
         if title := _TITLE.fullmatch(line):

@@ -1,6 +1,6 @@
 """Outputs of perftest (ib_write_bw, ib_read_bw, ib_send_lat, ...): text of all versions, JSON old and new, errors.
 
-Formats as printed by github.com/linux-rdma/perftest, perftest_parameters.h. "MB/sec" of old versions are MiB/s.
+Formats as printed by github.com/linux-rdma/perftest, perftest_parameters.h. "MB/sec" of old versions is MiB/s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from seatrial.check.outputs.perftest_json import looks_like_json, parse_json
 from seatrial.check.outputs.perftest_judge import inventory, judge
 from seatrial.check.outputs.perftest_run import ANY_ERROR, OWN_ERROR, Row, Run, Runs, consistent
-from seatrial.check.tool import Lines, ParseError, Tool
+from seatrial.check.outputs.tool import Lines, ParseError, Tool
 
 _TITLE = re.compile(
     r"^\s*(?P<verb>(?:RDMA_(?:Write|Read|Atomic)|Write_with_immediate|WRITE_IMM|Send|ATOMIC\w*|Atomic\w*)[\w ]*?)\s*"
@@ -44,7 +44,7 @@ _PLAIN = re.compile(
 
 
 def matches(text: str) -> bool:
-    """Whether it is perftest's: a test's title, its column line, its JSON, or an error text of its own."""
+    """Whether the text has a test's title, its column line, its JSON, or an error text that only perftest prints."""
     if looks_like_json(text):
         return True
     if _WAITING in text:
@@ -56,7 +56,7 @@ def matches(text: str) -> bool:
 
 
 def parse(lines: Lines, file: str) -> Runs:
-    """Every run in the text, with what is damaged in it. Raises ParseError where there is no run and no error text."""
+    """Parse every run, with its damage. Raises ParseError if there is neither a run nor an error text."""
     if looks_like_json(lines.text):
         return parse_json(lines, file)
     reader = _Reader(file)
@@ -71,7 +71,7 @@ def parse(lines: Lines, file: str) -> Runs:
 
 @dataclass
 class _Open:
-    """A run that is being read."""
+    """A run that is being parsed."""
 
     line: int
     run: Run
@@ -142,7 +142,7 @@ class _Reader:
         kind = "latency" if title["kind"] == "Latency" else "bandwidth"
         verb = title["verb"].replace("Bidirectional", "").strip()
         both = "Bidirectional" in title[0]
-        # Server and client of a loopback test print over each other into one file: one run, two titles.
+        # Server and client of a loopback test interleave their output in one file: one run, two titles.
         if self._open is not None and not self._open.run.rows and self._open.run.kind in ("", kind):
             self._open.titles += 1
             if self._open.run.verb not in ("", verb) or self._open.run.both_directions != both:
@@ -169,7 +169,7 @@ class _Reader:
 
     def _row(self, now: _Open, line: str, number: int) -> None:
         words = line.split()
-        if now.run.complete and line.split() != now.last:  # both ends of a loopback close the table
+        if now.run.complete and line.split() != now.last:  # both ends of a loopback print the closing line
             now.run = now.run.torn("figures after the closing line", number)
             return
         now.last = words
@@ -224,12 +224,12 @@ class _Reader:
 
 
 def endless(run: Run) -> bool:
-    """Whether it is `--run_infinitely`: it prints the same size again and again, and no closing line when it is ended."""
+    """Whether this is `--run_infinitely`, which prints one size repeatedly, and no closing line when it is stopped."""
     return len(run.rows) > 2 and len({row.size_bytes for row in run.rows}) == 1
 
 
 def int_or(lid: str) -> int:
-    """A LID as perftest prints it ("0x01", "0000"); 0 for none and for what is no number."""
+    """Parse a LID as perftest prints it ("0x01", "0000"); 0 if there is none or it is not a number."""
     try:
         return int(lid, 16)
     except ValueError:

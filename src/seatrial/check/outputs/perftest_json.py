@@ -1,7 +1,7 @@
 """The JSON of perftest (--out_json): valid since mid-2023, before that with unquoted names and trailing commas.
 
-It says no unit: whether a bandwidth is in Gb/s or MiB/s is found from message rate x size. With `-a` it holds the last
-size only.
+It has no unit: whether a bandwidth is in Gb/s or MiB/s is derived from message rate x size. With `-a` it has only the
+last size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from seatrial.check.outputs.perftest_run import Row, Run, Runs, consistent
-from seatrial.check.tool import Lines, ParseError, read_json
+from seatrial.check.outputs.tool import Lines, ParseError, read_json
 
 _PAIR = re.compile(r'^\s*"?(?P<name>[A-Za-z][\w .*]*?)"?\s*:\s*(?P<value>"[^"]*"|[^\s,{}]+)\s*,\s*$')
 _OPENS = re.compile(r'^\s*"?(?P<name>test_info|results)"?\s*:\s*\{\s*$')
@@ -19,13 +19,13 @@ _TIMES = {"t_min": "min", "t_max": "max", "t_typical": "typical", "t_avg": "avg"
 
 
 def looks_like_json(text: str) -> bool:
-    """Whether it is perftest's JSON, whole or not."""
+    """Whether the text is perftest's JSON, complete or not."""
     start = text.lstrip()
     return start.startswith("{") and re.match(r'\{\s*"?test_info"?\s*:', start) is not None
 
 
 def parse_json(lines: Lines, file: str) -> Runs:
-    """The one run of the file. Raises ParseError where it holds no result at all."""
+    """Parse the single run. Raises ParseError if the test's description is missing; a missing result is damage."""
     document, damage = _document(lines, file)
     info, results = document.get("test_info"), document.get("results")
     if not isinstance(info, dict) or not info:
@@ -54,7 +54,7 @@ def parse_json(lines: Lines, file: str) -> Runs:
 
 
 def _document(lines: Lines, file: str) -> tuple[dict[str, Any], list[str]]:
-    """The two tables, and what is wrong with them beside missing quotation marks."""
+    """The two tables, and their damage other than missing quotation marks."""
     try:
         document = read_json(lines, file)
     except ParseError:
@@ -115,7 +115,7 @@ def _row(results: dict[str, Any], kind: str) -> Row | None:
         return None
     carried = rate * size * 8 / 1e3
     mib = 2**20 * 8 / 1e9
-    # Gb/s with --report_gbits, else MiB/s: the factor between them is 119, nobody can mistake one for the other.
+    # Gb/s with --report_gbits, else MiB/s: they differ by a factor of 119 and cannot be confused.
     factor = mib if abs(average * mib - carried) < abs(average - carried) else 1.0
     step = 0.5e-6 / rate + 0.005 / average if rate and average else 0.0
     return Row(int(size), int(iterations or 0), average * factor, rate, step, {}, 1)

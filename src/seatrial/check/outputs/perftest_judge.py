@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.floors import judge_share
 from seatrial.check.outputs.network import (
     BROKEN,
     FABRIC_RATES_GBIT_S,
     TARGET_SOURCE,
     at,
-    banded,
     damaged,
     gbit,
     port_rate,
 )
 from seatrial.check.outputs.perftest_run import Row, Run, Runs, classify
-from seatrial.check.tool import Context
+from seatrial.check.outputs.tool import Context
 
-# Messages below it do not fill a link with one queue pair. Two ConnectX-7 carry 98 % of NDR at 64 KiB.
+# Smaller messages do not fill a link with one queue pair. Two ConnectX-7 reach 98 % of NDR at 64 KiB.
 _FILLS_BYTES = 65536
-# One queue pair has 16 reads outstanding; two healthy ConnectX-7 read 82 % of NDR so, and write 98 %.
+# One queue pair has 16 outstanding reads; with it two healthy ConnectX-7 read at 82 % of NDR, and write at 98 %.
 _READ_QUEUE_PAIRS = 4
-# Two ConnectX-7 servers: 1.27 µs for 2 bytes. Chosen here: what a few more switches and 100 m of fibre stay below.
+# Two ConnectX-7 servers: 1.27 µs for 2 bytes. Limit chosen here: a few more switches and 100 m of fibre stay below.
 _LATENCY_US = 5.0
-_LATENCY_BYTES = 256  # what fits into one packet and is sent inline
-_MEASURED_AT = 1.01  # a measurement may read a little above the rate of its port: clocks, and rounding
+_LATENCY_BYTES = 256  # fits into one packet and is sent inline
+_MEASURED_AT = 1.01  # a measurement may slightly exceed the rate of its port: clocks, and rounding
 
 
 def judge(facts: Runs, context: Context) -> list[Finding]:
-    """One finding or more for each run and each error text."""
+    """One or more findings for each run, and one for each cause among the error texts."""
     found: list[Finding] = []
     for run in facts.runs:
         found += damaged(run.damage, facts.file, run.name)
@@ -41,7 +41,7 @@ def judge(facts: Runs, context: Context) -> list[Finding]:
 
 
 def inventory(facts: Runs) -> Mapping[str, str | int | float]:
-    """Nothing: what perftest measures is compared as a finding."""
+    """Empty: measurements of perftest are compared as findings."""
     return {}
 
 
@@ -121,14 +121,14 @@ def _bandwidth(run: Run, file: str, context: Context) -> Finding:
     if lowest is None:
         text = "more than any port in the catalogue carries"
         return finding("UNJUDGED", text, None, f"{text}; name the port's rate with --port-gbit-s")
-    # Nobody says what rate the port has. It is at least the lowest rate that carries what was measured, so what is
-    # too little for that one is too little for any.
+    # The rate of the port is unknown. It is at least the lowest rate that carries what was measured, so a bandwidth
+    # that is too low for that rate is too low for any higher one.
     share = each / lowest
     says = f"{share:.0%} of {gbit(lowest)}, the lowest rate of a fabric port that can carry it; the port's own rate is not in this output"
     source = f"the port's rate is unknown: lowest of {', '.join(gbit(r) for r in FABRIC_RATES_GBIT_S)} that can carry it; {TARGET_SOURCE}"
     verdict = _banded(share, reads)
     if verdict == "FAIL" and lowest == FABRIC_RATES_GBIT_S[0]:
-        verdict = "WARN"  # a port of 10 to 56 Gb/s may be healthy at it
+        verdict = "WARN"  # a port of 10 to 56 Gb/s may be healthy at this bandwidth
         says += "; broken, unless the port is slower than that by design"
     hint = (
         ""
@@ -139,9 +139,9 @@ def _bandwidth(run: Run, file: str, context: Context) -> Finding:
 
 
 def _banded(share: float, reads: bool) -> Verdict:
-    """`reads`: few queue pairs that read, whose outstanding requests are the limit and not the link."""
+    """The verdict on a share. `reads`: RDMA reads on few queue pairs, limited by outstanding requests, not the link."""
     if not reads:
-        return banded(share)
+        return judge_share(share)
     return "PASS" if share >= BROKEN else "WARN"
 
 
@@ -177,7 +177,7 @@ def _latency(run: Run, file: str) -> Finding:
 
 
 def _errors(facts: Runs, context: Context) -> list[Finding]:
-    """One finding for each cause: lines that only follow from another are its evidence."""
+    """One finding per cause; error lines that are only symptoms of another are added to its evidence."""
     device = facts.runs[0].device if facts.runs else None
     told = [(classify(text)[0], text, line) for text, line in facts.errors]
     first = [t for t in told if not t[0].symptom] or told

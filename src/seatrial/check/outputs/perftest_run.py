@@ -1,4 +1,4 @@
-"""A run of perftest as facts, and the error texts that perftest prints."""
+"""Data of a perftest run, and the error texts that perftest prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from seatrial.check.findings import Verdict
+from seatrial.check.judging.findings import Verdict
 
 _GBIT_S = {"Gb/sec": 1.0, "MB/sec": 2**20 * 8 / 1e9, "MiB/sec": 2**20 * 8 / 1e9}
 
@@ -20,16 +20,16 @@ class Row:
     gbit_s: float | None
     messages_m_s: float | None  # millions of messages a second
     printed_step: (
-        float  # the relative size of the last printed digit of the two, which limits how well they agree
+        float  # the relative rounding error of both printed figures, which limits how well they agree
     )
     times_us: Mapping[str, float]  # "min", "max", "typical", "avg", "99", "99.9"
     line: int
-    direction: str = ""  # "local" or "remote" if it is one of both (--report-both)
+    direction: str = ""  # "local" or "remote" if it is one of two (--report-both)
     ports_gbit_s: tuple[float, ...] = ()  # per port if `gbit_s` is the sum of two (--report-per-port)
 
     @classmethod
     def of(cls, values: Mapping[str, str], unit: str, line: int, direction: str = "") -> Row | None:
-        """From column name to text; None if the unit of the bandwidth is unknown."""
+        """Build a row from column name -> text; None if the unit of the bandwidth is unknown."""
         average = next((v for name, v in values.items() if name.startswith("BW average")), None)
         if average is not None and unit not in _GBIT_S:
             return None
@@ -48,7 +48,7 @@ class Row:
 
 
 def _step(text: str | None) -> float:
-    """Half of the last digit of a printed number, relative to it."""
+    """Half of the last digit of a printed number, relative to the number."""
     if text is None or not float(text):
         return 0.0
     decimals = len(text.partition(".")[2])
@@ -61,7 +61,7 @@ def _time(column: str) -> str:
 
 
 def consistent(row: Row) -> bool:
-    """Whether the figures of a row agree: rate x size is the bandwidth; minimum, typical value and maximum are in order."""
+    """Whether the figures of a row agree: rate x size is the bandwidth; minimum, typical and maximum are in order."""
     if row.gbit_s is not None and row.messages_m_s is not None:
         carried = row.messages_m_s * row.size_bytes * 8 / 1e3
         if abs(carried - row.gbit_s) > max(0.005, 2 * row.printed_step) * row.gbit_s:
@@ -77,7 +77,7 @@ def consistent(row: Row) -> bool:
 class Run:
     """One test, from its title to its closing line."""
 
-    kind: str  # "bandwidth", "latency", "" where it is not known
+    kind: str  # "bandwidth", "latency", "" if unknown
     line: int
     verb: str = ""  # "RDMA_Write", "RDMA_Read", "Send", ...
     both_directions: bool = False
@@ -106,18 +106,18 @@ class Run:
 
     @property
     def name(self) -> str:
-        """As the command is called: "ib_write_bw"."""
+        """Name of the command: "ib_write_bw"."""
         verb = self.verb.lower().removeprefix("rdma_").split("_")[0] or "?"
         return f"ib_{verb}_{'lat' if self.kind == 'latency' else 'bw'}"
 
     def torn(self, problem: str, line: int | None) -> Run:
-        """This run with one more thing that is wrong with its output."""
+        """Copy of this run with one more problem in `damage`."""
         return replace(self, damage=(*self.damage, (problem, line)))
 
 
 @dataclass(frozen=True)
 class Runs:
-    """All of one file. `errors`: perftest's own error texts, with their lines."""
+    """All runs of one file. `errors`: perftest's own error texts, with their lines."""
 
     file: str
     runs: tuple[Run, ...]
@@ -126,14 +126,14 @@ class Runs:
 
 @dataclass(frozen=True)
 class Error:
-    """An error text of perftest. `own`: only perftest writes it, so that the text alone tells the tool."""
+    """An error text of perftest. `own`: only perftest prints it, so the text alone identifies the tool."""
 
     pattern: re.Pattern[str]
     code: str
     verdict: Verdict
     says: str
     own: bool = True
-    symptom: bool = False  # follows another that says more
+    symptom: bool = False  # follows from another error that says more
 
 
 def _error(
@@ -142,7 +142,7 @@ def _error(
     return Error(re.compile(pattern), code, verdict, says, own, symptom)
 
 
-# The first that matches a line counts. Texts: github.com/linux-rdma/perftest, src/, all versions since 3.0.
+# The first entry that matches a line counts. Texts: github.com/linux-rdma/perftest, src/, all versions since 3.0.
 ERRORS: tuple[Error, ...] = (
     _error(
         r"Couldn't connect to (?P<peer>\S+?):(?P<port>\d+)", "NET006", "FAIL", "no server answered at the peer"
@@ -209,14 +209,14 @@ def _any_of(errors: Iterable[Error]) -> str:
     return "|".join(re.sub(r"\?P<\w+>", "?:", e.pattern.pattern) for e in errors)
 
 
-# One search instead of one for each. An error text tells the tool only where a line begins with it: in the midst of a line
-# of a log it is somebody else's.
+# One search instead of one per pattern. An error text identifies the tool only at the start of a line: inside a line of
+# a log it is another program's.
 ANY_ERROR = re.compile(_any_of(ERRORS), re.MULTILINE)
 OWN_ERROR = re.compile(rf"^[ \t]*(?:{_any_of(e for e in ERRORS if e.own)})", re.MULTILINE)
 
 
 def classify(text: str) -> tuple[Error, re.Match[str]]:
-    """The error that a line is; it is one of ERRORS."""
+    """The first of ERRORS that matches a line, and the match; the line must match one."""
     for error in ERRORS:
         if found := error.pattern.search(text):
             return error, found

@@ -1,19 +1,20 @@
-"""Verdicts on the RDMA ports of a node, however they were read: which are the training fabric, and which of those are ill."""
+"""Verdicts on a node's RDMA ports from any source: which are the training fabric, and which of those are faulty."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median_high
 
-from seatrial.check.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.network import BROKEN, SUSPECT, TARGET_SOURCE, NetworkContext, at, gbit
-from seatrial.check.tool import Context, listed
+from seatrial.check.outputs.tool import Context
+from seatrial.check.ranges import listed
 from seatrial.hardware import counters
 
-# What a port of each adapter can do at most, in Gb/s. Names: pci.ids; rates: NVIDIA's user manuals of the adapters.
+# Maximum rate of a port of each adapter in Gb/s. Names: pci.ids; rates: NVIDIA's user manuals of the adapters.
 # MT4126 is the virtual function of any of them, so it says nothing.
 _ADAPTER_GBIT_S = {
     "MT4099": 56.0,  # ConnectX-3
@@ -42,7 +43,7 @@ _BRIDGES = 4  # ConnectX-7 ports of a B200 or B300 board that belong to its NVLi
 
 @dataclass(frozen=True)
 class PortFacts:
-    """One port as a tool shows it. `port.state` is in capitals; what was not said is None."""
+    """One port as a tool reports it. `port.state` is in capitals; missing values are None."""
 
     port: counters.Port
     physical: str | None  # "LinkUp", "Polling", "Disabled", ...
@@ -55,9 +56,19 @@ class PortFacts:
         return self.port.name
 
 
+@dataclass
+class Block:
+    """The fields of a device or a port, as ibstat or ibv_devinfo prints them."""
+
+    name: str
+    line: int
+    fields: dict[str, str] = field(default_factory=dict)
+    ports: list[Block] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class PortsFacts:
-    """All ports of one node. `damage`: what is torn, and in which line."""
+    """All ports of one node. `damage`: what is damaged, and in which line."""
 
     tool: str
     file: str
@@ -66,15 +77,15 @@ class PortsFacts:
 
 
 def known_rate(gbit_s: float) -> bool:
-    """Whether a port can train at this rate at all; a rate that none has is a damaged text."""
+    """Whether any port can train at this rate; any other rate is a sign of damaged text."""
     return gbit_s in _RATES or gbit_s in _RATES_HIGH
 
 
 def fabric_ports(ports: Sequence[PortFacts]) -> list[PortFacts]:
-    """The ports of the training fabric: of all alike (adapter and link layer) those that carry most together.
+    """The ports of the training fabric: the group (same adapter and link layer) that carries the most in total.
 
-    NVLink bridges are left out: ports that hardware.counters.fabric() leaves out and that are four, or one card's.
-    A single ConnectX-7 at 100 Gb/s is no bridge but a port in trouble.
+    NVLink bridges are excluded: ports that hardware.counters.fabric() excludes and that are exactly four, or several of
+    one card. A single ConnectX-7 at 100 Gb/s is not a bridge but a faulty port.
     """
     groups: dict[tuple[str | None, str | None], list[PortFacts]] = {}
     for each in _without_bridges(ports):
@@ -107,7 +118,7 @@ def _without_bridges(ports: Sequence[PortFacts]) -> list[PortFacts]:
 
 
 def _without_likely_bridges(ports: Sequence[PortFacts]) -> list[PortFacts]:
-    """Where nobody says what the adapters are: exactly four ports of InfiniBand at 100 Gb/s beside faster ones are bridges.
+    """Exclude bridges if the adapters are unknown: exactly four InfiniBand ports at 100 Gb/s next to faster ones.
 
     Four ports that have all trained down to 100 look the same; the number of fabric ports then shows it.
     """
@@ -183,7 +194,7 @@ def _healthy(each: PortFacts) -> bool:
 
 def _states(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> list[Finding]:
     down = [p for p in fabric if not _healthy(p)]
-    # A second port that no card uses: nobody has put a cable in.
+    # A port number that no card uses, such as the second: not cabled.
     numbers = {p.port.number for p in down}
     unused = (
         len(numbers) == 1
@@ -246,7 +257,7 @@ def _rates(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> list
 
 
 def _others(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> list[Finding]:
-    """Ports that are down and not of the fabric: storage, management, nothing. Not a fault, unless they complete it."""
+    """Down ports outside the fabric: storage, management, unused. A fault only if they would complete it."""
     names = {p.name for p in fabric}
     down = [p for p in _without_bridges(facts.ports) if p.name not in names and not _healthy(p)]
     if not down:
@@ -277,7 +288,7 @@ def _names(ports: Sequence[PortFacts]) -> str:
 
 
 def inventory(facts: PortsFacts) -> Mapping[str, str | int | float]:
-    """What nodes that should be alike have in common."""
+    """Properties that must agree between nodes that should be alike."""
     fabric = fabric_ports(facts.ports)
     if not fabric:
         return {}

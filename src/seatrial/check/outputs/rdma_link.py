@@ -10,7 +10,7 @@ import re
 from seatrial.check.outputs.ibstat import judge
 from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory
 from seatrial.check.outputs.say import having
-from seatrial.check.tool import Lines, ParseError, Tool
+from seatrial.check.outputs.tool import Lines, ParseError, Tool
 from seatrial.hardware import counters
 
 _LINK = re.compile(
@@ -18,7 +18,7 @@ _LINK = re.compile(
     r"state (?P<state>[A-Z_]+) physical_state (?P<physical>[A-Z_]+)(?: netdev (?P<netdev>\S+))?(?: netdev_index \d+)?\s*(?:\[.*\])?\s*"
 )
 _STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
-# Names in ibstat and sysfs.
+# Name in rdma -> name in ibstat and sysfs.
 _PHYSICAL = {
     "NOP": "No state change",
     "SLEEP": "Sleep",
@@ -32,7 +32,7 @@ _PHYSICAL = {
 
 
 def parse(lines: Lines, file: str) -> PortsFacts:
-    """All ports. Raises ParseError if there is none. A device without a driver does not appear in the output."""
+    """Parse all ports. Raises ParseError if there is none. A device without a driver does not appear in the output."""
     ports: list[PortFacts] = []
     for number, line in lines:
         found = _LINK.fullmatch(line)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from seatrial.check.findings import Expected, Finding, Target, Verdict
-from seatrial.check.tool import Context, evidence
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
+from seatrial.check.outputs.tool import Context, evidence
 
 
 def having(pattern: str) -> Callable[[str], bool]:
@@ -45,7 +45,7 @@ class Say:
         )
 
     def all_well(self, text: str, code: str = "") -> list[Finding]:
-        """All findings, plus a PASS if there is nothing else."""
+        """All findings, plus this PASS if none of them is worse than PASS."""
         if all(f.verdict == "PASS" for f in self.found):
             self("PASS", text, code=code)
         return self.found

@@ -1,15 +1,15 @@
-"""What a shell or a loader says instead of a tool's output: not installed, not allowed, killed."""
+"""Messages of a shell or a loader in place of a tool's output: not installed, not permitted, killed."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from seatrial.check.findings import Finding, Target
+from seatrial.check.judging.findings import Finding, Target
 from seatrial.check.outputs.network import at
-from seatrial.check.tool import Context, Lines, ParseError, Tool
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 
-_LONGEST_LINES = 20  # a message and what stands around it, and no log that mentions one
+_LONGEST_LINES = 20  # a longer text is a log that may only mention such a message
 _AT_THE_END = 3
 _MESSAGES = (
     # bash, dash, zsh, busybox: "bash: ibstat: command not found", "sh: 1: ibstat: not found"
@@ -33,7 +33,7 @@ class ShellFacts:
 
 
 def _messages(lines: Lines) -> list[tuple[int, str]]:
-    """Messages with their lines: anywhere in a short text, only near the end of a long one, where a run was killed."""
+    """Messages with their lines: anywhere in a short text, only near the end of a long one (a run that was killed)."""
     said = [(n, line.strip()) for n, line in lines if line.strip()]
     if len(said) > _LONGEST_LINES:
         said = said[-_AT_THE_END:]
@@ -41,12 +41,12 @@ def _messages(lines: Lines) -> list[tuple[int, str]]:
 
 
 def matches(text: str) -> bool:
-    """Such a message."""
+    """Whether the text has such a message."""
     return bool(_messages(Lines.of(text)))
 
 
 def parse(lines: Lines, file: str) -> ShellFacts:
-    """Raises ParseError where `matches` is false."""
+    """Parse the first message. Raises ParseError if `matches` is false."""
     found = _messages(lines)
     if not found:
         raise ParseError("no message of a shell in it", file=file)

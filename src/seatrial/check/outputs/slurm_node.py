@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from seatrial.check.findings import Finding, Target
+from seatrial.check.judging.findings import Finding, Target
 from seatrial.check.outputs.say import Say, having
-from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
+from seatrial.check.ranges import listed
 
 _PAIR = re.compile(r"(?P<key>[A-Z][A-Za-z_]{1,30})=(?P<value>.*?)(?=\s+[A-Z][A-Za-z_]{1,30}=|\s*$)")
 _LINE = re.compile(r"\s*[A-Z][A-Za-z_]{1,30}=.*")
@@ -44,7 +45,7 @@ class NodeFacts:
 
 
 def parse(lines: Lines, file: str) -> NodeFacts:
-    """Raises ParseError if there is no node."""
+    """Parse all nodes. Raises ParseError if there is no node."""
     nodes: list[Node] = []
     for number, line in lines:
         if _LINE.fullmatch(line):

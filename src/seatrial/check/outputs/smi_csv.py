@@ -1,6 +1,6 @@
 """`nvidia-smi --query-gpu=... --format=csv`, with any columns, with or without units and header.
 
-Judged as `nvidia-smi -q` is. Column names: `nvidia-smi --help-query-gpu`; --query-remapped-rows has some of the same.
+Judged like `nvidia-smi -q`. Column names: `nvidia-smi --help-query-gpu`; --query-remapped-rows has some of the same.
 _PATHS maps them to their names in -q; other columns are only searched for errors.
 """
 
@@ -9,14 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from seatrial.check.findings import Finding, Target
-from seatrial.check.floors import find_sku
+from seatrial.check.judging.findings import Finding, Target
+from seatrial.check.judging.floors import find_sku
 from seatrial.check.outputs.gpu_count import count_findings
+from seatrial.check.outputs.gpu_state import GpuStates, reasons
 from seatrial.check.outputs.say import Say
 from seatrial.check.outputs.smi_query import LOST, Gpu, Query, Value
 from seatrial.check.outputs.smi_query_damage import malformed
-from seatrial.check.outputs.smi_query_judge import Judge, inventory
-from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence, listed
+from seatrial.check.outputs.smi_query_judge import GpuJudge, alike, inventory
+from seatrial.check.outputs.smi_state import states_of
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, evidence
+from seatrial.check.ranges import listed
 from seatrial.hardware.xid import address
 
 _COLUMN = re.compile(r"[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*(?: \[[^\]]{1,10}\])?")
@@ -52,10 +55,6 @@ _YES_NO = (
     "remapped_rows.pending",
     "remapped_rows.failure",
 )  # some versions print 0 and 1
-# NVML, nvmlClocksEventReasons: bits of clocks_event_reasons.active (clocks_throttle_reasons.active before driver 535).
-_BITS = {
-    0x1: "idle", 0x8: "hw_slowdown", 0x20: "sw_thermal_slowdown", 0x40: "hw_thermal_slowdown", 0x80: "hw_power_brake_slowdown",
-}  # fmt: skip
 
 
 def _cells(line: str) -> list[str]:
@@ -68,7 +67,7 @@ def _is_head(line: str) -> bool:
 
 
 def matches(text: str) -> bool:
-    """A header of known columns; or rows that each have a GPU's name, UUID or address among other cells."""
+    """Whether there is a header of known columns, or a row with a GPU's name, UUID or address among other cells."""
     lines = [x for x in text[:20_000].split("\n") if x.strip()]
     if any(
         _is_head(x) and ("," in x or (n + 1 < len(lines) and _VALUE.fullmatch(lines[n + 1].strip())))
@@ -78,8 +77,8 @@ def matches(text: str) -> bool:
     return any("," in x and any(_VALUE.fullmatch(c) for c in _cells(x)) for x in lines[:40])
 
 
-def parse(lines: Lines, file: str) -> Query:
-    """Raises ParseError if there is no GPU. `whole` is false without a header: the columns are unknown then."""
+def parse(lines: Lines, file: str) -> GpuStates:
+    """Parse all rows. Raises ParseError if there is no GPU. `whole` is false without a header: columns are unknown."""
     columns: list[str] = []
     width = 0
     head: dict[str, Value] = {}
@@ -105,44 +104,46 @@ def parse(lines: Lines, file: str) -> Query:
         lines.claim(number)
     if not gpus and not lost:
         raise ParseError("no GPU in it", file=file)
-    return Query(file, False, head, gpus, lost, bool(columns))
+    return states_of(Query(file, head, gpus, lost, bool(columns)), malformed)
 
 
 def _values(columns: list[str], cells: list[str], number: int) -> Iterator[tuple[str, Value]]:
     for n, cell in enumerate(cells):
         name = columns[n] if columns else f"column {n + 1}"
         if _REASONS.fullmatch(name) and re.fullmatch(r"0x[0-9a-fA-F]{1,16}", cell):
-            for bit, reason in _BITS.items():
-                word = "Active" if int(cell, 16) & bit else "Not Active"
+            active = reasons(int(cell, 16))
+            for reason in reasons(-1):
+                word = "Active" if reason in active else "Not Active"
                 yield f"clocks_event_reasons.{reason}", Value(word, number)
         elif not name.endswith((".active", ".supported")):
             text = {"0": "No", "1": "Yes"}.get(cell, cell) if name in _YES_NO else cell
             yield _PATHS.get(name, name), Value(text, number)
 
 
-def judge(query: Query, context: Context) -> list[Finding]:
-    """As nvidia-smi -q, for the columns that are present."""
-    say, work = Say(query.file, context, "GPU011"), Judge(query, context)
-    for line, text in query.lost:
+def judge(states: GpuStates, context: Context) -> list[Finding]:
+    """Judge like `nvidia-smi -q`, for the columns that are present."""
+    say = Say(states.file, context, "GPU011")
+    for line, text in states.lost:
         say("FAIL", text[:200], line, code="GPU002")
-    names = {g.name for g in query.gpus}
+    names = {g.name for g in states.gpus}
     sku = find_sku(names.pop()) if len(names) == 1 else None
-    indices = [n if g.index is None else g.index for n, g in enumerate(query.gpus)]
+    indices = [n if g.index is None else g.index for n, g in enumerate(states.gpus)]
     again = len(set(indices)) < len(indices)  # with -l the same GPUs are printed repeatedly
-    if query.whole and not again:
-        say.found += count_findings(indices, sku, context, evidence(query.file, (g.line for g in query.gpus)))
-        if query.attached is not None and len(indices) < query.attached:
-            shown = f"{query.attached} GPUs attached, {len(indices)} in the output"
+    if states.whole and not again:
+        places = evidence(states.file, (g.line for g in states.gpus if g.line is not None))
+        say.found += count_findings(indices, sku, context, places)
+        if states.attached is not None and len(indices) < states.attached:
+            shown = f"{states.attached} GPUs attached, {len(indices)} in the output"
             say("UNJUDGED", f"{shown}: asked for only these, or cut off")
-    say.found += work.alike()
-    for index, gpu in zip(indices, query.gpus, strict=True):
-        say.found += work.of_gpu(index, gpu)
-        for what, value in malformed(gpu):
-            at = Target(gpu=index if query.whole else None, pci=gpu.pci)
-            say("UNJUDGED", what, value.line, target=at)
-    if not query.whole:
+    say.found += alike(states, context)
+    for place, gpu in enumerate(states.gpus):
+        say.found += GpuJudge(states, context, place).faults()
+        for what, line in gpu.damage:
+            at = Target(gpu=indices[place] if states.whole else None, pci=gpu.pci)
+            say("UNJUDGED", what, line, target=at)
+    if not states.whole:
         say("UNJUDGED", "no head: which value is which is not known; collect it without noheader")
     return say.all_well(f"GPU {listed(sorted(set(indices)))}: nothing wrong in these columns")
 
 
-TOOLS: tuple[Tool[Query], ...] = (Tool("nvidia-smi --query-gpu", matches, parse, judge, inventory),)
+TOOLS: tuple[Tool[GpuStates], ...] = (Tool("nvidia-smi --query-gpu", matches, parse, judge, inventory),)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from seatrial.check.tool import Lines, ParseError, lines_of
+from seatrial.check.outputs.tool import Lines, ParseError, lines_of
 
 Kind = Literal["status", "errors", "remote", "info", "list"]
 
@@ -39,7 +39,7 @@ _MIG = re.compile(r"^\s+MIG .{1,80}\(UUID: [^)]{1,100}\)\s*$")
 
 @dataclass
 class Link:
-    """One line about a link. `gb_s` is its raw rate in one direction, None where it is inactive."""
+    """One line about a link. `gb_s` is its raw rate in one direction, None if it is inactive."""
 
     link: int
     line: int
@@ -49,7 +49,7 @@ class Link:
 
 @dataclass
 class Gpu:
-    """One GPU and what stands below it."""
+    """One GPU and the lines below it."""
 
     index: int
     name: str
@@ -58,10 +58,10 @@ class Gpu:
     links: list[Link] = field(default_factory=list)
     counters: dict[tuple[int, str], tuple[int, int]] = field(
         default_factory=dict
-    )  # (link, small letters) -> value, line
+    )  # (link, name in lower case) -> value, line
     info: dict[str, tuple[str, int]] = field(default_factory=dict)
-    inactive: int | None = None  # the line that says that all links are
-    unsupported: int | None = None  # the line that says that the GPU has none
+    inactive: int | None = None  # line stating that all links are inactive
+    unsupported: int | None = None  # line stating that the GPU has no NVLink
 
 
 @dataclass
@@ -71,7 +71,7 @@ class GpuList:
     file: str
     kind: Kind
     gpus: list[Gpu]
-    lost: tuple[tuple[int, str], ...] = ()  # lines that say that a GPU does not answer
+    lost: tuple[tuple[int, str], ...] = ()  # lines stating that a GPU does not answer
     tool: str = ""  # set if it is not nvidia-smi
 
 
@@ -91,7 +91,7 @@ def kind_of(text: str) -> Kind | None:
         if re.match(r"^\s+(NVLE|Firmware Version):", line):
             return "info"
     # Nothing but GPUs: the list, or an output whose lines are all damaged.
-    # A prompt may stand before it.
+    # A prompt may precede it.
     begin = next(n for n, line in enumerate(lines) if _GPU.match(line))
     lines = [x for n, x in enumerate(lines) if n > begin or "nvidia-smi" not in x]
     rest = [x for x in lines if x.strip() and not any(k.match(x) for k in (_GPU, _MIG, _LOST))]
@@ -99,7 +99,7 @@ def kind_of(text: str) -> Kind | None:
 
 
 def parse(lines: Lines, file: str) -> GpuList:
-    """Raises ParseError where there is no GPU in it, or where a GPU comes twice."""
+    """Parse all GPUs. Raises ParseError if there is no GPU, or a GPU appears twice."""
     kind = kind_of(lines.text)
     if kind is None:
         raise ParseError("no list of GPUs as nvidia-smi prints it", file=file)
@@ -114,7 +114,7 @@ def parse(lines: Lines, file: str) -> GpuList:
                     f"GPU {found['index']} comes twice", file=file, line=number, source_line=line
                 )
             gpus.append(Gpu(int(found["index"]), found["name"], found["uuid"], number))
-            # Some versions say it in the same line.
+            # Some versions print the state on the same line.
             if found["rest"] and not _take(kind, gpus[-1], found["rest"], number):
                 continue
         elif not gpus or not _take(kind, gpus[-1], line, number):
@@ -124,7 +124,7 @@ def parse(lines: Lines, file: str) -> GpuList:
 
 
 def _take(kind: Kind, gpu: Gpu, line: str, number: int) -> bool:
-    """Put one line where it belongs; False if it is none of this output."""
+    """Add one line to its GPU; False if it does not belong to this output or repeats an earlier one."""
     if kind in ("status", "remote", "errors") and _INACTIVE.match(line):
         gpu.inactive = number
         return True

@@ -1,4 +1,4 @@
-"""NVLinks: what `nvidia-smi nvlink -s`, `-R`, `-e` and `info` say is wrong with them."""
+"""Judge NVLinks by `nvidia-smi nvlink -s`, `-R`, `-e` and `info`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from statistics import median, median_low
 
-from seatrial.check.findings import Expected, Finding, Target, Verdict
-from seatrial.check.floors import Sku, find_sku, shares
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.floors import Sku, find_sku, shares
 from seatrial.check.outputs.gpu_count import count_findings
 from seatrial.check.outputs.smi_gpu_list import Gpu, GpuList, Kind, Link, kind_of, parse
-from seatrial.check.tool import Context, Tool, evidence, listed
+from seatrial.check.outputs.tool import Context, Tool, evidence
+from seatrial.check.ranges import listed
 from seatrial.hardware.counters import NVLINK_LIMITS
 
 _ENDS = (255, 65535, (1 << 32) - 1)  # where counters of 8, 16 and 32 bits stop
@@ -26,7 +27,7 @@ _NAMES: dict[Kind, str] = {
 
 
 def judge(output: GpuList, context: Context) -> list[Finding]:
-    """What is wrong with GPUs and links; one PASS where nothing is."""
+    """Faults of GPUs and links; one PASS if there are none."""
     name = output.tool or _NAMES[output.kind]
     found = _count(output, context)
     for line, text in output.lost:
@@ -123,7 +124,7 @@ def _all_off(
     context: Context,
     where: tuple[str, ...],
 ) -> Iterator[Finding]:
-    """A GPU none of whose links is up: by design, or not."""
+    """Findings for a GPU with no link up, which may be by design."""
     target = _target(context, gpu)
     alike = [g for g in output.gpus if g.name == gpu.name]
     dark = [g for g in alike if not up[g.index]]
@@ -157,7 +158,7 @@ def _all_off(
 
 
 def _may_be_single(alike: list[Gpu], dark: list[Gpu]) -> bool:
-    """Bridges join two cards: all may be without, and of an odd number one must be."""
+    """Whether dark cards may just be unbridged: a bridge joins two; all may lack one, and one of an odd number must."""
     return len(dark) == len(alike) or (len(dark) == 1 and len(alike) % 2 == 1)
 
 
@@ -289,7 +290,7 @@ def inventory(output: GpuList) -> dict[str, str | int | float]:
     return found
 
 
-# The same GPU with the same UUID starts another list of this node; with another UUID or none, one of another node.
+# The same GPU with the same UUID starts another list of this node; with another UUID or none, that of another node.
 _BEGINS = re.compile(r"(?P<id>GPU (?P<device>[0-9]{1,3}): .{1,120} \(UUID: [^)\s]{1,80}\))")
 
 

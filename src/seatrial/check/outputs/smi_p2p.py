@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from seatrial.check.findings import Expected, Finding, Target
-from seatrial.check.floors import find_sku
+from seatrial.check.judging.findings import Expected, Finding, Target
+from seatrial.check.judging.floors import find_sku
 from seatrial.check.outputs.gpu_count import count_findings
 from seatrial.check.outputs.say import Say, having
-from seatrial.check.tool import Context, Lines, ParseError, Tool, listed
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
+from seatrial.check.ranges import listed
 
 _WORDS = {
     "X": "Self", "OK": "Status Ok", "U": "Unknown", "DR": "Disabled by Regkey", "NS": "Not supported",
@@ -31,7 +32,7 @@ class Matrix:
 
 
 def parse(lines: Lines, file: str) -> Matrix:
-    """Raises ParseError if the matrix is incomplete."""
+    """Parse the matrix. Raises ParseError if it is incomplete, or has X elsewhere than on its diagonal."""
     gpus: tuple[int, ...] = ()
     rows: dict[int, tuple[tuple[str, ...], int]] = {}
     for number, line in lines:
@@ -52,7 +53,7 @@ def parse(lines: Lines, file: str) -> Matrix:
 
 
 def judge(matrix: Matrix, context: Context) -> list[Finding]:
-    """FAIL if GPUs joined by NVLink lack peer access; UNJUDGED if the GPU model does not say whether they must have it."""
+    """FAIL if GPUs joined by NVLink lack peer access; UNJUDGED if it is unknown whether the GPU model must have it."""
     say, sku = Say(matrix.file, context, "NOD023"), find_sku(context.gpu)
     say.found += count_findings(matrix.gpus, sku, context, (matrix.file,))
     some = any(w == "OK" for row in matrix.words for w in row)

@@ -1,4 +1,4 @@
-"""What `nvidia-smi -q` says, as text or as XML (-x), whole or one of its parts (-d): every value by its path."""
+"""Output of `nvidia-smi -q`, as text or as XML (-x), whole or in part (-d): every value by its path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
 from seatrial.check.outputs.smi_table import inforom_lines
-from seatrial.check.tool import Lines, ParseError, lines_of
+from seatrial.check.outputs.tool import Lines, ParseError, lines_of
 from seatrial.hardware.xid import address
 
 _HEADER = re.compile(r"^=+\s*NVSMI LOG\s*=+\s*$")
@@ -28,7 +28,7 @@ LOST = re.compile(
     r"^Unable to determine the device handle for (?P<what>.{0,80}?): *(?P<why>.{0,200})$|^.{0,80}GPU is lost.{0,120}$",
     re.IGNORECASE,
 )
-# Sections that a part of the output (-d) can have at its top: without a heading, one of them shows what it is.
+# Sections that a partial output (-d) can start with: without a heading, they identify it.
 SECTIONS = (
     "fabric",
     "ecc_errors",
@@ -44,13 +44,13 @@ SECTIONS = (
     "pci",
     "gpu_reset_status",
 )
-# A section that only the whole output has, and the one that then stands near its end.
+# A section that only the whole output has, and one near the end of the whole output.
 _WHOLE, _END = "product_name", "processes"
 
 
 @dataclass(frozen=True)
 class Value:
-    """One value as it stands there, and its line."""
+    """One value as printed, and its line."""
 
     text: str
     line: int
@@ -58,7 +58,7 @@ class Value:
 
 @dataclass
 class Gpu:
-    """One GPU's section. Paths are small letters with underscores: "remapped_rows.pending"."""
+    """One GPU's section. Paths are in lower case with underscores: "remapped_rows.pending"."""
 
     pci: str | None  # None for a part without a heading
     line: int
@@ -79,7 +79,7 @@ class Gpu:
 
     @property
     def name(self) -> str | None:
-        """ "NVIDIA H100 80GB HBM3"."""
+        """Product name: "NVIDIA H100 80GB HBM3"."""
         value = self.get(_WHOLE)
         return None if value is None else value.text
 
@@ -90,15 +90,14 @@ class Gpu:
 
 @dataclass
 class Query:
-    """The whole output. `attached` is what it says about the number of GPUs; `lost` are GPUs the driver cannot open."""
+    """The whole output. `attached` is the number of GPUs it states; `lost` are GPUs the driver cannot open."""
 
     file: str
-    xml: bool
     head: dict[str, Value]
     gpus: list[Gpu]
     lost: list[tuple[int, str]]
-    whole: bool  # all sections, not -d of some
-    corrupt: list[tuple[int, str | None]] = field(default_factory=list)  # GPUs whose infoROM is, by address
+    whole: bool  # all sections, not a selection by -d
+    corrupt: list[tuple[int, str | None]] = field(default_factory=list)  # corrupt infoROMs: line, address
 
     @property
     def attached(self) -> int | None:
@@ -123,7 +122,7 @@ def matches(text: str) -> bool:
 
 
 def parse(lines: Lines, file: str) -> Query:
-    """Raises ParseError where it is no such output, or where it ends before its end."""
+    """Parse the output. Raises ParseError if it has no GPU or is cut off."""
     corrupt = inforom_lines(lines)
     lost = [(number, line.strip()) for number, line in lines if LOST.match(line)]
     lines.claim(*(number for number, _ in lost))
@@ -138,14 +137,14 @@ def parse(lines: Lines, file: str) -> Query:
 
 
 def _check_end(query: Query, file: str) -> None:
-    """The last GPU must have what the first has, and of the whole output the section at its end."""
+    """Raise ParseError if the last GPU lacks a value of the first, or a whole output lacks the section near its end."""
     if not query.gpus:
         return
     first, last = query.gpus[0], query.gpus[-1]
     if query.whole and _END not in last.sections:
         missing: str | None = _END
     elif query.whole and last.name != first.name:
-        missing = None  # cards of other kinds have other values
+        missing = None  # different models have different values
     else:
         missing = next((path for path in first.values if not _told(path, last)), None)
     if missing is not None:
@@ -156,7 +155,7 @@ def _check_end(query: Query, file: str) -> None:
 
 
 def _told(path: str, gpu: Gpu) -> bool:
-    """Whether a GPU has this value, or says of the section around it that it has none; processes come and go."""
+    """Whether a GPU has this value, or a value such as N/A for an enclosing section; skips processes, which change."""
     parts = path.split(".")
     return parts[0] in (_END, "accounted_processes", "capabilities") or any(
         ".".join(parts[:n]) in gpu.values for n in range(1, len(parts) + 1)
@@ -166,7 +165,7 @@ def _told(path: str, gpu: Gpu) -> bool:
 def _parse_text(lines: Lines, said: Set[int], file: str) -> Query:
     head: dict[str, Value] = {}
     gpus: list[Gpu] = []
-    stack: list[tuple[int, str]] = []  # indentation and name of the sections around
+    stack: list[tuple[int, str]] = []  # indentation and name of the enclosing sections
     heading: tuple[int, int] | None = None  # number and indentation of the last line, if it had no value
     for number, line in lines:
         if not line.strip() or number in said:
@@ -198,7 +197,7 @@ def _parse_text(lines: Lines, said: Set[int], file: str) -> Query:
             continue
         if not gpus:
             if key not in SECTIONS:
-                continue  # a prompt, or what another tool wrote before
+                continue  # a prompt, or output of another tool before it
             gpus.append(Gpu(None, number))
         # A repeated field belongs to another GPU, except in the lists of processes.
         if value is not None and (
@@ -208,11 +207,11 @@ def _parse_text(lines: Lines, said: Set[int], file: str) -> Query:
             lines.claim(number)
         stack.append((indent, key))
     whole = any(_WHOLE in g.sections for g in gpus)
-    return Query(file, False, head, gpus, [], whole)
+    return Query(file, head, gpus, [], whole)
 
 
 def _parse_xml(lines: Lines, said: Set[int], file: str) -> Query:
-    """By expat alone: it does not fetch the DTD that the output names, and entities are refused."""
+    """Parse the XML with expat, which does not fetch the DTD that the output names; entities are refused."""
     head: dict[str, Value] = {}
     gpus: list[Gpu] = []
     path: list[str] = []
@@ -264,7 +263,7 @@ def _parse_xml(lines: Lines, said: Set[int], file: str) -> Query:
         last = lines.whole[-1][0]
         raise ParseError("the XML does not end: it is cut off", file=file, line=last)
     lines.claim_text(first, last)
-    return Query(file, True, head, gpus, [], any(_WHOLE in g.values for g in gpus))
+    return Query(file, head, gpus, [], any(_WHOLE in g.values for g in gpus))
 
 
 def _key(text: str) -> str:
@@ -272,6 +271,6 @@ def _key(text: str) -> str:
 
 
 def number(value: Value | None) -> float | None:
-    """The number that a value begins with ("71.97 W"); None if it is none."""
+    """The number that a value begins with ("71.97 W"); None if there is none."""
     found = re.match(r"-?[0-9]{1,15}(?:\.[0-9]{1,9})?(?![0-9])", value.text) if value is not None else None
     return float(found[0]) if found else None

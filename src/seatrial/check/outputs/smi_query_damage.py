@@ -1,4 +1,4 @@
-"""Whether what `nvidia-smi -q` says of a GPU can be what it printed: values of the right form, none of them missing."""
+"""Detect damage in the `nvidia-smi -q` output of a GPU: malformed or missing values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from seatrial.check.outputs.smi_query import Gpu, Value
 ERRORS = ("ERR!", "Unknown Error", "[Unknown Error]", "GPU is lost", "[GPU is lost]", "Error")
 NEEDS_RESET = ("GPU requires reset", "[GPU requires reset]")
 REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")
-# What the values that are judged can be; anything else is damage, and damage is no pass.
+# Valid forms of the values that are judged; anything else is damage, and damage prevents a PASS.
 _FORMS = (
     (
         re.compile(
@@ -36,10 +36,10 @@ _NO_VALUE = (
     "Requested functionality has been deprecated",
     "",
 )
-# What the whole output has for every GPU since long before the oldest known here: without it, it is damaged.
+# Sections that the whole output has for every GPU in all known versions; without them it is damaged.
 _REQUIRED = ("ecc_errors", "retired_pages", "pci", "performance_state")
-# Of a section that has one of these, the others must be there.
-# A section and the values that it has: one of each line, by text or XML and by version.
+# Section -> required values: a section with any value must have all of these.
+# Each line lists the names of one value, by text or XML and by version.
 _SECTIONS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("fabric", (("state",), ("status",))),
     (
@@ -103,7 +103,7 @@ def malformed(gpu: Gpu) -> Iterator[tuple[str, Value]]:
 
 
 def damage(gpu: Gpu, whole: bool) -> Iterator[tuple[str, Value | None]]:
-    """What is malformed, and the value it concerns; `whole`: the output has all sections, not a selection by -d."""
+    """What is malformed or missing, and its value if any; `whole`: all sections are printed, not a selection by -d."""
     yield from malformed(gpu)
     missing = [
         f"{section}.{names[0]}"

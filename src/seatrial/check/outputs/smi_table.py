@@ -1,15 +1,15 @@
-"""The table that plain `nvidia-smi` prints: which GPUs are there, and errors where values should be."""
+"""The table that plain `nvidia-smi` prints: which GPUs are present, and errors in place of values."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from seatrial.check.findings import Finding, Target
-from seatrial.check.floors import find_sku
+from seatrial.check.judging.findings import Finding, Target
+from seatrial.check.judging.floors import find_sku
 from seatrial.check.outputs.gpu_count import count_findings
-from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence, lines_of
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, evidence, lines_of
 from seatrial.hardware.xid import address
 
 _HEAD = re.compile(r"NVIDIA-SMI\s+(?P<smi>\S+)\s+(?:KMD|Driver) Version:\s*(?P<driver>\S+)")
@@ -23,7 +23,7 @@ _LOST = re.compile(
     r"|Failed to initialize NVML",
     re.IGNORECASE,
 )
-# What NVML cannot be asked for says nothing of the driver.
+# Missing permission to use NVML says nothing about the driver.
 _NOT_ALLOWED = re.compile(r"Failed to initialize NVML: Insufficient Permissions", re.IGNORECASE)
 _INSTEAD = re.compile(
     r"^[ \t]*(?:No devices (?:were )?found|NVIDIA-SMI has failed|Unable to determine the device handle|Failed to initialize NVML)",
@@ -38,7 +38,7 @@ _BESIDE = re.compile(
 )
 _RULE = re.compile(r"\+[-=+]{40,}\+")
 _END = re.compile(r"\+-{40,}\+")
-_LONGEST = 12  # lines of a message that comes instead of a table, with a prompt before it
+_LONGEST = 12  # lines of a message in place of a table, with a prompt before it
 _MEMORY = re.compile(r"(?P<used>[0-9]+|N/A|ERR!)\s*(?:MiB)?\s*/\s*(?P<total>[0-9]+)\s*MiB")
 # Uncorrectable errors: at the end of a GPU's first line, and in the third column of each of its MIG devices.
 _COUNTED = re.compile(
@@ -48,33 +48,33 @@ _COUNTED = re.compile(
 
 @dataclass
 class Row:
-    """One GPU: what its lines say."""
+    """One GPU: the content of its lines."""
 
     index: int
     name: str
     pci: str | None
     line: int
     errors: list[tuple[int, str]] = field(default_factory=list)
-    uncorrected: dict[int, int] = field(default_factory=dict)  # by line: of the GPU and its MIG devices
+    uncorrected: dict[int, int] = field(default_factory=dict)  # line -> count, of the GPU and its MIG devices
     memory_mib: int | None = None
     second: bool = False  # whether its second line is there
 
 
 @dataclass
 class Table:
-    """The whole table; `lost` are lines that say that no GPU or driver answers."""
+    """The whole table; `lost` are lines stating that a GPU or the driver does not answer."""
 
     file: str
     driver: str | None
     rows: list[Row]
     lost: list[tuple[int, str]]
     closed: bool
-    ended: bool | None = None  # whether the list of processes below the GPUs is whole; None without one
-    corrupt: list[tuple[int, str | None]] = field(default_factory=list)  # GPUs by address, whose infoROM is
+    ended: bool | None = None  # whether the list of processes below the GPUs is complete; None without one
+    corrupt: list[tuple[int, str | None]] = field(default_factory=list)  # corrupt infoROMs: line, address
 
 
 def matches(text: str) -> bool:
-    """Whether this is the table, or what nvidia-smi says when it cannot print one."""
+    """Whether this is the table, or the message that nvidia-smi prints in its place."""
     start = text[:20_000]
     if re.search(r"^\|\s*NVIDIA-SMI\s+\S+", start, re.MULTILINE):
         return True
@@ -85,7 +85,7 @@ def matches(text: str) -> bool:
 
 
 def parse(lines: Lines, file: str) -> Table:
-    """Raises ParseError where there is no GPU and no reason why, or where the table ends in a GPU."""
+    """Parse the table. Raises ParseError if there is no GPU and no reason why, or the table ends within a GPU."""
     head = _HEAD.search(lines.text)
     table = Table(file, head["driver"] if head else None, [], [], False)
     table.corrupt = inforom_lines(lines)
@@ -137,13 +137,13 @@ def parse(lines: Lines, file: str) -> Table:
 
 
 def inforom_lines(lines: Lines) -> list[tuple[int, str | None]]:
-    """Line and PCI address of each GPU whose infoROM nvidia-smi calls corrupt; it says so below any of its outputs."""
+    """Line and PCI address of each GPU whose infoROM nvidia-smi reports as corrupt, which it does below any output."""
     found = [(number, m["pci"]) for number, line in lines if (m := _INFOROM.match(line))]
     lines.claim(*(number for number, _ in found))
     return [(number, address(pci)) for number, pci in found]
 
 
-def inforom_findings(corrupt: list[tuple[int, str | None]], file: str, context: Context) -> list[Finding]:
+def inforom_findings(corrupt: Sequence[tuple[int, str | None]], file: str, context: Context) -> list[Finding]:
     """One finding for each of inforom_lines()."""
     text = "its infoROM is corrupt"
     return [
@@ -192,7 +192,7 @@ def judge(table: Table, context: Context) -> list[Finding]:
 
 
 def _cut(table: Table, context: Context) -> Iterator[Finding]:
-    """Without the processes below the GPUs nobody knows whether these are all, unless there can be no more of them."""
+    """UNJUDGED if the process list is cut off, or is absent and the number of GPUs is not full: there may be more."""
     names = {r.name for r in table.rows}
     sku = find_sku(context.gpu) or (find_sku(next(iter(names))) if len(names) == 1 else None)
     full = context.gpus or max(sku.counts if sku is not None else (), default=None)

@@ -1,4 +1,4 @@
-"""How a node's GPUs are joined: the matrix of `nvidia-smi topo -m`."""
+"""How a node's GPUs are connected: the matrix of `nvidia-smi topo -m`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from seatrial.check.findings import Expected, Finding, Target
-from seatrial.check.floors import find_sku
-from seatrial.check.tool import Context, Lines, ParseError, Tool, evidence, listed
+from seatrial.check.judging.findings import Expected, Finding, Target
+from seatrial.check.judging.floors import find_sku
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, evidence
+from seatrial.check.ranges import listed
 
-# The underlined head; where it was copied from a terminal, without its escape character.
+# The header is underlined by escape sequences, which lack the escape character if copied from a terminal.
 _COLOUR = re.compile(r"\x1b?\[[0-9]{1,2}(?:;[0-9]{1,2})*m")
 _DEVICE = r"(?:GPU[0-9]{1,3}|NIC[0-9]{1,3}|[a-z][a-z0-9_]*_[a-z0-9_]+)"
 # With a single GPU no entry distinguishes this matrix from that of -p2p.
@@ -21,13 +22,13 @@ _LEGEND = re.compile(
     r"\s*(?:(?:NIC )?Legend:|(?:X|SYS|NODE|PHB|PXB|PIX|NV#|C2C)\s+= \S.*|NIC[0-9]{1,3}: \S+)\s*"
 )
 _AFFINITY = re.compile(r"[0-9,-]+|N/A")
-# Of a full NVLink mesh or an NVSwitch board, or of a part of it for a virtual machine: machines with 16 are HGX-2.
+# GPUs of a full NVLink mesh or an NVSwitch board, or of a virtual machine's part of it: machines with 16 are HGX-2.
 _FULL_COUNTS = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """`joins[a][b]` is what the matrix says between the GPUs with the indices a and b: "NV18", "SYS", ..."""
+    """`joins[a][b]` is the matrix entry between the GPUs with the indices a and b: "NV18", "SYS", ..."""
 
     file: str
     gpus: tuple[int, ...]
@@ -54,7 +55,7 @@ def matches(text: str) -> bool:
 
 
 def parse(lines: Lines, file: str) -> Topology:
-    """Raises ParseError where the matrix is not whole or not symmetric."""
+    """Parse the matrix. Raises ParseError if it is incomplete or not symmetric."""
     devices: list[str] = []
     rows: dict[str, list[str]] = {}
     places: dict[str, int] = {}
@@ -102,7 +103,7 @@ def parse(lines: Lines, file: str) -> Topology:
 
 
 def judge(topology: Topology, context: Context) -> list[Finding]:
-    """Whether GPUs are missing, and whether all are joined as their siblings are."""
+    """Whether GPUs are missing, and whether all are connected like their siblings."""
     count = len(topology.gpus)
     places = evidence(topology.file, topology.lines.values())
     node = Target(node=context.node)
@@ -171,7 +172,7 @@ def _uneven(topology: Topology, context: Context) -> Iterator[Finding]:
             text = f"{have} NVLinks to its peers, {must} expected of a {sku.name if sku else ''}"
         elif full and len(peers[gpu]) < len(gpus) - 1:
             text = f"NVLink to only {len(peers[gpu])} of {len(gpus) - 1} other GPUs"
-            # The far ends of a GPU that has none are not to blame.
+            # The peers of a GPU without any NVLink are not at fault.
             if peers[gpu] and all(not peers[o] for o in gpus if o != gpu and o not in peers[gpu]):
                 text = ""
         elif pairs and not have and not _odd_one(peers):
@@ -199,7 +200,7 @@ def _uneven(topology: Topology, context: Context) -> Iterator[Finding]:
 
 
 def _odd_one(peers: dict[int, list[int]]) -> bool:
-    """Of an odd number of cards that are bridged in pairs, one has no partner."""
+    """Whether one card has no partner because an odd number of cards is bridged in pairs."""
     return len(peers) % 2 == 1 and sum(not p for p in peers.values()) == 1
 
 

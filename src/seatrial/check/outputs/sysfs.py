@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from seatrial.check.findings import Finding, Target
+from seatrial.check.judging.findings import Finding, Target
 from seatrial.check.outputs.network import damaged
 from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
-from seatrial.check.tool import Context, Lines, ParseError, Tool
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.hardware import counters
 
 _LINE = re.compile(
@@ -44,12 +44,12 @@ def is_tree(folder: Path) -> bool:
 
 
 def read_tree(folder: Path, file: str) -> PortsFacts:
-    """The ports of a tree. What cannot be read or is absent is damage. Raises ParseError where there is no port."""
+    """Read the ports of a tree; unreadable or missing files are damage. Raises ParseError if there is no port."""
     files: dict[str, dict[str, str]] = {}
     damage: list[tuple[str, int | None]] = []
     for device in sorted(p for p in folder.iterdir() if p.is_dir()):
         mine: dict[str, str] = {}
-        # By name: on a live machine links lead from here through all of /sys.
+        # By name, not recursively: on a live machine symlinks lead from here through all of /sys.
         for path in sorted(p for pattern in FILES for p in device.glob(pattern) if p.is_file()):
             name = str(path.relative_to(device))
             try:
@@ -62,12 +62,12 @@ def read_tree(folder: Path, file: str) -> PortsFacts:
 
 
 def matches(text: str) -> bool:
-    """Lines as `/sys/class/infiniband/mlx5_0/ports/1/state:4: ACTIVE`."""
+    """Whether there are lines such as `/sys/class/infiniband/mlx5_0/ports/1/state:4: ACTIVE`."""
     return bool(re.search(r"^\S*/ports/\d+/(?:state|phys_state|rate|link_layer):\S", text, re.MULTILINE))
 
 
 def parse(lines: Lines, file: str) -> PortsFacts:
-    """As read_tree(), from the text that grep makes of the tree."""
+    """Like read_tree(), from the text that grep prints for the tree."""
     files: dict[str, dict[str, str]] = {}
     damage: list[tuple[str, int | None]] = []
     for number, line in lines:
@@ -134,11 +134,11 @@ def _ports(
 
 
 def judge(facts: PortsFacts, context: Context) -> list[Finding]:
-    """The ports' verdicts. Of the error counters one reading decides nothing: that they stand at their end is told."""
+    """The ports' verdicts. One reading of the error counters decides nothing; only saturated ones are reported."""
     found = damaged(facts.damage, facts.file, facts.tool) + judge_ports(facts, context)
     for each in counters.first_findings({p.name: p.port for p in facts.ports}):
         if each.signal != "counter_saturated":
-            continue  # what RoCE ports lack matters to those who watch them under load
+            continue  # counters that RoCE ports lack matter only for monitoring under load
         why = "one reading of lifetime counters decides nothing, and these count no more; read them before and after a load"
         found.append(
             Finding(

@@ -23,7 +23,9 @@ class Look:
 @cache
 def looks() -> tuple[Look, ...]:
     """In file order: the first match counts."""
-    table = tomllib.loads(files("seatrial.check").joinpath("unknown.toml").read_text(encoding="utf-8"))
+    table = tomllib.loads(
+        files("seatrial.check.outputs").joinpath("unknown.toml").read_text(encoding="utf-8")
+    )
     return tuple(Look(n, re.compile(pattern, re.MULTILINE), to) for n, (pattern, to) in table.items())
 
 

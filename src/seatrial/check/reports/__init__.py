@@ -1,1 +1,1 @@
-"""A report in its forms."""
+"""Output formats of a report."""

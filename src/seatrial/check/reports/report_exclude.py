@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable
 
 from seatrial.base.errors import InputError
-from seatrial.check.ranges import numbered, ranges
-from seatrial.check.report import Report, natural
+from seatrial.check.judging.report import Report
+from seatrial.check.ranges import natural, numbered, ranges
 
 _NAME = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?$")
 
 
 def failed_nodes(report: Report) -> list[str]:
-    """The nodes with a FAIL, in order. InputError for a name that no host can have: it would not exclude it."""
+    """The nodes with a FAIL, in order. InputError for a name that no host can have: a list could not exclude it."""
     nodes = [name for name, verdict in report.nodes.items() if verdict == "FAIL"]
     if strange := [n for n in nodes if not _NAME.match(n)]:
         names = ", ".join(repr(n) for n in strange)
@@ -24,14 +24,14 @@ def failed_nodes(report: Report) -> list[str]:
 
 
 def hostfile(nodes: Iterable[str]) -> str:
-    """One host a line: for `mpirun --hostfile`, pdsh, and Slurm where it takes a file (`sbatch --exclude=./FILE`)."""
+    """One host per line: for `mpirun --hostfile`, pdsh, and Slurm where it takes a file (`sbatch --exclude=./FILE`)."""
     return "".join(f"{node}\n" for node in nodes)
 
 
 def slurm(nodes: Iterable[str]) -> str:
-    """As Slurm writes a list of nodes, "node[1-3,07]", for `sbatch --exclude=` and `scontrol update nodename=`. One line.
+    """A Slurm node list in one line, "node[1-3,07]", for `sbatch --exclude=` and `scontrol update nodename=`.
 
-    "node7" and "node07" are different hosts, so what has leading zeros makes ranges of its own.
+    "node7" and "node07" are different hosts, so names with leading zeros form ranges of their own.
     """
     plain, groups = numbered(nodes)
     parts = list(plain)

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from seatrial.check.adapters import SCHEDULERS, Order
-from seatrial.check.findings import Finding
-from seatrial.check.report import Report
+from seatrial.check.judging.findings import Finding
+from seatrial.check.judging.report import Report
+from seatrial.check.reports.adapters import SCHEDULERS, Order
 from seatrial.check.reports.report_table import would_refuse
 
 SCHEMA_VERSION = 1
 
 
 def document(report: Report, orders: Sequence[Order] = ()) -> dict[str, Any]:
-    """`verdict`, `counts`, `nodes` (name -> verdict), `findings` (the worst first), `outputs` (each file with its verdict).
+    """`verdict`, `counts`, `nodes` (name -> verdict), `findings` (worst first), `outputs` (each file and its verdict).
 
     With measurements also `measured` (rates, for the planner), `rounds`, `seconds`, `blames` and `unsettled`. `orders`:
     the commands that drain failed nodes, with their results; `apply_refused`: why --apply needs --force.
     """
-    course = {} if report.course is None else report.course.document()
+    check_run = {} if report.check_run is None else report.check_run.document()
     refusals = (would_refuse(report, [o for o in orders if o.scheduler == s]) for s in SCHEDULERS)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -39,14 +39,14 @@ def document(report: Report, orders: Sequence[Order] = ()) -> dict[str, Any]:
             }
             for j in report.judged
         ],
-        **course,
+        **check_run,
         "orders": [order.document() for order in orders],
         "apply_refused": next(filter(None, refusals), None),
     }
 
 
 def text(report: Report, orders: Sequence[Order] = (), *, time: float | None = None) -> str:
-    """The document with a final newline, of unix `time` where it is kept. A number that JSON has no word for becomes null."""
+    """The document with a final newline, and unix `time` if given. A number that JSON cannot represent becomes null."""
     whole = document(report, orders) | ({} if time is None else {"time": time})
     return json.dumps(_finite(whole), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from seatrial.check.findings import Verdict
-from seatrial.check.report import Report
+from seatrial.check.judging.findings import Verdict
+from seatrial.check.judging.report import Report
 from seatrial.check.reports.report_table import extent, lead
 
 _STATES: dict[Verdict, tuple[str, int]] = {
@@ -13,11 +13,11 @@ _STATES: dict[Verdict, tuple[str, int]] = {
     "UNJUDGED": ("UNKNOWN", 3),
 }
 UNKNOWN = 3
-_LONGEST = 1000  # characters; older NRPE cuts at 1024 bytes
+_LONGEST = 1000  # characters; older NRPE truncates at 1024 bytes
 
 
 def line(report: Report, *, strict: bool) -> tuple[str, int]:
-    """The line, and the plugin's exit code: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN. `strict`: all but OK is CRITICAL."""
+    """The line and the plugin's exit code: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN. `strict`: all but OK is CRITICAL."""
     state, code = _STATES[report.verdict]
     if strict and not report.passes(strict=True):
         state, code = _STATES["FAIL"]
@@ -36,11 +36,11 @@ def line(report: Report, *, strict: bool) -> tuple[str, int]:
 
 
 def unknown(message: str) -> str:
-    """The line for what could not even be begun."""
+    """The line for a check that could not start."""
     return f"SEATRIAL UNKNOWN - {clean(message)}"
 
 
 def clean(text: str) -> str:
-    """One line without the bar that begins the figures."""
+    """One line of at most `_LONGEST` characters without "|", which begins the performance data."""
     flat = " ".join("".join(c if c.isprintable() else " " for c in text).replace("|", "/").split())
     return flat if len(flat) <= _LONGEST else flat[: _LONGEST - 3] + "..."

@@ -1,4 +1,4 @@
-"""A report as lines for a person: the worst first, like things together, what to do once. Pure."""
+"""A report as lines for a terminal: worst first, similar findings grouped, each action once. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from seatrial.check.adapters import SCHEDULERS, Order, refusal
-from seatrial.check.findings import Expected, Finding, Target, Verdict
-from seatrial.check.measured import lines as rate_lines
-from seatrial.check.ranges import pieces, ranges, shortened
-from seatrial.check.report import Report, natural
-from seatrial.check.tool import listed
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
+from seatrial.check.judging.measured import lines as rate_lines
+from seatrial.check.judging.report import Report
+from seatrial.check.ranges import listed, natural, pieces, ranges, shortened
+from seatrial.check.reports.adapters import SCHEDULERS, Order, refusal
 
 STYLES: dict[Verdict, str] = {"FAIL": "bold red", "WARN": "yellow", "UNJUDGED": "magenta", "PASS": "green"}
 _PASSES_SHOWN = 12  # lines; more than that are counted
@@ -24,11 +23,11 @@ _NAMES_SHOWN = 24
 _INDENT = 10
 
 Line = tuple[str, str]  # text and style
-_PORT_OF = re.compile(r"^(\d+) to (.+)$")  # a switch takes the place of a peer
+_PORT_OF = re.compile(r"^(\d+) to (.+)$")  # a switch is stored in the field of the peer
 
 
 def table(report: Report, orders: Sequence[Order] = (), *, width: int = 100) -> list[Line]:
-    """Lines with their styles. The last one is the verdict with its meaning. `orders` take the failed nodes out."""
+    """Lines with their styles; the last is the verdict with its meaning. `orders` are commands that remove nodes."""
     lines: list[Line] = []
     if said := lead(report):
         lines = [*_wrapped("", said, width, STYLES[report.verdict], indent=0), ("", "")]
@@ -42,7 +41,7 @@ def table(report: Report, orders: Sequence[Order] = (), *, width: int = 100) -> 
 
 
 def lead(report: Report) -> str:
-    """The worst verdict and its nodes: "2 of 4 nodes failed: n3, n7"; outputs if there are no node names. Empty for PASS."""
+    """The worst verdict and its nodes: "2 of 4 nodes failed: n3, n7"; without node names outputs. Empty for PASS."""
     of = report.nodes
     what, names = "node", [name for name, verdict in of.items() if verdict == report.verdict]
     if not names:
@@ -55,7 +54,7 @@ def lead(report: Report) -> str:
 
 
 def conclusion(report: Report) -> str:
-    """One line: the verdict, how many of each, and what UNJUDGED alone means."""
+    """One line: the verdict, the number of findings by verdict, and what UNJUDGED alone means."""
     counts = ", ".join(f"{n} {_WORDS[v]}" for v, n in report.counts.items() if n) or "nothing measured"
     text = f"{report.verdict}: {counts}{extent(report)}"
     if report.verdict == "UNJUDGED":
@@ -64,15 +63,15 @@ def conclusion(report: Report) -> str:
 
 
 def extent(report: Report) -> str:
-    """What the counts are of: " in 4 outputs of 4 nodes", " on 16 nodes in 6.1 s", " on 16 simulated nodes"."""
+    """What the counts refer to: " in 4 outputs of 4 nodes", " on 16 nodes in 6.1 s", " on 16 simulated nodes"."""
     count = len(report.nodes)
     nodes = f"{count} node{'s' * (count != 1)}"
-    if report.course is None:
+    if report.check_run is None:
         of = f" in {len(report.judged)} output{'s' * (len(report.judged) != 1)}"
         return of + (f" of {nodes}" if count else "")
-    if report.course.simulated:
+    if report.check_run.simulated:
         return f" on {nodes.replace(' ', ' simulated ')}"
-    seconds = report.course.seconds.get("total")
+    seconds = report.check_run.seconds.get("total")
     return f" on {nodes}" + ("" if seconds is None else f" in {seconds:.1f} s")
 
 
@@ -80,7 +79,7 @@ _WORDS: dict[Verdict, str] = {"FAIL": "failed", "WARN": "suspect", "UNJUDGED": "
 
 
 def groups(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """Findings that differ in the place only, together."""
+    """Group findings that differ only in their target."""
     found: dict[tuple[str, ...], list[Finding]] = {}
     for f in findings:
         found.setdefault((f.verdict, f.code, f.message, f.action, _file(f)), []).append(f)
@@ -88,7 +87,7 @@ def groups(findings: Sequence[Finding]) -> list[list[Finding]]:
 
 
 def _file(f: Finding) -> str:
-    """The file of a finding about no named node: what else tells it from one about another machine."""
+    """The file of a finding without a node name: only it distinguishes findings about different machines."""
     return (
         ""
         if f.target.node is not None or not f.evidence
@@ -120,18 +119,18 @@ def _group(group: Sequence[Finding], width: int, told: set[tuple[str, str]]) -> 
 
 
 def place(finding: Finding) -> str:
-    """What it is about; a switch stands in the peer's place, and nothing leads "to" it."""
+    """The target as text; a switch is stored in the field of the peer, and nothing leads "to" it."""
     text = str(finding.target)
     return text.removeprefix("to ") if finding.code.startswith(("BLM", "TOP")) else text
 
 
 def message(finding: Finding) -> str:
-    """Its message without the place that it begins with, which stands beside it."""
+    """The message without the target at its beginning, which is printed next to it."""
     return finding.message.removeprefix(f"{place(finding)}: ")
 
 
 def told_already(finding: Finding) -> bool:
-    """Whether the evidence stands in the message, as it does where somebody is blamed."""
+    """Whether the message already contains the evidence, as that of a blame does."""
     return all(e in finding.message for e in finding.evidence)
 
 
@@ -187,7 +186,7 @@ def places(group: Sequence[Finding]) -> str:
 
 
 def expected(e: Expected) -> str:
-    """What was expected, in words: value, unit, what it means, who says so."""
+    """What was expected, as text: value, unit, meaning, source."""
     value = "" if e.value is None else e.value if isinstance(e.value, str) else f"{e.value:.6g}"
     size = "" if e.size_bytes is None else f"{e.size_bytes} bytes"
     means = ", ".join(x for x in (e.direction, e.algorithm, size) if x)
@@ -214,7 +213,7 @@ def _passes(findings: Sequence[Finding], width: int) -> Iterator[Line]:
 
 
 def _said(group: Sequence[Finding]) -> str:
-    """Code, place and message; "node7 does not answer" needs no "node7: " before it."""
+    """Code, target and message; "node7 does not answer" needs no "node7: " before it."""
     where, says = targets(group), message(group[0])
     return (
         f"{group[0].code}  {says if says.startswith(f'{where} ') else f'{where}: {says}' if where else says}"
@@ -222,11 +221,11 @@ def _said(group: Sequence[Finding]) -> str:
 
 
 def _measured(report: Report, width: int) -> Iterator[Line]:
-    """How long it took, and what was read."""
-    if report.course is None:
+    """Stages with their durations, and the measured rates."""
+    if report.check_run is None:
         return
-    stages = [f"{stage} {took}" for stage, took in report.course.stages()]
-    rates = rate_lines(report.course.measured)
+    stages = [f"{stage} {took}" for stage, took in report.check_run.stages()]
+    rates = rate_lines(report.check_run.measured)
     if stages or rates:
         yield "", ""
     if stages:

@@ -1,0 +1,1 @@
+"""What other packages can add to Seatrial, one small module each."""

@@ -1,0 +1,82 @@
+"""The rates that a check measured: of single nodes from their findings, and all of them as lines of text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
+from typing import Any
+
+from seatrial.base import units
+from seatrial.check.judging.compare import HIGHER_IS_BETTER, meaning
+from seatrial.check.judging.findings import Finding
+
+_OF_NODES = "NOD"
+
+
+def of_nodes(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    """Rates that nodes reached by themselves (CPU, memory, storage), in the form of `measured`, grouped by meaning."""
+    alike: dict[tuple[object, ...], list[tuple[Finding, float]]] = {}
+    for f in findings:
+        value = f.measured
+        if f.code.startswith(_OF_NODES) and f.unit in HIGHER_IS_BETTER and isinstance(value, int | float):
+            alike.setdefault(meaning(f), []).append((f, float(value)))
+    return [
+        {
+            "what": group[0][0].message.partition(":")[0],
+            "code": group[0][0].code,
+            "median": float(f"{median(v for _, v in group):.6g}"),
+            "min": float(f"{min(v for _, v in group):.6g}"),
+            "n": len(group),
+            "unit": group[0][0].unit,
+            "direction": "" if (e := group[0][0].expected) is None else e.direction,
+            "algorithm": "" if e is None else e.algorithm,
+            "size_bytes": None if e is None else e.size_bytes,
+        }
+        for group in alike.values()
+    ]
+
+
+def lines(measured: Mapping[str, Any]) -> list[str]:
+    """The rates as text: "send_recv: 3.21 GB/s in the middle, 2.9 at least (one direction, gloo, 64 MiB), of 12".
+
+    A rate is any table in `measured` that has "median" and "unit"; its name is the path of keys that leads to it.
+    """
+    return [_line(name, rate) for name, rate in _rates((), measured)]
+
+
+def _rates(way: tuple[str, ...], value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if isinstance(value, Mapping):
+        if "median" in value and "unit" in value:
+            yield " ".join(way), value
+            return
+        for key, inner in value.items():
+            yield from _rates((*way, str(key)), inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _rates(way, inner)
+
+
+def _line(way: str, rate: Mapping[str, Any]) -> str:
+    name = " ".join(x for x in (way, str(rate.get("what") or rate.get("name") or "")) if x)
+    size = rate.get("size_bytes")
+    meaning = ", ".join(
+        str(x)
+        for x in (
+            rate.get("direction"),
+            rate.get("algorithm"),
+            units.memory(size).replace(".00", "") if isinstance(size, int) and size > 0 else None,
+        )
+        if x
+    )
+    least = rate.get("min")
+    text = f"{name.replace('_', ' ')}: {_number(rate['median'])} {rate['unit']}"
+    if least is not None and least != rate["median"]:
+        text += f" in the middle, {_number(least)} at least"
+    if meaning:
+        text += f" ({meaning})"
+    n = rate.get("n")
+    return text + (f", of {n}" if isinstance(n, int) and n > 1 else "")
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "unknown"

@@ -1,0 +1,204 @@
+"""Fork server for the ranks of pairs and groups: `python -m seatrial.check.live.fork_server FD`, a child of the agent.
+
+It imports torch once; a rank then starts within milliseconds, which makes many short rounds affordable. A CUDA context
+does not survive a fork, so nothing here touches a GPU: each rank creates its own. Each rank has a deadline, after which
+it is killed, whatever it waits for: a dead partner, a link that carries nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from seatrial.base import process
+from seatrial.base.lines import Channel
+from seatrial.base.signals import SignalQueue
+from seatrial.check.live import probe_pair
+from seatrial.check.live.agent_tasks import last_words
+from seatrial.check.live.nccl_lines import telling
+
+_GIVE_UP_S = 1.0  # for a killed rank to exit; one in an uninterruptible system call does not
+
+
+@dataclass
+class _Rank:
+    """One rank: its process and its messages. `log` is an in-memory file with its stdout and stderr."""
+
+    number: int
+    pid: int
+    channel: Channel
+    log: int
+    said: dict[str, Any] | None = None
+    status: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has measured everything that it was asked to."""
+        return self.said is not None and bool(self.said.get("whole"))
+
+
+@dataclass
+class _Order:
+    """One order of the agent, and its ranks on this host."""
+
+    number: int
+    last: float  # final deadline
+    limit_s: float
+    stall_s: float  # the longest time without a message from its ranks
+    until: float = 0.0  # the next deadline
+    ranks: dict[int, _Rank] = field(default_factory=dict)  # by pid
+    why: str = ""  # why it was ended: a deadline, the conductor
+
+
+class ForkServer:
+    """The event loop. Ends with the agent."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.orders: dict[int, _Order] = {}
+        self.signals = SignalQueue((signal.SIGCHLD, signal.SIGTERM))
+
+    def serve(self) -> None:
+        """Run until the agent has exited; then kill the ranks."""
+        while not self.channel.closed:
+            poll = select.poll()
+            ranks = [r for o in self.orders.values() for r in o.ranks.values() if not r.channel.closed]
+            for fd in (self.channel.fileno(), self.signals.fileno(), *(r.channel.fileno() for r in ranks)):
+                poll.register(fd, select.POLLIN)
+            soonest = min((o.until for o in self.orders.values()), default=None)
+            poll.poll(None if soonest is None else max(0.0, soonest - time.monotonic()) * 1000)
+            for rank in ranks:
+                self._hear(rank)
+            arrived = self.signals.read()
+            if signal.SIGTERM in arrived:
+                break
+            if signal.SIGCHLD in arrived:
+                process.reap(self._reaped)
+            for message in self.channel.receive():
+                self._obey(message)
+            self._clock()
+        for order in self.orders.values():
+            self._kill(order)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if "cancel" in message:
+            if (order := self.orders.get(message["cancel"])) is not None:
+                order.why = order.why or "called back: its partner failed"
+                order.until = time.monotonic() + _GIVE_UP_S
+                self._kill(order)
+        elif message["do"] == "prepare":
+            self.channel.send({"id": message["id"], "done": {"torch": torch.__version__}})
+        else:
+            self._begin(message)
+
+    def _begin(self, message: dict[str, Any]) -> None:
+        spec, limit_s = message["spec"], float(message["limit_s"])
+        now = time.monotonic()
+        order = _Order(message["id"], now + limit_s, limit_s, float(spec["seconds"]["stall"]))
+        order.until = min(order.last, now + order.stall_s)
+        self.orders[order.number] = order
+        for local, number in enumerate(spec["ranks"]):
+            rank = self._fork(spec, number, local, limit_s)
+            order.ranks[rank.pid] = rank
+
+    def _fork(self, spec: dict[str, Any], number: int, local: int, limit_s: float) -> _Rank:
+        ours, theirs = Channel.pair()
+        log = os.memfd_create(f"rank{number}")
+
+        def body() -> int:
+            ours.close()
+            self.channel.close()
+            self.signals.close_in_child()
+            return probe_pair.run(spec, number, local, limit_s, theirs)
+
+        pid = process.fork(body, log=log)
+        theirs.close()
+        return _Rank(number, pid, ours, log)
+
+    def _hear(self, rank: _Rank) -> None:
+        order = self._of(rank.pid)
+        for message in rank.channel.receive():
+            if order is not None and not order.why:
+                order.until = min(order.last, time.monotonic() + order.stall_s)
+            if "note" in message and order is not None:
+                self.channel.send({"id": order.number, "note": message["note"]})
+            else:
+                rank.said = {**(rank.said or {}), **message}
+
+    def _of(self, pid: int) -> _Order | None:
+        return next((o for o in self.orders.values() if pid in o.ranks), None)
+
+    def _reaped(self, pid: int, status: int) -> None:
+        order = self._of(pid)
+        if order is None:
+            return
+        self._hear(order.ranks[pid])
+        order.ranks[pid].status = status
+        if all(r.status is not None for r in order.ranks.values()):
+            self._finish(order)
+        elif not order.ranks[pid].whole and not order.why:
+            # The other ranks of this host would only wait for it.
+            order.last = order.until = min(order.until, time.monotonic() + _GIVE_UP_S)
+
+    def _finish(self, order: _Order) -> None:
+        del self.orders[order.number]
+        told = []
+        for rank in order.ranks.values():
+            text = _text(rank.log)
+            os.close(rank.log)
+            rank.channel.close()
+            one = dict(rank.said or {})
+            if not rank.whole and "failed" not in one:
+                one["failed"] = order.why or process.status_text(rank.status or 0)
+                if text:
+                    one["failed"] += f"; its last words: {last_words(text)}"
+            told.append({"rank": rank.number, "nccl": telling(text.decode("utf-8", "replace")), **one})
+        self.channel.send({"id": order.number, "done": {"ranks": told}})
+
+    def _kill(self, order: _Order) -> None:
+        for rank in order.ranks.values():
+            if rank.status is None:
+                process.signal_group(rank.pid, signal.SIGKILL)
+
+    def _clock(self) -> None:
+        now = time.monotonic()
+        for order in [o for o in self.orders.values() if o.until <= now]:
+            if order.why:
+                self._finish(order)  # killed, and still there: report it without waiting
+                continue
+            gone = any(r.status is not None and not r.whole for r in order.ranks.values())
+            stalled = f"nothing came through for {order.stall_s:g} s"
+            late = f"no result within {order.limit_s:g} s" if order.last <= now else stalled
+            order.why = "another rank of this host failed" if gone else late
+            order.until = now + _GIVE_UP_S
+            self._kill(order)
+
+
+def _text(fd: int) -> bytes:
+    size = os.fstat(fd).st_size
+    return os.pread(fd, min(size, 8 << 20), 0)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry of `python -m seatrial.check.live.fork_server`."""
+    process.die_with_parent(os.getppid())
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:  # a lock that a thread holds during the fork is never released in the rank
+        raise RuntimeError(f"importing torch started {threads - 1} threads: a rank forked now could hang")
+    gc.collect()
+    gc.freeze()
+    ForkServer(Channel.from_fd(int(argv[0]))).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""The code of a node's probe processes: reads the network ports' counters, and queries NVIDIA's driver.
+
+Both can hang: a port's counters are read from its firmware, NVML and nvidia-smi wait for the driver. So neither runs in
+the agent. A probe sends `alive`, with what it is about to do, before each operation that may not return.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from seatrial.control.agent.external import Body, Message
+from seatrial.hardware.counters import (
+    PortFault,
+    findings,
+    first_findings,
+    nvlink_findings,
+    parse_nvlink_errors,
+    read_ports,
+)
+from seatrial.hardware.xid import address
+
+Send = Callable[[Message], bool]
+
+SMI_TIMEOUT_S = 20.0
+NVLINK_INTERVAL_S = 60.0  # nvidia-smi costs a good part of a second of CPU
+_EVENT_WAIT_MS = 1000
+# A persisting fault is reported again after this long: one that is tolerated at first then counts as repeated.
+REMIND_S = 300.0
+
+
+class _Reminder:
+    """Passes a finding on when it begins, and again every REMIND_S while it persists."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[str, str | None], tuple[float, float]] = {}  # began, last reported
+
+    def new(self, found: list[PortFault], now: float) -> list[Message]:
+        told = []
+        keys = {(f.signal, f.where) for f in found}
+        self._since = {key: times for key, times in self._since.items() if key in keys}
+        for finding in found:
+            key = (finding.signal, finding.where)
+            began, last = self._since.get(key, (now, now - REMIND_S))
+            if now - last >= REMIND_S:
+                self._since[key] = (began, now)
+                evidence = finding.evidence | {"for_s": round(now - began, 1)}
+                told.append({"finding": asdict(finding) | {"evidence": evidence}})
+        return told
+
+
+def watch_ports(root: Path, interval_s: float) -> Body:
+    """A probe that reads the ports below `root` every `interval_s` and sends the faults that it finds."""
+
+    def body(send: Send) -> None:
+        reminder = _Reminder()
+        send({"alive": "the first reading of the ports' counters"})
+        before, then = read_ports(root), time.monotonic()
+        for finding in first_findings(before):
+            send({"finding": asdict(finding)})
+        while send({"alive": "reading the ports' counters"}):
+            time.sleep(interval_s)
+            after, now = read_ports(root), time.monotonic()
+            for message in reminder.new(findings(before, after, now - then), now):
+                send(message)
+            before, then = after, now
+
+    return body
+
+
+def watch_gpus(interval_s: float) -> Body:
+    """A probe that sends Xid events from NVML and, every minute or `interval_s`, the faults of the NVLinks."""
+
+    def body(send: Send) -> None:
+        send({"alive": "starting NVML"})
+        events = _XidEvents.start()
+        send({"nvml": events if isinstance(events, str) else None})
+        send({"alive": "nvidia-smi, the GPUs' addresses"})
+        addresses = _addresses()
+        reminder, before, then, next_reading = _Reminder(), None, 0.0, 0.0
+        while send({"alive": "waiting for NVML events"}):
+            if isinstance(events, str):
+                time.sleep(_EVENT_WAIT_MS / 1000)
+            else:
+                found = events.wait()
+                if isinstance(found, str):
+                    events = found
+                    send({"nvml": events})
+                elif found is not None:
+                    send({"xid": {"code": found[0], "pci": found[1]}})
+            if time.monotonic() < next_reading:
+                continue
+            next_reading = time.monotonic() + max(interval_s, NVLINK_INTERVAL_S)
+            send({"alive": "nvidia-smi nvlink -e"})
+            text = _smi("nvlink", "-e")
+            if text is None:
+                continue
+            after, now = parse_nvlink_errors(text), time.monotonic()
+            for message in reminder.new(
+                [] if before is None else nvlink_findings(before, after, now - then), now
+            ):
+                gpu = message["finding"]["where"]
+                send(message | {"gpu": addresses.get(gpu, gpu)})
+            before, then = after, now
+
+    return body
+
+
+class _XidEvents:
+    """NVML's Xid events of all GPUs. Needs the package nvidia-ml-py; errors of NVML are returned as text."""
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+        self._set = nvml.nvmlEventSetCreate()
+        self._pci: dict[int | None, str] = {}
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._set)
+            bus_id = nvml.nvmlDeviceGetPciInfo(handle).busId
+            text = bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id)
+            # Queried now: a GPU that has fallen off the bus no longer reports its address.
+            self._pci[_pointer(handle)] = address(text) or text
+
+    @classmethod
+    def start(cls) -> _XidEvents | str:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return "the package nvidia-ml-py is not installed"
+        try:
+            nvml.nvmlInit()
+            return cls(nvml)
+        except nvml.NVMLError as error:
+            return f"NVML: {error}"
+
+    def wait(self) -> tuple[int, str] | str | None:
+        """The next event's code and PCI address; None if none came for a second; an error text if NVML failed."""
+        try:
+            data = self._nvml.nvmlEventSetWait_v2(self._set, _EVENT_WAIT_MS)
+        except self._nvml.NVMLError as error:
+            return None if error.value == self._nvml.NVML_ERROR_TIMEOUT else f"NVML: {error}"
+        return int(data.eventData), self._pci.get(_pointer(data.device), "unknown")
+
+
+def _pointer(handle: Any) -> int | None:
+    return ctypes.cast(handle, ctypes.c_void_p).value
+
+
+def _addresses() -> dict[str, str]:
+    """GPU's UUID -> PCI address."""
+    table = {}
+    for line in (_smi("--query-gpu=uuid,pci.bus_id", "--format=csv,noheader") or "").splitlines():
+        uuid, _, bus_id = line.partition(",")
+        if found := address(bus_id):
+            table[uuid.strip()] = found
+    return table
+
+
+def _smi(*arguments: str) -> str | None:
+    """The output of nvidia-smi; None if it is not installed, fails, or takes too long."""
+    try:
+        ended = subprocess.run(
+            ["nvidia-smi", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=SMI_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return ended.stdout.decode(errors="replace")

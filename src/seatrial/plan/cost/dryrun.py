@@ -1,0 +1,257 @@
+"""Dry run: one training step by the trainer's own code, for any rank of any world, with no GPU and no memory.
+
+Its results are counted, not modelled: bytes of parameters, gradients and optimizer state, the memory peak and its
+composition, FLOPs, and every collective by dimension of the layout. Time is not counted: it is predicted by the closed
+form, which the dry run checks.
+
+torch runs in separate processes (`seatrial.train.dryrun.process`); nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from seatrial.base.errors import InputError, InternalError, RunFailed, address_limit
+from seatrial.base.process import python
+from seatrial.job.job import Job
+from seatrial.job.layout import Coordinates
+from seatrial.plan.cost.dryrun_extrapolate import Grid, carry, carry_peak, grid
+
+Device = Literal["cuda", "cpu"]
+
+_WORKER = "seatrial.train.dryrun.process"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind over one dimension, in one step of one rank."""
+
+    kind: str  # all-gather, reduce-scatter, all-reduce, send, receive, broadcast
+    dimension: str  # tensor, pipeline, shard, replicate, ends (of the pipeline: a tied embedding), world
+    dtype: str
+    ranks: int  # participating
+    calls: int
+    payload_bytes: int  # of whole tensors: the output of an all-gather, the input of a reduce-scatter
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes this rank has to send: (n-1)/n of the payload, twice that for an all-reduce, all of a message.
+
+        That is the lower bound of any algorithm, and what rings send (Patarasuk and Yuan 2009; the bus bandwidth of
+        nccl-tests). A broadcast is forwarded once.
+        """
+        part = (self.ranks - 1) / self.ranks
+        factor = {"all-gather": part, "reduce-scatter": part, "all-reduce": 2 * part, "receive": 0.0}
+        return self.payload_bytes * factor.get(self.kind, 1.0)
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step of one rank."""
+
+    rank: int
+    at: Coordinates
+    layers: tuple[range, ...]  # of each of its stages
+    parameter_bytes: int  # fp32 shards
+    gradient_bytes: int  # as the optimizer sees them
+    optimizer_bytes: int
+    peak_bytes: int
+    peak_label: str  # where in the step the peak is
+    peak: Mapping[str, int]  # bytes by kind
+    flops: Mapping[tuple[str, str], int]  # (forward, backward or update; matmul, attention, other)
+    traffic: tuple[Traffic, ...]
+    traced: tuple[tuple[int, int], ...]  # (layers, microbatches) of the traces it is derived from
+    seconds: float  # spent tracing
+
+    def sent_bytes(self, dimension: str) -> float:
+        """Bytes that this rank sends over `dimension` in a step, at least."""
+        return sum(t.sent_bytes for t in self.traffic if t.dimension == dimension)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The results of the requested ranks."""
+
+    ranks: tuple[RankStep, ...]
+    process_bytes: int  # largest resident memory of a tracing process
+    notes: tuple[str, ...]  # what is unknown, or differs from the job
+
+    @property
+    def worst(self) -> RankStep:
+        """The rank that needs the most memory."""
+        return max(self.ranks, key=lambda r: r.peak_bytes)
+
+
+def one_of_each(job: Job) -> list[int]:
+    """One rank per pipeline rank: all others behave like one of these.
+
+    Rank 0 of the shard group, whose shards are the largest where a dimension does not divide evenly.
+    """
+    return [job.layout.rank(Coordinates(p, 0, 0, 0)) for p in range(job.layout.pipeline)]
+
+
+def dry_run(
+    job: Job,
+    *,
+    device: Device = "cuda",
+    ranks: Sequence[int] | None = None,
+    whole: bool = False,
+    processes: int | None = None,
+    timeout_s: float = 600.0,
+) -> DryRun:
+    """Trace one step of `ranks` (if None: `one_of_each`) as it would run on `device`.
+
+    `whole` traces all layers and microbatches instead of extrapolating from a few; the result is the same. Peak memory
+    on "cuda" is what torch's allocator hands out at once (`torch.cuda.max_memory_allocated`); the memory of CUDA, NCCL
+    and cuBLAS, and fragmentation, come on top and are not known here.
+
+    Raises InputError for a rank that does not exist, RunFailed if a process was killed by a signal or timed out,
+    InternalError if it failed.
+    """
+    world = job.layout.world_size
+    wanted = one_of_each(job) if ranks is None else list(ranks)
+    wrong = [r for r in wanted if not 0 <= r < world]
+    if wrong:
+        raise InputError(f"there is no rank {wrong[0]}: the layout has ranks 0 to {world - 1}")
+    at = grid(job.layout, job.architecture.num_hidden_layers, job.microbatches, whole=whole)
+    traces = [[rank, *point] for rank in wanted for point in at.points]
+    workers = max(1, min(processes or os.cpu_count() or 1, len(traces)))
+    shares = [traces[i::workers] for i in range(workers)]
+    started: list[subprocess.Popen[str]] = []
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            answers = list(pool.map(lambda share: _ask(job, device, at, share, timeout_s, started), shares))
+        except BaseException:  # Ctrl-C, or one process failed: do not wait for the others
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in started:
+                process.kill()
+            raise
+    found = {
+        tuple(point): traced
+        for share, answer in zip(shares, answers, strict=True)
+        for point, traced in zip(share, answer["traces"], strict=True)
+    }
+    return DryRun(
+        ranks=tuple(_rank(job, at, rank, [found[rank, *point] for point in at.points]) for rank in wanted),
+        process_bytes=max(answer["memory_bytes"] for answer in answers),
+        notes=tuple(_notes(job, device)),
+    )
+
+
+def _ask(
+    job: Job,
+    device: Device,
+    at: Grid,
+    traces: list[list[int]],
+    timeout_s: float,
+    started: list[subprocess.Popen[str]],
+) -> dict[str, Any]:
+    request = {
+        "file": job.file.model_dump(mode="json"),
+        "architecture": job.architecture.as_dict(),
+        "layout": vars(job.layout),
+        "device": device,
+        "edges": at.edges,
+        "traces": traces,
+    }
+    tempfile.gettempdir()  # fail early: torch cannot start without a temporary folder, and its message is less clear
+    command = python(_WORKER, "--parent", str(os.getpid()))
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as done:
+        started.append(done)
+        try:
+            out, err = done.communicate(json.dumps(request), timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            done.kill()
+            raise RunFailed(
+                f"the dry run took longer than {timeout_s:.0f} s", hint="ask for fewer ranks at once"
+            ) from error
+        except BaseException:
+            done.kill()
+            raise
+    if done.returncode < 0:
+        raise RunFailed(
+            f"the dry run's process was ended by signal {-done.returncode}",
+            hint="if that was the kernel for want of memory: ask for fewer processes at once",
+        )
+    if done.returncode:
+        last = err.strip().splitlines()
+        told = f"the dry run failed: {last[-1] if last else f'exit code {done.returncode}'}"
+        if (limit := address_limit()) is not None:
+            raise RunFailed(told, hint=limit)
+        raise InternalError(told, hint="report it, with the job file")
+    return dict(json.loads(out))
+
+
+def _rank(job: Job, at: Grid, rank: int, traces: list[dict[str, Any]]) -> RankStep:
+    layout = job.layout
+    place = layout.coordinates(rank)
+    held = carry(at, [t["bytes"] for t in traces])
+    label, peak = carry_peak(at, [t["peaks"] for t in traces])
+    return RankStep(
+        rank=rank,
+        at=place,
+        layers=tuple(
+            layout.stage_layers(stage, job.architecture.num_hidden_layers)
+            for stage in layout.stage_indices(place.pipeline)
+        ),
+        parameter_bytes=held["parameters"],
+        gradient_bytes=held["gradients"],
+        optimizer_bytes=held["optimizer"],
+        peak_bytes=sum(peak.values()),
+        peak_label=label,
+        peak=peak,
+        flops=carry(at, [{(phase, kind): n for phase, kind, n in t["flops"]} for t in traces]),
+        traffic=_traffic(job, at, traces),
+        traced=tuple(at.points),
+        seconds=sum(t["seconds"] for t in traces),
+    )
+
+
+def _traffic(job: Job, at: Grid, traces: list[dict[str, Any]]) -> tuple[Traffic, ...]:
+    # Single messages may grow with the layers (all norms' gradients are sent in one), so sums are extrapolated.
+    calls: list[dict[tuple[str, str, str], int]] = []
+    payload: list[dict[tuple[str, str, str], int]] = []
+    for trace in traces:
+        calls.append({})
+        payload.append({})
+        for kind, dimension, dtype, n_bytes, n in trace["collectives"]:
+            key = (kind, dimension, dtype)
+            calls[-1][key] = calls[-1].get(key, 0) + n
+            payload[-1][key] = payload[-1].get(key, 0) + n * n_bytes
+    all_calls, all_payload = carry(at, calls), carry(at, payload)
+    sizes = {"world": job.layout.world_size, "ends": 2}
+    return tuple(
+        Traffic(
+            kind,
+            dimension,
+            dtype,
+            ranks=sizes.get(dimension) or getattr(job.layout, dimension),
+            calls=all_calls[kind, dimension, dtype],
+            payload_bytes=all_payload[kind, dimension, dtype],
+        )
+        for kind, dimension, dtype in sorted(all_calls)
+    )
+
+
+def _notes(job: Job, device: Device) -> list[str]:
+    notes = []
+    if job.train.compile:
+        notes.append(
+            "compile = true is not traced: memory and FLOPs are of the same step without compilation, which needs more "
+            "memory; collectives are the same"
+        )
+    if device == "cuda" and not job.data.attend_across_documents:
+        notes.append(
+            "attend_across_documents = false: which attention kernel CUDA takes with a bias, and what it keeps, is not "
+            "known; flash attention's memory is counted, and the bias"
+        )
+    return notes

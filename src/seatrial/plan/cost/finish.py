@@ -1,0 +1,113 @@
+"""Forecast of a whole run from its step time: saves, failures and their cost, wall-clock time and GPU hours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from seatrial.hardware.failures import Rate
+from seatrial.job.architecture import Architecture
+from seatrial.job.optimizers import optimizer_named
+from seatrial.plan.cost.ettr import DAY_S, Branch, Case, renewal
+from seatrial.plan.cost.predict import Prediction, Share
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+from seatrial.record.interval import Interval, choose_interval
+
+# GPU to host memory while all eight copy; `seatrial check` has the lower limits of one alone (23 on A100, 48 on H100).
+HOST_GB_S = 20.0
+HOST_SOURCE = "assumption: below the 23 GB/s that one A100 must reach alone"
+NEW_PROCESS_S = 30.0  # assumption: Python, CUDA context, compiled code from its cache, first step
+COMMUNICATORS_S_PER_GPU = (
+    0.01  # 2.5 min above some thousands of GPUs, NVIDIA/nccl#1156; linear from there is an assumption
+)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Seconds of wall-clock time unless a name says otherwise. `low_s` and `high_s` follow from the step's interval."""
+
+    wall_s: float
+    low_s: float
+    high_s: float
+    ettr: float  # productive training time over wall-clock time
+    failures: float  # expected number during the run
+    checkpoint_bytes: float
+    stall_s: float  # of one save
+    every_s: float  # between saves
+    interval: Interval  # the best one
+    gpu_hours: float
+    waterfall: tuple[Share, ...]  # of the wall-clock time: the step's parts, saving, failures
+
+    @property
+    def mfu(self) -> float:
+        """MFU of the whole run, failures included."""
+        return self.waterfall[0].share
+
+
+def finish(
+    prediction: Prediction,
+    model: Architecture,
+    recipe: Recipe,
+    cluster: Cluster,
+    steps: int,
+    *,
+    rate: Rate,
+    storage_gb_s: float,
+    max_unsaved_s: float = 14400.0,
+    every_steps: int | None = None,
+) -> Finish:
+    """Forecast `steps` steps on nodes that fail at `rate`, with storage that reads and writes `storage_gb_s`.
+
+    Saved every `every_steps`, or at Young's interval, which `interval` contains either way.
+
+    ETTR is the renewal process of `ettr.py` with one kind of failure: back to the newest checkpoint, in new processes
+    on available nodes. ValueError where steps, rate or bandwidth are not above 0.
+    """
+    if steps < 1 or storage_gb_s <= 0:
+        raise ValueError(f"no run of {steps} steps with storage of {storage_gb_s} GB/s")
+    saved = 4 + optimizer_named(recipe.optimizer).state_bytes  # fp32 weights and state, each once
+    size = float(saved * model.parameters())
+    # Each part of the model has one owner that saves it: replicas save nothing.
+    stall = size / (recipe.world / recipe.layout.replicate) / (HOST_GB_S * 1e9)
+    write = size / (storage_gb_s * 1e9)
+    nodes = -(-recipe.world // cluster.gpus_per_node)
+    chosen = choose_interval(
+        save_cost_s=stall,
+        write_s=write,
+        step_time_s=prediction.step_s,
+        nodes=nodes,
+        failures=0,
+        node_days=0.0,
+        prior=rate,
+        max_unsaved_s=max_unsaved_s,
+    )
+    interval_s = chosen.interval_s if every_steps is None else every_steps * prediction.step_s
+    down = NEW_PROCESS_S + COMMUNICATORS_S_PER_GPU * recipe.world + write
+    case = Case(
+        nodes=nodes,
+        failures_per_node_s=rate.per_node_day / DAY_S,
+        branches=(Branch(1.0, "process", down),),
+        disk_interval_s=interval_s,
+        disk_stall_s=stall,
+        disk_lag_s=write,
+    )
+    ettr = renewal(case)
+    work = steps * prediction.step_s
+    wall = work / ettr
+    saving = ettr * stall / interval_s
+    shares = [Share(s.name, s.share * ettr, s.seconds * steps) for s in prediction.waterfall]
+    shares.append(Share("saving checkpoints", saving, saving * wall))
+    shares.append(Share("failures and recovery", 1 - ettr - saving, (1 - ettr - saving) * wall))
+    return Finish(
+        wall_s=wall,
+        low_s=wall * prediction.low_s / prediction.step_s,
+        high_s=wall * prediction.high_s / prediction.step_s,
+        ettr=ettr,
+        failures=wall / case.mttf_s,
+        checkpoint_bytes=size,
+        stall_s=stall,
+        every_s=interval_s,
+        interval=chosen,
+        gpu_hours=wall / 3600 * recipe.world,
+        waterfall=tuple(shares),
+    )

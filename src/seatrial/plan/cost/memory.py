@@ -1,0 +1,350 @@
+"""Bytes that training keeps on each GPU: states by sharding, activations by schedule position, working space.
+
+Activations are what `model/decoder.py` under `parallel/` saves for the backward pass ("ours"; e bytes a value,
+t positions of a microbatch, n tensor-parallel ranks, D hidden, N H queries, K H keys, F the MLP):
+
+    two inputs of norms, this rank's positions      e t 2 D / n
+    two gathered inputs of products, all positions  e t 2 D                    gather outputs are kept whole, whatever n
+    queries, keys (rotated), values, attention out  e t (2 N H + 2 K H) / n    and N H more if `overlap.reorders`
+    gate, silu(gate), up and their product          e t 4 F / n
+    log-sum-exp of attention, two roots of norms    4 t N / n + 8 t / n
+
+Megatron ("megatron") keeps its own positions of the gathered inputs and gathers again (arXiv:2205.05198 section 4.2,
+without dropout and scores); "megatron-2021" is that paper's equation 1 with dropout and unfused scores,
+s b h (34 + 5 a s / h).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+from seatrial.job.architecture import Architecture
+from seatrial.job.layout import Layout
+from seatrial.job.schedules import schedule_named
+from seatrial.plan.cost.overlap import reorders
+from seatrial.plan.cost.stacks import Stack
+from seatrial.plan.cost.unshard import ACTIVE_STAGES
+from seatrial.plan.model.recipe import Recipe
+
+GIB = 1024**3
+# Outside torch's allocator, so not in max_memory_allocated: context and libraries, and NCCL's buffers per group.
+RUNTIME_BYTES = 0.7 * GIB
+GROUP_BYTES = 688.0 * 1024**2
+RUNTIME_SOURCE = (
+    "0.7 GiB for context and libraries (assumption; 1.5 GiB before CUDA loaded kernels lazily: bigscience-workshop/bigscience "
+    "chronicles-prequel.md); 688 MiB for each of NCCL's groups (4 A100, NVIDIA/nccl issue 964)"
+)
+# Memory that the caching allocator cannot reuse, as a share of what is allocated.
+FRAGMENTATION = 0.04
+FRAGMENTATION_SOURCE = (
+    "reserved over allocated in 16 published runs: 2.8 to 7.9 %, in the mean 4.4 % (SimuMax, release v1.2)"
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the peak of a step."""
+
+    parameters: float  # what the optimizer updates
+    gradients: float  # as the optimizer update sees them
+    optimizer: float
+    gathered: float  # whole weights of sharded layers
+    unsharded_gradients: float  # what accumulates beyond `gradients` until it is reduced
+    activations: float
+    logits: float
+    messages: float  # buffers for messages from other stages
+    runtime: float = RUNTIME_BYTES  # context, libraries, NCCL's buffers
+    streams: float = 0.0  # what streams other than the compute stream keep reserved at this point
+
+    @property
+    def states(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def allocated(self) -> float:
+        """What torch's allocator reports as the peak."""
+        whole: float = sum(getattr(self, f.name) for f in fields(self))
+        return whole - self.runtime - self.streams
+
+    @property
+    def reserved(self) -> float:
+        """What the GPU must have: the allocator's reserved memory and the runtime's."""
+        return self.held + self.runtime
+
+    @property
+    def held(self) -> float:
+        """What torch's allocator reports as reserved."""
+        return self.allocated * (1 + FRAGMENTATION) + self.streams
+
+
+# Cached: a search asks whether a layout fits and then predicts it, which asks again.
+@lru_cache(maxsize=1)
+def memory(model: Architecture, recipe: Recipe, stack: Stack) -> Memory:
+    """Memory of the pipeline rank that needs the most."""
+    ranks = [rank_memory(model, recipe, stack, r) for r in unlike_ranks(recipe.layout)]
+    return max(ranks, key=lambda m: m.allocated)
+
+
+def unlike_ranks(layout: Layout) -> list[int]:
+    """Pipeline ranks that differ most: the first, one in the middle, the last."""
+    return sorted({0, layout.pipeline // 2, layout.pipeline - 1})
+
+
+def neighbours(layout: Layout, rank: int) -> int:
+    """How many stages the stages of a pipeline rank exchange messages with."""
+    return sum((s > 0) + (s < layout.stages - 1) for s in layout.stage_indices(rank))
+
+
+def layer_share(model: Architecture, tensor: int) -> float:
+    """Parameters of one layer on a tensor-parallel rank: all but norms are sharded."""
+    return (model.layer_parameters() - model.layer_norms) / tensor + model.layer_norms
+
+
+def rank_parameters(model: Architecture, recipe: Recipe, rank: int) -> float:
+    """Parameters of a pipeline rank on one tensor-parallel rank, before data parallel shards them."""
+    layout = recipe.layout
+    n = sum(layout.rank_layers(rank, model.num_hidden_layers)) * layer_share(model, layout.tensor)
+    ends = model.embedding_parameters() / layout.tensor
+    if rank == 0:
+        n += ends + model.hidden_size * model.learned_positions
+    if rank == layout.pipeline - 1:
+        n += model.hidden_size
+        if not (model.tie_word_embeddings and layout.pipeline == 1):
+            n += ends
+    return n
+
+
+def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+    """Memory of pipeline rank `rank` at the highest of these points of a step.
+
+    The loss of the last stage (logits, all activations), the beginning of a backward pass (all activations, one layer's
+    gradients in flight), the end of the last backward pass (gradients, one layer), and metrics reading logits after it.
+    """
+    points = [_backward(model, recipe, stack, rank), _end(model, recipe, stack, rank)]
+    if rank == recipe.layout.pipeline - 1:
+        points.append(_loss(model, recipe, stack, rank))
+        if stack.metrics:
+            points.append(_metrics(model, recipe, stack, rank))
+    highest = max(points, key=lambda m: m.allocated)
+    if recipe.sharding != "full" or recipe.cut * recipe.layout.replicate == 1:
+        return highest
+    # Weights are gathered and gradients reduced in separate streams, and the allocator gives a stream's memory to no
+    # other (docs.pytorch.org, notes/cuda, memory management): what these held at their own peaks stays reserved.
+    other = ("gathered", "gradients", "unsharded_gradients")
+    spare = sum(max(getattr(m, f) for m in points) - getattr(highest, f) for f in other)
+    return replace(highest, streams=spare)
+
+
+def _loss(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+    base = _base(model, recipe, stack, rank)
+    layout = recipe.layout
+    values = recipe.tokens * model.vocab_size / layout.tensor
+    each = stack.logits[0 if layout.tensor > 1 else 1]
+    if layout.pipeline > 1 and layout.tensor == 1 and stack.layer_states == "ours":
+        each += recipe.width  # torch's pipeline keeps the stage's output while its fp32 copy is in use
+    return replace(
+        base,
+        gathered=_gathered(model, recipe, rank, layers=0),
+        activations=_waiting(model, recipe, stack, rank),
+        logits=each * values,
+    )
+
+
+def _metrics(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+    """Memory after the backward pass, when training metrics read the logits again: activations are freed."""
+    held = stack.metrics * recipe.tokens * model.vocab_size / recipe.layout.tensor
+    end = _end(model, recipe, stack, rank)
+    return replace(end, gathered=_gathered(model, recipe, rank, layers=0), activations=0.0, logits=held)
+
+
+def _backward(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+    base = _base(model, recipe, stack, rank)
+    layer = layer_share(model, recipe.layout.tensor)
+    whole = layer_activations(model, recipe, stack)
+    # A recomputed layer is held whole; otherwise only the gradients passing through it are added.
+    working = whole * (0.3 if recipe.recompute in ("none", "attention") else 1.0)
+    transient = (recipe.width + 4) * layer if _reduces_at_once(recipe, stack) else 0.0
+    return replace(
+        base,
+        gathered=_gathered(model, recipe, rank, layers=2),
+        unsharded_gradients=base.unsharded_gradients + transient,
+        activations=_waiting(model, recipe, stack, rank) + working,
+    )
+
+
+def _end(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+    base = _base(model, recipe, stack, rank)
+    own = stack.state_bytes[1] * rank_parameters(model, recipe, rank) / recipe.cut
+    return replace(
+        base,
+        gradients=own if recipe.sharding == "full" else base.gradients,
+        gathered=_gathered(model, recipe, rank, layers=2),
+        activations=layer_activations(model, recipe, stack),
+    )
+
+
+def _reduces_at_once(recipe: Recipe, stack: Stack) -> bool:
+    """Whether full sharding reduces each layer's gradients at once instead of accumulating whole ones."""
+    once = recipe.microbatches > 1 and stack.reduces_once(recipe.layout.pipeline)
+    return recipe.sharding == "full" and not once
+
+
+def _base(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory:
+    """Memory held throughout: states and buffers. Under full sharding, gradients only as far as they accumulate."""
+    n = rank_parameters(model, recipe, rank)
+    weight, gradient, state = stack.state_bytes
+    unsharded = 0.0
+    if recipe.sharding == "full":
+        parameters, optimizer = weight * n / recipe.cut, state * n / recipe.cut
+        gradients = gradient * n / recipe.cut if recipe.microbatches > 1 else 0.0
+        if not _reduces_at_once(recipe, stack):
+            unsharded = 4 * n - gradients
+    else:
+        parameters, gradients, optimizer = float(weight * n), float(gradient * n), float(state * n)
+        if recipe.sharding in ("optimizer", "gradients"):
+            optimizer /= recipe.cut
+        if recipe.sharding == "gradients":
+            gradients /= recipe.cut
+    parameters += _eight_bit_weights(model, recipe, stack, rank)
+    messages = _messages(model, recipe, stack, rank)
+    unsharded += stack.bucket_bytes  # DeepSpeed allocates its buffer even with no rank to reduce with
+    return Memory(
+        parameters, gradients, optimizer, 0.0, unsharded, 0.0, 0.0, messages, _runtime(recipe, stack)
+    )
+
+
+def _runtime(recipe: Recipe, stack: Stack) -> float:
+    """Bytes of context, libraries, NCCL buffers: a group of all ranks, one per dimension, one per neighbour stage."""
+    layout, groups = recipe.layout, 0
+    if recipe.world > 1:
+        groups = 1 + stack.groups + min(2, layout.pipeline - 1)
+        groups += (layout.tensor > 1) + (recipe.context > 1)
+        full = recipe.sharding == "full"
+        groups += (recipe.cut if full else recipe.context * layout.data_parallel) > 1
+        groups += full and layout.replicate > 1
+    held: float = stack.context_gib * GIB + groups * GROUP_BYTES
+    return held
+
+
+def _gathered(model: Architecture, recipe: Recipe, rank: int, *, layers: int) -> float:
+    """Bytes of whole weights that full sharding has gathered: all, or the root's and those of `layers` layers.
+
+    Under a pipeline torch frees nothing between microbatches, whatever `reshard_after_forward` is, as long as a rank
+    has at most three stages.
+    """
+    wrapped = recipe.cut * recipe.layout.replicate > 1 or recipe.precision != "fp32"
+    if recipe.sharding != "full" or not wrapped:
+        return 0.0
+    n = rank_parameters(model, recipe, rank)
+    if not recipe.reshard or recipe.layout.pipeline > 1:
+        return recipe.width * (n - _freed(model, recipe, rank))
+    held = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
+    return recipe.width * (n - (held - min(layers, held)) * layer_share(model, recipe.layout.tensor))
+
+
+def _freed(model: Architecture, recipe: Recipe, rank: int) -> float:
+    """Parameters that are not gathered on a rank with more stages than torch's pipeline keeps whole (`unshard.py`).
+
+    Those of the smallest stages, less the embedding, which exists twice while its stage is gathered again with all
+    activations held (traced, `seatrial.plan.cost.dryrun`).
+    """
+    if recipe.layout.pipeline == 1 or recipe.layout.stages_per_rank <= ACTIVE_STAGES:
+        return 0.0
+    layer = layer_share(model, recipe.layout.tensor)
+    stages = [count * layer for count in recipe.layout.rank_layers(rank, model.num_hidden_layers)]
+    root = rank_parameters(model, recipe, rank) - sum(stages)
+    stages[0 if rank == 0 else -1] += root
+    twice = root if rank == 0 else 0.0
+    return sum(sorted(stages)[:-ACTIVE_STAGES]) - twice
+
+
+def _waiting(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:
+    """Bytes of activations held for their backward pass at the schedule's peak."""
+    whole = layer_activations(model, recipe, stack)
+    kept_input = _stage_input(model, recipe)
+    kept = {
+        "none": whole,
+        "attention": whole,
+        # q, v, outputs of gate and last product, attention, the layer's input; torchtitan saves every second product.
+        "operators": recipe.width
+        * recipe.tokens
+        * (2 * model.query_width + model.kv_width + model.intermediate_size)
+        / recipe.layout.tensor
+        + 2 * kept_input,
+        "alternate": (whole + kept_input) / 2,
+        "full": kept_input,
+    }[recipe.recompute]
+    layout, counts = recipe.layout, recipe.layout.rank_layers(rank, model.num_hidden_layers)
+    held = layout.stages_per_rank
+    if layout.pipeline > 1:
+        at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, rank)
+        held = schedule_named(layout.schedule).in_flight(*at)
+    return held * (sum(counts) / len(counts) * kept + kept_input) + _owed(model, recipe, rank)
+
+
+def _stage_input(model: Architecture, recipe: Recipe) -> float:
+    """Bytes of the hidden states of one microbatch on one rank, between layers."""
+    own = recipe.tokens / (recipe.layout.tensor if recipe.sequence_parallel else 1)
+    return recipe.width * own * model.hidden_size
+
+
+def _owed(model: Architecture, recipe: Recipe, rank: int) -> float:
+    """Output gradients of products and norms, kept until weight gradients are computed from them.
+
+    Of every deferred stage and of the current one; in addition those of the logits, whose weights are the largest.
+    """
+    layout, schedule = recipe.layout, schedule_named(recipe.layout.schedule)
+    if layout.pipeline == 1 or not schedule.split_backward:
+        return 0.0
+    width, n, D = recipe.width, recipe.layout.tensor, model.hidden_size
+    cut = model.query_width + 2 * model.kv_width + model.ffn_in  # outputs that tensor parallel shards
+    layer = width * recipe.tokens * (cut / n + 2 * D + 2 * D / n)
+    counts = layout.rank_layers(rank, model.num_hidden_layers)
+    waiting = schedule.deferred(layout.pipeline, layout.stages_per_rank, recipe.microbatches, rank)
+    logits = width * recipe.tokens * model.vocab_size / n if rank == layout.pipeline - 1 else 0.0
+    return (waiting + 1) * sum(counts) / len(counts) * layer + waiting * logits
+
+
+def _eight_bit_weights(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:
+    """Bytes of the 8-bit weights that Megatron's fp8 products keep in addition, once plain and once transposed.
+
+    docs.nvidia.com, Transformer Engine, `is_first_microbatch`: cast in a step's first microbatch, used in all.
+    """
+    if recipe.precision != "fp8" or stack.layer_states != "megatron":
+        return 0.0
+    held = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
+    return 2.0 * held * model.layer_matrix_parameters() / recipe.layout.tensor
+
+
+def layer_activations(model: Architecture, recipe: Recipe, stack: Stack) -> float:
+    """Bytes that one layer saves for one microbatch without recomputation."""
+    t, n, width = recipe.tokens, recipe.layout.tensor, recipe.width
+    D, F, NH, KH = model.hidden_size, model.intermediate_size, model.query_width, model.kv_width
+    scale = 4.0 * t * model.num_attention_heads / n
+    if stack.layer_states == "ours":
+        mlp = 4 if model.gated else 2
+        if recipe.compiled and model.gated:
+            mlp = 3  # one kernel computes the product of gate and up; silu(gate) is not kept
+        heads = (3 if reorders(recipe, stack) else 2) * NH
+        return width * t * (2 * D / n + 2 * D + (heads + 2 * KH + mlp * F) / n) + scale + 8.0 * t / n
+    own = n if recipe.sequence_parallel else 1
+    if stack.layer_states == "megatron-2021":
+        scores = 5.0 * recipe.microbatch * model.num_attention_heads * float(recipe.sequence) ** 2 / n
+        if recipe.recompute == "attention":
+            scores = 0.0
+        return t * D * (10.0 / own + 24.0 / n) + scores
+    kept = width * t * (4 * D / own + (2 * NH + 2 * KH + (3 if model.gated else 2) * F) / n) + scale
+    if recipe.precision == "fp8":  # inputs of products are kept in 8 bits; attention's output in both widths
+        kept -= t * (2 * D / own + F / n - NH / n)
+    return kept
+
+
+def _messages(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> float:
+    """Bytes of stage buffers: torch's pipeline has one per microbatch and direction, Megatron one per pass."""
+    if recipe.layout.pipeline == 1:
+        return 0.0
+    each = _stage_input(model, recipe)
+    if stack.layer_states != "ours":
+        return 2 * each
+    return each * recipe.microbatches * neighbours(recipe.layout, rank)

@@ -1,0 +1,178 @@
+"""Prediction of a layout on a cluster: step time with an interval, speed, MFU, memory, and where the FLOPs go."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+from seatrial.hardware.mfu import mfu
+from seatrial.job.architecture import Architecture
+from seatrial.job.optimizers import ADAMW, optimizer_named
+from seatrial.plan.cost.calibration import Calibration, Pace, Z, shipped
+from seatrial.plan.cost.collectives import Fabric
+from seatrial.plan.cost.kernels import MEMORY_SHARE, MEMORY_SOURCE, PROCESSORS_SOURCE, Kernels
+from seatrial.plan.cost.memory import FRAGMENTATION, FRAGMENTATION_SOURCE, GIB, RUNTIME_SOURCE, Memory, memory
+from seatrial.plan.cost.memory_fit import SURE, MemoryFit, judge, shipped_errors
+from seatrial.plan.cost.stacks import Stack, stacks
+from seatrial.plan.cost.step import Parts, Traffic, step_parts, traffic
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Share:
+    """One bar of the waterfall: a part of the step, and its share of the step's time, that is, of its peak FLOPs."""
+
+    name: str
+    share: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Times in seconds, rates per GPU. `low_s` and `high_s`: the 85 % interval of the measured step."""
+
+    step_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    mfu_full_attention: float | None
+    parts: Parts
+    waterfall: tuple[Share, ...]
+    memory: Memory
+    room: float  # bytes available to a process on one GPU
+    traffic: Traffic
+    pace: Pace
+    provenance: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted memory is available; `verdict` says how sure that is."""
+        return self.memory.reserved <= self.room
+
+    @property
+    def verdict(self) -> MemoryFit:
+        """Whether it fits, is tight or does not fit."""
+        return judge(self.memory.reserved, self.room)
+
+
+def stack_for(recipe: Recipe, name: str | Stack = "seatrial") -> Stack:
+    """The stack of this name (ours is a separate one if layers are compiled) with the recipe's optimizer; a Stack is returned unchanged."""
+    if isinstance(name, Stack):
+        return name
+    if name == "seatrial" and recipe.compiled:
+        name = "seatrial-compiled"
+    stack = stacks()[name]
+    if recipe.optimizer == ADAMW.name:
+        return stack
+    # stacks.toml is about AdamW. Each state is read and written once an update.
+    more = optimizer_named(recipe.optimizer).state_bytes - ADAMW.state_bytes
+    weights, gradients, states = stack.state_bytes
+    return replace(
+        stack, state_bytes=(weights, gradients, states + more), optimizer=stack.optimizer + 2 * more
+    )
+
+
+def predict(
+    model: Architecture,
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    stack: str | Stack = "seatrial",
+    calibration: Calibration | None = None,
+) -> Prediction:
+    """Predict a layout. Raises UnknownNetworkError, UnknownSpeedError for unknown hardware; ValueError if too large."""
+    if recipe.world > cluster.gpus:
+        raise ValueError(f"the layout has {recipe.world} ranks, the cluster {cluster.gpus} GPUs")
+    behaviour = stack_for(recipe, stack)
+    pace = (calibration or shipped()).pace(behaviour.name, cluster.gpu.name)
+    fabric = Fabric(cluster)
+    parts = step_parts(model, recipe, fabric, behaviour, pace.value, pace.factors)
+    step = parts.total
+    gpus = recipe.world
+    tokens = recipe.global_batch * recipe.sequence / step / gpus
+    peak = Kernels(cluster.gpu, recipe.precision).peak
+    held = memory(model, recipe, behaviour)
+    doubt = math.exp(Z * pace.spread)
+    return Prediction(
+        step_s=step,
+        low_s=step / doubt,
+        high_s=step * doubt,
+        tokens_per_s_per_gpu=tokens,
+        mfu=mfu(model.flops_per_token(recipe.sequence), tokens, peak),
+        mfu_full_attention=mfu(model.flops_per_token(recipe.sequence, full_attention=True), tokens, peak),
+        parts=parts,
+        waterfall=waterfall(model, recipe, parts, peak),
+        memory=held,
+        room=capacity(cluster),
+        traffic=traffic(model, recipe, fabric, behaviour),
+        pace=pace,
+        provenance=_provenance(cluster, behaviour, pace),
+    )
+
+
+def capacity(cluster: Cluster) -> float:
+    """Bytes available to a process on one GPU.
+
+    Data sheets' "GB" of memory are binary: nvidia-smi shows 81,559 MiB on an 80 GB H100, 143,771 on a 141 GB H200,
+    183,359 on a 180 GB B200. All of these are above 0.99 of the binary size.
+    """
+    return 0.99 * cluster.gpu.hbm_gb * GIB
+
+
+def waterfall(model: Architecture, recipe: Recipe, parts: Parts, peak: float) -> tuple[Share, ...]:
+    """Each part's share of the step, from the peak to the MFU. The shares add up to 1 exactly, the first is the MFU."""
+    total = parts.total
+    tokens = recipe.global_batch * recipe.sequence / recipe.world
+    ideal_products = 6.0 * model.matmul_parameters() * tokens / peak
+    ideal = model.flops_per_token(recipe.sequence) * tokens / peak
+    seconds = {
+        "model FLOPs": ideal,
+        "matrix products below peak": parts.products - ideal_products,
+        "attention below peak": parts.attention - (ideal - ideal_products),
+        "memory-bound operators": parts.operators,
+        "recomputation": parts.recomputation,
+        "tensor-parallel communication": parts.tensor,
+        "context-parallel communication": parts.context,
+        "pipeline communication": parts.pipeline,
+        "pipeline bubble and uneven stages": parts.bubble,
+        "data-parallel communication": parts.data,
+        "computation slowed beside communication": parts.contention,
+        "optimizer": parts.optimizer,
+    }
+    return tuple(Share(name, s / total, s) for name, s in seconds.items())
+
+
+def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
+    told = [
+        f"kernels: {cluster.gpu.name}, {cluster.gpu.source}",
+        f"pace {pace.value:.2f}, of operators bound by memory x {pace.factors.operators:.2f}, of attention x "
+        f"{pace.factors.attention:.2f} ({pace.kind}): {pace.source}",
+        f"stack {stack.name}: {stack.source}",
+    ]
+    if cluster.gpu.best_bf16_tflops is None:
+        told.append("matrix products: nobody measured this GPU; 0.75 of its peak is assumed")
+    told.append(f"processors: {PROCESSORS_SOURCE}")
+    told.append(f"operators bound by memory: {MEMORY_SHARE} of the data sheet's bandwidth, {MEMORY_SOURCE}")
+    told.append(
+        f"beside what torch allocates: {RUNTIME_SOURCE}; {FRAGMENTATION:.0%} for fragmentation, {FRAGMENTATION_SOURCE}"
+    )
+    told.append(_memory_told())
+    if cluster.network is not None:
+        told.append(f"network {cluster.network.name}: {cluster.network.source}")
+        told.append(
+            f"collectives reach {cluster.network.reached:.0%} of its rate: {cluster.network.reached_source}"
+        )
+        told.append(f"latency {cluster.network.hop_us:g} us a hop: {cluster.network.hop_source}")
+    return tuple(told)
+
+
+@cache
+def _memory_told() -> str:
+    known = shipped_errors()
+    return (
+        f"memory: fits up to {known.full:.0%} of a GPU's, tight above: there {SURE:.0%} and more of {known.figures} published figures "
+        f"were so far above their prediction ({'; '.join(s.name for s in known.sources)})"
+    )

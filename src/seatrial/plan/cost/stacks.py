@@ -1,0 +1,61 @@
+"""Software stacks as data (stacks.toml): what they fuse, overlap and keep."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A software stack; the head of stacks.toml describes each field and its unit."""
+
+    name: str
+    attention: str
+    hidden_forward: float
+    hidden_backward: float
+    ffn_forward: float
+    ffn_backward: float
+    loss: float
+    logits: tuple[int, int]
+    optimizer: float
+    accumulate: float
+    gradient_bytes: int
+    reduce: str
+    hide_tensor: float
+    hide_pipeline: float
+    hide_data: float
+    reduce_once: bool
+    contention: float
+    layer_states: str
+    gap_s: float
+    state_bytes: tuple[int, int, int]
+    bucket_bytes: float
+    context_gib: float
+    groups: int
+    source: str
+    metrics: float = 0.0
+
+    def reduces_once(self, pipeline: int) -> bool:
+        """Whether full sharding reduces gradients in the last microbatch only; torch's pipeline always does so."""
+        return self.reduce_once or pipeline > 1
+
+
+@cache
+def stacks() -> dict[str, Stack]:
+    """Every stack by name; an entry with `like` inherits the values that it does not set."""
+    text = files("seatrial.plan.cost").joinpath("stacks.toml").read_text(encoding="utf-8")
+    table = tomllib.loads(text)
+    return {name: Stack(name=name, **_values(table, name)) for name in table}
+
+
+def _values(table: dict[str, Any], name: str) -> dict[str, Any]:
+    own = dict(table[name])
+    like = own.pop("like", None)
+    merged = (_values(table, like) if like is not None else {}) | own
+    merged["logits"] = tuple(merged["logits"])
+    merged["state_bytes"] = tuple(merged["state_bytes"])
+    return merged

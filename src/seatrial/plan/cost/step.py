@@ -1,0 +1,316 @@
+"""Predicted time of one training step by part, for the slowest rank; the parts add up to the step time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from seatrial.job.architecture import Architecture
+from seatrial.job.schedules import Times, schedule_named
+from seatrial.plan.cost.calibration import EVEN, Factors
+from seatrial.plan.cost.collectives import Fabric
+from seatrial.plan.cost.kernels import MEMORY_SHARE
+from seatrial.plan.cost.memory import layer_share, neighbours, rank_parameters, unlike_ranks
+from seatrial.plan.cost.stacks import Stack
+from seatrial.plan.cost.unshard import unshards
+from seatrial.plan.model.cluster import Group, group
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.model.work import EARLY_STOP, REDONE, Work, tensor_group, work
+
+# Weak scaling of a layout slows a step by 0.4 to 0.7 % per doubling, beyond what communication explains: 64 to 2,048
+# H100, Llama 3 70B, 1.8 and 3.4 %; 16 to 2,048, Nemotron 15B, 4.5 and 4.8 %; MaxText 2.2 % (NVIDIA/dgxc-benchmarking,
+# v24.11.1, v25.04.02).
+SLOWER_BY_DOUBLING = 0.005
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step. Work is the mean over pipeline ranks; the slowest rank's excess over it is in `bubble`."""
+
+    products: float
+    attention: float
+    operators: float
+    recomputation: float
+    tensor: float
+    context: float
+    pipeline: float
+    bubble: float
+    data: float
+    contention: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        whole: float = sum(getattr(self, f.name) for f in fields(self))
+        return whole
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one GPU sends in a step, by dimension, and how many of them leave its node."""
+
+    tensor: float
+    context: float
+    pipeline: float
+    data: float
+    between_nodes: float
+
+    @property
+    def sent(self) -> float:
+        return self.tensor + self.context + self.pipeline + self.data
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Exposed data-parallel communication and the computation it slows, seconds a step."""
+
+    exposed: float
+    slowed: float
+
+
+def slowest(world: int) -> float:
+    """Slowdown of the slowest of `world` GPUs relative to a single one; a synchronous step waits for it."""
+    return 1 + SLOWER_BY_DOUBLING * math.log2(world)
+
+
+def shard_group(recipe: Recipe, fabric: Fabric) -> Group:
+    return group(fabric.cluster, stride=recipe.layout.tensor, size=recipe.cut)
+
+
+def replicate_group(recipe: Recipe, fabric: Fabric) -> Group:
+    stride = recipe.layout.tensor * recipe.context * recipe.layout.shard
+    return group(fabric.cluster, stride=stride, size=recipe.layout.replicate)
+
+
+def data_group(recipe: Recipe, fabric: Fabric) -> Group:
+    """All ranks that hold the same weights, context-parallel ones included: their gradients are reduced too."""
+    size = recipe.context * recipe.layout.data_parallel
+    return group(fabric.cluster, stride=recipe.layout.tensor, size=size)
+
+
+def step_parts(
+    model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, pace: float, factors: Factors = EVEN
+) -> Parts:
+    """The parts of one training step. Raises UnknownNetworkError, UnknownSpeedError."""
+    w = work(model, recipe, fabric, stack, pace * slowest(recipe.world), factors)
+    layout, layers = recipe.layout, model.num_hidden_layers
+    counts = layout.layer_counts(layers)
+    p2p = _send(model, recipe, fabric, stack)
+    gathers = _gathered_layer(model, recipe, fabric, stack, w)
+    times = [_stage(w, counts, s, p2p, gathers) for s in range(layout.stages)]
+    schedule = schedule_named(layout.schedule)
+    makespan = schedule.span(layout.pipeline, layout.stages_per_rank, recipe.microbatches, times)
+    # Means over pipeline ranks: every layer, the embedding and the head count once over all of them.
+    each = recipe.microbatches / layout.pipeline
+    layer = (w.forward + w.backward).times(layers * each)
+    ends = (w.head_forward + w.head_backward + w.embedding).times(each)
+    again = w.again.times(layers * each)
+    both = layer + ends
+    sends = 2 * p2p * each * max(0, layout.stages - 1)
+    data_in, slowed_in = (gathers[0] + gathers[1]) * layers * each, gathers[2] * layers * each
+    once = _once(model, recipe, fabric, stack, w)
+    redone_beside = again.tensor + again.context + again.slowed
+    known = both.total + again.kernels + redone_beside + sends + data_in + slowed_in
+    return Parts(
+        products=both.products,
+        attention=both.attention,
+        operators=both.operators,
+        recomputation=again.kernels,
+        tensor=both.tensor + again.tensor,
+        context=both.context + again.context,
+        pipeline=sends + _tied(model, recipe, fabric, stack),
+        bubble=max(0.0, makespan - known),
+        data=data_in + once.exposed,
+        contention=slowed_in + once.slowed + both.slowed + again.slowed,
+        optimizer=_optimizer(model, recipe, fabric, stack),
+    )
+
+
+def _stage(
+    w: Work, counts: tuple[int, ...], stage: int, p2p: float, gathers: tuple[float, float, float]
+) -> Times:
+    n = counts[stage]
+    forward, backward = w.forward.times(n), (w.backward + w.again).times(n)
+    f, b = forward.total + gathers[0] * n, backward.total + (gathers[1] + gathers[2]) * n
+    if stage == 0:
+        f, b = f + w.embedding.total / 2, b + w.embedding.total / 2
+    else:
+        f += p2p
+    if stage == len(counts) - 1:
+        f, b = f + w.head_forward.total, b + w.head_backward.total
+    else:
+        b += p2p
+    return Times(f, b)
+
+
+def _send(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> float:
+    """Exposed seconds of sending one microbatch to the next stage."""
+    if recipe.layout.pipeline == 1:
+        return 0.0
+    n_bytes = _hidden_bytes(model, recipe)
+    across = recipe.world // recipe.layout.pipeline >= fabric.cluster.gpus_per_node
+    seconds = fabric.send(n_bytes, across=across) * (1 - stack.hide_pipeline)
+    if not recipe.sequence_parallel:
+        seconds += fabric.seconds("all_gather", n_bytes * recipe.layout.tensor, tensor_group(recipe, fabric))
+    return seconds
+
+
+def _tied_bytes(model: Architecture, recipe: Recipe, stack: Stack) -> float:
+    """Bytes, on one rank, of the gradient of a tied embedding with copies in the first and the last stage."""
+    if not model.tie_word_embeddings or recipe.layout.pipeline == 1:
+        return 0.0
+    cut = recipe.cut if recipe.sharding in ("full", "gradients") else 1
+    return stack.state_bytes[1] * model.embedding_parameters() / recipe.layout.tensor / cut
+
+
+def _tied(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> float:
+    """Seconds of the all-reduce of that gradient, once a step."""
+    stride = recipe.world // recipe.layout.pipeline * max(1, recipe.layout.pipeline - 1)
+    at = group(fabric.cluster, stride=stride, size=2)
+    return fabric.seconds("all_reduce", _tied_bytes(model, recipe, stack), at)
+
+
+def _hidden_bytes(model: Architecture, recipe: Recipe) -> float:
+    """Bytes that one rank sends to the next stage: its part of the positions.
+
+    Without sequence parallel all ranks of a tensor group hold the whole tensor, so each sends a part, which the
+    receiving group gathers over NVLink: arXiv:2104.04473 section 4.1; DeepSpeed's PartitionedTensor.
+    """
+    return 2.0 * recipe.tokens * model.hidden_size / recipe.layout.tensor
+
+
+def _gathered_layer(
+    model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: Work
+) -> tuple[float, float, float]:
+    """Full sharding, one layer and microbatch: seconds exposed (forward, backward), and seconds of slowed computation.
+
+    The next layer's weights are gathered while this layer computes, so what exceeds a layer's computation is exposed.
+    """
+    if recipe.sharding != "full" or recipe.cut == 1:
+        return 0.0, 0.0, 0.0
+    at = shard_group(recipe, fabric)
+    n = model.layer_parameters() / recipe.layout.tensor
+    gather = fabric.seconds("all_gather", 2.0 * n, at)
+    micro = recipe.microbatches
+    before, again = gathers_a_step(recipe)
+    forward, backward = gather * before / micro, gather * again / micro
+    reduce = fabric.seconds("reduce_scatter", float(stack.gradient_bytes) * n, at)
+    if recipe.layout.replicate > 1:
+        part = stack.gradient_bytes * n / recipe.cut
+        reduce += fabric.seconds("all_reduce", part, replicate_group(recipe, fabric))
+    backward += reduce / micro if stack.reduces_once(recipe.layout.pipeline) else reduce
+    compute_f, compute_b = w.forward.total, (w.backward + w.again).total
+    hidden_f = min(forward, compute_f) * stack.hide_data
+    hidden_b = min(backward, compute_b) * stack.hide_data
+    return forward - hidden_f, backward - hidden_b, stack.contention * (hidden_f + hidden_b)
+
+
+def gathers_a_step(recipe: Recipe, rank: int = 0) -> tuple[float, int]:
+    """How often full sharding gathers a layer's weights in a step: (before forward passes, before backward passes).
+
+    Without a pipeline, weights are freed after each microbatch's backward pass. Under torch's pipeline they stay after
+    it, and only a forward pass frees them, if resharding is on; but of more than three stages only three stay gathered
+    (`unshard.py`; here the mean over a rank's stages). Verified by tracing, `seatrial.plan.cost.dryrun`.
+    """
+    m = recipe.microbatches
+    if recipe.layout.pipeline == 1:
+        return m, m if recipe.reshard else 0
+    each = stage_gathers(recipe, rank)
+    return sum(each) / len(each), m if recipe.reshard else 0
+
+
+def stage_gathers(recipe: Recipe, rank: int) -> tuple[float, ...]:
+    """How often each stage of a pipeline rank is gathered in a step (see `unshards`)."""
+    at = recipe.layout
+    return unshards(at.schedule, at.pipeline, at.stages_per_rank, recipe.microbatches, rank)
+
+
+def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: Work) -> _Data:
+    """Data-parallel communication that happens once a step: gradients, and weights after a sharded update."""
+    layout = recipe.layout
+    ends = model.embedding_parameters() / layout.tensor
+    if recipe.sharding == "full":
+        if recipe.cut * layout.replicate == 1:
+            return _Data(0.0, 0.0)
+        # The root's own weights, embedding and head: gathered when needed, reduced when no compute is left to hide it.
+        at = shard_group(recipe, fabric)
+        each = ends if layout.pipeline > 1 else ends * (1 if model.tie_word_embeddings else 2)
+        before = gathers_a_step(recipe)[0]
+        seconds = fabric.seconds("all_gather", 2.0 * each, at) * before
+        seconds += fabric.seconds("reduce_scatter", float(stack.gradient_bytes) * each, at)
+        return _Data(seconds, 0.0)
+    at = data_group(recipe, fabric)
+    if at.size == 1:
+        return _Data(0.0, 0.0)
+    rank_layers = max(sum(layout.rank_layers(r, model.num_hidden_layers)) for r in range(layout.pipeline))
+    mine = rank_layers * model.layer_parameters() / layout.tensor + ends * (1 if layout.pipeline > 1 else 2)
+    grads = stack.gradient_bytes * mine
+    whole = recipe.sharding == "none" or stack.reduce == "all_reduce"
+    reduce = fabric.seconds("all_reduce" if whole else "reduce_scatter", grads, at)
+    spread = 0.0 if recipe.sharding == "none" else fabric.seconds("all_gather", 2.0 * mine, at)
+    # Gradients overlap with the last microbatch's backward pass, weights with the first one's forward pass.
+    window_b = (w.backward + w.again).total * rank_layers
+    window_f = w.forward.total * rank_layers
+    hidden_b = min(reduce, window_b) * stack.hide_data
+    hidden_f = min(spread, window_f) * stack.hide_data
+    exposed = reduce - hidden_b + spread - hidden_f
+    return _Data(exposed, stack.contention * (hidden_b + hidden_f))
+
+
+def _optimizer(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> float:
+    """Seconds of the optimizer update and the gradient norm, both memory-bound."""
+    n = max(rank_parameters(model, recipe, r) for r in unlike_ranks(recipe.layout))
+    if recipe.sharding != "none":
+        n /= recipe.cut
+    return stack.optimizer * n / (fabric.cluster.gpu.hbm_tb_s * 1e12 * MEMORY_SHARE)
+
+
+def traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> Traffic:
+    """Bytes that a GPU of the busiest pipeline rank sends in a step; a ring sends (n-1)/n of a tensor a round."""
+    ranks = (rank_traffic(model, recipe, fabric, stack, r) for r in unlike_ranks(recipe.layout))
+    return max(ranks, key=lambda t: t.sent)
+
+
+def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, rank: int) -> Traffic:
+    """As `traffic`, for one pipeline rank. What all ranks exchange once a step besides gradients is negligible."""
+    r, layout, m, n = recipe, recipe.layout, recipe.microbatches, recipe.layout.tensor
+    layers = sum(layout.rank_layers(rank, model.num_hidden_layers))
+    width = r.width
+    hidden = width * r.tokens * model.hidden_size
+    # Each layer gathers twice and scatters twice, forward and backward; embedding and head communicate once in each.
+    again = REDONE[r.recompute][3]
+    if r.recompute == "full" and stack.layer_states == "ours":
+        again = EARLY_STOP
+    ends = (rank == 0) + (rank == layout.pipeline - 1)
+    tensor = m * hidden * (n - 1) / n * (layers * 4 * (2 + again) + 2 * ends)
+    context = layers * m * (3 + again) * width * r.tokens * 2 * model.kv_width / n * (r.context - 1)
+    pipe = m * neighbours(layout, rank) * _hidden_bytes(model, r) * width / 2
+    if rank in (0, layout.pipeline - 1):
+        pipe += _tied_bytes(model, r, stack)  # an all_reduce over two ranks: each sends all of it
+    mine = rank_parameters(model, r, rank)
+    root = mine - layers * layer_share(model, n)
+    copies = 0.0
+    if r.sharding == "full":
+        cut = (r.cut - 1) / r.cut
+        # The root's weights are not freed by forward passes.
+        before, after = gathers_a_step(r, rank)
+        gathers = width * ((mine - root) * (before + after) + root * before)
+        if layout.pipeline > 1:  # the embedding is in the first stage, the head in the last
+            each = stage_gathers(r, rank)
+            at_root = each[0] if rank == 0 else each[-1]
+            gathers += width * root * (at_root - before)
+        sums = 1 if stack.reduces_once(layout.pipeline) else m
+        data = cut * (gathers + stack.gradient_bytes * mine * sums)
+        copies = stack.gradient_bytes * mine / r.cut * 2 * (layout.replicate - 1) / layout.replicate * sums
+    else:
+        ranks = r.context * layout.data_parallel
+        whole = r.sharding == "none" or stack.reduce == "all_reduce"
+        spread = 0.0 if r.sharding == "none" else width
+        data = ((2 if whole else 1) * stack.gradient_bytes + spread) * mine * (ranks - 1) / ranks
+    at = shard_group(r, fabric) if r.sharding == "full" else data_group(r, fabric)
+    between = (data if at.nodes > 1 else 0.0) + (tensor if tensor_group(r, fabric).nodes > 1 else 0.0)
+    if layout.data_parallel * r.context * n > fabric.cluster.gpus_per_node:
+        between += copies
+    if layout.pipeline > 1 and r.world // layout.pipeline >= fabric.cluster.gpus_per_node:
+        between += pipe
+    return Traffic(tensor, context, pipe, data + copies, between)

@@ -1,0 +1,111 @@
+"""The hardware that a job is planned for: GPU and network by name, and in words what is unknown about them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+
+from seatrial.base.errors import InputError
+from seatrial.hardware.catalogue import Gpu, find_gpu, gpus
+from seatrial.hardware.networks import Network, find_network, networks, reference_node
+from seatrial.job.job import Job
+from seatrial.plan.model.cluster import Cluster
+
+_ASSUMED = "network: assumed"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Nodes, GPU and network; `gpu` and `network` are None if unknown, `why_no_gpu`, `why_no_network` say why."""
+
+    nodes: int
+    gpus_per_node: int
+    gpu: Gpu | None
+    network: Network | None
+    why_no_gpu: str = ""
+    why_no_network: str = ""
+    told: tuple[str, ...] = ()  # what was assumed, and what was measured
+
+    @property
+    def network_is_assumed(self) -> bool:
+        return any(text.startswith(_ASSUMED) for text in self.told)
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The cluster; None if the GPU is unknown, because then no speed is known."""
+        if self.gpu is None:
+            return None
+        return Cluster(self.gpu, self.nodes, self.gpus_per_node, self.network)
+
+    @property
+    def shape(self) -> Cluster:
+        """The cluster for what depends only on node and GPU counts, such as traffic; an unknown GPU has NaN speeds."""
+        nan = math.nan
+        return self.cluster or Cluster(
+            Gpu("unknown", (), nan, nan, nan, nan, ""), self.nodes, self.gpus_per_node, self.network
+        )
+
+
+def place_of(job: Job, network: str | None = None) -> Hardware:
+    """The job's [cluster]; its network is `network`, else the job's, else that of the vendor's node for its GPU.
+
+    InputError for an unknown name.
+    """
+    at = job.cluster
+    gpu, why_gpu = _gpu(job)
+    chosen, told, why_network = None, "", ""
+    if network is not None:
+        chosen = known_network(network)
+    elif at.network is not None:
+        with job.about("cluster.network"):
+            chosen = known_network(at.network)
+    elif gpu is not None and (node := reference_node(gpu.name, at.gpus_per_node)) is not None:
+        chosen = find_network(node.network)
+        told = f"{_ASSUMED}, that of a {node.name} ({node.source}); cluster.network or --network says another"
+    if chosen is None:
+        why_network = "nobody named it; cluster.network or --network NAME does"
+    elif at.nodes == 1:
+        told = ""
+    return Hardware(at.nodes, at.gpus_per_node, gpu, chosen, why_gpu, why_network, (told,) if told else ())
+
+
+def known_network(name: str) -> Network:
+    """The network with this name. Raises InputError, with similar names."""
+    found = find_network(name)
+    if found is None:
+        raise _unknown("network", name, [n.name for n in networks()])
+    return found
+
+
+def known_gpu(name: str) -> Gpu:
+    """The GPU with this name. Raises InputError, with similar names."""
+    found = find_gpu(name)
+    if found is None:
+        rest = "; leave it out where it is another: its memory and speed are unknown then"
+        raise _unknown("GPU", name, [gpu.name for gpu in gpus()], rest)
+    return found
+
+
+def _unknown(kind: str, name: str, known: list[str], rest: str = "") -> InputError:
+    names = {n.casefold(): n for n in known}
+    close = difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.4)
+    like = f'did you mean "{names[close[0]]}"? ' if close else ""
+    return InputError(f'no {kind} "{name}" is known', hint=f"{like}known: {', '.join(known)}{rest}")
+
+
+def _gpu(job: Job) -> tuple[Gpu | None, str]:
+    at = job.cluster
+    if at.device == "cpu":
+        return None, 'ranks are CPU processes (device = "cpu"), whose speed nobody predicts'
+    if at.gpu is None:
+        return (
+            None,
+            'the job names no GPU, and CPU ranks are not predicted; --set cluster.gpu="H100 SXM" names one',
+        )
+    found = find_gpu(at.gpu)
+    if found is not None:
+        return found, ""
+    close = difflib.get_close_matches(at.gpu, [g.name for g in gpus()], n=1)
+    like = f'; one of a like name is "{close[0]}"' if close else ""
+    return None, f'"{at.gpu}" is not in the catalogue{like}'

@@ -1,0 +1,92 @@
+"""How a model is trained: layout, batch, precision, what is sharded and what is recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from seatrial.job.job import Job
+from seatrial.job.layout import Layout
+from seatrial.job.optimizers import ADAMW
+
+Sharding = Literal["none", "optimizer", "gradients", "full"]
+"""What data parallel shards: nothing; optimizer state (ZeRO-1); gradients too (ZeRO-2); weights too (ZeRO-3, FSDP)."""
+
+Recompute = Literal["none", "attention", "operators", "alternate", "full"]
+"""What the backward pass recomputes: nothing; the attention core (arXiv:2205.05198); cheap operators and half of the
+matrix products (torchtitan's per-operator choice); every second layer; every layer."""
+
+Precision = Literal["fp32", "bf16", "fp8"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A layout and what it leaves open; units: sequences, tokens. Rank order: context between tensor and shard."""
+
+    sequence: int
+    global_batch: int
+    microbatch: int = 1
+    layout: Layout = field(default_factory=Layout)
+    context: int = 1
+    optimizer: str = ADAMW.name
+    precision: Precision = "bf16"
+    sharding: Sharding = "full"
+    reshard: bool = True  # full sharding: gather weights again for the backward pass
+    recompute: Recompute = "none"
+    sequence_parallel: bool = True
+    compiled: bool = False
+    async_tensor: bool = (
+        False  # our trainer: overlaps gathers and scatters with products, part by part (`overlap.py`)
+    )
+
+    @classmethod
+    def of(cls, job: Job) -> Recipe:
+        """The recipe of a job as our trainer runs it."""
+        train = job.train
+        return cls(
+            sequence=train.sequence_length,
+            global_batch=train.global_batch,
+            microbatch=train.microbatch,
+            layout=job.layout,
+            optimizer=job.optimizer.name,
+            precision=train.precision,
+            reshard=job.parallel.reshards,
+            recompute="full" if train.activation_checkpointing == "full" else "none",
+            compiled=train.compile,
+            async_tensor=job.parallel.async_tensor,
+        )
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """What [parallel] of a job file says of it."""
+        return {**vars(self.layout), "reshard_after_forward": self.reshard, "async_tensor": self.async_tensor}
+
+    @property
+    def train(self) -> dict[str, Any]:
+        """What [train] says of it, of the keys that a search chooses."""
+        again = "full" if self.recompute == "full" else "none"
+        return {"microbatch": self.microbatch, "activation_checkpointing": again}
+
+    @property
+    def width(self) -> int:
+        """Bytes of a value outside fp8 products."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def world(self) -> int:
+        return self.layout.world_size * self.context
+
+    @property
+    def cut(self) -> int:
+        """Number of ranks that shard states; context-parallel ranks count, as they hold the same weights."""
+        return self.layout.shard * self.context
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per step and data-parallel rank; at least one."""
+        return max(1, round(self.global_batch / (self.layout.data_parallel * self.microbatch)))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one microbatch on one context-parallel rank."""
+        return self.microbatch * self.sequence // self.context

@@ -1,0 +1,268 @@
+"""GPU time of one microbatch in a decoder layer, the embedding and the head: seconds by kind, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from seatrial.job.architecture import Architecture
+from seatrial.job.schedules import schedule_named
+from seatrial.plan.cost.calibration import EVEN, Factors
+from seatrial.plan.cost.collectives import Fabric
+from seatrial.plan.cost.kernels import Kernels
+from seatrial.plan.cost.overlap import copied, cut, gathered, overlaps, scattered
+from seatrial.plan.cost.stacks import Stack
+from seatrial.plan.model.cluster import Group, group
+from seatrial.plan.model.recipe import Recipe
+
+# Shares of a layer's forward pass that are recomputed: (matrix products, attention, other operators, communication).
+REDONE = {
+    "none": (0.0, 0.0, 0.0, 0.0),
+    "attention": (0.0, 1.0, 0.0, 0.0),
+    "operators": (0.5, 0.0, 1.0, 0.0),
+    "alternate": (0.5, 0.5, 0.5, 0.5),
+    "full": (1.0, 1.0, 1.0, 1.0),
+}
+# torch.utils.checkpoint stops once it has all that the backward pass needs: before the last product and its scatter.
+EARLY_STOP = 0.75
+# Bytes per score entry that the products, softmax and dropout of an unfused attention read and write, in 16 bits with a
+# byte for the dropout mask.
+SCORES_FORWARD, SCORES_BACKWARD = 13, 17
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one pass: computation, and exposed communication."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    operators: float = 0.0
+    tensor: float = 0.0  # tensor-parallel communication
+    context: float = 0.0
+    slowed: float = 0.0  # how much computation is slowed by overlapping tensor-parallel communication
+
+    @property
+    def kernels(self) -> float:
+        return self.products + self.attention + self.operators
+
+    @property
+    def total(self) -> float:
+        return self.kernels + self.tensor + self.context + self.slowed
+
+    def __add__(self, other: Pass) -> Pass:
+        # Written out: a search adds and scales some hundred thousand of them.
+        return Pass(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.operators + other.operators,
+            self.tensor + other.tensor,
+            self.context + other.context,
+            self.slowed + other.slowed,
+        )
+
+    def times(self, factor: float) -> Pass:
+        return Pass(
+            self.products * factor,
+            self.attention * factor,
+            self.operators * factor,
+            self.tensor * factor,
+            self.context * factor,
+            self.slowed * factor,
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """One microbatch: a layer's forward, backward and recomputation; the head with its loss; the embedding."""
+
+    forward: Pass
+    backward: Pass
+    again: Pass
+    head_forward: Pass
+    head_backward: Pass
+    embedding: Pass  # forward and backward together
+
+
+def tensor_group(recipe: Recipe, fabric: Fabric) -> Group:
+    return group(fabric.cluster, stride=1, size=recipe.layout.tensor)
+
+
+def work(
+    model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, pace: float, factors: Factors = EVEN
+) -> Work:
+    """Work of a microbatch. `pace` multiplies all kernel times, `factors` some kinds'; `fabric` times communication."""
+    kernels = Kernels(fabric.cluster.gpu, recipe.precision, stack.attention)
+    return _Maker(model, recipe, fabric, stack, kernels, pace, factors).make()
+
+
+@dataclass(frozen=True)
+class _Maker:
+    model: Architecture
+    recipe: Recipe
+    fabric: Fabric
+    stack: Stack
+    kernels: Kernels
+    pace: float
+    factors: Factors
+
+    def make(self) -> Work:
+        r, stack, model = self.recipe, self.stack, self.model
+        n, t, h = r.layout.tensor, r.tokens, model.hidden_size
+        products = [(a, b // n) if i % 2 == 0 else (a // n, b) for i, (a, b) in enumerate(model.matrices())]
+        parts = cut(r) if overlaps(r, stack) else 1
+        ahead = [self.kernels.product(t // parts, b, a) for a, b in products]  # of one part
+        back = [self.kernels.product(t // parts, a, b) for a, b in products]
+        weights = [self.kernels.product(a, b, t) for a, b in products]
+        forward = sum(parts * k for k in ahead)
+        backward = sum(parts * k + w for k, w in zip(back, weights, strict=True))
+        positions = t / n if r.sequence_parallel else t
+        cast = 0.0
+        if r.precision == "fp8":  # every input of a product is read in 16 bits and written in 8, twice
+            cast = 4.0 * (2 * h + (model.query_width + model.intermediate_size) / n) * t
+        moved_f = (
+            stack.hidden_forward * h * positions + stack.ffn_forward * model.intermediate_size / n * t + cast
+        )
+        moved_b = (
+            stack.hidden_backward * h * positions
+            + stack.ffn_backward * model.intermediate_size / n * t
+            + cast
+        )
+        moved_b += stack.accumulate * model.layer_parameters() / n
+        copies = copied(model, r, stack)
+        attention_f, attention_b = self._attention()
+        tensor, context = self._tensor(), self._context(attention_f)
+        gap = stack.gap_s
+        f = Pass(forward, attention_f, self.kernels.move(moved_f + copies) + gap, tensor, context)
+        gathers = tensor * self._backward_gathers()
+        b = Pass(backward, attention_b, self.kernels.move(moved_b + copies) + 2 * gap, gathers, 2 * context)
+        redone = REDONE[r.recompute]
+        last, sent = 0.0, redone[3]
+        if r.recompute == "full" and stack.layer_states == "ours":
+            last, sent = parts * ahead[-1], EARLY_STOP
+        again = Pass(
+            f.products * redone[0] - last,
+            f.attention * redone[1],
+            f.operators * redone[2],
+            f.tensor * sent,
+            f.context * redone[1],
+        )
+        v = model.vocab_size // n
+        head = self.kernels.product(t, v, h)
+        grow = self.kernels.move(stack.accumulate * v * h)
+        head_back = grow + self.kernels.product(t, h, v) + self.kernels.product(h, v, t)
+        loss = self.kernels.move(stack.loss * t * v)
+        gather = self._collective(1.0) if n > 1 else 0.0
+        paced = self._paced
+        passes = paced(f), paced(b), paced(again)
+        if parts > 1:
+            passes = self._beside(passes, parts, ahead, back, weights)
+        return Work(
+            forward=passes[0],
+            backward=passes[1],
+            again=passes[2],
+            head_forward=paced(Pass(head, 0.0, loss / 3, gather)),
+            head_backward=paced(Pass(head_back, 0.0, 2 * loss / 3, gather)),
+            embedding=paced(Pass(operators=self.kernels.move(12.0 * t * h), tensor=2 * gather)),
+        )
+
+    def _paced(self, p: Pass) -> Pass:
+        q, kinds = self.pace, self.factors
+        return Pass(
+            p.products * q,
+            p.attention * q * kinds.attention,
+            p.operators * q * kinds.operators,
+            p.tensor,
+            p.context,
+        )
+
+    def _attention(self) -> tuple[float, float]:
+        """Seconds of one layer's attention core: forward, backward."""
+        r, model = self.recipe, self.model
+        share = r.microbatch / (r.layout.tensor * r.context)
+        if self.stack.attention == "unfused":
+            # Whole score matrices are computed: causality saves nothing.
+            scores = share * model.num_attention_heads * float(r.sequence) ** 2
+            flops = share * model.attention_flops(r.sequence, causal=False)
+            speed, tiles = self.kernels.heads(model.head_dim)
+            # One of the two products forward and three of the four backward have results one head wide.
+            return (
+                self.kernels.move(SCORES_FORWARD * scores) + flops / speed * (1 + tiles) / 2,
+                self.kernels.move(SCORES_BACKWARD * scores) + 2 * flops / speed * (1 + 3 * tiles) / 4,
+            )
+        flops = share * model.attention_flops(r.sequence)
+        return (
+            self.kernels.attention(flops, r.sequence, backward=False),
+            self.kernels.attention(flops, r.sequence, backward=True),
+        )
+
+    def _collective(self, count: float) -> float:
+        """Seconds of `count` gathers or reduce-scatters of a microbatch's hidden states over the tensor group."""
+        r = self.recipe
+        n_bytes = 2.0 * r.tokens * self.model.hidden_size
+        return count * self.fabric.seconds("all_gather", n_bytes, tensor_group(r, self.fabric))
+
+    def _tensor(self) -> float:
+        """Exposed tensor-parallel communication of a layer's forward: two gathers, two scatters (arXiv:2205.05198)."""
+        r = self.recipe
+        if r.layout.tensor == 1:
+            return 0.0
+        if r.sequence_parallel:
+            return self._collective(4.0) * (1 - self.stack.hide_tensor)
+        n_bytes = 2.0 * r.tokens * self.model.hidden_size
+        return 2 * self.fabric.seconds("all_reduce", n_bytes, tensor_group(r, self.fabric))
+
+    def _beside(
+        self,
+        passes: tuple[Pass, Pass, Pass],
+        parts: int,
+        ahead: Sequence[float],
+        back: Sequence[float],
+        weights: Sequence[float],
+    ) -> tuple[Pass, Pass, Pass]:
+        """Forward, backward and recomputation with communication overlapped with products (`overlap.py`).
+
+        `ahead`, `back`: seconds of one part of each of a layer's products; `weights`: of their weight gradients; all
+        without the pace.
+        """
+        r, q = self.recipe, self.pace
+        # Weight gradients are computed in separate passes and hide no scatters.
+        later = r.layout.pipeline > 1 and schedule_named(r.layout.schedule).split_backward
+        n_bytes = 2.0 * r.tokens * self.model.hidden_size / parts
+        c = self.fabric.seconds("all_gather", n_bytes, tensor_group(r, self.fabric))
+        # Products alternate between a gather before and a scatter after them; in the backward pass the other way round.
+        forward = [
+            gathered(parts, c, q * k) if i % 2 == 0 else scattered(parts, q * k, c)
+            for i, k in enumerate(ahead)
+        ]
+        backward = [
+            scattered(parts, q * k, c, 0.0 if later else q * w) if i % 2 == 0 else gathered(parts, c, q * k)
+            for i, (k, w) in enumerate(zip(back, weights, strict=True))
+        ]
+        whole = REDONE[r.recompute][3]
+        again = forward[:-1] if r.recompute == "full" else forward
+
+        def told(p: Pass, exposed: list[float], share: float = 1.0) -> Pass:
+            seen = sum(exposed)
+            slowed = self.stack.contention * (len(exposed) * parts * c - seen)
+            return replace(p, tensor=seen * share, slowed=slowed * share)
+
+        return told(passes[0], forward), told(passes[1], backward), told(passes[2], again, whole)
+
+    def _backward_gathers(self) -> float:
+        """Ratio of communication in the backward pass to that in the forward pass.
+
+        Megatron keeps only a rank's part of what it gathered, and gathers it again for the weights' gradients.
+        """
+        again = self.recipe.sequence_parallel and self.stack.layer_states == "megatron"
+        return 1.5 if again else 1.0
+
+    def _context(self, attention: float) -> float:
+        """Exposed seconds of exchanging keys and values in the context group: what attention does not hide."""
+        r = self.recipe
+        if r.context == 1:
+            return 0.0
+        at = group(self.fabric.cluster, stride=r.layout.tensor, size=r.context)
+        n_bytes = 2.0 * r.tokens * r.context * 2 * self.model.kv_width / r.layout.tensor
+        # The backward pass exchanges twice as much, hidden by its own attention: the pass hiding less counts for both.
+        hidden = min(attention, self._attention()[1] / 2)
+        return max(0.0, self.fabric.seconds("all_gather", n_bytes, at) - hidden)

@@ -1,0 +1,361 @@
+"""What would change a prediction or the choice, and whether a target is reachable: each by a new prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from seatrial.job.job import Job
+from seatrial.job.layout import Layout
+from seatrial.job.schedules import schedule_named
+from seatrial.plan.cost.calibration import Calibration
+from seatrial.plan.cost.collectives import UnknownNetworkError
+from seatrial.plan.cost.kernels import UnknownSpeedError
+from seatrial.plan.cost.overlap import able
+from seatrial.plan.cost.predict import Prediction, Share, predict, stack_for
+from seatrial.plan.cost.stacks import Stack
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.search.legal import refusal
+from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, STAGES_PER_RANK, Found, pair, schedules
+
+# The same configuration differs by as much between releases (plan/cost/calibration.py): closer layouts count as equal.
+ALIKE = 0.04
+# Smaller gains are not reported.
+_WORTH = 0.01
+# The stack that represents other software: of those with published results on many GPUs it hides most communication.
+OTHER = "nemo"
+FURTHEST = 64.0  # a crossover is searched within this factor of the present value
+
+Reached = Literal["yes", "inside", "no"]
+"""A target is met by the prediction itself, only within its interval, or not even there."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A target value: tokens/s of one GPU, or a share of the peak (MFU)."""
+
+    value: float
+    of: Literal["tokens/s/GPU", "MFU"]
+
+    def by(self, p: Prediction) -> Reached:
+        """Whether a prediction reaches it. With an unknown peak, MFU is not reached."""
+        here = p.tokens_per_s_per_gpu if self.of == "tokens/s/GPU" else (p.mfu or 0.0)
+        if here >= self.value:
+            return "yes"
+        return "inside" if here * p.step_s / p.low_s >= self.value else "no"
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One change and its predicted effect. `built`: whether this trainer can do it today."""
+
+    what: str
+    recipe: Recipe
+    prediction: Prediction
+    gain: float  # of the speed, over the job's own layout
+    built: bool = True
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """The value of one hardware property from which another of the listed layouts would be the best."""
+
+    what: str
+    unit: str
+    now: float
+    at: float | None  # None: there is none within a factor of FURTHEST
+    becomes: Recipe | None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Suggestions by gain, largest first; crossovers of the choice."""
+
+    ways: tuple[Suggestion, ...]
+    turns: tuple[Crossover, ...]
+    alike: tuple[Recipe, ...]  # not distinguishable from the best
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target, and the first suggestion that would meet it: within its interval, or by its prediction."""
+
+    wanted: Wanted
+    own: Reached
+    inside: Suggestion | None
+    met: Suggestion | None
+
+
+@dataclass(frozen=True)
+class _Asker:
+    job: Job
+    cluster: Cluster
+    stack: str | Stack
+    calibration: Calibration | None
+
+    def ask(
+        self, recipe: Recipe, *, cluster: Cluster | None = None, stack: str | None = None
+    ) -> Prediction | None:
+        """The prediction; None if the rules refuse it, it does not fit, or a speed is not known."""
+        at = cluster or self.cluster
+        if allowed(self.job, at, recipe) is not None:
+            return None
+        try:
+            found = predict(
+                self.job.architecture, recipe, at, stack=stack or self.stack, calibration=self.calibration
+            )
+        except (UnknownNetworkError, UnknownSpeedError):
+            return None
+        return found if found.fits else None
+
+
+def advice(
+    job: Job,
+    own: Recipe,
+    cluster: Cluster,
+    found: Found | None,
+    stack: str | Stack = "seatrial",
+    calibration: Calibration | None = None,
+) -> Advice:
+    """Advice about `own` and about the best of `found`."""
+    asker = _Asker(job, cluster, stack, calibration)
+    base = predict(job.architecture, own, cluster, stack=stack, calibration=calibration)
+    ways = _ways(asker, own, base, found)
+    listed = found.choices if found is not None else ()
+    alike: tuple[Recipe, ...] = ()
+    if listed:
+        best = listed[0].prediction.step_s
+        alike = tuple(c.recipe for c in listed[1:] if c.prediction.step_s <= best * (1 + ALIKE))
+    return Advice(tuple(ways), tuple(_turns(asker, [c.recipe for c in listed])), alike)
+
+
+def targets(
+    job: Job,
+    own: Recipe,
+    cluster: Cluster,
+    found: Found | None,
+    wishes: Sequence[Wanted],
+    stack: str | Stack = "seatrial",
+    calibration: Calibration | None = None,
+) -> tuple[Target, ...]:
+    """Each target against the job's own layout, and the smallest changes that would meet it, built ones first."""
+    if not wishes:
+        return ()
+    base = predict(job.architecture, own, cluster, stack=stack, calibration=calibration)
+    ways = _ways(_Asker(job, cluster, stack, calibration), own, base, found)
+    ways.sort(key=lambda w: (not w.built, w.gain))
+    return tuple(
+        Target(
+            wish,
+            wish.by(base),
+            next((w for w in ways if wish.by(w.prediction) == "inside"), None),
+            next((w for w in ways if wish.by(w.prediction) == "yes"), None),
+        )
+        for wish in wishes
+    )
+
+
+def allowed(job: Job, cluster: Cluster, recipe: Recipe) -> str | None:
+    """Why our trainer refuses a recipe of this job; None if it does not."""
+    found, layout = refusal(job, cluster, recipe), recipe.layout
+    split = layout.pipeline > 1 and schedule_named(layout.schedule).split_backward
+    if found is None and recipe.compiled and split:
+        return f"{layout.schedule} with compile = true gives wrong gradients"
+    return None if found is None else found.message
+
+
+def excess(p: Prediction, best: Prediction) -> Share | None:
+    """The part of a step with the largest excess over the best layout, as that excess; None if there is none."""
+    parts = [
+        Share(a.name, (a.seconds - b.seconds) / p.step_s, a.seconds - b.seconds)
+        for a, b in zip(p.waterfall[1:], best.waterfall[1:], strict=True)
+    ]
+    worst = max(parts, key=lambda s: s.seconds)
+    return worst if worst.seconds > 0 else None
+
+
+def _ways(asker: _Asker, own: Recipe, base: Prediction, found: Found | None) -> list[Suggestion]:
+    ways: list[Suggestion] = []
+
+    def add(what: str, recipe: Recipe, p: Prediction | None, *, built: bool = True) -> None:
+        if p is None:
+            return
+        gain = base.step_s / p.step_s - 1
+        if base.fits and gain < _WORTH:
+            return
+        ways.append(Suggestion(what, recipe, p, gain, built))
+
+    for kind in _settings(own, stack_for(own, asker.stack)):
+        tried = [(what, r, p) for what, r in kind if (p := asker.ask(r)) is not None]
+        if tried:
+            add(*min(tried, key=lambda t: t[2].step_s))
+    mine = None
+    if found is not None and found.choices:
+        best = found.choices[0]
+        mine = next((c for c in found.choices if pair(c.recipe) == pair(own)), None)
+        if mine is not None and mine is not best and mine.recipe != own:
+            add("the best with its tensor and pipeline sizes", mine.recipe, mine.prediction)
+        if best.recipe != own:
+            add("the best layout", best.recipe, best.prediction)
+    plain = replace(own, async_tensor=False)
+    if stack_for(own, asker.stack).name != OTHER and (tuned := _tuned(asker, plain, OTHER)) is not None:
+        changed = "" if tuned[0] == plain else f", {difference(plain, tuned[0])}"
+        add(f"{OTHER} in place of this trainer{changed}", *tuned, built=False)
+    network = asker.cluster.network
+    if network is not None and asker.cluster.nodes > 1:
+        twice = replace(asker.cluster, network=replace(network, gbps_per_nic=2 * network.gbps_per_nic))
+        add("a network twice as fast", own, asker.ask(own, cluster=twice), built=False)
+    # Of suggestions with the same recipe and time, the first, which is the smaller change, is kept.
+    seen = {(w.recipe, w.prediction.step_s): w for w in reversed(ways)}
+    return sorted(seen.values(), key=lambda w: -w.gain)
+
+
+def _settings(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
+    """Changes of one setting of the job's own layout: by kind, every value that it may take."""
+    yield [(f"microbatch {m}", replace(own, microbatch=m)) for m in MICROBATCHES if m != own.microbatch]
+    if own.recompute == "full":
+        yield [("no recomputation", replace(own, recompute="none"))]
+    else:
+        yield [("full recomputation", replace(own, recompute="full"))]
+    if not own.compiled:
+        yield [("compile = true", replace(own, compiled=True))]
+    if own.reshard:
+        yield [("reshard_after_forward = false", replace(own, reshard=False))]
+    if able(own, stack):
+        other = replace(own, async_tensor=not own.async_tensor)
+        yield [(difference(own, other), other)]
+    shapes = [replace(own, layout=layout) for layout in _schedules(own.layout)]
+    yield [(difference(own, r), r) for r in shapes]
+
+
+def _schedules(layout: Layout) -> Iterator[Layout]:
+    """The same sizes under other schedules."""
+    if layout.pipeline == 1:
+        return
+    for schedule, n in schedules(layout.pipeline):
+        other = replace(layout, schedule=schedule, stages_per_rank=n)
+        # A split backward pass keeps more for its weight gradients, so it is tried with the fewest stages.
+        tried = n <= STAGES_PER_RANK[0] or not schedule_named(schedule).split_backward
+        if tried and other != layout:
+            yield other
+
+
+def _tuned(asker: _Asker, recipe: Recipe, stack: str) -> tuple[Recipe, Prediction] | None:
+    """The fastest settings of a layout on this stack."""
+    tried = (
+        replace(recipe, microbatch=m, recompute=again, reshard=shard, layout=layout)
+        for m in MICROBATCHES
+        for again in RECOMPUTES
+        for shard in ((True, False) if recipe.layout.pipeline == 1 else (False,))
+        for layout in (recipe.layout, *_schedules(recipe.layout))
+    )
+    able = [(r, p) for r in tried if (p := asker.ask(r, stack=stack)) is not None]
+    return min(able, key=lambda pair: pair[1].step_s, default=None)
+
+
+def _turns(asker: _Asker, listed: Sequence[Recipe]) -> Iterator[Crossover]:
+    """Crossovers between the listed layouts, each in the settings that are best at present."""
+    if len(listed) < 2:
+        return
+    cluster = asker.cluster
+    network, gpu = cluster.network, cluster.gpu
+    if network is not None and cluster.nodes > 1:
+
+        def slower(factor: float) -> Cluster:
+            assert network is not None
+            return replace(cluster, network=replace(network, gbps_per_nic=network.gbps_per_nic * factor))
+
+        yield from _turn(
+            asker, listed, "network", "Gb/s a GPU", network.gb_s_per_gpu * 8, slower, (0.25, 4.0)
+        )
+    if cluster.gpus_per_node > 1:
+        yield from _turn(
+            asker,
+            listed,
+            "node links",
+            "GB/s one direction",
+            gpu.link_gb_s,
+            lambda f: replace(cluster, gpu=replace(gpu, link_gb_s=gpu.link_gb_s * f)),
+            (0.25, 4.0),
+        )
+    yield from _turn(
+        asker,
+        listed,
+        "GPU memory",
+        "GB",
+        gpu.hbm_gb,
+        lambda f: replace(cluster, gpu=replace(gpu, hbm_gb=gpu.hbm_gb * f)),
+        (0.25,),
+    )
+
+
+def _turn(
+    asker: _Asker,
+    listed: Sequence[Recipe],
+    what: str,
+    unit: str,
+    now: float,
+    at: Callable[[float], Cluster],
+    directions: Sequence[float],
+) -> Iterator[Crossover]:
+    def best(factor: float) -> Recipe | None:
+        """The best layout; the present one stays until another is faster by more than predictions can distinguish."""
+        there = at(factor)
+        able = [(p.step_s, i) for i, r in enumerate(listed) if (p := asker.ask(r, cluster=there))]
+        if not able:
+            return None
+        first = {i: s for s, i in able}.get(0)
+        fastest, i = min(able)
+        return listed[0] if first is not None and first <= fastest * (1 + ALIKE) else listed[i]
+
+    for step in directions:
+        same, other = 1.0, step
+        while best(other) == listed[0] and 1 / FURTHEST < other < FURTHEST:
+            same, other = other, other * step
+        becomes = best(other)
+        if becomes == listed[0]:
+            yield Crossover(what, unit, now, None, None)
+            continue
+        for _ in range(7):
+            middle = (same * other) ** 0.5
+            same, other = (middle, other) if best(middle) == listed[0] else (same, middle)
+        yield Crossover(what, unit, now, now * other, best(other))
+
+
+def short(recipe: Recipe) -> str:
+    """TP8 PP2 FSDP8, the usual notation of layouts; with replicas "FSDP8 DP4", with several stages a rank "PP2x4",
+    "TP8 async" with communication overlapped with products.
+    """
+    at = recipe.layout
+    stages = f"x{at.stages_per_rank}" if at.stages_per_rank > 1 else ""
+    behind = " async" if recipe.async_tensor and at.tensor > 1 else ""
+    words = [f"TP{at.tensor}{behind}", f"PP{at.pipeline}{stages}", f"FSDP{at.shard}"]
+    if at.replicate > 1:
+        words.append(f"DP{at.replicate}")
+    return " ".join(words)
+
+
+def difference(a: Recipe, b: Recipe) -> str:
+    """What `b` has different from `a`, in the terms of the job file."""
+    here, there = a.layout, b.layout
+    told = [
+        f"{name} {getattr(there, name)}"
+        for name in ("tensor", "pipeline", "shard", "replicate")
+        if getattr(here, name) != getattr(there, name)
+    ]
+    if a.microbatch != b.microbatch:
+        told.append(f"microbatch {b.microbatch}")
+    if (here.schedule, here.stages_per_rank) != (there.schedule, there.stages_per_rank):
+        many = f" with {there.stages_per_rank} stages a rank" if there.stages_per_rank > 1 else ""
+        told.append(there.schedule + many)
+    if a.recompute != b.recompute:
+        told.append("full recomputation" if b.recompute == "full" else "no recomputation")
+    if a.reshard != b.reshard:
+        told.append(f"reshard_after_forward = {str(b.reshard).lower()}")
+    if a.async_tensor != b.async_tensor:
+        told.append(f"async_tensor = {str(b.async_tensor).lower()}")
+    if a.compiled != b.compiled:
+        told.append("compile = true" if b.compiled else "compile = false")
+    return ", ".join(told) or "nothing"

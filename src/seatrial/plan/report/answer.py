@@ -1,0 +1,301 @@
+"""Everything that `seatrial plan` reports about a job, as data. Unknown values are None, with a reason next to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from seatrial.hardware.failures import RATES, Rate
+from seatrial.job.architecture import Architecture
+from seatrial.job.job import Job
+from seatrial.plan.cost.calibration import Calibration
+from seatrial.plan.cost.collectives import Fabric, UnknownNetworkError
+from seatrial.plan.cost.finish import HOST_SOURCE, Finish, finish
+from seatrial.plan.cost.kernels import UnknownSpeedError
+from seatrial.plan.cost.memory import Memory, memory
+from seatrial.plan.cost.memory_fit import MemoryFit, judge
+from seatrial.plan.cost.overlap import SOURCE as OVERLAP_SOURCE
+from seatrial.plan.cost.predict import Prediction, Share, capacity, predict, stack_for
+from seatrial.plan.cost.step import Traffic, traffic
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.place import Hardware
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.advice import Advice, Target, Wanted, advice, targets
+from seatrial.plan.search.caution import SHORTEST_SOURCE, too_short
+from seatrial.plan.search.scaling import Scaling, best_scaling, scaling
+from seatrial.plan.search.search import Choice, Found, limit, own_recipe, search
+
+# Rate of shared storage if not measured. It decides how long a checkpoint write takes, and little else: see `slow`.
+STORAGE_GB_S = 20.0
+STORAGE_SOURCE = "assumption"
+# A tenth of that rate shows how much a wrong assumption matters.
+_SLOW = 0.1
+# Of the published failure rates, that of a single large job.
+FAILURES = next(r for r in RATES if r.name == "llama-3")
+# A network is "enough" if a step takes this much longer with it than with an unlimited one.
+ENOUGH = 0.05
+_MOST_GPUS = 1024
+
+
+@dataclass(frozen=True)
+class JobEstimate:
+    """The job's own layout. `prediction` and what follows from it are None if a speed is not known."""
+
+    recipe: Recipe
+    memory: Memory
+    room: float | None  # bytes available to a process on one GPU
+    traffic: Traffic
+    prediction: Prediction | None
+    why_unknown: str
+    limit: str
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.room is None else self.memory.reserved <= self.room
+
+    @property
+    def verdict(self) -> MemoryFit | None:
+        """How surely it fits; None if a GPU's memory is not known."""
+        return None if self.room is None else judge(self.memory.reserved, self.room)
+
+
+@dataclass(frozen=True)
+class NetworkDemand:
+    """Load and capacity of the network between nodes; bytes, and bytes/s of one node in one direction."""
+
+    nodes: int
+    a_gpu: float  # sent to other nodes by a GPU of the busiest pipeline rank, a step
+    mean: float | None  # rate of its node, averaged over the whole step
+    capacity: float | None
+    enough: float | None  # with this a step is at most `ENOUGH` longer than with an unlimited network
+
+
+@dataclass(frozen=True)
+class RunForecast:
+    """Forecast of the whole run, with the job's own checkpoint interval, and with the best one."""
+
+    finish: Finish
+    every_steps: int
+    best: Finish
+    slow: Finish  # as `finish`, with a tenth of the storage's rate
+    storage_gb_s: float
+    storage_source: str
+    rate: Rate
+    price: float | None  # of a GPU hour, in whatever currency it was given
+
+    @property
+    def cost(self) -> float | None:
+        """Cost of the run; None without a price."""
+        return None if self.price is None else self.price * self.finish.gpu_hours
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of `answer`."""
+
+    job: Job
+    place: Hardware
+    stack: str
+    own: JobEstimate
+    found: Found | None
+    carried: NetworkDemand
+    ending: RunForecast | None
+    weak: Scaling | None
+    strong: Scaling | None
+    best_scaled: Scaling | None  # the best layout on one node and on all of them
+    advice: Advice | None
+    targets: tuple[Target, ...]
+    provenance: tuple[str, ...]
+
+    @property
+    def best(self) -> Choice | None:
+        """The fastest layout that fits; None if none does, or none was searched."""
+        return self.found.choices[0] if self.found and self.found.choices else None
+
+    @property
+    def waterfall(self) -> tuple[Share, ...] | None:
+        """Where the FLOPs go: of the whole run, else of a step; None if no speed is known."""
+        if self.ending is not None:
+            return self.ending.finish.waterfall
+        return None if self.own.prediction is None else self.own.prediction.waterfall
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """User options besides the job. `storage_gb_s` is decimal GB/s of the whole storage; `price` of a GPU hour."""
+
+    stack: str = "seatrial"
+    storage_gb_s: float | None = None
+    storage_source: str = "as given"
+    price: float | None = None
+    nodes: Sequence[int] = ()
+    rate: Rate = FAILURES
+    targets: Sequence[Wanted] = ()
+    look_further: bool = True  # search other layouts; otherwise only the job's own is reported
+
+
+def answer(
+    job: Job,
+    place: Hardware,
+    wishes: Wishes | None = None,
+    *,
+    calibration: Calibration | None = None,
+) -> Answer:
+    """The job's own layout, the best ones, the whole run, scaling, the network, and what would change any of it."""
+    w = wishes or Wishes()
+    cluster = place.cluster
+    mine = _own(job, place, w, calibration)
+    found, more = None, None
+    if cluster is not None and w.look_further:
+        try:
+            found = search(job, cluster, calibration=calibration, stack=w.stack)
+        except (UnknownNetworkError, UnknownSpeedError):
+            found = None  # `mine.why_unknown` says what is not known
+    prediction = mine.prediction
+    told: tuple[Target, ...] = ()
+    weak = strong = best = ending = None
+    if cluster is not None and prediction is not None:
+        sizes = w.nodes or usual_nodes(cluster)
+        weak = scaling(
+            job, mine.recipe, cluster, mode="weak", nodes=sizes, calibration=calibration, stack=w.stack
+        )
+        strong = scaling(
+            job, mine.recipe, cluster, mode="strong", nodes=sizes, calibration=calibration, stack=w.stack
+        )
+        if found is not None and cluster.nodes > 1:
+            known = {cluster.nodes: found}
+            best = best_scaling(
+                job, cluster, nodes=(1, *known), known=known, calibration=calibration, stack=w.stack
+            )
+        ending = _ending(job, mine.recipe, cluster, prediction, w)
+        told = targets(job, mine.recipe, cluster, found, w.targets, w.stack, calibration)
+        if w.look_further:
+            more = advice(job, mine.recipe, cluster, found, w.stack, calibration)
+    return Answer(
+        job=job,
+        place=place,
+        stack=stack_for(mine.recipe, w.stack).name,
+        own=mine,
+        found=found,
+        carried=_carried(job.architecture, mine, place, w, calibration),
+        ending=ending,
+        weak=weak,
+        strong=strong,
+        best_scaled=best,
+        advice=more,
+        targets=told,
+        provenance=_provenance(job.architecture, mine, found, ending, place),
+    )
+
+
+def usual_nodes(cluster: Cluster) -> tuple[int, ...]:
+    """1, 2, 4, ... up to 1,024 GPUs, and the cluster's own number."""
+    most = max(cluster.nodes, _MOST_GPUS // cluster.gpus_per_node)
+    powers = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    return tuple(sorted({*powers, cluster.nodes}))
+
+
+def _own(job: Job, place: Hardware, w: Wishes, calibration: Calibration | None) -> JobEstimate:
+    model, recipe, cluster = job.architecture, own_recipe(job, w.stack), place.cluster
+    behaviour = stack_for(recipe, w.stack)
+    held = memory(model, recipe, behaviour)
+    prediction, why = None, place.why_no_gpu
+    room = None if cluster is None else capacity(cluster)
+    if cluster is not None:
+        try:
+            prediction = predict(model, recipe, cluster, stack=w.stack, calibration=calibration)
+        except UnknownNetworkError:
+            why = f"the network between the nodes is not known: {place.why_no_network}"
+        except UnknownSpeedError as error:
+            why = str(error)
+    if prediction is not None and room is not None:
+        limited = limit(prediction, room)
+    else:
+        limited = "memory: it does not fit" if room is not None and held.reserved > room else "unknown"
+    sent = traffic(model, recipe, Fabric(place.shape), behaviour)
+    return JobEstimate(recipe, held, room, sent, prediction, why, limited)
+
+
+def _carried(
+    model: Architecture, mine: JobEstimate, place: Hardware, w: Wishes, calibration: Calibration | None
+) -> NetworkDemand:
+    network, step = place.network, mine.prediction
+    each = mine.traffic.between_nodes
+    able = None if network is None else network.gb_s_per_gpu * place.gpus_per_node * 1e9
+    mean = None if step is None else each * place.gpus_per_node / step.step_s
+    enough = None
+    if place.nodes > 1 and step is not None and place.cluster is not None and network is not None:
+        enough = _enough(model, mine.recipe, place.cluster, w, calibration)
+    return NetworkDemand(place.nodes, each, mean, able, enough)
+
+
+def _enough(
+    model: Architecture, recipe: Recipe, cluster: Cluster, w: Wishes, calibration: Calibration | None
+) -> float | None:
+    """Bisection: steps get no longer with a faster network. None if even a millionth of its rate is enough."""
+    assert cluster.network is not None
+    network, each = cluster.network, cluster.network.gb_s_per_gpu * cluster.gpus_per_node * 1e9
+
+    def step(factor: float) -> float:
+        at = replace(cluster, network=replace(network, gbps_per_nic=network.gbps_per_nic * factor))
+        return predict(model, recipe, at, stack=w.stack, calibration=calibration).step_s
+
+    most = step(1e6) * (1 + ENOUGH)
+    low, high = 1e-6, 1e6
+    if step(low) <= most:
+        return None
+    for _ in range(30):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if step(middle) > most else (low, middle)
+    return high * each
+
+
+def _ending(
+    job: Job, recipe: Recipe, cluster: Cluster, prediction: Prediction, w: Wishes
+) -> RunForecast | None:
+    """Forecast the run; None if saving or failures leave no time for training at all."""
+    rate = w.storage_gb_s or STORAGE_GB_S
+    every = job.checkpoint.every_steps
+    steps = job.train.steps
+
+    def ended(gb_s: float, at: int | None) -> Finish:
+        return finish(
+            prediction,
+            job.architecture,
+            recipe,
+            cluster,
+            steps,
+            rate=w.rate,
+            storage_gb_s=gb_s,
+            max_unsaved_s=job.checkpoint.max_unsaved_s,
+            every_steps=at,
+        )
+
+    try:
+        best = ended(rate, None)
+        # A run that ends before its first save saves at the end.
+        own = min(best.interval.steps if every == "auto" else every, steps)
+        whole, slow = ended(rate, own), ended(rate * _SLOW, None if every == "auto" else own)
+    except (OverflowError, ZeroDivisionError):
+        return None
+    source = STORAGE_SOURCE if w.storage_gb_s is None else w.storage_source
+    return RunForecast(whole, own, best, slow, rate, source, w.rate, w.price)
+
+
+def _provenance(
+    model: Architecture, mine: JobEstimate, found: Found | None, ending: RunForecast | None, place: Hardware
+) -> tuple[str, ...]:
+    told = place.told
+    if mine.prediction is not None:
+        told += mine.prediction.provenance
+        chosen = () if found is None else tuple(c.recipe for c in found.choices)
+        if any(r.async_tensor for r in (mine.recipe, *chosen)):
+            told += (OVERLAP_SOURCE,)
+        if short := too_short(model, mine.recipe, mine.prediction):
+            told += (f"{short}; {SHORTEST_SOURCE}",)
+    if ending is not None:
+        told += (
+            f"failures: {ending.rate.per_node_day:g} a node and day, {ending.rate.label}: {ending.rate.source}",
+            f"storage: {ending.storage_gb_s:g} GB/s, {ending.storage_source}; GPU memory to host: {HOST_SOURCE}",
+        )
+    return told

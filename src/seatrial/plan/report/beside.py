@@ -1,0 +1,135 @@
+"""Closed form against dry run: what is predicted of a rank, and what the trainer's own code does with fake tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from seatrial.job.architecture import Architecture
+from seatrial.job.job import Job
+from seatrial.job.layout import Coordinates
+from seatrial.job.schema import ParallelSection
+from seatrial.job.settled import settled
+from seatrial.plan.cost.collectives import Fabric
+from seatrial.plan.cost.dryrun import Device, RankStep, dry_run
+from seatrial.plan.cost.memory import rank_memory, unlike_ranks
+from seatrial.plan.cost.predict import stack_for
+from seatrial.plan.cost.step import rank_traffic
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+
+# A larger relative difference is a fault of one of the two.
+TOLD = 0.05
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One figure of a rank: in closed form, and counted."""
+
+    what: str
+    unit: Literal["bytes", "bytes sent", "FLOP"]
+    closed: float
+    counted: float
+
+    @property
+    def off(self) -> float:
+        """Closed form over counted, minus 1; 0 if both are 0, infinite if only the counted one is."""
+        if self.counted == 0:
+            return 0.0 if self.closed == 0 else float("inf")
+        return self.closed / self.counted - 1
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.off) <= TOLD
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank, and where in the step its memory peaks."""
+
+    rank: int
+    pipeline: int
+    pairs: tuple[Pair, ...]
+    peak_at: str
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One layout. `exact`: everything was traced; otherwise extrapolated in integers from few layers, microbatches."""
+
+    recipe: Recipe
+    ranks: tuple[Rank, ...]
+    exact: bool
+    seconds: float  # of processor time, in all
+    process_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def apart(self) -> tuple[tuple[int, Pair], ...]:
+        """(rank, pair) of everything that differs by more than `TOLD`."""
+        return tuple((r.rank, p) for r in self.ranks for p in r.pairs if not p.agrees)
+
+
+def job_with(job: Job, recipe: Recipe) -> Job:
+    """`job` with the layout and settings of a recipe, as if written in its file. InputError if a rule refuses them."""
+    return settled(job, ParallelSection(**recipe.parallel), recipe.train)
+
+
+def beside(
+    job: Job,
+    recipe: Recipe,
+    shape: Cluster,
+    *,
+    device: Device = "cuda",
+    ranks: Sequence[int] | None = None,
+    processes: int | None = None,
+) -> Beside:
+    """Compare `recipe` of `job` on pipeline ranks `ranks` (`unlike_ranks` if None). Raises what `dry_run` raises."""
+    wanted = job_with(job, recipe)
+    at = wanted.layout
+    pipeline = unlike_ranks(recipe.layout) if ranks is None else list(ranks)
+    numbers = [at.rank(Coordinates(p, 0, 0, 0)) for p in pipeline]
+    ran = dry_run(wanted, device=device, ranks=numbers, processes=processes or os.cpu_count())
+    told = tuple(
+        Rank(step.rank, step.at.pipeline, _pairs(job.architecture, recipe, shape, step), step.peak_label)
+        for step in ran.ranks
+    )
+    notes = ran.notes
+    if device == "cpu":
+        notes += ("the closed form is of a GPU: on CPU other kernels keep other things",)
+    exact = all(len(step.traced) == 1 for step in ran.ranks)
+    return Beside(recipe, told, exact, sum(s.seconds for s in ran.ranks), ran.process_bytes, notes)
+
+
+def _pairs(model: Architecture, recipe: Recipe, shape: Cluster, step: RankStep) -> tuple[Pair, ...]:
+    recipe = replace(recipe, compiled=False)  # as the dry run is
+    ours = stack_for(recipe)
+    held = rank_memory(model, recipe, ours, step.at.pipeline)
+    sent = rank_traffic(model, recipe, Fabric(shape), ours, step.at.pipeline)
+    data = step.sent_bytes("shard") + step.sent_bytes("replicate")
+    products = sum(n for (_, kind), n in step.flops.items() if kind == "matmul")
+    return (
+        Pair("weights", "bytes", held.parameters, step.parameter_bytes),
+        Pair("optimizer state", "bytes", held.optimizer, step.optimizer_bytes),
+        Pair("highest point of memory", "bytes", held.allocated, step.peak_bytes),
+        Pair("tensor parallel", "bytes sent", sent.tensor, step.sent_bytes("tensor")),
+        Pair("pipeline", "bytes sent", sent.pipeline, step.sent_bytes("pipeline") + step.sent_bytes("ends")),
+        Pair("data parallel", "bytes sent", sent.data, data),
+        Pair("matrix products", "FLOP", _products(model, recipe, step.at.pipeline), products),
+    )
+
+
+def _products(model: Architecture, recipe: Recipe, rank: int) -> float:
+    """FLOPs of a rank's matrix products in a step: forward, twice that backward, and recomputation.
+
+    Recomputation stops before the layer's last product (torch.utils.checkpoint), whose output is not needed.
+    """
+    tokens = recipe.tokens * recipe.microbatches / recipe.layout.tensor
+    layers = sum(recipe.layout.rank_layers(rank, model.num_hidden_layers))
+    one = 6.0 * model.layer_matrix_parameters()
+    if recipe.recompute == "full":
+        one += 2.0 * (model.layer_matrix_parameters() - model.intermediate_size * model.hidden_size)
+    head = 6.0 * model.embedding_parameters() if rank == recipe.layout.pipeline - 1 else 0.0
+    return tokens * (layers * one + head)

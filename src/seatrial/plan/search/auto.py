@@ -1,0 +1,338 @@
+"""`parallel = "auto"`: the layout that the planner chooses for an open job, with reasons and runners-up for plan.json.
+
+If the speeds of GPU and network are known, it is the layout with the shortest predicted step. If not (CPU ranks, a GPU
+outside the catalogue, fp32), nothing is claimed about speed: of the layouts that leave the least rank time idle, it is
+the one with the least product of bytes held and bytes sent, so that twice the memory has to save half of the
+communication. The product needs no conversion factor between the two, which is unknown and would have to be guessed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+from seatrial.base import units
+from seatrial.job.job import Job
+from seatrial.job.layout import Layout
+from seatrial.job.schedules import Times, schedule_named
+from seatrial.job.schema import ParallelSection
+from seatrial.job.settled import CHOSEN_TOO, provisional, settled
+from seatrial.plan.cost.calibration import DOUBT, Calibration
+from seatrial.plan.cost.collectives import Fabric, UnknownNetworkError
+from seatrial.plan.cost.kernels import UnknownSpeedError
+from seatrial.plan.cost.memory import memory
+from seatrial.plan.cost.memory_fit import MemoryFit, judge
+from seatrial.plan.cost.predict import capacity, stack_for
+from seatrial.plan.cost.step import traffic
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.place import Hardware
+from seatrial.plan.model.recipe import Recipe, Recompute
+from seatrial.plan.search.legal import refusal
+from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, Choice, legal, pair, search
+
+RUNNERS_UP = 4
+# Closer step times cannot be distinguished: the same configuration differs by as much from release to release.
+ALIKE = DOUBT["calibrated"]
+Basis = Literal["speed", "memory and traffic"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One possible layout. Bytes are of the GPU that has most of them; `sent_bytes` is per step."""
+
+    recipe: Recipe
+    held_bytes: float
+    sent_bytes: float
+    idle: float | None = None  # share of the ranks' time, by the schedule alone
+    choice: Choice | None = None  # the prediction, if there can be one
+    verdict: MemoryFit | None = None  # whether it fits, if a GPU's memory is known
+
+    def document(self, best: Candidate) -> dict[str, Any]:
+        """For plan.json; `slower` is relative to the chosen one, `best`."""
+        r = self.recipe
+        told: dict[str, Any] = {
+            "layout": r.layout.as_dict(),
+            "reshard_after_forward": r.reshard,
+            "async_tensor": r.async_tensor,
+            **r.train,
+            "memory_bytes": round(self.held_bytes),
+            "sent_bytes": round(self.sent_bytes),
+            "memory_verdict": None if self.verdict is None else self.verdict.document(),
+        }
+        if self.choice is not None and best.choice is not None:
+            p = self.choice.prediction
+            told |= {
+                "step_s": p.step_s,
+                "step_low_s": p.low_s,
+                "step_high_s": p.high_s,
+                "tokens_per_s_per_gpu": p.tokens_per_s_per_gpu,
+                "mfu": p.mfu,
+                "slower": p.step_s / best.choice.prediction.step_s - 1,
+                "limit": self.choice.limit,
+            }
+        else:
+            told["idle"] = self.idle
+        return told
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Result of `choose`; `candidates` best first, one per tensor and pipeline size (without speeds, and replicate)."""
+
+    candidates: tuple[Candidate, ...]
+    basis: Basis
+    reasons: tuple[str, ...]
+    tried: int  # legal combinations
+    too_large: int  # of them, known to need more memory than there is
+    place: Hardware
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def runners_up(self) -> tuple[Candidate, ...]:
+        return self.candidates[1 : 1 + RUNNERS_UP]
+
+    @property
+    def parallel(self) -> ParallelSection:
+        """The whole [parallel] section."""
+        return ParallelSection(**self.best.recipe.parallel)
+
+    @property
+    def train(self) -> Mapping[str, Any]:
+        """Keys of [train] that were chosen with the layout, or kept because they were written."""
+        return self.best.recipe.train
+
+    def document(self) -> dict[str, Any]:
+        """The value of `chosen` in plan.json."""
+        return {
+            "basis": self.basis,
+            "cluster": fingerprint(self.place),
+            **self.best.document(self.best),
+            "reasons": list(self.reasons),
+            "tried": self.tried,
+            "too_large": self.too_large,
+            "runners_up": [c.document(self.best) for c in self.runners_up],
+        }
+
+    def settle(self, job: Job) -> Job:
+        """`job` with this layout."""
+        return settled(job, self.parallel, self.train, self.document())
+
+
+def fingerprint(place: Hardware) -> dict[str, Any]:
+    """The cluster properties that a choice depends on and that may differ at another start."""
+    return {
+        "nodes": place.nodes,
+        "gpus_per_node": place.gpus_per_node,
+        "gpu": None if place.gpu is None else place.gpu.name,
+        "network": None if place.network is None or place.nodes == 1 else place.network.name,
+    }
+
+
+def choose(job: Job, place: Hardware, *, calibration: Calibration | None = None) -> Chosen:
+    """The best layout of an open `job` at `place`. Microbatch and recomputation stay where the job wrote them.
+
+    Raises InputError, located at `parallel`, if the rules allow no layout or none fits into the GPU's memory.
+    """
+    job, why = provisional(job), place.why_no_gpu
+    if place.cluster is not None:
+        try:
+            return _fastest(job, place, place.cluster, calibration)
+        except UnknownNetworkError:
+            why = place.why_no_network or "the network between the nodes is not known"
+        except UnknownSpeedError as error:
+            why = str(error)
+    return _leanest(job, place, why)
+
+
+def _written(job: Job) -> list[str]:
+    """A reason that lists the keys of [train] that were not chosen because the job wrote them itself."""
+    kept = [f"{k} = {getattr(job.train, k)}" for k in CHOSEN_TOO if job.wrote(f"train.{k}")]
+    return [f"written in [train], and so not chosen: {', '.join(kept)}"] if kept else []
+
+
+def _free(job: Job) -> tuple[tuple[int, ...], tuple[Recompute, ...]]:
+    """(microbatches, ways to recompute) that may be chosen."""
+    train = job.train
+    micro = (train.microbatch,) if job.wrote("train.microbatch") else MICROBATCHES
+    if not job.wrote("train.activation_checkpointing"):
+        return micro, RECOMPUTES
+    return micro, ("full" if train.activation_checkpointing == "full" else "none",)
+
+
+def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibration | None) -> Chosen:
+    micro, recomputes = _free(job)
+    found = search(
+        job, cluster, calibration=calibration, own=False, microbatches=micro, recomputes=recomputes
+    )
+    if not found.tried:
+        raise _no_layout(job, cluster)
+    if not found.choices:
+        raise _no_room(job, cluster, found.tried, found.least_bytes)
+    ranked, why = _safest(found.choices, found.sure)
+    candidates = tuple(
+        Candidate(
+            c.recipe,
+            c.prediction.memory.reserved,
+            c.prediction.traffic.sent,
+            choice=c,
+            verdict=c.prediction.verdict,
+        )
+        for c in ranked
+    )
+    best, p = ranked[0], ranked[0].prediction
+    reasons = [
+        f"of {found.tried:,} layouts that the rules allow, {found.too_large:,} do not fit; {why}: "
+        f"{p.step_s:.3g} s ({p.low_s:.3g} to {p.high_s:.3g}), {p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+    ]
+    if len(ranked) > 1:
+        second = ranked[1]
+        more = second.prediction.step_s / p.step_s - 1
+        close = "; so small a difference cannot be told" if abs(more) < ALIKE else ""
+        reasons.append(
+            f"next is {second.recipe.layout} with {more:+.1%}{close}; that one is limited by {second.limit}"
+        )
+    reasons += [
+        f"it is limited by {best.limit}",
+        f"it needs {units.memory(p.memory.reserved)} of the {units.memory(p.room)} of a GPU{_doubt(best, found.sure)}",
+        f"its pace is {p.pace.kind}: {p.pace.source}",
+        *_written(job),
+        *place.told,
+    ]
+    return Chosen(candidates, "speed", tuple(reasons), found.tried, found.too_large, place)
+
+
+def _safest(choices: Sequence[Choice], sure: Sequence[Choice]) -> tuple[list[Choice], str]:
+    """The chosen layout, then the others by speed; and why it was chosen.
+
+    The fastest, unless it is tight and one of indistinguishable speed surely fits. `sure` are those that surely fit, by
+    speed; one is kept per pair of sizes.
+    """
+    fastest = choices[0]
+    if not fastest.prediction.verdict.sure and sure:
+        safe = sure[0]
+        if safe.prediction.step_s < (1 + ALIKE) * fastest.prediction.step_s:
+            why = (
+                f"{fastest.recipe.layout} with microbatch {fastest.recipe.microbatch} has the shortest predicted step but "
+                f"{fastest.prediction.verdict.why}; it is too near in speed to be told from this one, which fits"
+            )
+            others = (c for c in choices if pair(c.recipe) != pair(safe.recipe))
+            return [safe, *others], why
+    return list(choices), "this one has the shortest predicted step"
+
+
+def _doubt(best: Choice, sure: Sequence[Choice]) -> str:
+    """Text about a tight choice: how often such predictions were exceeded, and what a layout that surely fits costs."""
+    p = best.prediction
+    if p.verdict.sure:
+        return ""
+    if not sure:
+        return f": tight, {p.verdict.why}; no layout here surely fits"
+    more = sure[0].prediction.step_s / p.step_s - 1
+    return (
+        f": tight, {p.verdict.why}; the fastest that fits is {sure[0].recipe.layout} with microbatch {sure[0].recipe.microbatch}, "
+        f"{more:+.1%}"
+    )
+
+
+def _leanest(job: Job, place: Hardware, why: str) -> Chosen:
+    """Choose by memory and traffic, see the module docstring."""
+    layers, cluster = job.architecture.num_hidden_layers, place.shape
+    room = None if place.cluster is None else capacity(place.cluster)
+    found = list(_weighed(job, cluster, room))
+    if not found:
+        raise _no_layout(job, cluster)
+    fitting = [c for c in found if room is None or c.held_bytes <= room]
+    if not fitting:
+        assert room is not None
+        raise _no_room(job, cluster, len(found), min(c.held_bytes for c in found))
+    too_large = len(found) - len(fitting)
+    # Without speeds there is no reason to prefer a layout that may run out of memory.
+    if surely := [c for c in fitting if c.verdict is not None and c.verdict.sure]:
+        fitting = surely
+    if straight := [c for c in fitting if c.recipe.layout.pipeline == 1]:
+        fitting = straight  # no schedule has less idle time than no pipeline
+    fitting.sort(key=lambda c: (_idle(c.recipe, layers), c.held_bytes * c.sent_bytes, c.held_bytes))
+    kept: dict[tuple[int, int, int], Candidate] = {}
+    for c in fitting:
+        idle = _idle(c.recipe, layers)
+        kept.setdefault((*pair(c.recipe), c.recipe.layout.replicate), replace(c, idle=idle))
+    best = next(iter(kept.values()))
+    reasons = [
+        f"no speed is known: {why}",
+        f"of {len(found):,} layouts that the rules allow it leaves the least idle ({best.idle:.0%} of the ranks' time), and of those "
+        f"it has the least product of bytes held and bytes sent: {units.memory(best.held_bytes)} on the rank that holds most, "
+        f"{units.memory(best.sent_bytes)} a step from the rank that sends most",
+    ]
+    if room is None:
+        reasons.append("how much memory a rank may use is not known")
+    elif best.verdict is not None and best.verdict.why:
+        reasons.append(f"it is tight, {best.verdict.why}; no layout here surely fits")
+    reasons += _written(job)
+    return Chosen(tuple(kept.values()), "memory and traffic", tuple(reasons), len(found), too_large, place)
+
+
+def _weighed(job: Job, cluster: Cluster, room: float | None) -> Iterator[Candidate]:
+    """Candidates without speeds: the job's microbatch, and recomputation only if nothing surely fits without it."""
+    _, recomputes = _free(job)
+    fabric = Fabric(cluster)
+    for recompute in recomputes:
+        any_fits = False
+        for recipe in legal(job, cluster, Counter(), (job.train.microbatch,), (recompute,)):
+            stack = stack_for(recipe)
+            held = memory(job.architecture, recipe, stack)
+            needs = held.allocated if room is None else held.reserved
+            verdict = None if room is None else judge(needs, room)
+            any_fits |= verdict is None or verdict.sure
+            yield Candidate(
+                recipe, needs, traffic(job.architecture, recipe, fabric, stack).sent, verdict=verdict
+            )
+        if any_fits:
+            return
+
+
+def _idle(recipe: Recipe, layers: int) -> float:
+    """Share of the ranks' time that the schedule leaves idle, counting layers only, backward as two forward passes."""
+    at = recipe.layout
+    return _idle_share(
+        at.schedule, at.pipeline, at.stages_per_rank, recipe.microbatches, at.layer_counts(layers)
+    )
+
+
+@cache
+def _idle_share(
+    schedule: str, ranks: int, per_rank: int, microbatches: int, counts: tuple[int, ...]
+) -> float:
+    if ranks == 1:
+        return 0.0
+    times = [Times(float(n), 2.0 * n) for n in counts]
+    whole = schedule_named(schedule).span(ranks, per_rank, microbatches, times)
+    return 1 - 3.0 * sum(counts) * microbatches / ranks / whole
+
+
+def _no_layout(job: Job, cluster: Cluster) -> Exception:
+    shard = replace(Recipe.of(job), layout=Layout(shard=cluster.gpus), reshard=True, async_tensor=False)
+    why = refusal(job, cluster, shard)
+    said = "" if why is None else f"; with shard {cluster.gpus} alone: {why.message}"
+    hint = "change the batch or the number of nodes" if why is None else why.hint
+    return job.refusal(
+        "parallel", f'parallel = "auto": the rules allow no layout of these {cluster.gpus} ranks{said}', hint
+    )
+
+
+def _no_room(job: Job, cluster: Cluster, tried: int, least: float) -> Exception:
+    written = [k for k in CHOSEN_TOO if job.wrote(f"train.{k}")]
+    hint = "`seatrial plan JOB --fit` lists the smallest clusters that do"
+    if written:
+        hint += f"; or leave {' and '.join(written)} out of [train]: then the planner chooses it too"
+    return job.refusal(
+        "parallel",
+        f'parallel = "auto": none of {tried:,} layouts fits: the smallest needs {units.memory(least)} on a '
+        f"{cluster.gpu.name}, which has {units.memory(capacity(cluster))}",
+        hint,
+    )

@@ -1,0 +1,303 @@
+"""Memory that a model needs, by kind and precision, and the smallest clusters that have it.
+
+"A 70B needs 140 GB" counts its weights, in bf16, once. Training also holds gradients, weights in full precision and two
+moments of each (16 bytes a parameter however a stack splits them), and the working memory of a step: gathered weights,
+activations, logits. Only the first part is divided by more GPUs; the second depends on layout and microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from seatrial.hardware.catalogue import Gpu, gpus
+from seatrial.hardware.networks import Network
+from seatrial.job.architecture import Architecture
+from seatrial.job.job import Job
+from seatrial.job.layout import Layout
+from seatrial.job.numbers import divisors
+from seatrial.job.optimizers import ADAMW, optimizer_named
+from seatrial.plan.cost.calibration import Calibration
+from seatrial.plan.cost.kernels import UnknownSpeedError
+from seatrial.plan.cost.memory import FRAGMENTATION, RUNTIME_BYTES, Memory, memory, rank_memory
+from seatrial.plan.cost.memory_fit import MemoryFit, judge
+from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
+from seatrial.plan.cost.stacks import Stack
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.search.legal import refusal
+from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES
+
+# Bytes of one weight.
+WIDTHS = {"fp32": 4, "bf16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kind of memory. `per_parameter` and `once` (one copy of the whole model) are None where layout decides."""
+
+    name: str
+    per_parameter: float | None
+    once: float | None
+    gpu: float | None  # on the GPU that needs most, at its peak; None without a layout
+    cluster: float | None  # on all GPUs, each at its own peak
+    note: str
+
+
+@dataclass(frozen=True)
+class Account:
+    """Everything that training holds, bytes. `weights` are the parameters alone, by precision."""
+
+    parameters: int
+    weights: tuple[tuple[str, int], ...]
+    lines: tuple[Line, ...]
+    gpus: int | None
+    gpu_bytes: float | None  # with allocator overhead and runtime; what a GPU must have
+    cluster_bytes: float | None
+
+    @property
+    def states(self) -> float:
+        """One copy of weights, gradients and optimizer state."""
+        return sum(line.once for line in self.lines if line.once is not None)
+
+    @property
+    def headline(self) -> str:
+        """The account in one sentence, decimal GB."""
+        bf16 = dict(self.weights)["bf16"]
+        told = (
+            f"{self.parameters / 1e9:.3g}B parameters: {_gb(bf16)} of weights in bf16, "
+            f"{_gb(self.states)} of states to train them ({self.states / self.parameters:g} bytes a parameter)"
+        )
+        if self.cluster_bytes is not None and self.gpus is not None:
+            told += f", {_gb(self.cluster_bytes)} in all on {self.gpus} GPU{'s' if self.gpus > 1 else ''}"
+        return told
+
+
+def account(
+    architecture: Architecture, recipe: Recipe | None = None, *, stack: str | Stack = "seatrial"
+) -> Account:
+    """What a model needs, and with a `recipe` what each kind takes on a GPU and on all of them."""
+    n = architecture.parameters()
+    behaviour = stack_for(recipe, stack) if recipe is not None else stack_for(Recipe(1, 1), stack)
+    optimizer = ADAMW if recipe is None else optimizer_named(recipe.optimizer)
+    ranks = () if recipe is None else _ranks(architecture, recipe, behaviour)
+    most = max(ranks, key=lambda m: m.reserved) if ranks else None
+    each = 0 if recipe is None else recipe.world // recipe.layout.pipeline
+    weight, gradient, state = behaviour.state_bytes
+    # What a stack holds as optimizer state beyond the optimizer's own are weights in full precision.
+    masters = state - optimizer.state_bytes
+
+    def line(name: str, of: Callable[[Memory], float], note: str, width: int | None = None) -> Line:
+        gpu = None if most is None else of(most)
+        cluster = None if most is None else each * sum(map(of, ranks))
+        return Line(name, width, None if width is None else float(width * n), gpu, cluster, note)
+
+    lines = [
+        line("weights", lambda m: m.parameters, _weights_note(weight, masters), weight),
+        line("gradients", lambda m: m.gradients, "kept from backward pass to update", gradient),
+    ]
+    if masters:
+        note = "fp32 copies that the optimizer updates"
+        lines.append(line("master weights", lambda m: m.optimizer * masters / state, note, masters))
+    if own := optimizer.state_bytes:
+        note = "AdamW's two, fp32" if optimizer is ADAMW else f"{', '.join(optimizer.states)}: fp32"
+        lines.append(line("moments", lambda m: m.optimizer * own / state, note, own))
+    if most is not None:
+        lines += [
+            line("gathered weights", lambda m: m.gathered, "whole layers, in the precision of products"),
+            line("whole gradients", lambda m: m.unsharded_gradients, "before they are reduced and cut"),
+            line("activations", lambda m: m.activations, "kept for the backward pass"),
+            line("logits", lambda m: m.logits, "at the loss"),
+            line("stage messages", lambda m: m.messages, "between pipeline stages"),
+            line(
+                "allocator",
+                lambda m: m.allocated * FRAGMENTATION,
+                f"{FRAGMENTATION * 100:g} %, fragmentation",
+            ),
+            line("other streams", lambda m: m.streams, "reserved where nothing else gets it"),
+            line("runtime", lambda m: m.runtime, "CUDA context, libraries, NCCL's buffers"),
+        ]
+    return Account(
+        parameters=n,
+        weights=tuple((name, width * n) for name, width in WIDTHS.items()),
+        lines=tuple(lines),
+        gpus=None if recipe is None else recipe.world,
+        gpu_bytes=None if most is None else most.reserved,
+        cluster_bytes=None if most is None else each * sum(m.reserved for m in ranks),
+    )
+
+
+def _ranks(model: Architecture, recipe: Recipe, stack: Stack) -> tuple[Memory, ...]:
+    """Memory of every pipeline rank; all ranks of a stage need the same."""
+    return tuple(rank_memory(model, recipe, stack, r) for r in range(recipe.layout.pipeline))
+
+
+def _weights_note(width: int, masters: int) -> str:
+    return "16-bit, for the products" if masters else f"{8 * width}-bit: the ones that the optimizer updates"
+
+
+def _gb(n_bytes: float) -> str:
+    """140 GB, 1.16 TB, 980 MB; decimal, as in "a 70B needs 140 GB"."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB")):
+        if n_bytes >= limit * 0.9995:
+            return (
+                f"{n_bytes / limit:,.3g} {unit}"
+                if n_bytes < 999.5 * limit
+                else f"{n_bytes / limit:,.0f} {unit}"
+            )
+    return f"{n_bytes / 1e6:,.3g} MB"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The fewest GPUs of one kind on which a legal layout fits; `recipe` is None if none fits at any size tried.
+
+    The layout is the fastest of those that shard most (see `smallest`) and surely fit, or, if no speed is known, the
+    one that needs least memory; then `prediction` is None and `why_unknown` says why. If none surely fits, it is the
+    one that needs least, `verdict` is tight, and `safe` has the fewest GPUs on which one surely fits.
+    """
+
+    gpu: Gpu
+    nodes: int
+    gpus_per_node: int
+    recipe: Recipe | None
+    needs: float  # bytes a GPU; of the leanest layout tried if none fits (inf: none is legal)
+    room: float  # bytes that a GPU has
+    prediction: Prediction | None
+    why_unknown: str | None
+    safe: Fit | None = None  # also None if none of the sizes tried is large enough
+
+    @property
+    def verdict(self) -> MemoryFit:
+        """`needs` judged against `room`."""
+        return judge(self.needs, self.room)
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+def smallest(
+    job: Job,
+    *,
+    gpus_per_node: int = 8,
+    most_nodes: int = 128,
+    network_of: Callable[[Gpu], Network | None] = lambda _: None,
+    calibration: Calibration | None = None,
+    stack: str | Stack = "seatrial",
+) -> tuple[Fit, ...]:
+    """For every GPU of the catalogue, the fewest GPUs that can train this job: parts of one node, then whole nodes.
+
+    The search varies tensor, pipeline, microbatch, resharding and recomputation, with all of data parallel as one shard
+    group and plain 1F1B: other schedules and replicas need more memory, so if these do not fit, nothing does. Sorted by
+    GPUs, those that fit nowhere last. `network_of` gives the network for a GPU; None leaves speeds unknown.
+    """
+    model = job.architecture
+    waiting = list(gpus())
+    found: list[Fit] = []
+    tight: dict[str, Fit] = {}  # fits, but not surely, by GPU
+    least = math.inf
+    legal = False
+    for nodes, each in _sizes(gpus_per_node, most_nodes):
+        if not waiting:
+            break
+        # States alone, in equal parts: no layout needs less, so sizes that cannot fit are skipped.
+        room = max(capacity(Cluster(gpu, nodes, each)) for gpu in waiting)
+        if _floor(model, nodes * each, stack_for(Recipe.of(job), stack)) > room:
+            continue
+        at = Cluster(waiting[0], nodes, each)
+        tried = [(r, memory(model, r, stack_for(r, stack)).reserved) for r in _lean(job, at)]
+        leanest = min((needs for _, needs in tried), default=math.inf)
+        least, legal = min(least, leanest), legal or bool(tried)
+        for gpu in tuple(waiting):
+            cluster = replace(at, gpu=gpu, network=network_of(gpu))
+            if leanest > capacity(cluster):
+                continue
+            sure = judge(leanest, capacity(cluster)).sure
+            if not sure and gpu.name in tight:
+                continue
+            at_best = _fastest(model, cluster, tried, calibration, stack)
+            if not sure:
+                tight[gpu.name] = at_best
+                continue
+            waiting.remove(gpu)
+            smaller = tight.pop(gpu.name, None)
+            found.append(at_best if smaller is None else replace(smaller, safe=at_best))
+    found += tight.values()
+    found.sort(key=lambda f: (f.gpus, f.gpu.hbm_gb))
+    for gpu in waiting:
+        if gpu.name in tight:
+            continue
+        room = capacity(Cluster(gpu, most_nodes, gpus_per_node))
+        floor = _floor(model, most_nodes * gpus_per_node, stack_for(Recipe.of(job), stack))
+        enough = floor <= room
+        why = f"fits in none of up to {most_nodes} nodes"
+        if enough and not legal:
+            why = f"no layout of these is legal on up to {most_nodes} nodes"
+        found.append(Fit(gpu, most_nodes, gpus_per_node, None, least if enough else floor, room, None, why))
+    return tuple(found)
+
+
+def _sizes(gpus_per_node: int, most_nodes: int) -> Iterator[tuple[int, int]]:
+    """(nodes, GPUs a node): parts of a node, a node, then more of them."""
+    for each in divisors(gpus_per_node):
+        yield 1, each
+    for nodes in range(2, most_nodes + 1):
+        yield nodes, gpus_per_node
+
+
+def _floor(model: Architecture, ranks: int, stack: Stack) -> float:
+    """Least bytes that the average GPU needs: its part of the states, at the end of a step."""
+    per_parameter = sum(stack.state_bytes)
+    return per_parameter * model.parameters() / ranks * (1 + FRAGMENTATION) + RUNTIME_BYTES
+
+
+def _lean(job: Job, cluster: Cluster) -> Iterator[Recipe]:
+    """Legal layouts with one shard group and plain 1F1B; see `smallest`."""
+    base = Recipe.of(job)
+    for tensor in divisors(cluster.gpus_per_node):
+        # More stages than layers are refused; no need to ask for each.
+        for pipeline in divisors(cluster.gpus // tensor, most=job.architecture.num_hidden_layers):
+            layout = Layout(pipeline=pipeline, shard=cluster.gpus // tensor // pipeline, tensor=tensor)
+            for micro in MICROBATCHES:
+                # Under a pipeline the weights stay gathered either way; to reshard would only gather them again.
+                ways = (True, False) if pipeline == 1 else (False,)
+                recipe = replace(base, layout=layout, microbatch=micro, reshard=ways[0])
+                # A job's async_tensor has no effect where tensor is 1, which is no reason to need more GPUs.
+                if refusal(job, cluster, replace(recipe, async_tensor=False)) is not None:
+                    continue
+                for reshard, recompute in product(ways, RECOMPUTES):
+                    yield replace(recipe, reshard=reshard, recompute=recompute)
+
+
+def _fastest(
+    model: Architecture,
+    cluster: Cluster,
+    tried: list[tuple[Recipe, float]],
+    calibration: Calibration | None,
+    stack: str | Stack,
+) -> Fit:
+    room = capacity(cluster)
+    fitting = [(r, needs) for r, needs in tried if judge(needs, room).sure]
+    if not fitting:  # then memory alone decides
+        fitting = [min(tried, key=lambda pair: pair[1])]
+    best: tuple[Recipe, float, Prediction] | None = None
+    # Without a network, layouts that do not need one are not predicted either: others might be faster.
+    alone = cluster.network is None and cluster.nodes > 1
+    why = "the network between the nodes is not known"
+    for recipe, needs in () if alone else fitting:
+        try:
+            at = predict(model, recipe, cluster, stack=stack, calibration=calibration)
+        except UnknownSpeedError as error:
+            why = str(error)
+            break
+        else:
+            if best is None or at.step_s < best[2].step_s:
+                best = recipe, needs, at
+    if best is None:
+        recipe, needs = min(fitting, key=lambda pair: pair[1])
+        return Fit(cluster.gpu, cluster.nodes, cluster.gpus_per_node, recipe, needs, room, None, why)
+    recipe, needs, at = best
+    return Fit(cluster.gpu, cluster.nodes, cluster.gpus_per_node, recipe, needs, room, at, None)

@@ -1,0 +1,27 @@
+"""Check a layout on a cluster against the job file's rules: what our trainer would refuse is never planned."""
+
+from __future__ import annotations
+
+from seatrial.job.finding import Facts, RuleViolation
+from seatrial.job.job import Job
+from seatrial.job.rules_layout import LAYOUT_RULES
+from seatrial.job.schema import ParallelSection
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+
+
+def refusal(job: Job, cluster: Cluster, recipe: Recipe) -> RuleViolation | None:
+    """The first rule that refuses `job` with a recipe's layout and batch on `cluster`, or None.
+
+    The sections are copied without validation: their values already have the right types.
+    """
+    parallel = ParallelSection.model_construct(context=1, expert=1, **recipe.parallel)
+    batches = {"microbatch": recipe.microbatch, "global_batch": recipe.global_batch}
+    train = job.train.model_copy(update=batches)
+    nodes = job.cluster.model_copy(update={"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node})
+    file = job.file.model_copy(update={"parallel": parallel, "train": train, "cluster": nodes})
+    facts = Facts(file, job.architecture, recipe.layout)
+    for rule in LAYOUT_RULES:
+        for finding in rule(facts):
+            return finding
+    return None

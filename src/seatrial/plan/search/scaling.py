@@ -1,0 +1,314 @@
+"""Scaling of a layout from a few nodes to many: tensor and pipeline sizes stay, data parallel grows.
+
+Weak: every replica keeps its microbatches, so the global batch grows with the GPUs. Strong: the global batch stays the
+job's, so every replica has fewer. In both, efficiency is tokens/s/GPU over that of the first point; in strong scaling
+that is the speedup over the ideal one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from seatrial.job.job import Job
+from seatrial.job.numbers import divisors
+from seatrial.plan.cost.calibration import Calibration
+from seatrial.plan.cost.kernels import UnknownSpeedError
+from seatrial.plan.cost.predict import Prediction, capacity, predict
+from seatrial.plan.cost.stacks import Stack
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.search.legal import refusal
+from seatrial.plan.search.search import Found, search
+
+Mode = Literal["weak", "strong"]
+
+# Targets: an efficiency above this at each doubling; a speedup of 12 to 15 from 8 to 128 GPUs, of 16.
+DOUBLING = 0.80
+FROM_GPUS, TO_GPUS, TIMES = 8, 128, (12.0, 15.0)
+# Communication "starts to show" where its share of the step has grown by this much since the first point.
+SHOWS = 0.05
+
+
+@dataclass(frozen=True)
+class Point:
+    """The layout at one size. If it is impossible or unknown, `why_not` says why and the figures are None.
+
+    A layout that does not fit has a recipe, a prediction (its memory says by how much) and a `why_not`, but no figures.
+    """
+
+    nodes: int
+    gpus: int
+    recipe: Recipe | None
+    prediction: Prediction | None
+    why_not: str | None
+    global_batch: int | None  # sequences
+    tokens_per_s: float | None  # of all GPUs
+    efficiency: float | None  # tokens/s/GPU over the first point's
+    doubling: float | None  # over that of the point of half the size
+    speedup: float | None  # tokens/s over the first point's
+    exposed: float | None  # share of the step that is exposed communication
+    costs: str | None  # what grew most since the first point, in words
+
+
+@dataclass(frozen=True)
+class TargetResult:
+    """One target, what is predicted, and whether that meets it; None if unknown."""
+
+    target: str
+    predicted: str
+    met: bool | None
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The points by size, none dropped."""
+
+    mode: Mode
+    points: tuple[Point, ...]
+    grows: str  # which dimension of the layout takes the added GPUs, in words
+    assumes: tuple[str, ...]
+    best: bool = False  # the best layout at each size instead of one layout grown
+
+    @property
+    def name(self) -> str:
+        """The name: weak scaling, strong scaling or best layouts."""
+        return "best layouts" if self.best else f"{self.mode} scaling"
+
+    @property
+    def known(self) -> tuple[Point, ...]:
+        """The points that have figures."""
+        return tuple(p for p in self.points if p.efficiency is not None)
+
+    @property
+    def shows_at(self) -> Point | None:
+        """The first point whose exposed communication is more than `SHOWS` of the step above the first point's."""
+        known = self.known
+        return next((p for p in known[1:] if _of(p.exposed) - _of(known[0].exposed) > SHOWS), None)
+
+    @property
+    def verdicts(self) -> tuple[TargetResult, ...]:
+        """Results against the targets: more than 80 % at each doubling, 12 to 15 times from 8 to 128 GPUs."""
+        return _doublings(self.known), _span(self.points)
+
+
+def scaling(
+    job: Job,
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    mode: Mode,
+    nodes: Sequence[int],
+    calibration: Calibration | None = None,
+    stack: str | Stack = "seatrial",
+) -> Scaling:
+    """Predict `recipe` at each number of `nodes`; the number of nodes of `cluster` itself does not matter.
+
+    ValueError for a number of nodes below 1.
+    """
+    points: list[Point] = []
+    for at in _sizes(cluster, nodes):
+        wanted, why_not = resized(recipe, at.gpus, mode=mode)
+        if wanted is not None and (refused := refusal(job, at, wanted)) is not None:
+            why_not = refused.message
+        found = None
+        if wanted is not None and why_not is None and at.nodes > 1 and cluster.network is None:
+            why_not = "the network between the nodes is not known"
+        if wanted is not None and why_not is None:
+            try:
+                found = predict(job.architecture, wanted, at, stack=stack, calibration=calibration)
+            except UnknownSpeedError as error:
+                why_not = str(error)
+            if found is not None and not found.fits:
+                need, have = found.memory.reserved / 2**30, capacity(at) / 2**30
+                why_not = f"does not fit: {need:.0f} GiB a GPU of {have:.0f}"
+        points.append(_point(at, wanted, found, why_not, points))
+    return Scaling(mode, tuple(points), _grows(recipe, mode), _assumes(cluster, mode))
+
+
+def best_scaling(
+    job: Job,
+    cluster: Cluster,
+    *,
+    nodes: Sequence[int],
+    known: Mapping[int, Found] | None = None,
+    calibration: Calibration | None = None,
+    stack: str | Stack = "seatrial",
+) -> Scaling:
+    """The best layout at each number of `nodes`, with the job's global batch: the cluster's scaling, not a layout's.
+
+    `known`: earlier results by number of nodes. The others are searched, which takes seconds for large ones.
+    ValueError for a number of nodes below 1.
+    """
+    points: list[Point] = []
+    for at in _sizes(cluster, nodes):
+        found, why_not = (known or {}).get(at.nodes), None
+        if at.nodes > 1 and cluster.network is None:
+            found, why_not = None, "the network between the nodes is not known"
+        elif found is None:
+            try:
+                found = search(job, at, calibration=calibration, own=False, stack=stack)
+            except UnknownSpeedError as error:
+                why_not = str(error)
+        best = found.choices[0] if found is not None and found.choices else None
+        if found is not None and best is None:
+            why_not = "no layout is legal"
+            if found.tried:
+                need, have = found.least_bytes / 2**30, capacity(at) / 2**30
+                why_not = f"no layout fits: the leanest needs {need:.0f} GiB a GPU of {have:.0f}"
+        recipe = None if best is None else best.recipe
+        points.append(_point(at, recipe, None if best is None else best.prediction, why_not, points))
+    grows = "the best layout at each size, the global batch stays"
+    return Scaling("strong", tuple(points), grows, _assumes(cluster, "strong"), best=True)
+
+
+def _sizes(cluster: Cluster, nodes: Sequence[int]) -> list[Cluster]:
+    if any(n < 1 for n in nodes):
+        raise ValueError(f"no cluster of {min(nodes)} nodes")
+    return [replace(cluster, nodes=n) for n in sorted(set(nodes))]
+
+
+def resized(recipe: Recipe, gpus: int, *, mode: Mode) -> tuple[Recipe | None, str | None]:
+    """`recipe` with data parallel grown or shrunk to fill `gpus`, or why that is impossible.
+
+    As the trainer does where `shard` is not given, the shard group takes all of data parallel. A recipe with replicas
+    keeps the size of its shard group and changes their number; if that does not divide, it takes the largest smaller
+    shard group that does.
+    """
+    layout = recipe.layout
+    each = layout.tensor * layout.pipeline * recipe.context
+    if gpus % each:
+        size = f"{_model_parallel(recipe)} = {each}"
+        if gpus < each:
+            return None, f"a replica takes {size} GPUs, here are {gpus}"
+        return None, f"{gpus} GPUs are not a multiple of {size}"
+    data = gpus // each
+    shard = data
+    if layout.replicate > 1:
+        shard = max(divisors(data, most=layout.shard))
+    batch = recipe.global_batch
+    if mode == "weak":
+        if batch % layout.data_parallel:
+            return (
+                None,
+                f"global batch {batch} is not divisible by the data-parallel size {layout.data_parallel}",
+            )
+        batch = batch // layout.data_parallel * data
+    layout = replace(layout, shard=shard, replicate=data // shard)
+    return replace(recipe, layout=layout, global_batch=batch), None
+
+
+def exposed(prediction: Prediction) -> float:
+    """Share of the step in which GPUs wait for communication: tensor, context, pipeline and data parallel."""
+    p = prediction.parts
+    return (p.tensor + p.context + p.pipeline + p.data) / p.total
+
+
+def _point(
+    at: Cluster, recipe: Recipe | None, found: Prediction | None, why_not: str | None, before: Sequence[Point]
+) -> Point:
+    batch = None if recipe is None else recipe.global_batch
+    if recipe is None or found is None or why_not is not None:
+        return Point(at.nodes, at.gpus, recipe, found, why_not, batch, None, None, None, None, None, None)
+    known = [p for p in before if p.tokens_per_s is not None]
+    each = found.tokens_per_s_per_gpu
+    first = known[0] if known else None
+    half = next((p for p in known if 2 * p.gpus == at.gpus), None)
+    start = each if first is None else _of(first.tokens_per_s) / first.gpus
+    return Point(
+        nodes=at.nodes,
+        gpus=at.gpus,
+        recipe=recipe,
+        prediction=found,
+        why_not=None,
+        global_batch=batch,
+        tokens_per_s=each * at.gpus,
+        efficiency=each / start,
+        doubling=None if half is None else each * half.gpus / _of(half.tokens_per_s),
+        speedup=1.0 if first is None else each * at.gpus / _of(first.tokens_per_s),
+        exposed=exposed(found),
+        costs=None if first is None or first.prediction is None else _costs(first.prediction, found),
+    )
+
+
+def _costs(first: Prediction, now: Prediction) -> str | None:
+    """The part whose share of the step grew most since the first point; None if none grew by 0.5 percentage points."""
+    grown = [
+        (b.share - a.share, b.name)
+        for a, b in zip(first.waterfall[1:], now.waterfall[1:], strict=True)
+        if b.share - a.share >= 0.005
+    ]
+    if not grown:
+        return None
+    by, name = max(grown)
+    return f"{name} (+{_percent(by)} of the step)"
+
+
+def _doublings(known: Sequence[Point]) -> TargetResult:
+    target = f"above {_percent(DOUBLING)} at each doubling"
+    seen = [p for p in known if p.doubling is not None]
+    if not seen:
+        return TargetResult(target, "no two points of which one is twice the other", None)
+    worst = min(seen, key=lambda p: _of(p.doubling))
+    told = f"worst {_percent(_of(worst.doubling))}, from {worst.gpus // 2} to {worst.gpus} GPUs"
+    return TargetResult(target, told, _of(worst.doubling) > DOUBLING)
+
+
+def _span(points: Sequence[Point]) -> TargetResult:
+    """Speedup from 8 to 128 GPUs against 12 to 15; if the layout does not run on 8, the known span is reported."""
+    low, high = TIMES
+    target = f"{low:g} to {high:g} times from {FROM_GPUS} to {TO_GPUS} GPUs"
+    known = [p for p in points if p.tokens_per_s is not None]
+    end = next((p for p in known if p.gpus == TO_GPUS), None)
+    start = next((p for p in known if p.gpus == FROM_GPUS), None)
+    if end is None:
+        return TargetResult(target, f"{TO_GPUS} GPUs: {_why(points, TO_GPUS)}", None)
+    if start is None:
+        first = known[0]
+        told = f"{FROM_GPUS} GPUs: {_why(points, FROM_GPUS)}"
+        if first.gpus < TO_GPUS:
+            times, ideal = _of(end.tokens_per_s) / _of(first.tokens_per_s), TO_GPUS / first.gpus
+            told += f"; {times:.1f} times from {first.gpus} to {TO_GPUS}, of {ideal:g} ({_percent(times / ideal)})"
+        return TargetResult(target, told, None)
+    times = _of(end.tokens_per_s) / _of(start.tokens_per_s)
+    return TargetResult(target, f"{times:.1f} times", times >= low)
+
+
+def _why(points: Sequence[Point], gpus: int) -> str:
+    at = next((p for p in points if p.gpus == gpus), None)
+    return "not among the sizes asked for" if at is None else (at.why_not or "not known")
+
+
+def _grows(recipe: Recipe, mode: Mode) -> str:
+    batch = "the global batch with them" if mode == "weak" else "the global batch stays"
+    stays = f"{_model_parallel(recipe)} stays"
+    if recipe.layout.replicate > 1:
+        return f"{stays}; replicas of a shard group of {recipe.layout.shard} are added, {batch}"
+    return f"{stays}; the shard group takes all of data parallel, {batch}"
+
+
+def _model_parallel(recipe: Recipe) -> str:
+    sizes = (("TP", recipe.layout.tensor), ("CP", recipe.context), ("PP", recipe.layout.pipeline))
+    return " x ".join(f"{name}{n}" for name, n in sizes if n > 1 or name == "TP")
+
+
+def _assumes(cluster: Cluster, mode: Mode) -> tuple[str, ...]:
+    told: tuple[str, ...] = ()
+    if cluster.network is not None:
+        told += (
+            f"every node has all of {cluster.network.name} at every size: no oversubscription, no other traffic",
+        )
+    told += ("nothing is slower for being one of many: no stragglers, no jitter",)
+    if mode == "weak":
+        told += ("a larger global batch may need other learning rates: tokens/s is not progress",)
+    return told
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def _of(value: float | None) -> float:
+    assert value is not None
+    return value

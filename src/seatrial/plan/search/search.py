@@ -1,0 +1,206 @@
+"""Search all legal layouts of a job on a cluster: the best, runners-up, their limits, and the cost of the user's own.
+
+Legal is what the rules of the job file allow (`job.rules_layout`), so nothing is proposed that our trainer refuses. The
+search varies tensor, pipeline, stages per rank, schedule, replicate, shard, microbatch, recomputation, resharding and
+asynchronous tensor parallel; model, global batch, sequence, precision and compilation are the job's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from seatrial.job.architecture import Architecture
+from seatrial.job.job import Job
+from seatrial.job.layout import Layout
+from seatrial.job.numbers import divisors
+from seatrial.job.schedules import SCHEDULES
+from seatrial.plan.cost.calibration import Calibration
+from seatrial.plan.cost.memory import memory
+from seatrial.plan.cost.overlap import able, copied, cut, overlaps
+from seatrial.plan.cost.predict import Prediction, capacity, predict, stack_for
+from seatrial.plan.cost.stacks import Stack
+from seatrial.plan.model.cluster import Cluster
+from seatrial.plan.model.recipe import Recipe, Recompute
+from seatrial.plan.search.legal import refusal
+
+MICROBATCHES = (1, 2, 4, 8, 16, 32)
+RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+STAGES_PER_RANK = (2, 4)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout, what it is predicted to do, and what limits it."""
+
+    recipe: Recipe
+    prediction: Prediction
+    limit: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """Choices from best to worst, at most one for each pair of tensor and pipeline sizes."""
+
+    choices: tuple[Choice, ...]
+    own: Choice | None  # the job's layout, if it has as many ranks as the cluster has GPUs
+    tried: int  # legal layouts, with asynchronous tensor parallel or without counted once
+    too_large: int  # of them, those that need more memory than there is
+    refused: dict[str, int]  # combinations that a rule refuses, by the key it points at
+    least_bytes: float  # what the leanest of all needs on a GPU
+    sure: tuple[Choice, ...] = ()  # as `choices`, of only the layouts that surely fit
+
+    @property
+    def own_costs(self) -> float | None:
+        """Step time of the job's own layout over that of the best one, minus 1."""
+        if self.own is None or not self.choices:
+            return None
+        return self.own.prediction.step_s / self.choices[0].prediction.step_s - 1
+
+
+def search(
+    job: Job,
+    cluster: Cluster,
+    *,
+    calibration: Calibration | None = None,
+    own: bool = True,
+    stack: str | Stack = "seatrial",
+    microbatches: Sequence[int] = MICROBATCHES,
+    recomputes: Sequence[Recompute] = RECOMPUTES,
+) -> Found:
+    """Search all layouts on the whole cluster. Raises UnknownNetworkError, UnknownSpeedError."""
+    model = job.architecture
+    refused: Counter[str] = Counter()
+    choices: dict[tuple[int, int], Choice] = {}
+    sure: dict[tuple[int, int], Choice] = {}
+    tried = too_large = 0
+    least = float("inf")
+    room = capacity(cluster)
+    # Per pair of sizes: layouts that asynchronous tensor parallel could speed up, with the lower bound of their step.
+    waiting: defaultdict[tuple[int, int], list[tuple[float, Recipe]]] = defaultdict(list)
+
+    def take(recipe: Recipe, found: Prediction) -> None:
+        key = pair(recipe)
+        for kept in (choices, sure) if found.verdict.sure else (choices,):
+            if key not in kept or found.step_s < kept[key].prediction.step_s:
+                kept[key] = Choice(recipe, found, limit(found, room))
+
+    for recipe in legal(job, cluster, refused, microbatches, recomputes):
+        tried += 1
+        needs = memory(model, recipe, stack_for(recipe, stack)).reserved
+        least = min(least, needs)
+        if needs > room:
+            too_large += 1
+            continue
+        found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
+        take(recipe, found)
+        if able(recipe, behaviour := stack_for(recipe, stack)):
+            least_s = _least_step(model, recipe, behaviour, found)
+            waiting[pair(recipe)].append((least_s, recipe))
+    for key, plain in waiting.items():
+        for least_s, recipe in sorted(plain, key=lambda pair: pair[0]):
+            # It needs no less memory: if no layout surely fits without it, none does with it.
+            if least_s >= max(kept[key].prediction.step_s for kept in (choices, sure) if key in kept):
+                break  # no later one can be faster either
+            recipe = replace(recipe, async_tensor=True)
+            if refusal(job, cluster, recipe) is not None:
+                continue
+            found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
+            if found.fits:
+                take(recipe, found)
+    mine = None
+    if own and job.layout.world_size == cluster.gpus:
+        recipe = own_recipe(job, stack)
+        found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
+        mine = Choice(recipe, found, limit(found, room))
+        # It may have a microbatch or a number of stages that is not among those searched.
+        if found.fits:
+            take(recipe, found)
+    return Found(_ranked(choices), mine, tried, too_large, dict(refused), least, _ranked(sure))
+
+
+def pair(recipe: Recipe) -> tuple[int, int]:
+    """Tensor and pipeline size: of each pair the best layout is shown."""
+    return recipe.layout.tensor, recipe.layout.pipeline
+
+
+def _ranked(choices: dict[tuple[int, int], Choice]) -> tuple[Choice, ...]:
+    return tuple(sorted(choices.values(), key=lambda c: c.prediction.step_s))
+
+
+def own_recipe(job: Job, stack: str | Stack = "seatrial") -> Recipe:
+    """The job's own layout on a stack; `async_tensor` is off where the stack cannot do it, whatever the job says."""
+    recipe = Recipe.of(job)
+    return replace(recipe, async_tensor=overlaps(recipe, stack_for(recipe, stack)))
+
+
+def _least_step(model: Architecture, recipe: Recipe, stack: Stack, found: Prediction) -> float:
+    """Lower bound of the step time with asynchronous tensor parallel; `found` is the prediction without it.
+
+    It reduces tensor-parallel communication and copies, and the bubble, which is made of the same passes. At six of a
+    layer's eight collectives, forward and backward, at least one part stays exposed, and what is hidden slows the
+    computation that hides it.
+    """
+    p = found.parts
+    hidden = (1 - stack.contention) * (1 - 6 / 8 / cut(recipe))
+    copies = copied(model, recipe, stack)
+    moved = stack.hidden_forward * model.hidden_size + stack.ffn_forward * model.intermediate_size
+    share = copies / (copies + moved * recipe.tokens / recipe.layout.tensor)
+    again = 2 if recipe.recompute == "full" else 1
+    return found.step_s - hidden * p.tensor - share * again * p.operators - max(hidden, share) * p.bubble
+
+
+def limit(found: Prediction, room: float) -> str:
+    """The largest loss that keeps a layout from the peak, in words."""
+    if found.memory.reserved > room:
+        return "memory: it does not fit"
+    worst = max(found.waterfall[1:], key=lambda s: s.share)
+    return f"{worst.name}: {worst.share:.0%} of the step"
+
+
+def legal(
+    job: Job,
+    cluster: Cluster,
+    refused: Counter[str],
+    microbatches: Sequence[int] = MICROBATCHES,
+    recomputes: Sequence[Recompute] = RECOMPUTES,
+) -> Iterator[Recipe]:
+    """Legal layouts on all of `cluster`, without asynchronous tensor parallel; counts refused ones in `refused`."""
+    base = replace(Recipe.of(job), async_tensor=False)
+    for tensor in divisors(cluster.gpus_per_node):
+        for pipeline in divisors(cluster.gpus // tensor, most=cluster.gpus):
+            for schedule, per_rank in schedules(pipeline):
+                data = cluster.gpus // tensor // pipeline
+                for replicate in divisors(data, most=data):
+                    layout = Layout(pipeline, replicate, data // replicate, tensor, per_rank, schedule)
+                    for micro in microbatches:
+                        yield from _variants(job, cluster, base, layout, micro, refused, recomputes)
+
+
+def schedules(pipeline: int) -> Iterator[tuple[str, int]]:
+    """(schedule, stages a rank): those that can be the best. gpipe keeps more activations than 1f1b and gains nothing."""
+    yield "1f1b", 1
+    if pipeline > 1:
+        for schedule in SCHEDULES.own.values():
+            if schedule.several_stages:
+                yield from ((schedule.name, per_rank) for per_rank in STAGES_PER_RANK)
+
+
+def _variants(
+    job: Job,
+    cluster: Cluster,
+    base: Recipe,
+    layout: Layout,
+    micro: int,
+    refused: Counter[str],
+    recomputes: Sequence[Recompute],
+) -> Iterator[Recipe]:
+    """Each combination of recomputation and resharding that the rules allow."""
+    for reshard in (True, False):
+        recipe = replace(base, layout=layout, microbatch=micro, reshard=reshard)
+        finding = refusal(job, cluster, recipe)
+        if finding is not None:
+            refused[finding.keys[0]] += 1
+            continue
+        yield from (replace(recipe, recompute=recompute) for recompute in recomputes)

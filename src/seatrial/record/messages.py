@@ -1,0 +1,930 @@
+"""Every message between the processes of a run, and how one travels: read this before `control`.
+
+Coordinator and agents, an agent and its ranks, fork server and launcher, two agents that copy a snapshot. They are
+declared here because `control` and `train`, which exchange some of them, never import each other. On a connection a message is the
+JSON object {op: {field: value, ...}}. All processes of a run are of one version, so nothing is optional on the wire but
+a field with a default, and `decode` refuses whatever is not exactly one of the expected messages.
+
+Times are unix seconds where a comment does not say otherwise. Numbers of ranks are those of the layout; `local` is a
+rank's number on its node, from 0. `told` is a mark by which a coordinator records what it is told again only once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar, Literal
+
+from seatrial.record import typed
+from seatrial.record.alive import Beat as Lease
+from seatrial.record.events import Event
+
+# Values that another module has typed: it makes them and reads them.
+SnapshotValues = dict[str, Any]  # checkpoint/memory.py: `Snapshot.summary`, or `to_message` with its index
+HeldValues = dict[str, Any]  # control/snapshots/snapshot_buffers.py: `SnapshotBuffers.held`
+LayoutValues = dict[str, Any]  # job/layout.py: `Layout.as_dict`
+EvidenceValues = dict[str, Any]  # control/hangs/evidence.py: `Evidence.as_dict`
+FailureValues = dict[str, Any]  # launch/base.py: `Failure`, made by control/coordinator/verdicts.py
+ErrorValues = dict[str, Any]  # a rank's error file, as train/worker.py writes it
+
+# Why a rank leaves before the last step, with its state saved: the layout changes, or the machine is preempted.
+Leaving = Literal["yielded", "preempted"]
+Ending = Literal["done", "yielded", "preempted"]  # how a generation ended for a rank
+Why = Literal["preempt", "interrupt", "now"]  # how the user or a scheduler wants the run to end
+
+
+class Message:
+    """What all messages have."""
+
+    op: ClassVar[str]  # its name on the wire, unique in its direction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marked(Message):
+    """A message that may be told to several coordinators; see control/agent/journal.py."""
+
+    told: str | None = None
+
+
+@dataclass(frozen=True)
+class _NamesSnapshot(Message):
+    """The fields of `Snapshot.summary`."""
+
+    rank: int
+    step: int
+    generation: int
+    layout: str
+    bytes: int
+    hash: str
+
+
+# -- coordinator -> agent
+
+
+@dataclass(frozen=True)
+class AgentAddress:
+    """Where the agent of `node` listens."""
+
+    node: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A snapshot that local rank `local` needs, and the agent that has it."""
+
+    local: int
+    snapshot: SnapshotValues
+    source: AgentAddress
+
+
+@dataclass(frozen=True)
+class Start(Message):
+    """Start this node's ranks of a generation, once what they need has been fetched."""
+
+    op = "start"
+    generation: int
+    slot: int  # the node's place in the layout
+    slots: int
+    ranks: list[int]  # by local number
+    world_size: int
+    layout: LayoutValues
+    master_addr: str  # of the process-group store
+    master_port: int
+    in_place: bool  # parked ranks continue in their processes
+    again: bool  # it follows a generation of the same start of the run
+    inputs: dict[str, str]  # file -> digest: what the ranks must read
+    buddy: AgentAddress | None  # the node that gets copies of its snapshots
+    guards: list[int]  # ranks of which it keeps copies
+    fetch: list[Fetch]
+
+
+@dataclass(frozen=True)
+class Idle(Message):
+    """A generation starts without this node."""
+
+    op = "idle"
+    generation: int
+
+
+@dataclass(frozen=True)
+class Stop(Message):
+    """Stop a generation and all older ones; answered by `Stopped`."""
+
+    op = "stop"
+    generation: int
+    grace_s: float  # after it, ranks that have not parked or exited are killed
+    park: bool  # False: they exit
+    kill: list[int] = field(default_factory=list)  # ranks that no longer respond: killed at once
+
+
+@dataclass(frozen=True)
+class Yield(Message):
+    """Save and leave a generation at the end of a step; answered by `Left`."""
+
+    op = "yield"
+    generation: int
+    how: Leaving
+
+
+@dataclass(frozen=True)
+class Distrust(Message):
+    """Snapshots of this generation and older ones after `step` may be corrupt."""
+
+    op = "distrust"
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Forget(Message):
+    """The ranks of this generation went back to `step` without a new one."""
+
+    op = "forget"
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Inspect(Message):
+    """Ask the ranks what they wait for; answered by `Inspected`."""
+
+    op = "inspect"
+    id: int
+    seconds: float  # the time for their answers
+
+
+@dataclass(frozen=True)
+class ResetGpu(Message):
+    """Reset a GPU, then test the node; answered by `Requalified`."""
+
+    op = "reset_gpu"
+    gpu: str | None  # its PCI address; None: all that this node uses
+    cause: str
+
+
+@dataclass(frozen=True)
+class Requalify(Message):
+    """Test the node; answered by `Requalified`."""
+
+    op = "requalify"
+
+
+@dataclass(frozen=True)
+class Drain(Message):
+    """Have the scheduler start nothing more on this host."""
+
+    op = "drain"
+    cause: str
+
+
+@dataclass(frozen=True)
+class Flush(Message):
+    """Write snapshots as parts of a checkpoint; one `Part` answers for each."""
+
+    op = "flush"
+    step: int
+    generation: int  # the one that publishes it
+    snapshots: list[SnapshotValues]  # with "replica": [rank, owns] where it is written for another rank
+    place: str  # URL
+    read_back: bool
+
+
+@dataclass(frozen=True)
+class Settled(Message):
+    """The answer to `Settle`."""
+
+    op = "settled"
+    local: int
+    pid: int
+    count: int
+    errno: int | None  # why the events could not be written to disk; None: they are there
+
+
+@dataclass(frozen=True)
+class Outcome(Message):
+    """The run is over."""
+
+    op = "outcome"
+    exit_code: int
+    term: int
+    failure: FailureValues | None
+
+
+@dataclass(frozen=True)
+class Go(Message):
+    """A node that wanted to leave may go."""
+
+    op = "go"
+
+
+@dataclass(frozen=True)
+class Replaced(Message):
+    """Another agent has joined with this node's number."""
+
+    op = "replaced"
+
+
+@dataclass(frozen=True)
+class BeatReturned(Message):
+    """The answer to `Beat`, which extends the agent's right to run ranks."""
+
+    op = "beat"
+    number: int
+    proof_age_s: float  # when the beat arrived: how old the last proof of the coordinator's own lease was
+
+
+ToAgent = (
+    Start
+    | Idle
+    | Stop
+    | Yield
+    | Distrust
+    | Forget
+    | Inspect
+    | ResetGpu
+    | Requalify
+    | Drain
+    | Flush
+    | Settled
+    | Outcome
+    | Go
+    | Replaced
+    | BeatReturned
+)
+
+
+# -- agent -> coordinator
+
+
+@dataclass(frozen=True)
+class Beat(Message):
+    """The node's ranks as they are now, every `heartbeat_s`; answered by `BeatReturned`."""
+
+    op = "beat"
+    number: int
+    generation: int  # the one that runs here
+    step: int  # the last one that all of them have done, 0: none
+    failed: int  # how many have failed
+
+
+@dataclass(frozen=True)
+class Ready(Message):
+    """Ranks can be started here."""
+
+    op = "ready"
+
+
+@dataclass(frozen=True)
+class Held(Message):
+    """The snapshots in this node's memory."""
+
+    op = "held"
+    snapshots: list[HeldValues]
+
+
+@dataclass(frozen=True)
+class NodeLeaving(Marked):
+    """The agent got a signal: its node leaves."""
+
+    op = "leaving"
+    signal: str  # "SIGTERM"
+    grace_s: float  # until the agent exits in any case
+
+
+@dataclass(frozen=True)
+class Asked(Message):
+    """The launcher wants the run to end."""
+
+    op = "asked"
+    why: Why
+
+
+@dataclass(frozen=True)
+class RankStarted(Message):
+    """A rank has a process."""
+
+    op = "worker_started"
+    generation: int
+    rank: int
+    local: int
+    pid: int | None  # None: its fork server has yet to say
+    in_place: bool  # it is the process of an earlier generation
+
+
+@dataclass(frozen=True)
+class RankParked(Marked):
+    """A rank has lost its peers and waits for the next generation."""
+
+    op = "worker_parked"
+    generation: int
+    rank: int
+    local: int
+    step: int  # the one whose state it has, -1: none
+    message: str
+
+
+@dataclass(frozen=True)
+class RankFinding(Marked):
+    """A rank has found that something is wrong with a step."""
+
+    op = "worker_finding"
+    generation: int
+    rank: int
+    local: int
+    signal: str  # a key of the policy
+    step: int
+    message: str
+    data: dict[str, Any]
+    blamed: list[int]  # ranks
+
+
+@dataclass(frozen=True)
+class RankStopped(Marked):
+    """A rank at work makes no progress, because a signal has stopped its process."""
+
+    op = "worker_stopped"
+    generation: int
+    rank: int
+    local: int
+    message: str
+
+
+@dataclass(frozen=True)
+class RankExited(Marked):
+    """A rank's process has ended."""
+
+    op = "worker_exited"
+    generation: int
+    rank: int
+    local: int
+    pid: int | None  # None: it never existed
+    status: int  # exit code, or minus the number of the signal
+    time: float
+    signalled: float | None  # when its agent first sent it a signal, unix seconds
+    oom_killed: bool | None  # by the kernel; None: unknown
+    ran: bool  # it was at work
+    never_began: bool
+    log: str = ""  # path
+    tail: str = ""  # its last lines
+    error: ErrorValues | None = None
+
+
+@dataclass(frozen=True)
+class ForkServerExited(Marked):
+    """The process that forks a node's ranks has ended, and they with it."""
+
+    op = "fork_server_exited"
+    pid: int
+    status: int  # as of `RankExited`
+    time: float
+    oom_killed: bool | None
+    generation: int = 0  # of its node
+    log: str = ""
+    tail: str = ""
+
+
+@dataclass(frozen=True)
+class HardwareSignal(Marked):
+    """A report of a node's hardware: `Signal` of control/hardware/sources.py."""
+
+    op = "signal"
+    signal: str  # a key of the policy
+    gpu: str | None  # PCI address
+    port: str | None  # "mlx5_0/1"
+    message: str
+    evidence: dict[str, Any]
+    time: float  # monotonic clock
+
+
+@dataclass(frozen=True)
+class Stopped(Marked):
+    """Nothing of a generation that was to stop is at work here."""
+
+    op = "stopped"
+    generation: int
+    parked: int  # ranks
+    offer_port: int  # free for a process-group store
+
+
+@dataclass(frozen=True)
+class Left(Marked):
+    """All ranks of this node have left a generation in order."""
+
+    op = "left"
+    generation: int
+    how: Ending
+    offer_port: int
+
+
+@dataclass(frozen=True)
+class Part(Message):
+    """A rank's part of a checkpoint was written from memory, or could not be."""
+
+    op = "part"
+    rank: int
+    step: int
+    place: str
+    ok: bool
+    message: str
+
+
+@dataclass(frozen=True)
+class Inspected(Message):
+    """What the ranks of a node wait for, by rank."""
+
+    op = "inspected"
+    id: int
+    left: list[int]  # ranks that have finished
+    dumps: dict[str, dict[str, Any]]  # answers: train/supervision/flight.py
+    evidence: dict[str, EvidenceValues]  # of those that did not answer
+
+
+@dataclass(frozen=True)
+class Requalified(Marked):
+    """The result of a node's test."""
+
+    op = "requalified"
+    ok: bool
+    checks: dict[str, Any]
+    message: str
+
+
+@dataclass(frozen=True)
+class ExternalEvent(Marked):
+    """An event outside the run: a GPU was reset, a node drained, a process stopped."""
+
+    op = "external"
+    kind: str  # of the event
+    message: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record(Event, Marked):
+    """An event of another process of this node, to be written to events.jsonl."""
+
+    op = "record"
+
+
+@dataclass(frozen=True)
+class Settle(Marked):
+    """Confirm by `Settled` that everything recorded before it is on disk."""
+
+    op = "settle"
+    local: int
+    pid: int  # of the rank that asks
+    count: int  # of its events so far
+
+
+# Those that control/agent/journal.py keeps, to tell them again to the next coordinator.
+Journalled = (
+    RankParked
+    | RankFinding
+    | RankStopped
+    | RankExited
+    | ForkServerExited
+    | HardwareSignal
+    | Stopped
+    | Left
+    | Requalified
+    | ExternalEvent
+    | Record
+    | Settle
+)
+FromAgent = Beat | Ready | Held | NodeLeaving | Asked | RankStarted | Part | Inspected | Journalled
+
+
+# -- agent -> rank
+
+
+@dataclass(frozen=True)
+class RankSpec(Message):
+    """Run this rank in a generation: what `GenerationSpec` of train/generation.py is made from."""
+
+    op = "generation_spec"
+    generation: int
+    rank: int
+    local_rank: int
+    node: int
+    slot: int  # the node's place in the layout
+    slots: int
+    world_size: int
+    layout: LayoutValues
+    master_addr: str  # of the process-group store
+    master_port: int
+    again: bool  # it follows a generation of the same start of the run
+    inputs: dict[str, str]  # file -> digest: what the rank must read
+    snapshots: list[dict[str, Any]]  # in its memory files: `SnapshotBuffers.entries_for`
+    log: str  # path
+
+
+@dataclass(frozen=True)
+class Abandon(Message):
+    """Leave this generation and older ones at once; answered by `Parked`."""
+
+    op = "abandon"
+    generation: int
+
+
+@dataclass(frozen=True)
+class RankYield(Message):
+    """Save and leave this generation at the end of a step; answered by `Finished`."""
+
+    op = "yield"
+    generation: int
+    how: Leaving
+
+
+@dataclass(frozen=True)
+class RankSettled(Message):
+    """The answer to `RankSettle`. A rank ignores that of the process before it, by `pid`."""
+
+    op = "settled"
+    pid: int
+    count: int
+    errno: int | None  # as of `Settled`
+
+
+@dataclass(frozen=True)
+class AskDump(Message):
+    """Say what you wait for; answered by `Dump`."""
+
+    op = "dump"
+    id: int
+
+
+@dataclass(frozen=True)
+class Exit(Message):
+    """No other generation follows: exit with `code`. The connection is closed then."""
+
+    op = "exit"
+    code: int
+
+
+ToRank = RankSpec | Abandon | RankYield | RankSettled | AskDump | Exit
+
+
+# -- rank -> agent
+
+
+@dataclass(frozen=True)
+class RankHello(Message):
+    """The first message: whose connection this is."""
+
+    op = "hello"
+    pid: int
+    token: str  # from its environment
+
+
+@dataclass(frozen=True)
+class RankBeat(Message):
+    """A step is done."""
+
+    op = "beat"
+    generation: int
+    step: int
+    seconds: float  # it took
+    first: bool  # of this generation
+
+
+@dataclass(frozen=True)
+class Parked(Message):
+    """It has lost its peers, keeps its state, and waits for the next generation."""
+
+    op = "parked"
+    generation: int
+    step: int  # the one whose state it has, -1: none
+    message: str
+
+
+@dataclass(frozen=True)
+class Finished(Message):
+    """It has left its generation in order."""
+
+    op = "finished"
+    generation: int
+    how: Ending
+    step: int
+
+
+@dataclass(frozen=True)
+class Finding(Message):
+    """Something is wrong with a step."""
+
+    op = "finding"
+    generation: int
+    signal: str  # a key of the policy
+    step: int
+    message: str
+    data: dict[str, Any]
+    blamed: list[int]  # ranks
+
+
+@dataclass(frozen=True)
+class RankRecord(Event, Message):
+    """An event, to be written to events.jsonl whatever happens to this process."""
+
+    op = "record"
+
+
+@dataclass(frozen=True)
+class RankSettle(Message):
+    """Confirm by `RankSettled` that everything recorded before it is on disk."""
+
+    op = "settle"
+    pid: int
+    count: int  # of its events so far
+
+
+@dataclass(frozen=True)
+class SnapshotFilled(_NamesSnapshot):
+    """One of its two memory files is complete."""
+
+    op = "snapshot"
+    slot: int  # 0 or 1
+    index: dict[str, Any]
+    seconds: float  # writing took
+
+
+@dataclass(frozen=True)
+class Dump(Message):
+    """What its main thread does: train/supervision/flight.py."""
+
+    op = "dump"
+    id: int
+    generation: int | None
+    step: int
+    time: float
+    flight: list[dict[str, Any]]  # by process group
+    at: dict[str, Any] | None = None
+    python: str = ""  # stacks
+    error: str = ""  # why the rest is not there
+
+
+FromRank = (
+    RankHello | RankBeat | Parked | Finished | Finding | RankRecord | RankSettle | SnapshotFilled | Dump
+)
+
+
+# -- agent -> fork server
+
+
+@dataclass(frozen=True)
+class Fork(Message):
+    """Fork a rank; answered by `Forked`."""
+
+    op = "fork"
+    rank: int
+    log: str  # path
+    env: dict[str, str]  # added to its environment
+    argv: list[str]
+    token: str
+
+
+@dataclass(frozen=True)
+class Ping(Message):
+    """Answered by `Pong`."""
+
+    op = "ping"
+
+
+ToForkServer = Fork | Ping
+
+
+# -- fork server -> agent
+
+
+@dataclass(frozen=True)
+class ForkServerReady(Message):
+    """The worker module is imported."""
+
+    op = "ready"
+
+
+@dataclass(frozen=True)
+class Pong(Message):
+    """It is responsive."""
+
+    op = "pong"
+
+
+@dataclass(frozen=True)
+class Forked(Message):
+    """A rank has a process."""
+
+    op = "forked"
+    rank: int
+    pid: int
+    token: str
+
+
+@dataclass(frozen=True)
+class ForkedExited(Message):
+    """The process of a rank has ended."""
+
+    op = "exited"
+    rank: int
+    pid: int
+    status: int  # as of `RankExited`
+    time: float
+
+
+FromForkServer = ForkServerReady | Pong | Forked | ForkedExited
+
+
+# -- launcher -> agent
+
+
+@dataclass(frozen=True)
+class EndRun(Message):
+    """The run shall end."""
+
+    op = "stop"
+    why: Why
+
+
+@dataclass(frozen=True)
+class LauncherRecord(Event, Marked):
+    """An event, to be passed on to the coordinator: another agent has died."""
+
+    op = "record"
+
+
+@dataclass(frozen=True)
+class LauncherAlive(Message):
+    """A launcher's heartbeat over a network, see control/agent/attendance.py; answered by `AgentAlive`."""
+
+    op = "alive"
+
+
+FromLauncher = EndRun | LauncherRecord | LauncherAlive
+
+
+# -- agent -> launcher
+
+
+@dataclass(frozen=True)
+class AgentStarted(Message):
+    """The first message."""
+
+    op = "agent_started"
+    node: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class AgentAlive(Message):
+    """The agent's heartbeat."""
+
+    op = "alive"
+
+
+@dataclass(frozen=True)
+class RunOver(Message):
+    """The coordinator's `Outcome`."""
+
+    op = "outcome"
+    exit_code: int
+    term: int
+    failure: FailureValues | None
+
+
+@dataclass(frozen=True)
+class Bye(Message):
+    """The last message: nothing of this node is left."""
+
+    op = "bye"
+
+
+ToLauncher = AgentStarted | AgentAlive | RunOver | Bye
+
+
+# -- whoever connects to an agent's port says first what for (the "hello" of control/net/wire.py)
+
+
+@dataclass(frozen=True)
+class AgentJoins(Message):
+    """An agent, to the coordinator: the connection for all messages between the two."""
+
+    op = "agent"
+    term: int
+    node: int
+    address: str  # where the agent listens
+    port: int
+    pid: int
+    incarnation: str  # differs for each agent process with this node number
+    order: str  # sort key for the first assignment of slots
+    leaving: NodeLeaving | None
+    told: str  # the name of its journal
+    ready: bool
+    running: int | None  # the generation of its ranks; None: none is alive
+    left: Left | None
+    offer_port: int
+    held: list[HeldValues]
+
+
+@dataclass(frozen=True)
+class Probe(Message):
+    """Nothing: that somebody listens is the answer. `lease`: that of a new coordinator."""
+
+    op = "probe"
+    lease: Lease | None
+
+
+@dataclass(frozen=True)
+class GivesSnapshot(_NamesSnapshot):
+    """An agent that has a copy for this node: `SnapshotHeader` and the bytes follow."""
+
+    op = "snapshot"
+
+
+@dataclass(frozen=True)
+class WantsSnapshot(_NamesSnapshot):
+    """An agent that lacks a snapshot: it is answered by `SnapshotHeader` and the bytes."""
+
+    op = "fetch"
+
+
+Hello = AgentJoins | Probe | GivesSnapshot | WantsSnapshot
+
+
+# -- agent -> agent, on a connection for one snapshot
+
+
+@dataclass(frozen=True)
+class SnapshotHeader(Message):
+    """From the giver. The snapshot's bytes follow at once; None: it has it no more."""
+
+    op = "snapshot"
+    snapshot: SnapshotValues | None  # with its index
+
+
+FromGiver = SnapshotHeader
+
+
+@dataclass(frozen=True)
+class SnapshotTaken(Message):
+    """From the taker: all bytes have arrived and match the hash."""
+
+    op = "ok"
+
+
+FromTaker = SnapshotTaken
+
+
+# -- to and from the wire
+
+
+def encode(message: Message) -> dict[str, Any]:
+    """As a JSON object, which shares its lists and dicts with `message`."""
+    return {message.op: _values(message)}
+
+
+def decode(values: Mapping[str, Any], among: Any) -> Any:
+    """The opposite of `encode`, for a message of the union `among`. ValueError names the op and every invalid field."""
+    if len(values) != 1:
+        raise ValueError(f"not one message: {values!s:.80}")
+    ((op, content),) = values.items()
+    cls = _by_op(among).get(op)
+    if cls is None:
+        raise ValueError(f"unknown message {op!r:.40}")
+    if type(content) is not dict:
+        raise ValueError(f"{op}: {content!r:.80}")
+    try:
+        return typed.decode(cls, content, exact=True)
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None
+
+
+def _values(thing: Any) -> dict[str, Any]:
+    values, cls = dict(vars(thing)), typing.cast(Any, type(thing))
+    for name in _with_dataclasses(cls):
+        value = values[name]
+        if isinstance(value, list):
+            values[name] = [_values(one) for one in value]
+        elif value is not None:
+            values[name] = _values(value)
+    return values
+
+
+@cache
+def _by_op(among: Any) -> dict[str, type[Message]]:
+    return {cls.op: cls for cls in typing.get_args(among) or (among,)}
+
+
+@cache
+def _with_dataclasses(cls: Any) -> list[str]:
+    """The fields that hold a dataclass, or a list of them."""
+    return [name for name, hint in typing.get_type_hints(cls).items() if _holds_dataclass(hint)]
+
+
+def _holds_dataclass(hint: Any) -> bool:
+    if typing.get_origin(hint) in (list, types.UnionType):
+        return any(_holds_dataclass(argument) for argument in typing.get_args(hint))
+    return dataclasses.is_dataclass(hint)

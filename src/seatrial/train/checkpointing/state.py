@@ -1,0 +1,99 @@
+"""The state of a run as a checkpoint sees it: weights, optimizer, random state and position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seatrial.base.box import Box
+from seatrial.checkpoint.manifest import Progress
+from seatrial.checkpoint.read import CheckpointWeights
+from seatrial.checkpoint.write import Piece
+from seatrial.parallel.build import ParallelModel
+from seatrial.train.optimizer import ShardedOptimizer
+
+UPDATES = "optimizer/updates"  # the optimizer's step count; skipped steps count too
+
+
+def lasting_pieces(model: ParallelModel, optimizer: ShardedOptimizer) -> list[Piece]:
+    """Every tensor of this rank that training changes in place, without copying.
+
+    Includes boxes that other ranks own, with `owner` false. Keys are unique: a second tensor of one name (a tied
+    embedding present in two stages of one rank) gets a key of its own.
+    """
+    seen: dict[str, int] = {}
+
+    def key(kind: str, name: str) -> str:
+        n = seen[f"{kind}/{name}"] = seen.get(f"{kind}/{name}", 0) + 1
+        return f"{kind}/{name}" if n == 1 else f"{kind}/{name}#{n}"
+
+    # The counted copy first, even if another rank owns it: replicas must give their tensors the same keys.
+    weights = sorted((s for s in model.shards if s.box.numel), key=lambda s: not s.counted)
+    moments = sorted(optimizer.state(), key=lambda entry: not entry[1].counted)
+    at = model.mesh.at
+    tensors = [(key("model", s.name), s, s.local) for s in weights]
+    tensors += [(key(kind, s.name), s, values) for kind, s, values in moments]
+    pieces = [
+        Piece(k, values, s.box, s.whole, s.owner, s.counted and (s.holders == 1 or at.tensor == 0))
+        for k, s, values in tensors
+    ]
+    first = (at.pipeline, at.shard, at.tensor) == (0, 0, 0)
+    pieces.append(
+        Piece(UPDATES, updates(optimizer), Box.whole((1,)), (1,), first and at.replicate == 0, first)
+    )
+    return pieces
+
+
+def random_pieces(rank: int, device: torch.device) -> list[Piece]:
+    """Copies of the random state of this process, `rank`."""
+    state = {"rng/cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["rng/cuda"] = torch.cuda.get_rng_state(device)
+    # One tensor per rank: its name must contain the rank, since a key stands for one whole tensor.
+    return [Piece(f"{k}/{rank}", v, Box.whole(v.shape), tuple(v.shape)) for k, v in state.items()]
+
+
+def set_random_state(values: dict[str, Tensor], rank: int, device: torch.device) -> None:
+    """Restore what `random_pieces` returned; a missing key leaves that generator unchanged."""
+    if (cpu := values.get(f"rng/cpu/{rank}")) is not None:
+        torch.set_rng_state(cpu)
+    if (cuda := values.get(f"rng/cuda/{rank}")) is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(cuda, device)
+
+
+def updates(optimizer: ShardedOptimizer) -> Tensor:
+    """The optimizer's own count of its updates, fp32 [1], sharing its memory."""
+    return optimizer.counts()[0].view(1)
+
+
+@torch.no_grad()
+def restore(model: ParallelModel, optimizer: ShardedOptimizer, checkpoint: CheckpointWeights) -> Progress:
+    """Restore weights, optimizer and random state from `checkpoint`, of any layout; returns the position in the run.
+
+    Every byte is checked against its hash while reading. Raises Damaged naming what differs; what was filled stays.
+    """
+    for shard in model.shards:
+        if shard.box.numel:
+            _read(checkpoint, f"model/{shard.name}", shard.box, shard.local)
+    for kind, s, values in optimizer.state():
+        if s.box.numel:
+            _read(checkpoint, f"{kind}/{s.name}", s.box, values)
+    progress = checkpoint.manifest.progress
+    made = progress.step
+    if UPDATES in checkpoint.manifest.tensors:
+        kind, _, name = UPDATES.partition("/")
+        made = int(checkpoint.read_kind(kind, name, Box.whole((1,)), torch.float32))
+    optimizer.set_step(made)
+    rank, device = model.mesh.rank, model.mesh.device
+    keys = (f"rng/cpu/{rank}", f"rng/cuda/{rank}")
+    found = {key: checkpoint.tensor(rank, key) for key in keys}
+    set_random_state({key: values for key, values in found.items() if values is not None}, rank, device)
+    return progress
+
+
+def _read(checkpoint: CheckpointWeights, key: str, box: Box, values: Tensor) -> None:
+    if values.device.type == "cpu":
+        checkpoint.read_into(key, box, values)  # without an intermediate copy
+    else:
+        kind, _, name = key.partition("/")
+        values.copy_(checkpoint.read_kind(kind, name, box, values.dtype))

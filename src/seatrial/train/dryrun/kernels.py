@@ -1,0 +1,78 @@
+"""Stand-ins for CUDA kernels on a machine without a GPU: the tensors they save for backward, and their outputs.
+
+On a CPU torch computes an RMS norm by many small operations, and attention repeats grouped keys and values for every
+query head. On CUDA each is one kernel that saves far less. A dry run for CUDA traces on CPU, and substitutes these
+kernels' shapes for the CPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """CUDA's aten::_fused_rms_norm: saves the input and one fp32 number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x = x.contiguous()
+        rstd = x.new_empty((*x.shape[: x.dim() - weight.dim()], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        grads[0].contiguous()
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    assert weight is not None
+    assert weight.dtype == x.dtype, "CUDA would not take the fused kernel"
+    return _FusedRMSNorm.apply(x, weight)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    # With a bias CUDA has no flash kernel. Which of the others torch picks, and what it saves, depends on the GPU and
+    # on cuDNN, so `plan.cost.dryrun` reports it as unknown; the bias itself is counted where it is created.
+    width = query.shape[-1]
+    if width % 8:  # the kernel wants multiples of 8
+        query, key, value = (F.pad(x, (0, -width % 8)) for x in (query, key, value))
+    return _flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0][..., :width]
+
+
+@contextmanager
+def cuda_kernels() -> Iterator[None]:
+    """Context in which `F.rms_norm` and attention are traced as CUDA's kernels. For fake tensors only.
+
+    Not a TorchFunctionMode: that is disabled during a backward pass, where recomputed layers run.
+    """
+    names = {"rms_norm": _rms_norm, "scaled_dot_product_attention": _attention}
+    originals = {name: getattr(F, name) for name in names}
+    try:
+        for name, kernel in names.items():
+            setattr(F, name, kernel)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(F, name, original)

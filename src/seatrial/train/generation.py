@@ -1,0 +1,432 @@
+"""What a worker does in each generation: join, agree on the state to resume from, train, and keep its state.
+
+A worker that lost its peers holds the state of its last step. It can be given a rank of the next generation and resume
+from there, without reading anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from seatrial.base.errors import InputError, RunFailed, SeatrialError
+from seatrial.checkpoint import memory
+from seatrial.checkpoint.manifest import Damaged
+from seatrial.data.loader import BatchLoader
+from seatrial.data.store import TokenStore
+from seatrial.job import Job
+from seatrial.job.layout import Layout
+from seatrial.job.shapes import at_shape
+from seatrial.parallel.build import ParallelModel
+from seatrial.parallel.mesh import Mesh, build_mesh
+from seatrial.parallel.store import serve_store
+from seatrial.record.folder import RunFolder
+from seatrial.record.inputs import Digests, job_of, read_unchanged
+from seatrial.record.messages import Ending, RankSpec
+from seatrial.record.recent import recent_ledger
+from seatrial.train.checkpointing.places import Places
+from seatrial.train.checkpointing.snapshot import Snapshots, restore_from_memory
+from seatrial.train.loop import Loop
+from seatrial.train.optimizer import ShardedOptimizer
+from seatrial.train.rank import RankEnvironment, build, first_weights, join, load, make_loader, timeout_of
+from seatrial.train.recorder import Known
+from seatrial.train.records import Records, through_agent
+from seatrial.train.recovery.carried import Carried, carry, restore_carried, share_state
+from seatrial.train.recovery.recover import (
+    NEVER,
+    NOTHING,
+    Offer,
+    Source,
+    Unfilled,
+    decide,
+    exchange,
+    from_memory,
+    newest_on_disk,
+    share_from,
+)
+from seatrial.train.recovery.resume import Resume
+from seatrial.train.sample import write_sample
+from seatrial.train.supervision.peers import teardown, wait_for_store
+from seatrial.train.supervision.supervisor_client import SupervisorClient
+
+_LOOK_BACK = 64  # ledger lines among which the last step is found: a rollback writes some steps twice
+
+
+@dataclass(frozen=True)
+class GenerationSpec:
+    """One generation, as the agent describes it to a worker."""
+
+    generation: int
+    place: RankEnvironment
+    layout: Layout
+    snapshots: list[dict[str, Any]]
+    log: Path
+    inputs: Digests  # digests of the job and the plan that this rank must have read
+    again: bool = True  # it follows a generation of the same launch
+
+    @classmethod
+    def from_message(cls, message: RankSpec) -> GenerationSpec:
+        """Parse the agent's message, and set torchrun's environment variables from it."""
+        place = RankEnvironment(
+            rank=message.rank,
+            local_rank=message.local_rank,
+            world_size=message.world_size,
+            node=message.node,
+            device=os.environ["SEATRIAL_DEVICE"],
+        )
+        os.environ.update(
+            RANK=str(place.rank),
+            WORLD_SIZE=str(place.world_size),
+            GROUP_RANK=str(message.slot),
+            GROUP_WORLD_SIZE=str(message.slots),
+            MASTER_ADDR=message.master_addr,
+            MASTER_PORT=str(message.master_port),
+        )
+        return cls(
+            message.generation,
+            place,
+            Layout(**{f.name: message.layout[f.name] for f in fields(Layout)}),
+            message.snapshots,
+            Path(message.log),
+            message.inputs,
+            message.again,
+        )
+
+
+@dataclass
+class _Kept:
+    """What a worker keeps after losing its peers."""
+
+    loop: Loop
+    tensors: Carried
+    layout: Layout
+    rank: int
+
+
+class TrainWorker:
+    """The generations of one process."""
+
+    def __init__(self, folder: RunFolder, supervisor_client: SupervisorClient, inputs: Digests) -> None:
+        """Raises InputError if the job does not match `inputs`."""
+        self.folder = folder
+        self.supervisor_client = supervisor_client
+        self._job: Job = job_of(folder, inputs)
+        fds = os.environ.get("SEATRIAL_SNAPSHOT_FDS")
+        self._fds: tuple[int, int] | None = None
+        if fds:
+            first, second = fds.split(",")
+            self._fds = (int(first), int(second))
+        self._loader: BatchLoader | None = None
+        self._loop: Loop | None = None
+        self._snapshots: Snapshots | None = None
+        self._generation_spec: GenerationSpec | None = None
+        self._kept: _Kept | None = None
+        self.step = 0  # the last step of the last generation that ended normally
+
+    @property
+    def can_park(self) -> bool:
+        """Whether this process may outlive its generation; a CUDA context with broken communicators may not."""
+        return self._generation_spec is not None and self._generation_spec.place.device == "cpu"
+
+    def run(self, generation_spec: GenerationSpec) -> Ending:
+        """Train as `generation_spec` says until the run is done or all ranks exit early. Raises any error."""
+        self._generation_spec = generation_spec
+        job = at_shape(self._job, generation_spec.layout)
+        device = self._join(job, generation_spec)
+        mesh = build_mesh(generation_spec.layout, device, timeout_of(job))
+        records = through_agent(self.supervisor_client, generation_spec.generation, mesh.rank)
+        torch.manual_seed(job.train.seed + mesh.rank)
+        if self._loader is None:
+            plan = json.loads(read_unchanged(self.folder.plan_json, generation_spec.inputs))
+            self._loader = make_loader(job, self.folder, plan)
+            _check_stores(self._loader.stores, plan)
+        loop, source = self._prepare(job, generation_spec, records, mesh, self._loader)
+        self._loop, self._kept = loop, None
+        self._announce(records, generation_spec, source)
+        how = loop.run(source.step + 1)
+        self.step = loop.known.step if loop.known is not None else source.step
+        self._loop = None
+        if self._snapshots is not None:
+            self._snapshots.close()
+            self._snapshots = None
+        dist.barrier()
+        if how == "done":
+            dist.destroy_process_group()
+            if mesh.rank == 0:
+                del loop  # the sample needs the memory
+                write_sample(job, self.folder, records, device)
+        else:
+            del loop, mesh
+            teardown()
+        return how
+
+    def _join(self, job: Job, generation_spec: GenerationSpec) -> torch.device:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = timeout_of(job)
+        if generation_spec.place.rank > 0:
+            timeout_s = timeout.total_seconds()
+            wait_for_store(address, port, timeout_s=timeout_s, stop=lambda: self.supervisor_client.abandoned)
+            store = TCPStore(address, port, None, is_master=False, timeout=timeout)
+            return join(generation_spec.place, timeout, store)
+        try:
+            store = serve_store(address, port, timeout)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and job.cluster.port is None:
+                # The port was free a moment ago and was not chosen by the user; the next generation takes another.
+                raise ConnectionError(f"the store's port was taken by another process: {error}") from error
+            raise InputError(
+                f"rank 0 cannot listen on port {port} of {address}: {error.strerror}",
+                hint="leave cluster.port out, and a free port is taken",
+            ) from error
+        return join(generation_spec.place, timeout, store)
+
+    def keep(self) -> int:
+        """After losing peers: keep this rank's state and leave all groups; the last finished step, or -1."""
+        loop, generation_spec = self._loop, self._generation_spec
+        self._loop = None
+        if self._snapshots is not None:
+            self._snapshots.close()
+            self._snapshots = None
+        if loop is not None and generation_spec is not None and loop.applied is not None:
+            tensors = carry(loop.model, loop.optimizer)
+            self._kept = _Kept(loop, tensors, generation_spec.layout, generation_spec.place.rank)
+        del loop
+        teardown()
+        kept = self._kept
+        return NOTHING if kept is None or kept.loop.applied is None else kept.loop.applied
+
+    # -- the start of a generation
+
+    def _prepare(
+        self, job: Job, generation_spec: GenerationSpec, records: Records, mesh: Mesh, loader: BatchLoader
+    ) -> tuple[Loop, Source]:
+        kept = self._kept
+        if kept is not None and (kept.layout, kept.rank) != (
+            generation_spec.layout,
+            generation_spec.place.rank,
+        ):
+            kept = self._kept = None
+        offers = exchange(mesh, self._offer(generation_spec, kept))
+        nearest = decide(offers, generation_spec.layout, 0)
+        newest = newest_on_disk(
+            mesh, nearest, Places(job, self.folder).look, partial(_unseen, records, nearest)
+        )
+        source = decide(offers, generation_spec.layout, newest)
+        if source.kind not in ("disk", "fresh"):
+            return self._from_processes_or_memory(
+                job, generation_spec, records, mesh, loader, kept, offers, source
+            ), source
+        resume = Resume(job, self.folder, records, mesh)
+        # If the newest checkpoint is damaged and only an older one remains, the state in memory may be newer.
+        found = load(
+            job,
+            mesh,
+            resume,
+            loader,
+            lambda step: decide(offers, generation_spec.layout, step).kind == "disk",
+        )
+        source = decide(offers, generation_spec.layout, resume.step)
+        if found is not None:
+            model, optimizer, _ = found
+        elif source.kind != "fresh":
+            return self._from_processes_or_memory(
+                job, generation_spec, records, mesh, loader, kept, offers, source
+            ), source
+        else:
+            resume.refuse_fresh_start()
+            model, optimizer = build(job, mesh, first_weights(job))
+        return self._make_loop(job, generation_spec, records, model, optimizer, loader, source), source
+
+    def _offer(self, generation_spec: GenerationSpec, kept: _Kept | None) -> Offer:
+        moments = [NEVER, NEVER]
+        if self._fds is not None:
+            for entry in memory.verified(self._fds, generation_spec.snapshots):
+                moments[entry["slot"]] = (entry["generation"], entry["step"])
+        held = (moments[0], moments[1])
+        if kept is None or kept.loop.applied is None:
+            return Offer(memory=held)
+        ready = kept.loop.ready
+        return Offer(kept.loop.applied, NOTHING if ready is None else ready, held)
+
+    def _from_processes_or_memory(
+        self,
+        job: Job,
+        generation_spec: GenerationSpec,
+        records: Records,
+        mesh: Mesh,
+        loader: BatchLoader,
+        kept: _Kept | None,
+        offers: list[Offer],
+        source: Source,
+    ) -> Loop:
+        if mesh.rank == 0:
+            cleaning = partial(_remove_leftovers, Places(job, self.folder), generation_spec.generation)
+            threading.Thread(target=cleaning, name="leftovers", daemon=True).start()
+        model, optimizer = build(job, mesh, Unfilled())
+        loop = self._make_loop(job, generation_spec, records, model, optimizer, loader, source)
+        if source.kind == "memory":
+            assert self._fds is not None
+            wanted = (source.generation, source.step)
+            entry = next(e for e in generation_spec.snapshots if (e["generation"], e["step"]) == wanted)
+            try:
+                restore_from_memory(self._fds[entry["slot"]], entry, model, optimizer, checked=True)
+            except Damaged as error:  # changed between two reads of the same memory
+                raise RunFailed(f"the snapshot of step {source.step} has changed: {error.message}") from None
+            return loop
+        self._finish_step(mesh, loop, kept, offers, source.step)
+        root = source.root(offers, generation_spec.layout, mesh.rank)
+        if root is None:
+            assert kept is not None
+            restore_carried(kept.tensors, model, optimizer)
+        if source.kind == "replica" and mesh.replicate is not None:
+            replicas = dist.get_process_group_ranks(mesh.replicate)
+            givers = {source.root(offers, generation_spec.layout, r) for r in replicas}
+            for giver in givers - {None}:  # at most one: all take it from the first live replica
+                assert giver is not None
+                share_state(model, optimizer, mesh.replicate, replicas.index(giver))
+        self._record(mesh, loop, kept, offers, source.step)
+        return loop
+
+    def _finish_step(
+        self, mesh: Mesh, loop: Loop, kept: _Kept | None, offers: list[Offer], step: int
+    ) -> None:
+        """Apply the update of `step` in ranks that had its gradients but did not receive the summed vector."""
+        behind = [r for r, o in enumerate(offers) if o.applied == step - 1 and o.ready == step]
+        if not behind:
+            return
+        known = Known.from_row(self._share_known(mesh, loop, kept, offers, step))
+        if mesh.rank not in behind:
+            return
+        assert kept is not None
+        assert known.step == step, f"the sum of step {known.step} is no sum of step {step}"
+        if known.skipped:  # the others skipped it, perhaps because of this rank's gradients
+            kept.loop.optimizer.set_step(step)
+            kept.loop.applied, kept.loop.ready = step, None
+        else:
+            kept.loop.apply_ready(known.norm_squared)
+        kept.loop.known = known  # if this generation fails too, this rank may have to supply it
+
+    def _record(self, mesh: Mesh, loop: Loop, kept: _Kept | None, offers: list[Offer], step: int) -> None:
+        """Write the last step's record if the rank that writes it died before it could."""
+        row = self._share_known(mesh, loop, kept, offers, step)
+        if mesh.rank == 0 and step > 0:
+            loop.record_known(row, step)
+
+    def _share_known(
+        self, mesh: Mesh, loop: Loop, kept: _Kept | None, offers: list[Offer], step: int
+    ) -> list[float]:
+        """Send the row of a rank that has applied `step` to every rank; all call it."""
+        knows = next(r for r, o in enumerate(offers) if o.applied == step)
+        known = kept.loop.known if kept is not None else None
+        own = known.as_row() if known is not None and mesh.rank == knows else [0.0] * loop.known_width
+        return share_from(mesh, knows, own)
+
+    def _make_loop(
+        self,
+        job: Job,
+        generation_spec: GenerationSpec,
+        records: Records,
+        model: ParallelModel,
+        optimizer: ShardedOptimizer,
+        loader: BatchLoader,
+        source: Source,
+    ) -> Loop:
+        every = job.resilience.snapshot_every_steps
+        if self._fds is not None and job.resilience.copies:
+            self._snapshots = Snapshots(
+                self._fds,
+                model,
+                optimizer,
+                records=records,
+                every=every,
+                tell=self.supervisor_client.tell,
+                # Later snapshots belong to an abandoned trajectory: no rank may roll back to them.
+                held=[entry for entry in generation_spec.snapshots if entry["step"] <= source.step],
+            )
+        return Loop(
+            job,
+            self.folder,
+            records,
+            model,
+            optimizer,
+            loader,
+            supervisor=self.supervisor_client,
+            snapshots=self._snapshots,
+            rollback=partial(self._roll_back, model, optimizer) if self._snapshots is not None else None,
+        )
+
+    def _roll_back(self, model: ParallelModel, optimizer: ShardedOptimizer) -> int | None:
+        """Restore the newest snapshot that all ranks have, within a generation; its step, or None without one."""
+        assert self._snapshots is not None
+        assert self._fds is not None
+        entries = memory.verified(self._fds, self._snapshots.settle())
+        moments = [NEVER, NEVER]
+        for entry in entries:
+            moments[entry["slot"]] = (entry["generation"], entry["step"])
+        source = from_memory(exchange(model.mesh, Offer(memory=(moments[0], moments[1]))))
+        if source is None:
+            return None
+        wanted = (source.generation, source.step)
+        found = next(e for e in entries if (e["generation"], e["step"]) == wanted)
+        self._snapshots.forget_after(source.step)
+        return restore_from_memory(self._fds[found["slot"]], found, model, optimizer, checked=True)
+
+    def _announce(self, records: Records, generation_spec: GenerationSpec, source: Source) -> None:
+        """Record for the user where training resumes after a failure, or with another layout."""
+        if records.rank != 0:
+            return
+        if generation_spec.again:
+            done = max((r.step for r in recent_ledger(self.folder, _LOOK_BACK)), default=0)
+            records.event(
+                "recovered",
+                f"going on after step {source.step} ({_WORDS[source.kind]}), "
+                f"{max(0, done - source.step)} steps to be done again",
+                data={"step": source.step, "source": source.kind, "redone": max(0, done - source.step)},
+            )
+        records.settle()  # without it the ledger's lines would contradict the events
+
+
+def _unseen(records: Records, source: Source, problem: str) -> None:
+    message = (
+        f"what checkpoints there are is not known ({problem}): going on after step {source.step} from memory"
+    )
+    records.event("checkpoints_unseen", message, severity="warning", data={"step": source.step})
+
+
+def _check_stores(stores: Sequence[TokenStore], plan: Mapping[str, Any]) -> None:
+    """Raise InputError if a store is not the one that the launch started with."""
+    for store, digest in zip(stores, plan["data"]["digests"], strict=True):
+        if store.digest != digest:
+            raise InputError(
+                f"{store.place} was made anew while the run was under way: it holds other data",
+                hint="put the old store back; or stop the run, and start another one on the new data",
+            )
+
+
+def _remove_leftovers(places: Places, generation: int) -> None:
+    """Remove the partial files of earlier generations' saves, each as large as a checkpoint, while training runs."""
+    with contextlib.suppress(
+        OSError, SeatrialError
+    ):  # a start that reads the checkpoints will report the error
+        places.remove_leftovers(before=generation)
+
+
+_WORDS = {
+    "carried": "all ranks still had it",
+    "replica": "from a living replica",
+    "memory": "from the snapshots in memory",
+    "disk": "from a checkpoint",
+    "fresh": "from the beginning: nothing was left of it",
+}

@@ -1,0 +1,57 @@
+"""Signs of life between an agent and its launcher on another machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from seatrial.base.lines import Channel
+from seatrial.control.agent import attendance
+from seatrial.control.agent.attendance import SIGN_S, SILENT_S, Attendance
+from seatrial.record import messages as msg
+
+SIGN = msg.encode(msg.LauncherAlive())
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    clock = [1000.0]
+    monkeypatch.setattr(attendance.time, "monotonic", lambda: clock[0])
+    return clock
+
+
+def test_a_silent_launcher_is_gone_if_it_ever_gave_a_sign(now: list[float]) -> None:
+    launcher, theirs = Channel.pair()
+    agent = Attendance(theirs)
+    now[0] += 10 * SILENT_S
+    assert agent.tick(), "a launcher on the same machine gives no signs"
+    assert agent.deadline is None
+    launcher.send(SIGN)
+    launcher.send(msg.encode(msg.EndRun("now")))
+    assert agent.receive() == [msg.EndRun("now")]
+    for _ in range(3):
+        assert agent.tick()
+        now[0] += SIGN_S / 2
+    assert launcher.receive() == [msg.encode(msg.AgentAlive())] * 2, "every SIGN_S"
+    now[0] += SILENT_S
+    assert not agent.tick()
+    launcher.send(SIGN)
+    agent.receive()
+    assert agent.tick()
+    launcher.close()
+    agent.receive()
+    assert agent.closed
+    agent.tell(msg.Bye())
+    theirs.close()
+
+
+@pytest.mark.parametrize("line", ['{"stop": "now"}', '{"stop": {"why": "later"}}', "no JSON"])
+def test_a_launcher_that_talks_nonsense_is_gone(line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    launcher, theirs = Channel.pair()
+    agent = Attendance(theirs)
+    launcher.send(msg.encode(msg.EndRun("preempt")))
+    launcher._socket.sendall(line.encode() + b"\n")
+    agent.receive()
+    assert agent.closed
+    assert "protocol error from the launcher: " in capfd.readouterr().err
+    launcher.close()
+    theirs.close()
