@@ -59,6 +59,8 @@ keep = 2
 """
 
 TIMEOUT_S = 60.0
+# A launcher waits while its console takes nothing, and a test that waits for something else reads nothing.
+CONSOLE_BYTES = 1 << 20
 _MARK = "SEATRIAL_TEST_RUN"
 
 
@@ -74,6 +76,7 @@ class Run:
             env={**os.environ, _MARK: self.mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pipesize=CONSOLE_BYTES,
             text=True,
         )
 

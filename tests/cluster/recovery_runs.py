@@ -18,7 +18,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from conftest import _MARK, JOB, TIMEOUT_S, Run, write_corpus
+from conftest import _MARK, CONSOLE_BYTES, JOB, TIMEOUT_S, Run, write_corpus
 
 HERE = Path(__file__).parent
 STEPS = 16
@@ -52,6 +52,7 @@ class Trial(Run):
             env={**os.environ, _MARK: self.mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pipesize=CONSOLE_BYTES,
             text=True,
         )
 

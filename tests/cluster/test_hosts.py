@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from conftest import JOB, records, write_corpus
+from conftest import CONSOLE_BYTES, JOB, records, write_corpus
 from seatrial.launch.netns import Hosts, Unavailable
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
@@ -32,6 +32,7 @@ class HostsRun:
             cwd=folder,
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pipesize=CONSOLE_BYTES,
         )
         self.lines: list[str] = []
         self._rest = b""
