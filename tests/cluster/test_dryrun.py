@@ -56,13 +56,30 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "documents": {"layout": {"tensor": 2, "pipeline": 2}, "precision": "fp32", "documents": True},
 }
 CASES = {name: {"name": name, "tied": False, **case} for name, case in LAYOUTS.items()}
+# Everything that these say by themselves is also part of one of the others.
+_LONG = (
+    "one-bf16",
+    "tp2",
+    "tp2-async",
+    "fsdp2",
+    "pp2",
+    "pp2-gpipe",
+    "tp2-pp2-fsdp2",
+    "tp2-pp2-fsdp2-recompute",
+    "zero-bubble",
+)
+each_case = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in _LONG else ()) for name in CASES]
+)
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every case, run once."""
+def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case that a selected test reads, run once."""
     folder = tmp_path_factory.mktemp("dryrun")
-    done = run_cases(list(CASES.values()), folder, timeout_s=900, script="dryrun_ranks.py")
+    wanted = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+    cases = [case for name, case in CASES.items() if wanted & {name, name.removesuffix("-async")}]
+    done = run_cases(cases, folder, timeout_s=900, script="dryrun_ranks.py")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
@@ -77,7 +94,7 @@ def _peak(traced: dict[str, Any]) -> int:
     return max(sum(kinds.values()) for kinds in traced["peaks"].values())
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case
 def test_parameters_gradients_and_optimizer_state_are_exact(name: str, out: Path) -> None:
     job = job_of(CASES[name])
     for rank, (real, dry) in enumerate(_both(out, name)):
@@ -89,7 +106,7 @@ def test_parameters_gradients_and_optimizer_state_are_exact(name: str, out: Path
         assert real["state"] == 2 * real["held"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case
 def test_collectives_are_exact(name: str, out: Path) -> None:
     """Against the calls of a real step, seen by the same eyes and by others."""
     for real, dry in _both(out, name):
@@ -106,7 +123,7 @@ def test_collectives_are_exact(name: str, out: Path) -> None:
         assert sorted([*key, calls] for key, calls in messages.items()) == real["messages"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case
 def test_collectives_are_those_derived_by_hand(name: str, out: Path) -> None:
     job = job_of(CASES[name])
     for rank, (_, dry) in enumerate(_both(out, name)):
@@ -118,13 +135,19 @@ def test_collectives_are_those_derived_by_hand(name: str, out: Path) -> None:
         assert {key: (counted[key], payload[key]) for key in counted} == derived(job, rank, "cpu")
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case
 def test_flops_are_exact(name: str, out: Path) -> None:
     for real, dry in _both(out, name):
         assert dry["flops"] == real["flops"]
 
 
-@pytest.mark.parametrize("name", ["tp2", "tp2-pp2-fsdp2-recompute", "zero-bubble-tp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("tp2", "tp2-pp2-fsdp2-recompute")),
+        "zero-bubble-tp2",
+    ],
+)
 def test_async_tensor_parallel_has_the_same_flops_and_traffic(name: str, out: Path) -> None:
     """Nothing twice, where a layer is recomputed or where a schedule comes for the weights' gradients later."""
     told = []
@@ -138,7 +161,7 @@ def test_async_tensor_parallel_has_the_same_flops_and_traffic(name: str, out: Pa
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case
 def test_memory_is_that_of_a_real_step(name: str, out: Path) -> None:
     """Live bytes as torch allocates them, to the byte where nobody communicates.
 
@@ -152,7 +175,7 @@ def test_memory_is_that_of_a_real_step(name: str, out: Path) -> None:
         assert _peak(dry) <= _peak(real) <= 1.05 * _peak(dry)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case
 def test_the_first_step_is_like_the_second(name: str, out: Path) -> None:
     """So one traced step is enough."""
     told = json.loads((out / f"{name}.dry.json").read_text())
