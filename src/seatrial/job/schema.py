@@ -22,6 +22,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from seatrial.base.errors import InputError
 from seatrial.base.registry import Registry
 from seatrial.job.callbacks import CALLBACKS
+from seatrial.job.families import FAMILIES
 from seatrial.job.optimizers import ADAMW, OPTIMIZERS
 from seatrial.job.schedules import SCHEDULES
 from seatrial.job.schema_base import Section, Text
@@ -113,7 +114,7 @@ class ModelSection(Section):
         default=None,
         description="folder with a Hugging Face checkpoint to start from; without it the weights are random",
     )
-    family: Literal["qwen2", "llama", "qwen3"] | None = None
+    family: Annotated[str, NameIn(FAMILIES)] | None = None
     vocab_size: Size | None = None
     hidden_size: Size | None = None
     intermediate_size: Size | None = None
