@@ -253,6 +253,13 @@ def test_a_callback_by_another_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("examples")
+def test_a_misspelt_metric(capsys: pytest.CaptureFixture[str]) -> None:
+    assert validate('train.metrics=["perplexity"]') == 0
+    assert validate('train.metrics=["perplexty"]') == 2
+    assert 'train.metrics[0]: expected "perplexity", found the string' in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("examples")
 def test_a_misspelt_callback(capsys: pytest.CaptureFixture[str]) -> None:
     assert validate('train.callbacks=["losses"]') == 0
     assert validate('train.callbacks=["loses"]') == 2
