@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from installed import install, install_examples
 from seatrial.base.box import Box
 from seatrial.base.errors import InputError
 from seatrial.cli.main import main
+from seatrial.job.huggingface import architecture_from_config, config_from_architecture
 from seatrial.job.loading import job_from_text, load_job
 from seatrial.job.optimizers import OPTIMIZERS, Optimizer, optimizer_named
 from seatrial.job.schedules import schedule_named
@@ -26,6 +28,12 @@ from seatrial.plan.search.fit import account
 from seatrial.train.optimizer import build_optimizer
 
 ADAM, MOMENTUM = "optimizer.name=adamw", "optimizer.name=momentum"
+EXPLICIT = """family = "mistral"
+vocab_size = 264
+hidden_size = 64
+intermediate_size = 96
+num_hidden_layers = 2
+num_attention_heads = 4"""
 LAYERS = ["parallel.stages_per_rank=2", "parallel.reshard_after_forward=false"]
 
 
@@ -48,6 +56,13 @@ def write(key: str, value: str) -> None:
         for line in path.read_text().splitlines()
     ]
     path.write_text("\n".join(lines))
+
+
+def model_from(config: str) -> None:
+    """Let the job file take its model from a config.json."""
+    Path("config.json").write_text(config)
+    path = Path("first-voyage.toml")
+    path.write_text(path.read_text().replace('preset = "qwen2.5-tiny"', 'hf = "config.json"'))
 
 
 @pytest.fixture
@@ -149,6 +164,62 @@ class TestOptimizer:
             OPTIMIZERS.imported("momentum", "seatrial_examples:No")
 
 
+@pytest.mark.usefixtures("examples")
+class TestFamily:
+    def test_a_job_names_it_and_it_brings_its_switches_and_defaults(self) -> None:
+        sizes = [f"model.{n}=64" for n in ("hidden_size", "intermediate_size", "max_position_embeddings")]
+        job = load_job(
+            Path("first-voyage.toml"), ["model.family=mistral", *sizes, "train.sequence_length=64"]
+        )
+        a = job.architecture
+        assert (a.family, a.qkv_bias, a.qk_norm, a.tie_word_embeddings) == ("mistral", False, False, True)
+        again = job_from_text(job.to_toml(), name="job.toml", base_folder=Path.cwd())
+        assert again.architecture == a
+
+        text = Path("first-voyage.toml").read_text().replace('preset = "qwen2.5-tiny"', EXPLICIT)
+        a = job_from_text(text, name="job.toml", base_folder=Path.cwd()).architecture
+        assert (a.family, a.rms_norm_eps, a.rope_theta, a.qkv_bias) == ("mistral", 1e-5, 1e6, False)
+
+    def test_the_rules_and_the_planner_ask_it(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert validate("model.family=mistral", "model.qkv_bias=true") == 2
+        said = capsys.readouterr().err
+        assert 'qkv_bias = true with family "mistral"' in said
+        assert 'hint: remove qkv_bias, or set family = "qwen2"' in said
+        assert main(["plan", "first-voyage.toml", "--set", "model.family=mistral"]) == 0
+        assert "mistral, " in capsys.readouterr().out
+
+    def test_a_config_json_whose_window_is_on_is_refused(self) -> None:
+        a = load_job(Path("first-voyage.toml"), ["model.family=mistral"]).architecture
+        config = config_from_architecture(a)
+        assert (config["architectures"], config["model_type"]) == (["MistralForCausalLM"], "mistral")
+        assert architecture_from_config(config) == a
+        del config["sliding_window"]
+        with pytest.raises(InputError, match="sliding_window = 4096 is used"):
+            architecture_from_config(config)
+
+    def test_another_name_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert validate("model.family=mistrall") == 2
+        said = capsys.readouterr().err
+        assert 'expected "qwen2", "llama", "qwen3", "exaone" or "mistral"' in said
+        assert 'hint: did you mean "mistral"?' in said
+        model_from('{"model_type": "mixtral"}')
+        assert validate() == 2
+        assert "supported are qwen2, llama, qwen3, exaone, mistral: dense decoders" in capsys.readouterr().err
+
+
+def test_a_family_whose_package_is_gone_or_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = replace(load_job(Path("first-voyage.toml"), []).architecture, family="gone")
+    with pytest.raises(InputError, match='there is no model family "gone"'):
+        config_from_architecture(a)
+    install({"seatrial.model_families": {"torn": "not_there:TORN"}}, tmp_path / "broken", monkeypatch)
+    model_from('{"model_type": "torn"}')
+    assert validate() == 2
+    said = capsys.readouterr().err
+    assert 'config.json: the model family "torn" of not_there:TORN cannot be imported' in said
+
+
 def test_an_optimizer_cannot_take_a_name_of_checkpoints() -> None:
     with pytest.raises(ValueError, match="cannot be named model"):
         Optimizer("odd", ("velocity", "model"), "odd:Odd")
@@ -179,6 +250,13 @@ def test_a_callback_by_another_name(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert 'error: train.callbacks[0]: there is no callback "losses"' in said
     assert "hint: no installed package adds one" in said
+
+
+@pytest.mark.usefixtures("examples")
+def test_a_misspelt_metric(capsys: pytest.CaptureFixture[str]) -> None:
+    assert validate('train.metrics=["perplexity"]') == 0
+    assert validate('train.metrics=["perplexty"]') == 2
+    assert 'train.metrics[0]: expected "perplexity", found the string' in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("examples")

@@ -1,4 +1,4 @@
-"""Named entries of one kind (launchers, schedules, optimizers): built in, or added by other packages as entry points."""
+"""Named entries of one kind (launchers, schedules, optimizers, model families): built in, or added by other packages as entry points."""
 
 from __future__ import annotations
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
-
-Family = Literal["qwen2", "llama", "qwen3"]
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,11 +22,11 @@ class RopeScaling:
 class Architecture:
     """One decoder-only transformer. Names follow Hugging Face's config.json.
 
-    `family` says which published model it is, and so how config.json is written. Differences between families
-    are separate fields, so that the decoder reads fields, never the family.
+    `family` names an entry of `job/families.py`, which says how Hugging Face files are written. Differences between
+    families are separate fields, so that the decoder reads fields, never the family.
     """
 
-    family: Family
+    family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -40,8 +38,8 @@ class Architecture:
     rope_theta: float
     rms_norm_eps: float
     tie_word_embeddings: bool
-    qkv_bias: bool  # Qwen2: q, k and v projections have a bias
-    qk_norm: bool  # Qwen3: RMSNorm over head_dim of each query and key head
+    qkv_bias: bool  # q, k and v projections have a bias
+    qk_norm: bool  # RMSNorm over head_dim of each query and key head
     rope_scaling: RopeScaling | None = None
     initializer_range: float = 0.02
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import parse_json, read_text
-from seatrial.job.architecture import Architecture, Family, RopeScaling
+from seatrial.job.architecture import Architecture, RopeScaling
+from seatrial.job.families import FAMILIES, ModelFamily, family_named
 
-_FAMILIES: dict[str, Family] = {"qwen2": "qwen2", "llama": "llama", "qwen3": "qwen3"}
-_CLASSES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -57,41 +57,49 @@ def architecture_from_config(config: dict[str, Any], *, file: str = "config.json
     reasons where the model is one that the decoder does not compute.
     """
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES.names():
         raise InputError(
             Diagnostic(
                 f'model_type "{kind}" is not supported' if kind else "config.json has no model_type",
                 file,
-                hint=f"supported are {', '.join(_FAMILIES)}: dense decoders; no mixture of experts, no image input",
+                hint=f"supported are {', '.join(FAMILIES.names())}: dense decoders; no mixture of experts, no image input",
             )
         )
+    try:
+        family = family_named(kind)
+    except InputError as error:  # its package is broken
+        raise InputError([replace(d, file=file) for d in error.diagnostics]) from error
+    config = {**family.config_defaults, **config}
+    config |= {key: config[theirs] for key, theirs in family.config_names.items() if theirs in config}
     refusals = _malformed(config)
     if not refusals:
         missing = [key for key in _SIZES if config.get(key) is None]
-        if kind != "llama" and config.get("num_key_value_heads") is None:
+        if not family.kv_heads_optional and config.get("num_key_value_heads") is None:
             missing.append("num_key_value_heads")
-        refusals = _refusals(config)
+        refusals = _refusals(config, family)
         if missing:
             refusals.append(f"it lacks {', '.join(missing)}")
     if refusals:
         hint = "this decoder would compute it differently; choose another model"
         raise InputError([Diagnostic(reason, file, hint=hint) for reason in refusals])
     heads = config["num_attention_heads"]
-    # A missing key takes the default of transformers' own configuration classes.
     rope = _rope(config)
-    head_dim = config.get("head_dim") or (128 if kind == "qwen3" else config["hidden_size"] // heads)
+
+    def value(key: str, otherwise: Any) -> Any:
+        """A key that is missing or null takes the default of transformers' own configuration classes."""
+        return config.get(key) or family.config_defaults.get(key) or otherwise
+
     return Architecture(
-        family=_FAMILIES[kind],
+        family=kind,
         **{key: config[key] for key in _SIZES},
-        num_key_value_heads=config.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+        num_key_value_heads=value("num_key_value_heads", heads),
+        head_dim=value("head_dim", config["hidden_size"] // heads),
+        rope_theta=float(rope.get("rope_theta") or value("rope_theta", 10000.0)),
+        rms_norm_eps=float(value("rms_norm_eps", 1e-6)),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
+        **family.switches,
         rope_scaling=_rope_scaling(rope),
-        initializer_range=float(config.get("initializer_range") or 0.02),
+        initializer_range=float(value("initializer_range", 0.02)),
     )
 
 
@@ -162,18 +170,14 @@ def _rope_refusals(config: dict[str, Any]) -> list[str]:
     return found
 
 
-def _refusals(config: dict[str, Any]) -> list[str]:
-    """Everything in a config.json of a supported family that the decoder does not support."""
+def _refusals(config: dict[str, Any], family: ModelFamily) -> list[str]:
+    """Everything in a config.json of the family that the decoder does not support."""
     found = []
     if config.get("hidden_act", "silu") != "silu":
         found.append(f'hidden_act "{config["hidden_act"]}" is not supported, only "silu"')
-    for key, what in (
-        ("attention_bias", "a bias on its attention projections"),
-        ("mlp_bias", "a bias in its MLP"),
-    ):
-        # Qwen2's own q, k and v bias is not switched by this key.
-        if config.get(key) and config["model_type"] != "qwen2":
-            found.append(f"{key} = true: the model has {what}")
+    for key, only in family.config.items():
+        if key not in _WINDOW and config.get(key) not in (None, only):
+            found.append(f"{key} = {json.dumps(config[key])} is not supported, only {json.dumps(only)}")
     if config.get("attention_dropout"):
         found.append(f"attention_dropout = {config['attention_dropout']} is not supported, only 0")
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
@@ -187,6 +191,9 @@ def _refusals(config: dict[str, Any]) -> list[str]:
     if strange:
         found.append(f"layer_types {', '.join(strange)}: only full attention is supported")
     return found + _rope_refusals(config)
+
+
+_WINDOW = ("use_sliding_window", "sliding_window")  # judged together
 
 
 def _slides(config: dict[str, Any]) -> bool:
@@ -208,11 +215,12 @@ def config_from_architecture(architecture: Architecture, dtype: str = "bfloat16"
     a = architecture
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {_DTYPES}, not {dtype!r}")
-    if a.qkv_bias != (a.family == "qwen2") or a.qk_norm != (a.family == "qwen3"):
+    family = family_named(a.family)
+    if {"qkv_bias": a.qkv_bias, "qk_norm": a.qk_norm} != family.switches:
         raise InputError(
             f'a model of family "{a.family}" with qkv_bias = {a.qkv_bias} and qk_norm = {a.qk_norm} has no '
             "config.json: transformers cannot compute it",
-            hint="qkv_bias belongs to qwen2, qk_norm to qwen3",
+            hint=f"models of this family have qkv_bias = {family.qkv_bias} and qk_norm = {family.qk_norm}",
         )
     scaling: dict[str, Any] | None = None
     if a.rope_scaling is not None:
@@ -224,7 +232,7 @@ def config_from_architecture(architecture: Architecture, dtype: str = "bfloat16"
             "original_max_position_embeddings": a.rope_scaling.original_max_position_embeddings,
         }
     config: dict[str, Any] = {
-        "architectures": [_CLASSES[a.family]],
+        "architectures": [family.causal_lm],
         "model_type": a.family,
         **{key: getattr(a, key) for key in _SIZES},
         "num_key_value_heads": a.num_key_value_heads,
@@ -244,12 +252,6 @@ def config_from_architecture(architecture: Architecture, dtype: str = "bfloat16"
         "eos_token_id": None,
         "dtype": dtype,
         "torch_dtype": dtype,
+        **family.config,
     }
-    if a.family != "qwen2":
-        config["attention_bias"] = False
-    if a.family == "llama":
-        config["mlp_bias"] = False
-    else:
-        config["use_sliding_window"] = False
-        config["sliding_window"] = None
-    return config
+    return {family.config_names.get(key, key): value for key, value in config.items()}

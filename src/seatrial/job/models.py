@@ -8,19 +8,19 @@ from importlib import resources
 from typing import Any
 
 from seatrial.job.architecture import Architecture, RopeScaling
+from seatrial.job.families import family_named
 
 
-def family_defaults(family: str) -> dict[str, Any]:
+def family_defaults(name: str) -> dict[str, Any]:
     """What a family's published models have in common; the default where explicit sizes are not given."""
-    llama = family == "llama"
+    family = family_named(name)
     return {
-        "family": family,
+        "family": name,
         "max_position_embeddings": 32768,
-        "rope_theta": 5e5 if llama else 1e6,
-        "rms_norm_eps": 1e-5 if llama else 1e-6,
-        "tie_word_embeddings": False,
-        "qkv_bias": family == "qwen2",
-        "qk_norm": family == "qwen3",
+        "rope_theta": family.rope_theta,
+        "rms_norm_eps": family.rms_norm_eps,
+        "tie_word_embeddings": family.tie_word_embeddings,
+        **family.switches,
         "rope_scaling": None,
         "initializer_range": 0.02,
     }

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from seatrial.base.errors import InputError
 from seatrial.job.architecture import Architecture, RopeScaling
+from seatrial.job.families import family_named
 from seatrial.job.finding import RuleViolation
 from seatrial.job.huggingface import read_config
 from seatrial.job.models import family_defaults, model_presets
@@ -35,8 +36,7 @@ def resolve_architecture(model: ModelSection) -> tuple[Architecture, list[RuleVi
     family = values.get("family")
     if family is not None and family != base.get("family"):
         # The base's biases and norms would not make a model of this family.
-        own = family_defaults(family)
-        values |= {key: explicit.get(key, own[key]) for key in ("qkv_bias", "qk_norm")}
+        values |= {key: explicit.get(key, own) for key, own in family_named(family).switches.items()}
     for key in unreadable:
         values.pop(key, None)
     heads = values.get("num_attention_heads")

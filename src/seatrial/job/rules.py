@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from seatrial.base.errors import InputError
+from seatrial.job.families import FAMILIES, family_named
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.huggingface import read_config
 from seatrial.job.numbers import divisors, either, near_multiples
@@ -61,14 +62,15 @@ def _head_dim(facts: Facts) -> Iterator[RuleViolation]:
 
 def _family(facts: Facts) -> Iterator[RuleViolation]:
     a = facts.architecture
-    family = a.family
-    for key, value, owner in (("qkv_bias", a.qkv_bias, "qwen2"), ("qk_norm", a.qk_norm, "qwen3")):
-        if value != (family == owner):
+    own = family_named(a.family).switches
+    for key, value in (("qkv_bias", a.qkv_bias), ("qk_norm", a.qk_norm)):
+        if value != own[key]:
+            owner = next(name for name, family in FAMILIES.own.items() if family.switches[key])
             said = str(value).lower()
             yield RuleViolation(
                 (f"model.{key}", "model.family", "model"),
-                f'{key} = {said} with family "{family}": no published model has that, so it could not be exported',
-                f'remove {key}, or set family = "{owner}"' if value else f"remove {key}: {owner} has it",
+                f'{key} = {said} with family "{a.family}": no published model has that, so it could not be exported',
+                f'remove {key}, or set family = "{owner}"' if value else f"remove {key}: {a.family} has it",
             )
 
 

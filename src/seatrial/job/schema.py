@@ -21,7 +21,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from seatrial.base.errors import InputError
 from seatrial.base.registry import Registry
-from seatrial.job.callbacks import CALLBACKS
+from seatrial.job.callbacks import CALLBACKS, METRICS
+from seatrial.job.families import FAMILIES
 from seatrial.job.optimizers import ADAMW, OPTIMIZERS
 from seatrial.job.schedules import SCHEDULES
 from seatrial.job.schema_base import Section, Text
@@ -113,7 +114,7 @@ class ModelSection(Section):
         default=None,
         description="folder with a Hugging Face checkpoint to start from; without it the weights are random",
     )
-    family: Literal["qwen2", "llama", "qwen3"] | None = None
+    family: Annotated[str, NameIn(FAMILIES)] | None = None
     vocab_size: Size | None = None
     hidden_size: Size | None = None
     intermediate_size: Size | None = None
@@ -269,9 +270,13 @@ class TrainSection(Section):
         default=None,
         description="what rank 0 calls with the record of each step; installed packages add them",
     )
+    metrics: Annotated[list[Annotated[str, NameIn(METRICS)]], Field(min_length=1)] | None = Field(
+        default=None,
+        description="further values of each step in metrics.jsonl; installed packages add them",
+    )
     on_callback_error: Literal["warn", "stop"] | None = Field(
         default=None,
-        description="what follows an exception of a callback; if missing, warn and go on without it",
+        description="what follows an exception of a callback or metric; if missing, warn and go on without it",
     )
 
 

@@ -1,4 +1,4 @@
-"""One decoder-only transformer: Qwen2.5, Llama 3 and Qwen3 by configuration. It is unaware of parallelism.
+"""One decoder-only transformer: Qwen2.5, Llama 3, Qwen3 and their like by configuration. It is unaware of parallelism.
 
 Letters in tensor names, here and in parallel/:
 

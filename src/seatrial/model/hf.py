@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,12 @@ class HuggingFaceWeights:
     that is missing, truncated or not what the index says.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tensor_name: Callable[[str], str] = str) -> None:
+        """`tensor_name`: parameter -> its name in the files, where these have names of their own."""
         self.folder = folder
-        self._files: dict[str, Any] = {}  # parameter -> the open file that contains it
+        self._stored = tensor_name
+        self._embedding, self._head = tensor_name(EMBEDDING), tensor_name(HEAD)
+        self._files: dict[str, Any] = {}  # name in the files -> the open file that contains it
         problems = self._open()
         if problems:
             raise InputError(problems)
@@ -119,11 +123,12 @@ class HuggingFaceWeights:
 
     def _slice(self, name: str) -> Any:
         # Some writers keep a tied pair under the head's name alone (safetensors.torch.save_model does).
-        if name == EMBEDDING and name not in self._files:
-            name = HEAD
-        if name not in self._files:
-            raise InputError(Diagnostic(f"has no parameter {name}", str(self.folder)))
-        return self._files[name].get_slice(name)
+        stored = self._stored(name)
+        if name == EMBEDDING and stored not in self._files:
+            stored = self._head
+        if stored not in self._files:
+            raise InputError(Diagnostic(f"has no parameter {stored}", str(self.folder)))
+        return self._files[stored].get_slice(stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole parameter's shape."""
@@ -149,26 +154,24 @@ class HuggingFaceWeights:
 
     def check(self, arch: Architecture) -> None:
         """Raise InputError with every way in which the files are not the weights of `arch`."""
-        problems: list[tuple[str, str]] = []  # (parameter, what is wrong)
+        problems: list[tuple[str, str]] = []  # (name in the files, what is wrong)
         present, tied = set(self._files), arch.tie_word_embeddings
-        expected = whole_shapes(arch)
-        for name, shape in expected.items():
-            if name not in present and not (tied and name == EMBEDDING and HEAD in present):
+        expected = {self._stored(name): name for name in whole_shapes(arch)}
+        for name, parameter in expected.items():
+            if name not in present and not (tied and parameter == EMBEDDING and self._head in present):
                 problems.append((name, "is missing"))
                 continue
-            stored = self._slice(name)
-            if tuple(stored.get_shape()) != shape:
+            part, shape = self._slice(parameter), whole_shapes(arch)[parameter]
+            if tuple(part.get_shape()) != shape:
+                problems.append((name, f"has shape {list(part.get_shape())}, the model needs {list(shape)}"))
+            if part.get_dtype() not in _DTYPES:
                 problems.append(
-                    (name, f"has shape {list(stored.get_shape())}, the model needs {list(shape)}")
-                )
-            if stored.get_dtype() not in _DTYPES:
-                problems.append(
-                    (name, f"is stored as {stored.get_dtype()}: quantised weights cannot be trained")
+                    (name, f"is stored as {part.get_dtype()}: quantised weights cannot be trained")
                 )
         for name in sorted(present - set(expected)):
-            if name == HEAD and tied:
-                if EMBEDDING in present and not self._same(HEAD, EMBEDDING):
-                    problems.append((name, f"differs from {EMBEDDING}, but the model ties them"))
+            if name == self._head and tied:
+                if self._embedding in present and not self._same(HEAD, EMBEDDING):
+                    problems.append((name, f"differs from {self._embedding}, but the model ties them"))
             elif not name.endswith("rotary_emb.inv_freq"):  # old Llama files; computed, not learned
                 problems.append((name, "is no parameter of this model"))
         if problems:
@@ -184,10 +187,11 @@ class HuggingFaceWeights:
 
     def _hint(self, arch: Architecture) -> str:
         present = set(self._files)
-        if present and not any(name.startswith("model.") for name in present):
+        whole = self._stored("model.norm.weight").split(".")[0] + "."
+        if present and not any(name.startswith(whole) for name in present):
             return "these are the names of a base model without its head: save the whole *ForCausalLM"
-        if not arch.tie_word_embeddings and HEAD not in present and EMBEDDING in present:
-            return "weights without lm_head.weight are of a model with tie_word_embeddings = true"
+        if not arch.tie_word_embeddings and self._head not in present and self._embedding in present:
+            return f"weights without {self._head} are of a model with tie_word_embeddings = true"
         return "the weights and the [model] of the job are not of one model: compare with the folder's config.json"
 
 
@@ -225,9 +229,9 @@ def _by_layer(problems: list[tuple[str, str]]) -> list[str]:
     """Merge problems that are the same in many layers into one line."""
     layers: dict[tuple[str, str], list[int]] = {}
     for name, what in problems:
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-        key = (name, what) if match is None else (f"model.layers.*.{match[2]}", what)
-        layers.setdefault(key, []).extend([] if match is None else [int(match[1])])
+        match = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)
+        key = (name, what) if match is None else (f"{match[1]}.*.{match[3]}", what)
+        layers.setdefault(key, []).extend([] if match is None else [int(match[2])])
     lines = []
     for (name, what), numbers in layers.items():
         if len(numbers) == 1:

@@ -29,12 +29,13 @@ _ALIGNMENT = 8
 def write_safetensors(
     path: Path,
     source: WeightSource,
+    names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
     *,
     block_bytes: int = BLOCK_BYTES,
 ) -> None:
-    """Write the parameters `shapes` of `source` as the new file `path`, durably.
+    """Write the parameters `names` of `source`, under the names they are mapped to, as the new file `path`, durably.
 
     Holds one block of `block_bytes` in memory (or one row of a parameter, if that is larger) in addition to what the
     source needs. Raises OSError, and any error of the source.
@@ -44,10 +45,10 @@ def write_safetensors(
     }  # transformers refuses files without format "pt"
     end = 0
     # Wide types first: every tensor then begins at a multiple of its element's size.
-    names = sorted(shapes, key=lambda name: -dtypes[name].itemsize)
-    for name in names:
+    order = sorted(names, key=lambda name: -dtypes[name].itemsize)
+    for name in order:
         begin, end = end, end + Box.whole(shapes[name]).numel * dtypes[name].itemsize
-        header[name] = {
+        header[names[name]] = {
             "dtype": _NAMES[dtypes[name]],
             "shape": list(shapes[name]),
             "data_offsets": [begin, end],
@@ -56,7 +57,7 @@ def write_safetensors(
     text += b" " * (-len(text) % _ALIGNMENT)
     with open(path, "xb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
+        for name in order:
             for box in _blocks(shapes[name], block_bytes // dtypes[name].itemsize):
                 f.write(_bytes_of(source.read(name, box, dtypes[name])))
         f.flush()

@@ -15,6 +15,7 @@ from seatrial.base.box import Box
 from seatrial.base.errors import Diagnostic, InputError, RunFailed
 from seatrial.base.units import memory
 from seatrial.job.architecture import Architecture
+from seatrial.job.families import family_named
 from seatrial.job.huggingface import config_from_architecture
 from seatrial.model.decoder import whole_shapes
 from seatrial.model.hf import EMBEDDING, INDEX, WEIGHTS
@@ -63,6 +64,7 @@ def write_huggingface(
     or too small a disk, RunFailed where writing fails later.
     """
     shapes = whole_shapes(arch)
+    family = family_named(arch.family)
     dtypes = {name: _resolve(dtype, source, name) for name in shapes}
     sizes = {n: Box.whole(shape).numel * dtypes[n].itemsize for n, shape in shapes.items()}
     total = sum(sizes.values())
@@ -74,12 +76,15 @@ def write_huggingface(
         write_json(temporary / "config.json", config_from_architecture(arch, dtype_name))
         done = 0
         for file, names in zip(files, shards, strict=True):
-            write_safetensors(temporary / file, source, {n: shapes[n] for n in names}, dtypes)
+            stored = {n: family.tensor_name(n) for n in names}
+            write_safetensors(temporary / file, source, stored, shapes, dtypes)
             done += sum(sizes[n] for n in names)
             if progress is not None:
                 progress(done, total)
         if len(files) > 1:
-            weight_map = {n: file for file, names in zip(files, shards, strict=True) for n in names}
+            weight_map = {
+                family.tensor_name(n): file for file, names in zip(files, shards, strict=True) for n in names
+            }
             metadata = {"total_parameters": arch.parameters(), "total_size": total}
             write_json(
                 temporary / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}

@@ -29,6 +29,7 @@ class MetricsRecord:
     memory_bytes: int | None  # peak, of the rank with the largest
     time: float  # unix seconds at the end of the step
     generation: int
+    extra: dict[str, float] | None = None  # by the name of the metric that another package adds
 
 
 class MetricsWriter:
@@ -39,7 +40,10 @@ class MetricsWriter:
 
     def write(self, record: MetricsRecord) -> None:
         """Append one record. Raises OSError if the write fails."""
-        self._writer.write(vars(record))
+        values = dict(vars(record))
+        if record.extra is None:
+            del values["extra"]
+        self._writer.write(values)
 
     def sync(self) -> None:
         """Fsync what was written."""

@@ -28,6 +28,7 @@ from seatrial.data.prepare import (
     stores_identity,
 )
 from seatrial.job import Job, load_job
+from seatrial.job.families import family_named
 from seatrial.model.hf import HuggingFaceWeights
 from seatrial.model.initialise import RandomWeights
 from seatrial.model.source import WeightSource
@@ -251,7 +252,8 @@ def first_weights(job: Job) -> WeightSource:
     """Where a run without a checkpoint takes its weights from."""
     if job.model.init_from is None:
         return RandomWeights(job.architecture, job.train.seed)
-    weights = HuggingFaceWeights(Path(job.model.init_from))
+    tensor_name = family_named(job.architecture.family).tensor_name
+    weights = HuggingFaceWeights(Path(job.model.init_from), tensor_name)
     weights.check(job.architecture)
     return weights
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from seatrial.data.loader import BatchLoader
 from seatrial.job import Job
+from seatrial.job.callbacks import CALLBACKS, METRICS
 from seatrial.parallel.mesh import Mesh
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord, LedgerWriter
@@ -75,7 +77,9 @@ class Recorder:
         self._meter = meter
         self._metrics = MetricsWriter(folder) if writes else None
         self._ledger = LedgerWriter(folder) if writes else None
-        self._callbacks = Callbacks(job, folder, records) if writes else None
+        made = partial(Callbacks, job=job, folder=folder, records=records)
+        self._extra = made(METRICS, job.train.metrics or ()) if writes else None
+        self._callbacks = made(CALLBACKS, job.train.callbacks or ()) if writes else None
         self._highest = 0  # step in the ledger, of this generation
 
     def step(self, known: Known) -> None:
@@ -116,7 +120,7 @@ class Recorder:
             self._ledger.write(LedgerRecord(known.step, first, end, known.generation, known.skipped))
 
     def _write_metrics(self, known: Known) -> None:
-        if self._metrics is None or self._callbacks is None or known.skipped:
+        if self._metrics is None or self._extra is None or self._callbacks is None or known.skipped:
             return  # a skipped step has no values
         values = known.values
         record = self._meter.record(
@@ -129,6 +133,8 @@ class Recorder:
             data_wait=known.data_wait,
             memory=max(values.memory_bytes),
         )
+        if extra := self._extra.values(record):
+            record = replace(record, extra=extra)
         self._metrics.write(record)
         self._callbacks.step(record)
 

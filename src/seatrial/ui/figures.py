@@ -59,12 +59,18 @@ def speed(m: MetricsRecord, unit: str) -> str:
     )
 
 
+def extra(m: MetricsRecord) -> str:
+    """The metrics of other packages: perplexity 31.2, watts 4.1e+05; empty if there are none."""
+    return ", ".join(f"{printable(name)} {value:.4g}" for name, value in (m.extra or {}).items())
+
+
 def step_line(m: MetricsRecord, total: int | None, eta_s: float | None, unit: str) -> str:
     """One step as a plain line."""
+    more = f"{extra(m)}  " if m.extra else ""
     width = 6 if total is None else max(6, 2 * len(str(total)) + 1)
     return (
         f"step {step_of(m.step, total):>{width}}  loss {m.loss:.4f}  grad {m.grad_norm:.2f}  {speed(m, unit)}  "
-        f"ETA {eta(eta_s)}"
+        f"{more}ETA {eta(eta_s)}"
     )
 
 

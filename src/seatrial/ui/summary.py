@@ -78,6 +78,7 @@ def live_pairs(view: RunView, now: float) -> list[Pair]:
     """The live lines besides the last step's figures, most important first."""
     return [
         *loss_pairs(view),
+        *_extra_pairs(view),
         *recovery_pairs(view),
         *node_pairs(view),
         *checkpoint_pairs(view, now),
@@ -150,6 +151,7 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
         "loss_last": last.loss if last else None,
         "grad_norm": last.grad_norm if last else None,
         "lr": last.lr if last else None,
+        "extra": last.extra if last else None,
         "tokens": view.tokens,
         "tokens_per_s": last.tokens_per_s if last else None,
         "tokens_per_s_per_gpu": last.tokens_per_s_per_gpu if last else None,
@@ -206,6 +208,7 @@ def _progress_pairs(view: RunView) -> list[Pair]:
     return [
         *loss_pairs(view),
         Pair("grad norm", f"{last.grad_norm:.2f}"),
+        *_extra_pairs(view),
         Pair("tokens", units.count(view.tokens)),
         Pair(
             "speed",
@@ -221,6 +224,11 @@ def loss_pairs(view: RunView) -> list[Pair]:
         return []
     bars = figures.spark(view.history.column("loss"))
     return [Pair("loss", f"{view.first.loss:.4f} -> {view.last.loss:.4f}" + (f"  {bars}" if bars else ""))]
+
+
+def _extra_pairs(view: RunView) -> list[Pair]:
+    """The last values of the metrics of other packages."""
+    return [Pair("metrics", figures.extra(view.last))] if view.last is not None and view.last.extra else []
 
 
 def _median(view: RunView, column: str) -> float | None:

@@ -51,6 +51,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3-gqa4": _case("qwen3", 4, 1, 16, 257, hidden_size=40),
     "qwen3-gqa2-tied": _case("qwen3", 6, 3, 12, 263, hidden_size=48, tie_word_embeddings=True),
     "qwen3-mha": _case("qwen3", 2, 2, 32, 263, hidden_size=40, num_hidden_layers=3),
+    "mistral-gqa4": _case("mistral", 4, 1, 16, 257, hidden_size=40, rms_norm_eps=1e-5),  # of examples/
 }
 
 
@@ -94,6 +95,7 @@ class Oracle:
             "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
             "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
             "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+            "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
         }
 
     def config(self, arch: Architecture) -> Any:
@@ -113,6 +115,7 @@ class Oracle:
             max_position_embeddings=arch.max_position_embeddings,
             rope_parameters=rope,
             rms_norm_eps=arch.rms_norm_eps,
+            sliding_window=None,  # Mistral's default is one of 4096 positions
             tie_word_embeddings=arch.tie_word_embeddings,
             pad_token_id=None,
             bos_token_id=None,

@@ -48,6 +48,7 @@ def test_metrics_have_exactly_the_fields_of_the_contract() -> None:
         "memory_bytes",
         "time",
         "generation",
+        "extra",
     ]
 
 

@@ -80,6 +80,26 @@ def test_plain_line() -> None:
     )
 
 
+def test_metrics_of_other_packages_are_shown(folder: RunFolder) -> None:
+    more = {"perplexity": 11.3712, "watts\x1b": math.nan}
+    assert figures.step_line(dataclasses.replace(RECORD, extra=more), 200, 72.4, "GPU").endswith(
+        "mem 312 MiB  perplexity 11.37, watts\N{REPLACEMENT CHARACTER} nan  ETA 1 min 12 s"
+    )
+    write(folder, 1, 3, extra=more)
+    view = read_view(folder)
+    assert view.last is not None
+    said = io.StringIO()
+    print_status(Out(said), view, time.time())
+    assert re.search(r"metrics +perplexity 11.37, watts", said.getvalue())
+    assert json.loads(summary_json(view, time.time()))["extra"] == {
+        "perplexity": 11.3712,
+        "watts\x1b": "NaN",
+    }
+    assert [pair.text for pair in live_pairs(view, 0.0) if pair.label == "metrics"] == [
+        figures.extra(view.last)
+    ]
+
+
 def test_steps_and_events_in_the_order_they_happened(folder: RunFolder) -> None:
     out = io.StringIO()
     view = console(folder, out)

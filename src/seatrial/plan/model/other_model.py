@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from seatrial.job.architecture import Architecture, Family
+from seatrial.job.architecture import Architecture
 
 
 @dataclass(frozen=True, kw_only=True)
 class OtherModel(Architecture):
     """Sizes, and how its layers differ from ours; what no prediction reads has defaults."""
 
-    family: Family = "llama"
+    family: str = "llama"
     max_position_embeddings: int = 0
     rope_theta: float = 0.0
     rms_norm_eps: float = 0.0
