@@ -57,7 +57,8 @@ class Failure:
     @classmethod
     def from_event(cls, event: Event) -> Failure:
         """The opposite of `event_data`; also from the event of a failed part of a run whose end nobody recorded."""
-        known = {k: vars(event)[k] for k in ("node", "rank", "message", "time")} | {"cause": event.message}
+        known: dict[str, Any] = {"node": event.node, "rank": event.rank, "time": event.time}
+        known |= {"message": event.message, "cause": event.message}
         # The node and rank in `data` are those that failed; the event's own may be the writer's.
         data = {k: v for k, v in (event.data or {}).items() if k in _IN_EVENT and v not in (None, "")}
         try:
