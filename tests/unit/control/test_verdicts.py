@@ -95,6 +95,12 @@ def test_an_error_before_our_signal_counts(verdicts: Verdicts) -> None:
     assert failed(verdicts).cause == "ValueError: no"
 
 
+def test_an_end_just_before_our_signal_is_told_at_the_end(verdicts: Verdicts) -> None:
+    """While ranks are being stopped it is no news, but it may be why the run failed."""
+    assert verdicts.ended(1, exited(status=-9, signalled=100.5)) is None
+    assert failed(verdicts).message == "rank 2 on node 1 was killed by SIGKILL"
+
+
 def test_a_fork_server_is_its_nodes_failure(verdicts: Verdicts) -> None:
     ended = verdicts.ended(1, msg.ForkServerExited(5, -9, 100.0, oom_killed=False, generation=3))
     assert ended is not None
