@@ -45,6 +45,7 @@ from seatrial.job.huggingface import config_from_architecture
 from seatrial.job.shapes import shapes
 from seatrial.model.hf import INDEX, HuggingFaceWeights
 from seatrial.record import events
+from seatrial.record.failure import RankError
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord, LedgerWriter, each_ledger_line
 from seatrial.record.metrics import MetricsRecord, MetricsWriter
@@ -122,10 +123,10 @@ class World:
             hold = Leases(folder.leases).claim(Lease(node + 1, node, "127.0.0.1", 9000 + node, 1e9), 3.0)
             assert hold is not None
         hold.state.write_text(json.dumps(STATE))
-        error = {"time": 1e9, "type": "ValueError", "message": "x", "traceback": "Trace", "hint": None}
+        error = RankError(1e9, 3, 0, "ValueError", "x", "Trace", consequence=False, exit_code=1, hint=None)
         path = folder.rank_error(1, 0, 3)
         path.parent.mkdir(parents=True)
-        path.write_text(json.dumps(error))
+        path.write_text(json.dumps(vars(error)))
         return folder
 
     def _checkpoint(self, place: Path, step: int, generation: int) -> None:

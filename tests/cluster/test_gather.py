@@ -21,6 +21,7 @@ from seatrial.launch.base import Outcome
 from seatrial.launch.gather import Gathering
 from seatrial.record import messages as msg
 from seatrial.record.events import read_events
+from seatrial.record.failure import Failure
 from seatrial.record.folder import RunFolder
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
@@ -32,8 +33,8 @@ Script = list[Any]
 
 def outcome(code: int = 0, term: int = 1, **failure: Any) -> dict[str, Any]:
     """An agent's action: say how the run ended."""
-    told = {"node": None, "rank": None, "message": "m", "cause": "c", "time": 1e12, "exit_code": code}
-    return {"say": msg.encode(msg.RunOver(code, term, told | failure if failure else None))}
+    values = {"node": None, "rank": None, "message": "m", "cause": "c", "time": 9e10, "exit_code": code}
+    return {"say": msg.encode(msg.RunOver(code, term, Failure(**values | failure) if failure else None))}
 
 
 class Signals:
@@ -167,7 +168,7 @@ def test_agents_that_leave_in_order_without_an_outcome(launch: Begin) -> None:
     result = launch([BYE], [BYE]).follow()
     assert result.failure is not None
     assert result.failure.message == "all agents ended, and none reported how the run ended"
-    assert read_events(RunFolder(result.failure.log.parents[3]))[0] == []
+    assert read_events(RunFolder(Path(result.failure.log).parents[3]))[0] == []
 
 
 def test_the_failure_of_a_lost_node_says_how_its_agent_ended(launch: Begin) -> None:
@@ -191,7 +192,7 @@ def test_a_ranks_failure_is_told_as_the_coordinator_tells_it(launch: Begin, tmp_
     failure = result.failure
     assert failure is not None
     assert (result.exit_code, failure.message, failure.cause) == (2, "rank 3", "bad")
-    assert (failure.tail, failure.hint, failure.log) == ("first\nlast", "do otherwise", log)
+    assert (failure.tail, failure.hint, failure.log) == ("first\nlast", "do otherwise", str(log))
 
 
 def test_an_outcome_of_a_term_that_is_over_is_not_believed(launch: Begin) -> None:

@@ -21,10 +21,9 @@ from seatrial.record import events
 from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
 from seatrial.record.launches import known_launch
-from seatrial.record.view import Failure, RunView
+from seatrial.record.view import RunView
 
 if TYPE_CHECKING:
-    from seatrial.launch.base import Outcome
     from seatrial.launch.preflight import Ready
     from seatrial.launch.session import Session
 
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             console.out.pair("stop", f"seatrial stop {shlex.quote(str(folder.path))}")
             return EXIT_DONE if args.detach else follow_to_end(console, folder)
         outcome = session.run(tick=console.poll)
-        view = console.ended(STATES[outcome.exit_code], failure=_failure(outcome))
+        view = console.ended(STATES[outcome.exit_code], failure=outcome.failure)
         console.summary(view, _next(args, session, outcome.exit_code, view))
         return outcome.exit_code
 
@@ -146,16 +145,6 @@ def _tell_memory(session: Session, ready: Ready) -> list[tuple[str, str]]:
             data={**ready.account.document(), "notes": list(ready.notes)},
         )
     return lines
-
-
-def _failure(outcome: Outcome) -> Failure | None:
-    """The failure for the summary: with a full disk it may be missing from the run folder."""
-    told = outcome.failure
-    if told is None:
-        return None
-    return Failure(
-        told.cause or told.message, told.node, told.rank, told.tail or None, told.log, told.hint or None
-    )
 
 
 def _data(session: Session) -> str:

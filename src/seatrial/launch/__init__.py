@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from seatrial.base.errors import InputError
 from seatrial.base.registry import Registry
-from seatrial.launch.base import Attended, Failure, Launcher, Outcome, Scheduled
+from seatrial.launch.base import Attended, Launcher, Outcome, Scheduled
 from seatrial.launch.kubernetes import KubernetesLauncher
 from seatrial.launch.local import LocalLauncher
 from seatrial.launch.slurm import SlurmLauncher
 from seatrial.launch.ssh import SshLauncher
+from seatrial.record.failure import Failure
 
 if TYPE_CHECKING:
     from seatrial.job import Job

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from seatrial.base.errors import EXIT_DONE
 from seatrial.control.agent.spec import WORKER_MODULE
+from seatrial.record.failure import Failure
 
 if TYPE_CHECKING:
     from seatrial.job import Job
@@ -18,21 +19,6 @@ if TYPE_CHECKING:
 # Exit statuses of `python -m seatrial.launch.begin`, in addition to those of every command.
 LEAVE = 10  # the run is over: start no agents
 NO_OUTCOME = 3  # with --outcome: the start recorded no outcome
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The failure that ended a launch, with its evidence."""
-
-    node: int | None  # None: of no single node
-    rank: int | None  # None: the node's agent or fork server, or of no single rank
-    message: str  # one line, who and what: "rank 3 on node 0 was killed by SIGKILL"
-    cause: str  # without the who: "was killed by SIGKILL", "ValueError: ..."
-    time: float  # unix seconds
-    exit_code: int
-    log: Path
-    tail: str  # the traceback, or else the log's last lines
-    hint: str
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ from seatrial.control.agent.attendance import SIGN_S, SILENT_S
 from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.net import lease
 from seatrial.launch.agents import AgentHandle, end_agents
-from seatrial.launch.base import Failure, Outcome
-from seatrial.launch.evidence import agent_failure, completed, read_failure
+from seatrial.launch.base import Outcome
+from seatrial.launch.evidence import agent_failure, completed
 from seatrial.record import events
 from seatrial.record import messages as msg
+from seatrial.record.failure import Failure
 from seatrial.record.folder import RunFolder
 from seatrial.record.recent import told_marks
 
@@ -303,10 +304,9 @@ class Gathering:
         died = sorted((a for a in self.agents if a.died), key=lambda a: a.ended_at)
         if self._outcome is None:
             return self._without_outcome(died)
-        code, told = self._outcome.exit_code, self._outcome.failure
-        if not told:
+        code, failure = self._outcome.exit_code, self._outcome.failure
+        if failure is None:
             return Outcome(code)
-        failure = read_failure(told, self.folder)
         if failure.rank is None:
             # The coordinator only noticed that an agent is missing; its parent knows how it ended.
             known = (
@@ -333,10 +333,7 @@ class Gathering:
                 message="all agents ended, and none reported how the run ended",
                 cause="no outcome",
                 time=time.time(),
-                exit_code=1,
-                log=first.spec.log,
-                tail="",
-                hint="",
+                log=str(first.spec.log),
             ),
             self.folder,
         )

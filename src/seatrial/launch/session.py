@@ -124,10 +124,7 @@ class Session:
         except SeatrialError as error:
             tell("run_failed", f"no agent was started: {error.message}", severity="error", data={})
             raise
-        failure = (
-            None if outcome.failure is None else {**vars(outcome.failure), "log": str(outcome.failure.log)}
-        )
-        tell(**end_event(outcome.exit_code, failure, self.job.train.steps))
+        tell(**end_event(outcome.exit_code, outcome.failure, self.job.train.steps))
         return outcome
 
     def submit(self, launcher: Scheduled) -> Launch:

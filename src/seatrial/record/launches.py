@@ -15,6 +15,7 @@ from seatrial.base.complain import complain
 from seatrial.base.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError
 from seatrial.base.files import parse_json, read_bytes, read_text
 from seatrial.record import events
+from seatrial.record.failure import Failure
 from seatrial.record.folder import RunFolder
 from seatrial.record.typed import decode
 
@@ -48,7 +49,7 @@ class StartOutcome:
     term: int
     exit_code: int
     message: str
-    failure: dict[str, Any] | None  # as `Failure` of launch/base.py
+    failure: Failure | None
     time: float
 
 
@@ -120,17 +121,16 @@ def follow_up(folder: RunFolder) -> str | None:
         return None
 
 
-def end_event(exit_code: int, failure: dict[str, Any] | None, steps: int) -> dict[str, Any]:
+def end_event(exit_code: int, failure: Failure | None, steps: int) -> dict[str, Any]:
     """The event that records a start's end: kind, message and, if they apply, severity, node, rank, data."""
     if failure is not None:
-        keys = ("node", "rank", "cause", "time", "log", "hint", "tail")
         return {
             "kind": "run_failed",
-            "message": failure["message"],
+            "message": failure.message,
             "severity": "error",
-            "node": failure["node"],
-            "rank": failure["rank"],
-            "data": {key: failure[key] for key in keys},
+            "node": failure.node,
+            "rank": failure.rank,
+            "data": failure.event_data(),
         }
     if exit_code == EXIT_DONE:
         return {"kind": "run_finished", "message": f"all {steps} steps are done"}

@@ -22,14 +22,13 @@ from typing import Any, ClassVar, Literal
 from seatrial.record import typed
 from seatrial.record.alive import Beat as Lease
 from seatrial.record.events import Event
+from seatrial.record.failure import Failure, RankError
 
 # Values that another module has typed: it makes them and reads them.
 SnapshotValues = dict[str, Any]  # checkpoint/memory.py: `Snapshot.summary`, or `to_message` with its index
 HeldValues = dict[str, Any]  # control/snapshots/snapshot_buffers.py: `SnapshotBuffers.held`
 LayoutValues = dict[str, Any]  # job/layout.py: `Layout.as_dict`
 EvidenceValues = dict[str, Any]  # control/hangs/evidence.py: `Evidence.as_dict`
-FailureValues = dict[str, Any]  # launch/base.py: `Failure`, made by control/coordinator/verdicts.py
-ErrorValues = dict[str, Any]  # a rank's error file, as train/worker.py writes it
 
 # Why a rank leaves before the last step, with its state saved: the layout changes, or the machine is preempted.
 Leaving = Literal["yielded", "preempted"]
@@ -213,7 +212,7 @@ class Outcome(Message):
     op = "outcome"
     exit_code: int
     term: int
-    failure: FailureValues | None
+    failure: Failure | None
 
 
 @dataclass(frozen=True)
@@ -372,7 +371,7 @@ class RankExited(Marked):
     never_began: bool
     log: str = ""  # path
     tail: str = ""  # its last lines
-    error: ErrorValues | None = None
+    error: RankError | None = None
 
 
 @dataclass(frozen=True)
@@ -380,6 +379,10 @@ class ForkServerExited(Marked):
     """The process that forks a node's ranks has ended, and they with it."""
 
     op = "fork_server_exited"
+    # What only a rank has; so both kinds of exit can be judged alike.
+    rank: ClassVar[None] = None
+    signalled: ClassVar[None] = None
+    error: ClassVar[None] = None
     pid: int
     status: int  # as of `RankExited`
     time: float
@@ -792,7 +795,7 @@ class RunOver(Message):
     op = "outcome"
     exit_code: int
     term: int
-    failure: FailureValues | None
+    failure: Failure | None
 
 
 @dataclass(frozen=True)

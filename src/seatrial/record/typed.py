@@ -26,10 +26,11 @@ _Read = Callable[
 def decode(cls: type[Record], values: Mapping[str, Any], *, exact: bool = False) -> Record:
     """An instance of dataclass `cls` from `values`; ValueError names every invalid field.
 
-    Keys that `cls` does not have are ignored, as a newer version may have written them; or, if `exact`, an error.
+    Keys that `cls` does not have are ignored, as a newer version may have written them; or, if `exact`, an error. The same
+    within its fields.
     """
     fields, wrong = {}, []
-    for name, read, required in _fields(typing.cast(Any, cls)):
+    for name, read, required in _fields(typing.cast(Any, cls), exact):
         if name not in values:
             if required:
                 wrong.append(f"`{name}` is missing")
@@ -40,7 +41,7 @@ def decode(cls: type[Record], values: Mapping[str, Any], *, exact: bool = False)
             reason = str(error)
             wrong.append(f"`{name}`: {reason}" if reason else f"`{name}` is {values[name]!r:.40}")
     if exact and len(fields) < len(values):
-        known = {name for name, _, _ in _fields(typing.cast(Any, cls))}
+        known = {name for name, _, _ in _fields(typing.cast(Any, cls), exact)}
         wrong += [f"`{key}` is unknown" for key in values if key not in known]
     if wrong:
         raise ValueError(", ".join(wrong))
@@ -62,33 +63,33 @@ def decode_all(
 
 
 @cache
-def _fields(cls: Any) -> list[tuple[str, _Read, bool]]:
+def _fields(cls: Any, exact: bool) -> list[tuple[str, _Read, bool]]:
     """(name, how its value is read, required) of each field."""
     hints = typing.get_type_hints(cls)
     out = []
     for field in dataclasses.fields(cls):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        read = _time if field.name == "time" else _reader(hints[field.name])
+        read = _time if field.name == "time" else _reader(hints[field.name], exact)
         out.append((field.name, read, required))
     return out
 
 
-def _reader(hint: Any) -> _Read:
+def _reader(hint: Any, exact: bool) -> _Read:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return _union(arguments)
+        return _union(arguments, exact)
     if origin is Literal:
         return _one_of(arguments)
     if origin is list:
-        return _list(_reader(arguments[0]))
+        return _list(_reader(arguments[0], exact))
     if origin is dict:
-        return _dict(_reader(arguments[1]))
+        return _dict(_reader(arguments[1], exact))
     if hint is Any:
         return _anything
     if hint is float:
         return _float
     if dataclasses.is_dataclass(hint):
-        return _nested(hint)
+        return _nested(hint, exact)
     return _exactly(hint)
 
 
@@ -136,8 +137,8 @@ def _one_of(choices: tuple[Any, ...]) -> _Read:
     return read
 
 
-def _union(kinds: tuple[Any, ...]) -> _Read:
-    members = [_reader(kind) for kind in kinds if kind is not type(None)]
+def _union(kinds: tuple[Any, ...], exact: bool) -> _Read:
+    members = [_reader(kind, exact) for kind in kinds if kind is not type(None)]
 
     def read(value: Any) -> Any:
         if value is None and len(members) < len(kinds):
@@ -170,10 +171,10 @@ def _dict(item: _Read) -> _Read:
     return read
 
 
-def _nested(cls: Any) -> _Read:
+def _nested(cls: Any, exact: bool) -> _Read:
     def read(value: Any) -> Any:
         if type(value) is not dict:
             raise ValueError
-        return decode(cls, value, exact=True)
+        return decode(cls, value, exact=exact)
 
     return read

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
-from seatrial.base.files import parse_toml, read_json, read_text
+from seatrial.base.files import parse_toml, read_text
 from seatrial.record import events, ledger, metrics
 from seatrial.record.events import Event
+from seatrial.record.failure import Failure
 from seatrial.record.folder import RunFolder
 from seatrial.record.history import History, LedgerBook, Pace
 from seatrial.record.jsonl import Problem, Tail
@@ -33,33 +33,6 @@ _NOT_KEPT = "rank_started"
 _BRIEF_BYTES = 32 << 10
 _BRIEF_EVENTS = re.compile(f'"kind":"(?:{"|".join((*KINDS, "generation_started"))})"'.encode())
 _BRIEF_LEDGER = 64  # records
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What ended the run, as far as it was recorded."""
-
-    cause: str
-    node: int | None = None
-    rank: int | None = None
-    traceback: str | None = None  # or the last lines of the log, if there is none
-    log: Path | None = None
-    hint: str | None = None
-
-    def completed(self, folder: RunFolder, generation: int) -> Failure:
-        """A copy with the rank's traceback, log and hint from the folder, where they are missing here."""
-        if self.node is None or self.rank is None:
-            return self
-        log = self.log or folder.rank_log(generation, self.node, self.rank)
-        written = _read_json(log.with_suffix(".error.json"))
-        return Failure(
-            self.cause,
-            self.node,
-            self.rank,
-            _text(written.get("traceback")) or self.traceback,
-            self.log or (log if log.exists() else None),
-            self.hint or _text(written.get("hint")),
-        )
 
 
 @dataclass(frozen=True)
@@ -379,36 +352,8 @@ def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Fai
     told = next((e for e in reversed(events) if e.kind == "run_failed"), None)
     if told is None:
         told = next((e for e in events if e.generation == generation and is_failure(e)), None)
-    if told is None:
-        return None
-    data = told.data or {}
-    # The launcher records the failed node and rank in `data`; the event's own may be the writer's.
-    node, rank = _whole(data.get("node")), _whole(data.get("rank"))
-    node = told.node if node is None else node
-    rank = told.rank if rank is None else rank
-    log = _text(data.get("log"))
-    failure = Failure(
-        _text(data.get("cause")) or told.message,
-        node,
-        rank,
-        _text(data.get("tail")),
-        Path(log) if log else None,
-        _text(data.get("hint")),
-    )
-    return failure.completed(folder, generation)
-
-
-def _whole(value: object) -> int | None:
-    return value if type(value) is int else None
+    return None if told is None else Failure.from_event(told).completed(folder, generation)
 
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -23,6 +23,7 @@ from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, SeatrialError
 from seatrial.base.process import make_log_folder, open_log
 from seatrial.checkpoint.write import PeerSaveFailed
 from seatrial.record import messages as msg
+from seatrial.record.failure import RankError
 from seatrial.record.folder import RunFolder
 from seatrial.train.generation import GenerationSpec, TrainWorker
 from seatrial.train.health.replicas import CorruptState
@@ -131,20 +132,20 @@ def _report(error: Exception, folder: RunFolder, generation: int, place: RankEnv
     complain(error.render() if isinstance(error, SeatrialError) else text)
     if place is not None:
         path = folder.rank_error(generation, place.node, place.rank)
-        record = {
-            "time": when,
-            "rank": place.rank,
-            "node": place.node,
-            "type": type(error).__name__,
-            "message": str(error),
-            "traceback": None if ours else text,
-            "consequence": is_consequence(error, place.rank),
-            "exit_code": code,
-            "hint": error.hint if isinstance(error, SeatrialError) else None,
-        }
+        record = RankError(
+            time=when,
+            rank=place.rank,
+            node=place.node,
+            type=type(error).__name__,
+            message=str(error),
+            traceback=None if ours else text,
+            consequence=is_consequence(error, place.rank),
+            exit_code=code,
+            hint=error.hint if isinstance(error, SeatrialError) else None,
+        )
         try:
             make_log_folder(path)
-            atomic.write_text(path, json.dumps(record))
+            atomic.write_text(path, json.dumps(vars(record)))
         except OSError as second:
             complain(f"could not write {path}: {second}")
         if place.device == "cuda":

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from seatrial.record.events import Event
+from seatrial.record.failure import Failure
 from seatrial.record.folder import RunFolder
 from seatrial.record.metrics import MetricsRecord
 from seatrial.record.states import State
-from seatrial.record.view import Failure, RunReader, RunView
+from seatrial.record.view import RunReader, RunView
 from seatrial.ui import figures
 from seatrial.ui.header import header_pairs
 from seatrial.ui.out import Out, Pair
@@ -112,11 +113,8 @@ class TrainConsole:
             # There was nothing to do, or a full disk kept the end out of the records.
             view.state, view.state_reason = state, reason or (failure.cause if failure is not None else state)
         if view.state == "failed":
-            known = (
-                failure
-                or view.failure
-                or Failure("it ended without reporting a reason; see the logs of its ranks")
-            )
+            unknown = "it ended without reporting a reason; see the logs of its ranks"
+            known = failure or view.failure or Failure(None, None, unknown, unknown, time.time())
             view.failure = known.completed(self.folder, view.generation)
         return view
 

@@ -9,8 +9,9 @@ from statistics import median
 from typing import Any
 
 from seatrial.base import units
+from seatrial.record.failure import Failure
 from seatrial.record.jsonl import plain
-from seatrial.record.view import Failure, RunView
+from seatrial.record.view import RunView
 from seatrial.ui import figures
 from seatrial.ui.out import Out, Pair
 from seatrial.ui.recovery import Nodes, Recoveries, message_of
@@ -188,9 +189,9 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
             "cause": failure.cause,
             "node": failure.node,
             "rank": failure.rank,
-            "traceback": failure.traceback,
-            "log": str(failure.log) if failure.log else None,
-            "hint": failure.hint,
+            "traceback": failure.tail or None,
+            "log": failure.log or None,
+            "hint": failure.hint or None,
         },
         "sample": view.sample,
         "events": [vars(e) for e in view.events[-LAST_EVENTS:]],
@@ -264,14 +265,14 @@ def _print_failure(out: Out, failure: Failure) -> None:
     if where:
         out.pair("where", ", ".join(where), "bold")
     out.pair("cause", failure.cause, "bold red")
-    if failure.traceback:
-        lines = failure.traceback.rstrip().splitlines()
+    if failure.tail:
+        lines = failure.tail.rstrip().splitlines()
         cut = len(lines) - TRACEBACK_LINES
         shown = ([f"... {cut} lines before"] if cut > 0 else []) + lines[-TRACEBACK_LINES:]
-        label = "traceback" if "Traceback" in failure.traceback else "last lines"
+        label = "traceback" if "Traceback" in failure.tail else "last lines"
         out.pair(label, "\n".join(shown), "dim")
-    if failure.log is not None:
-        out.pair("log", str(failure.log))
+    if failure.log:
+        out.pair("log", failure.log)
     if failure.hint:
         out.pair("hint", failure.hint, "yellow")
 

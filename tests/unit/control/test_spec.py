@@ -1,4 +1,4 @@
-"""An agent's orders, the reports it sends, and what it costs to start one."""
+"""An agent's orders, and what it costs to start one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from seatrial.control.agent.environment import assignments
 from seatrial.control.agent.spec import AgentSpec, clean_environment, parse_agent_arguments
-from seatrial.control.coordinator.reports import Report
 from seatrial.job import Job, job_from_text, preset_text
 
 
@@ -100,12 +99,6 @@ def test_torch_gives_up_a_collective_later_than_a_hang_is_found() -> None:
 
 def test_an_outer_torchruns_store_is_forgotten() -> None:
     assert clean_environment({"TORCHELASTIC_USE_AGENT_STORE": "True", "HOME": "/h"}) == {"HOME": "/h"}
-
-
-def test_a_report_survives_its_journey() -> None:
-    report = Report("rank_exited", 1, 12.5, rank=0, pid=4, status=0, oom_killed=False)
-    assert Report.from_message(report.to_message()) == report
-    assert not report.failed
 
 
 def test_the_agent_loads_nothing_heavy() -> None:

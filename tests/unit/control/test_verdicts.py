@@ -11,6 +11,7 @@ import pytest
 from seatrial.control.coordinator.verdicts import Ended, Verdicts
 from seatrial.control.machine.types import Finish
 from seatrial.record import messages as msg
+from seatrial.record.failure import Failure, RankError
 from seatrial.record.folder import RunFolder
 
 
@@ -28,17 +29,24 @@ def exited(rank: int = 2, status: int = 1, **more: Any) -> msg.RankExited:
 
 
 def error(kind: str = "ValueError", message: str = "no", **more: Any) -> dict[str, Any]:
-    values = {"time": 99.0, "type": kind, "message": message, "traceback": "Traceback", "consequence": False}
-    return {"error": {**values, "exit_code": 1, "hint": None, **more}}
+    values: dict[str, Any] = {
+        "time": 99.0,
+        "rank": 2,
+        "node": 1,
+        "type": kind,
+        "message": message,
+        "traceback": "Traceback",
+    }
+    return {"error": RankError(**values | {"consequence": False, "exit_code": 1, "hint": None} | more)}
 
 
 CONSEQUENCE = error("RuntimeError", "Connection closed by peer", consequence=True)
 
 
-def failed(verdicts: Verdicts, message: str = "too few nodes") -> dict[str, Any]:
+def failed(verdicts: Verdicts, message: str = "too few nodes") -> Failure:
     outcome = verdicts.outcome(Finish("failed", message), term=4)
     assert outcome.failure is not None
-    assert (outcome.exit_code, outcome.term) == (outcome.failure["exit_code"], 4)
+    assert (outcome.exit_code, outcome.term) == (outcome.failure.exit_code, 4)
     return outcome.failure
 
 
@@ -78,13 +86,19 @@ def test_an_end_and_its_signal(verdicts: Verdicts, values: msg.RankExited, wante
 )
 def test_what_is_no_failure(verdicts: Verdicts, values: msg.RankExited) -> None:
     assert verdicts.ended(1, values) is None
-    assert failed(verdicts)["rank"] is None
+    assert failed(verdicts).rank is None
 
 
 def test_an_error_before_our_signal_counts(verdicts: Verdicts) -> None:
     ended = verdicts.ended(1, exited(signalled=99.5, **error()))
     assert ended is not None
-    assert failed(verdicts)["cause"] == "ValueError: no"
+    assert failed(verdicts).cause == "ValueError: no"
+
+
+def test_an_end_just_before_our_signal_is_told_at_the_end(verdicts: Verdicts) -> None:
+    """While ranks are being stopped it is no news, but it may be why the run failed."""
+    assert verdicts.ended(1, exited(status=-9, signalled=100.5)) is None
+    assert failed(verdicts).message == "rank 2 on node 1 was killed by SIGKILL"
 
 
 def test_a_fork_server_is_its_nodes_failure(verdicts: Verdicts) -> None:
@@ -92,16 +106,16 @@ def test_a_fork_server_is_its_nodes_failure(verdicts: Verdicts) -> None:
     assert ended is not None
     assert (ended.event, ended.cause) == ("nursery_failed", "its fork server was killed by SIGKILL")
     failure = failed(verdicts)
-    assert (failure["node"], failure["rank"]) == (1, None)
-    assert failure["cause"] == "the fork server was killed by SIGKILL"
+    assert (failure.node, failure.rank) == (1, None)
+    assert failure.cause == "the fork server was killed by SIGKILL"
 
 
 def test_of_many_failures_the_one_of_its_own_is_told(verdicts: Verdicts) -> None:
     verdicts.ended(0, exited(rank=0, time=98.0, **CONSEQUENCE))
     verdicts.ended(1, exited(rank=3, status=-9))
     failure = failed(verdicts, "rank 3 has failed 3 times")
-    assert failure["message"] == "rank 3 on node 1 was killed by SIGKILL"
-    assert (failure["node"], failure["rank"], failure["log"], failure["tail"]) == (
+    assert failure.message == "rank 3 on node 1 was killed by SIGKILL"
+    assert (failure.node, failure.rank, failure.log, failure.tail) == (
         1,
         3,
         "rank.log",
@@ -112,13 +126,13 @@ def test_of_many_failures_the_one_of_its_own_is_told(verdicts: Verdicts) -> None
 def test_a_lost_node_goes_before_those_that_missed_it(verdicts: Verdicts) -> None:
     """Where ranks cannot park, all others fail by it."""
     verdicts.ended(0, exited(rank=0, **CONSEQUENCE))
-    assert failed(verdicts)["rank"] == 0
+    assert failed(verdicts).rank == 0
     verdicts.node_lost(1, "its agent ended")
     failure = failed(verdicts)
-    assert (failure["node"], failure["rank"], failure["cause"]) == (1, None, "its agent ended")
-    assert failure["hint"] == "too few nodes"
+    assert (failure.node, failure.rank, failure.cause) == (1, None, "its agent ended")
+    assert failure.hint == "too few nodes"
     verdicts.ended(0, exited(rank=1, status=9))
-    assert failed(verdicts)["rank"] == 1, "but not before a failure of its own"
+    assert failed(verdicts).rank == 1, "but not before a failure of its own"
 
 
 def test_who_was_blamed_is_named_where_nobody_ended_of_itself(verdicts: Verdicts) -> None:
@@ -127,15 +141,15 @@ def test_who_was_blamed_is_named_where_nobody_ended_of_itself(verdicts: Verdicts
     verdicts.blamed(0, 1, "a consequence of that")
     verdicts.ended(1, exited(rank=3, status=-9, signalled=99.0))
     failure = failed(verdicts, "is stopped by a signal")
-    assert (failure["node"], failure["rank"]) == (1, 3)
-    assert failure["message"] == "rank 3 on node 1: is stopped by a signal"
-    assert "coordinator.log" in failure["hint"]
+    assert (failure.node, failure.rank) == (1, 3)
+    assert failure.message == "rank 3 on node 1: is stopped by a signal"
+    assert "coordinator.log" in failure.hint
 
 
 def test_where_nobody_is_to_blame_nobody_is_named(verdicts: Verdicts) -> None:
     failure = failed(verdicts, "too few nodes: 1 can be used, 2 are needed")
-    assert (failure["node"], failure["rank"]) == (None, None)
-    assert failure["message"] == "too few nodes: 1 can be used, 2 are needed"
+    assert (failure.node, failure.rank) == (None, None)
+    assert failure.message == "too few nodes: 1 can be used, 2 are needed"
 
 
 def test_a_new_generation_begins_without_old_failures(verdicts: Verdicts) -> None:
@@ -143,7 +157,7 @@ def test_a_new_generation_begins_without_old_failures(verdicts: Verdicts) -> Non
     verdicts.node_lost(1, "its agent ended")
     verdicts.blamed(1, 2, "slow")
     verdicts.began(4)
-    assert failed(verdicts)["node"] is None
+    assert failed(verdicts).node is None
     assert verdicts.ended(1, exited(status=7)) is None
 
 
@@ -151,7 +165,7 @@ def test_bad_input_keeps_its_exit_code_and_words(verdicts: Verdicts) -> None:
     values = error("InputError", "the port is in use", exit_code=2, hint="choose another", traceback=None)
     verdicts.ended(0, exited(rank=0, status=2, **values))
     failure = failed(verdicts)
-    assert (failure["exit_code"], failure["cause"], failure["hint"]) == (
+    assert (failure.exit_code, failure.cause, failure.hint) == (
         2,
         "the port is in use",
         "choose another",

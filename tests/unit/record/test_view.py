@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from seatrial.record import events, lock
+from seatrial.record.failure import RankError
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord, LedgerWriter
 from seatrial.record.metrics import MetricsRecord, MetricsWriter
-from seatrial.record.view import Failure, read_view
+from seatrial.record.view import read_view
 
 JOB = "[train]\nsteps = 200\nglobal_batch = 8\nsequence_length = 16\n"
 
@@ -42,6 +43,12 @@ def checkpoint(folder: RunFolder, step: int, *, complete: bool = True) -> None:
 
 def happened(folder: RunFolder, kind: str, generation: int = 1, **rest: Any) -> None:
     events.append(folder, kind, f"{kind} it was", generation=generation, **rest)
+
+
+def failure(folder: RunFolder) -> tuple[Any, ...]:
+    found = read_view(folder).failure
+    assert found is not None
+    return found.cause, found.node, found.rank, found.tail, found.log, found.hint
 
 
 def test_an_empty_folder_is_a_run_not_started(folder: RunFolder) -> None:
@@ -100,7 +107,7 @@ def test_what_the_launcher_told_of_a_killed_rank(folder: RunFolder) -> None:
         "hint": "memory?",
     }
     happened(folder, "run_failed", severity="error", data=data)
-    assert read_view(folder).failure == Failure("was killed", 0, 3, "line 9", Path("a/b.log"), "memory?")
+    assert failure(folder) == ("was killed", 0, 3, "line 9", "a/b.log", "memory?")
 
 
 def test_resumed_run(folder: RunFolder) -> None:
@@ -170,22 +177,22 @@ def test_failure_is_completed_from_what_the_rank_wrote(folder: RunFolder) -> Non
     happened(folder, "run_started")
     happened(folder, "rank_failed", severity="error", node=0, rank=2)
     happened(folder, "run_failed", severity="error", data={"node": 1, "rank": 5, "cause": "ValueError: x"})
-    assert read_view(folder).failure == Failure("ValueError: x", 1, 5)
+    assert failure(folder) == ("ValueError: x", 1, 5, "", "", "")
     error = folder.rank_error(1, 1, 5)
     error.parent.mkdir(parents=True)
-    folder.rank_log(1, 1, 5).touch()
+    log = folder.rank_log(1, 1, 5)
+    log.touch()
     error.write_bytes(b"{torn")
-    assert read_view(folder).failure == Failure("ValueError: x", 1, 5, log=folder.rank_log(1, 1, 5))
-    error.write_text(json.dumps({"traceback": "Trace", "hint": "do", "message": 5}))
-    assert read_view(folder).failure == Failure(
-        "ValueError: x", 1, 5, "Trace", folder.rank_log(1, 1, 5), "do"
-    )
+    assert failure(folder) == ("ValueError: x", 1, 5, "", str(log), "")
+    written = RankError(1e9, 5, 1, "ValueError", "x", "Trace", consequence=False, exit_code=1, hint="do")
+    error.write_text(json.dumps(vars(written)))
+    assert failure(folder) == ("ValueError: x", 1, 5, "Trace", str(log), "do")
 
 
 def test_first_failed_rank_where_nobody_could_say_more(folder: RunFolder) -> None:
     happened(folder, "rank_failed", severity="error", node=1, rank=4)
     happened(folder, "rank_failed", severity="error", node=0, rank=0)
-    assert read_view(folder).failure == Failure("rank_failed it was", 1, 4)
+    assert failure(folder) == ("rank_failed it was", 1, 4, "", "", "")
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ import pytest
 from seatrial.base import units
 from seatrial.job import job_from_text, preset_text
 from seatrial.record import events, lock
+from seatrial.record.failure import Failure, RankError
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord, LedgerWriter
 from seatrial.record.metrics import MetricsRecord, MetricsWriter
-from seatrial.record.view import Failure, read_view
+from seatrial.record.view import read_view
 from seatrial.ui import figures
 from seatrial.ui.console import TrainConsole
 from seatrial.ui.live import LivePane, pane
@@ -241,10 +242,11 @@ def test_summary_of_a_failed_run(folder: RunFolder, capsys: pytest.CaptureFixtur
     error = folder.rank_error(1, 1, 5)
     error.parent.mkdir(parents=True)
     trace = "Traceback\n" + "".join(f"  line {i}\n" for i in range(40)) + "ValueError: boom\n"
-    error.write_text(json.dumps({"traceback": trace, "hint": "look there"}))
+    written = RankError(1e9, 5, 1, "ValueError", "boom", trace, False, 1, "look there")
+    error.write_text(json.dumps(vars(written)))
     folder.rank_log(1, 1, 5).touch()
     view = console(folder, out, json_output=True)
-    failure = Failure("ValueError: boom", node=1, rank=5)
+    failure = Failure(1, 5, "rank 5 on node 1: ValueError: boom", "ValueError: boom", 1e9)
     view.summary(view.ended("failed", failure=failure), ["seatrial train job.toml"])
     text = out.getvalue()
     assert "a-run failed: step 3 of 200" in text
@@ -429,12 +431,9 @@ def test_outcome_known_to_the_process_overrides_missing_records(folder: RunFolde
     write(folder, 1, 3)
     events.append(folder, "run_started", "8 ranks", generation=1)
     view = console(folder, io.StringIO())
-    told = view.ended("failed", failure=Failure("the disk is full"))
-    assert (told.state, told.state_reason, told.failure) == (
-        "failed",
-        "the disk is full",
-        Failure("the disk is full"),
-    )
+    failure = Failure(None, None, "the disk is full", "the disk is full", 1e9)
+    told = view.ended("failed", failure=failure)
+    assert (told.state, told.state_reason, told.failure) == ("failed", "the disk is full", failure)
     told = view.ended("finished", "all 200 steps are done already")
     assert (told.state, told.state_reason) == ("finished", "all 200 steps are done already")
 

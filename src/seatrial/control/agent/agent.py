@@ -29,7 +29,7 @@ from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
 from seatrial.control.agent.attendance import Attendance
 from seatrial.control.agent.environment import NodeEnvironment, assignments
-from seatrial.control.agent.errors import error_of, tail_of
+from seatrial.control.agent.errors import tail_of, with_error
 from seatrial.control.agent.here import settled
 from seatrial.control.agent.inspect import Inspection
 from seatrial.control.agent.journal import Journal
@@ -442,7 +442,7 @@ class Agent:
                 self._inspect()
             case msg.RankExited():
                 if message.status != 0 and not message.never_began:
-                    message = replace(message, **error_of(self.spec.folder, worker))
+                    message = with_error(message, self.spec.folder, worker)
                 self.journal.tell(message)
         if isinstance(message, msg.Parked | msg.Finished | msg.RankExited):
             self._tell_stopped()

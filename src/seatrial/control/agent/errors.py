@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from seatrial.base.files import open_file, read_json
+from seatrial.base.files import open_file
 from seatrial.control.agent.worker import Worker
+from seatrial.record.failure import read_rank_error
 from seatrial.record.folder import RunFolder
+from seatrial.record.messages import RankExited
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 16384
 
 
-def error_of(folder: RunFolder, worker: Worker) -> dict[str, Any]:
-    """{"log", "tail", "error"}; `error` is the rank's error file, None if it wrote none or was killed while writing."""
-    path = folder.rank_error(worker.generation, worker.generation_spec.node, worker.rank)
-    error: dict[str, Any] | None
-    try:
-        error = read_json(path)
-        assert isinstance(error, dict)
-        error["time"] = float(error["time"])
-    except (OSError, ValueError, KeyError, TypeError, AssertionError):
-        error = None
-    tail = last_lines((error or {}).get("traceback") or "", 2 * _TAIL_LINES) or tail_of(worker.log)
-    return {"log": str(worker.log), "tail": tail, "error": error}
+def with_error(exited: RankExited, folder: RunFolder, worker: Worker) -> RankExited:
+    """`exited` with the rank's error, its log, and the log's last lines or the error's traceback."""
+    error = read_rank_error(folder.rank_error(worker.generation, worker.generation_spec.node, worker.rank))
+    told = (error and error.traceback) or ""
+    tail = last_lines(told, 2 * _TAIL_LINES) or tail_of(worker.log)
+    return replace(exited, log=str(worker.log), tail=tail, error=error)
 
 
 def tail_of(log: Path) -> str:

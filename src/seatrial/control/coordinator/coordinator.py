@@ -372,19 +372,18 @@ class Coordinator:
         failure = self.verdicts.ended(peer.node, exited)
         if failure is None:
             return
-        rank = exited.rank if isinstance(exited, msg.RankExited) else None
         self.recorder.event(
             failure.event,
             failure.message,
             severity="info" if failure.consequence else "error",
             node=peer.node,
-            rank=rank,
+            rank=exited.rank,
             data={"status": exited.status, "pid": exited.pid, "log": exited.log, "told": exited.told},
         )
         if failure.consequence:
-            self._lost_peers(peer.node, exited.generation, rank, failure.message)
+            self._lost_peers(peer.node, exited.generation, exited.rank, failure.message)
         elif self._current(exited.generation):
-            self._fail(peer.node, rank, failure.signal, failure.cause)
+            self._fail(peer.node, exited.rank, failure.signal, failure.cause)
 
     def _lost_peers(self, node: int, generation: int, rank: int | None, message: str) -> None:
         """The first rank that lost its peers: what happened to them is expected to be told within `_PEERS_GONE_S`."""

@@ -1,4 +1,4 @@
-"""Determine which of many failures was the first. Pure: reports and error files in, one failure out.
+"""Determine which of many failures was the first. Pure: ends of processes in, one failure out.
 
 When one rank exits, its peers fail too because of closed connections, and often report it sooner. Time alone
 would therefore blame the wrong rank: a rank's own failure precedes consequences, and only among equals the
@@ -8,93 +8,75 @@ earlier one comes first.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 from seatrial.base.errors import EXIT_BAD_INPUT, EXIT_FAILED
 from seatrial.base.process import status_text
-from seatrial.control.coordinator.reports import Report
+from seatrial.record import messages as msg
+from seatrial.record.failure import Failure
 
 _OOM_HINT = "the kernel's out-of-memory killer did it: use a smaller microbatch, activation checkpointing, or more ranks a model"
 _PERHAPS_OOM_HINT = "somebody's kill -9, or perhaps the kernel's out-of-memory killer: `dmesg` tells"
 _KILLED_HINT = "somebody's kill -9: the kernel's out-of-memory killer has killed nothing here"
 _CRASH_HINT = "a crash in native code: the log's end, or `coredumpctl` where it runs, may tell where"
 
-
-@dataclass(frozen=True)
-class FirstFailure:
-    """The first failure: who, what, when. `traceback` is None where the process could not write one."""
-
-    node: int
-    rank: int | None
-    process: str  # "rank", "fork server" or "agent"
-    cause: str
-    raised: bool  # the process wrote an error itself; otherwise `cause` is its exit status from the kernel
-    time: float  # unix seconds
-    exit_code: int
-    hint: str | None
-    traceback: str | None
-
-    @property
-    def subject(self) -> str:
-        return (
-            f"rank {self.rank} on node {self.node}"
-            if self.rank is not None
-            else f"{self.process} of node {self.node}"
-        )
-
-    @property
-    def message(self) -> str:
-        """One line: "rank 3 on node 0 was killed by SIGKILL", "rank 3 on node 0: ValueError: ..."."""
-        return f"{self.subject}: {self.cause}" if self.raised else f"{self.subject} {self.cause}"
+Exited = msg.RankExited | msg.ForkServerExited
 
 
-def first_failure(reports: Iterable[Report], errors: Mapping[int, Mapping[str, Any]]) -> FirstFailure | None:
-    """The failure that caused all others, or None if nothing failed by itself.
-
-    `errors` are the ranks' error files, by rank.
-    """
-    judged = []
-    for report in reports:
-        if report.kind not in ("rank_exited", "fork_server_exited", "agent_exited") or report.status == 0:
-            continue
-        error = errors.get(report.rank) if report.rank is not None else None
-        when = float(error["time"]) if error else report.time
-        stopped = report.signalled is not None and when >= report.signalled
-        if stopped:
-            continue
-        consequence = bool(error and error.get("consequence"))
-        judged.append(((consequence, when, -1 if report.rank is None else report.rank), report, error))
-    if not judged:
-        return None
-    (_, when, _), report, error = min(judged, key=lambda j: j[0])
-    return _finding(report, error, when)
+def first_failure(exits: Iterable[tuple[int, Exited]]) -> Failure | None:
+    """The failure that caused all others, or None if nothing failed by itself. `exits`: each with its node."""
+    # What happens to a process after its agent has signalled it is not its fault.
+    failed = [
+        (node, exited)
+        for node, exited in exits
+        if exited.status != 0 and (exited.signalled is None or _when(exited) < exited.signalled)
+    ]
+    return _failure(*min(failed, key=lambda f: _order(f[1]))) if failed else None
 
 
-def _finding(report: Report, error: Mapping[str, Any] | None, when: float) -> FirstFailure:
-    assert report.status is not None
-    process = report.kind.removesuffix("_exited").replace("_", " ")
+def is_consequence(exited: Exited) -> bool:
+    """Whether it failed only because another process did."""
+    return exited.error is not None and exited.error.consequence
+
+
+def _order(exited: Exited) -> tuple[bool, float, int]:
+    return is_consequence(exited), _when(exited), -1 if exited.rank is None else exited.rank
+
+
+def _when(exited: Exited) -> float:
+    return exited.time if exited.error is None else exited.error.time
+
+
+def _failure(node: int, exited: Exited) -> Failure:
+    error, rank = exited.error, exited.rank
     if error is None:
-        cause, hint, code, traceback = status_text(report.status), _signal_hint(report), EXIT_FAILED, None
-        if report.oom_killed:
+        cause, hint, code = status_text(exited.status), _signal_hint(exited), EXIT_FAILED
+        if exited.oom_killed:
             cause += " (out of memory)"
     else:
-        message = str(error.get("message") or "").strip()
-        code = EXIT_BAD_INPUT if error.get("exit_code") == EXIT_BAD_INPUT else EXIT_FAILED
+        message, hint = error.message.strip(), error.hint
         # For bad input the worker's own message is shown; for anything else, the exception's type as well.
-        kind = str(error.get("type") or "error")
-        cause = message if code == EXIT_BAD_INPUT and message else f"{kind}: {message}" if message else kind
-        hint, traceback = error.get("hint"), error.get("traceback")
-    return FirstFailure(
-        report.node, report.rank, process, cause, error is not None, when, code, hint, traceback
+        code = EXIT_BAD_INPUT if error.exit_code == EXIT_BAD_INPUT else EXIT_FAILED
+        cause = f"{error.type}: {message}" if message else error.type
+        if code == EXIT_BAD_INPUT and message:
+            cause = message
+    who = f"fork server of node {node}" if rank is None else f"rank {rank} on node {node}"
+    return Failure(
+        node,
+        rank,
+        message=f"{who} {cause}" if error is None else f"{who}: {cause}",
+        cause=f"the fork server {cause}" if rank is None else cause,
+        time=_when(exited),
+        exit_code=code,
+        log=exited.log,
+        tail=exited.tail,
+        hint=hint or "",
     )
 
 
-def _signal_hint(report: Report) -> str | None:
-    assert report.status is not None
-    if report.status == -signal.SIGKILL:
-        return {True: _OOM_HINT, False: _KILLED_HINT, None: _PERHAPS_OOM_HINT}[report.oom_killed]
-    if -report.status in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
+def _signal_hint(exited: Exited) -> str | None:
+    if exited.status == -signal.SIGKILL:
+        return {True: _OOM_HINT, False: _KILLED_HINT, None: _PERHAPS_OOM_HINT}[exited.oom_killed]
+    if -exited.status in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
         return _CRASH_HINT
     return None

@@ -63,7 +63,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A failure or warning on a node. `signal` is a key of the policy; `step` is the last one completed."""
+    """A failure or warning on a node. `signal` is a key of the policy; `step` is the last one completed.
+
+    No `Failure` of record/failure.py, which ends the run: whether the run survives this is decided from it.
+    """
 
     time: float
     generation: int
