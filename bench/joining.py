@@ -24,13 +24,14 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from seatrial.base import process
+from seatrial.base.event_loop import Watching
 from seatrial.base.lines import Channel
 from seatrial.control.agent.journal import Journal
 from seatrial.control.agent.member import Member
 from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.coordinator.coordinator import Coordinator
 from seatrial.control.net.acceptor import Acceptor
-from seatrial.control.net.event_loop import Watching, allow_files
 from seatrial.control.net.lease import Hold, Lease, Leases
 from seatrial.control.net.wire import Incoming, Listener
 from seatrial.job import Job, job_from_text
@@ -336,7 +337,7 @@ def main() -> int:
     parser.add_argument("--rest", type=float, default=5.0)
     parser.add_argument("--profile", type=Path)
     arguments = parser.parse_args()
-    allow_files()
+    process.allow_many_files()
     with tempfile.TemporaryDirectory() as temporary:
         folder = RunFolder(Path(temporary) / "joining")
         folder.leases.mkdir(parents=True)

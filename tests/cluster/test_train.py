@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ import safetensors.torch
 import torch
 
 from conftest import JOB, Run, records, seatrial, write_corpus
+from seatrial.data.prepare import data_cache, resolve_stores, stores_identity
+from seatrial.job import load_job
+from seatrial.record.run import open_run
 
 pytestmark = pytest.mark.cluster
 
@@ -303,6 +308,40 @@ class TestKilled:
 
 def _command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def torchrun(folder: Path) -> None:
+    """Train the run in `folder` to its end with ranks that have no agent."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["-m", "seatrial.train.worker", str(run_of(folder))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SEATRIAL_DEVICE": "cpu"}
+    # Its output goes to a file: with a pipe a rank that it left behind would keep the test waiting.
+    with open(folder / "torchrun.log", "wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        assert process.wait(timeout=300) == 0, (folder / "torchrun.log").read_text()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+class TestTorchrun:
+    """Without agents, as docs/training.md says, and bit for bit what they would have trained."""
+
+    def test_from_the_beginning(self, folder: Path, whole: tuple[Path, int, str, str]) -> None:
+        job = load_job(folder / "job.toml")
+        runs = run_of(folder).parent
+        stores = resolve_stores(job.data, data_cache(runs), folder)
+        with open_run(job, runs, data=stores_identity(stores)):
+            pass
+        torchrun(folder)
+        assert_same_run(folder, whole[0])
+
+    def test_from_a_checkpoint(self, killed: Path, whole: tuple[Path, int, str, str]) -> None:
+        torchrun(killed)
+        assert_same_run(killed, whole[0])
+        assert "resumed" in {e["kind"] for e in records(run_of(killed) / "events.jsonl")}
 
 
 class TestResume:

@@ -160,10 +160,11 @@ class _Stdio:
     def sendall(self, data: bytes) -> None:
         waiting = select.poll()
         waiting.register(self._writer, select.POLLOUT)
-        while data:
+        rest = memoryview(data)  # slices without copying: a message may have many megabytes
+        while rest:
             waiting.poll()
             with contextlib.suppress(BlockingIOError):
-                data = data[os.write(self._writer, data) :]
+                rest = rest[os.write(self._writer, rest) :]
 
     def close(self) -> None:
         os.close(self._reader)

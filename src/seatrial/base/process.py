@@ -27,6 +27,7 @@ from seatrial.base.files import open_file
 
 MARK = "SEATRIAL_AGENT"  # names the agent that a process belongs to
 
+_MANY_FILES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -72,6 +73,14 @@ def allow_files(count: int, what: str) -> None:
             message = f"a process may have {hard} files open here, and {what} need {count}"
             raise InputError(message, hint="raise the limit, as with `ulimit -Hn 65536`, or start fewer")
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+
+
+def allow_many_files() -> None:
+    """Raise the open-file limit to 65,536, or as far as possible: a coordinator has a connection to every node."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = _MANY_FILES if hard == resource.RLIM_INFINITY else min(_MANY_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
 def signal_group(pid: int, signum: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
-import selectors
 import signal
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from seatrial.base.complain import complain
 from seatrial.base.errors import EXIT_INTERRUPTED, InputError
+from seatrial.base.event_loop import Watching
 from seatrial.base.signals import SignalQueue
 from seatrial.control.agent.attendance import SIGN_S, SILENT_S
 from seatrial.control.agent.spec import AgentSpec
@@ -133,25 +133,23 @@ class Gathering:
         self._outcome: msg.RunOver | None = None
         self._deaths: dict[str, events.Event] = {}  # by the mark of each report
         self._carrier: AgentHandle | None = None  # the agent that was sent them
-        self._selector = selectors.DefaultSelector()
+        self._sources = Watching()
 
     def start(self, node: int) -> None:
         """Start the agent of `node`. Raises OSError."""
         agent = self._start_agent(node)
         self.agents.append(agent)
-        self._selector.register(agent.channel, selectors.EVENT_READ, lambda: self._on_channel(agent))
-        self._selector.register(agent.pidfd, selectors.EVENT_READ, lambda: self._on_end(agent))
+        self._sources.watch(agent.channel, lambda: self._on_channel(agent))
+        self._sources.watch(agent.pidfd, lambda: self._on_end(agent))
 
     def follow(self, signals: SignalQueue | None) -> Outcome:
         """Run until every agent has ended or has reported that nothing of its node is left."""
         if signals is not None:
-            self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals))
+            self._sources.watch(signals, lambda: self._on_signals(signals))
         if self._signs is not None:
             self._signs.start()
         while self._start_at or not all(a.gone for a in self.agents):
-            for key, _ in self._selector.select(_TICK_S):
-                if self._selector.get_map().get(key.fd) is key:  # not unregistered by an earlier callback
-                    key.data()
+            self._sources.wait(_TICK_S)
             self._meet_deadlines()
             if self._tick is not None:
                 self._tick()
@@ -164,7 +162,7 @@ class Gathering:
         if self._signs is not None and self._signs.is_alive():
             self._signs.join()
         end_agents(self.agents)
-        self._selector.close()
+        self._sources.close()
 
     # -- what happens
 
@@ -191,7 +189,7 @@ class Gathering:
             if not agent.ended:
                 agent.popen.kill()  # its end counts as its own failure
         if agent.channel.closed:
-            self._selector.unregister(agent.channel)
+            self._sources.unwatch(agent.channel)
 
     def _take(self, agent: AgentHandle, message: msg.ToLauncher) -> None:
         agent.began = True
@@ -215,11 +213,11 @@ class Gathering:
 
     def _on_end(self, agent: AgentHandle) -> None:
         agent.take_end()
-        self._selector.unregister(agent.pidfd)
+        self._sources.unwatch(agent.pidfd)
         if not agent.channel.closed:
             self._on_channel(agent)  # what it sent before it ended
-        if agent.channel in self._selector.get_map():
-            self._selector.unregister(agent.channel)
+        if not agent.channel.closed:  # something that it started still has the other end
+            self._sources.unwatch(agent.channel)
         if not agent.bye:
             agent.kill_rest()
         node = agent.spec.node

@@ -12,7 +12,6 @@ from seatrial.base.address import route
 from seatrial.base.errors import InputError
 from seatrial.control.agent.agent import Agent
 from seatrial.control.agent.spec import spec_of
-from seatrial.control.net.event_loop import allow_files
 from seatrial.hardware.devices import choose_device
 from seatrial.launch import named
 from seatrial.launch.base import Identity, Scheduled
@@ -66,5 +65,5 @@ def run_agent(run: Path, node: int | None) -> int:
     )
     spec.log.parent.mkdir(parents=True, exist_ok=True)
     os.environ[process.MARK] = f"{socket.gethostname()}-{os.getpid()}/node{spec.node}"
-    allow_files()
+    process.allow_many_files()
     return Agent(spec, None).run()

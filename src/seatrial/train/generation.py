@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from seatrial.base.errors import InputError, RunFailed, SeatrialError
 from seatrial.checkpoint import memory
@@ -30,7 +29,7 @@ from seatrial.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.shapes import at_shape
 from seatrial.parallel.build import ParallelModel
-from seatrial.parallel.mesh import Mesh, build_mesh
+from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.store import serve_store
 from seatrial.record.folder import RunFolder
 from seatrial.record.inputs import Digests, job_of, read_unchanged
@@ -40,7 +39,7 @@ from seatrial.train.checkpointing.places import Places
 from seatrial.train.checkpointing.snapshot import Snapshots, restore_from_memory
 from seatrial.train.loop import Loop
 from seatrial.train.optimizer import ShardedOptimizer
-from seatrial.train.rank import RankEnvironment, build, first_weights, join, load, make_loader, timeout_of
+from seatrial.train.rank import RankEnvironment, build, build_first, enter, load, make_loader, timeout_of
 from seatrial.train.recorder import Known
 from seatrial.train.records import Records, through_agent
 from seatrial.train.recovery.carried import Carried, carry, restore_carried, share_state
@@ -144,10 +143,8 @@ class TrainWorker:
         """Train as `generation_spec` says until the run is done or all ranks exit early. Raises any error."""
         self._generation_spec = generation_spec
         job = at_shape(self._job, generation_spec.layout)
-        device = self._join(job, generation_spec)
-        mesh = build_mesh(generation_spec.layout, device, timeout_of(job))
+        mesh = enter(job, generation_spec.place, self._store(job, generation_spec))
         records = through_agent(self.supervisor_client, generation_spec.generation, mesh.rank)
-        torch.manual_seed(job.train.seed + mesh.rank)
         if self._loader is None:
             plan = json.loads(read_unchanged(self.folder.plan_json, generation_spec.inputs))
             self._loader = make_loader(job, self.folder, plan)
@@ -166,22 +163,21 @@ class TrainWorker:
             dist.destroy_process_group()
             if mesh.rank == 0:
                 del loop  # the sample needs the memory
-                write_sample(job, self.folder, records, device)
+                write_sample(job, self.folder, records, mesh.device)
         else:
             del loop, mesh
             teardown()
         return how
 
-    def _join(self, job: Job, generation_spec: GenerationSpec) -> torch.device:
+    def _store(self, job: Job, generation_spec: GenerationSpec) -> Store:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         timeout = timeout_of(job)
         if generation_spec.place.rank > 0:
             timeout_s = timeout.total_seconds()
             wait_for_store(address, port, timeout_s=timeout_s, stop=lambda: self.supervisor_client.abandoned)
-            store = TCPStore(address, port, None, is_master=False, timeout=timeout)
-            return join(generation_spec.place, timeout, store)
+            return TCPStore(address, port, None, is_master=False, timeout=timeout)
         try:
-            store = serve_store(address, port, timeout)
+            return serve_store(address, port, timeout)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and job.cluster.port is None:
                 # The port was free a moment ago and was not chosen by the user; the next generation takes another.
@@ -190,7 +186,6 @@ class TrainWorker:
                 f"rank 0 cannot listen on port {port} of {address}: {error.strerror}",
                 hint="leave cluster.port out, and a free port is taken",
             ) from error
-        return join(generation_spec.place, timeout, store)
 
     def keep(self) -> int:
         """After losing peers: keep this rank's state and leave all groups; the last finished step, or -1."""
@@ -245,8 +240,7 @@ class TrainWorker:
                 job, generation_spec, records, mesh, loader, kept, offers, source
             ), source
         else:
-            resume.refuse_fresh_start()
-            model, optimizer = build(job, mesh, first_weights(job))
+            model, optimizer = build_first(job, mesh, resume)
         return self._make_loop(job, generation_spec, records, model, optimizer, loader, source), source
 
     def _offer(self, generation_spec: GenerationSpec, kept: _Kept | None) -> Offer:

@@ -86,10 +86,7 @@ def train_rank(folder: RunFolder, generation: int | None, place: RankEnvironment
             f"the job has {job.layout.world_size} ranks, the environment says {place.world_size}",
             hint="start as many ranks as cluster.nodes x cluster.gpus_per_node",
         )
-    timeout = timeout_of(job)
-    device = join(place, timeout)
-    mesh = build_mesh(job.layout, device, timeout)
-    torch.manual_seed(job.train.seed + mesh.rank)
+    mesh = enter(job, place)
     loader = make_loader(job, folder, read_plan(folder))
     begun = nullcontext(generation) if generation is not None else _unsupervised(job, folder, mesh, loader)
     with begun as number:
@@ -104,8 +101,7 @@ def _train(job: Job, folder: RunFolder, generation: int, mesh: Mesh, loader: Bat
         model, optimizer, progress = found
         first_step = progress.step + 1
     else:
-        resume.refuse_fresh_start()
-        (model, optimizer), first_step = build(job, mesh, first_weights(job)), 1
+        (model, optimizer), first_step = build_first(job, mesh, resume), 1
     del found
     Loop(job, folder, records, model, optimizer, loader).run(first_step)
     dist.barrier()
@@ -119,6 +115,15 @@ def build(job: Job, mesh: Mesh, source: WeightSource) -> tuple[ParallelModel, Sh
     """Build the model of `job` with the weights of `source`, and its optimizer."""
     model = ParallelModel(job.architecture, mesh, settings_of(job), source, timeout=timeout_of(job))
     return model, build_optimizer(model.shards, job.optimizer)
+
+
+def build_first(job: Job, mesh: Mesh, resume: Resume) -> tuple[ParallelModel, ShardedOptimizer]:
+    """Build model and optimizer of a run without a checkpoint. Raises RunFailed if it has saved one.
+
+    All ranks call it.
+    """
+    resume.refuse_fresh_start()
+    return build(job, mesh, first_weights(job))
 
 
 def load(
@@ -179,6 +184,14 @@ def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, loader: BatchLoader) 
 def timeout_of(job: Job) -> timedelta:
     """How long a collective may wait for a rank before it is an error."""
     return timedelta(seconds=job.collective_timeout_s)
+
+
+def enter(job: Job, place: RankEnvironment, store: Store | None = None) -> Mesh:
+    """Join the process group (see `join`), build the mesh of the job's layout, and seed torch; returns the mesh."""
+    timeout = timeout_of(job)
+    mesh = build_mesh(job.layout, join(place, timeout, store), timeout)
+    torch.manual_seed(job.train.seed + mesh.rank)
+    return mesh
 
 
 def join(place: RankEnvironment, timeout: timedelta, store: Store | None = None) -> torch.device:

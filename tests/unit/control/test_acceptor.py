@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 from wired import SECRET, Hub, Pump
 
+from seatrial.base import process
 from seatrial.control.net import wire
 from seatrial.control.net.acceptor import MOST_WAITING
-from seatrial.control.net.event_loop import allow_files
 from seatrial.control.net.wire import Outgoing
 
 
@@ -129,7 +129,7 @@ def test_a_coordinator_may_have_many_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        allow_files()
+        process.allow_many_files()
         most = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
     finally:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from seatrial.base.event_loop import Watching
 from seatrial.control.net.acceptor import Acceptor
-from seatrial.control.net.event_loop import Watching
 from seatrial.control.net.wire import Incoming, Link, Listener, _Keys
 from seatrial.record import messages as msg
 

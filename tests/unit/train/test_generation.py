@@ -166,9 +166,6 @@ def sources(worker: TrainWorker, monkeypatch: pytest.MonkeyPatch) -> Callable[..
                 self.step = left[0] if left else 0
                 return self.step
 
-            def refuse_fresh_start(self) -> None:
-                used.append("begin")
-
         def load(job: Any, at: Any, resume: Resume, loader: Any, worth: Callable[[int], bool]) -> Any:
             while (step := resume.look()) and worth(step):
                 if step not in damaged:
@@ -191,7 +188,7 @@ def sources(worker: TrainWorker, monkeypatch: pytest.MonkeyPatch) -> Callable[..
         monkeypatch.setattr(generation_module, "Resume", Resume)
         monkeypatch.setattr(generation_module, "load", load)
         monkeypatch.setattr(generation_module, "build", lambda *_: (None, None))
-        monkeypatch.setattr(generation_module, "first_weights", lambda *_: None)
+        monkeypatch.setattr(generation_module, "build_first", lambda *_: used.append("begin") or (None, None))
         monkeypatch.setattr(worker, "_make_loop", lambda *_: None)
         monkeypatch.setattr(worker, "_from_processes_or_memory", lambda *a: used.append("here"))
         _, source = worker._prepare(

@@ -31,13 +31,15 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from io import FileIO
 from typing import Any
 
 from seatrial.base import process
 from seatrial.base.address import interface_towards
+from seatrial.base.event_loop import Watching
 from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
-from seatrial.check.live.agent_tasks import Task, executes, last_words, listens, start, wait
+from seatrial.check.live.agent_tasks import Task, executes, last_words, listens, start
 from seatrial.check.live.reach import hello, reach
 
 _LISTEN_POLL_S = 0.05
@@ -48,37 +50,28 @@ _FORK_SERVER_START_S = 120.0  # to import torch from a slow disk
 class Agent:
     """The agent's event loop and the processes that it has started."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, conductor: Channel) -> None:
         self.mark = mark
+        self.conductor = conductor
         self.tasks: dict[int, Task] = {}  # by pid
         self.listening: dict[int, int] = {}  # pid of a tool -> port that it should listen on, until it does
         self.fork_server: Task | None = None
         self.channel: Channel | None = None
         self.forged: dict[int, float] = {}  # orders in progress in the fork server -> deadline
-        self.rest = b""
+        self.terminated = False
         self.signals = SignalQueue((signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
         self.listener = socket.create_server(("", 0), backlog=128)
         self.listener.setblocking(False)
+        self.sources = Watching()
+        self.sources.watch(conductor, self._orders)
+        self.sources.watch(self.signals, self._on_signals)
+        self.sources.watch(self.listener, self._accept)
 
     def serve(self) -> None:
         """Run until stdin ends or a termination signal arrives."""
-        self._say({"hello": hello(self.listener.getsockname()[1])})
-        while True:
-            fds = [0, self.signals.fileno(), self.listener.fileno()]
-            fds += [fd for task in self.tasks.values() for fd in task.fds]
-            if self.channel is not None:
-                fds.append(self.channel.fileno())
-            for fd in wait(fds, self._next()):
-                if fd == 0 and not self._orders():
-                    return
-                if fd == self.signals.fileno() and not self._signals():
-                    return
-                if fd == self.listener.fileno():
-                    self._accept()
-                for task in [t for t in self.tasks.values() if fd in t.fds]:
-                    task.read(fd)
-                if self.channel is not None and fd == self.channel.fileno():
-                    self._fork_server_said()
+        self.conductor.send({"hello": hello(self.listener.getsockname()[1])})
+        while not (self.terminated or self.conductor.closed):
+            self.sources.wait(self._patience())
             self._clock()
 
     def end(self) -> None:
@@ -89,24 +82,19 @@ class Agent:
 
     # -- input
 
-    def _orders(self) -> bool:
-        data = os.read(0, 1 << 16)
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        for line in lines:
-            order = json.loads(line)
+    def _orders(self) -> None:
+        for order in self.conductor.receive():
             try:
                 self._obey(order)
             except (KeyError, TypeError, ValueError, OSError) as error:
                 # From another version, or this host lacks a resource: report it, so that nobody waits for a reply.
                 self._fail(order.get("id", -1), f"{type(error).__name__}: {error}")
-        return bool(data)
 
-    def _signals(self) -> bool:
+    def _on_signals(self) -> None:
         arrived = self.signals.read()
-        if {signal.SIGTERM, signal.SIGHUP, signal.SIGINT} & set(arrived):
-            return False
-        process.reap(self._reaped)
-        return True
+        self.terminated = not {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}.isdisjoint(arrived)
+        if not self.terminated:
+            process.reap(self._reaped)
 
     def _accept(self) -> None:
         try:
@@ -131,8 +119,7 @@ class Agent:
             self._run(number, [str(word) for word in order["argv"]], limit_s, order.get("listen"))
         elif do == "reach":
             body = partial(_reach, [(str(a), int(p)) for a, p in order["targets"]], limit_s)
-            task = start(number, body, limit_s + 1)
-            self.tasks[task.pid] = task
+            self._watch(start(number, body, limit_s + 1))
         elif do in ("prepare", "ranks"):
             self._forward(number, order, limit_s)
         else:
@@ -147,9 +134,27 @@ class Agent:
             self.listening[pid] = port
 
     def _start(self, number: int, argv: list[str], limit_s: float) -> int:
-        task = start(number, executes(argv, os.environ), limit_s)
+        return self._watch(start(number, executes(argv, os.environ), limit_s)).pid
+
+    def _watch(self, task: Task) -> Task:
         self.tasks[task.pid] = task
-        return task.pid
+        for pipe in task.pipes:
+            self.sources.watch(pipe, partial(self._read, task, pipe))
+        return task
+
+    def _read(self, task: Task, pipe: FileIO) -> None:
+        if not task.read(pipe):
+            self.sources.unwatch(pipe)
+            pipe.close()
+
+    def _drop(self, pid: int) -> None:
+        """Read the remaining output of a task, and forget the task."""
+        self.listening.pop(pid, None)
+        task = self.tasks.pop(pid)
+        for pipe in task.pipes:
+            task.read(pipe)
+            self.sources.unwatch(pipe)
+            pipe.close()
 
     def _cancel(self, order: int) -> None:
         for task in self.tasks.values():
@@ -166,33 +171,36 @@ class Agent:
             command = process.python("seatrial.check.live.fork_server", str(other.fileno()))
             body = executes(command, {**os.environ, "OMP_NUM_THREADS": "1"})
             # It runs as long as this process; its orders have their own deadlines.
-            self.fork_server = start(-1, body, float("inf"), keep=[other.fileno()])
-            self.tasks[self.fork_server.pid] = self.fork_server
+            self.fork_server = self._watch(start(-1, body, float("inf"), keep=[other.fileno()]))
             other.close()
+            self.sources.watch(self.channel, self._fork_server_said)
         if order["do"] == "prepare":
             limit_s = max(limit_s, _FORK_SERVER_START_S)
         self.forged[number] = time.monotonic() + limit_s + _STUCK_S
         self.channel.post({**order, "limit_s": limit_s})
 
     def _fork_server_said(self) -> None:
-        assert self.channel is not None
+        if self.channel is None:
+            return
         for message in self.channel.receive():
             number = message["id"]
             if number in self.forged:  # else it was given up
                 if "note" not in message:
                     del self.forged[number]
-                self._say(message)
+                self.conductor.send(message)
         if self.channel.closed:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self.channel is not None:
+            self.sources.unwatch(self.channel)
             self.channel.close()
             self.channel = None
 
     def _fork_server_ended(self, task: Task, status: int) -> None:
         self.fork_server = None
-        if self.channel is not None:
-            self._fork_server_said()
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
+        self._fork_server_said()
+        self._hang_up()
         for number in list(self.forged):
             del self.forged[number]
             why = f"what starts the ranks {process.status_text(status)}: {task.complaint}"
@@ -201,11 +209,10 @@ class Agent:
     # -- exits and timeouts
 
     def _reaped(self, pid: int, status: int) -> None:
-        task = self.tasks.pop(pid, None)
+        task = self.tasks.get(pid)
         if task is None:
             return
-        self.listening.pop(pid, None)
-        task.close()
+        self._drop(pid)
         if task is self.fork_server:
             self._fork_server_ended(task, status)
         elif task.too_late:
@@ -219,25 +226,23 @@ class Agent:
         text = f"did not end within {task.limit_s:g} s"
         self._fail(task.order, f"{text}; its last words: {task.complaint}" if task.err else text)
 
-    def _next(self) -> float | None:
+    def _patience(self) -> float | None:
         times = [t.until for t in self.tasks.values()] + list(self.forged.values())
         if self.listening:
             times.append(time.monotonic() + _LISTEN_POLL_S)
         soonest = min(times, default=float("inf"))
-        return None if soonest == float("inf") else soonest
+        return None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
 
     def _clock(self) -> None:
         now = time.monotonic()
         for pid, port in list(self.listening.items()):
             if listens(port):
                 del self.listening[pid]
-                self._say({"id": self.tasks[pid].order, "note": {"listening": port}})
+                self.conductor.send({"id": self.tasks[pid].order, "note": {"listening": port}})
         for task in [t for t in self.tasks.values() if t.until <= now]:
             if task.too_late:
                 # Killed, and still there: in an uninterruptible system call. Report it to the conductor.
-                del self.tasks[task.pid]
-                self.listening.pop(task.pid, None)
-                task.close()
+                self._drop(task.pid)
                 self._fail(task.order, f"did not end within {task.limit_s:g} s, nor when it was killed")
             else:
                 task.too_late, task.until = True, now + _STUCK_S
@@ -250,15 +255,10 @@ class Agent:
     # -- output
 
     def _done(self, number: int, value: dict[str, Any]) -> None:
-        self._say({"id": number, "done": value})
+        self.conductor.send({"id": number, "done": value})
 
     def _fail(self, number: int, why: str) -> None:
-        self._say({"id": number, "failed": why})
-
-    def _say(self, message: dict[str, Any]) -> None:
-        data = memoryview(json.dumps(message).encode() + b"\n")
-        while data:
-            data = data[os.write(1, data) :]
+        self.conductor.send({"id": number, "failed": why})
 
 
 def free_ports(count: int) -> list[int]:
@@ -295,11 +295,9 @@ def main(argv: Sequence[str]) -> int:
         return _node(argv[1])
     process.become_subreaper()
     # Without a mark in the environment no process carries this one: `end` then finds processes by descent only.
-    agent = Agent(os.environ.get(process.MARK, f"check-{os.getpid()}"))
+    agent = Agent(os.environ.get(process.MARK, f"check-{os.getpid()}"), Channel.stdio(log=2))
     try:
         agent.serve()
-    except BrokenPipeError:  # the conductor has exited: the same as the end of stdin
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except Exception as error:  # report it: the conductor reads stderr
         print(last_words(f"{type(error).__name__}: {error}".encode()), file=sys.stderr)
         raise

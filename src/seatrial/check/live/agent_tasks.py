@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 
 from seatrial.base import process
 
@@ -23,47 +23,32 @@ class Task:
     pid: int
     until: float  # time.monotonic()
     limit_s: float
-    out_fd: int
-    err_fd: int
+    out_pipe: FileIO
+    err_pipe: FileIO
     out: bytearray = field(default_factory=bytearray)
     err: bytearray = field(default_factory=bytearray)
     too_late: bool = False
     begun: float = field(default_factory=time.monotonic)
 
     @property
-    def fds(self) -> list[int]:
-        """Open descriptors to read from."""
-        return [fd for fd in (self.out_fd, self.err_fd) if fd >= 0]
+    def pipes(self) -> list[FileIO]:
+        """Open pipes to read from."""
+        return [pipe for pipe in (self.out_pipe, self.err_pipe) if not pipe.closed]
 
-    def read(self, fd: int) -> bool:
+    def read(self, pipe: FileIO) -> bool:
         """Read what has arrived, without blocking; False at the end of the stream."""
-        while True:
-            try:
-                data = os.read(fd, 1 << 16)
-            except BlockingIOError:
-                return True
+        while (data := pipe.read(1 << 16)) is not None:
             if not data:
-                os.close(fd)
-                if fd == self.out_fd:
-                    self.out_fd = -1
-                else:
-                    self.err_fd = -1
                 return False
-            if fd == self.out_fd:
+            if pipe is self.out_pipe:
                 self.out += data[: _LONGEST_BYTES - len(self.out)]
             else:
                 self.err = (self.err + data)[-_TAIL_BYTES:]
+        return True
 
     def kill(self) -> None:
         """SIGKILL to its group."""
         process.signal_group(self.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Read the remaining output and close both pipes."""
-        for fd in self.fds:
-            if self.read(fd):
-                os.close(fd)
-        self.out_fd = self.err_fd = -1
 
     @property
     def complaint(self) -> str:
@@ -100,7 +85,7 @@ def start(order: int, body: Callable[[], int], limit_s: float, *, keep: Sequence
         os.close(err_in)
     os.set_blocking(out, False)
     os.set_blocking(err, False)
-    return Task(order, pid, time.monotonic() + limit_s, limit_s, out, err)
+    return Task(order, pid, time.monotonic() + limit_s, limit_s, FileIO(out), FileIO(err))
 
 
 def executes(argv: Sequence[str], environment: Mapping[str, str]) -> Callable[[], int]:
@@ -124,12 +109,3 @@ def listens(port: int) -> bool:
         if any(len(row) > 3 and row[1].endswith(wanted) and row[3] == "0A" for row in rows[1:]):
             return True
     return False
-
-
-def wait(fds: Sequence[int], until: float | None) -> list[int]:
-    """Those of `fds` that are readable or closed at the other end; waits for one, at most until `until`."""
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    timeout = None if until is None else max(0.0, until - time.monotonic()) * 1000
-    return [fd for fd, _ in poll.poll(timeout)]

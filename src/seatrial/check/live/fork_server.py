@@ -7,9 +7,7 @@ it is killed, whatever it waits for: a dead partner, a link that carries nothing
 
 from __future__ import annotations
 
-import gc
 import os
-import select
 import signal
 import sys
 import time
@@ -20,8 +18,8 @@ from typing import Any
 import torch
 
 from seatrial.base import process
+from seatrial.base.fork_server import ForkServer, share_imports
 from seatrial.base.lines import Channel
-from seatrial.base.signals import SignalQueue
 from seatrial.check.live import probe_pair
 from seatrial.check.live.agent_tasks import last_words
 from seatrial.check.live.nccl_lines import telling
@@ -35,7 +33,7 @@ class _Rank:
 
     number: int
     pid: int
-    channel: Channel
+    channel: Channel | None  # None once it has closed its end
     log: int
     said: dict[str, Any] | None = None
     status: int | None = None
@@ -59,35 +57,24 @@ class _Order:
     why: str = ""  # why it was ended: a deadline, the conductor
 
 
-class ForkServer:
-    """The event loop. Ends with the agent."""
+class ProbeForkServer:
+    """The orders in progress and their ranks. Ends with the agent."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.orders: dict[int, _Order] = {}
-        self.signals = SignalQueue((signal.SIGCHLD, signal.SIGTERM))
+        self.server = ForkServer(channel, self._obey, self._reaped)
 
     def serve(self) -> None:
         """Run until the agent has exited; then kill the ranks."""
-        while not self.channel.closed:
-            poll = select.poll()
-            ranks = [r for o in self.orders.values() for r in o.ranks.values() if not r.channel.closed]
-            for fd in (self.channel.fileno(), self.signals.fileno(), *(r.channel.fileno() for r in ranks)):
-                poll.register(fd, select.POLLIN)
-            soonest = min((o.until for o in self.orders.values()), default=None)
-            poll.poll(None if soonest is None else max(0.0, soonest - time.monotonic()) * 1000)
-            for rank in ranks:
-                self._hear(rank)
-            arrived = self.signals.read()
-            if signal.SIGTERM in arrived:
-                break
-            if signal.SIGCHLD in arrived:
-                process.reap(self._reaped)
-            for message in self.channel.receive():
-                self._obey(message)
+        while self.server.wait(self._patience()):
             self._clock()
         for order in self.orders.values():
             self._kill(order)
+
+    def _patience(self) -> float | None:
+        soonest = min((o.until for o in self.orders.values()), default=None)
+        return None if soonest is None else max(0.0, soonest - time.monotonic())
 
     def _obey(self, message: dict[str, Any]) -> None:
         if "cancel" in message:
@@ -116,15 +103,16 @@ class ForkServer:
 
         def body() -> int:
             ours.close()
-            self.channel.close()
-            self.signals.close_in_child()
             return probe_pair.run(spec, number, local, limit_s, theirs)
 
-        pid = process.fork(body, log=log)
+        rank = _Rank(number, self.server.fork(body, log), ours, log)
         theirs.close()
-        return _Rank(number, pid, ours, log)
+        self.server.sources.watch(ours, lambda: self._hear(rank))
+        return rank
 
     def _hear(self, rank: _Rank) -> None:
+        if rank.channel is None:
+            return
         order = self._of(rank.pid)
         for message in rank.channel.receive():
             if order is not None and not order.why:
@@ -133,6 +121,14 @@ class ForkServer:
                 self.channel.send({"id": order.number, "note": message["note"]})
             else:
                 rank.said = {**(rank.said or {}), **message}
+        if rank.channel.closed:
+            self._hang_up(rank)
+
+    def _hang_up(self, rank: _Rank) -> None:
+        if rank.channel is not None:
+            self.server.sources.unwatch(rank.channel)
+            rank.channel.close()
+            rank.channel = None
 
     def _of(self, pid: int) -> _Order | None:
         return next((o for o in self.orders.values() if pid in o.ranks), None)
@@ -155,7 +151,7 @@ class ForkServer:
         for rank in order.ranks.values():
             text = _text(rank.log)
             os.close(rank.log)
-            rank.channel.close()
+            self._hang_up(rank)
             one = dict(rank.said or {})
             if not rank.whole and "failed" not in one:
                 one["failed"] = order.why or process.status_text(rank.status or 0)
@@ -191,12 +187,8 @@ def _text(fd: int) -> bytes:
 def main(argv: Sequence[str]) -> int:
     """Entry of `python -m seatrial.check.live.fork_server`."""
     process.die_with_parent(os.getppid())
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:  # a lock that a thread holds during the fork is never released in the rank
-        raise RuntimeError(f"importing torch started {threads - 1} threads: a rank forked now could hang")
-    gc.collect()
-    gc.freeze()
-    ForkServer(Channel.from_fd(int(argv[0]))).serve()
+    share_imports("torch")
+    ProbeForkServer(Channel.from_fd(int(argv[0]))).serve()
     return 0
 
 

@@ -25,6 +25,7 @@ from seatrial.base.errors import (
     EXIT_PREEMPTED,
     InputError,
 )
+from seatrial.base.event_loop import Watching
 from seatrial.base.lines import Channel
 from seatrial.base.signals import SignalQueue
 from seatrial.control.agent.attendance import Attendance
@@ -42,7 +43,6 @@ from seatrial.control.agent.workers import Workers
 from seatrial.control.coordinator.coordinator import Coordinator
 from seatrial.control.hardware.hardware_monitor import HardwareMonitor
 from seatrial.control.net.acceptor import Acceptor
-from seatrial.control.net.event_loop import Watching, allow_files
 from seatrial.control.net.lease import Hold
 from seatrial.control.net.wire import Incoming, Link, Listener
 from seatrial.control.snapshots.snapshot_service import SnapshotService
@@ -571,7 +571,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         complain(error.render())
         return error.exit_code
-    allow_files()
+    process.allow_many_files()
     return Agent(spec, launcher).run()
 
 

@@ -1,17 +1,14 @@
 """The fork server: one process per node that has already imported torch and forks a rank for each request.
 
 Importing torch costs about two seconds of CPU. Paid once per node instead of once per rank, eight ranks on two cores
-start after 3 s instead of 20 s, and share the imported pages. Only without CUDA: a CUDA context does not survive a
-fork.
+start after 3 s instead of 20 s, and share the imported pages. For ranks on CPU only (docs/design.md, section 6).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import os
-import selectors
 import signal
 import sys
 import time
@@ -20,27 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base import process
+from seatrial.base.fork_server import ForkServer, share_imports
 from seatrial.base.lines import Channel
-from seatrial.base.signals import SignalQueue
 from seatrial.record import messages as msg
 
 
-def preload(module: str) -> Any:
-    """Import the worker module, and prepare its memory for sharing by forked ranks; returns the module.
-
-    Raises RuntimeError if the import left a second thread running: a lock that it holds at the moment of the fork
-    would never be released in the child.
-    """
-    worker = importlib.import_module(module)
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
-        raise RuntimeError(f"importing {module} started {threads - 1} threads: a rank forked now could hang")
-    gc.collect()
-    gc.freeze()  # the collector would write to every page that it visits, and so copy it in each rank
-    return worker
-
-
-class ForkServer:
+class RankForkServer:
     """Forks ranks, reaps them, and reports both to the agent."""
 
     def __init__(self, worker: Any, channel: Channel, mark: str) -> None:
@@ -48,46 +30,37 @@ class ForkServer:
         self.channel = channel
         self.mark = mark
         self.ranks: dict[int, int] = {}  # pid -> rank
-        self.signals = SignalQueue((signal.SIGCHLD, signal.SIGTERM))
+        self.server = ForkServer(channel, self._obey, self._reaped)
 
     def serve(self) -> None:
         """Serve until the agent has exited; then kill every process of this node."""
         self._tell(msg.ForkServerReady())
-        selector = selectors.DefaultSelector()
-        selector.register(self.channel, selectors.EVENT_READ)
-        selector.register(self.signals, selectors.EVENT_READ)
-        while not self.channel.closed:
-            selector.select()
-            arrived = self.signals.read()
-            if signal.SIGTERM in arrived:
-                break
-            if signal.SIGCHLD in arrived:
-                process.reap(self._reaped)
-            for values in self.channel.receive():
-                order: msg.ToForkServer = msg.decode(values, msg.ToForkServer)
-                match order:
-                    case msg.Ping():
-                        self.channel.post(msg.encode(msg.Pong()))
-                    case msg.Fork():
-                        self._fork(order)
+        while self.server.wait():
+            pass
         # A healthy agent kills its fork server itself. So the agent has died, and this process cleans up in its place.
         for pid in self.ranks:
             process.signal_group(pid, signal.SIGKILL)
         process.kill_all(lambda: process.descendants(os.getpid()) | process.marked(self.mark))
+
+    def _obey(self, values: dict[str, Any]) -> None:
+        order: msg.ToForkServer = msg.decode(values, msg.ToForkServer)
+        match order:
+            case msg.Ping():
+                self.channel.post(msg.encode(msg.Pong()))
+            case msg.Fork():
+                self._fork(order)
 
     def _tell(self, message: msg.FromForkServer) -> None:
         self.channel.send(msg.encode(message))
 
     def _fork(self, order: msg.Fork) -> None:
         def body() -> int:
-            self.channel.close()
-            self.signals.close_in_child()
             os.environ.update(order.env)
             sys.argv = [self.worker.__name__, *order.argv]
             code = self.worker.main(order.argv)
             return 0 if code is None else int(code)
 
-        pid = process.fork(body, log=Path(order.log))
+        pid = self.server.fork(body, Path(order.log))
         self.ranks[pid] = order.rank
         self._tell(msg.Forked(order.rank, pid, order.token))
 
@@ -107,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # SIGKILL while importing, when nothing could handle another signal and there is nothing to clean up.
     process.die_with_parent(arguments.parent)
     channel = Channel.from_fd(arguments.channel)
-    fork_server = ForkServer(preload(arguments.worker_module), channel, arguments.mark)
+    worker = importlib.import_module(arguments.worker_module)
+    share_imports(arguments.worker_module)
+    fork_server = RankForkServer(worker, channel, arguments.mark)
     process.die_with_parent(arguments.parent, signal.SIGTERM)
     fork_server.serve()
     return 0

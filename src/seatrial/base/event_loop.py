@@ -1,15 +1,13 @@
-"""An agent's event loop: the sources that it waits for, each with a handler to call when it is ready."""
+"""The event loop of agents, fork servers and launchers: sources to wait for, each with a handler to call when it is ready."""
 
 from __future__ import annotations
 
-import resource
 import selectors
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-_FILES = 1 << 16
 _TURN_S = 0.05  # thousands may be ready at once, and the caller must check its deadlines in between
 
 
@@ -36,8 +34,11 @@ class Watching:
         if self._selector.get_key(source).events != events:
             self._selector.modify(source, events, self._handlers[id(source)])
 
-    def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for ready sources and handle them; after `_TURN_S` the rest is left to the next call."""
+    def wait(self, seconds: float | None) -> None:
+        """Wait up to `seconds` (None: no limit) for ready sources and handle them.
+
+        After `_TURN_S` the rest is left to the next call.
+        """
         if not self._ready:
             self._ready.extend(key for key, _ in self._selector.select(seconds))
         until = time.monotonic() + _TURN_S
@@ -50,10 +51,6 @@ class Watching:
             if time.monotonic() > until:
                 break
 
-
-def allow_files() -> None:
-    """Raise the limit of open files: a coordinator has a connection to every node, and the usual limit is 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < enough:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
+    def close(self) -> None:
+        """Close the selector; the sources stay open."""
+        self._selector.close()
