@@ -151,6 +151,7 @@ def test_a_host_whose_agent_dies_in_the_middle_is_named(cluster: Cluster) -> Non
     assert "SIGKILL" in gone.message
 
 
+@pytest.mark.long
 def test_a_host_that_is_cut_off_in_the_middle_is_named(cluster: Cluster) -> None:
     # Its agent goes on to reply: what starts it does not go over the network between the nodes.
     result = cluster.check("pairs, round 2", lambda: cluster.net.down(2))

@@ -57,6 +57,11 @@ VERBS = (
     "check --hostfile hosts --stage node all --timeout 20",
     "drill job.toml --only kill_rank",
 )
+_LONG = (  # each is a process tree that another verb has too
+    "plan big.toml --html plan.html --png plan.png",
+    "check job.toml --timeout 20",
+    "drill job.toml --only kill_rank",
+)
 
 
 class Place:
@@ -124,7 +129,7 @@ def test_what_is_planted_would_be_noticed(place: Place, few: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [pytest.param(w, marks=pytest.mark.long if w.startswith("drill") else ()) for w in VERBS]
+    "words", [pytest.param(w, marks=pytest.mark.long if w in _LONG else ()) for w in VERBS]
 )
 def test_no_verb_executes_what_lies_in_the_current_folder(place: Place, words: str) -> None:
     done = place.run(sys.executable, "-P", "-m", "seatrial", *words.split())
@@ -133,6 +138,7 @@ def test_no_verb_executes_what_lies_in_the_current_folder(place: Place, words: s
     assert done.returncode in ((0, 1) if words.startswith("check") else (0,)), done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_compiled_code_is_kept_where_nobody_else_can_put_any(place: Place) -> None:
     """Nor does what torch asks other Pythons for execute anything of the current folder."""
     foreign = place.folder / "tmp" / f"torchinductor_{getpass.getuser()}"
@@ -154,7 +160,10 @@ def test_python_m_seatrial_ignores_modules_in_the_current_folder(few: Place) -> 
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("entries", [":/nowhere", "/nowhere:", "/nowhere::/nothing"])
+@pytest.mark.parametrize(
+    "entries",
+    [":/nowhere", *(pytest.param(e, marks=pytest.mark.long) for e in ("/nowhere:", "/nowhere::/nothing"))],
+)
 def test_an_empty_entry_of_pythonpath_means_nothing(few: Place, entries: str) -> None:
     """As `export PYTHONPATH=$PYTHONPATH:/x` leaves one by accident: to Python it is the current folder."""
     command = Path(sys.executable).with_name("seatrial")

@@ -72,6 +72,7 @@ _LONG = (
     "interleaved",
     "zero-bubble",
     "pp2-gpipe",
+    "pp2-async",
     "replicate2",
 )  # the first two trace many layers and microbatches
 

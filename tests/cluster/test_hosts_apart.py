@@ -169,7 +169,7 @@ def test_a_killed_host_is_replaced_by_the_spare(apart: Apart, undisturbed: Trial
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param("killed", marks=pytest.mark.long), "without power", "cut off"]
+    "fault", [*(pytest.param(f, marks=pytest.mark.long) for f in ("killed", "without power")), "cut off"]
 )
 def test_the_loss_of_the_coordinators_host(apart: Apart, undisturbed: Trial, fault: str) -> None:
     """killed: its sockets are closed. Without power: nobody hears of it. Cut off: it lives, and reaches the folder."""

@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 PATIENT = ("resilience.hang_min_s=60", "resilience.snapshot_every_steps=3", "checkpoint.every_steps=4")
 
 
-@pytest.mark.parametrize("settings", [(), REPLICAS], ids=["memory", "replica"])
+@pytest.mark.parametrize(
+    "settings", [(), pytest.param(REPLICAS, marks=pytest.mark.long)], ids=["memory", "replica"]
+)
 def test_a_recovery_in_place_goes_on_without_it(tmp_path: Path, settings: tuple[str, ...]) -> None:
     folder = make_folder(tmp_path / "job")
     mount = tmp_path / "mount"

@@ -212,6 +212,7 @@ def test_stop_saves_and_the_same_command_goes_on(kubernetes: Kubernetes, undistu
     assert_same(again, undisturbed_long)
 
 
+@pytest.mark.long
 def test_a_queue_takes_it_back_and_admits_it_again(kubernetes: Kubernetes, undisturbed_long: Trial) -> None:
     trial = kubernetes.train(*LONG, "kubernetes.queue=h100")
     folder = RunFolder(trial.run)
@@ -237,6 +238,7 @@ def test_a_queue_takes_it_back_and_admits_it_again(kubernetes: Kubernetes, undis
     assert_same(trial, undisturbed_long)
 
 
+@pytest.mark.long
 def test_a_run_that_fails_is_not_started_again_by_its_job(kubernetes: Kubernetes) -> None:
     trial = kubernetes.train(*LONG, "resilience.max_restarts=0")
     trial.until_step(5)

@@ -33,6 +33,7 @@ def losses(folder: Path) -> list[float]:
     return [last[step] for step in sorted(last)]
 
 
+@pytest.mark.long
 def test_nodes_in_namespaces_give_the_same_losses_as_without(folder: Path, start: Callable[..., Run]) -> None:
     run = start("--set", "train.steps=40", *APART)
     run.wait_line("step   ")

@@ -47,7 +47,7 @@ def recovered(trial: Trial) -> tuple[str, int]:
     return event["data"]["source"], event["data"]["redone"]
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_killed_rank_is_replaced(begin: Begin, reference: Trial, in_place: bool) -> None:
     trial = begin(f"resilience.in_place={str(in_place).lower()}")
     trial.until_step(7)
@@ -81,6 +81,7 @@ def test_a_replica_gives_its_state_and_no_step_is_lost(begin: Begin, replicas: T
 ONE_COPY = "resilience.snapshot_copies=1"
 
 
+@pytest.mark.long
 def test_with_one_copy_a_killed_rank_finds_it_on_its_own_node(begin: Begin, reference: Trial) -> None:
     trial = begin(ONE_COPY)
     trial.until_step(7)
@@ -94,6 +95,7 @@ def test_with_one_copy_a_killed_rank_finds_it_on_its_own_node(begin: Begin, refe
     assert_same(trial, reference)
 
 
+@pytest.mark.long
 def test_node_loss_with_one_copy_and_no_replica_uses_the_disk(begin: Begin, reference: Trial) -> None:
     trial = begin(ONE_COPY, "cluster.spares=1", "checkpoint.every_steps=4")
     trial.until_event("checkpoint_saved")
@@ -117,6 +119,7 @@ def test_node_loss_with_one_copy_resumes_from_replica_memory(begin: Begin, repli
     assert_same(trial, replicas)
 
 
+@pytest.mark.long
 def test_with_one_copy_a_run_shrinks_from_a_replicas_memory(begin: Begin, replicas: Trial) -> None:
     """The node that is lost has the replica which saves checkpoints: the other one writes them for it."""
     trial = begin(*REPLICAS, ONE_COPY)
@@ -135,6 +138,7 @@ def test_with_one_copy_a_run_shrinks_from_a_replicas_memory(begin: Begin, replic
         assert ours[step] == pytest.approx(theirs[step], rel=1e-4)
 
 
+@pytest.mark.long
 def test_without_copies_a_replica_is_all_that_is_needed(begin: Begin, replicas: Trial) -> None:
     trial = begin(*REPLICAS, "resilience.snapshot_copies=0")
     trial.until_step(7)
@@ -171,6 +175,7 @@ def test_the_node_that_coordinates_is_lost_like_any_other(begin: Begin, referenc
     assert_same(trial, reference)
 
 
+@pytest.mark.long
 def test_the_loss_of_a_coordinator_without_ranks_stops_nobody(begin: Begin, reference: Trial) -> None:
     """The next one takes over a run that goes on, and must notice what happens to it."""
     trial = begin("cluster.spares=1", coordinator=2)
@@ -190,6 +195,7 @@ def test_the_loss_of_a_coordinator_without_ranks_stops_nobody(begin: Begin, refe
     assert_same(trial, reference)
 
 
+@pytest.mark.long
 def test_run_recovers_when_stalled_coordinator_finds_ranks_gone(begin: Begin, reference: Trial) -> None:
     """Agents stop their ranks when nobody answers. If the answer comes a moment later, nobody is lost: only the ranks."""
     trial = begin("resilience.silence_s=1", coordinator=0)

@@ -15,6 +15,8 @@ STALLED = {
     "fork server stopped": [Strike(4.0, "fork server", "stop")],
     "writer and rank stopped": [Strike(5.0, "writer", "stop"), Strike(5.1, "rank", "stop")],
 }
+# Parts of these are also in the two others.
+_LONG = ("an agent stopped at the start", "fork server stopped")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return prepare(tmp_path_factory.mktemp("rounds"))
 
 
-@pytest.mark.parametrize("name", STALLED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in STALLED]
+)
 def test_what_once_stalled_a_run(reference: Reference, name: str) -> None:
     number = 1000 + list(STALLED).index(name)
     problem, done, _ = play(reference.folder.path.parent, number, name, reference, STALLED[name])

@@ -124,6 +124,7 @@ def test_unreachable_store_falls_back_and_training_continues(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.long
 def test_a_disk_that_is_full_sends_checkpoints_to_the_fallback(
     tmp_path: Path, start: Callable[..., Run], whole: dict[int, tuple[float, float]]
 ) -> None:

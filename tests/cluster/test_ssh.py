@@ -156,7 +156,7 @@ def test_three_hosts_train_as_three_local_nodes(
     assert losses(cluster.folder) == over_ssh
 
 
-@pytest.mark.parametrize("victim", ["launcher", "everything here"])
+@pytest.mark.parametrize("victim", ["launcher", pytest.param("everything here", marks=pytest.mark.long)])
 def test_kill_9_of_the_launcher_leaves_nothing(
     cluster: Cluster, train: Callable[..., Run], victim: str
 ) -> None:
@@ -213,6 +213,7 @@ def test_a_cut_network_shrinks_and_grows(cluster: Cluster, train: Callable[..., 
     assert run.wait()[0] == 75
 
 
+@pytest.mark.long
 def test_launcher_death_during_network_cut_leaves_no_processes(
     cluster: Cluster, train: Callable[..., Run]
 ) -> None:
