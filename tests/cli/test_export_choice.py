@@ -165,8 +165,8 @@ def test_one_that_the_run_has_set_aside_is_told(
 ) -> None:
     (folder.checkpoints / "step-00000008").rename(folder.checkpoints / "step-00000008.damaged")
     assert export("a-run") == 0
-    assert "Not taken: step-00000008.damaged: was set aside" in capsys.readouterr().out
-    assert told()["not_taken"] == [{"checkpoint": "step-00000008.damaged", "why": "was set aside"}]
+    assert "Not taken: step-00000008.damaged: was quarantined" in capsys.readouterr().out
+    assert told()["not_taken"] == [{"checkpoint": "step-00000008.damaged", "why": "was quarantined"}]
 
 
 def test_a_copy_of_the_same_step_elsewhere_is_no_older_one(folder: RunFolder, tmp_path: Path) -> None:

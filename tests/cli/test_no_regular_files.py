@@ -221,7 +221,7 @@ def test_secret_is_accepted_under_root_squash(world: World, monkeypatch: pytest.
 def test_a_checkpoint_that_cannot_be_opened_is_not_damaged(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For want of descriptors or permission: what is set aside for that would be lost for nothing."""
+    """For want of descriptors or permission: what is quarantined for that would be lost for nothing."""
     step = world.run.checkpoints / "step-00000008"
 
     for number, name in ((errno.EMFILE, "Too many open files"), (errno.EACCES, "Permission denied")):

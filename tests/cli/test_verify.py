@@ -264,7 +264,7 @@ class TestTheList:
             "step  size       ranks  state         age        where",
             "8     SIZE  2      not verified  AGE  runs/a-run/checkpoints/step-00000008",
             "5     SIZE  2      not verified  AGE  runs/a-run/checkpoints/step-00000005",
-            "-     -          -      set aside     -          runs/a-run/checkpoints/step-00000004.damaged",
+            "-     -          -      quarantined   -          runs/a-run/checkpoints/step-00000004.damaged",
         ]
         assert err == ""
         assert main(["checkpoints", "a-run", "--verify"]) == 1

@@ -36,7 +36,7 @@ def replace_data(trial: Trial) -> str:
     prepare([str(trial.folder / "corpus")], "bytes", trial.folder / "other")
     store.rename(trial.folder / "old")
     (trial.folder / "other").rename(store)
-    return "store was made anew while the run was under way"
+    return "store was recreated during the run"
 
 
 @pytest.mark.parametrize("edit", [edit_job, edit_plan, replace_data], ids=lambda f: f.__name__)

@@ -324,7 +324,7 @@ class TestResume:
     def test_a_half_written_and_a_damaged_checkpoint(
         self, whole: tuple[Path, int, str, str], killed: Path, start: Start
     ) -> None:
-        """The half-written one is removed, the damaged one set aside, the one before used; the run comes out equal."""
+        """The half-written one is removed, the damaged one quarantined, the one before used; the run comes out equal."""
         checkpoints = run_of(killed) / "checkpoints"
         before, step = sorted(int(p.name[5:]) for p in checkpoints.glob("step-*") if p.name[5:].isdigit())[
             -2:
@@ -433,7 +433,7 @@ class TestResume:
         assert start(*words).wait()[0] == 0
         code, _, err = start("--fresh", *words).wait()
         assert code == 0
-        assert "step-00000002 belongs to the previous run; set aside as step-00000002.damaged" in err
+        assert "step-00000002 belongs to the previous run; quarantined as step-00000002.damaged" in err
         assert len(records(run_of(folder) / "metrics.jsonl")) == 2
 
 

@@ -106,7 +106,7 @@ SAVED_ANEW = "this step was saved anew"
 def makes_way(read: Callable[[], Manifest], manifest: Manifest) -> bool:
     """Whether the checkpoint whose manifest `read` returns yields to that of `manifest`, which has the same step.
 
-    A start resumes from the newest checkpoint or sets it aside, and a rollback sets aside later ones. If the storage
+    A start resumes from the newest checkpoint or quarantines it, and a rollback quarantines later ones. If the storage
     was unreachable then and has since recovered, its checkpoint is of an abandoned trajectory. What a later generation
     saved must not be touched.
     """

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _BEGUN = re.compile(r"step-[0-9]{8,}\.tmp-([0-9]+)(?:-|$)")  # by a generation
 _ASIDE = re.compile(r"step-([0-9]{8,})\.damaged(-[0-9]+)?")
-_WHY = "set-aside.txt"  # the reason, in a folder that was set aside
+_WHY = "set-aside.txt"  # the reason, in a folder that was quarantined
 
 
 class LocalPlace:
@@ -158,7 +158,7 @@ class LocalPlace:
 
     def set_aside(self, step: int, why: str) -> str:
         folder = self._final(step)
-        with telling("set aside", str(folder)):
+        with telling("quarantine", str(folder)):
             return set_aside(folder, why).name
 
     def remove(self, step: int) -> str:

@@ -7,7 +7,7 @@
         manifest.json           step, data position, each file's size and hashes, where each box of each tensor is
         verified                all of it has been read since, and matched the manifest
       step-00001000.tmp-7/      being written by generation 7, or left by its crash: removed by the next start
-      step-00000450.damaged/    failed its verification and was set aside
+      step-00000450.damaged/    failed its verification and was quarantined
       latest                    the name of the newest complete folder
 
 Files are safetensors and JSON: nothing in a checkpoint can run code when it is read. In an object store the same names
@@ -47,7 +47,7 @@ class Damaged(SeatrialError):
 
 
 class OtherVersion(RunFailed):
-    """An intact checkpoint in a version that this Seatrial does not read; not damaged, so never set aside."""
+    """An intact checkpoint in a version that this Seatrial does not read; not damaged, so never quarantined."""
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,7 @@ def _provenance(
     not_taken = [
         *not_taken,
         *(
-            {"checkpoint": name, "why": "was set aside"}
+            {"checkpoint": name, "why": "was quarantined"}
             for step, name in choice.aside
             if step > progress.step
         ),

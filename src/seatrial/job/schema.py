@@ -271,7 +271,7 @@ class TrainSection(Section):
     )
     on_callback_error: Literal["warn", "stop"] | None = Field(
         default=None,
-        description="what follows an exception of a callback; if missing, warn and go on without it",
+        description="what follows an exception of a callback; if missing, warn and continue without it",
     )
 
 

@@ -83,7 +83,7 @@ class Session:
         for place in self._places():
             for step in place.steps():
                 aside = place.set_aside(step, "a run of this name was started over with --fresh")
-                text = f"{place.where(step)} belongs to the previous run; set aside as {aside}"
+                text = f"{place.where(step)} belongs to the previous run; quarantined as {aside}"
                 self.opened.notes.append(text)
                 events.append(
                     self.opened.folder,

@@ -51,7 +51,7 @@ class Callbacks:
             self._calls.pop(name, None)
             self._records.event(
                 "callback_failed",
-                f"{message}; training goes on without it",
+                f"{message}; training continues without it",
                 severity="warning",
                 data={"callback": name},
             )

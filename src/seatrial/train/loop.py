@@ -306,7 +306,7 @@ class Loop:
         if back is None:
             self.applied = before
             return False
-        self._saver.distrust(back, f"the run went back to step {back}")
+        self._saver.distrust(back, f"the run rolled back to step {back}")
         self.optimizer.clear_gradients()
         if self._integrity is not None:
             self._integrity.at_rest.keep()

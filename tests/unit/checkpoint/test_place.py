@@ -204,7 +204,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-# -- set aside, removed
+# -- quarantined, removed
 
 
 def test_what_is_set_aside_is_kept_and_never_chosen(place: Place) -> None:

@@ -130,7 +130,7 @@ def test_what_is_cut_off_grows_or_goes(place: Place) -> None:
 
 
 def test_storage_that_does_not_answer_is_no_damage(tmp_path: Path) -> None:
-    """A checkpoint that cannot be seen for a while must not be set aside for it."""
+    """A checkpoint that cannot be seen for a while must not be quarantined for it."""
     place = LocalPlace(tmp_path / "checkpoints")
     place.prepare()
     add(place, 5, [rows(state(), 0, 1)])

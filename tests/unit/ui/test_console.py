@@ -434,7 +434,7 @@ def busy(folder: RunFolder) -> RunFolder:
     events.append(folder, "node_lost", "node 1 is lost", severity="error", generation=1, node=1)
     events.append(folder, "recovering", "node 1 is lost", severity="warning", generation=1)
     events.append(folder, "generation_started", "g", generation=2, data={"slots": {**slots, "1": 4}})
-    events.append(folder, "recovered", "on after step 20", generation=2, data={"step": 20, "redone": 0})
+    events.append(folder, "recovered", "resuming after step 20", generation=2, data={"step": 20, "redone": 0})
     write(folder, 21, 30, generation=2)
     ledger = LedgerWriter(folder)
     ledger.write(LedgerRecord(31, 30 * 32, 31 * 32, 2, skipped=True))
@@ -457,7 +457,7 @@ def test_live_shows_what_once_shows(busy: RunFolder, terminal: Terminal) -> None
         line = next(x for x in once.getvalue().splitlines() if x.startswith(f"  {label} "))
         assert line[15:].split(", 0 s ago")[0][:60] in live, label
     assert "nodes        4 with ranks; lost: 1" in once.getvalue()
-    for event in ("node 1 is lost", "on after step 20", "checkpoint of step 30"):
+    for event in ("node 1 is lost", "resuming after step 20", "checkpoint of step 30"):
         assert event in live
     assert "node_joined" not in live, "a thousand of them say less than the line on nodes"
     assert re.search(r"step\D+31/200", re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", live)), (

@@ -71,7 +71,7 @@ class Agent:
         self._said: msg.AgentJoins | None = None  # our last hello
         self.resigned = -1  # term in which we resigned as coordinator because we could reach too few nodes
         self.wanted: msg.Why | None = None  # how its launcher wants the run to end
-        self.leaving: str | None = None  # the signal that said that this node leaves
+        self.leaving: str | None = None  # the signal that announced that this node leaves
         self.ends_at = float("inf")  # when it exits in any case because of that signal
         self._asked_to_end: list[int] = []  # each SIGTERM and SIGINT
         self._look_at = 0.0  # when to look again for an outcome in the run folder
@@ -295,7 +295,7 @@ class Agent:
         self.member.send(message)
 
     def _tell_again(self) -> None:
-        """Send a newly found coordinator what changed since our hello was written, and what it must hear again."""
+        """Send a newly found coordinator what changed since our hello was written, and what must be resent."""
         said, leaving = self._said, self._leaving_now()
         assert said is not None
         if self.workers.fork_server_ready and not said.ready:
@@ -364,7 +364,7 @@ class Agent:
             case msg.Go():
                 self.over = "left"
             case msg.Replaced():
-                complain(f"another agent has joined as node {self.spec.node}: this one ends")
+                complain(f"another agent has joined as node {self.spec.node}: this one exits")
                 self.over = "replaced"
 
     def _start(self, order: msg.Start) -> None:
@@ -497,7 +497,7 @@ class Agent:
                     self.journal.tell_once(msg.Record(**vars(message)))
         if self.launcher.closed:
             self.unwatch(self.launcher)
-            self.over = self.over or "the launcher is gone"
+            self.over = self.over or "the launcher has exited"
 
     def _asked(self, why: msg.Why) -> None:
         self.wanted = why  # the next coordinator must receive it too

@@ -23,12 +23,12 @@ class Attendance:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._broken = False
-        self._heard: float | None = None  # when the last heartbeat of the launcher came, if it sends any
+        self._heard: float | None = None  # when the launcher's last heartbeat arrived, if it sends any
         self._next_sign = 0.0
 
     @property
     def closed(self) -> bool:
-        """Whether the launcher has certainly gone away, or is none."""
+        """Whether the launcher has certainly exited, or does not follow the protocol."""
         return self._broken or self._channel.closed
 
     @property

@@ -46,7 +46,7 @@ class Member:
         joined: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
-        """`hello(term)` is what to say to the coordinator of `term`. `became(hold, node)` is called when the lease is ours; `node` held it before and its process is dead, None
+        """`hello(term)` returns our hello to the coordinator of `term`. `became(hold, node)` is called when the lease is ours; `node` held it before and its process is dead, None
         if that is unknown. `joined` is called on each new connection. `release` is called before `source` changes or
         is closed, so that no selector watches it any more."""
         self.node, self.address, self.port = node, address, port

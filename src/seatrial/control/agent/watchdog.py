@@ -12,9 +12,7 @@ from seatrial.base.still import LOOK_S, Stillness
 from seatrial.control.agent.worker import Worker
 from seatrial.control.agent.workers import Workers
 
-_ANSWER_LOOKS = (
-    15  # unanswered looks before the fork server counts as stalled; on a loaded host it may wait for CPU time
-)
+_ANSWER_LOOKS = 15  # unanswered checks before the fork server counts as stalled; on a loaded host it may wait for CPU time
 
 
 class Watchdog:
@@ -41,7 +39,7 @@ class Watchdog:
         self.deadline = time.monotonic() + LOOK_S
 
     def tick(self) -> None:
-        """Check the processes if a look is due."""
+        """Check the processes if a check is due."""
         if time.monotonic() < self.deadline:
             return
         self.deadline = time.monotonic() + LOOK_S
@@ -80,7 +78,7 @@ class Watchdog:
             process.signal_group(pid, signal.SIGKILL)
         if pid not in self._told:
             self._told.add(pid)
-            what = f"`kill -CONT {pid}` lets it go on" if pid == self._parent else "killed"
+            what = f"`kill -CONT {pid}` resumes it" if pid == self._parent else "killed"
             self._tell(
                 f"the {name} (process {pid}) {why}: {what}", {"pid": pid, "killed": pid != self._parent}
             )

@@ -132,7 +132,7 @@ class Coordinator:
             data={"term": lease.term, "address": lease.address, "port": lease.port},
         )
         if dead is not None and memory is not None:
-            self._lost(dead, True, "its agent ended")
+            self._lost(dead, True, "its agent exited")
 
     @property
     def world(self) -> World | None:
@@ -232,7 +232,7 @@ class Coordinator:
         """Another agent has joined with this node's number: notify the previous one, which exits if it is alive."""
         self.recorder.event(
             "node_replaced",
-            f"another agent has joined as node {node}: the one before takes no part any more",
+            f"another agent has joined as node {node}: it replaces the previous one",
             severity="warning",
             node=node,
         )
@@ -323,7 +323,7 @@ class Coordinator:
             return False
         self.recorder.event(
             "coordinator_resigned",
-            f"node {self.lease.node} hears {heard} of {heard + len(self._silent)} nodes, and resigns",
+            f"node {self.lease.node} reaches {heard} of {heard + len(self._silent)} nodes, and resigns",
             severity="warning",
             node=self.lease.node,
             data={"term": self.lease.term, "silent": sorted(self._silent)},
@@ -387,7 +387,7 @@ class Coordinator:
             self._fail(peer.node, rank, failure.signal, failure.cause)
 
     def _lost_peers(self, node: int, generation: int, rank: int | None, message: str) -> None:
-        """The first rank that lost its peers: what happened to them is expected to be told within `_PEERS_GONE_S`."""
+        """The first rank that lost its peers: their own failure is expected to be reported within `_PEERS_GONE_S`."""
         if self._current(generation) and self._peers_gone is None:
             self._peers_gone = (time.monotonic() + _PEERS_GONE_S, node, rank, message)
 
@@ -465,7 +465,7 @@ class Coordinator:
         self.peers.send(peer.node, msg.Settled(asked.local, asked.pid, asked.count, number))
 
     def _tell_leaving(self, node: int, leaving: msg.NodeLeaving) -> None:
-        message = f"node {node} is leaving: its agent got {leaving.signal}"
+        message = f"node {node} is leaving: its agent received {leaving.signal}"
         self.recorder.event("node_leaving", message, severity="warning", node=node, data=vars(leaving))
 
     def _flushed(self, step: int, ok: bool, message: str) -> None:
@@ -523,7 +523,7 @@ class Coordinator:
         self._kill = {}
 
     def _handle(self, event: m.Event) -> None:
-        """Process an event, then the events that carrying out its actions caused, such as a closed connection."""
+        """Process an event, then the events caused by executing its actions, such as a closed connection."""
         self._events.append(event)
         if len(self._events) > 1:
             return
@@ -544,7 +544,7 @@ class Coordinator:
             if isinstance(action, m.Start):
                 self.executor.prepare(action)
         if any(not isinstance(action, m.Note) for action in actions):
-            self.executor.remember(self.machine.memory())  # before any action is carried out
+            self.executor.remember(self.machine.memory())  # before any action is executed
         if self.machine.phase == "running" and not self.hangs.watching:
             self.hangs.began(time.monotonic(), whole=True)  # started by an earlier coordinator
         for action in actions:
@@ -552,7 +552,7 @@ class Coordinator:
                 self._do(action, began)
 
     def _do(self, action: m.Action, began: float) -> None:
-        """Carry out an action. `began`: when handling of its event began."""
+        """Execute an action. `began`: when handling of its event began."""
         match action:
             case m.Start() | m.Finish() if not self._holds(since=began):
                 self.deposed = True  # or the file system gave no proof

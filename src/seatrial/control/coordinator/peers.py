@@ -130,7 +130,7 @@ class Peers:
                 if peer.link.unread():
                     peer.link.heard = now  # we are late reading, it is not silent
                     continue
-                self._lose(peer, certain=False, cause=f"has not been heard from for {silent:.1f} s")
+                self._lose(peer, certain=False, cause=f"has been silent for {silent:.1f} s")
         times: list[float | None] = []
         for peer in self._peers.values():
             times.append(peer.probe_until if peer.probe is not None else peer.probe_at)
@@ -221,7 +221,7 @@ class Peers:
         probe.close()
         peer.probe = None
         if probe.why == _REFUSED:
-            self._lose(peer, certain=True, cause="its agent ended")
+            self._lose(peer, certain=True, cause="its agent exited")
         elif progress == "refused" and time.monotonic() < peer.probe_until:
             # Connection reset: a child that was being forked may have held its listening socket open a moment longer.
             peer.probe_at = time.monotonic() + _PROBE_AGAIN_S

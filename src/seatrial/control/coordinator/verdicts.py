@@ -86,7 +86,7 @@ class Verdicts:
         ended = status_text(exited.status)
         consequence = bool(error and error.get("consequence"))
         if consequence:
-            ended += ", because a peer had gone away"
+            ended += ", because it lost a peer"
         finding = first_failure([report], {rank: error} if error and rank is not None else {})
         cause = finding.cause if finding is not None else ended
         if rank is None:
@@ -151,7 +151,8 @@ class Verdicts:
             "exit_code": EXIT_FAILED,
             "log": log,
             "tail": "",
-            "hint": self._host_hint() or (message if message not in text else f"why it decided so: {log}"),
+            "hint": self._host_hint()
+            or (message if message not in text else f"the reasons for its decision: {log}"),
         }
 
     def _known(self) -> tuple[int, int | None, str, float] | None:

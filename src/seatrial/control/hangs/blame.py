@@ -69,7 +69,7 @@ _SILENT_TEXT: dict[Kind, str] = {
     "dead": "has ended",
     "stopped": "is stopped",
     "uninterruptible": "waits in the kernel for a device or file system, and cannot be interrupted",
-    "gil_held": "is in native code that holds Python's global lock",
+    "gil_held": "is in native code that holds the GIL",
     "unknown": "does not answer",
 }
 
@@ -178,7 +178,7 @@ def _blame_roots(
     for rank in roots[:MANY]:
         at = world.at(rank)
         where = at.get("caller") or at["frame"]
-        texts.append(f"rank {rank} is at {where}" if where else f"rank {rank} says nothing of where it is")
+        texts.append(f"rank {rank} is at {where}" if where else f"rank {rank} did not report its position")
         if rank in stuck:
             texts.append(f"rank {rank}: {world.seen[rank].evidence}")
     if operation is not None:
@@ -215,9 +215,9 @@ def _judge_nobody(world: WaitGraph, edges: dict[int, set[int]]) -> Blame:
     circle = _circle(edges)
     if circle:
         way = " for ".join(map(str, [*circle, circle[0]]))
-        texts = [f"ranks wait for each other in a circle: rank {way}"]
+        texts = [f"ranks wait for each other in a cycle: rank {way}"]
     else:
-        texts = ["no rank waits for another: each of them is at work"]
+        texts = ["no rank waits for another: all of them are working"]
     ranks = circle or list(world.seen)
     texts += [
         f"rank {r} is at {at.get('caller') or at['frame']}" for r in ranks[:MANY] if (at := world.at(r))

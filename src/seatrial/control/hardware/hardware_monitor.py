@@ -110,10 +110,11 @@ class HardwareMonitor:
         gpus = gpu_addresses(visible_devices()) if order.gpu is None else [order.gpu]
         if not self._resilience.allow_gpu_reset:
             self._refuse_reset(
-                order, "resilience.allow_gpu_reset is false; it stays out of this run until it was"
+                order,
+                "resilience.allow_gpu_reset is false; the node stays excluded until its GPU has been reset",
             )
         elif not gpus:
-            self._refuse_reset(order, "which GPUs are this node's cannot be told")
+            self._refuse_reset(order, "the GPUs of this node cannot be determined")
         else:
             self._queue[:0] = [*(_ResetOne(gpu, order.cause) for gpu in sorted(gpus)), msg.Requalify()]
             self._next()

@@ -160,7 +160,7 @@ class Sources:
         message = told.message
         name, where = ("Xid", "GPU") if message.kind == "xid" else ("SXid", "NVSwitch")
         known = catalogue().get(message.code) if message.kind == "xid" else None
-        said = message.message or (known.meaning if known else "nothing more is known of it")
+        said = message.message or (known.meaning if known else "no description is known")
         evidence: dict[str, Any] = {
             "source": told.source,
             "code": message.code,
@@ -262,9 +262,9 @@ class _Probe:
     def problem(self, now: float) -> str | None:
         """Why it no longer works; None while it does."""
         if self.child.ended:
-            return f"the probe of the {self.name} has ended; the last it did was: {self.doing}"
+            return f"the probe of the {self.name} has exited; its last operation was: {self.doing}"
         if now >= self.silent_at(now):
-            return f"the probe of the {self.name} hangs; the last it did was: {self.doing}"
+            return f"the probe of the {self.name} hangs; its last operation was: {self.doing}"
         return None
 
 

@@ -70,7 +70,7 @@ class Machine:
     `memory` is the previous coordinator's `memory()`, or None for a new run; it contains no times because clocks
     differ between coordinators. `rules` returns the policy rule for a signal.
 
-    The caller must write `memory()` before carrying out the actions that `handle` returns, send a Tick at
+    The caller must write `memory()` before executing the actions that `handle` returns, send a Tick at
     `deadline()`, and report a generation that makes no progress as Failed ("hang").
     """
 
@@ -113,7 +113,7 @@ class Machine:
         self._story: deque[tuple[Event, list[Action]]] = deque(maxlen=_STORY)
 
     def handle(self, event: Event) -> list[Action]:
-        """Process an event and return the actions, to be carried out in order."""
+        """Process an event and return the actions, to be executed in order."""
         self._now = max(self._now, event.time)
         self._actions = []
         self._story.append((event, self._actions))
@@ -171,7 +171,7 @@ class Machine:
                 unasked = self.works(event.node) and event.generation >= self.generation
                 self.roster.ended(event.node, event.generation)
                 if unasked:
-                    self._recover("agent_exit", "stopped without being asked to", node=event.node)
+                    self._recover("agent_exit", "stopped without an order to", node=event.node)
             case Finished():
                 if event.generation == self.generation and event.node in self._members:
                     self.finished[event.node] = event.how
@@ -192,7 +192,7 @@ class Machine:
     def _joined(self, event: Joined) -> None:
         number, roster = event.node, self.roster
         if event.replaces:
-            self._lost(Lost(self._now, number, False, "another agent has taken its place", heard=True))
+            self._lost(Lost(self._now, number, False, "it was replaced by another agent", heard=True))
             roster.fenced.update(roster.running.keys() & {number})
         node, works = roster.node(number), self.works(number)
         node.joined, node.ready, node.order = True, event.ready, event.order
@@ -211,7 +211,7 @@ class Machine:
         if number not in roster.running:
             node.stuck = False
         if works:
-            self._recover("agent_exit", "its ranks are gone: its agent started again", node=number)
+            self._recover("agent_exit", "it lost its ranks: its agent was restarted", node=number)
         elif number in roster.running:
             # Whatever it reports, a start order may still be in flight to it: require its answer to a Stop.
             self._stop([number])
@@ -248,7 +248,7 @@ class Machine:
         if self.phase == "running":
             self._look_at_run()
         if self.phase != "finished" and now >= self._preempt_by:
-            self._finish("preempted", f"not everything left within {s.preempt_grace_s:g} s")
+            self._finish("preempted", f"not all ranks left within {s.preempt_grace_s:g} s")
         if self.phase == "flushing" and now >= self._flush_by:
             self.phase, self._saved = "idle", True
         if self.phase != "finished":
@@ -260,7 +260,7 @@ class Machine:
     def _adopt(self, gone: list[int]) -> None:
         missing = sorted(self._adopting.intersection(gone))
         if missing:
-            self._recover("node_silent", "did not come to the new coordinator", node=missing[0])
+            self._recover("node_silent", "did not join the new coordinator", node=missing[0])
         elif not self._adopting:
             self.phase = "running"
             if self._preempting or self._leaving is not None:
@@ -387,13 +387,13 @@ class Machine:
                 missing.append(f"node {number} is {node.out} ({node.cause})")
             elif node is None or not node.joined:
                 missing.append(
-                    f"node {number} is not here" + (f" ({node.cause})" if node and node.cause else "")
+                    f"node {number} is not connected" + (f" ({node.cause})" if node and node.cause else "")
                 )
             elif node.stuck:
                 missing.append(f"node {number} did not stop its ranks")
             elif node.leave_by is not None:
                 missing.append(f"node {number} is leaving")
-        return f"too few nodes: {here} can be used, {s.least} are needed; {'; '.join(missing)}"
+        return f"too few nodes: {here} are usable, {s.least} are needed; {'; '.join(missing)}"
 
     # -- failures: which nodes stay, whether to continue, and stopping
 
@@ -494,14 +494,14 @@ class Machine:
         if s.max_restarts > 0 and not self._preempting:
             self._actions.append(Note("recovering", f"{where}: {cause}", "warning", node, rank, data))
         if self._preempting:
-            self._finish("preempted", f"{where} failed on the way out: {cause}")
+            self._finish("preempted", f"{where} failed while it was leaving: {cause}")
         elif s.max_restarts == 0:
             self._finish("failed", cause)
         elif times >= s.max_same_failure:
             self._give_up(f"{where} has failed {times} times at step {step} without progress: {cause}", data)
         elif anywhere >= _ANYWHERE * s.max_same_failure:
             self._give_up(
-                f"{signal} has come {anywhere} times up to step {step} without progress, here and there; the last: "
+                f"{signal} occurred {anywhere} times up to step {step} without progress, on changing ranks or nodes; the last: "
                 f"{where}: {cause}",
                 data,
             )

@@ -20,7 +20,7 @@ class Node:
     blamed_in: int = -1  # last generation that blamed it; each counts once
     order: str = ""  # sort key among the nodes at the first start
     leave_by: float | None = None  # its agent was signalled, and will exit at this time
-    released: bool = False  # it was told that it may leave
+    released: bool = False  # it has been released
 
 
 class Roster:

@@ -197,7 +197,7 @@ class SnapshotService:
             rank = wanted.rank if replica is None else replica[0]
             told = partial(self._tell_part, rank, wanted.step, order.place)
             if held is None:
-                told({"ok": False, "message": "it is not here any more"})
+                told({"ok": False, "message": "this node no longer has it"})
                 continue
             write = partial(
                 transfer.flush,

@@ -42,7 +42,7 @@ from seatrial.train.supervision.supervisor import Doubts
 _PREPARED_AFTER = 3  # steps of a generation after which the memory for a copy is allocated
 _POLL_S = 0.1  # how often ranks that wait for a save poll, and exchange what they know
 _TOLD_S = 60.0  # between two reports that training waits
-_REQUEST_S = 10.0  # for an object store to answer, before a checkpoint is set aside
+_REQUEST_S = 10.0  # for an object store to answer, before a checkpoint is quarantined
 _REMOVAL_S = 60.0  # the end of a run waits no longer for old checkpoints to be removed
 
 
@@ -70,7 +70,7 @@ class Saver:
         self._writer = AsyncWriter(rank=mesh.rank, world_size=mesh.layout.world_size, device=mesh.device)
         self._cadence = CheckpointCadence(job, folder, writes=self._writes)
         self._waits = waits
-        self.doubts: Sequence[Doubts] = ()  # checks that may still have checkpoints set aside
+        self.doubts: Sequence[Doubts] = ()  # checks that may still have checkpoints quarantined
         self._told_every_s = min(_TOLD_S, job.resilience.first_step_s / 3)
         self._attempt: Attempt | None = None
         self._again = False  # a failure is retried with the same step, over the partial files
@@ -234,7 +234,7 @@ class Saver:
         if attempt is None or time.perf_counter() - attempt.ordered_at < patience:
             return
         # A storage that neither accepts nor refuses: further writes to it will hang as well.
-        problem = f"the storage has not answered for {units.duration(patience)}"
+        problem = f"the storage has not responded for {units.duration(patience)}"
         if not attempt.committing and abs(self._news.part) != attempt.number:
             self._writer.abandon()
             self._hangs = True
@@ -332,9 +332,9 @@ class Saver:
         if self._saved_step == before:
             why = f" ({self._problem})" if self._problem else ""
             raise RunFailed(
-                f"no checkpoint could be saved for {limit}{why}: training on would put more work at risk than "
+                f"no checkpoint could be saved for {limit}{why}: further training would put more work at risk than "
                 "checkpoint.max_unsaved_s allows",
-                hint="make the storage writable again, or give checkpoint.fallback, and start again: it goes on from the "
+                hint="make the storage writable again, or give checkpoint.fallback, and start again: it resumes from the "
                 "newest checkpoint",
             )
         self._at_risk_s = 0.0
@@ -369,7 +369,7 @@ class Saver:
     # -- the end of a state
 
     def distrust(self, step: int, why: str) -> None:
-        """Set aside every checkpoint of a later step than `step`: it may contain whatever went wrong.
+        """Quarantine every checkpoint of a later step than `step`: it may contain the corruption.
 
         All ranks call it, and none returns before rank 0 is done: what follows may terminate rank 0.
         """
@@ -389,11 +389,11 @@ class Saver:
             return
         self._cadence.went_back(step)
         for name, at, error in self._places.set_aside_after(step, why):
-            with contextlib.suppress(OSError):  # a full disk must not keep the others from being set aside
+            with contextlib.suppress(OSError):  # a full disk must not keep the others from being quarantined
                 self._tell.distrusted(name, at, why, error)
 
     def _finish_commit(self, attempt: Attempt) -> None:
-        """Settle the commit in flight before rank 0 sets checkpoints aside: by then it has happened or never will."""
+        """Settle the commit in flight before rank 0 quarantines checkpoints: by then it has happened or never will."""
         # A folder's rename has happened by the time its process has exited, or never will; a request may still arrive.
         remote = is_remote(self._places.urls[attempt.place])
         until = time.monotonic() + (_REQUEST_S if remote else 0.0)

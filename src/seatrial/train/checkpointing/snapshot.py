@@ -206,7 +206,7 @@ class Snapshots:
         if self.skipped & (self.skipped - 1) == 0:
             self._event(
                 "snapshot_skipped",
-                f"no snapshot of step {step}: the one before is still being written ({self.skipped} skipped)",
+                f"no snapshot of step {step}: the previous one is still being written ({self.skipped} skipped)",
                 {"step": step, "skipped": self.skipped},
             )
 

@@ -1,7 +1,7 @@
-"""Whether a device still computes and remembers rightly: `python -m seatrial.train.health.qualify --device cuda`.
+"""Whether a device still computes and stores correctly: `python -m seatrial.train.health.qualify --device cuda`.
 
-Run on a GPU after its reset, before it gets work again. One JSON line on stdout; exit code 0 if all is well, else 1.
-All numbers are integers that the floating-point types hold exactly, so that a right result is equal, not close.
+Run on a GPU after its reset, before it gets work again. One JSON line on stdout; exit code 0 if all checks pass, else 1.
+All numbers are integers that the floating-point types hold exactly, so that a correct result is equal, not close.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="seatrial.train.health.qualify", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--gpu", type=int, metavar="N", help="one visible CUDA device (default: all)")
-    parser.add_argument("--count", type=int, default=1, metavar="N", help="how many there must be, at least")
+    parser.add_argument("--count", type=int, default=1, metavar="N", help="minimum number of devices")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")
     arguments = parser.parse_args(argv)
     timer = threading.Timer(arguments.timeout, _too_late, [arguments.timeout])
