@@ -166,7 +166,7 @@ def test_without_an_outcome_the_first_agent_that_died_is_named(launch: Begin) ->
 def test_agents_that_leave_in_order_without_an_outcome(launch: Begin) -> None:
     result = launch([BYE], [BYE]).follow()
     assert result.failure is not None
-    assert result.failure.message == "all agents ended, and none reported how the run ended"
+    assert result.failure.message == "all agents exited without reporting how the run ended"
     assert read_events(RunFolder(result.failure.log.parents[3]))[0] == []
 
 

@@ -113,7 +113,7 @@ def test_a_host_that_is_cut_off_is_replaced(start: Callable[..., HostsRun]) -> N
     run.do(f"down {node}")
     lost = f"node {node} is lost"
     assert run.wait_line(lost).startswith(f"{lost}: has been silent for ")
-    run.wait_line(f"node 2 (a spare) takes the place of node {node}")
+    run.wait_line(f"node 2 (a spare) replaces node {node}")
     run.wait_line("recovered after ")
     assert run.wait() == 0
     told = [e for e in run.events() if e["kind"] == "node_lost"]

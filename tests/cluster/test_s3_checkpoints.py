@@ -106,7 +106,7 @@ def test_damage_in_the_store_is_named(s3_url: str, writer: AsyncWriter, run: Run
     assert torch.equal(opened.read("w", Box((0,), (1000,)), torch.float32), weight(5)[:1000])
     opened.close()
     store.write(key, data[:-1])
-    with pytest.raises(Damaged, match="bytes, the manifest says"):
+    with pytest.raises(Damaged, match="bytes, the manifest has"):
         place.verify(5)
     store.remove([key])
     with pytest.raises(Damaged, match="is missing"):

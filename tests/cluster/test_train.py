@@ -164,7 +164,7 @@ class TestToTheEnd:
         before = (run_of(whole[0]) / "metrics.jsonl").read_bytes()
         done = seatrial(whole[0], "train", "job.toml")
         assert done.returncode == 0
-        assert "all 12 steps are done already" in done.stderr
+        assert "all 12 steps are already done" in done.stderr
         assert (run_of(whole[0]) / "metrics.jsonl").read_bytes() == before
 
     def test_it_leaves_as_a_hugging_face_model(self, whole: tuple[Path, int, str, str]) -> None:

@@ -36,7 +36,7 @@ def fence(folder: RunFolder, generation: int) -> Fence:
         last = folder.last_generation()
         if last < generation:
             raise Superseded(
-                f"generation {generation} does not see the run folder {folder.path}: it cannot know whether another has begun"
+                f"generation {generation} cannot see the run folder {folder.path}, and so not whether a later generation has begun"
             )
         if last > generation:
             raise Superseded(f"generation {last} has begun: generation {generation} publishes no checkpoint")
@@ -100,7 +100,7 @@ def assemble(manifest: Manifest, indices: Iterable[dict[str, Any]], below: str =
     return replace(manifest, files=files, tensors=tensors, read_back=read_back)
 
 
-SAVED_ANEW = "this step was saved anew"
+SAVED_AGAIN = "this step was saved again"
 
 
 def makes_way(read: Callable[[], Manifest], manifest: Manifest) -> bool:

@@ -169,13 +169,13 @@ class Manifest:
         OtherVersion if it is an intact manifest of another version.
         """
         body = parse_json(text)
-        told = body.pop("sha256")
-        if told != _hash(body):
-            raise ValueError(f"its content has sha256 {_hash(body)}, it says {told}")
+        recorded = body.pop("sha256")
+        if recorded != _hash(body):
+            raise ValueError(f"its content has sha256 {_hash(body)}, recorded is {recorded}")
         version = body["schema_version"]
         if version != SCHEMA_VERSION:
             raise OtherVersion(
-                f"it has schema_version {version}, this Seatrial reads {SCHEMA_VERSION}",
+                f"it has schema_version {version}; this Seatrial reads {SCHEMA_VERSION}",
                 hint=f"read it with the version that wrote it ({body.get('code', 'unknown')}): its `seatrial export` "
                 "makes a Hugging Face folder of it, for model.init_from",
             )

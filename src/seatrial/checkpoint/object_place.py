@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from seatrial.base.errors import SeatrialError
 from seatrial.base.files import parse_json
 from seatrial.checkpoint.commit import (
-    SAVED_ANEW,
+    SAVED_AGAIN,
     Fence,
     assemble,
     index_name,
@@ -179,7 +179,7 @@ class ObjectPlace:
         except StorageError as error:
             if error.kind != "exists" or not makes_way(lambda: self.manifest(step), manifest):
                 raise
-            self.set_aside(step, SAVED_ANEW)
+            self.set_aside(step, SAVED_AGAIN)
             fence()
             self.store.write(self._key(step, MANIFEST), data, if_absent=True)
         try:

@@ -1,4 +1,4 @@
-"""`seatrial checkpoints RUN`: a run's checkpoints, where they are, and what is known of them."""
+"""`seatrial checkpoints RUN`: a run's checkpoints, where they are, and their states."""
 
 from __future__ import annotations
 

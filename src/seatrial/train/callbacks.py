@@ -15,7 +15,7 @@ from seatrial.train.records import Records
 
 
 class Callbacks:
-    """The callbacks of one generation. One that fails is reported and not called again, or ends the run, as the job says."""
+    """The callbacks of one generation. One that fails is reported and not called again, or ends the run, as configured by the job."""
 
     def __init__(self, job: Job, folder: RunFolder, records: Records) -> None:
         self._stops = job.train.on_callback_error == "stop"

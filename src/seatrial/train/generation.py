@@ -351,7 +351,7 @@ class TrainWorker:
                 optimizer,
                 records=records,
                 every=every,
-                tell=self.supervisor_client.tell,
+                report=self.supervisor_client.tell,
                 # Later snapshots belong to an abandoned trajectory: no rank may roll back to them.
                 held=[entry for entry in generation_spec.snapshots if entry["step"] <= source.step],
             )

@@ -102,7 +102,7 @@ class Loop:
         self._clock = 0.0
         self._first = self._next = 1
         self._leaving: Leaving | None = None
-        self._told_first = self._ended = False  # `_ended`: normally
+        self._first_sent = self._ended = False  # `_ended`: normally
 
     # -- the loop
 
@@ -403,8 +403,8 @@ class Loop:
 
     def _beat(self, known: Known) -> None:
         if self._supervisor is not None:
-            self._supervisor.beat(known.step, known.seconds, not self._told_first)
-            self._told_first = True
+            self._supervisor.beat(known.step, known.seconds, not self._first_sent)
+            self._first_sent = True
 
     def _finding(
         self, signal: str, step: int, message: str, data: dict[str, Any], blamed: Sequence[int]

@@ -36,7 +36,7 @@ class Coordinator:
             silence_s=silence_s,
             watch=pump.watch,
             unwatch=pump.unwatch,
-            told=lambda peer, message: self.told.append((peer.node, message)),
+            received=lambda peer, message: self.told.append((peer.node, message)),
             lost=lambda peer, certain, cause: self.lost.append((peer.node, certain, cause)),
         )
         self.hub = Hub(pump)

@@ -253,7 +253,7 @@ def test_summary_finds_the_failure_itself(folder: RunFolder) -> None:
     )
     view = console(folder, out)
     view.summary(view.ended("failed"))
-    assert "a-run failed: no step was done" in out.getvalue()
+    assert "a-run failed: no step completed" in out.getvalue()
     assert "node 0, rank 2" in out.getvalue()
     assert "killed" in out.getvalue()
 
@@ -322,7 +322,7 @@ def test_every_view_says_what_was_left_out(left_out: RunFolder, capsys: pytest.C
     view = console(left_out, train, total_steps=10, json_output=True)
     view.poll()
     assert "step 4 was skipped\n" in train.getvalue(), "it is of the run, not of the rank that wrote it"
-    assert "warning on node 0 rank 1: nan: it is skipped\n" in train.getvalue()
+    assert "warning on node 0 rank 1: nan: skipping it\n" in train.getvalue()
     view.summary(view.ended("finished"))
     watch = io.StringIO()
     print_status(Out(watch), read_view(left_out), time.time())
@@ -415,8 +415,8 @@ def test_outcome_known_to_the_process_overrides_missing_records(folder: RunFolde
         "the disk is full",
         Failure("the disk is full"),
     )
-    told = view.ended("finished", "all 200 steps are done already")
-    assert (told.state, told.state_reason) == ("finished", "all 200 steps are done already")
+    told = view.ended("finished", "all 200 steps are already done")
+    assert (told.state, told.state_reason) == ("finished", "all 200 steps are already done")
 
 
 # -- the live lines

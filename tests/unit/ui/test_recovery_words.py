@@ -47,12 +47,12 @@ def test_a_lost_node_and_the_spare_that_takes_its_place() -> None:
     assert lines == [
         "node 1 is lost: its agent exited",
         "recovering: node 1 is lost; a spare takes over",
-        "node 2 (a spare) takes the place of node 1",
+        "node 2 (a spare) replaces node 1",
         "recovered after 2.4 s: resuming after step 6 (from a live replica)",
         "node 1 joined",
     ]
     assert recoveries.underway(99.0) is None
-    assert recoveries.total == "1, in 2.4 s, no step done again"
+    assert recoveries.total == "1, in 2.4 s, no step redone"
 
 
 def test_a_failure_during_a_recovery_is_part_of_it() -> None:
@@ -67,7 +67,7 @@ def test_a_failure_during_a_recovery_is_part_of_it() -> None:
         ]
     )
     assert recoveries.seconds == [4.0, 1.0]
-    assert recoveries.total == "2, the longest 4.0 s, 7 steps done again"
+    assert recoveries.total == "2, the longest 4.0 s, 7 steps redone"
     assert recoveries.underway(35.4) == "recovering for 5 s: fourth"
     assert recoveries.underway(29.0) == "recovering for 0 s: fourth", "another machine's clock may be ahead"
 
@@ -143,7 +143,7 @@ def test_status_while_it_recovers_and_afterwards(folder: RunFolder) -> None:
     assert (view.state, view.first_generation, view.generation) == ("preempted", 1, 2)
     print_status(Out(out), view, time.time())
     assert "a-run: preempted, generation 2\n  why          stopped on request" in out.getvalue()
-    assert "2 steps done again" in out.getvalue()
+    assert "2 steps redone" in out.getvalue()
 
 
 def test_which_nodes_have_ranks_and_which_are_gone() -> None:
@@ -167,7 +167,7 @@ def test_which_nodes_have_ranks_and_which_are_gone() -> None:
 @pytest.mark.parametrize(
     ("kind", "data", "text"),
     [
-        ("nonfinite", {"evidence": {"action": "redo"}}, "m: it is redone"),
+        ("nonfinite", {"evidence": {"action": "redo"}}, "m: redoing it"),
         ("nonfinite", {"evidence": {"action": "stop"}}, "m: no more steps may be skipped"),
         ("loss_spike", {"evidence": {"action": "warn"}}, "m"),
         ("nonfinite", {"evidence": "damaged"}, "m"),

@@ -39,7 +39,7 @@ def check_port(port: int) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on.
+    """A port without a listener.
 
     It is below the kernel's port range for outgoing connections: until the store listens, seconds from now, another
     process's connection could otherwise take it.

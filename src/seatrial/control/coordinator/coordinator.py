@@ -75,7 +75,7 @@ class Coordinator:
             silence_s=job.resilience.silence_s,
             watch=watch,
             unwatch=unwatch,
-            told=self._on_message,
+            received=self._on_message,
             lost=lambda peer, certain, cause: self._lost(peer.node, certain, cause),
         )
         self._alone = alone
@@ -221,7 +221,7 @@ class Coordinator:
         if hello.left is not None:
             self._left(peer, hello.left)  # first: otherwise a node that runs nothing has lost its ranks
         if leaving is not None:
-            self._tell_leaving(node, leaving)
+            self._report_leaving(node, leaving)
         grace_s = None if leaving is None else leaving.grace_s
         now = time.monotonic()
         self._handle(m.Joined(now, node, hello.ready, hello.running, hello.order, grace_s, replaces))
@@ -289,7 +289,7 @@ class Coordinator:
             case msg.Settle():
                 self._settle(peer, message)
             case msg.NodeLeaving():
-                self._tell_leaving(peer.node, message)
+                self._report_leaving(peer.node, message)
                 self._handle(m.Leaving(now, peer.node, message.grace_s))
             case msg.Asked():
                 self._handle(m.StopAsked(now, message.why))
@@ -464,7 +464,7 @@ class Coordinator:
             number = error.errno or errno.EIO
         self.peers.send(peer.node, msg.Settled(asked.local, asked.pid, asked.count, number))
 
-    def _tell_leaving(self, node: int, leaving: msg.NodeLeaving) -> None:
+    def _report_leaving(self, node: int, leaving: msg.NodeLeaving) -> None:
         message = f"node {node} is leaving: its agent received {leaving.signal}"
         self.recorder.event("node_leaving", message, severity="warning", node=node, data=vars(leaving))
 

@@ -55,13 +55,13 @@ class Peers:
         silence_s: float,
         watch: Callable[..., None],
         unwatch: Callable[[Any], None],
-        told: Callable[[Peer, msg.FromAgent], None],
+        received: Callable[[Peer, msg.FromAgent], None],
         lost: Callable[[Peer, bool, str], None],
     ) -> None:
-        """`told(peer, message)` for each message; `lost(peer, certain, cause)` once for each loss."""
+        """`received(peer, message)` for each message; `lost(peer, certain, cause)` once for each loss."""
         self._secret, self._silence_s = secret, silence_s
         self._watch, self._unwatch = watch, unwatch
-        self._told, self._lost = told, lost
+        self._received, self._lost = received, lost
         self._peers: dict[int, Peer] = {}
         self._ticked = time.monotonic()
         self._look_at: float | None = None  # earliest timeout; checking thousands of peers takes time
@@ -178,7 +178,7 @@ class Peers:
                 complain(f"protocol error from node {peer.node}: {error}")
                 peer.link.refuse(str(error))
                 break
-            self._told(peer, message)
+            self._received(peer, message)
         peer.link.flush()
         self._listen(peer)
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 FOREVER = float("inf")
 _STORY = 40  # events shown by a failed assertion
-_WAIT_TOLD_S = 5.0  # a wait for nodes is reported after this time
+_WAIT_REPORTED_S = 5.0  # a wait for nodes is reported after this time
 _ANYWHERE = 3  # x max_same_failure: limit for one signal from changing ranks or nodes, without progress
 _LOSSES = ("agent_exit", "node_silent")  # each one costs a node, which limits their number
 
@@ -105,7 +105,7 @@ class Machine:
         self._now = -FOREVER
         self._settled_at = -FOREVER  # when every node has found the new coordinator or fenced itself
         self._since: float | None = None  # when this wait for nodes began
-        self._wait_told = False  # this wait has been reported
+        self._wait_reported = False  # this wait has been reported
         self._home_until: float | None = None
         self._wake = self._flush_by = self._leave_by = self._preempt_by = FOREVER
         self._alone_at = FOREVER  # when the leaving nodes count as all that will leave
@@ -244,9 +244,9 @@ class Machine:
             self._actions.append(Note("node_lost", f"node {node} {cause}", "error", node, data=data))
         if self.phase == "adopting":
             self._adopt(gone)
-        self._look_at_leaving()
+        self._check_leaving()
         if self.phase == "running":
-            self._look_at_run()
+            self._check_run()
         if self.phase != "finished" and now >= self._preempt_by:
             self._finish("preempted", f"not all ranks left within {s.preempt_grace_s:g} s")
         if self.phase == "flushing" and now >= self._flush_by:
@@ -266,7 +266,7 @@ class Machine:
             if self._preempting or self._leaving is not None:
                 self._yield("preempted" if self._preempting else "yielded")
 
-    def _look_at_run(self) -> None:
+    def _check_run(self) -> None:
         if len(self.finished) == len(self._members):
             how = set(self.finished.values())
             if how == {"done"}:
@@ -325,17 +325,17 @@ class Machine:
             return FOREVER
         if now >= fail_at:
             self._finish("failed", self._too_few(len(usable)))
-        return min(fail_at, self._tell_wait(since, fail_at, len(usable)))
+        return min(fail_at, self._report_wait(since, fail_at, len(usable)))
 
-    def _tell_wait(self, since: float, until: float, usable: int) -> float:
+    def _report_wait(self, since: float, until: float, usable: int) -> float:
         """Report a wait once, with the missing nodes; return when that is due. Delayed, as nodes join one by one."""
-        if not self._wait_told and self._now >= since + _WAIT_TOLD_S:
-            self._wait_told = True
+        if not self._wait_reported and self._now >= since + _WAIT_REPORTED_S:
+            self._wait_reported = True
             message = f"waiting for nodes: {self._too_few(usable)}"
             left = None if until == FOREVER else round(until - self._now, 1)
             data = {"usable": usable, "needed": self.settings.least, "until_s": left}
             self._actions.append(Note("waiting_for_nodes", message, "warning", data=data))
-        return FOREVER if self._wait_told else since + _WAIT_TOLD_S
+        return FOREVER if self._wait_reported else since + _WAIT_REPORTED_S
 
     def _start(self, shape: int) -> None:
         s = self.settings
@@ -359,7 +359,7 @@ class Machine:
         self.roster.started(self.generation, self._members)
         self.phase, self.started, self.finished = "running", True, {}
         self._progressed = self._saved = False
-        self._since, self._wait_told = None, False
+        self._since, self._wait_reported = None, False
         self._actions.append(Start(self.generation, dict(slots), shape, in_place, self._reason))
 
     def _send_out(self) -> None:
@@ -519,7 +519,7 @@ class Machine:
 
     def _halt(self) -> None:
         """Stop this generation; the next one starts when all of it has stopped."""
-        self.phase, self._since, self._leaving, self._wait_told = "idle", None, None, False
+        self.phase, self._since, self._leaving, self._wait_reported = "idle", None, None, False
         self._leave_by = FOREVER
         self._stop(self.roster.running)
 
@@ -529,7 +529,7 @@ class Machine:
         for node in sorted(nodes):
             if self.roster.node(node).joined and node not in self.roster.fenced:
                 told.setdefault(self.roster.running[node], []).append(node)
-                self.roster.told_to_stop(node, self._now + s.stop_within_s)
+                self.roster.stop_sent(node, self._now + s.stop_within_s)
         for generation, here in sorted(told.items()):
             self._actions.append(Stop(generation, tuple(here), s.stop_grace_s))
 
@@ -563,7 +563,7 @@ class Machine:
             # After a change of coordinator, give the other nodes time to rejoin.
             self._alone_at = max(self._now + min(self.settings.leaving_s, grace_s / 4), self._settled_at)
 
-    def _look_at_leaving(self) -> None:
+    def _check_leaving(self) -> None:
         leaving = self.roster.leaving()
         if not leaving or self._preempting or self.phase == "finished":
             self._alone_at = FOREVER

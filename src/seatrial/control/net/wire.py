@@ -181,7 +181,7 @@ class Link:
     def refuse(self, why: str) -> None:
         """End the connection for both sides; `close` is still to follow."""
         self._end(why)
-        with contextlib.suppress(OSError):  # the other side has gone
+        with contextlib.suppress(OSError):  # the other side has disconnected
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

@@ -109,11 +109,11 @@ def qualify(devices: Sequence[torch.device]) -> dict[str, Any]:
 
 def _too_late(seconds: float) -> None:
     # On a separate thread: a hung GPU keeps the main thread in a call that no signal interrupts.
-    _tell({"ok": False, "checks": {}, "problem": f"did not end within {seconds:g} s"})
+    _print({"ok": False, "checks": {}, "problem": f"did not end within {seconds:g} s"})
     os._exit(1)
 
 
-def _tell(result: dict[str, Any]) -> None:
+def _print(result: dict[str, Any]) -> None:
     print(json.dumps(result), flush=True)
 
 
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         numbers = range(count) if arguments.gpu is None else [arguments.gpu]
         result = qualify([torch.device("cuda", number) for number in numbers])
     timer.cancel()
-    _tell(result)
+    _print(result)
     return 0 if result["ok"] else 1
 
 

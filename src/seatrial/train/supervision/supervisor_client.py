@@ -170,7 +170,7 @@ class SupervisorClient:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException:  # noqa: BLE001  a rank that nobody can reach any more must not go on, whatever it was
+        except BaseException:  # noqa: BLE001  an unreachable rank must not continue, whatever the error was
             traceback.print_exc()
             os._exit(1)
 
