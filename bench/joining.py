@@ -174,7 +174,7 @@ class Simulated:
 
     def _joined(self) -> None:
         self.joins += 1
-        self.journal.tell_again()
+        self.journal.resend()
 
     def _release(self) -> None:
         if self._source is not None:
@@ -209,7 +209,7 @@ class Simulated:
         for number in range(self.records):
             told = f"checkpoint of step {number} saved by node {self.node}"
             about = (time.time(), self._generation, "checkpoint_saved", "info", told, None, 0)
-            self.journal.tell_once(msg.Record(*about, data={"step": number}))
+            self.journal.send_once(msg.Record(*about, data={"step": number}))
         self._told_at = self.member.beats_sent
 
 

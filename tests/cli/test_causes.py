@@ -263,7 +263,7 @@ def test_a_limit_on_memory_addresses_is_named(here: Path) -> None:
     code, err = limited(resource.RLIMIT_AS, 300 << 20, "plan", "job.toml", "--dry-run", cwd=here)
     assert code == 1
     assert (
-        "a process may have 300 MiB of addresses here (`ulimit -v`), too little for torch: lift that limit"
+        "a process may have 300 MiB of addresses here (`ulimit -v`), too little for torch: raise that limit"
         in err
     )
 

@@ -56,7 +56,7 @@ verbs:
   plan         predict layout, memory, speed and cost of a job
   data         prepare text for training
   train        run a job; the same command again resumes it
-  attach       follow a run to its end, whoever runs it
+  attach       follow a run to its end, whatever runs it
   status       show the state of a run, also as its scheduler sees it
   stop         save the state of a run and end it
   agent        run the agent of one node, as schedulers start it

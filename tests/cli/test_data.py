@@ -92,7 +92,7 @@ def test_force(cli: Callable[..., Result], text: Path, tmp_path: Path) -> None:
     assert cli("prepare", text, "--out", tmp_path / "s").code == 0
     again = cli("prepare", text, "--out", tmp_path / "s")
     assert again.code == 2
-    assert "holds a token store already" in again.err
+    assert "already contains a token store" in again.err
     assert "hint: --force" in again.err
     assert cli("prepare", text, "--out", tmp_path / "s", "--force").code == 0
 

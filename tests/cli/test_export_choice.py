@@ -115,7 +115,9 @@ def test_a_damaged_newest_one_is_not_replaced_by_an_older_one(
     assert not Path("hf").exists()
     err = capsys.readouterr().err
     assert "error: the newest checkpoint, runs/a-run/checkpoints/step-00000008, is damaged" in err
-    assert "hint: --step N takes another one (there are 5, 2), --allow-older the newest intact one" in err
+    assert (
+        "hint: use --step N for another one (there are 5, 2), --allow-older for the newest intact one" in err
+    )
 
 
 def test_unless_that_is_allowed_and_then_it_is_said_everywhere(
@@ -146,7 +148,7 @@ def test_one_that_was_named_is_not_called_the_newest(
 ) -> None:
     assert export(*source.split()) == 0
     assert "note        This is not the newest checkpoint of its run." in capsys.readouterr().out
-    assert told()["not_taken"] == [{"checkpoint": "step 8", "why": "step 5 was asked for"}]
+    assert told()["not_taken"] == [{"checkpoint": "step 8", "why": "step 5 was requested"}]
     assert told()["left_out_steps"] == [3, 4]
     damage(folder.checkpoints / "step-00000005")
     assert export(*source.split(), out="other") == 1
@@ -165,8 +167,8 @@ def test_one_that_the_run_has_set_aside_is_told(
 ) -> None:
     (folder.checkpoints / "step-00000008").rename(folder.checkpoints / "step-00000008.damaged")
     assert export("a-run") == 0
-    assert "Not taken: step-00000008.damaged: was set aside" in capsys.readouterr().out
-    assert told()["not_taken"] == [{"checkpoint": "step-00000008.damaged", "why": "was set aside"}]
+    assert "Not taken: step-00000008.damaged: was quarantined" in capsys.readouterr().out
+    assert told()["not_taken"] == [{"checkpoint": "step-00000008.damaged", "why": "was quarantined"}]
 
 
 def test_a_copy_of_the_same_step_elsewhere_is_no_older_one(folder: RunFolder, tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_a_copy_of_the_same_step_elsewhere_is_no_older_one(folder: RunFolder, tm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a-run", "--step", "5", "--allow-older"], "--step names one checkpoint"),
+        (["a-run", "--step", "5", "--allow-older"], "--step and --allow-older exclude"),
         (["a-run", "--step", "6"], "has no checkpoint of step 6"),
         (["runs/a-run/checkpoints/step-00000005", "--allow-older"], "is one checkpoint"),
     ],

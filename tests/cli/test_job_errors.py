@@ -156,7 +156,7 @@ def test_a_syntax_error(tmp_path: Path) -> None:
         "job.toml:1:8: error: not valid TOML: invalid value\n"
         "  1 | name = trial\n"
         "    |        ^\n"
-        '  hint: text goes in double quotes; numbers, true and false stand alone: name = "voyage"\n'
+        '  hint: text needs double quotes; numbers, true and false need none: name = "voyage"\n'
     )
 
 
@@ -174,7 +174,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "jobb.toml: error: no such file\n"
-        "  hint: write one: seatrial init --preset first-voyage --out jobb.toml\n"
+        "  hint: create one: seatrial init --preset first-voyage --out jobb.toml\n"
     )
 
 

@@ -130,10 +130,10 @@ def test_json(show: Show) -> None:
             ["--generation", "4"],
             "error: runs/a-run has no logs of generation 4\n  hint: there: generations 1-2\n",
         ),
-        (["--lines", "-1"], "error: --lines -1 is not a number of lines\n  hint: give 0 or more\n"),
+        (["--lines", "-1"], "error: --lines -1 is not a number of lines\n  hint: use 0 or more\n"),
         (
             ["--follow", "--generation", "1"],
-            "error: --follow continues into later generations\n  hint: leave out --generation, or --follow\n",
+            "error: --follow continues into later generations\n  hint: remove --generation, or --follow\n",
         ),
         (
             ["--rank", "9", "--follow"],
@@ -237,7 +237,7 @@ def test_following_a_run_that_is_moved(folder: RunFolder) -> None:
         folder.path.rename(folder.path.with_name("elsewhere"))
         assert process.wait(timeout=60) == 1
         assert process.stderr is not None
-        assert "runs/a-run is gone: it was moved or removed" in process.stderr.read()
+        assert "runs/a-run no longer exists: it was moved or removed" in process.stderr.read()
     os.close(fd)
 
 

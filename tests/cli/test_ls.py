@@ -160,7 +160,7 @@ def test_a_folder_that_may_not_be_read(ls: List) -> None:
     folder.path.chmod(0)
     (run,) = ls("--json")["runs"]
     folder.path.chmod(0o755)
-    assert (run["state"], run["problems"]) == ("unusable", ["it may not be read: permission denied"])
+    assert (run["state"], run["problems"]) == ("unusable", ["it cannot be read: permission denied"])
 
 
 def test_old_runs_and_drills_only_with_all(ls: List) -> None:

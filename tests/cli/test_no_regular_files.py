@@ -19,7 +19,7 @@ from seatrial.cli.main import main
 from seatrial.record import lock
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import LineWriter, Tail, read_numbered
-from seatrial.record.recent import recent_ledger, skipped_steps, told_marks
+from seatrial.record.recent import recent_ledger, recorded_marks, skipped_steps
 from seatrial.record.secret import make_secret, read_secret
 from seatrial.storage import StorageError
 
@@ -136,7 +136,7 @@ def test_record_replaced_after_the_check_does_not_block(world: World, kind: str)
         [f"cannot be read (is {KINDS[kind]}, not a regular file)"]
     )
     assert Tail(folder.metrics).poll() == []
-    assert (told_marks(folder), skipped_steps(folder), recent_ledger(folder, 5)) == (set(), [], [])
+    assert (recorded_marks(folder), skipped_steps(folder), recent_ledger(folder, 5)) == (set(), [], [])
     assert folder.last_generation() == 1  # as the log folders say
     with pytest.raises(NotAFile):
         LineWriter(folder.events)
@@ -165,12 +165,12 @@ def test_a_record_larger_than_any_can_be_is_not_read(
         path.unlink()
         path.touch()
         os.truncate(path, 20 << 30)
-        with pytest.raises(OSError, match=r"has 20\.00 GiB, more than such a file can have") as caught:
+        with pytest.raises(OSError, match=r"has 20\.00 GiB, more than such a file may have") as caught:
             read_bytes(path)
         assert caught.value.errno == errno.EFBIG
     assert main(["watch", str(world.run.path), "--once"]) == 0
     assert (
-        "warning: job.toml:0: cannot be used (has 20.00 GiB, more than such a file can have)"
+        "warning: job.toml:0: cannot be used (has 20.00 GiB, more than such a file may have)"
         in capsys.readouterr().err
     )
 
@@ -185,23 +185,23 @@ def test_a_line_without_end_takes_neither_memory_nor_time(
         found, problems = read_numbered(path)
         assert found == numbered
         assert [(p.line, p.message) for p in problems] == [
-            (0, "cannot be read (a line is longer than any record; nothing after it is read)")
+            (0, "cannot be read (a line exceeds the size of any record; the rest of the file is not read)")
         ]
         tail = Tail(path)
         assert tail.poll_numbered() == numbered
         assert tail.poll_numbered() == []
     assert skipped_steps(world.run) == []
-    assert told_marks(world.run) == {"a-1"}
+    assert recorded_marks(world.run) == {"a-1"}
     assert recent_ledger(world.run, 5) == []
     assert main(["watch", str(world.run.path), "--once"]) == 0
-    assert capsys.readouterr().err.count("a line is longer than any record") == 3
+    assert capsys.readouterr().err.count("a line exceeds the size of any record") == 3
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
 def test_a_secret_that_others_can_read_is_none(world: World, mode: int) -> None:
     assert len(read_secret(world.run)) == 32
     world.run.secret.chmod(mode)
-    with pytest.raises(InputError, match="others may read it"):
+    with pytest.raises(InputError, match="other users can read it"):
         read_secret(world.run)
 
 
@@ -221,7 +221,7 @@ def test_secret_is_accepted_under_root_squash(world: World, monkeypatch: pytest.
 def test_a_checkpoint_that_cannot_be_opened_is_not_damaged(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For want of descriptors or permission: what is set aside for that would be lost for nothing."""
+    """For want of descriptors or permission: what is quarantined for that would be lost for nothing."""
     step = world.run.checkpoints / "step-00000008"
 
     for number, name in ((errno.EMFILE, "Too many open files"), (errno.EACCES, "Permission denied")):

@@ -99,7 +99,7 @@ def test_without_a_checkpoint_there_is_only_another_start(folder: RunFolder) -> 
 def test_what_only_one_rank_computed_may_be_its_hardware(folder: RunFolder) -> None:
     diverge(folder, rank=1)
     assert offered(folder, EXIT_FAILED)[1] == (
-        "seatrial check job.toml   # only rank 1 on node 0 computed it: is its hardware sound?"
+        "seatrial check job.toml   # only rank 1 on node 0 computed it: is its hardware faulty?"
     )
 
 

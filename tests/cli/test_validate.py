@@ -228,7 +228,7 @@ def test_model_exceeding_host_memory_is_refused_with_breakdown(validate: Validat
     assert said.code == 2
     (problem,) = said.errors
     assert re.search(
-        r"more host memory than there is: [0-9.]+ TiB \(CPU ranks .*checkpoint staging .* CPU processes \(no CUDA device",
+        r"more host memory than is available: [0-9.]+ TiB \(CPU ranks .*checkpoint staging .* CPU processes \(no CUDA device",
         problem["message"],
     )
     assert "as the test says" in problem["message"]

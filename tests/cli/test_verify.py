@@ -85,7 +85,7 @@ def damage(checkpoint: Path) -> None:
 def plain(text: str) -> list[str]:
     """Lines without times, sizes and hashes."""
     text = re.sub(r"XXH3-128 [0-9a-f]{32}", "XXH3-128 HASH", text)
-    text = re.sub(r"says [0-9a-f]{32}", "says HASH", text)
+    text = re.sub(r"has [0-9a-f]{32}", "has HASH", text)
     text = re.sub(r"\b1 min \d+ s\b", "AGE", text)
     text = re.sub(r"[\d.]+ KiB", "SIZE", text)
     text = re.sub(r"bytes 0 to \d+", "bytes 0 to N", text)
@@ -96,7 +96,7 @@ HISTORY = [
     "  ledger       proven: 8 steps, 28 samples, each seen exactly once and in order",
     "  history      generation 1: steps 1 to 7 on 8 ranks",
     "               generation 2: steps 6 to 8 on 4 ranks, after step 5 of generation 1",
-    "  done again   2 steps after failures; the last attempt of each counts",
+    "  redone       2 steps after failures; the last attempt of each counts",
     "  skipped      step 3 (4 samples)",
 ]
 
@@ -125,7 +125,7 @@ class TestARun:
         assert plain(out)[-3:] == [
             "  checkpoint   runs/a-run/checkpoints/step-00000005: damaged, step 5, SIZE in 1 file",
             "               runs/a-run/checkpoints/step-00000005/rank-00000.safetensors (rank 0) has XXH3-128 HASH "
-            "in bytes 0 to N, the manifest says HASH",
+            "in bytes 0 to N, the manifest has HASH",
             "  result       not verified",
         ]
         assert "error: a checkpoint is damaged" in err
@@ -250,7 +250,7 @@ class TestACheckpoint:
         assert main(["verify", "a-rum"]) == 2
         assert "did you mean runs/a-run?" in capsys.readouterr().err
         assert main(["verify", "runs/a-run/checkpoints/step-00000008", "--ledger"]) == 2
-        assert "is no run, so it has no ledger" in capsys.readouterr().err
+        assert "is not a run, so it has no ledger" in capsys.readouterr().err
 
 
 class TestTheList:
@@ -264,7 +264,7 @@ class TestTheList:
             "step  size       ranks  state         age        where",
             "8     SIZE  2      not verified  AGE  runs/a-run/checkpoints/step-00000008",
             "5     SIZE  2      not verified  AGE  runs/a-run/checkpoints/step-00000005",
-            "-     -          -      set aside     -          runs/a-run/checkpoints/step-00000004.damaged",
+            "-     -          -      quarantined   -          runs/a-run/checkpoints/step-00000004.damaged",
         ]
         assert err == ""
         assert main(["checkpoints", "a-run", "--verify"]) == 1

@@ -82,7 +82,7 @@ def test_once_json(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> Non
     assert seatrial_watch("runs/a-run", "--once", "--json") == 0
     os.close(fd)
     out, err = capsys.readouterr()
-    assert err == "warning: events.jsonl:2: not an event (a JSON list where an object belongs)\n"
+    assert err == "warning: events.jsonl:2: not an event (a JSON list where an object is expected)\n"
     document = json.loads(out)
     assert document["schema_version"] == 1
     assert (document["state"], document["pid"], document["generation"]) == ("running", os.getpid(), 1)
@@ -100,7 +100,11 @@ def test_once_json(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> Non
     }
     assert [e["kind"] for e in document["events"]] == ["run_started"]
     assert document["problems"] == [
-        {"file": "events.jsonl", "line": 2, "message": "not an event (a JSON list where an object belongs)"}
+        {
+            "file": "events.jsonl",
+            "line": 2,
+            "message": "not an event (a JSON list where an object is expected)",
+        }
     ]
 
 
@@ -237,7 +241,7 @@ def test_a_folder_that_goes_away_is_not_called_not_started(folder: RunFolder) ->
         watch.wait_for(b"ledger")
         folder.path.rename(folder.path.with_name("elsewhere"))
         assert watch.end() == 1
-        assert b"runs/a-run is gone: it was moved or removed" in watch.shown
+        assert b"runs/a-run no longer exists: it was moved or removed" in watch.shown
     os.close(fd)
 
 

@@ -149,7 +149,7 @@ class Faults:
             if not agents:
                 return False
             agent = self._choose.choice(agents)
-            self._note(f"SIGKILL to everything of agent {agent.pid}")
+            self._note(f"SIGKILL to all processes of agent {agent.pid}")
             for pid in {agent.pid, *process.descendants(agent.pid)}:
                 self._signal(pid, signal.SIGKILL)
             return True

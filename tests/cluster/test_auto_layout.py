@@ -40,7 +40,7 @@ def test_it_is_chosen_kept_and_chosen_anew(tmp_path: Path) -> None:
 
     plan, err = start("train.steps=8")
     assert plan["chosen"] == chosen
-    assert "as an earlier start of this run chose" in err
+    assert "as chosen by an earlier start of this run" in err
 
     plan, err = start("train.steps=10", "cluster.nodes=1")
     anew = plan["chosen"]

@@ -20,13 +20,13 @@ def edit_job(trial: Trial) -> str:
     text = path.read_text()
     assert "lr = 0.01" in text
     path.write_text(text.replace("lr = 0.01", "lr = 0.1"))
-    return "job.toml was changed while the run was under way"
+    return "job.toml was changed during the run"
 
 
 def edit_plan(trial: Trial) -> str:
     path = trial.run / "plan.json"
     path.write_text(path.read_text().replace("tokens", "token"))
-    return "plan.json was changed while the run was under way"
+    return "plan.json was changed during the run"
 
 
 def replace_data(trial: Trial) -> str:
@@ -36,7 +36,7 @@ def replace_data(trial: Trial) -> str:
     prepare([str(trial.folder / "corpus")], "bytes", trial.folder / "other")
     store.rename(trial.folder / "old")
     (trial.folder / "other").rename(store)
-    return "store was made anew while the run was under way"
+    return "store was recreated during the run"
 
 
 @pytest.mark.parametrize("edit", [edit_job, edit_plan, replace_data], ids=lambda f: f.__name__)

@@ -122,7 +122,9 @@ def test_from_an_object_store(tmp_path: Path, s3_url: str) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "fallback" / "seatrial.json").read_text())
     assert (told["step"], told["newest"]) == (7, None)
-    assert told["not_taken"] == [{"checkpoint": "a place of the run", "why": "did not answer"}]
+    assert told["not_taken"] == [
+        {"checkpoint": "a location of the run's checkpoints", "why": "did not answer"}
+    ]
     done = seatrial(tmp_path, "verify", "runs/cloud")
     assert done.returncode == 1
     assert f"{checkpoint}: verified, step 7" in done.stdout

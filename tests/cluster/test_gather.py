@@ -167,13 +167,13 @@ def test_without_an_outcome_the_first_agent_that_died_is_named(launch: Begin) ->
 def test_agents_that_leave_in_order_without_an_outcome(launch: Begin) -> None:
     result = launch([BYE], [BYE]).follow()
     assert result.failure is not None
-    assert result.failure.message == "all agents ended, and none reported how the run ended"
+    assert result.failure.message == "all agents exited without reporting how the run ended"
     assert read_events(RunFolder(Path(result.failure.log).parents[3]))[0] == []
 
 
 def test_the_failure_of_a_lost_node_says_how_its_agent_ended(launch: Begin) -> None:
     """The coordinator has only missed it; the launcher is its parent."""
-    lost = outcome(1, node=1, message="node 1 is lost", cause="its agent ended", hint="max_restarts is 0")
+    lost = outcome(1, node=1, message="node 1 is lost", cause="its agent exited", hint="max_restarts is 0")
     run = launch([{"wait": "go"}, lost, BYE], ["die"])
     run.once_ended(1, lambda: run.say(0, {"go": 1}))
     failure = run.follow().failure

@@ -112,8 +112,8 @@ def test_a_host_that_is_cut_off_is_replaced(start: Callable[..., HostsRun]) -> N
     node = 0 if run.coordinator() == 1 else 1  # the loss of the coordinator's host is the test below
     run.do(f"down {node}")
     lost = f"node {node} is lost"
-    assert run.wait_line(lost).startswith(f"{lost}: has not been heard from for ")
-    run.wait_line(f"node 2 (a spare) takes the place of node {node}")
+    assert run.wait_line(lost).startswith(f"{lost}: has been silent for ")
+    run.wait_line(f"node 2 (a spare) replaces node {node}")
     run.wait_line("recovered after ")
     assert run.wait() == 0
     told = [e for e in run.events() if e["kind"] == "node_lost"]

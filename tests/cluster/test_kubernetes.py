@@ -119,7 +119,7 @@ def test_a_run_from_submit_to_its_end(trial: Trial) -> None:
     assert trial.handle == f"default/jobs.batch/{trial.name}"
     trial.until_joined(0, 1, 2)
     status = trial.launcher.status(trial.handle)
-    assert (status.state, status.words) == ("running", "3 pods run")
+    assert (status.state, status.words) == ("running", "3 pods running")
     # Each agent has an address of its own and knows the names of the others.
     told = [trial.launcher.identity(json.loads(p.read_text())) for p in trial.run.path.glob("joined-*")]
     assert sorted(who.node for who in told) == [0, 1, 2]
@@ -171,7 +171,7 @@ def test_lost_machine_is_replaced_while_its_pod_terminates(trial: Trial) -> None
     trial.cluster.lose(trial.cluster.machine_of(1))
     trial.until_joined(0, 1, 1, 2)  # the same index, another incarnation
     assert trial.cluster.phases() == [(0, "Running"), (1, "Running"), (1, "Terminating"), (2, "Running")]
-    assert trial.launcher.status(trial.handle).words == "3 pods run"
+    assert trial.launcher.status(trial.handle).words == "3 pods running"
     trial.launcher.signal(trial.handle, "preempt")
     trial.cluster.until(lambda: trial.cluster.phases() == [(1, "Terminating")], "all that can end have ended")
     assert trial.state() == "gone"  # though nobody will ever tell that of the lost machine's pod
@@ -192,7 +192,9 @@ def test_the_end_does_not_wait_for_a_spare_that_has_no_machine(trial: Trial) -> 
     trial.cluster.lose(trial.cluster.machine_of(3))
     trial.cluster.until(lambda: (3, "Pending") in trial.cluster.phases(), "there is no fifth machine")
     words = trial.launcher.status(trial.handle).words
-    assert words == "3 pods run; 1 wait: 0/4 nodes are available: didn't match pod anti-affinity rules."
+    assert (
+        words == "3 pods running; 1 waiting: 0/4 nodes are available: didn't match pod anti-affinity rules."
+    )
     trial.end(0)
     trial.cluster.until(lambda: trial.conditions() == ["Complete"], "the Job's end")
 
@@ -231,7 +233,7 @@ def test_pods_that_find_no_machine_are_told(trial: Trial) -> None:
     trial.cluster.until(lambda: all(p["status"].get("conditions") for p in trial.cluster.all("pods")), "why")
     status = trial.launcher.status(trial.handle)
     assert status.state == "queued"
-    assert status.words == "2 wait: 0/0 nodes are available: didn't match pod anti-affinity rules."
+    assert status.words == "2 waiting: 0/0 nodes are available: didn't match pod anti-affinity rules."
 
 
 def test_the_same_start_twice_is_refused_and_the_first_goes_on(trial: Trial) -> None:

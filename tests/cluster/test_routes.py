@@ -95,7 +95,7 @@ def test_address_fallbacks_without_a_route_to_a_peer(hosts: Hosts) -> None:
     assert ask(hosts) == {
         "address": "10.77.0.1",
         "interface": "eth0",
-        "reason": "the first address there is (no other host was named, and there is no default route)",
+        "reason": "the first address available (no other host is known, and there is no default route)",
     }
     assert ask(hosts, "127.0.0.1", "::1") == {
         "address": "127.0.0.1",
@@ -154,5 +154,5 @@ def test_a_host_with_nothing_but_loopback(hosts: Hosts) -> None:
     assert ask(hosts, "10.77.0.2") == {
         "address": "127.0.0.1",
         "interface": "lo",
-        "reason": "the first address there is (no address or no route for 10.77.0.2, and there is no default route)",
+        "reason": "the first address available (no address or no route for 10.77.0.2, and there is no default route)",
     }

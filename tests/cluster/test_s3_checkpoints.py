@@ -106,7 +106,7 @@ def test_damage_in_the_store_is_named(s3_url: str, writer: AsyncWriter, run: Run
     assert torch.equal(opened.read("w", Box((0,), (1000,)), torch.float32), weight(5)[:1000])
     opened.close()
     store.write(key, data[:-1])
-    with pytest.raises(Damaged, match="bytes, the manifest says"):
+    with pytest.raises(Damaged, match="bytes, the manifest has"):
         place.verify(5)
     store.remove([key])
     with pytest.raises(Damaged, match="is missing"):
@@ -183,7 +183,7 @@ def test_a_run_saves_is_killed_resumes_and_removes(
     events = records(folder / "runs/small/events.jsonl")
     resumed = [e for e in events if e["kind"] == "resumed"]
     assert [e["data"]["step"] for e in resumed] == [before[0]]
-    assert any("did not finish" in e["message"] for e in events if e["kind"] == "checkpoint_removed")
+    assert any("unfinished" in e["message"] for e in events if e["kind"] == "checkpoint_removed")
     steps = place.steps()
     assert len(steps) == 2, "the newest two are kept"
     # Between them two steps, or others where writing took so long that one came late: that of `before` may have.

@@ -52,7 +52,7 @@ def test_prepared_looked_at_verified_and_exported(
     assert (corpus / "pair.bin").stat().st_size == 2 * local.n_tokens
 
     assert main(["data", "prepare", "corpus", "--out", url]) == 2
-    assert "holds a token store already" in capsys.readouterr().err
+    assert "already contains a token store" in capsys.readouterr().err
     assert main(["data", "prepare", "corpus", "--out", url, "--force"]) == 0
     capsys.readouterr()
     objects.write("shard-00000.bin", b"\0" + objects.read("shard-00000.bin")[1:])
@@ -92,6 +92,6 @@ def test_an_upload_that_broke_off_is_gone_on_with(
         assert line.happened == 1
     finally:
         line.close()
-    assert "is complete and is sent" in capsys.readouterr().err
+    assert "is complete and will be uploaded" in capsys.readouterr().err
     assert main(["data", "verify", url]) == 0
     assert sorted(os.listdir(corpus)) == ["corpus"]

@@ -208,7 +208,7 @@ def test_a_cut_network_shrinks_and_grows(cluster: Cluster, train: Callable[..., 
         "the agent from before the cut still lives beside its successor"
     )
     (lost,) = told(cluster, "agent_failed")
-    assert lost["message"].startswith("agent of node 1 on n1 is out of reach, or was killed there")
+    assert lost["message"].startswith("agent of node 1 on n1 is unreachable, or was killed there")
     run.process.send_signal(signal.SIGTERM)
     assert run.wait()[0] == 75
 
@@ -259,7 +259,7 @@ def test_problems_of_each_host_are_reported_before_starting(
     (cluster.folder / "known").unlink()
     code, _, said = train("--set", "cluster.python=/no/python").wait()
     assert code == 2
-    assert said.count("there is no Python at /no/python") == 3
+    assert said.count("no Python at /no/python") == 3
     other_python = cluster.folder / "other"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(other_python)], check=True)
     code, _, said = train("--set", f"cluster.python={other_python}/bin/python").wait()

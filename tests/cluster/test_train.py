@@ -169,7 +169,7 @@ class TestToTheEnd:
         before = (run_of(whole[0]) / "metrics.jsonl").read_bytes()
         done = seatrial(whole[0], "train", "job.toml")
         assert done.returncode == 0
-        assert "all 12 steps are done already" in done.stderr
+        assert "all 12 steps are already done" in done.stderr
         assert (run_of(whole[0]) / "metrics.jsonl").read_bytes() == before
 
     def test_it_leaves_as_a_hugging_face_model(self, whole: tuple[Path, int, str, str]) -> None:
@@ -363,7 +363,7 @@ class TestResume:
     def test_a_half_written_and_a_damaged_checkpoint(
         self, whole: tuple[Path, int, str, str], killed: Path, start: Start
     ) -> None:
-        """The half-written one is removed, the damaged one set aside, the one before used; the run comes out equal."""
+        """The half-written one is removed, the damaged one quarantined, the one before used; the run comes out equal."""
         checkpoints = run_of(killed) / "checkpoints"
         before, step = sorted(int(p.name[5:]) for p in checkpoints.glob("step-*") if p.name[5:].isdigit())[
             -2:
@@ -472,7 +472,7 @@ class TestResume:
         assert start(*words).wait()[0] == 0
         code, _, err = start("--fresh", *words).wait()
         assert code == 0
-        assert "step-00000002 belongs to the previous run; set aside as step-00000002.damaged" in err
+        assert "step-00000002 belongs to the previous run; quarantined as step-00000002.damaged" in err
         assert len(records(run_of(folder) / "metrics.jsonl")) == 2
 
 

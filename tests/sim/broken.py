@@ -136,11 +136,11 @@ class GivesANodeTwoSlots(Machine):
 class EndsWithTheFirstNode(Machine):
     """Takes the run for done when one node has finished."""
 
-    def _look_at_run(self) -> None:
+    def _check_run(self) -> None:
         if "done" in self.finished.values():
             self._finish("done", "")
             return
-        super()._look_at_run()
+        super()._check_run()
 
 
 class GoesOnAfterTheEnd(Machine):

@@ -130,7 +130,14 @@ def test_the_table_of_states_is_documented() -> None:
 
 # What takes the kind of an event, and at which place. A kind that reaches the file by another way must be added here.
 _BY_NAME = {"tell": 0, "Note": 0, "Ended": 0}
-_BY_METHOD = {"_event": 0, "_told": 0, "Note": 0, "Ended": 0, "event_of_first": 0, "ExternalEvent": 0}
+_BY_METHOD = {
+    "_event": 0,
+    "_external_event": 0,
+    "Note": 0,
+    "Ended": 0,
+    "event_of_first": 0,
+    "ExternalEvent": 0,
+}
 # Kinds that are passed on: from what, by whom. Their sources are found by the names above.
 _PASSED_ON = {
     "action.kind": "control/coordinator/executor.py",  # of a Note
@@ -178,8 +185,6 @@ class Kinds(ast.NodeVisitor):
                 return 0
             case ast.Attribute(value=ast.Name(id="self"), attr="event"):
                 return 0 if self._file == "control/coordinator/recorder.py" else None
-            case ast.Attribute(attr="_told") if self._file != "control/hardware/hardware_monitor.py":
-                return None
             case ast.Attribute(attr=name):
                 return _BY_METHOD.get(name)
             case ast.Name(id=name):

@@ -114,12 +114,12 @@ def route(peers: Sequence[str], bind: str | None = None) -> Route:
         return towards[0].route(f"the route to {towards[1]}")
     if loopback and not missed:
         return _first(own, loopback=True).route(f"all peers are on this host: {_some(loopback)}")
-    why = f"no address or no route for {_some(missed)}" if missed else "no other host was named"
+    why = f"no address or no route for {_some(missed)}" if missed else "no other host is known"
     for anywhere in _ANYWHERE:
         found = _towards(anywhere, own)
         if found is not None and not found.ip.is_loopback:
             return found.route(f"the default route ({why})")
-    return _first(own).route(f"the first address there is ({why}, and there is no default route)")
+    return _first(own).route(f"the first address available ({why}, and there is no default route)")
 
 
 def interface_towards(address: str) -> str | None:

@@ -1,7 +1,7 @@
 """The exception hierarchy, and the diagnostic that points at a place in a file.
 
 SeatrialError              exit 1: a run, check or test failed
- ├─ InputError             exit 2: what the user gave cannot be used; carries all problems at once
+ ├─ InputError             exit 2: the user's input cannot be used; carries all problems at once
  ├─ RunFailed              exit 1: training stopped; names node, rank and cause
  └─ InternalError          exit 3: a bug in Seatrial
 """
@@ -51,7 +51,7 @@ class Diagnostic:
     count: int = 1
 
     @property
-    def told(self) -> str:
+    def full_message(self) -> str:
         """The message with the number of affected lines."""
         return f"{self.message} ({self.count:,} such lines were read)" if self.count > 1 else self.message
 
@@ -65,7 +65,7 @@ class Diagnostic:
                 if self.column is not None:
                     place += f":{self.column}"
             place += ": "
-        out = [f"{place}error: {self.told}"]
+        out = [f"{place}error: {self.full_message}"]
         if self.source_line is not None and self.line is not None and self.column is not None:
             gutter = f"{self.line} | "
             # Tabs keep their width, so that the caret is under the right character.
@@ -111,7 +111,7 @@ class InputError(SeatrialError):
         elif isinstance(problems, Diagnostic):
             problems = [problems]
         self.diagnostics: list[Diagnostic] = problems
-        super().__init__("; ".join(d.told for d in problems), hint=hint)
+        super().__init__("; ".join(d.full_message for d in problems), hint=hint)
 
     def render(self) -> str:
         text = "\n".join(d.render() for d in self.diagnostics)
@@ -131,19 +131,19 @@ class InternalError(SeatrialError):
 
 # Hints for OSErrors, by errno.
 HINTS = {
-    errno.ENOSPC: "free space there, or give another place",
-    errno.EDQUOT: "your quota there is used up: free space, or ask for more",
+    errno.ENOSPC: "free space there, or use another location",
+    errno.EDQUOT: "your quota there is exhausted: free space, or request more",
     errno.EROFS: "the file system is mounted read-only; the kernel does that after a disk error (see dmesg)",
-    errno.EIO: "the disk or its server failed; the kernel log (dmesg) says more",
-    errno.ESTALE: "the file server has forgotten the folder: is it still mounted?",
-    errno.ENOTCONN: "the process behind the mount has ended: mount it again",
-    errno.EACCES: "check the permissions, and whose it is",
-    errno.EPERM: "check the permissions, and whose it is",
+    errno.EIO: "the disk or its server failed; see the kernel log (dmesg)",
+    errno.ESTALE: "the file server no longer has the folder (stale handle): is it still mounted?",
+    errno.ENOTCONN: "the process behind the mount has exited: mount it again",
+    errno.EACCES: "check the permissions and the owner",
+    errno.EPERM: "check the permissions and the owner",
     errno.EMFILE: "too many files are open at once: allow more of them, as with `ulimit -n 65536`",
-    errno.ENFILE: "this machine has too many files open: end what holds them, or raise fs.file-max",
-    errno.ENOMEM: "free memory, or raise what limits it: `ulimit -v`, the limit of the container or job",
-    errno.EAGAIN: "no more processes or threads can be had: `ulimit -u`, the limit of the container or job",
-    errno.EFBIG: "the size of files is limited: `ulimit -f`, or the file system",
+    errno.ENFILE: "this machine has too many files open: end the processes that hold them, or raise fs.file-max",
+    errno.ENOMEM: "free memory, or raise its limit: `ulimit -v`, the limit of the container or job",
+    errno.EAGAIN: "no more processes or threads can be created: raise `ulimit -u`, the limit of the container or job",
+    errno.EFBIG: "the size of files is limited by `ulimit -f`, or by the file system",
 }
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENOTDIR, errno.EISDIR)
 
@@ -161,7 +161,7 @@ def from_machine(error: Exception) -> SeatrialError | None:
     if "No usable temporary directory" in message:
         return InputError(message, hint="set TMPDIR to a local folder that is writable")
     if error.errno in _NO_PATH:
-        return InputError(message, hint="give another path")
+        return InputError(message, hint="use another path")
     return SeatrialError(message, hint=HINTS[error.errno]) if error.errno in HINTS else None
 
 
@@ -170,4 +170,4 @@ def address_limit() -> str | None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return None
-    return f"a process may have {limit >> 20:,} MiB of addresses here (`ulimit -v`), too little for torch: lift that limit"
+    return f"a process may have {limit >> 20:,} MiB of addresses here (`ulimit -v`), too little for torch: raise that limit"

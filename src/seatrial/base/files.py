@@ -73,7 +73,7 @@ def read_bytes(path: Path, *, most: int = LARGEST_BYTES, links: bool = False) ->
     with open(open_file(path, links=links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise OSError(errno.EFBIG, f"has {units.memory(size)}, more than such a file can have", str(path))
+            raise OSError(errno.EFBIG, f"has {units.memory(size)}, more than such a file may have", str(path))
         return file.read()
 
 

@@ -54,7 +54,7 @@ class Channel:
 
     @classmethod
     def connect(cls, name: str) -> Channel:
-        """Connect to the abstract Unix socket `name` of this machine; OSError if nobody listens there."""
+        """Connect to the abstract Unix socket `name` of this machine; OSError if there is no listener."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.connect("\0" + name)

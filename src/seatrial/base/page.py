@@ -8,7 +8,7 @@ from seatrial.base.errors import printable
 def render(template: str, **content: object) -> str:
     """The page of `template`, a path in the package: "ui/plan.html". All of `content` is escaped.
 
-    A template extends base/page.html. What it marks `safe` must be text of ours.
+    A template extends base/page.html. What it marks `safe` must be trusted text.
     """
     # Imported here: it takes 50 ms, and most commands write no page.
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -27,5 +27,5 @@ def render(template: str, **content: object) -> str:
 
 def _printable(value: object) -> object:
     """Text without control characters and lone surrogates, as in file names: a page must not have the first and cannot the second."""
-    # What has __html__ is markup of ours, and escaped already.
+    # What has __html__ is trusted markup, and escaped already.
     return printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value

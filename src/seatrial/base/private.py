@@ -32,7 +32,7 @@ def private_folder() -> Path:
     elif status.st_uid != os.getuid():
         wrong = "is not a folder of this user"
     elif stat.S_IMODE(status.st_mode) & 0o077:
-        wrong = "was open to other users: what lies there may be theirs"
+        wrong = "was writable by other users: its content cannot be trusted"
     if wrong is not None:
         raise InputError(f"{folder} {wrong}", hint="remove it, or set TMPDIR to another local folder")
     return folder

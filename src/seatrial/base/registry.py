@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)  # equal if it is the same, so that it can be hashed
 class Registry(Generic[T]):
-    """All things of one kind, by name. A package adds one with an entry point NAME = "module:OBJECT" in `group`.
+    """All entries of one kind, by name. A package adds one with an entry point NAME = "module:OBJECT" in `group`.
 
-    A package is imported only when its thing is asked for. A built-in name cannot be replaced.
+    A package is imported only when its entry is requested. A built-in name cannot be replaced.
     """
 
     kind: str  # in messages: "launcher"
@@ -30,7 +30,7 @@ class Registry(Generic[T]):
         return [*self.own, *sorted(entry_points(group=self.group).names - self.own.keys())]
 
     def named(self, name: str) -> T:
-        """The thing of this name. Raises InputError if there is none, or if it cannot be imported."""
+        """The entry of this name. Raises InputError if there is none, or if it cannot be imported."""
         if name in self.own:
             return self.own[name]
         others = entry_points(group=self.group)
@@ -47,11 +47,11 @@ class Registry(Generic[T]):
         return found
 
     def imported(self, name: str, path: str) -> Any:
-        """What `path`, "module:OBJECT", names; `name` is whose it is. Raises InputError if it cannot be imported."""
+        """What `path`, "module:OBJECT", names; `name` is the entry's name. Raises InputError if it cannot be imported."""
         try:
             return resolve_name(path)
         except Exception as error:  # an import runs the code of others, which can raise anything
             raise InputError(
                 f'the {self.kind} "{name}" of {path} cannot be imported: {type(error).__name__}: {error}',
-                hint="repair or reinstall the package that brings it",
+                hint="repair or reinstall the package that provides it",
             ) from error

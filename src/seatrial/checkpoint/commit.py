@@ -36,7 +36,7 @@ def fence(folder: RunFolder, generation: int) -> Fence:
         last = folder.last_generation()
         if last < generation:
             raise Superseded(
-                f"generation {generation} does not see the run folder {folder.path}: it cannot know whether another has begun"
+                f"generation {generation} cannot see the run folder {folder.path}, and so not whether a later generation has begun"
             )
         if last > generation:
             raise Superseded(f"generation {last} has begun: generation {generation} publishes no checkpoint")
@@ -100,13 +100,13 @@ def assemble(manifest: Manifest, indices: Iterable[dict[str, Any]], below: str =
     return replace(manifest, files=files, tensors=tensors, read_back=read_back)
 
 
-SAVED_ANEW = "this step was saved anew"
+SAVED_AGAIN = "this step was saved again"
 
 
 def makes_way(read: Callable[[], Manifest], manifest: Manifest) -> bool:
     """Whether the checkpoint whose manifest `read` returns yields to that of `manifest`, which has the same step.
 
-    A start resumes from the newest checkpoint or sets it aside, and a rollback sets aside later ones. If the storage
+    A start resumes from the newest checkpoint or quarantines it, and a rollback quarantines later ones. If the storage
     was unreachable then and has since recovered, its checkpoint is of an abandoned trajectory. What a later generation
     saved must not be touched.
     """

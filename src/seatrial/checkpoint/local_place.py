@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from seatrial.base import atomic
 from seatrial.base.files import read_json
 from seatrial.checkpoint.commit import (
-    SAVED_ANEW,
+    SAVED_AGAIN,
     Fence,
     assemble,
     index_name,
@@ -40,14 +40,14 @@ from seatrial.checkpoint.part import Beat, check_whole, describe, mapped, no_bea
 from seatrial.checkpoint.retention import Stop
 from seatrial.checkpoint.source import FolderSource
 from seatrial.checkpoint.verified import VerifiedFiles
-from seatrial.storage.errors import telling
+from seatrial.storage.errors import as_storage_error
 
 if TYPE_CHECKING:
     from seatrial.checkpoint.read import CheckpointWeights
 
 _BEGUN = re.compile(r"step-[0-9]{8,}\.tmp-([0-9]+)(?:-|$)")  # by a generation
 _ASIDE = re.compile(r"step-([0-9]{8,})\.damaged(-[0-9]+)?")
-_WHY = "set-aside.txt"  # the reason, in a folder that was set aside
+_WHY = "set-aside.txt"  # the reason, in a folder that was quarantined
 
 
 class LocalPlace:
@@ -58,7 +58,7 @@ class LocalPlace:
         self.url = str(folder)
 
     def prepare(self) -> None:
-        with telling("make", self.url):
+        with as_storage_error("make", self.url):
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def where(self, step: int) -> str:
@@ -68,7 +68,7 @@ class LocalPlace:
 
     def steps(self) -> list[int]:
         # Only the rename of a complete folder gives it this name: without a manifest it is damaged, and must be found.
-        with telling("list", self.url):
+        with as_storage_error("list", self.url):
             return [step for path in named(self.folder) if (step := step_of(path)) is not None]
 
     def manifest(self, step: int) -> Manifest:
@@ -94,7 +94,7 @@ class LocalPlace:
 
     def mark_verified(self, step: int) -> None:
         path = self._final(step) / VERIFIED
-        with telling("mark", str(path)):
+        with as_storage_error("mark", str(path)):
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
             atomic.fsync_folder(path.parent)
 
@@ -103,7 +103,7 @@ class LocalPlace:
         self.mark_verified(step)
 
     def set_aside_names(self) -> list[str]:
-        with telling("list", self.url):
+        with as_storage_error("list", self.url):
             return sorted(p.name for p in self._paths() if _ASIDE.fullmatch(p.name))
 
     # -- writing
@@ -124,7 +124,7 @@ class LocalPlace:
     ) -> None:
         folder = self._temporary(step, generation, origin)
         path = folder / part_name(rank)
-        with telling("write", str(path)), mapped(fd, size) as data:
+        with as_storage_error("write", str(path)), mapped(fd, size) as data:
             if expected is not None:
                 check_whole(data, expected, f"rank {rank}'s state of step {step} in memory")
             folder.mkdir(exist_ok=True)  # not its parents: must not recreate a removed place half-empty
@@ -148,7 +148,7 @@ class LocalPlace:
         origin: str = "",
     ) -> Manifest:
         final = self._final(step)
-        with telling("complete", str(final)):
+        with as_storage_error("complete", str(final)):
             return commit(self._temporary(step, generation, origin), final, manifest, world_size, fence)
 
     def abandon(self, step: int, generation: int, *, origin: str = "") -> None:
@@ -158,12 +158,12 @@ class LocalPlace:
 
     def set_aside(self, step: int, why: str) -> str:
         folder = self._final(step)
-        with telling("set aside", str(folder)):
+        with as_storage_error("quarantine", str(folder)):
             return set_aside(folder, why).name
 
     def remove(self, step: int) -> str:
         folder = self._final(step)
-        with telling("remove", str(folder)):
+        with as_storage_error("remove", str(folder)):
             # A crash during the deletion must leave a leftover, not a damaged checkpoint.
             doomed = folder.with_name(f"{folder.name}.tmp-removed-{secrets.token_hex(4)}")
             os.rename(folder, doomed)
@@ -171,7 +171,7 @@ class LocalPlace:
         return folder.name
 
     def remove_leftovers(self, before: int | None = None) -> list[str]:
-        with telling("clean up", self.url):
+        with as_storage_error("clean up", self.url):
             found = leftovers(self.folder)
         if before is not None:
             found = [path for path in found if (m := _BEGUN.match(path.name)) and int(m[1]) < before]
@@ -225,7 +225,7 @@ def commit(temporary: Path, final: Path, manifest: Manifest, world_size: int, fe
     atomic.write_text(temporary / MANIFEST, manifest.to_text())
     fence()  # the write may have taken so long that this generation has been superseded meanwhile
     if taken:
-        set_aside(final, SAVED_ANEW)
+        set_aside(final, SAVED_AGAIN)
     os.rename(temporary, final)
     atomic.fsync_folder(final.parent)
     # The rename made it complete; `latest` is for people, and must not turn success into a failure.

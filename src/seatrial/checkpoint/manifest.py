@@ -7,7 +7,7 @@
         manifest.json           step, data position, each file's size and hashes, where each box of each tensor is
         verified                all of it has been read since, and matched the manifest
       step-00001000.tmp-7/      being written by generation 7, or left by its crash: removed by the next start
-      step-00000450.damaged/    failed its verification and was set aside
+      step-00000450.damaged/    failed its verification and was quarantined
       latest                    the name of the newest complete folder
 
 Files are safetensors and JSON: nothing in a checkpoint can run code when it is read. In an object store the same names
@@ -47,7 +47,7 @@ class Damaged(SeatrialError):
 
 
 class OtherVersion(RunFailed):
-    """An intact checkpoint in a version that this Seatrial does not read; not damaged, so never set aside."""
+    """An intact checkpoint in a version that this Seatrial does not read; not damaged, so never quarantined."""
 
 
 @dataclass(frozen=True)
@@ -169,13 +169,13 @@ class Manifest:
         OtherVersion if it is an intact manifest of another version.
         """
         body = parse_json(text)
-        told = body.pop("sha256")
-        if told != _hash(body):
-            raise ValueError(f"its content has sha256 {_hash(body)}, it says {told}")
+        recorded = body.pop("sha256")
+        if recorded != _hash(body):
+            raise ValueError(f"its content has sha256 {_hash(body)}, recorded is {recorded}")
         version = body["schema_version"]
         if version != SCHEMA_VERSION:
             raise OtherVersion(
-                f"it has schema_version {version}, this Seatrial reads {SCHEMA_VERSION}",
+                f"it has schema_version {version}; this Seatrial reads {SCHEMA_VERSION}",
                 hint=f"read it with the version that wrote it ({body.get('code', 'unknown')}): its `seatrial export` "
                 "makes a Hugging Face folder of it, for model.init_from",
             )

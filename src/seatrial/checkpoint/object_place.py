@@ -4,11 +4,11 @@
     step-00000500/g7/index-00000.json         that file's content, until the manifest is written
     step-00000500/manifest.json               its presence makes the checkpoint complete
     step-00000500/verified                    all of it has been read since
-    step-00000450/set-aside-1.json            was set aside: contains its manifest and the reason; never selected
+    step-00000450/set-aside-1.json            was quarantined: contains its manifest and the reason; never selected
     step-00000450/g7-again1/...               saved once more by generation 7, after that
     latest                                    the newest complete one, for people
 
-Objects that no manifest, current or set aside, lists are garbage of a save that crashed.
+Objects that no manifest, current or quarantined, lists are garbage of a save that crashed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from seatrial.base.errors import SeatrialError
 from seatrial.base.files import parse_json
 from seatrial.checkpoint.commit import (
-    SAVED_ANEW,
+    SAVED_AGAIN,
     Fence,
     assemble,
     index_name,
@@ -179,7 +179,7 @@ class ObjectPlace:
         except StorageError as error:
             if error.kind != "exists" or not makes_way(lambda: self.manifest(step), manifest):
                 raise
-            self.set_aside(step, SAVED_ANEW)
+            self.set_aside(step, SAVED_AGAIN)
             fence()
             self.store.write(self._key(step, MANIFEST), data, if_absent=True)
         try:
@@ -247,9 +247,9 @@ class ObjectPlace:
         return f"{folder_name(step)}/{name}"
 
     def _below(self, step: int, generation: int, origin: str) -> str:
-        """The key prefix of a save's files, distinct from those of all complete checkpoints, current or set aside.
+        """The key prefix of a save's files, distinct from those of all complete checkpoints, current or quarantined.
 
-        The same generation may save a step again, after a rollback. Setting one aside does not change the count.
+        The same generation may save a step again, after a rollback. Quarantining one does not change the count.
         """
         name = f"g{generation}-{origin}" if origin else f"g{generation}"
         children = self.store.children(folder_name(step))
@@ -265,7 +265,7 @@ class ObjectPlace:
         return sorted((step for step in steps if step is not None), reverse=True)
 
     def _kept(self, step: int) -> set[str]:
-        """Keys of a step that a manifest lists, current or set aside, and the manifests themselves."""
+        """Keys of a step that a manifest lists, current or quarantined, and the manifests themselves."""
         kept = self._kept_aside(step)
         if self.store.size(self._key(step, MANIFEST)) is None:
             return kept

@@ -33,7 +33,7 @@ class CheckpointWeights:
         if isinstance(source, Path):
             manifest = manifest or read_manifest(source)
             source = FolderSource(source)
-        assert manifest is not None, "only a folder can be asked for its manifest"
+        assert manifest is not None, "a source other than a folder needs `manifest`"
         self.manifest = manifest
         self.where = source.where  # path or address
         self._files = VerifiedFiles(source, manifest.files, cache_bytes=cache_bytes)

@@ -50,7 +50,7 @@ class FolderSource:
         try:
             return os.fstat(self._fd(file)).st_size
         except OSError as error:
-            raise self._told(file, error) from None
+            raise self._error(file, error) from None
 
     def read_into(self, file: str, buffer: memoryview, offset: int) -> None:
         try:
@@ -61,7 +61,7 @@ class FolderSource:
                     raise Damaged(f"{self.folder / file} ends after {offset} bytes")
                 buffer, offset = buffer[n:], offset + n
         except OSError as error:
-            raise self._told(file, error) from None
+            raise self._error(file, error) from None
 
     def close(self) -> None:
         with self._opening:
@@ -75,7 +75,7 @@ class FolderSource:
                 self._fds[file] = open_file(self.folder / file, links=True)
             return self._fds[file]
 
-    def _told(self, file: str, error: OSError) -> Damaged | StorageError:
+    def _error(self, file: str, error: OSError) -> Damaged | StorageError:
         path = self.folder / file
         if error.errno == errno.ENOENT and self.folder.is_dir():
             return Damaged(f"{path} is missing")

@@ -39,7 +39,7 @@ class AsyncWriter:
         self._process: WriterProcess | None = None
         self._still = Stillness()
         self._orders: dict[tuple[int, What], float] = {}  # not answered yet -> time it was given
-        self._told: list[Outcome] = []  # received, not polled yet
+        self._received: list[Outcome] = []  # received, not polled yet
         self._size = self._index_bytes = 0  # of what is staged
         self._staged = False  # the memory holds one complete state
         self._leave = False  # a hung process holds it: the next copy uses new memory
@@ -96,7 +96,7 @@ class AsyncWriter:
         """Order the staged state written to `place_url` as this rank's part. Waits for the device copy to finish."""
         if not self._staged:
             # The memory holds an earlier save, or nothing.
-            self._told.append(Outcome(attempt, "part", False, "the state could not be copied", "other"))
+            self._received.append(Outcome(attempt, "part", False, "the state could not be copied", "other"))
             return
         self._memory.copied()
         if self._rank == 0 and self._part is not None and self._part != (place_url, step, generation):
@@ -183,13 +183,13 @@ class AsyncWriter:
     def poll(self) -> list[Outcome]:
         """Outcomes since the last call, without blocking."""
         self._collect()
-        told, self._told = self._told, []
+        told, self._received = self._received, []
         return told
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there is something to `poll`, or `timeout_s` have passed."""
         self._collect()
-        if self._told:
+        if self._received:
             return
         if self._process is None:
             select.select([], [], [], timeout_s)
@@ -218,7 +218,7 @@ class AsyncWriter:
             self._orders.pop((outcome.attempt, outcome.what), None)
             if outcome.what == "commit" and not outcome.ok:
                 self._orders.pop((outcome.attempt, "removed"), None)
-            self._told.append(outcome)
+            self._received.append(outcome)
         still = self._still.look({process.pid: False})
         if process.ended is not None:
             self._lose(process, f"the writing process {process.ended}")
@@ -233,7 +233,7 @@ class AsyncWriter:
     def _fail(self, problem: str) -> None:
         now = time.monotonic()
         for (attempt, what), began in self._orders.items():
-            self._told.append(Outcome(attempt, what, False, problem, "writer", now - began))
+            self._received.append(Outcome(attempt, what, False, problem, "writer", now - began))
         self._orders.clear()
 
     # -- the end

@@ -67,7 +67,7 @@ class InPlace:
 
 
 class InFolder:
-    """A checkpoint's folder outside a place, under any name: a copy, or one that was set aside."""
+    """A checkpoint's folder outside a place, under any name: a copy, or one that was quarantined."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -104,10 +104,10 @@ class VerifiedFiles:
     def check_box(self, file: str, key: str, offsets: tuple[int, ...], whole: tuple[int, ...]) -> None:
         """Raise Damaged if the file's own metadata places its part of `key` elsewhere."""
         self.header(file)
-        told = self._boxes[file].get(key)
-        if told is not None and told != [list(offsets), list(whole)]:
+        stated = self._boxes[file].get(key)
+        if stated is not None and stated != [list(offsets), list(whole)]:
             raise Damaged(
-                f"{self.source.where}/{file} says that its part of {key} begins at {told[0]} of {told[1]}, the "
+                f"{self.source.where}/{file} places its part of {key} at {stated[0]} of {stated[1]}, the "
                 f"manifest at {list(offsets)} of {list(whole)}"
             )
 
@@ -126,7 +126,7 @@ class VerifiedFiles:
             fits = False
         if not fits:
             raise Damaged(
-                f"{self.source.where}/{file} says {found} of {key}, the manifest {dtype} {list(shape)}"
+                f"{self.source.where}/{file} has {key} as {found}, the manifest as {dtype} {list(shape)}"
             )
         return int(start + begin)
 
@@ -140,7 +140,7 @@ class VerifiedFiles:
         described = self._described(file)
         end = offset + len(buffer)
         if end > described.bytes:
-            raise Damaged(f"{self.source.where}/{file} has {described.bytes} bytes, {end} are wanted")
+            raise Damaged(f"{self.source.where}/{file} has {described.bytes} bytes, {end} are required")
         if not buffer:
             return
         chunk = described.chunk_bytes
@@ -171,7 +171,7 @@ class VerifiedFiles:
             size = self.source.size(file)
             if size != described.bytes:
                 raise Damaged(
-                    f"{self.source.where}/{file} has {size} bytes, the manifest says {described.bytes}"
+                    f"{self.source.where}/{file} has {size} bytes, the manifest has {described.bytes}"
                 )
             self._sized.add(file)
         return described
@@ -239,7 +239,7 @@ class VerifiedFiles:
         whose = "" if rank is None else f" (rank {rank})"
         raise Damaged(
             f"{self.source.where}/{file.file}{whose} has {NAME} {found} in bytes {begin} to "
-            f"{begin + _length(file, i) - 1}, the manifest says {file.hashes[i]}"
+            f"{begin + _length(file, i) - 1}, the manifest has {file.hashes[i]}"
         )
 
     def _threads(self) -> ThreadPoolExecutor:

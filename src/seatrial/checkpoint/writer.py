@@ -37,13 +37,13 @@ from seatrial.storage import StorageError
 
 # Training has priority on the cores: next to a busy rank this process gets 3 % of one.
 _NICENESS = 15
-_TOLD_EVERY_S = 10.0
+_LOG_EVERY_S = 10.0
 
 Order = dict[str, Any]
 
 
 class Writer:
-    """Carries out the orders of one rank."""
+    """Executes the orders of one rank."""
 
     def __init__(self, channel: Channel, memory: int) -> None:
         """`memory`: descriptor of the file that the rank stages into."""
@@ -89,7 +89,7 @@ class Writer:
                 size,
                 index,
                 order["read_back"],
-                beat=_Told(f"step {step}", passes * size),
+                beat=_LoggedProgress(f"step {step}", passes * size),
             )
             return {"bytes": size}
 
@@ -155,19 +155,19 @@ class Writer:
         return True
 
 
-class _Told:
+class _LoggedProgress:
     """Logs progress to the rank's log periodically while a long write runs."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
         self._began = time.monotonic()
-        self._next = self._began + _TOLD_EVERY_S
+        self._next = self._began + _LOG_EVERY_S
 
     def __call__(self, done: int) -> None:
         self._done += done
         now = time.monotonic()
         if now >= self._next:
-            self._next = now + _TOLD_EVERY_S
+            self._next = now + _LOG_EVERY_S
             rate = units.memory(int(self._done / (now - self._began)))
             complain(
                 f"checkpoint of {self._what}: {units.memory(self._done)} of {units.memory(self._total)} written "

@@ -1,4 +1,4 @@
-"""`seatrial checkpoints RUN`: a run's checkpoints, where they are, and what is known of them."""
+"""`seatrial checkpoints RUN`: a run's checkpoints, where they are, and their states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 COLUMNS = ("step", "size", "ranks", "state", "age", "where")
-STYLES = {"verified": "green", "damaged": "bold red", "other version": "yellow", "set aside": "yellow"}
+STYLES = {"verified": "green", "damaged": "bold red", "other version": "yellow", "quarantined": "yellow"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +147,7 @@ def _print(
         out.line(f"{folder.path} has no complete checkpoint yet")
         return
     rows = [_row(role, item, now) for role, item in found]
-    rows += [["-", "-", "-", "set aside", "-", item["where"]] for item in aside]
+    rows += [["-", "-", "-", "quarantined", "-", item["where"]] for item in aside]
     print_table(out, COLUMNS, rows, styles=STYLES)
 
 

@@ -11,7 +11,7 @@ from seatrial.base.errors import EXIT_DONE
 
 SHELLS = ("bash", "zsh", "fish")
 
-# Where each shell looks for its script.
+# Where each shell searches for its script.
 _PLACES = {
     "bash": "~/.local/share/bash-completion/completions/seatrial",
     "zsh": "a folder of $fpath, as _seatrial",
@@ -51,7 +51,7 @@ end
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.add_argument("shell", choices=SHELLS, help="the shell")
-    parser.epilog = "Keep its output in: " + "; ".join(
+    parser.epilog = "Save its output as: " + "; ".join(
         f"{shell}: {place}" for shell, place in _PLACES.items()
     )
 

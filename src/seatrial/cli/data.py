@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "builtin:python-library",
     )
     make.add_argument(
-        "--out", required=True, metavar="FOLDER", help="where the token store goes; or s3://BUCKET/PREFIX"
+        "--out", required=True, metavar="FOLDER", help="path of the new token store; or s3://BUCKET/PREFIX"
     )
     make.add_argument("--tokenizer", default="bytes", metavar="bytes|PATH", help="bytes, or a tokenizer.json")
     make.add_argument(
@@ -51,21 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokeniser processes; default: one per core for large sources. The store does not depend on it",
     )
-    make.add_argument("--force", action="store_true", help="replace a token store that is there already")
+    make.add_argument("--force", action="store_true", help="replace an existing token store")
     make.add_argument("--json", action="store_true", help="print the summary as JSON")
 
     take = actions.add_parser(
         "import", help="make a token store of a Megatron dataset (NAME.bin and NAME.idx)"
     )
     take.add_argument("pair", metavar="NAME", help="NAME, NAME.bin or NAME.idx")
-    take.add_argument("--out", required=True, metavar="FOLDER", help="where the token store goes")
-    take.add_argument(
-        "--tokenizer", required=True, metavar="bytes|PATH", help="the one that made the dataset"
-    )
+    take.add_argument("--out", required=True, metavar="FOLDER", help="path of the new token store")
+    take.add_argument("--tokenizer", required=True, metavar="bytes|PATH", help="the tokenizer of the dataset")
     take.add_argument(
         "--copy", action="store_true", help="copy the tokens; otherwise the store links to NAME.bin"
     )
-    take.add_argument("--force", action="store_true", help="replace a token store that is there already")
+    take.add_argument("--force", action="store_true", help="replace an existing token store")
     take.add_argument("--json", action="store_true", help="print the summary as JSON")
 
     give = actions.add_parser("export", help="write a token store as a Megatron dataset")
@@ -74,10 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     give.add_argument(
         "--out", required=True, metavar="NAME", help="path of the two files without .bin and .idx"
     )
-    give.add_argument("--force", action="store_true", help="replace files that are there already")
+    give.add_argument("--force", action="store_true", help="replace existing files")
     give.add_argument("--json", action="store_true", help="print the summary as JSON")
 
-    show = actions.add_parser("show", help="what a token store holds")
+    show = actions.add_parser("show", help="describe a token store")
     show.add_argument("folder", metavar="FOLDER", help="a token store, or its s3:// address")
     show.add_argument("--json", action="store_true", help="print it as JSON")
 
@@ -87,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the action asked for; returns the exit code."""
+    """Run the requested action; returns the exit code."""
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "prepare": _prepare,
         "import": _import,
@@ -223,7 +221,7 @@ def _verify(args: argparse.Namespace) -> int:
     if problems:
         print(
             f"error: {len(problems)} of {n_files} files are damaged\n"
-            f"  hint: make the store again with: seatrial data prepare SOURCE... --out {args.folder} --force",
+            f"  hint: recreate the store with: seatrial data prepare SOURCE... --out {args.folder} --force",
             file=sys.stderr,
         )
     return EXIT_FAILED if problems else EXIT_DONE
@@ -265,7 +263,7 @@ def _bytes(m: Manifest) -> int:
 
 
 def _print_summary(place: str, m: Manifest) -> None:
-    from seatrial.data.sources import told_skipped
+    from seatrial.data.sources import describe_skipped
 
     source = m.source
     end = m.tokenizer.end_of_document
@@ -281,7 +279,7 @@ def _print_summary(place: str, m: Manifest) -> None:
         f"source      {', '.join(source.get('sources', [])) or 'unknown'} ({source.get('n_files', '?')} files)"
     )
     for i, line in enumerate(
-        told_skipped(source.get("skipped_files", {}), source.get("skipped_examples", {}))
+        describe_skipped(source.get("skipped_files", {}), source.get("skipped_examples", {}))
     ):
         print(f"{'skipped' if i == 0 else '':<12}{printable(line)}")
     if empty := source.get("empty_documents"):

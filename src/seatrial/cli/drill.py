@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     job_arguments(parser, nargs="?")
     parser.add_argument("--only", metavar="A,B", help="these scenarios (default: all; see --list)")
-    parser.add_argument("--list", action="store_true", help="print the scenarios and end")
+    parser.add_argument("--list", action="store_true", help="print the scenarios and exit")
     parser.add_argument(
         "--steps", type=int, default=None, metavar="N", help="steps of each copy (default: 16)"
     )
@@ -86,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
             drill.run_all()
         except KeyboardInterrupt:
             interrupted = True
-    return _tell(args, out, drill, time.monotonic() - began, interrupted)
+    return _report(args, out, drill, time.monotonic() - began, interrupted)
 
 
-def _tell(args: argparse.Namespace, out: Out, drill: Drill, seconds: float, interrupted: bool) -> int:
+def _report(args: argparse.Namespace, out: Out, drill: Drill, seconds: float, interrupted: bool) -> int:
     from seatrial.drill import report
 
     page, document, copy = report.write(drill, seconds)
@@ -141,7 +141,7 @@ class _Console:
     def __init__(self, out: Out, drill: Drill) -> None:
         self._out = out
         self._drill = drill
-        self._began = self._told = time.monotonic()
+        self._began = self._shown_at = time.monotonic()
         self._name = ""
         self._live: Any = None
 
@@ -164,12 +164,12 @@ class _Console:
         """Show the current run; called many times a second."""
         now = time.monotonic()
         if progress.name != self._name:
-            self._name, self._began, self._told = progress.name, now, now
-        elif (self._live is None and now - self._told < _EVERY_S) or (
-            self._live is not None and now - self._told < 0.2
+            self._name, self._began, self._shown_at = progress.name, now, now
+        elif (self._live is None and now - self._shown_at < _EVERY_S) or (
+            self._live is not None and now - self._shown_at < 0.2
         ):
             return
-        self._told = now
+        self._shown_at = now
         left = "" if progress.eta_s is None else f", about {units.duration(round(progress.eta_s))} left"
         where = (
             f"[{progress.number}/{progress.of}] {progress.name}: step {progress.step}/{progress.steps}, "

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="RUN_OR_CHECKPOINT",
-        help="a run (its newest checkpoint is taken), or one checkpoint: its folder, such as "
+        help="a run (its newest checkpoint is exported), or one checkpoint: its folder, such as "
         "runs/NAME/checkpoints/step-00000500, or its address on an object store",
     )
     parser.add_argument(
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-older",
         action="store_true",
-        help="of a run: if its newest checkpoint is damaged or out of reach, export the newest intact one",
+        help="of a run: if its newest checkpoint is damaged or unreachable, export the newest intact one",
     )
     parser.add_argument(
         "--out", required=True, type=Path, metavar="FOLDER", help="a folder that does not exist, or is empty"
@@ -151,7 +151,7 @@ def _choose(source: str, step: int | None, allow_older: bool) -> _Choice:
         steps = sorted(filter(None, map(step_of, beside.iterdir())), reverse=True)
         return _Choice([checkpoint], run_folder, steps, [], 0)
     if step is not None and allow_older:
-        raise InputError("--step names one checkpoint, and --allow-older takes another: give one of them")
+        raise InputError("--step and --allow-older exclude each other: give one of them")
     run_folder = RunFolder.find(source)
     found: list[tuple[int, int, Checkpoint]] = []
     aside: list[tuple[int, str]] = []
@@ -180,7 +180,7 @@ def _choose(source: str, step: int | None, allow_older: bool) -> _Choice:
         )
     if step is not None and step not in steps:
         listed = ", ".join(map(str, sorted(steps)))
-        raise InputError(f"{run_folder.path} has no checkpoint of step {step}", hint=f"it has: {listed}")
+        raise InputError(f"{run_folder.path} has no checkpoint of step {step}", hint=f"there are: {listed}")
     newest = steps[0] if step is None else step
     candidates = [checkpoint for n, _, checkpoint in found if allow_older or -n == newest]
     return _Choice(candidates, run_folder, steps, aside, len(problems))
@@ -190,7 +190,7 @@ def _others(steps: list[int]) -> str:
     if not steps:
         return "see `seatrial checkpoints RUN` for others"
     listed = ", ".join(map(str, steps[:8]))
-    return f"--step N takes another one (there are {listed}), --allow-older the newest intact one"
+    return f"use --step N for another one (there are {listed}), --allow-older for the newest intact one"
 
 
 def _write(
@@ -203,7 +203,9 @@ def _write(
     from seatrial.model.hf_write import write_huggingface
 
     damage: list[str] = []
-    not_taken = [{"checkpoint": "a place of the run", "why": "did not answer"}] * choice.unseen
+    not_taken = [
+        {"checkpoint": "a location of the run's checkpoints", "why": "did not answer"}
+    ] * choice.unseen
     for candidate in choice.candidates:
         try:
             weights = candidate.open()
@@ -224,7 +226,7 @@ def _write(
         except Damaged as error:
             if isinstance(candidate, InPlace) and candidate.step not in candidate.place.steps():
                 raise RunFailed(
-                    f"{candidate.where} was removed while it was read",
+                    f"{candidate.where} was removed while it was being read",
                     hint="the run is active and keeps only its newest ones; export again",
                 ) from None
             damage.append(error.message)
@@ -236,7 +238,7 @@ def _write(
     if args.allow_older:
         raise RunFailed(
             f"every checkpoint of the run is damaged; the oldest: {damage[-1]}",
-            hint="the disk loses data: repair it, then train again with --fresh",
+            hint="the disk is losing data: repair it, then train again with --fresh",
         )
     first = choice.candidates[0]
     others = [step for step in choice.steps if isinstance(first, InPlace) and step != first.step]
@@ -253,13 +255,13 @@ def _provenance(
     not_taken = [
         *not_taken,
         *(
-            {"checkpoint": name, "why": "was set aside"}
+            {"checkpoint": name, "why": "was quarantined"}
             for step, name in choice.aside
             if step > progress.step
         ),
     ]
     if named and newer:
-        not_taken.append({"checkpoint": f"step {newer[0]}", "why": f"step {progress.step} was asked for"})
+        not_taken.append({"checkpoint": f"step {newer[0]}", "why": f"step {progress.step} was requested"})
     left_out, job_steps, tokens = None, None, progress.tokens
     if run_folder is not None:
         job_steps = read_job_facts(run_folder)[0].steps

@@ -13,7 +13,7 @@ from seatrial.job.preset_files import is_complete, preset_summary, preset_text, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", metavar="NAME", help="which one; see --list")
+    parser.add_argument("--preset", metavar="NAME", help="name of the preset; see --list")
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="where to write it (default: NAME.toml here); - prints it"
     )

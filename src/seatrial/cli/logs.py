@@ -49,11 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0; 1 after following a run that failed. InputError: no such run, generation, node or rank."""
     if args.lines is not None and args.lines < 0:
-        raise InputError(f"--lines {args.lines} is not a number of lines", hint="give 0 or more")
+        raise InputError(f"--lines {args.lines} is not a number of lines", hint="use 0 or more")
     if args.follow and args.generation is not None:
-        raise InputError(
-            "--follow continues into later generations", hint="leave out --generation, or --follow"
-        )
+        raise InputError("--follow continues into later generations", hint="remove --generation, or --follow")
     if args.lines is None and args.node is None and args.rank is None:
         args.lines = LINES
     folder = RunFolder.find(args.run)

@@ -126,11 +126,11 @@ def _readable(path: Path) -> bool:
 
 def _look(path: Path, name: str) -> Listed:
     if not _readable(path):
-        return Listed(name, UNUSABLE, problems=["it may not be read: permission denied"])
+        return Listed(name, UNUSABLE, problems=["it cannot be read: permission denied"])
     try:
         folder = RunFolder.open(path)
     except InputError as error:
-        return Listed(name, UNUSABLE, problems=[diagnostic.told for diagnostic in error.diagnostics])
+        return Listed(name, UNUSABLE, problems=[diagnostic.full_message for diagnostic in error.diagnostics])
     view = read_brief(folder)
     launch, problems = None, []
     try:

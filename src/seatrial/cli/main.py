@@ -39,7 +39,7 @@ VERBS = {
     "plan": ("seatrial.cli.plan", "predict layout, memory, speed and cost of a job"),
     "data": ("seatrial.cli.data", "prepare text for training"),
     "train": ("seatrial.cli.train", "run a job; the same command again resumes it"),
-    "attach": ("seatrial.cli.attach", "follow a run to its end, whoever runs it"),
+    "attach": ("seatrial.cli.attach", "follow a run to its end, whatever runs it"),
     "status": ("seatrial.cli.status", "show the state of a run, also as its scheduler sees it"),
     "stop": ("seatrial.cli.stop", "save the state of a run and end it"),
     "agent": ("seatrial.cli.agent", "run the agent of one node, as schedulers start it"),
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         return code
     except SeatrialError as error:
         with contextlib.suppress(OSError):  # stderr may be closed: the exit code still reports it
-            _tell(error, as_json)
+            _print_error(error, as_json)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -89,13 +89,13 @@ def main(argv: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - last resort: reported as a bug
         if isinstance(error, OSError) and error.errno in _OUTPUT_LOST:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        told = from_machine(error)
-        if told is None:  # a bug in Seatrial
-            _tell_internal(error, as_json)
+        known = from_machine(error)
+        if known is None:  # a bug in Seatrial
+            _print_internal(error, as_json)
             return EXIT_INTERNAL
         with contextlib.suppress(OSError):
-            _tell(told, as_json)
-        return told.exit_code
+            _print_error(known, as_json)
+        return known.exit_code
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -157,14 +157,14 @@ A first run on this machine:
   seatrial train first-voyage.toml"""
 
 
-def _tell(error: SeatrialError, as_json: bool) -> None:
+def _print_error(error: SeatrialError, as_json: bool) -> None:
     """Print an error on stderr, as text or as the JSON document common to all errors."""
     if not as_json:
         print(error.render(), file=sys.stderr)
         return
     if isinstance(error, InputError):
         errors = [
-            {"message": d.told, "file": d.file, "line": d.line, "column": d.column, "hint": d.hint}
+            {"message": d.full_message, "file": d.file, "line": d.line, "column": d.column, "hint": d.hint}
             for d in error.diagnostics
         ]
     else:
@@ -172,7 +172,7 @@ def _tell(error: SeatrialError, as_json: bool) -> None:
     print(json.dumps({"schema_version": SCHEMA_VERSION, "errors": errors}), file=sys.stderr)
 
 
-def _tell_internal(error: Exception, as_json: bool) -> None:
+def _print_internal(error: Exception, as_json: bool) -> None:
     message = f"internal error: {type(error).__name__}: {error}"
     hint = "this is a bug in Seatrial: please report it with the traceback and the command"
     if as_json:

@@ -120,8 +120,8 @@ def _stop_start(folder: RunFolder, found: Stand, *, now: bool) -> None:
             for handle in handles:
                 launcher.signal(handle, "end")
             raise RunFailed(
-                f"{launch.launcher} {launch.handle} did not save and end within its grace, and was cancelled",
-                hint=f"`seatrial logs {folder.path}` shows what it did; the last checkpoint is unchanged",
+                f"{launch.launcher} {launch.handle} did not save and exit within its grace period, and was cancelled",
+                hint=f"`seatrial logs {folder.path}` shows its last actions; the last checkpoint is unchanged",
             )
         time.sleep(5 * _POLL_S)
     if found.status.state != "running" and read_outcome(folder, launch.generation) is None:

@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fresh", action="store_true", help="start over; an existing run is moved aside, not deleted"
     )
-    parser.add_argument("--render", action="store_true", help="print what would be started, start nothing")
+    parser.add_argument(
+        "--render", action="store_true", help="print what would be started, but start nothing"
+    )
     parser.add_argument(
         "--detach", action="store_true", help="start the run and return; `seatrial attach` follows it"
     )
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.detach and not isinstance(launcher, Scheduled):
         return _in_background(args, RunFolder(args.runs / job.name))
     session = prepare_session(job, args.runs, fresh=args.fresh)
-    memory = _tell_memory(session, ready)
+    memory = _report_memory(session, ready)
     folder = session.opened.folder
     with (
         session.opened as opened,
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             resume_step=session.resume_step,
         )
         if session.complete:
-            done = f"all {job.train.steps} steps are done already"
+            done = f"all {job.train.steps} steps are already done"
             console.out.line(f"{done}; --fresh starts over")
             view = console.ended("finished", done)
             console.summary(view, _next(args, session, EXIT_DONE, view))
@@ -128,7 +130,7 @@ def _in_background(args: argparse.Namespace, folder: RunFolder) -> int:
     return EXIT_DONE
 
 
-def _tell_memory(session: Session, ready: Ready) -> list[tuple[str, str]]:
+def _report_memory(session: Session, ready: Ready) -> list[tuple[str, str]]:
     """The memory lines of the header; also records the same data as an event."""
     from seatrial.plan.cost.host import in_words
 
@@ -196,11 +198,11 @@ def _after_divergence(args: argparse.Namespace, session: Session, view: RunView,
             "   # for model.init_from of a job with another name and learning rate"
             + (f"; there are also {others}" if others else ""),
             f"{train_command(args, '--set', f'resilience.max_skipped_steps={more}')}"
-            f"   # if it is the samples: resumes after step {max(steps)}, and may skip {more} steps in all",
+            f"   # if the samples are the cause: resumes after step {max(steps)}, and may skip {more} steps in all",
         ]
     if end.rank is not None:
         commands.append(
             f"seatrial check {shlex.quote(str(args.job))}   # only rank {end.rank} on node {end.node} "
-            "computed it: is its hardware sound?"
+            "computed it: is its hardware faulty?"
         )
     return commands

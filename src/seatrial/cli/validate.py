@@ -14,7 +14,7 @@ from seatrial.base.errors import EXIT_DONE
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.description = (
-        "Say whether a job could start here: job file, data, tokenizer, hardware names, launcher, layout, memory. All problems at "
+        "Check whether a job could start here: job file, data, tokenizer, hardware names, launcher, layout, memory. All problems at "
         "once, each with its place (exit 2). Starts, prepares and writes nothing; `train` and `drill` do it first."
     )
     job_arguments(parser)
@@ -34,9 +34,7 @@ def job_arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> 
     parser.add_argument(
         "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
     )
-    parser.add_argument(
-        "--ignore-memory", action="store_true", help="report too little memory, but do not refuse the job"
-    )
+    parser.add_argument("--ignore-memory", action="store_true", help="only warn about too little memory")
 
 
 def train_command(args: argparse.Namespace, *more: str, lr: str | None = None) -> str:

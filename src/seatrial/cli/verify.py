@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         return _verify_run(args, out, RunFolder.find(args.target), began)
     if args.ledger:
-        raise InputError(f"{args.target} is no run, so it has no ledger", hint="give a run folder")
+        raise InputError(f"{args.target} is not a run, so it has no ledger", hint="give a run folder")
     found = examine_all(checkpoints, live=False)
-    return _tell(args, out, None, found, [], began)
+    return _report(args, out, None, found, [], began)
 
 
 def _is_run(target: str) -> bool:
@@ -89,7 +89,7 @@ def _verify_run(args: argparse.Namespace, out: Out, folder: RunFolder, began: fl
             problems.append(error.message)
     audited = audit(folder)
     problems += _disagreements(audited, found)
-    return _tell(args, out, audited, found, problems, began)
+    return _report(args, out, audited, found, problems, began)
 
 
 def _disagreements(audited: Audit, found: list[Found]) -> list[str]:
@@ -107,7 +107,7 @@ def _disagreements(audited: Audit, found: list[Found]) -> list[str]:
     return told
 
 
-def _tell(
+def _report(
     args: argparse.Namespace,
     out: Out,
     audited: Audit | None,
@@ -143,7 +143,7 @@ def _tell(
         size, seconds = sum(item.bytes for item in found), time.monotonic() - began
         print(f"read {units.memory(size)} in {units.duration(seconds)}", file=sys.stderr)
     if not ok:
-        _tell_what_to_do(bad, proof)
+        _print_hints(bad, proof)
     return EXIT_DONE if ok else EXIT_FAILED
 
 
@@ -179,7 +179,7 @@ def _print_ledger(out: Out, audited: Audit) -> None:
     if proof.stretches:
         out.pair("history", "\n".join(_history(audited)))
     if proof.redone:
-        out.pair("done again", f"{proof.redone:,} steps after failures; the last attempt of each counts")
+        out.pair("redone", f"{proof.redone:,} steps after failures; the last attempt of each counts")
     if proof.skipped:
         out.pairs([left_out_pair(proof.skipped, proof.global_batch)])
     if audited.live:
@@ -197,7 +197,7 @@ def _verdict(proof: Proof) -> str:
         case "empty":
             return "empty: no step was done"
         case "unjudged":
-            return "unjudged: job.toml does not give the global batch"
+            return "unjudged: job.toml has no global batch"
         case "violated":
             n = len(proof.violations)
             return f"not proven: {n:,} contradiction{'' if n == 1 else 's'}"
@@ -212,7 +212,7 @@ def _history(audited: Audit) -> list[str]:
         after = "" if s.parent is None else f", after step {s.first - 1} of generation {s.parent}"
         told.append(f"generation {s.generation}: steps {s.first:,} to {s.last:,}{on}{after}")
     hidden = len(audited.proof.stretches) - _SHOWN
-    return ([f"{hidden} generations before"] if hidden > 0 else []) + told
+    return ([f"{hidden} earlier generations"] if hidden > 0 else []) + told
 
 
 def _print_checkpoint(out: Out, found: Found) -> None:
@@ -223,21 +223,21 @@ def _print_checkpoint(out: Out, found: Found) -> None:
     out.pair("checkpoint", "\n".join([what, *found.problems[:_SHOWN]]), style)
 
 
-def _tell_what_to_do(bad: list[Found], proof: Proof | None) -> None:
+def _print_hints(bad: list[Found], proof: Proof | None) -> None:
     if any(item.state == "damaged" for item in bad):
         print(
             "error: a checkpoint is damaged\n"
-            "  hint: a resumed run sets it aside and takes the previous one; is the disk losing data (dmesg)?",
+            "  hint: a resumed run quarantines it and uses the previous one; is the disk losing data (dmesg)?",
             file=sys.stderr,
         )
     if proof is not None and proof.verdict == "violated":
         print(
             "error: the records do not prove that every sample was seen once\n"
-            "  hint: events.jsonl and control/coordinator.log tell what happened around these steps",
+            "  hint: events.jsonl and control/coordinator.log show what happened around these steps",
             file=sys.stderr,
         )
     if proof is not None and proof.verdict == "empty":
         print(
-            "error: no step was done, so nothing is proven\n  hint: run this again when the run has done some",
+            "error: no step was done, so nothing is proven\n  hint: run this again once the run has done some",
             file=sys.stderr,
         )

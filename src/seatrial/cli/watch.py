@@ -92,6 +92,6 @@ def check_there(folder: RunFolder) -> None:
     """Raise RunFailed if the folder of the followed run no longer exists."""
     if not folder.is_run():
         raise RunFailed(
-            f"{folder.path} is gone: it was moved or removed while it was watched",
+            f"{folder.path} no longer exists: it was moved or removed",
             hint="if it was moved, `seatrial watch` with its new path shows it",
         )

@@ -45,7 +45,7 @@ class Assembly:
         self._progress = progress
         self._total = sum(part.size for part in parts)
         # Bytes read of each part in progress; below, the total size of finished parts.
-        self._under_way: dict[int, int] = {}
+        self._in_progress: dict[int, int] = {}
         self._finished = sum(p.size for p in parts[: done.reached.part])
         self._finished += sum(parts[number].size for number in done.results)
         self.begun = Begun(space.folder, done.shards, self._shard_done, space.clear_up)
@@ -58,15 +58,15 @@ class Assembly:
         missing = [
             part for part in self._parts[self._reached.part :] if part.number not in self._done.results
         ]
-        self._tell(missing[0].spans[0].file.name if missing else "what is done")
+        self._report(missing[0].spans[0].file.name if missing else "what is done")
         self._take(writer)
         for result in team.results(missing, self._read):
             self._waiting[result.number] = result
             self._stopped |= bool(result.problems)
             part = self._parts[result.number]
-            self._under_way.pop(part.number, None)
+            self._in_progress.pop(part.number, None)
             self._finished += part.size
-            self._tell(part.spans[-1].file.name)
+            self._report(part.spans[-1].file.name)
             self._take(writer)
             if self._stopped:
                 team.only_check()
@@ -75,12 +75,12 @@ class Assembly:
         return self._reached
 
     def _read(self, part: Part, done: int, name: str) -> None:
-        self._under_way[part.number] = done
-        self._tell(name)
+        self._in_progress[part.number] = done
+        self._report(name)
 
-    def _tell(self, name: str) -> None:
+    def _report(self, name: str) -> None:
         if self._progress is not None:
-            self._progress(self._finished + sum(self._under_way.values()), self._total, name)
+            self._progress(self._finished + sum(self._in_progress.values()), self._total, name)
 
     def _take(self, writer: StoreWriter) -> None:
         """Process the results that are available without a gap."""

@@ -50,7 +50,7 @@ class DiskCache:
         except OSError as e:
             raise InputError(
                 f"cannot keep streamed data in {self.folder}: {e.strerror or e}",
-                hint="free some space there, or give a smaller data.cache_gb; TMPDIR says where it is",
+                hint="free some space there, or set a smaller data.cache_gb; its location follows TMPDIR",
             ) from e
 
     def _kept(self, path: Path, check: Check) -> bytes | None:

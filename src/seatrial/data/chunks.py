@@ -84,7 +84,7 @@ class ChunkHashes:
             return None
         return (
             f"damaged: bytes {begin} to {begin + size - 1} have the XXH3-128 {found.hex()}, "
-            f"written were {expected.hex()}"
+            f"expected {expected.hex()}"
         )
 
 
@@ -94,7 +94,7 @@ def parse(stored: ChunkFile, shard_bytes: int, data: bytes, place: str) -> Chunk
     if found != stored.xxh3_128:
         raise InputError(
             Diagnostic(
-                f"damaged: XXH3-128 {found}, the manifest says {stored.xxh3_128}",
+                f"damaged: XXH3-128 {found}, the manifest has {stored.xxh3_128}",
                 file=place,
                 hint=RESTORE_HINT,
             )
@@ -103,7 +103,7 @@ def parse(stored: ChunkFile, shard_bytes: int, data: bytes, place: str) -> Chunk
 
 
 RESTORE_HINT = (
-    "put back a copy of the file, or prepare the data again; `seatrial data verify` looks at all of it"
+    "restore the file from a copy, or prepare the data again; `seatrial data verify` checks all of it"
 )
 
 
@@ -147,7 +147,7 @@ class MadeHashes:
         except OSError as e:
             raise InputError(
                 f"cannot keep hashes of the data in {self._folder}: {e.strerror}",
-                hint="prepare the data again with this version: then they stand beside it",
+                hint="prepare the data again with this version, which stores them next to it",
             ) from e
         with open(fd, "rb+"):
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -167,7 +167,7 @@ def _hash_shard(shard: ShardFile, path: Path) -> bytes:
     if whole.hexdigest() != shard.sha256:
         raise InputError(
             Diagnostic(
-                f"damaged: SHA-256 {whole.hexdigest()}, the manifest says {shard.sha256}",
+                f"damaged: SHA-256 {whole.hexdigest()}, the manifest has {shard.sha256}",
                 file=str(path),
                 hint=RESTORE_HINT,
             )

@@ -19,7 +19,7 @@ _PARQUET = b"PAR1\x15"
 _CONTROLS = bytes(sorted(set(range(32)) - set(b"\b\t\n\v\f\r\x1a\x1b"))) + b"\x7f"
 _REPLACEMENT = "\ufffd"
 
-_UNPACK = "unpack it, and name what is in it"
+_UNPACK = "unpack it, and give the files in it"
 _CONVERT = "convert it: iconv -f ENCODING -t UTF-8"
 # (offset, bytes, description, hint).
 _SIGNATURES = (
@@ -33,16 +33,16 @@ _SIGNATURES = (
     (0, b"\x04\x22\x4d\x18", "LZ4 data", _UNPACK),
     (4, b'\0\0\0\0{"', "a safetensors file", None),
     (0, b"ARROW1", "an Arrow file", "write it as Parquet or JSONL"),
-    (0, b"MMIDIDX", "the index of a Megatron dataset", "take it over with `seatrial data import`"),
+    (0, b"MMIDIDX", "the index of a Megatron dataset", "import it with `seatrial data import`"),
     (0, b"\x93NUMPY", "a NumPy array", None),
     (0, b"\x89HDF", "an HDF5 file", None),
     (0, b"GGUF", "a GGUF file", None),
-    (0, b"%PDF-", "a PDF file", "take the text out of it first, with pdftotext for one"),
+    (0, b"%PDF-", "a PDF file", "extract its text first, for example with pdftotext"),
     (0, b"\x89PNG", "an image", None),
     (0, b"\xff\xd8\xff", "an image", None),
     (0, b"\x7fELF", "a program", None),
 )
-_HINT = "text, JSONL and Parquet are read, and each of them compressed"
+_HINT = "supported are text, JSONL and Parquet, also compressed"
 
 
 class NotTextError(Exception):

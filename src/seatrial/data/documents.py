@@ -92,7 +92,7 @@ class _File:
 
 
 def _lost(place: str, why: str) -> InputError:
-    return InputError(Diagnostic(f"cannot read where documents begin: {why}", file=place, hint=RESTORE_HINT))
+    return InputError(Diagnostic(f"cannot read the document index: {why}", file=place, hint=RESTORE_HINT))
 
 
 def numbered(starts_of_rows: list[Positions], length: int) -> npt.NDArray[np.int32]:

@@ -60,11 +60,11 @@ def claimed(folder: Path) -> Iterator[None]:
         except BlockingIOError as e:
             raise RunFailed(
                 f"{folder} is in use by {' and '.join(_holders(fd)) or 'a run, perhaps on another machine'}",
-                hint="it is not replaced: wait for the run, stop it, or take another folder",
+                hint="it was not replaced: wait for the run, stop it, or use another folder",
             ) from e
         except OSError as e:
             raise RunFailed(
-                f"it is unknown whether a run uses {folder}: {e.strerror}", hint="take another folder"
+                f"it is unknown whether a run uses {folder}: {e.strerror}", hint="use another folder"
             ) from e
         yield
     finally:

@@ -93,8 +93,8 @@ class BatchLoader:
     def _refuse_empty(self) -> None:
         problems = [
             Diagnostic(
-                f"{store.place} holds {store.n_tokens} tokens: not one sample of {self.sequence_length}",
-                hint="give more data or a smaller train.sequence_length",
+                f"{store.place} has {store.n_tokens} tokens: less than one sample of {self.sequence_length}",
+                hint="provide more data or use a smaller train.sequence_length",
             )
             for store, n in zip(self.stores, self.samples_of, strict=True)
             if n == 0

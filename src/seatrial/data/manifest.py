@@ -168,7 +168,7 @@ def _contradictions(m: Manifest) -> list[str]:
         if getattr(m, key) != parts:
             problems.append(f"{key} is {getattr(m, key)}, but its shards give {parts}")
     if len({s.chunks is None for s in m.shards}) > 1:
-        problems.append("some of its shards have hashes of their chunks, and others have none")
+        problems.append("some of its shards have chunk hashes, and others have none")
     for s in m.shards:
         if s.bytes != s.n_tokens * m.itemsize:
             problems.append(f"{s.file}: {s.n_tokens} tokens of {m.dtype} are not {s.bytes} bytes")

@@ -174,16 +174,16 @@ def _header(header: bytes, idx: Path, idx_bytes: int) -> tuple[np.dtype[np.integ
         raise refuse("not an index of a Megatron dataset: it does not begin with MMIDIDX")
     _, version, code, n_sequences, entries = _HEADER.unpack(header)
     if version != VERSION:
-        raise refuse(f"version {version} of the index; version {VERSION} is read")
+        raise refuse(f"version {version} of the index; only version {VERSION} is supported")
     name = TYPES.get(code)
     if name is None or name.startswith("float"):
         raise refuse(
-            f"type {code} is not a token type" if name is None else f"it holds {name}, not tokens",
+            f"type {code} is not a token type" if name is None else f"it contains {name}, not tokens",
             f"integers are: {', '.join(f'{c} {t}' for c, t in TYPES.items() if 'int' in t)}",
         )
     wanted = _HEADER.size + 12 * n_sequences + 8 * entries
     if idx_bytes == wanted + n_sequences and n_sequences:
-        raise refuse("it has a mode for each sequence: datasets of several modes are not read")
+        raise refuse("it has a mode for each sequence: datasets of several modes are not supported")
     if idx_bytes != wanted:
         what = "truncated" if idx_bytes < wanted else "too long"
         raise refuse(
@@ -252,7 +252,7 @@ def export_pair(
     names = [prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")]
     for path in names:
         if path.is_dir() or (path.exists() and not force):
-            raise InputError(f"{path} exists", hint="--force replaces it; another --out keeps both")
+            raise InputError(f"{path} exists", hint="--force replaces it; use another --out to keep both")
     if store.max_token > _LONGEST:
         raise InputError(f"{store.place} has the token id {store.max_token}, which is not an int32")
     code = 8 if store.dtype.itemsize == 2 else 4

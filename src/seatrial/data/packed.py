@@ -117,7 +117,7 @@ class Unpacked(io.RawIOBase):
             self._rest = b""
             if not data:
                 if not self._decoder.eof:
-                    raise OSError(None, f"truncated: the {self._packing} data in it has no end")
+                    raise OSError(None, f"truncated: its {self._packing} data ends early")
                 return False
         if self._decoder.eof:
             data = data.lstrip(b"\0")

@@ -53,7 +53,7 @@ class _Worker:
             channel.send({"failed": error.message})
             raise SystemExit(2) from error
         if self._tokenizer.digest != about["tokenizer_digest"]:
-            channel.send({"failed": f"the tokenizer {about['tokenizer']} was changed meanwhile"})
+            channel.send({"failed": f"the tokenizer {about['tokenizer']} was changed in the meantime"})
             raise SystemExit(2)
 
     def do(self, order: dict[str, Any]) -> None:

@@ -171,8 +171,8 @@ class _Worker:
         if self.channel.closed:
             raise RunFailed(
                 f"a process that tokenises {status_text(self._process.wait())}",
-                hint="if the kernel killed it for memory, take fewer --workers; run the same command again: what is "
-                "done is kept",
+                hint="if the kernel killed it for memory, use fewer --workers; run the same command again: finished work "
+                "is kept",
             )
 
     def kill(self) -> None:

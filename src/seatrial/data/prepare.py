@@ -103,7 +103,7 @@ def prepare(
                     space.clear_up()  # nothing to resume from
                     raise InputError(
                         f"no text in {', '.join(sources)}: {len(found.files)} files, every document empty",
-                        hint="name files that hold text",
+                        hint="give files that contain text",
                     )
                 return writer.finish(
                     {
@@ -121,7 +121,7 @@ def prepare(
     except OSError as e:
         raise RunFailed(
             f"cannot write the token store {out}: {e.strerror or e}",
-            hint="free some space, or give another folder, and run it again: what is done is kept",
+            hint="free some space, or give another folder, and run it again: finished work is kept",
         ) from e
 
 
@@ -169,7 +169,7 @@ def _held(store: TokenStore, note: Note | None = None) -> TokenStore:
         store.hold()
     except OSError as e:
         if note is not None:
-            note(f"{store.place} cannot be locked ({e.strerror}): nothing keeps others from replacing it")
+            note(f"{store.place} cannot be locked ({e.strerror}): it is not protected from being replaced")
     return store
 
 
@@ -347,12 +347,12 @@ def misfits(
         )
     samples = max(0, store.n_tokens - 1) // sequence_length
     if samples < wanted:
-        of_it = "" if wanted == global_batch else f"the {wanted} that it gives to "
+        of_it = "" if wanted == global_batch else f"its {wanted} of "
         problems.append(
             Diagnostic(
-                f"{store.place} holds {store.n_tokens} tokens, {samples} samples of {sequence_length}: "
+                f"{store.place} has {store.n_tokens} tokens, {samples} samples of {sequence_length}: "
                 f"fewer than {of_it}one global batch of {global_batch}",
-                hint="give more data, or a smaller train.global_batch or train.sequence_length"
+                hint="provide more data, or use a smaller train.global_batch or train.sequence_length"
                 + (", or a smaller weight" if of_it else ""),
             )
         )
@@ -361,7 +361,7 @@ def misfits(
         problems.append(
             Diagnostic(
                 f"{store.place} was made with the tokenizer {store.tokenizer.name!r} "
-                f"(digest {store.tokenizer.digest[:12]}), the job names {tokenizer.name!r} "
+                f"(digest {store.tokenizer.digest[:12]}), but the job has {tokenizer.name!r} "
                 f"(digest {tokenizer.digest[:12]})",
                 hint="set data.tokenizer to the tokenizer that made the store, or prepare the store again",
             )

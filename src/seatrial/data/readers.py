@@ -71,7 +71,7 @@ class Reader:
                     Diagnostic(
                         "changed while it was being read",
                         file=self._path,
-                        hint="run it again when nothing writes to it any more, or name a copy",
+                        hint="run it again once nothing writes to it any more, or use a copy",
                     )
                 )
             if whole and (problem := foreign_problem(file.path, self.foreign, self.read)) is not None:
@@ -232,7 +232,7 @@ class Reader:
         if self.text_key in texts:
             return True
         if self.text_key in schema.names:
-            problem = f"column {self.text_key!r} holds {schema.field(self.text_key).type}, not strings"
+            problem = f"column {self.text_key!r} has {schema.field(self.text_key).type}, not strings"
         else:
             problem = f"no column {self.text_key!r}"
         self._problem(Diagnostic(problem, file=str(file.path), hint=_other_key("string columns", texts)))
@@ -257,7 +257,7 @@ def foreign_problem(path: Path, foreign: int, size: int) -> Diagnostic | None:
     return Diagnostic(
         f"is not text: at least {foreign:,} of its {size:,} bytes are NUL or not UTF-8",
         file=str(path),
-        hint="leave it out, or convert it: iconv -f ENCODING -t UTF-8",
+        hint="remove it, or convert it: iconv -f ENCODING -t UTF-8",
     )
 
 

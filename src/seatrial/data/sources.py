@@ -24,7 +24,7 @@ _TEXT_SUFFIXES = frozenset({
     ".yaml", ".yml", ".cfg", ".ini", ".proto",
 })
 # fmt: on
-_REASONS_TOLD = 20
+_REASONS_SHOWN = 20
 _LIBRARY_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -73,15 +73,15 @@ class Found:
             self.skip(reason, other.examples[reason], n)
 
 
-def told_skipped(skipped: Mapping[str, int], examples: Mapping[str, str]) -> list[str]:
+def describe_skipped(skipped: Mapping[str, int], examples: Mapping[str, str]) -> list[str]:
     """Skipped entries as messages: the most frequent reasons first, each with an example."""
-    told = [
+    lines = [
         f"{n} {reason}" + (f" ({examples[reason]}{', ...' if n > 1 else ''})" if reason in examples else "")
         for reason, n in sorted(skipped.items(), key=lambda item: -item[1])
     ]
-    if len(told) > _REASONS_TOLD:
-        told[_REASONS_TOLD:] = [f"and for {len(told) - _REASONS_TOLD} other reasons (--json has all)"]
-    return told
+    if len(lines) > _REASONS_SHOWN:
+        lines[_REASONS_SHOWN:] = [f"and for {len(lines) - _REASONS_SHOWN} other reasons (--json has all)"]
+    return lines
 
 
 def refuse_remote(path: str, hint: str = "") -> None:
@@ -125,7 +125,7 @@ def _find_one(source: str, found: Found, look_inside: bool) -> None:
         _find_library(found)
         return
     if not source:
-        raise InputError("an empty path names no file or folder")  # Path("") is the current folder
+        raise InputError("the path is empty")  # Path("") is the current folder
     path = Path(source)
     if path.is_dir():
         _find_in_folder(path, found, look_inside)
@@ -208,12 +208,12 @@ def _nothing_in(source: str, found: Found) -> Diagnostic:
     if source == BUILTIN_LIBRARY:
         return Diagnostic(
             "this Python has no standard library sources on disk",
-            hint="name a folder of text files instead",
+            hint="use a folder of text files instead",
         )
-    reasons = ", ".join(told_skipped(found.skipped, found.examples))
+    reasons = ", ".join(describe_skipped(found.skipped, found.examples))
     return Diagnostic(
-        f"nothing to read in the folder {source}"
+        f"no readable files in the folder {source}"
         + (f" (skipped: {reasons})" if reasons else ": it is empty"),
-        hint="text files (.txt, .md, .py, ...), .jsonl and .parquet are read, and each of them as .gz, .bz2, .xz or "
-        ".zst; a file named itself is read as text whatever its suffix",
+        hint="text files (.txt, .md, .py, ...), .jsonl and .parquet are read, also compressed as .gz, .bz2, .xz or "
+        ".zst; a file given by name is read as text whatever its suffix",
     )

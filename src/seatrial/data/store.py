@@ -121,7 +121,7 @@ class TokenStore:
         fd = hold(self.folder)
         weakref.finalize(self, os.close, fd)
         if read_manifest(self.folder) != self.manifest:
-            raise RunFailed(f"{self.place} was replaced at this moment", hint="run the same command again")
+            raise RunFailed(f"{self.place} has just been replaced", hint="run the same command again")
 
     # -- files and hashes
 
@@ -180,7 +180,7 @@ class TokenStore:
                 continue
             if actual != expected:
                 what = "truncated" if actual < expected else "too long"
-                problems.append((self.where(file), f"{what}: {actual} bytes, the manifest says {expected}"))
+                problems.append((self.where(file), f"{what}: {actual} bytes, the manifest has {expected}"))
         return problems
 
     def verify(self, progress: HashProgress | None = None) -> list[tuple[str, str]]:
@@ -204,7 +204,7 @@ class TokenStore:
                     problems.append((self.where(file), f"cannot be read: {e.strerror}"))
                 else:
                     if actual != expected:
-                        problem = f"damaged: {kind} {actual}, the manifest says {expected}"
+                        problem = f"damaged: {kind} {actual}, the manifest has {expected}"
                         problems.append((self.where(file), problem))
                     elif (
                         chunks is not None
@@ -213,7 +213,7 @@ class TokenStore:
                     ):
                         problems.append((self.where(chunks.file), f"not the hashes of {file}"))
                     elif shard is not None and largest is not None and largest.value != shard.max_token:
-                        problem = f"its largest token is {largest.value}, the manifest says {shard.max_token}"
+                        problem = f"its largest token is {largest.value}, the manifest has {shard.max_token}"
                         problems.append((self.where(file), problem))
             done += size
             if progress is not None:
@@ -301,7 +301,7 @@ def check_index(index: IndexFile, place: str, blocks: Iterable[bytes]) -> None:
     except OSError as e:
         raise InputError(Diagnostic(f"cannot be read: {e.strerror}", file=place, hint=RESTORE_HINT)) from e
     if found != index.sha256:
-        problem = f"damaged: SHA-256 {found}, the manifest says {index.sha256}"
+        problem = f"damaged: SHA-256 {found}, the manifest has {index.sha256}"
         raise InputError(Diagnostic(problem, file=place, hint=RESTORE_HINT))
 
 

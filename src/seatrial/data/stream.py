@@ -70,7 +70,7 @@ class StreamedStore(TokenStore):
         manifest = parse_manifest(data, place, hint=_HINT)
         if bare := [s.file for s in manifest.shards if s.chunks is None]:
             raise InputError(
-                f"{url}: {bare[0]} has no hashes of its chunks (one of {len(bare)}), so a part of it cannot be verified",
+                f"{url}: {bare[0]} has no chunk hashes (one of {len(bare)}), so a part of it cannot be verified",
                 hint=_HINT,
             )
         store = cls(objects, manifest, DiskCache(cache, cache_bytes))
@@ -78,7 +78,7 @@ class StreamedStore(TokenStore):
         if cache_bytes < _REQUESTS * largest:
             raise InputError(
                 f"a cache of {cache_bytes} bytes is too small for {_REQUESTS} chunks of {largest} at once",
-                hint="give a larger data.cache_gb",
+                hint="set a larger data.cache_gb",
             )
         if check_sizes and (problems := store.wrong_sizes()):
             raise InputError([Diagnostic(p, file=f, hint=_HINT) for f, p in problems])
@@ -126,7 +126,7 @@ class StreamedStore(TokenStore):
                 problems.append((self.where(file), "missing"))
             elif actual != expected:
                 what = "truncated" if actual < expected else "too long"
-                problems.append((self.where(file), f"{what}: {actual} bytes, the manifest says {expected}"))
+                problems.append((self.where(file), f"{what}: {actual} bytes, the manifest has {expected}"))
         return problems
 
     def _blocks(self, file: str) -> Iterator[bytes]:

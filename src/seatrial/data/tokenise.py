@@ -150,7 +150,7 @@ def load_part(result: PartResult, folder: Path, kind: np.dtype[np.unsignedintege
     """
     path = _data_file(folder, result.number)
     if _hash(path) != result.hash:
-        raise OSError(None, f"{path} does not have the bytes that were written to it")
+        raise OSError(None, f"{path} has other bytes than were written to it")
     with open(open_file(path), "rb") as f:
         for n_tokens, n_starts in result.batches:
             tokens = np.fromfile(f, dtype=kind, count=n_tokens)

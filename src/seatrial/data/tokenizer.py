@@ -98,7 +98,7 @@ class FileTokenizer:
         except Exception as e:  # the library raises a bare Exception for every bad file
             raise InputError(
                 f"{path} is not a tokenizer.json: {e}",
-                hint="it is the file of that name beside a Hugging Face model (not tokenizer_config.json)",
+                hint="it is the file of that name in a Hugging Face model's folder (not tokenizer_config.json)",
             ) from e
         # Some files contain the padding and truncation of their training script: both would change the data.
         self._engine.no_padding()

@@ -53,7 +53,7 @@ def prepare_remote(
     if is_store(folder):
         store = TokenStore.open(folder)
         if note is not None:
-            note(f"resuming an earlier attempt: {folder} is complete and is sent")
+            note(f"resuming an earlier attempt: {folder} is complete and will be uploaded")
     else:
         store = prepare(
             sources,
@@ -75,7 +75,8 @@ def check_remote_target(url: str, *, force: bool) -> Store:
     objects = open_store(url)
     if not force and objects.size(MANIFEST) is not None:
         raise InputError(
-            f"{url} holds a token store already", hint="--force replaces it; another --out keeps both"
+            f"{url} already contains a token store",
+            hint="--force replaces it; use another --out to keep both",
         )
     return objects
 

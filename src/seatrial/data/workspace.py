@@ -52,7 +52,7 @@ class Reached:
 
 @dataclass
 class Done:
-    """The work found done in a workspace."""
+    """The finished work found in a workspace."""
 
     reached: Reached = field(default_factory=Reached)
     shards: list[ShardFile] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Workspace:
             self._lock.close()
             raise RunFailed(
                 f"{self._out} is being prepared by {f'process {pid}' if pid else 'another process'}",
-                hint="wait for it, or stop it; what it has done is kept",
+                hint="wait for it, or stop it; its finished work is kept",
             ) from e
         self._lock.truncate(0)
         self._lock.write(f"{os.getpid()}\n")
@@ -111,7 +111,9 @@ class Workspace:
         if not self.worth_keeping():
             shutil.rmtree(self.folder, ignore_errors=True)
         elif kind is not None:
-            self.note(f"what is done is kept in {self.folder}, for the same command or to be deleted")
+            self.note(
+                f"finished work is kept in {self.folder}: run the same command to continue, or delete the folder"
+            )
         # For the case that the folder has become the store. Not earlier: it must not appear unused before.
         (self._out / _LOCK).unlink(missing_ok=True)
         self._lock.close()

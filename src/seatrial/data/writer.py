@@ -230,8 +230,8 @@ def check_target(folder: Path, *, replace: bool) -> None:
         )
     if not replace:
         raise InputError(
-            f"{folder} holds a token store already",
-            hint="--force replaces it; another --out folder keeps both",
+            f"{folder} already contains a token store",
+            hint="--force replaces it; use another --out folder to keep both",
         )
     with claimed(folder):
         pass

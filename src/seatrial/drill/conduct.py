@@ -111,7 +111,7 @@ class Drill:
         except OSError as error:
             raise InputError(
                 f"cannot make the drill's folder {self.root}: {error.strerror}",
-                hint="run it where you may write, or give --runs",
+                hint="run it in a folder that you may write to, or give --runs",
             ) from error
 
     def run_all(self) -> None:
@@ -152,20 +152,20 @@ class Drill:
         self, scenario: Scenario, plan: Plan, copy: Copy, reference: Reference, hosts: Hosts | None
     ) -> Result:
         limit = 3 * reference.step_s * plan.steps + _SPARE_TIME_S
-        if scenario.lasting:  # a rank that freezes in the first step after a recovery is noticed late
+        if scenario.lasting:  # a rank that freezes in the first step after a recovery is detected late
             limit += 2 * plan.seconds + 3 * plan.first_step_s
         stage = Stage(
             self.root,
             copy.job,
             limit_s=limit,
             hosts=hosts,
-            on_poll=lambda scene: self._tell(scenario.name, scene),
+            on_poll=lambda scene: self._report(scenario.name, scene),
         )
         overdue = False
         try:
             stage.start(self._planted(scenario, copy.job, plan), returns_of(scenario, copy.job))
             try:
-                with contextlib.suppress(RunEnded):  # the judge sees how it ended
+                with contextlib.suppress(RunEnded):  # the judge evaluates how it ended
                     scenario.script(stage, plan)
                 stage.wait_end()
                 stage.wait_gone()
@@ -282,13 +282,13 @@ class Drill:
         )
         if known is not None:
             copy = longer(known, copy)
-        reference = run_reference(self.root, copy, on_poll=lambda scene: self._tell(name, scene))
+        reference = run_reference(self.root, copy, on_poll=lambda scene: self._report(name, scene))
         self.references[replicas] = reference
         return reference
 
     # -- reporting progress
 
-    def _tell(self, name: str, scene: Scene) -> None:
+    def _report(self, name: str, scene: Scene) -> None:
         if self.watch is None:
             return
         number = len(self.results) + 1

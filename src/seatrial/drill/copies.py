@@ -15,7 +15,7 @@ from seatrial.job.schema import JobFile
 DEFAULT_STEPS = 16
 LEAST_STEPS = 12  # two checkpoints and three snapshots before the fault, and steps to recover in after it
 
-_LONGEST_HANG_S = 4.0  # a hang must be noticed within the drill, not after the job's half minute
+_LONGEST_HANG_S = 4.0  # a hang must be detected within the drill, not after the job's half minute
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def copy_of(
     replicas: bool = False,
     keep: int = 0,
 ) -> Copy:
-    """`job` as run `name`, trained as `plan` says on the prepared `stores`, with at least `keep` checkpoints kept.
+    """`job` as run `name`, trained according to `plan` on the prepared `stores`, with at least `keep` checkpoints kept.
 
     `replicas`: with at least two replicas of the weights, whatever the job has. Raises InputError if its ranks allow no
     such layout.
@@ -129,7 +129,7 @@ def _wanted(
             list(stores) if isinstance(job.data.train, list) else stores[0],
             "prepared once for all runs of the drill",
         ),
-        "cluster.port": (None, "the live run's port stays free"),
+        "cluster.port": (None, "leaves the live run's port free"),
         "cluster.spares": (spares, "what this scenario needs" if spares else "this scenario has none"),
         "train.steps": (plan.steps, "short"),
         "train.sample_tokens": (0, "no sample text at the end"),
@@ -137,8 +137,11 @@ def _wanted(
             min(job.optimizer.warmup_steps, cadence.steps),
             "not longer than the copy",
         ),
-        "optimizer.decay": ("constant", "the rate of a step then does not depend on how many there are"),
-        "optimizer.decay_steps": (None, "it belongs to another decay"),
+        "optimizer.decay": (
+            "constant",
+            "so that the learning rate of a step does not depend on their number",
+        ),
+        "optimizer.decay_steps": (None, "it applies to another decay"),
         "checkpoint.every_steps": (cadence.checkpoint, "several within the copy"),
         "checkpoint.keep": (keep, "enough to fall back on, and to compare with"),
         "checkpoint.keep_every_steps": (0, "all are deleted with the copy"),
@@ -149,7 +152,7 @@ def _wanted(
         "resilience.verify_every_steps": (cadence.verify, "several within the copy"),
         "resilience.hang_min_s": (
             min(own.hang_min_s, _LONGEST_HANG_S),
-            "a short copy: hangs are noticed sooner",
+            "a short copy: hangs are detected sooner",
         ),
         "resilience.first_step_s": (
             min(own.first_step_s, plan.first_step_s or own.first_step_s),

@@ -171,14 +171,14 @@ def _ended(expected: Expectation, evidence: Evidence, terms: Terms) -> Check:
         return Check("ended", False, "it did not end and was stopped by the drill")
     if tuple(evidence.exits) != expected.exits:
         wanted, got = (" then ".join(map(str, codes)) for codes in (expected.exits, evidence.exits))
-        return Check("ended", False, f"exit {got or 'unknown'}, not {wanted}; {_last_words(evidence)}")
+        return Check("ended", False, f"exit {got or 'unknown'}, not {wanted}; {_reason_of(evidence)}")
     last = max((m.step for m in evidence.metrics), default=0)
     if last != terms.steps:
         return Check("ended", False, f"its last step is {last}, not {terms.steps}")
     return Check("ended", True, f"exit {' then '.join(map(str, evidence.exits))} after step {last}")
 
 
-def _last_words(evidence: Evidence) -> str:
+def _reason_of(evidence: Evidence) -> str:
     bad = [e for e in evidence.events if e.kind in ("gave_up", "run_failed")]
     return bad[-1].message if bad else "no reason was recorded"
 
@@ -221,9 +221,9 @@ def _named(expected: Expectation, evidence: Evidence) -> Check | None:
         pool = named[:1] if first else named
         if not any(_names(e, injection, expected.names) for e in pool):
             said = (
-                f"{pool[0].kind} says {_who(pool[0])}" if pool else f"there is no {' or '.join(kinds)} event"
+                f"{pool[0].kind} names {_who(pool[0])}" if pool else f"there is no {' or '.join(kinds)} event"
             )
-            missing.append(f"{wanted} is to blame, but {said}")
+            missing.append(f"{wanted} was expected to be named, but {said}")
     if missing:
         return Check("named", False, "; ".join(missing))
     who = [f"rank {i.rank}" if expected.names == "rank" else f"node {i.node}" for i in evidence.injections]
@@ -276,7 +276,7 @@ def _recovered(expected: Expectation, recoveries: Sequence[MetricsRecord | None]
         return None
     if any(r is None for r in recoveries):
         return Check("recovered", False, "no step was trained after the detection")
-    return Check("recovered", True, "training went on")
+    return Check("recovered", True, "training continued")
 
 
 def _redone(expected: Expectation, evidence: Evidence, terms: Terms) -> Check:
@@ -317,7 +317,7 @@ def _losses(
     ]
     if wrong:
         (step, what), apart = min(wrong)
-        return Check("losses", False, f"{what} of step {step} is off by {apart:.1e} relative")
+        return Check("losses", False, f"{what} of step {step} differs by {apart:.1e} relative")
     limits = ", ".join(
         f"{what} {max((v for k, v in different.items() if k[1] == what), default=0.0):.1e} (at most {OTHER_WORLD[what]:g})"
         for what in ("loss", "gradient norm")

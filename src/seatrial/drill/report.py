@@ -106,7 +106,7 @@ def _loss(judgement: Judgement) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """The number of results per verdict, in words."""
+    """The number of results per verdict, as text."""
     verdicts = Counter(r.judgement.verdict for r in results)
     parts = [f"{verdicts[v]} {v}" for v in ("PASS", "FAIL", "UNJUDGED") if verdicts[v]]
     return ", ".join(parts) if parts else "nothing was run"
@@ -127,8 +127,8 @@ def markdown(drill: Drill, seconds: float) -> str:
     lines += ["| " + " | ".join(row(result)) + " |" for result in drill.results]
     lines += [
         "",
-        "detected in: from the fault to the first event that tells of it. recovered in: from the fault to the end of "
-        "the first step after it. redone: steps trained again. lost: the time that those steps had taken. loss: every "
+        "detected in: from the fault to the first event that reports it. recovered in: from the fault to the end of "
+        "the first step after it. redone: steps trained again. lost: the time that those steps took before. loss: every "
         "loss and gradient norm against the run that never failed; equal means the same bits.",
         "",
     ]
@@ -140,7 +140,7 @@ def markdown(drill: Drill, seconds: float) -> str:
             "",
         ]
         for check in result.judgement.checks:
-            mark = {True: "holds", False: "**DOES NOT HOLD**", None: "not judged"}[check.ok]
+            mark = {True: "holds", False: "**FAILED**", None: "not judged"}[check.ok]
             lines.append(f"- {check.name}: {mark}. {_cell(check.text)}")
         lines.append("")
     lines += ["## How the copies differ from the job", ""]

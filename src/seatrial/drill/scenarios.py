@@ -60,7 +60,7 @@ class Scenario:
 
 
 def _two_nodes(job: Job) -> str | None:
-    return None if job.cluster.nodes > 1 else "the job has one node: no other could take over"
+    return None if job.cluster.nodes > 1 else "the job has one node: no other can take over"
 
 
 def _two_ranks(job: Job) -> str | None:
@@ -74,7 +74,7 @@ def _forks(job: Job) -> str | None:
 
 def _can_shrink(job: Job) -> str | None:
     if job.cluster.nodes < 2:
-        return "the job has one node: nothing would be left"
+        return "the job has one node: no node would be left"
     if not (job.resilience.shrink and job.resilience.grow):
         return "the job forbids it (resilience.shrink or resilience.grow is false)"
     if len(shapes(job)) < 2:
@@ -100,14 +100,14 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "kill_agent",
-        "SIGKILL to a node's agent; a spare takes its place",
+        "SIGKILL to a node's agent; a spare replaces it",
         Expectation("same", _NODE_LOST, "node", named_by=(RECOVERING,), replaced=True),
         scripts.kill_agent,
         spares=1,
     ),
     Scenario(
         "kill_agent_without_spare",
-        "SIGKILL to a node's agent; the run shrinks, and grows when the node is back",
+        "SIGKILL to a node's agent; the run shrinks, and grows when the node returns",
         Expectation(
             "other", _NODE_LOST, "node", named_by=(RECOVERING,), follows=("shrunk", "grown"), replaced=True
         ),
@@ -118,7 +118,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "kill_coordinator_node",
-        "everything of the coordinator's node killed at once; a spare takes its place",
+        "all processes of the coordinator's node killed at once; a spare replaces it",
         Expectation(
             "same",
             ("coordinator_elected", *_NODE_LOST),
@@ -132,7 +132,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "kill_two_nodes",
-        "everything of two nodes killed at once; two spares take their places",
+        "all processes of two nodes killed at once; two spares replace them",
         Expectation("same", _NODE_LOST, "node", redone="checkpoint", named_by=("node_lost",), replaced=True),
         scripts.kill_two,
         spares=2,
@@ -210,7 +210,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "remade_data",
-        "the token store made anew, a rank killed; then the old one put back, and the same command again",
+        "the token store recreated, a rank killed; then the old one restored, and the same command again",
         Expectation(
             "same",
             ("rank_failed", RECOVERING),
@@ -237,7 +237,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "hold_gil",
-        "a rank computes for ever in native code and holds the GIL",
+        "a rank computes forever in native code and holds the GIL",
         Expectation("same", _HUNG, "rank", named_by=("hang_blamed",)),
         scripts.wait,
         scripts.gil,
@@ -251,7 +251,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "cut_network",
-        "a node's network is cut; a spare takes its place, and the node stops by itself",
+        "a node's network is cut; a spare replaces it, and the node fences itself",
         Expectation("same", ("node_lost", RECOVERING), "node", named_by=(RECOVERING,), replaced=True),
         scripts.cut,
         spares=1,
@@ -268,7 +268,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "xid_79",
-        "kernel log: a GPU has fallen off the bus; the node is dropped",
+        "kernel log: a GPU has fallen off the bus; the node is evicted",
         Expectation("same", ("signal", RECOVERING), "node", replaced=True),
         scripts.xid(79, "pid='<unknown>', name=<unknown>, GPU has fallen off the bus."),
         spares=1,

@@ -200,7 +200,7 @@ def hang(job: Job, plan: Plan) -> tuple[Planted, ...]:
 
 def gil(job: Job, plan: Plan) -> tuple[Planted, ...]:
     rank = min(1, job.layout.world_size - 1)
-    return (Planted("gil", rank, plan.fault, f"rank {rank} holds the GIL and computes for ever"),)
+    return (Planted("gil", rank, plan.fault, f"rank {rank} holds the GIL and computes forever"),)
 
 
 def nan(job: Job, plan: Plan) -> tuple[Planted, ...]:

@@ -254,7 +254,7 @@ class Stage:
         text = path.read_text(encoding="utf-8")
         path.write_text(json.dumps({**json.loads(text), "source": {"drill": "made anew"}}), encoding="utf-8")
         try:
-            yield "the token store made anew, then "
+            yield "the token store recreated, then "
         finally:
             path.write_text(text, encoding="utf-8")
 
@@ -263,14 +263,14 @@ class Stage:
         agents = {node: self.scene.agents[node] for node in nodes}
         victims = {node: {pid, *process.descendants(pid)} for node, pid in agents.items()}
         for node in nodes:
-            self.note("kill_node", f"SIGKILL to everything of node {node}", node=node, pid=agents[node])
+            self.note("kill_node", f"SIGKILL to all processes of node {node}", node=node, pid=agents[node])
         for pids in victims.values():
             for pid in pids:
                 self._signal(pid, signal.SIGKILL)
 
     @contextlib.contextmanager
     def slowed_rank(self, rank: int, *, stopped_s: float, going_s: float) -> Iterator[Callable[[], None]]:
-        """Keep one rank stopped for a share of the time, without its noticing. Call the yielded function repeatedly."""
+        """Keep one rank stopped for a share of the time, unnoticed by it. Call the yielded function repeatedly."""
         place = self.scene.ranks[rank]
         share = stopped_s / (stopped_s + going_s)
         message = f"rank {rank} gets {1 - share:.0%} of its time (SIGSTOP and SIGCONT in turns)"

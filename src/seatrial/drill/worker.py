@@ -1,4 +1,4 @@
-"""The ordinary worker with planted faults: `seatrial.train.worker` with functions that fail once, when a drill says so.
+"""The ordinary worker with planted faults: `seatrial.train.worker` with functions that fail once, as planned by a drill.
 
 The environment variable SEATRIAL_DRILL names a JSON file: {"faults": [Planted, ...]}. Each fault fires once in a run,
 however often ranks are restarted: only the process that creates its marker file fires it; that file records the time.
@@ -107,7 +107,7 @@ def _holds_the_gil(call: Any, *, fault: Planted, now: _Now) -> Any:
     @wraps(call)
     def sum_over_ranks(self: Mesh, values: Tensor) -> Any:
         if _fires(fault, now):
-            # A call through PyDLL keeps the GIL. Locking a mutex twice blocks for ever, whatever signals arrive;
+            # A call through PyDLL keeps the GIL. Locking a mutex twice blocks forever, whatever signals arrive;
             # the first signal would end a sleep.
             library = ctypes.PyDLL(None)
             mutex = ctypes.create_string_buffer(64)

@@ -1,4 +1,4 @@
-"""What a rule finds: a message about keys, not yet about locations in a file."""
+"""What a rule reports: a message about keys, not yet about locations in a file."""
 
 from __future__ import annotations
 

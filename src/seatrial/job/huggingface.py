@@ -32,7 +32,7 @@ def read_config(path: Path) -> Architecture:
         config = parse_json(read_text(file, links=True))
     except FileNotFoundError:
         raise InputError(
-            Diagnostic("no such file", str(file), hint="name a config.json, or the folder that holds one")
+            Diagnostic("no such file", str(file), hint="give a config.json, or the folder that contains one")
         ) from None
     except OSError as error:
         raise InputError(

@@ -166,7 +166,7 @@ class Job:
                 values = {"init_from": self.model.init_from, **self.architecture.as_dict()}
             if name == "parallel":
                 if self.chosen is not None:
-                    out.append('# chosen by parallel = "auto": plan.json says why')
+                    out.append('# chosen by parallel = "auto": see plan.json for the reasons')
                 values["shard"] = self.layout.shard
                 values["reshard_after_forward"] = self.parallel.reshards
             if values:
@@ -181,7 +181,7 @@ class Unchosen:
 
     @staticmethod
     def error() -> InternalError:
-        return InternalError('the layout of a job with parallel = "auto" was asked for before it was chosen')
+        return InternalError('the layout of a job with parallel = "auto" was accessed before it was chosen')
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

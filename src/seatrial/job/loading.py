@@ -87,7 +87,7 @@ def judged(
         layout = cast(Layout, Unchosen())
     if any(isinstance(part, Partial) for part in (file, architecture, layout)):
         if not problems:
-            raise InternalError("a value is missing without a problem that says so")
+            raise InternalError("a value is missing without a reported problem")
         return None, ordered
     return Job(file=file, architecture=architecture, layout=layout, source=name, text=source), ordered
 

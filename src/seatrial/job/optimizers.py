@@ -1,4 +1,4 @@
-"""Optimizers that a job file can name: what each keeps, and the class that carries it out. Without torch."""
+"""Optimizers that a job file can name: what each keeps, and the class that implements it. Without torch."""
 
 from __future__ import annotations
 

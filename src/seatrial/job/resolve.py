@@ -54,7 +54,7 @@ def resolve_architecture(model: ModelSection) -> tuple[Architecture, list[RuleVi
                     ("model.hidden_size", "model.num_attention_heads"),
                     f"hidden_size {values['hidden_size']} is not divisible by num_attention_heads {heads}, and "
                     "head_dim is not given",
-                    f"hidden_size = {next_multiple(values['hidden_size'], heads)} would do, or give head_dim",
+                    f"hidden_size = {next_multiple(values['hidden_size'], heads)} works, or set head_dim",
                 )
             )
         else:
@@ -91,7 +91,7 @@ def _base(
         return None
     if preset is not None and hf is not None:
         findings.append(
-            RuleViolation(("model.hf",), "[model] has both `preset` and `hf`", "keep the one that you mean")
+            RuleViolation(("model.hf",), "[model] has both `preset` and `hf`", "keep one of them")
         )
         return None
     if preset is not None:
@@ -123,7 +123,7 @@ def _base(
                 REQUIRED
             )
             if _is_given(model, "init_from"):
-                hint = f'the folder to start from can name it: hf = "{model.init_from}"'
+                hint = f'the folder to start from can provide it: hf = "{model.init_from}"'
         else:
             message = f"[model] lacks {', '.join(missing)}"
             hint = "a model by explicit sizes needs all of " + ", ".join(REQUIRED)

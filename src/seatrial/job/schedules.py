@@ -1,4 +1,4 @@
-"""Pipeline schedules: all that Seatrial asks of one, those built in, and those of other packages. Without torch.
+"""Pipeline schedules: the properties that Seatrial needs of one, those built in, and those of other packages. Without torch.
 
 A pass is forward ("F"), backward ("B"), or one half of backward: for the input ("I") or the weights ("W"). A stage's
 forward waits for the stage before, its backward for the stage after; a rank runs its passes one at a time, in order.
@@ -43,7 +43,7 @@ class PipelineSchedule:
     split_backward: bool = False  # into passes for input and for weight gradients
 
     def order(self, ranks: int, per_rank: int, microbatches: int, rank: int) -> list[Pass]:
-        """The passes of one pipeline rank, as torch carries them out."""
+        """The passes of one pipeline rank, as executed by torch."""
         raise NotImplementedError(f'the schedule "{self.name}" has no order of passes')
 
     def in_flight(self, ranks: int, per_rank: int, microbatches: int, rank: int) -> int:
@@ -205,7 +205,7 @@ def replay(
                 at[rank] += 1
                 moved = True
         waiting = [r for r in waiting if at[r] < len(orders[r])]
-        assert moved or not waiting, f"{schedule.name}: no rank can go on"
+        assert moved or not waiting, f"{schedule.name}: no rank can continue"
     return max(clock)
 
 

@@ -1,6 +1,6 @@
 """The job file as types: sections, keys, defaults and what each key means.
 
-One key's own limits stand here. What must hold between keys stands in `rules.py`.
+The limits of single keys are here. Rules between keys are in `rules.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _one_or_several(value: Any) -> str:
     return "several" if isinstance(value, list) else "one"
 
 
-# Tags, so that a wrong value is told about as the one kind that it looks like. `validate.py` knows them.
+# Tags, so that a wrong value is reported as the one kind that it resembles. `validate.py` knows them.
 OneOrSeveral = Annotated[
     Annotated[Text, Tag("one")] | Annotated[list[Text], Field(min_length=1), Tag("several")],
     Discriminator(_one_or_several),
@@ -210,7 +210,7 @@ class ParallelSection(Section):
     """How one model becomes many ranks. Missing sizes are 1; a missing `shard` takes the ranks that are left."""
 
     tensor: Ranks = Field(default=1, description="ranks that split each matrix; inside one node")
-    pipeline: Ranks = Field(default=1, description="ranks that hold the layers one after the other")
+    pipeline: Ranks = Field(default=1, description="ranks among which the layers are divided")
     context: Ranks = Field(default=1, description="ranks that split each sequence; only 1 in this version")
     expert: Ranks = Field(
         default=1, description="ranks among which experts are distributed; only 1 in this version"
@@ -276,7 +276,7 @@ class TrainSection(Section):
     )
     on_callback_error: Literal["warn", "stop"] | None = Field(
         default=None,
-        description="what follows an exception of a callback or metric; if missing, warn and go on without it",
+        description="what follows an exception of a callback or metric; if missing, warn and continue without it",
     )
 
 
@@ -310,7 +310,7 @@ class OptimizerSection(Section):
 
     @model_serializer(mode="wrap")
     def _named_if_another(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Runs that were made before the name existed must be able to resume, and are not told that it changed.
+        # Runs that were made before the name existed must be able to resume, and do not report that it changed.
         values: dict[str, Any] = handler(self)
         return {key: value for key, value in values.items() if (key, value) != ("name", ADAMW.name)}
 
@@ -346,13 +346,13 @@ class CheckpointSection(Section):
 
 
 class ResilienceSection(Section):
-    """What a run does about failures. Every limit here is the run's own; a budget that is spent ends it."""
+    """What a run does about failures. Every limit applies to the run; an exhausted budget ends it."""
 
     max_restarts: CountOrNone = Field(
         default=100, description="recoveries in one start; 0: the first failure ends the run"
     )
     max_same_failure: Count = Field(
-        default=3, description="the same failure at the same step, without progress, this often: stop"
+        default=3, description="stop after this many equal failures at the same step, without progress"
     )
     in_place: bool = Field(
         default=True,
@@ -379,7 +379,7 @@ class ResilienceSection(Section):
     )
     max_skipped_steps: CountOrNone = Field(
         default=3,
-        description="steps of the whole run whose update may be skipped (not finite, or a spike); one more ends it",
+        description="steps of the whole run whose update may be skipped (not finite, or a spike); another one ends the run",
     )
     on_spike: Literal["warn", "skip"] = Field(
         default="warn", description="what follows a spike of loss or gradient norm"
@@ -406,10 +406,10 @@ class ResilienceSection(Section):
     )
     join_wait_s: SecondsOrNone = Field(
         default=600.0,
-        description="seconds for the nodes to come at the start, and for enough of them later; 0: for ever",
+        description="seconds to wait for the nodes at the start, and for enough of them later; 0: no limit",
     )
     node_wait_s: SecondsOrNone = Field(
-        default=0.0, description="seconds to wait for a node to come back before the run shrinks"
+        default=0.0, description="seconds to wait for a node to return before the run shrinks"
     )
     preempt_grace_s: Seconds = Field(
         default=60.0,
@@ -419,10 +419,10 @@ class ResilienceSection(Section):
         default=2, description="failures blamed on a node before it is excluded for the rest of this start"
     )
     allow_gpu_reset: bool = Field(
-        default=False, description="may run `nvidia-smi --gpu-reset` on a node that runs nothing"
+        default=False, description="allow `nvidia-smi --gpu-reset` on a node that runs nothing"
     )
     allow_node_drain: bool = Field(
-        default=False, description="may tell the scheduler to drain a node that was evicted"
+        default=False, description="allow draining an evicted node through the scheduler"
     )
 
     @property

@@ -15,7 +15,7 @@ class SlurmSection(Section):
     form: Literal["allocation", "array"] = Field(
         default="allocation",
         description="allocation: one job for all nodes. array: one job for each node, so that a queued cold spare can "
-        "take the place of a lost node, at the price that nodes do not start together and are not placed by topology",
+        "take the place of a lost node, but nodes do not start together and are not placed by topology",
     )
     cold_spares: Annotated[int, Field(ge=0, le=10_000)] = Field(
         default=0, description="with the array form: jobs that stay queued until a node is lost"
@@ -92,7 +92,8 @@ class KubernetesSection(Section):
         default=6, description="how often each node's pod is replaced after it was lost or preempted"
     )
     gpu_resource: Text = Field(
-        default="nvidia.com/gpu", description='resource name of the GPUs; none are asked with device = "cpu"'
+        default="nvidia.com/gpu",
+        description='resource name of the GPUs; none are requested with device = "cpu"',
     )
     rdma_resource: Text | None = Field(
         default=None, description='resource name of the RDMA devices, such as "rdma/ib"'
@@ -108,7 +109,7 @@ class KubernetesSection(Section):
     )
     shm_gb: Annotated[float, Field(ge=0.1, le=100_000)] | None = Field(
         default=None,
-        description="GB of /dev/shm, counted as memory of the pod; as much as it may use if missing",
+        description="GB of /dev/shm, counted as memory of the pod; the pod's memory limit if missing",
     )
     host_network: bool = Field(
         default=False, description="pods use the network of their node, as some RDMA set-ups need"

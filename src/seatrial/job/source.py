@@ -160,10 +160,10 @@ class Source:
 _AUTO, _TABLE = r"\s*parallel\s*=", r"\s*\[\s*parallel\s*\]"
 _ONE_OF_TWO = 'parallel = "auto" chooses every key of [parallel]: keep one of the two'
 _SYNTAX_HINTS = (
-    ("invalid value", 'text goes in double quotes; numbers, true and false stand alone: name = "voyage"'),
-    ("cannot overwrite a value", "this key is given twice: keep one of them"),
-    ("cannot declare .* twice", "this section is given twice: join the two"),
-    ("expected newline or end of document", "one key a line"),
+    ("invalid value", 'text needs double quotes; numbers, true and false need none: name = "voyage"'),
+    ("cannot overwrite a value", "the key is set twice: keep one of them"),
+    ("cannot declare .* twice", "the section occurs twice: merge the two"),
+    ("expected newline or end of document", "write one key per line"),
     ("expected '=' after a key", "a line is KEY = VALUE, or [SECTION]"),
     ("unterminated string", "the closing quote is missing"),
     ("illegal character '\\\\n'", "the closing quote is missing"),
@@ -171,18 +171,20 @@ _SYNTAX_HINTS = (
 
 
 def read_text(path: FilePath) -> str:
-    """The text of a job file; raises InputError where there is none to read."""
+    """The text of a job file; raises InputError if it cannot be read."""
     try:
         return read_named(path).decode("utf-8-sig")
     except FileNotFoundError:
         raise InputError(
             Diagnostic(
-                "no such file", str(path), hint=f"write one: seatrial init --preset first-voyage --out {path}"
+                "no such file",
+                str(path),
+                hint=f"create one: seatrial init --preset first-voyage --out {path}",
             )
         ) from None
     except IsADirectoryError:
         raise InputError(
-            Diagnostic("this is a folder; a job file is needed", str(path), hint=f"name the file in {path}")
+            Diagnostic("this is a folder; a job file is needed", str(path), hint=f"give the file in {path}")
         ) from None
     except UnicodeDecodeError as error:
         raise InputError(

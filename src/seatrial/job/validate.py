@@ -1,4 +1,4 @@
-"""Validate values against the schema: every unknown key, wrong type, missing key and bad range, in words.
+"""Validate values against the schema: every unknown key, wrong type, missing key and bad range, as text.
 
 Pydantic finds the problems; its messages are reworded here in the terms of the job file.
 """
@@ -161,7 +161,7 @@ def _missing_section(source: Source, name: str, section: type[Section]) -> Diagn
 
 
 def _translate(source: Source, path: Path, error: ErrorDetails) -> Diagnostic:
-    """One pydantic error in words, at its location."""
+    """One pydantic error as text, at its location."""
     kind = error["type"]
     path = _without_tags(path)
     if kind == "extra_forbidden":
@@ -197,7 +197,7 @@ _EXPECTED = {
     "model_type": "a table",
     "model_attributes_type": "a table",
 }
-# What a key with literal words accepts besides them.
+# What a key with literal names accepts besides them.
 _OR_ELSE = {"checkpoint.every_steps": ("a number of steps",), "resilience.snapshot_copies": ("0", "1", "2")}
 _LIMITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "greater_than": ("must be greater than", lambda c: c["gt"]),
@@ -271,7 +271,7 @@ def _type_hint(kind: str, value: Any) -> str | None:
 
 
 def _describe(value: Any) -> str:
-    """A TOML value as a person names it."""
+    """A TOML value, for people."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

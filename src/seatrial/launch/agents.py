@@ -86,7 +86,7 @@ def start_agent(
 ) -> AgentHandle:
     """Start an agent by `command` as a child process, with the channel as its stdin and stdout. Raises OSError.
 
-    `log` takes its stderr, by default the agent's own log; `status_text` words how it ended. `own_session`: without the
+    `log` takes its stderr, by default the agent's own log; `status_text` describes how it ended. `own_session`: without the
     controlling terminal of this process, so that it cannot prompt for a password there.
     """
     ours, theirs = Channel.pair()

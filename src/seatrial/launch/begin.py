@@ -33,7 +33,7 @@ from seatrial.record.launches import (
     begin_event,
     checked_launch,
     read_outcome,
-    told_handle,
+    record_handle,
     write_launch,
 )
 from seatrial.record.secret import make_secret
@@ -48,7 +48,7 @@ def current_launch(folder: RunFolder) -> Launch:
     if launch is None:
         raise InputError(
             f"{folder.path} has no start that an agent could join",
-            hint="`seatrial train` begins one",
+            hint="`seatrial train` starts the run",
         )
     return launch
 
@@ -65,7 +65,7 @@ def current_start(folder: RunFolder, attempt: str, submitted: int | None = None)
         message = f"a later start was submitted, {launch.handle or 'just now'}"
         return StartOutcome(launch.generation, 0, EXIT_INTERRUPTED, message, None, time.time())
     if launch.handle is None and attempt:
-        launch = told_handle(folder, launch, attempt)
+        launch = record_handle(folder, launch, attempt)
     outcome = read_outcome(folder, launch.generation)
     stopped = folder.stopped(launch.generation).exists()
     if outcome is None and stopped:

@@ -70,7 +70,7 @@ def end_rest(found: Stand) -> None:
 def follow(folder: RunFolder, tick: Callable[[], None], say: Callable[[str], None]) -> int:
     """Call `tick` a few times a second until the run is over; its exit code. Raises RunFailed if it recorded none.
 
-    `say` receives what only the scheduler knows.
+    `report` is called with what only the scheduler knows.
     """
     ask_at, told, gone_since = time.monotonic(), "", None
     while True:
@@ -96,7 +96,7 @@ def follow(folder: RunFolder, tick: Callable[[], None], say: Callable[[str], Non
                 if running(folder) is None or now - gone_since >= _LAG_S:
                     kept = [f"`{command}`" for command in scheduled(launch).logs(str(launch.handle))]
                     raise RunFailed(
-                        f"{launch.launcher} no longer knows {launch.handle}, and no agent recorded how the run ended",
+                        f"{launch.launcher} no longer has {launch.handle}, and no agent recorded how the run ended",
                         hint=f"its output: {', '.join([str(folder.logs), *kept])}; the same command resumes from the last "
                         "saved state",
                     )

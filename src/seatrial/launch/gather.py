@@ -19,7 +19,7 @@ from seatrial.base.complain import complain
 from seatrial.base.errors import EXIT_INTERRUPTED, InputError
 from seatrial.base.event_loop import Watching
 from seatrial.base.signals import SignalQueue
-from seatrial.control.agent.attendance import SIGN_S, SILENT_S
+from seatrial.control.agent.attendance import HEARTBEAT_S, SILENT_S
 from seatrial.control.agent.spec import AgentSpec
 from seatrial.control.net import lease
 from seatrial.launch.agents import AgentHandle, end_agents
@@ -29,13 +29,13 @@ from seatrial.record import events
 from seatrial.record import messages as msg
 from seatrial.record.failure import Failure
 from seatrial.record.folder import RunFolder
-from seatrial.record.recent import told_marks
+from seatrial.record.recent import recorded_marks
 
 if TYPE_CHECKING:
     from seatrial.job import Job
 
 _TICK_S = 0.05
-_NOTICED_S = 1.0  # our notice of an agent's death may lag behind the coordinator's by this much
+_NOTICE_LAG_S = 1.0  # our notice of an agent's death may lag behind the coordinator's by this much
 _NONE_LEFT_S = 60.0  # how long no agent may be alive while restarts are pending
 _RETRY_S = 5.0  # until a failed start of an agent is retried
 _OUTCOME_GRACE_S = 2.0  # from the outcome until agents that have not ended are killed
@@ -52,7 +52,7 @@ def attend(
     *,
     returns: Callable[[AgentHandle], float | None],
     tick: Callable[[], None] | None,
-    signs: bool = False,
+    heartbeats: bool = False,
 ) -> Outcome:
     """Start the agent of every spec and follow them all to the end. See `Gathering`.
 
@@ -73,7 +73,7 @@ def attend(
             start,
             preempt_grace_s=job.resilience.preempt_grace_s,
             returns=returns,
-            signs=signs,
+            heartbeats=heartbeats,
             tick=tick,
         )
         try:
@@ -108,12 +108,12 @@ class Gathering:
         *,
         preempt_grace_s: float,
         returns: Callable[[AgentHandle], float | None] = lambda _: None,
-        signs: bool = False,
+        heartbeats: bool = False,
         tick: Callable[[], None] | None = None,
     ) -> None:
         """`start(node)` starts a node's agent. `returns`: seconds until one that has ended is restarted, or None.
 
-        `signs`: agents are on other hosts and are sent heartbeats, see control/agent/attendance.py.
+        `heartbeats`: agents are on other hosts and are sent heartbeats, see control/agent/attendance.py.
         """
         self.folder = folder
         self.generation = generation
@@ -124,15 +124,15 @@ class Gathering:
         self._none_left_since: float | None = None  # since when no agent is alive, on the monotonic clock
         self._over = threading.Event()
         # A thread of its own, because this one blocks when the terminal accepts no output.
-        self._signs = threading.Thread(target=self._give_signs, daemon=True) if signs else None
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, daemon=True) if heartbeats else None
         self._start_at: dict[int, float] = {}  # node -> when to restart its agent, on the monotonic clock
         self._tick = tick
         self._stop_grace_s = _STOP_GRACE_S | {"preempt": preempt_grace_s + _STOP_GRACE_S["preempt"]}
         self._stopping: msg.Why | None = None
         self._kill_at: float | None = None  # on the monotonic clock
         self._outcome: msg.RunOver | None = None
-        self._deaths: dict[str, events.Event] = {}  # by the mark of each report
-        self._carrier: AgentHandle | None = None  # the agent that was sent them
+        self._exit_events: dict[str, events.Event] = {}  # by the mark of each report
+        self._forwarder: AgentHandle | None = None  # the agent that was sent them
         self._sources = Watching()
 
     def start(self, node: int) -> None:
@@ -146,21 +146,21 @@ class Gathering:
         """Run until every agent has ended or has reported that nothing of its node is left."""
         if signals is not None:
             self._sources.watch(signals, lambda: self._on_signals(signals))
-        if self._signs is not None:
-            self._signs.start()
+        if self._heartbeats is not None:
+            self._heartbeats.start()
         while self._start_at or not all(a.gone for a in self.agents):
             self._sources.wait(_TICK_S)
             self._meet_deadlines()
             if self._tick is not None:
                 self._tick()
-        self._write_deaths()
+        self._write_exit_events()
         return self._result()
 
     def close(self) -> None:
         """Kill whatever is left; nothing that was started survives this."""
         self._over.set()
-        if self._signs is not None and self._signs.is_alive():
-            self._signs.join()
+        if self._heartbeats is not None and self._heartbeats.is_alive():
+            self._heartbeats.join()
         end_agents(self.agents)
         self._sources.close()
 
@@ -226,16 +226,16 @@ class Gathering:
         if again:  # still unreachable, as already reported
             self.agents.remove(agent)
         elif agent.died:
-            self._tell_death(agent)
+            self._report_exit(agent)
         agent.close()
         wait_s = self._returns(agent)
         if wait_s is not None and self._outcome is None and self._stopping is None:
             self._start_at[node] = time.monotonic() + wait_s
 
-    def _tell_death(self, agent: AgentHandle) -> None:
+    def _report_exit(self, agent: AgentHandle) -> None:
         """Report a death through a live agent, which forwards it to the coordinator, the recorder during the run."""
         told = f"launcher-{secrets.token_hex(6)}"
-        self._deaths[told] = events.Event(
+        self._exit_events[told] = events.Event(
             time.time(),
             max(self.generation, self.folder.last_generation()),
             "agent_failed",
@@ -244,20 +244,22 @@ class Gathering:
             agent.spec.node,
             data={"pid": agent.popen.pid, "status": agent.status, "time": agent.ended_at, "told": told},
         )
-        untold = {told: self._deaths[told]}
-        if self._carrier is None or self._carrier.gone:
-            self._carrier = next((a for a in self.agents if not a.gone), None)
-            untold = self._deaths  # the previous carrier may have exited before it forwarded the earlier ones
-        if self._carrier is not None:
-            for mark, event in untold.items():
-                self._carrier.channel.post(msg.encode(msg.LauncherRecord(**vars(event), told=mark)))
+        unsent = {told: self._exit_events[told]}
+        if self._forwarder is None or self._forwarder.gone:
+            self._forwarder = next((a for a in self.agents if not a.gone), None)
+            unsent = (
+                self._exit_events
+            )  # the previous forwarder may have exited before it forwarded the earlier ones
+        if self._forwarder is not None:
+            for mark, event in unsent.items():
+                self._forwarder.channel.post(msg.encode(msg.LauncherRecord(**vars(event), told=mark)))
 
-    def _write_deaths(self) -> None:
+    def _write_exit_events(self) -> None:
         """Write the deaths that no agent has forwarded; none is alive any more."""
-        recorded = told_marks(self.folder) if self._deaths else set()
+        recorded = recorded_marks(self.folder) if self._exit_events else set()
         # With a full disk the run must still be followed to its end, which will report that the disk is full.
         with contextlib.suppress(OSError):
-            for mark, event in self._deaths.items():
+            for mark, event in self._exit_events.items():
                 if mark not in recorded:
                     events.write(self.folder, event)
 
@@ -265,12 +267,12 @@ class Gathering:
         deadline = time.monotonic() + seconds
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
-    def _give_signs(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
             for agent in list(self.agents):
                 with contextlib.suppress(OSError):  # closed in the meantime
                     agent.channel.post(msg.encode(msg.LauncherAlive()))
-            if self._over.wait(SIGN_S):
+            if self._over.wait(HEARTBEAT_S):
                 return
 
     def _meet_deadlines(self) -> None:
@@ -308,7 +310,7 @@ class Gathering:
         if failure.rank is None:
             # The coordinator only noticed that an agent is missing; its parent knows how it ended.
             known = (
-                a for a in died if a.spec.node == failure.node and a.ended_at < failure.time + _NOTICED_S
+                a for a in died if a.spec.node == failure.node and a.ended_at < failure.time + _NOTICE_LAG_S
             )
             agent = next(known, None)
             if agent is not None:
@@ -328,7 +330,7 @@ class Gathering:
             Failure(
                 node=None,
                 rank=None,
-                message="all agents ended, and none reported how the run ended",
+                message="all agents exited without reporting how the run ended",
                 cause="no outcome",
                 time=time.time(),
                 log=str(first.spec.log),

@@ -50,7 +50,7 @@ def run_agent(run: Path, node: int | None) -> int:
     device, _reason = choose_device(job.cluster)
     bind = job.cluster.bind
     way = route(identity.peers, bind or identity.address)
-    reason = way.reason if bind or not identity.address else f"{launcher.name} gave this address"
+    reason = way.reason if bind or not identity.address else f"the address set by {launcher.name}"
     spec = spec_of(
         job,
         folder,

@@ -127,15 +127,15 @@ class KubernetesLauncher:
         states = [state for line in pods.out.splitlines() if not "" < (state := line.split("\t"))[1] < now]
         running = sum(phase == "Running" for phase, *_ in states)
         if not found:
-            ending = Status("running", f"deleted; {running} pods are still ending")
+            ending = Status("running", f"deleted; {running} pods are still terminating")
             return ending if running else Status("gone", "deleted")
         waits = Counter(reason for _, _, *reasons in states for reason in reasons if reason)
-        words = [f"{count} wait: {reason}" for reason, count in waits.most_common()]
+        words = [f"{count} waiting: {reason}" for reason, count in waits.most_common()]
         if running:
-            return Status("running", "; ".join([f"{running} pods run", *words]))
+            return Status("running", "; ".join([f"{running} pods running", *words]))
         if found["spec"].get("suspend"):
             return Status("queued", "suspended: its queue has not admitted it")
-        return Status("queued", "; ".join(words) or f"{len(states)} pods, none runs yet")
+        return Status("queued", "; ".join(words) or f"{len(states)} pods, none running yet")
 
     def signal(self, handle: str, how: Literal["preempt", "end"]) -> None:
         """Delete its objects; pods get SIGTERM and their grace period, or for "end" one second. Raises RunFailed."""
@@ -189,8 +189,8 @@ def _said(result: Result) -> str:
         return result.out
     words = " ".join(result.err.split())[:_LONGEST] or result.why
     hint = (
-        "install kubectl on this machine, or submit with what `seatrial train --render` prints elsewhere"
+        "install kubectl on this machine, or submit the output of `seatrial train --render` elsewhere"
         if result.ended == "absent"
-        else "`kubectl config current-context` names the cluster that was asked; docs/clusters.md has more"
+        else "`kubectl config current-context` shows the cluster that was queried; see docs/clusters.md"
     )
     raise RunFailed(f"{result.why if result.ended != 'failed' else 'kubectl'}: {words}", hint=hint)

@@ -117,7 +117,7 @@ def _pairs(section: KubernetesSection) -> Iterator[RuleViolation]:
             yield RuleViolation(
                 (f"kubernetes.tolerations.{number}",),
                 f'"{text}" is not a taint',
-                'write it as kubectl does: "KEY=VALUE:NoSchedule", "KEY:NoExecute" or "KEY"',
+                'write it as for kubectl: "KEY=VALUE:NoSchedule", "KEY:NoExecute" or "KEY"',
             )
 
 
@@ -153,7 +153,9 @@ def _claims(section: KubernetesSection) -> Iterator[RuleViolation]:
         clean = PurePosixPath(path)
         if str(clean) != path or not clean.is_absolute() or path == "/" or ".." in clean.parts:
             yield RuleViolation(
-                (key,), f'"{path}" cannot be mounted at', "an absolute path, without .. and / at its end"
+                (key,),
+                f'"{path}" cannot be mounted at',
+                "an absolute path, without .. and without / at its end",
             )
         elif clean == PurePosixPath("/dev/shm"):
             yield RuleViolation((key,), "/dev/shm is mounted by the launcher", "mount it elsewhere")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-# Letters first, and none of YAML's words for booleans and null: read as text by YAML 1.1 and 1.2 alike.
+# Letters first, and none of YAML's names for booleans and null: read as text by YAML 1.1 and 1.2 alike.
 _PLAIN = re.compile(r"(?!(?:true|false|yes|no|on|off|null|y|n)$)[A-Za-z/][A-Za-z0-9_./-]*", re.IGNORECASE)
 
 

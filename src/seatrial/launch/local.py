@@ -50,7 +50,7 @@ class LocalLauncher:
         """Raise InputError if the port is taken, the device is unavailable, or the open-file limit is too low."""
         if not sys.platform.startswith("linux"):
             raise InputError(
-                f"the virtual cluster needs Linux, and this is {sys.platform}",
+                f"the virtual cluster needs Linux, not {sys.platform}",
                 hint="run it in a Linux container or virtual machine",
             )
         if job.cluster.namespaces:
@@ -108,7 +108,7 @@ class LocalLauncher:
                 + f"# starts {starts}\n"
                 + f"#   {shlex.join(worker)}\n"
                 + "# every rank of it:\n"
-                + _told(node.variables)
+                + _comments(node.variables)
             )
             block += "".join(
                 f"# local rank {i}: {'CPUs ' + cpu_list(gpu.cpus) if gpu.cpus else 'any CPU'} ({gpu.reason})\n"
@@ -126,10 +126,10 @@ class LocalLauncher:
                     master_addr=specs[0].address,
                     master_port=cluster.port or 0,
                 )
-                block += f"# rank {first} at first (port 0: chosen at the start):\n" + _told(environment)
+                block += f"# rank {first} at first (port 0: chosen at the start):\n" + _comments(environment)
                 block += f"# its log: {spec.rank_log(generation, first)}\n"
             else:
-                block += "# a spare: it has no ranks until it takes the place of a lost node\n"
+                block += "# a spare: it has no ranks until it replaces a lost node\n"
             blocks.append(block)
         return {"commands.sh": "\n".join(blocks)}
 
@@ -188,7 +188,7 @@ class LocalLauncher:
         return apart if hosts is None else [*hosts.prefix(node), *apart]
 
 
-def _told(variables: Sequence[Variable]) -> str:
+def _comments(variables: Sequence[Variable]) -> str:
     """Variables as comments, with the reason for each."""
     return "".join(
         f"#   {v.name}={v.value}   # {'yours: ' if v.source == 'yours' else ''}{v.reason}\n"

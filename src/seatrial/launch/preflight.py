@@ -108,7 +108,7 @@ def preflight(
         if not problems:
             if account.gpu_room is not None and (why := judge(account.gpu, account.gpu_room).why):
                 notes.append(f"GPU memory is tight, it {why}")
-            return Ready(account.settled(), account, tuple(data.told), tuple(notes))
+            return Ready(account.settled(), account, tuple(data.descriptions), tuple(notes))
     if data.unreachable is not None and len(problems) == 1:
         raise data.unreachable  # the job itself is fine
     raise InputError(sorted(dict.fromkeys(problems), key=by_line))
@@ -126,7 +126,7 @@ def _unfilled(facts: Facts) -> Iterator[RuleViolation]:
             yield RuleViolation(
                 (key,),
                 f"{key} is not filled in: {found[0]} is a placeholder",
-                "write the path that the comment beside it describes",
+                "replace it by the path described in the comment next to it",
             )
 
 
@@ -139,12 +139,12 @@ def _named(key: str, known: Callable[[str], object]) -> Rule:
             if name is not None:
                 known(name)
         except InputError as error:
-            yield from _told(error, f"cluster.{key}")
+            yield from _violations(error, f"cluster.{key}")
 
     return rule
 
 
-def _told(error: InputError, *keys: str) -> Iterator[RuleViolation]:
+def _violations(error: InputError, *keys: str) -> Iterator[RuleViolation]:
     for d in error.diagnostics:
         where = "" if d.file is None else f"{d.file}: "
         yield RuleViolation(keys, where + d.message, d.hint or "name another")
@@ -177,7 +177,7 @@ class _Data:
     """The rules about data, which share the stores they have opened."""
 
     def __init__(self, cache: Path) -> None:
-        self.told: list[str] = []
+        self.descriptions: list[str] = []
         self.unreachable: StorageError | None = None
         self._cache = cache
         # Index in data.train -> store, or for data yet to be prepared the maximum number of tokens, if known.
@@ -194,7 +194,7 @@ class _Data:
                 raise InputError(f"the tokenizer {spec} is a folder", hint=inside)
             self._tokenizer = load_tokenizer(spec)
         except InputError as error:
-            yield from _told(error, "data.tokenizer")
+            yield from _violations(error, "data.tokenizer")
 
     def there(self, facts: Facts) -> Iterator[RuleViolation]:
         for i, source in enumerate(sources_of(facts.job.data)):
@@ -202,7 +202,7 @@ class _Data:
             try:
                 self._found[i] = self._look(source, facts.job.data)
             except InputError as error:
-                yield from _told(error, *keys)
+                yield from _violations(error, *keys)
             except StorageError as error:
                 self.unreachable = error
                 yield RuleViolation(keys, error.message, error.hint or "try again")
@@ -212,11 +212,13 @@ class _Data:
     def _look(self, source: str, data: DataSection) -> TokenStore | int | None:
         if is_remote(source) or is_store(Path(source)):
             (store,) = resolve_stores(data.model_copy(update={"train": source}), self._cache, Path.cwd())
-            self.told.append(f"{source}: {units.count(store.n_tokens)} tokens ({store.tokenizer.name})")
+            self.descriptions.append(
+                f"{source}: {units.count(store.n_tokens)} tokens ({store.tokenizer.name})"
+            )
             return store
         if not source.startswith("builtin:"):
             if find_pair(Path(source)) is not None:
-                self.told.append(f"{source}: a Megatron pair, imported at the start")
+                self.descriptions.append(f"{source}: a Megatron pair, imported at the start")
                 return None
             if not os.path.exists(source):
                 spec = "TOKENIZER" if PLACEHOLDER.search(data.tokenizer) else shlex.quote(data.tokenizer)
@@ -226,7 +228,9 @@ class _Data:
                 )
         files = find([source]).files
         size = sum(f.size for f in files)
-        self.told.append(f"{source}: {len(files):,} files, {units.memory(size)}, prepared at the start")
+        self.descriptions.append(
+            f"{source}: {len(files):,} files, {units.memory(size)}, prepared at the start"
+        )
         # An invalid UTF-8 byte becomes three, and each document gets an end token.
         return 3 * size + len(files) if all(f.path.suffix in _PLAIN for f in files) else None
 
@@ -247,19 +251,19 @@ class _Data:
             if isinstance(found, TokenStore):
                 problems = misfits(found, vocabulary, length, wanted, batch, data.tokenizer)
                 if problems:
-                    yield from _told(InputError(problems), *keys)
+                    yield from _violations(InputError(problems), *keys)
                 continue
             if self._tokenizer.vocab_size > vocabulary:
                 yield RuleViolation(
                     ("data.tokenizer",),
                     f"the tokenizer {self._tokenizer.name!r} has {self._tokenizer.vocab_size:,} ids, the model's vocabulary {vocabulary:,}",
-                    "take the tokenizer of the model; or a larger model.vocab_size",
+                    "use the tokenizer of the model, or a larger model.vocab_size",
                 )
             if found is not None and found < need:
                 yield RuleViolation(
                     keys,
-                    f"{sources[i]} gives at most {found:,} tokens: fewer than the {need:,} of one step",
-                    "give more data, or a smaller train.global_batch or train.sequence_length",
+                    f"{sources[i]} has at most {found:,} tokens: fewer than the {need:,} of one step",
+                    "provide more data, or a smaller train.global_batch or train.sequence_length",
                 )
 
 
@@ -295,14 +299,14 @@ def _memory(account: Account) -> Iterator[RuleViolation]:
         yield RuleViolation(
             _MODEL,
             f"the job needs {units.memory(account.gpu)} on a GPU, which has {units.memory(account.gpu_room)}",
-            (would_fit(account) or "`seatrial plan JOB --fit` lists the smallest clusters that have it")
+            (would_fit(account) or "`seatrial plan JOB --fit` lists the smallest clusters that suffice")
             + _ANYWAY,
         )
     copies, _ = account.copies
     if account.host_fits(copies):
         return
     cpu = account.device == "cpu"
-    message = f"the job needs more host memory than there is: {account.host_told()}"
+    message = f"the job needs more host memory than is available: {account.host_told()}"
     if cpu:
         message += f"; its ranks are CPU processes ({account.device_reason})"
     for fewer in range(copies - 1, -1, -1):

@@ -32,7 +32,7 @@ from seatrial.record.launches import (
     checked_launch,
     end_event,
     record_end,
-    told_handle,
+    record_handle,
     write_launch,
 )
 from seatrial.record.run import OpenedRun, add_to_plan, open_run
@@ -83,7 +83,7 @@ class Session:
         for place in self._places():
             for step in place.steps():
                 aside = place.set_aside(step, "a run of this name was started over with --fresh")
-                text = f"{place.where(step)} belongs to the previous run; set aside as {aside}"
+                text = f"{place.where(step)} belongs to the previous run; quarantined as {aside}"
                 self.opened.notes.append(text)
                 events.append(
                     self.opened.folder,
@@ -138,7 +138,7 @@ class Session:
         )
         write_launch(folder, launch)
         rendered = folder.rendered(generation)
-        # Blocked until the handle is recorded: whoever ends us must be able to find the submitted job.
+        # Blocked until the handle is recorded: the process that ends us must be able to find the submitted job.
         ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
         try:
@@ -147,7 +147,7 @@ class Session:
             except SeatrialError as error:  # it may have been submitted anyway: its agents must exit
                 record_end(folder, launch, EXIT_FAILED, f"it was not submitted: {error.message}")
                 raise
-            told = told_handle(folder, launch, handle)
+            told = record_handle(folder, launch, handle)
             self.opened.close()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -192,7 +192,7 @@ def prepare_session(
             slowest_s = check_filesystem(opened.folder.path, _needed_bytes(job))
             if job.resilience.silence_s < _SLOWEST_RENAMES * slowest_s:
                 opened.notes.append(
-                    f"a rename in {opened.folder.path} took {slowest_s:.1f} s: the coordinator does several in a row, and "
+                    f"a rename in {opened.folder.path} took {slowest_s:.1f} s: the coordinator does several in sequence, and "
                     "its nodes would consider it dead; set resilience.silence_s to at least "
                     f"{_SLOWEST_RENAMES * slowest_s:.0f}"
                 )

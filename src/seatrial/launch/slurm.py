@@ -115,7 +115,7 @@ class SlurmLauncher:
         lines += [f"#SBATCH {_quoted(option)}" for option in _options(job, folder)]
         lines += [
             "",
-            "# Signals are for the agents; the script must outlive them to tell how the run ended.",
+            "# Signals are for the agents; the script must outlive them to report how the run ended.",
             "trap : TERM USR1 USR2",
         ]
         lines += section.setup
@@ -133,16 +133,16 @@ class SlurmLauncher:
         )
         lines += ["", shlex.join(agents), "agents=$?", ""]
         if array:
-            lines += ["# The run may go on without this node: the follow-up job is for the run."]
+            lines += ["# The run may continue without this node: the follow-up job is for the run."]
             if section.follow_up:
                 lines += [f'[ -z "$next" ] || {{ {outcome}; code=$?; {cancel}; }}']
             lines += ["exit $agents", ""]
         else:
             lines += [
-                "# srun's status is also that of a lost node: the run itself says how it ended.",
+                "# srun's status is also that of a lost node: the run itself records how it ended.",
                 outcome,
                 "code=$?",
-                f"# Where no agent could begin ({EXIT_BAD_INPUT}: bad input), those of the next job could not either.",
+                f"# If no agent could begin ({EXIT_BAD_INPUT}: bad input), those of the next job could not either.",
                 f"[ $code = {NO_OUTCOME} ] && [ $agents = {EXIT_BAD_INPUT} ] && code={EXIT_BAD_INPUT}",
                 *([cancel] if section.follow_up else []),
                 "exit $code",
@@ -334,12 +334,12 @@ def _container(section: SlurmSection) -> list[str]:
 def _follow_up(script: Path, record: Path, attempt: str, *, array: bool) -> list[str]:
     submit = f'next=$(sbatch --parsable --dependency=afterany:"{attempt}" {shlex.quote(str(script))})'
     lines = [
-        "# Goes on when this job ends before the run does: at its time limit, or with the node of this script.",
+        "# Continues the run if this job ends before it: at its time limit, or with the node of this script.",
         "next=",
         f"if {submit}; then",
         f'    next=${{next%%;*}}; echo "$next" > {shlex.quote(str(record))}',
         "else",
-        '    echo "no follow-up job could be submitted: nothing continues the run when this job ends" >&2',
+        '    echo "no follow-up job could be submitted: the run will not continue after this job" >&2',
         "fi",
     ]
     if array:  # one follow-up job for the whole array

@@ -48,9 +48,9 @@ _ENVIRONMENT = {"SSH_ASKPASS_REQUIRE": "never"}  # no password prompt in a windo
 _CAUSES = (
     ("Host key verification failed", "its host key differs from the known one", "if it is the right host: "
      "`ssh-keygen -R HOST`, then `ssh HOST` once"),
-    ("Permission denied", "no login without a password", "let a key in (`ssh-copy-id HOST`) or load it (ssh-agent)"),
+    ("Permission denied", "no login without a password", "install a key there (`ssh-copy-id HOST`) or load it (ssh-agent)"),
     ("Could not resolve hostname", "no such host", "name it in ~/.ssh/config, /etc/hosts or DNS"),
-    ("exit code 127", "there is no Python at {python}", "set cluster.python to the path on the hosts"),
+    ("exit code 127", "no Python at {python}", "set cluster.python to the path on the hosts"),
     ("exit code 126", "{python} cannot be executed", "set cluster.python to the path on the hosts"),
     ("No module named", "{python} has no Seatrial", "install it there, or set cluster.python"),
 )  # fmt: skip
@@ -89,7 +89,7 @@ class SshLauncher:
         lines = []
         for host, spec in zip(ssh_hosts(job), specs, strict=False):
             what = "" if spec.node < spec.nodes else ", a spare"
-            lines.append(f"# node {spec.node}{what}; what ssh says goes to {_log(spec)}")
+            lines.append(f"# node {spec.node}{what}; output of ssh goes to {_log(spec)}")
             lines.append(shlex.join(_command(job, host, spec)))
         return {"commands.sh": "\n".join([*lines, ""])}
 
@@ -126,7 +126,7 @@ class SshLauncher:
             assert agent.status is not None
             return _AGAIN_S if agent.status == _NO_CONNECTION or agent.status < 0 else None
 
-        return attend(job, folder, generation, specs, start, returns=returns, tick=tick, signs=True)
+        return attend(job, folder, generation, specs, start, returns=returns, tick=tick, heartbeats=True)
 
 
 def _command(job: Job, host: Host, spec: AgentSpec) -> list[str]:
@@ -142,7 +142,7 @@ def _log(spec: AgentSpec) -> Path:
 
 def _how_it_ended(host: str, status: int) -> str:
     if status == _NO_CONNECTION:
-        return f"on {host} is out of reach, or was killed there (ssh ended with exit code {status})"
+        return f"on {host} is unreachable, or was killed there (ssh ended with exit code {status})"
     if status < 0:
         return f"on {host} lost its connection: ssh {process.status_text(status)}"
     return f"on {host} {process.status_text(status)}"
@@ -196,7 +196,7 @@ def _probe(
             ours = {"Seatrial": seatrial.__version__, "Python": _minor(platform.python_version())}
             theirs = {"Seatrial": greeting.value["version"], "Python": _minor(greeting.value["python"])}
             for what in (w for w in ours if ours[w] != theirs[w]):
-                text = f"has {what} {theirs[what]}, and this host {ours[what]}"
+                text = f"has {what} {theirs[what]}, but this host has {ours[what]}"
                 problems.append(
                     (hosts[n].name, text, f"install {what} {ours[what]} there, or set cluster.python")
                 )
@@ -222,7 +222,7 @@ def _unreached(host: str, words: str, python: str) -> tuple[str, str, str]:
     for sign, meaning, hint in _CAUSES:
         if sign in words:
             return host, f"{meaning.format(python=python)} ({words})", hint.replace("HOST", host)
-    return host, words, f"what does `ssh -oBatchMode=yes {host} true` say?"
+    return host, words, f"see the output of `ssh -oBatchMode=yes {host} true`"
 
 
 def _compared(facts: dict[str, dict[str, Any]], torch: str | None) -> Iterator[tuple[str, str, str]]:

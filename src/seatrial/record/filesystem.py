@@ -39,7 +39,7 @@ def check_filesystem(path: Path, least_bytes: int) -> float:
         free = shutil.disk_usage(path).free
         trial = Path(tempfile.mkdtemp(prefix=".seatrial-check-", dir=path))
     except OSError as error:
-        hint = HINTS.get(error.errno or 0, "give a folder that is there, and that you may write")
+        hint = HINTS.get(error.errno or 0, "give an existing folder that you may write to")
         raise InputError(f"{path} cannot be written: {error.strerror}", hint=hint) from None
     if free < least_bytes:
         message = f"{path} has {memory(free)} free, and the run needs {memory(least_bytes)}"
@@ -49,7 +49,7 @@ def check_filesystem(path: Path, least_bytes: int) -> float:
             why, hint = None, _ELSEWHERE
             try:
                 (place := trial / works.__name__).mkdir()
-                why = None if works(place) else "it does something else"
+                why = None if works(place) else "it behaves differently"
             except OSError as error:
                 why, hint = error.strerror, HINTS.get(error.errno or 0, _ELSEWHERE)
             if why is not None:

@@ -168,7 +168,7 @@ def _nearby_hint(path: Path) -> str:
         return f"did you mean {path.parent / close[0]}?"
     if names:
         return f"run folders beside it: {_listed(names)}"
-    return "give the path of a run folder, such as runs/NAME; `seatrial train` makes one"
+    return "give the path of a run folder, such as runs/NAME; `seatrial train` creates one"
 
 
 def _runs_in(path: Path) -> list[Path]:

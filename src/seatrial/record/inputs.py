@@ -30,7 +30,7 @@ def frozen(folder: RunFolder) -> Digests:
         found = read_json(folder.inputs_json)
         return {path.name: str(found[path.name]) for path in _files(folder)}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = "stop the run; the same command writes it anew"
+        hint = "stop the run; the same command rewrites it"
         raise InputError(f"cannot read {folder.inputs_json}: {error}", hint=hint) from error
 
 
@@ -42,8 +42,8 @@ def read_unchanged(path: Path, digests: Digests) -> str:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     if _sha256(content) != digests[path.name]:
         raise InputError(
-            f"{path} was changed while the run was under way",
-            hint="it is the run's own copy: put it back, or stop the run, change your job file, and give the same command",
+            f"{path} was changed during the run",
+            hint="it is the run's own copy: restore it, or stop the run, change your job file, and run the same command",
         )
     return content.decode("utf-8")
 

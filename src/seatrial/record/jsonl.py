@@ -240,7 +240,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _too_long() -> OSError:
-    return OSError(errno.EFBIG, "a line is longer than any record; nothing after it is read")
+    return OSError(errno.EFBIG, "a line exceeds the size of any record; the rest of the file is not read")
 
 
 def _ends_torn(fd: int) -> bool:
@@ -261,5 +261,5 @@ def _parse_line(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
     except ValueError as error:  # a number or a nesting beyond Python's limits
         return None, f"not JSON: {error}"
     if not isinstance(value, dict):
-        return None, f"a JSON {type(value).__name__} where an object belongs"
+        return None, f"a JSON {type(value).__name__} where an object is expected"
     return value, None

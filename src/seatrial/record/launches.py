@@ -69,8 +69,8 @@ def checked_launch(folder: RunFolder) -> Launch | None:
         return read_launch(folder)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{folder.launch_json} cannot be used, so it is not known who runs the run: {error}",
-            hint="if it is certain that nobody does, remove the file and start the run again",
+            f"{folder.launch_json} cannot be used, so it is unknown which process runs the run: {error}",
+            hint="if you are sure that none does, remove the file and start the run again",
         ) from error
 
 
@@ -82,7 +82,7 @@ def known_launch(folder: RunFolder) -> Launch | None:
         return None
 
 
-def told_handle(folder: RunFolder, launch: Launch, handle: str) -> Launch:
+def record_handle(folder: RunFolder, launch: Launch, handle: str) -> Launch:
     """Add the scheduler's handle to the record of `launch`."""
     known = replace(launch, handle=handle)
     write_launch(folder, known)
@@ -142,7 +142,7 @@ def end_event(exit_code: int, failure: Failure | None, steps: int) -> dict[str, 
         "kind": "run_interrupted",
         "message": "preempted: the same command resumes from the last saved state"
         if preempted
-        else "stopped from outside; the same command resumes",
+        else "interrupted; the same command resumes",
         "severity": "warning",
         "data": {"preempted": preempted},
     }

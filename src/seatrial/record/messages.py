@@ -6,7 +6,7 @@ JSON object {op: {field: value, ...}}. All processes of a run are of one version
 a field with a default, and `decode` refuses whatever is not exactly one of the expected messages.
 
 Times are unix seconds where a comment does not say otherwise. Numbers of ranks are those of the layout; `local` is a
-rank's number on its node, from 0. `told` is a mark by which a coordinator records what it is told again only once.
+rank's number on its node, from 0. `told` is a mark by which a coordinator records a resent message only once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Marked(Message):
-    """A message that may be told to several coordinators; see control/agent/journal.py."""
+    """A message that may be sent to several coordinators; see control/agent/journal.py."""
 
     told: str | None = None
 
@@ -142,7 +142,7 @@ class Distrust(Message):
 
 @dataclass(frozen=True)
 class Forget(Message):
-    """The ranks of this generation went back to `step` without a new one."""
+    """The ranks of this generation rolled back to `step` without a new generation."""
 
     op = "forget"
     generation: int
@@ -176,7 +176,7 @@ class Requalify(Message):
 
 @dataclass(frozen=True)
 class Drain(Message):
-    """Have the scheduler start nothing more on this host."""
+    """Drain this host: the scheduler starts nothing more on it."""
 
     op = "drain"
     cause: str
@@ -217,7 +217,7 @@ class Outcome(Message):
 
 @dataclass(frozen=True)
 class Go(Message):
-    """A node that wanted to leave may go."""
+    """Releases a leaving node: its agent may exit."""
 
     op = "go"
 
@@ -312,7 +312,7 @@ class RankStarted(Message):
     generation: int
     rank: int
     local: int
-    pid: int | None  # None: its fork server has yet to say
+    pid: int | None  # None: its fork server has yet to report it
     in_place: bool  # it is the process of an earlier generation
 
 
@@ -330,7 +330,7 @@ class RankParked(Marked):
 
 @dataclass(frozen=True)
 class RankFinding(Marked):
-    """A rank has found that something is wrong with a step."""
+    """A rank has found a problem with a step."""
 
     op = "worker_finding"
     generation: int
@@ -376,7 +376,7 @@ class RankExited(Marked):
 
 @dataclass(frozen=True)
 class ForkServerExited(Marked):
-    """The process that forks a node's ranks has ended, and they with it."""
+    """The process that forks a node's ranks has exited, and so have its ranks."""
 
     op = "fork_server_exited"
     # What only a rank has; so both kinds of exit can be judged alike.
@@ -407,7 +407,7 @@ class HardwareSignal(Marked):
 
 @dataclass(frozen=True)
 class Stopped(Marked):
-    """Nothing of a generation that was to stop is at work here."""
+    """Nothing of a generation that was to stop is running here."""
 
     op = "stopped"
     generation: int
@@ -417,7 +417,7 @@ class Stopped(Marked):
 
 @dataclass(frozen=True)
 class Left(Marked):
-    """All ranks of this node have left a generation in order."""
+    """All ranks of this node have left a generation cleanly."""
 
     op = "left"
     generation: int
@@ -485,7 +485,7 @@ class Settle(Marked):
     count: int  # of its events so far
 
 
-# Those that control/agent/journal.py keeps, to tell them again to the next coordinator.
+# Those that control/agent/journal.py keeps, to resend them to the next coordinator.
 Journalled = (
     RankParked
     | RankFinding
@@ -556,7 +556,7 @@ class RankSettled(Message):
 
 @dataclass(frozen=True)
 class AskDump(Message):
-    """Say what you wait for; answered by `Dump`."""
+    """Report what you are waiting for; answered by `Dump`."""
 
     op = "dump"
     id: int
@@ -608,7 +608,7 @@ class Parked(Message):
 
 @dataclass(frozen=True)
 class Finished(Message):
-    """It has left its generation in order."""
+    """It has left its generation cleanly."""
 
     op = "finished"
     generation: int
@@ -618,7 +618,7 @@ class Finished(Message):
 
 @dataclass(frozen=True)
 class Finding(Message):
-    """Something is wrong with a step."""
+    """A rank's problem with a step."""
 
     op = "finding"
     generation: int
@@ -746,7 +746,7 @@ FromForkServer = ForkServerReady | Pong | Forked | ForkedExited
 
 @dataclass(frozen=True)
 class EndRun(Message):
-    """The run shall end."""
+    """End the run."""
 
     op = "stop"
     why: Why
@@ -808,7 +808,7 @@ class Bye(Message):
 ToLauncher = AgentStarted | AgentAlive | RunOver | Bye
 
 
-# -- whoever connects to an agent's port says first what for (the "hello" of control/net/wire.py)
+# -- the first message to an agent's port, with the purpose of the connection (the "hello" of control/net/wire.py)
 
 
 @dataclass(frozen=True)
@@ -834,7 +834,7 @@ class AgentJoins(Message):
 
 @dataclass(frozen=True)
 class Probe(Message):
-    """Nothing: that somebody listens is the answer. `lease`: that of a new coordinator."""
+    """A probe: the accepted connection is the answer. `lease`: that of a new coordinator."""
 
     op = "probe"
     lease: Lease | None
@@ -862,7 +862,7 @@ Hello = AgentJoins | Probe | GivesSnapshot | WantsSnapshot
 
 @dataclass(frozen=True)
 class SnapshotHeader(Message):
-    """From the giver. The snapshot's bytes follow at once; None: it has it no more."""
+    """From the sender. The snapshot's bytes follow at once; None: it no longer has it."""
 
     op = "snapshot"
     snapshot: SnapshotValues | None  # with its index
@@ -873,7 +873,7 @@ FromGiver = SnapshotHeader
 
 @dataclass(frozen=True)
 class SnapshotTaken(Message):
-    """From the taker: all bytes have arrived and match the hash."""
+    """From the receiver: all bytes have arrived and match the hash."""
 
     op = "ok"
 
@@ -892,7 +892,7 @@ def encode(message: Message) -> dict[str, Any]:
 def decode(values: Mapping[str, Any], among: Any) -> Any:
     """The opposite of `encode`, for a message of the union `among`. ValueError names the op and every invalid field."""
     if len(values) != 1:
-        raise ValueError(f"not one message: {values!s:.80}")
+        raise ValueError(f"not exactly one message: {values!s:.80}")
     ((op, content),) = values.items()
     cls = _by_op(among).get(op)
     if cls is None:

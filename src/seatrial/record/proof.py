@@ -177,7 +177,7 @@ class _Judge:
         start = starts.get(record.generation)
         # If the run is live, the newest generation may have begun after the events were read.
         if starts and start is None and not (self._evidence.live and record.generation > max(starts)):
-            message = f"generation {record.generation} was never begun, as {EVENTS} says"
+            message = f"generation {record.generation} was never begun according to {EVENTS}"
             self._object(message, record, number)
         if record.step > 1 and parent is None:
             before = [s.last for s in self._stretches.values() if s.generation < record.generation]
@@ -190,8 +190,8 @@ class _Judge:
         elif start is not None and record.step > start + 1:
             # An earlier step is no contradiction: it may have rolled back before it finished a step.
             message = (
-                f"{_missing(start + 1, record.step - 1)} in generation {record.generation}: it went on "
-                f"after step {start}, as {EVENTS} says, and begins with step {record.step}"
+                f"{_missing(start + 1, record.step - 1)} in generation {record.generation}: it resumed "
+                f"after step {start} according to {EVENTS}, and begins with step {record.step}"
             )
             self._object(message, record, number)
         return Stretch(record.generation, record.step, record.step, parent)
@@ -232,9 +232,7 @@ class _Judge:
         finished = self._evidence.finished
         end = self._stretches[max(self._stretches)].last if self._stretches else 0
         if finished is not None and end < finished:
-            message = (
-                f"{EVENTS} says that the run finished with step {finished}, the ledger ends with step {end}"
-            )
+            message = f"according to {EVENTS} the run finished with step {finished}, but the ledger ends with step {end}"
             self._violations.append(Violation(message, finished))
 
     def _compare_metrics(self) -> None:
@@ -270,7 +268,7 @@ class _Judge:
                         self._violations.append(Violation(message, step, generation))
 
     def _lost(self, who: str, step: int, generation: int, after: int) -> None:
-        known = f"ends with step {after}" if after else "has nothing of it"
+        known = f"ends with step {after}" if after else "does not contain it"
         self._violations.append(
             Violation(f"{who} of generation {generation}, the ledger {known}", step, generation)
         )
@@ -279,7 +277,7 @@ class _Judge:
         for generation, step in sorted(self._evidence.skipped):
             stretch = self._stretches.get(generation)
             if stretch is None or step not in stretch.skipped:
-                message = f"step {step} was skipped in generation {generation}, as {EVENTS} says; the ledger does not"
+                message = f"step {step} was skipped in generation {generation}, according to {EVENTS}, but not in the ledger"
                 self._violations.append(Violation(message, step, generation))
         if not self._evidence.events_whole:
             return
@@ -292,7 +290,7 @@ class _Judge:
                 if step == stretch.ending or (self._evidence.live and generation == newest):
                     told.add(step)
                 if step not in told:
-                    message = f"step {step} is skipped, and {EVENTS} does not say why"
+                    message = f"step {step} is skipped, and {EVENTS} has no reason for it"
                     self._violations.append(Violation(message, step, generation, line))
 
     def result(self) -> Proof:

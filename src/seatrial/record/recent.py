@@ -52,7 +52,7 @@ def skipped_steps(folder: RunFolder) -> list[int]:
     return sorted({r.step for r in _usable(LedgerRecord, lines) if r.skipped})
 
 
-def told_marks(folder: RunFolder) -> set[str]:
+def recorded_marks(folder: RunFolder) -> set[str]:
     """The marks ("told") of all events that have one. Searches the file without parsing its lines."""
     return {mark.decode() for data in _blocks(folder.events) for mark in _TOLD.findall(data)}
 

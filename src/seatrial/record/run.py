@@ -99,9 +99,13 @@ def _open(
         if chosen is not None and job.chosen is not None:
             text = f'parallel = "auto": {job.layout}'
             if chosen == before:
-                notes.append(f"{text}, as an earlier start of this run chose; plan.json says why")
+                notes.append(
+                    f"{text}, as chosen by an earlier start of this run; see plan.json for the reasons"
+                )
             else:
-                notes.append(f"{text}: {chosen.get('why_now')}; plan.json has reasons and runners-up")
+                notes.append(
+                    f"{text}: {chosen.get('why_now')}; see plan.json for the reasons and the runners-up"
+                )
                 events.append(folder, "layout_chosen", notes[-1], generation=generation, data=chosen)
         if changes:
             text = ", ".join(f"{key} {_shown(old)} -> {_shown(new)}" for key, (old, new) in changes.items())
@@ -119,9 +123,9 @@ def _refuse_foreign(folder: RunFolder) -> None:
     """Raise InputError for a non-empty folder that is not a run: it is never written to."""
     folder.check_records()
     path = folder.path
-    hint = "give the job another `name`, or empty that place; it was not touched"
+    hint = "give the job another `name`, or empty that folder; it was not changed"
     if path.is_symlink() and not path.exists():
-        raise InputError(f"{path} is a link to nothing", hint=hint)
+        raise InputError(f"{path} is a dangling link", hint=hint)
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file, not a run folder", hint=hint)
     if path.is_dir() and not folder.is_run() and any(p != folder.control for p in path.iterdir()):
@@ -138,7 +142,7 @@ def _lock(folder: RunFolder) -> int:
         except lock.LockHeld as held:
             who = "another process" if held.pid is None else f"process {held.pid}"
             raise RunFailed(
-                f"{folder.path} is being run by {who}",
+                f"{folder.path} is in use by {who}",
                 hint=f"wait for it, stop it, or see `seatrial watch {folder.path}`; "
                 "to run a second copy, give the job another `name`",
             ) from None
@@ -175,18 +179,18 @@ def _check_identity(identity: Mapping[str, object], folder: RunFolder) -> None:
         if folder.metrics.exists() or any(folder.checkpoints.glob("step-*")):
             raise InputError(
                 f"{folder.identity_json} is missing, so it is unknown whether this is the same run",
-                hint=f"put the file back, or {fresh_hint}",
+                hint=f"restore the file, or {fresh_hint}",
             ) from None
         return
     except ValueError as error:
         raise InputError(
             f"{folder.identity_json} is damaged ({error}), so it is unknown whether this is the same run",
-            hint=f"put the file back, or {fresh_hint}",
+            hint=f"restore the file, or {fresh_hint}",
         ) from None
     differing = _differences(stored, _comparable(identity))
     if differing:
         n = len(differing)
-        lines = [f"{folder.path} holds another job; {n} {'key differs' if n == 1 else 'keys differ'}:"]
+        lines = [f"{folder.path} belongs to another job; {n} {'key differs' if n == 1 else 'keys differ'}:"]
         lines += [
             f"  {key}: {_shown(old)} there, {_shown(new)} here" for key, (old, new) in differing.items()
         ]
@@ -256,7 +260,7 @@ def _unwritable(folder: RunFolder, error: OSError) -> InputError:
     where = error.filename or folder.path
     return InputError(
         f"the run folder {folder.path} cannot be written: {error.strerror or error} ({where})",
-        hint="make it writable, free space there, or run where you may write; nothing was started",
+        hint="make it writable, free space there, or use a folder that you may write to; nothing was started",
     )
 
 

@@ -63,7 +63,7 @@ def _owned(path: Path) -> str:
             with tempfile.TemporaryFile(dir=path.parent) as new:
                 if told != _whose(new.fileno()):
                     raise PermissionError(
-                        errno.EPERM, "it belongs to another user, or others may read it", str(path)
+                        errno.EPERM, "it belongs to another user, or other users can read it", str(path)
                     )
         return file.read(4 * _BYTES).decode("ascii")
 

@@ -108,7 +108,7 @@ TABLE = (
     Row(
         "finished",
         "none of these, the job's last step is done and saved",
-        "all steps are done; no process was left to record it",
+        "all steps are done; no process was left to record the end",
         lambda f: f.complete,
     ),
     Row(

@@ -106,7 +106,7 @@ def from_os_error(operation: str, url: str, error: OSError) -> StorageError:
 
 
 @contextlib.contextmanager
-def telling(operation: str, url: str) -> Iterator[None]:
+def as_storage_error(operation: str, url: str) -> Iterator[None]:
     """Convert any OSError raised inside to a StorageError of `operation` on `url`."""
     try:
         yield

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seatrial.base.atomic import fsync_folder
-from seatrial.storage.errors import StorageError, telling
+from seatrial.storage.errors import StorageError, as_storage_error
 from seatrial.storage.names import PARTIAL, check_name, check_prefix
 from seatrial.storage.objects import Entry, Progress, Readable
 
@@ -36,7 +36,7 @@ class LocalStore:
         """`create` creates the folder. Raises StorageError if that fails."""
         self.root = Path(os.path.abspath(folder))
         if create:
-            with telling("make", self.url):
+            with as_storage_error("make", self.url):
                 self.root.mkdir(parents=True, exist_ok=True)
         # A root that existed and no longer does has vanished: a different error than a wrong path.
         self._was_there = self.root.is_dir()
@@ -48,7 +48,7 @@ class LocalStore:
 
     def size(self, name: str) -> int | None:
         path = self._path(name)
-        with telling("look at", str(path)):
+        with as_storage_error("look at", str(path)):
             try:
                 found = os.stat(path)
             except _ABSENT:
@@ -63,7 +63,7 @@ class LocalStore:
                 length = os.fstat(fd).st_size - offset
                 if length < 0:
                     raise _short(
-                        "read", path, f"has {offset + length} bytes, asked for those from {offset} on"
+                        "read", path, f"has {offset + length} bytes, requested were those from {offset} on"
                     )
             out = bytearray(length)
             _fill(fd, path, memoryview(out), offset)
@@ -102,7 +102,7 @@ class LocalStore:
 
     def names(self, prefix: str = "") -> list[Entry]:
         folder = self._below(prefix)
-        with telling("list", str(folder)):
+        with as_storage_error("list", str(folder)):
             self._check_root("list", folder)
             found: list[Entry] = []
             self._walk(folder, found)
@@ -110,7 +110,7 @@ class LocalStore:
 
     def children(self, prefix: str = "") -> list[str]:
         folder = self._below(prefix)
-        with telling("list", str(folder)):
+        with as_storage_error("list", str(folder)):
             self._check_root("list", folder)
             try:
                 return sorted(name for name in os.listdir(folder) if not name.startswith(PARTIAL))
@@ -121,7 +121,7 @@ class LocalStore:
         folders: set[Path] = set()
         for name in names:
             path = self._path(name)
-            with telling("remove", str(path)):
+            with as_storage_error("remove", str(path)):
                 try:
                     path.unlink()
                 except _ABSENT:
@@ -133,7 +133,7 @@ class LocalStore:
     def remove_leftovers(self, prefix: str = "") -> list[str]:
         folder = self._below(prefix)
         removed = []
-        with telling("clean up", str(folder)):
+        with as_storage_error("clean up", str(folder)):
             self._check_root("clean up", folder)
             for parent, _, files in os.walk(folder, onerror=_raise):
                 left = [Path(parent, name) for name in files if name.startswith(PARTIAL)]
@@ -152,7 +152,7 @@ class LocalStore:
 
     def _check_root(self, operation: str, path: Path) -> None:
         """Raise if the store's own folder or its mount is missing. If not, an absent object is really absent."""
-        hint = "is it on a mount that has gone?"
+        hint = "was it on a mount that is no longer there?"
         if not self.root.is_dir():
             if self._was_there:
                 raise StorageError(
@@ -167,7 +167,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _opened(self, path: Path) -> Iterator[int]:
-        with telling("read", str(path)):
+        with as_storage_error("read", str(path)):
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except _ABSENT:
@@ -179,7 +179,7 @@ class LocalStore:
                 os.close(fd)
 
     def _put(self, path: Path, fill: Callable[[int], None], *, if_absent: bool) -> None:
-        with telling("write", str(path)):
+        with as_storage_error("write", str(path)):
             self._check_root("write", path)
             temporary, fd = self._temporary(path.parent)
             try:
@@ -267,7 +267,7 @@ def _fill(fd: int, path: Path, view: memoryview, offset: int) -> None:
         n = os.preadv(fd, [view[done:]], offset + done)
         if n == 0:
             raise _short(
-                "read", path, f"ends at {offset + done}, asked for {len(view)} bytes from {offset} on"
+                "read", path, f"ends at {offset + done}, requested were {len(view)} bytes from {offset} on"
             )
         done += n
 
@@ -290,7 +290,7 @@ def _link(temporary: Path, path: Path) -> None:
                 "other",
                 "write",
                 str(path),
-                "its file system has no hard links, which are what makes it safe to write a file only if it is absent",
+                "its file system has no hard links, which are needed to write a file only if it is absent",
                 hint="use another file system or an object store",
                 errno=error.errno,
             ) from error

@@ -61,5 +61,5 @@ def _problem(name: str) -> str | None:
         if part in ("", ".", ".."):
             return f"it has a part {part!r}"
         if part.startswith(PARTIAL):
-            return f"{PARTIAL}... is what a file is called while it is being written"
+            return f"{PARTIAL}... is reserved for files that are being written"
     return None

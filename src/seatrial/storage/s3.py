@@ -12,7 +12,7 @@ from seatrial.storage.errors import StorageError
 from seatrial.storage.names import S3, check_name, check_prefix, join
 from seatrial.storage.objects import Entry, Progress, Readable
 from seatrial.storage.s3_client import Settings, make_client, whole_answer
-from seatrial.storage.s3_errors import code_of, not_removed, telling
+from seatrial.storage.s3_errors import as_storage_error, code_of, not_removed
 from seatrial.storage.s3_read import fill
 from seatrial.storage.s3_upload import Target, put, upload
 
@@ -43,7 +43,7 @@ class S3Store:
 
     def size(self, name: str) -> int | None:
         key, url = self._find(name)
-        with telling("look at", url):
+        with as_storage_error("look at", url):
             head = Target(self._client(), self.bucket, key, url, self.settings).head()
             if head is None:
                 self._check_bucket("look at", url)
@@ -53,14 +53,14 @@ class S3Store:
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         key, url = self._find(name)
-        with telling("read", url):
+        with as_storage_error("read", url):
             etag = None
             if length is None:
                 size, etag = self._version(key)
                 length = size - offset
                 if length < 0:
                     raise StorageError(
-                        "short", "read", url, f"has {size} bytes, asked for those from {offset} on"
+                        "short", "read", url, f"has {size} bytes, requested were those from {offset} on"
                     )
             out = bytearray(length)
             self._fill(key, url, memoryview(out), offset, etag)
@@ -68,24 +68,24 @@ class S3Store:
 
     def read_into(self, name: str, buffer: Buffer, offset: int = 0) -> None:
         key, url = self._find(name)
-        with telling("read", url):
+        with as_storage_error("read", url):
             self._fill(key, url, memoryview(buffer).cast("B"), offset, None)
 
     def write(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
         key, url = self._find(name)
-        with telling("write", url):
+        with as_storage_error("write", url):
             target = Target(self._client(), self.bucket, key, url, self.settings)
             put(target, bytes(memoryview(data)), if_absent=if_absent)
 
     def upload(self, name: str, source: Readable, *, progress: Progress | None = None) -> None:
         key, url = self._find(name)
-        with telling("write", url):
+        with as_storage_error("write", url):
             upload(Target(self._client(), self.bucket, key, url, self.settings), source, progress)
 
     def names(self, prefix: str = "") -> list[Entry]:
         start, url = self._below(prefix)
         found = []
-        with telling("list", url):
+        with as_storage_error("list", url):
             for page in self._listing(url, Prefix=start):
                 for item in page.get("Contents", []):
                     # Consoles create such keys to show empty folders; they are not objects of ours.
@@ -97,7 +97,7 @@ class S3Store:
     def children(self, prefix: str = "") -> list[str]:
         start, url = self._below(prefix)
         found: set[str] = set()
-        with telling("list", url):
+        with as_storage_error("list", url):
             for page in self._listing(url, Prefix=start, Delimiter="/"):
                 found.update(item["Key"][len(start) :] for item in page.get("Contents", []))
                 found.update(item["Prefix"][len(start) : -1] for item in page.get("CommonPrefixes", []))
@@ -105,14 +105,14 @@ class S3Store:
 
     def remove(self, names: Iterable[str]) -> None:
         keys = iter([self._find(name)[0] for name in names])
-        with telling("remove objects of", self.url):
+        with as_storage_error("remove objects of", self.url):
             while some := list(islice(keys, _REMOVED_AT_ONCE)):
                 self._remove(list(dict.fromkeys(some)))
 
     def remove_leftovers(self, prefix: str = "") -> list[str]:
         start, url = self._below(prefix)
         removed = []
-        with telling("clean up", url):
+        with as_storage_error("clean up", url):
             for page in self._unfinished(url, start):
                 for item in page.get("Uploads", []):
                     self._abort(item["Key"], item["UploadId"])
@@ -215,7 +215,7 @@ class S3Store:
                 operation,
                 url,
                 f"there is no bucket {self.bucket}",
-                hint="make the bucket first, or correct its name",
+                hint="create the bucket first, or correct its name",
             ) from error
         self._bucket_seen = True
 

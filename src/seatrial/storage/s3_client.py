@@ -93,4 +93,4 @@ def whole_answer(
             answer["Body"].close()
         if failures < settings.attempts:
             settings.pause(failures)
-    raise StorageError("unreachable", operation, url, "the service's answers break off within their headers")
+    raise StorageError("unreachable", operation, url, "the service's responses end within their headers")

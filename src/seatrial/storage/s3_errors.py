@@ -18,7 +18,7 @@ _REGION = "set AWS_REGION to the bucket's region, or AWS_ENDPOINT_URL to its ser
 
 # The services' own error codes (Amazon S3 API reference, "Error responses"; MinIO's begin with XMinio).
 _CODES: dict[str, tuple[Kind, str | None]] = {
-    "NoSuchBucket": ("missing", "make the bucket first, or correct its name"),
+    "NoSuchBucket": ("missing", "create the bucket first, or correct its name"),
     "NoSuchKey": ("missing", None),
     "NoSuchUpload": ("missing", None),
     "AccessDenied": ("denied", _RIGHTS),
@@ -32,11 +32,11 @@ _CODES: dict[str, tuple[Kind, str | None]] = {
     "RequestTimeTooSkewed": ("denied", "this node's clock is wrong: set it (chronyc, timedatectl)"),
     "QuotaExceeded": ("full", "the quota there is used up: free space, or ask for more"),
     "QuotaExceededException": ("full", "the quota there is used up: free space, or ask for more"),
-    "XMinioStorageFull": ("full", "free space there, or give another place"),
+    "XMinioStorageFull": ("full", "free space there, or use another location"),
     "XMinioAdminBucketQuotaExceeded": ("full", "the bucket's quota is used up: free space, or ask for more"),
     "PreconditionFailed": ("exists", None),
     "InvalidRange": ("short", None),
-    "SlowDown": ("unreachable", "the service asks for fewer requests"),
+    "SlowDown": ("unreachable", "the service throttles requests"),
     "ServiceUnavailable": ("unreachable", None),
     "InternalError": ("unreachable", None),
     "RequestTimeout": ("unreachable", None),
@@ -52,8 +52,8 @@ _STATUSES: dict[int, tuple[Kind, str | None]] = {
     404: ("missing", None),
     412: ("exists", None),
     416: ("short", None),
-    429: ("unreachable", "the service asks for fewer requests"),
-    507: ("full", "free space there, or give another place"),
+    429: ("unreachable", "the service throttles requests"),
+    507: ("full", "free space there, or use another location"),
 }
 
 
@@ -120,7 +120,7 @@ def from_boto_error(operation: str, url: str, error: Exception) -> StorageError:
 
 
 @contextlib.contextmanager
-def telling(operation: str, url: str) -> Iterator[None]:
+def as_storage_error(operation: str, url: str) -> Iterator[None]:
     """Convert any client exception raised inside to a StorageError of `operation` on `url`."""
     from botocore.exceptions import BotoCoreError, ClientError
 

@@ -90,10 +90,13 @@ def _open(
     problem = None
     if found is None or int(found[1]) != start:
         # Without this check, a service that ignores the range would return the object's first bytes for any others.
-        problem = StorageError("other", "read", url, "the service does not send the range it was asked for")
+        problem = StorageError("other", "read", url, "the service does not send the requested range")
     elif int(found[2]) != start + length - 1:
         problem = StorageError(
-            "short", "read", url, f"ends at {int(found[2]) + 1}, asked for {length} bytes from {start} on"
+            "short",
+            "read",
+            url,
+            f"ends at {int(found[2]) + 1}, requested were {length} bytes from {start} on",
         )
     if problem is not None:
         answer["Body"].close()

@@ -86,7 +86,7 @@ class Target:
         answer = whole_answer(self.settings, "write", self.url, lambda answer: "ETag" in answer, send_once)
         echo = answer.get("ChecksumCRC32")
         if self.with_checksum and echo is not None and echo != checksum["ChecksumCRC32"]:
-            raise StorageError("other", "write", self.url, "other bytes arrived than were sent")
+            raise StorageError("other", "write", self.url, "the received bytes differ from those sent")
         return answer | checksum
 
 
@@ -102,7 +102,7 @@ def put(target: Target, data: bytes, *, if_absent: bool = False) -> None:
     if if_absent:
         # The service decides atomically. The HEAD before is for services that ignore the unknown condition.
         if target.head() is not None:
-            raise StorageError("exists", "write", target.url, "there is one already")
+            raise StorageError("exists", "write", target.url, "it already exists")
         condition = {"IfNoneMatch": "*"}
     try:
         target.send(target.client.put_object, data, Metadata=target.mark, **condition)
@@ -111,7 +111,7 @@ def put(target: Target, data: bytes, *, if_absent: bool = False) -> None:
             raise
         # The first attempt may have succeeded and its answer been lost: the retry then finds what the first wrote.
         if not target.is_ours(target.head()):
-            raise StorageError("exists", "write", target.url, "there is one already") from error
+            raise StorageError("exists", "write", target.url, "it already exists") from error
 
 
 def upload(target: Target, source: Readable, progress: Progress | None) -> None:
@@ -206,7 +206,7 @@ def _complete(target: Target, upload_id: str, parts: list[dict[str, Any]], size:
     elif problem is not None:
         raise problem
     elif not answered:
-        raise StorageError("unreachable", "write", target.url, "the answer to its completion broke off")
+        raise StorageError("unreachable", "write", target.url, "the response to its completion was cut off")
 
 
 def _abort(target: Target, upload_id: str) -> None:

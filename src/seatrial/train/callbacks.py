@@ -16,7 +16,7 @@ from seatrial.train.records import Records
 
 
 class Callbacks:
-    """Those of one registry in one generation. One that fails is reported and not called again, or ends the run, as the job says."""
+    """Those of one registry in one generation. One that fails is reported and not called again, or ends the run, as configured by the job."""
 
     def __init__(
         self, registry: Registry[type], names: Iterable[str], job: Job, folder: RunFolder, records: Records
@@ -68,7 +68,7 @@ class Callbacks:
             self._calls.pop(name, None)
             self._records.event(
                 "callback_failed",
-                f"{message}; training goes on without it",
+                f"{message}; training continues without it",
                 severity="warning",
                 data={"callback": name},
             )

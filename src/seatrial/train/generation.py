@@ -140,7 +140,7 @@ class TrainWorker:
         return self._generation_spec is not None and self._generation_spec.place.device == "cpu"
 
     def run(self, generation_spec: GenerationSpec) -> Ending:
-        """Train as `generation_spec` says until the run is done or all ranks exit early. Raises any error."""
+        """Train according to `generation_spec` until the run is done or all ranks exit early. Raises any error."""
         self._generation_spec = generation_spec
         job = at_shape(self._job, generation_spec.layout)
         mesh = enter(job, generation_spec.place, self._store(job, generation_spec))
@@ -184,7 +184,7 @@ class TrainWorker:
                 raise ConnectionError(f"the store's port was taken by another process: {error}") from error
             raise InputError(
                 f"rank 0 cannot listen on port {port} of {address}: {error.strerror}",
-                hint="leave cluster.port out, and a free port is taken",
+                hint="leave cluster.port out to use a free port",
             ) from error
 
     def keep(self) -> int:
@@ -304,7 +304,7 @@ class TrainWorker:
         if mesh.rank not in behind:
             return
         assert kept is not None
-        assert known.step == step, f"the sum of step {known.step} is no sum of step {step}"
+        assert known.step == step, f"the sum is of step {known.step}, not of step {step}"
         if known.skipped:  # the others skipped it, perhaps because of this rank's gradients
             kept.loop.optimizer.set_step(step)
             kept.loop.applied, kept.loop.ready = step, None
@@ -345,7 +345,7 @@ class TrainWorker:
                 optimizer,
                 records=records,
                 every=every,
-                tell=self.supervisor_client.tell,
+                report=self.supervisor_client.tell,
                 # Later snapshots belong to an abandoned trajectory: no rank may roll back to them.
                 held=[entry for entry in generation_spec.snapshots if entry["step"] <= source.step],
             )
@@ -385,17 +385,15 @@ class TrainWorker:
             done = max((r.step for r in recent_ledger(self.folder, _LOOK_BACK)), default=0)
             records.event(
                 "recovered",
-                f"going on after step {source.step} ({_WORDS[source.kind]}), "
-                f"{max(0, done - source.step)} steps to be done again",
+                f"resuming after step {source.step} ({_WORDS[source.kind]}), "
+                f"{max(0, done - source.step)} steps to redo",
                 data={"step": source.step, "source": source.kind, "redone": max(0, done - source.step)},
             )
         records.settle()  # without it the ledger's lines would contradict the events
 
 
 def _unseen(records: Records, source: Source, problem: str) -> None:
-    message = (
-        f"what checkpoints there are is not known ({problem}): going on after step {source.step} from memory"
-    )
+    message = f"the checkpoints are unknown ({problem}): resuming after step {source.step} from memory"
     records.event("checkpoints_unseen", message, severity="warning", data={"step": source.step})
 
 
@@ -404,8 +402,8 @@ def _check_stores(stores: Sequence[TokenStore], plan: Mapping[str, Any]) -> None
     for store, digest in zip(stores, plan["data"]["digests"], strict=True):
         if store.digest != digest:
             raise InputError(
-                f"{store.place} was made anew while the run was under way: it holds other data",
-                hint="put the old store back; or stop the run, and start another one on the new data",
+                f"{store.place} was recreated during the run: it holds other data",
+                hint="restore the old store; or stop the run, and start a new one on the new data",
             )
 
 
@@ -419,8 +417,8 @@ def _remove_leftovers(places: Places, generation: int) -> None:
 
 _WORDS = {
     "carried": "all ranks still had it",
-    "replica": "from a living replica",
+    "replica": "from a live replica",
     "memory": "from the snapshots in memory",
     "disk": "from a checkpoint",
-    "fresh": "from the beginning: nothing was left of it",
+    "fresh": "from the beginning: no state was left",
 }

@@ -102,7 +102,7 @@ class Loop:
         self._clock = 0.0
         self._first = self._next = 1
         self._leaving: Leaving | None = None
-        self._told_first = self._ended = False  # `_ended`: normally
+        self._first_sent = self._ended = False  # `_ended`: normally
 
     # -- the loop
 
@@ -306,7 +306,7 @@ class Loop:
         if back is None:
             self.applied = before
             return False
-        self._saver.distrust(back, f"the run went back to step {back}")
+        self._saver.distrust(back, f"the run rolled back to step {back}")
         self.optimizer.clear_gradients()
         if self._integrity is not None:
             self._integrity.at_rest.keep()
@@ -403,8 +403,8 @@ class Loop:
 
     def _beat(self, known: Known) -> None:
         if self._supervisor is not None:
-            self._supervisor.beat(known.step, known.seconds, not self._told_first)
-            self._told_first = True
+            self._supervisor.beat(known.step, known.seconds, not self._first_sent)
+            self._first_sent = True
 
     def _finding(
         self, signal: str, step: int, message: str, data: dict[str, Any], blamed: Sequence[int]

@@ -83,7 +83,7 @@ def train_rank(folder: RunFolder, generation: int | None, place: RankEnvironment
     job = load_job(RunFolder.open(folder.path).job_toml)
     if place.world_size != job.layout.world_size:
         raise InputError(
-            f"the job has {job.layout.world_size} ranks, the environment says {place.world_size}",
+            f"the job has {job.layout.world_size} ranks, the environment has {place.world_size}",
             hint="start as many ranks as cluster.nodes x cluster.gpus_per_node",
         )
     mesh = enter(job, place)
@@ -146,7 +146,7 @@ def load(
         first = loader.samples(progress.step + 1)[0]
         if progress.next_sample != first:
             raise RunFailed(
-                f"the checkpoint goes on at sample {progress.next_sample}, this job's step {progress.step + 1} at "
+                f"the checkpoint continues at sample {progress.next_sample}, this job's step {progress.step + 1} at "
                 f"{first}",
                 hint="the job's global_batch is not the one it was trained with: start over with --fresh",
             )
@@ -159,8 +159,8 @@ def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, loader: BatchLoader) 
     """A generation that rank 0 begins and all ranks share, with the run locked as in any other start."""
     if folder.path.name != job.name:
         raise InputError(
-            f"{folder.path} holds the job {job.name!r}: the folder was renamed",
-            hint=f"give it its old name, {folder.path.parent / job.name}",
+            f"{folder.path} belongs to the job {job.name!r}: the folder was renamed",
+            hint=f"rename it to {folder.path.parent / job.name}",
         )
     data = stores_identity(loader.stores)
     opened = open_run(job, folder.path.parent, data=data) if mesh.rank == 0 else None
@@ -172,7 +172,7 @@ def _unsupervised(job: Job, folder: RunFolder, mesh: Mesh, loader: BatchLoader) 
             print(f"seatrial: {message}", file=sys.stderr, flush=True)
             into_file(folder, generation, None).event(kind, message)
 
-    tell("run_started", f"{mesh.layout.world_size} ranks, started by hand: nobody supervises them")
+    tell("run_started", f"{mesh.layout.world_size} ranks, started by hand, unsupervised")
     try:
         yield generation
         tell("run_finished", f"all {job.train.steps} steps are done")
@@ -218,7 +218,7 @@ def join(place: RankEnvironment, timeout: timedelta, store: Store | None = None)
         if store is None and ("EADDRINUSE" in str(error) or "in use" in str(error)):
             raise InputError(
                 f"port {os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']} is in use",
-                hint="leave cluster.port out, and a free port is taken",
+                hint="leave cluster.port out to use a free port",
             ) from error
         raise
     if cuda:

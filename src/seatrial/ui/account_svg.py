@@ -21,7 +21,7 @@ _LOOKS: dict[str, str] = {
     "logits, messages": "rest",
     "allocator, runtime": "peak",
 }
-# Small kinds share a colour: two kinds in one colour could not be told apart.
+# Small kinds share a colour: two kinds in one colour would be indistinguishable.
 _TOGETHER = {
     "logits": "logits, messages",
     "stage messages": "logits, messages",

@@ -70,7 +70,7 @@ def _checkpoints(job: Job) -> str:
     section = job.checkpoint
     every = section.every_steps
     text = "at the interval that loses the least time" if every == "auto" else f"every {every} steps"
-    text += f" and at the end, the newest {section.keep} kept"
+    text += f" and at the end, keeping the newest {section.keep}"
     if section.keep_every_steps:
         text += f", and every {section.keep_every_steps} steps"
     if section.folder is not None:

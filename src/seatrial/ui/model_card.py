@@ -16,7 +16,7 @@ CARD = "README.md"
 NEWEST = {
     True: "This is the newest checkpoint of its run.",
     False: "This is not the newest checkpoint of its run.",
-    None: "Whether this is the newest checkpoint of its run is not known.",
+    None: "Whether this is the newest checkpoint of its run is unknown.",
 }
 
 

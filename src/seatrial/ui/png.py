@@ -13,7 +13,7 @@ _DPI = 160
 _UNITS = 100  # of a picture in an inch
 _POINT = 72 / _UNITS
 _FONT = "DejaVu Sans"  # ships with matplotlib, so that the picture is the same everywhere
-# What `svg.style` says of the classes, on light.
+# The classes of `svg.style`, on light.
 _COLOUR = {f"st-{kind}": colours[0] for kind, colours in COLOURS.items()}
 _COLOUR |= {"st-grid": LINE[0], "st-step": SOFT[0], "st-soft": SOFT[0], "st-page": PAGE[0]}
 _SIZE = {"st-title": 17, "st-soft": 12}
@@ -65,7 +65,7 @@ def _matplotlib() -> tuple[Any, Any]:
     except ImportError as error:
         raise InputError(
             f"pictures as PNG need matplotlib, which cannot be loaded: {error}",
-            hint="pip install 'seatrial[plots]', or write SVG instead, which needs nothing",
+            hint="pip install 'seatrial[plots]', or write SVG instead, which needs no package",
         ) from error
     matplotlib.rcdefaults()  # ignore a matplotlibrc in the current folder, which could start programs (usetex)
     return Figure, FigureCanvasAgg

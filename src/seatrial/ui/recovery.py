@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from seatrial.base import units
 from seatrial.record.events import Event
 
-# The message says everything.
+# The message is complete.
 _STYLES = {
     "node_lost": "bold red",
     "node_evicted": "bold red",
@@ -28,9 +28,9 @@ _STYLES = {
 
 # What the ranks do about a bad step.
 _MENDED = {
-    "redo": "it is redone",
-    "roll back": "the run rolls back to its last copy in memory",
-    "skip": "it is skipped",
+    "redo": "redoing it",
+    "roll back": "rolling back to the last snapshot in memory",
+    "skip": "skipping it",
     "stop": "no more steps may be skipped",
 }
 
@@ -101,7 +101,7 @@ class Recoveries:
             else f"the longest {units.duration(max(self.seconds))}"
         )
         steps = "no step" if not self.redone else f"{self.redone:,} {'step' if self.redone == 1 else 'steps'}"
-        return f"{n}, {took}, {steps} done again"
+        return f"{n}, {took}, {steps} redone"
 
     def _began(self, event: Event) -> Line:
         # A further failure during a recovery is part of it.
@@ -128,7 +128,7 @@ class Recoveries:
             self._nodes = len(slots)
             return None
         changes = [
-            f"node {node}{' (a spare)' if self._is_spare(node) else ''} takes the place of node {before[slot]}"
+            f"node {node}{' (a spare)' if self._is_spare(node) else ''} replaces node {before[slot]}"
             for slot, node in slots.items()
             if slot in before and before[slot] != node
         ]
@@ -139,7 +139,7 @@ class Recoveries:
 
 
 class Nodes:
-    """Tracks which nodes have ranks, are spares, or are gone, from the events of a start in order."""
+    """Tracks which nodes have ranks, are spares, or have left the run, from the events of a start in order."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self.training: list[int] = []

@@ -21,7 +21,7 @@ TRACEBACK_LINES = 15
 LAST_EVENTS = 8
 
 # Occur at least once per node, and `nodes` shows the same.
-_UNTOLD = ("agent_started", "node_joined")
+_NOT_SHOWN = ("agent_started", "node_joined")
 
 STATE_STYLES = {"finished": "bold green", "failed": "bold red", "running": "bold blue"}
 
@@ -29,7 +29,7 @@ STATE_STYLES = {"finished": "bold green", "failed": "bold red", "running": "bold
 def print_summary(out: Out, view: RunView, next_commands: Sequence[str]) -> None:
     """Print the end of a run: its results, where everything is, and what to do next."""
     total = view.job.steps
-    steps = f"step {view.step:,}" + (f" of {total:,}" if total else "") if view.step else "no step was done"
+    steps = f"step {view.step:,}" + (f" of {total:,}" if total else "") if view.step else "no step completed"
     if view.skipped_steps:
         steps += f", {len(view.skipped_steps):,} skipped"
     wall = view.wall_time_s(time.time())
@@ -98,7 +98,7 @@ def print_headline(out: Out, view: RunView) -> None:
 
 def print_events(out: Out, view: RunView) -> None:
     """Print the last events, one per line."""
-    events = [e for e in view.events if e.kind not in _UNTOLD][-LAST_EVENTS:]
+    events = [e for e in view.events if e.kind not in _NOT_SHOWN][-LAST_EVENTS:]
     if events:
         out.line("  last events")
     for event in events:
@@ -118,7 +118,7 @@ def ledger_pairs(view: RunView) -> list[Pair]:
     elif not view.ledger_steps:
         text = "empty"
     elif view.job.global_batch is None:
-        text = "unjudged: job.toml does not give the global batch"
+        text = "unjudged: job.toml has no global batch"
     elif left_out:
         text = f"{told}, {len(left_out):,} of them skipped; every sample of the others seen once"
     else:
@@ -168,7 +168,7 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
         "checkpoint_steps": [c.step for c in view.checkpoints],
         "ledger": {
             "steps": view.ledger_steps,
-            "verdict": _ledger_word(view),
+            "verdict": _ledger_text(view),
             "gaps": view.ledger_gaps,
             "skipped_steps": view.skipped_steps,
             "skipped_samples": view.skipped_samples,
@@ -268,7 +268,7 @@ def _print_failure(out: Out, failure: Failure) -> None:
     if failure.tail:
         lines = failure.tail.rstrip().splitlines()
         cut = len(lines) - TRACEBACK_LINES
-        shown = ([f"... {cut} lines before"] if cut > 0 else []) + lines[-TRACEBACK_LINES:]
+        shown = ([f"... {cut} earlier lines"] if cut > 0 else []) + lines[-TRACEBACK_LINES:]
         label = "traceback" if "Traceback" in failure.tail else "last lines"
         out.pair(label, "\n".join(shown), "dim")
     if failure.log:
@@ -291,7 +291,7 @@ def _print_places(out: Out, view: RunView) -> None:
     out.pair("logs", str(folder.rank_log(view.generation, 0, 0).parent.parent))
 
 
-def _ledger_word(view: RunView) -> str:
+def _ledger_text(view: RunView) -> str:
     if view.ledger_gaps:
         return "gaps"
     if not view.ledger_steps:

@@ -26,7 +26,7 @@ def test_peers_on_loopback_are_on_this_host() -> None:
 def test_our_own_name_on_loopback_says_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian's /etc/hosts has it at 127.0.1.1."""
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost.example.org")
-    assert "no other host was named" in route(["localhost"]).reason
+    assert "no other host is known" in route(["localhost"]).reason
 
 
 def test_a_bind_that_matches_nothing_is_bad_input() -> None:

@@ -44,7 +44,7 @@ def test_a_link_even_to_a_folder_of_ours_is_refused(tmp: Path) -> None:
 def test_one_that_others_can_look_or_write_into_is_refused(tmp: Path, mode: int) -> None:
     (tmp / NAME).mkdir()
     (tmp / NAME).chmod(mode)
-    with pytest.raises(InputError, match="was open to other users") as caught:
+    with pytest.raises(InputError, match="was writable by other users") as caught:
         private_folder()
     assert caught.value.hint == "remove it, or set TMPDIR to another local folder"
 

@@ -126,7 +126,7 @@ def test_step_saved_twice_is_complete_and_the_first_is_set_aside(tmp_path: Path)
     assert len(verify(folder).files) == 1
     aside = "step-00000005.damaged"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000005", aside]
-    assert (tmp_path / aside / "set-aside.txt").read_text() == "this step was saved anew\n"
+    assert (tmp_path / aside / "set-aside.txt").read_text() == "this step was saved again\n"
     (tmp_path / aside).rename(tmp_path / "step-00000006")
     assert len(list((tmp_path / "step-00000006").glob("*.safetensors"))) == 3
 
@@ -140,7 +140,7 @@ def test_one_flipped_bit_is_named(position: int, tmp_path: Path) -> None:
     victim.write_bytes(data)
     with pytest.raises(
         Damaged,
-        match=r"rank-00001\.safetensors \(rank 1\) has XXH3-128 \w{32} in bytes 0 to \d+, the manifest says \w{32}",
+        match=r"rank-00001\.safetensors \(rank 1\) has XXH3-128 \w{32} in bytes 0 to \d+, the manifest has \w{32}",
     ):
         verify(folder)
 

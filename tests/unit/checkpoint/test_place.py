@@ -154,7 +154,7 @@ def test_a_generation_that_is_over_publishes_nothing(when: int, place: Place, tm
 
 def test_generation_without_the_run_folder_publishes_nothing(place: Place, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "mounted no more")
-    with pytest.raises(Superseded, match="does not see the run folder"):
+    with pytest.raises(Superseded, match="cannot see the run folder"):
         save(place, 5, fence=fence(run, 3))
     assert place.steps() == []
 
@@ -204,7 +204,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-# -- set aside, removed
+# -- quarantined, removed
 
 
 def test_what_is_set_aside_is_kept_and_never_chosen(place: Place) -> None:

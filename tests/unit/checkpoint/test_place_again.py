@@ -1,4 +1,4 @@
-"""Saving a step once more: after it was set aside, late, or where an abandoned course had saved it too."""
+"""Saving a step once more: after it was quarantined, late, or where an abandoned course had saved it too."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def evidence(place: Place) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.safetensors")}
 
 
-# -- after it was set aside
+# -- after it was quarantined
 
 
 def test_set_aside_checkpoint_is_not_overwritten_by_a_new_save(place: Place) -> None:
     """A rollback sets the checkpoint of step 6 aside; the same generation comes to step 6 once more."""
     save(place, 5, 6)
-    place.set_aside(6, "the run went back to step 5")
+    place.set_aside(6, "the run rolled back to step 5")
     before = {path.read_bytes() for path in Path(place.url).rglob("*.safetensors")}
     save(place, 6, seed=60)
     assert torch.equal(read(place, 6), state(60)["model/w"])
@@ -97,7 +97,7 @@ def test_what_was_saved_of_the_step_before_makes_way(place: Place, generation: i
     assert len(place.set_aside_names()) == 1
     assert len(evidence(place)) == 4
     place.remove(5)
-    assert len(evidence(place)) == 2, "only what was set aside"
+    assert len(evidence(place)) == 2, "only what was quarantined"
 
 
 def test_what_a_later_generation_saved_stays(place: Place, tmp_path: Path) -> None:

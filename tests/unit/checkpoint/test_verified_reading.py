@@ -100,7 +100,7 @@ def test_a_flipped_bit_is_named_with_its_place(at: int, place: Place) -> None:
         text = caught.value.message
         assert f"rank-00001.safetensors (rank 1) has XXH3-128 {wanted} in bytes {begin} to {end}," in text
         (file,) = (f for f in place.manifest(5).files if "00001" in f.file)
-        assert text.endswith(f"the manifest says {file.hashes[begin // 256]}")
+        assert text.endswith(f"the manifest has {file.hashes[begin // 256]}")
     place.verify(5, 0, 2)  # the other file
     with pytest.raises(Damaged):
         place.verify(5, 1, 2)
@@ -122,7 +122,7 @@ def test_what_is_cut_off_grows_or_goes(place: Place) -> None:
             path.unlink()
         else:
             path.write_bytes(data[:-1] if change == "cut" else data + b"\0")
-        why = "is missing" if change == "gone" else rf"has \d+ bytes, the manifest says {len(data)}"
+        why = "is missing" if change == "gone" else rf"has \d+ bytes, the manifest has {len(data)}"
         with pytest.raises(Damaged, match=why):
             place.verify(step)
         with pytest.raises(Damaged, match=why):
@@ -130,7 +130,7 @@ def test_what_is_cut_off_grows_or_goes(place: Place) -> None:
 
 
 def test_storage_that_does_not_answer_is_no_damage(tmp_path: Path) -> None:
-    """A checkpoint that cannot be seen for a while must not be set aside for it."""
+    """A checkpoint that cannot be seen for a while must not be quarantined for it."""
     place = LocalPlace(tmp_path / "checkpoints")
     place.prepare()
     add(place, 5, [rows(state(), 0, 1)])
@@ -251,7 +251,7 @@ def test_a_read_that_failed_can_be_tried_again(tmp_path: Path, monkeypatch: pyte
 
 def test_beyond_the_end_and_of_another_file(tmp_path: Path) -> None:
     _, files, _ = counted(tmp_path, 5000, 2, 16 * CHUNK)
-    with pytest.raises(Damaged, match="has 5000 bytes, 5001 are wanted"):
+    with pytest.raises(Damaged, match="has 5000 bytes, 5001 are required"):
         files.read_into("rank-00000.safetensors", memoryview(bytearray(2)), 4999)
     with pytest.raises(Damaged, match="the manifest has no file rank-00001"):
         files.read_into("rank-00001.safetensors", memoryview(bytearray(2)), 0)

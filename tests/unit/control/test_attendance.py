@@ -6,7 +6,7 @@ import pytest
 
 from seatrial.base.lines import Channel
 from seatrial.control.agent import attendance
-from seatrial.control.agent.attendance import SIGN_S, SILENT_S, Attendance
+from seatrial.control.agent.attendance import HEARTBEAT_S, SILENT_S, Attendance
 from seatrial.record import messages as msg
 
 SIGN = msg.encode(msg.LauncherAlive())
@@ -30,8 +30,8 @@ def test_a_silent_launcher_is_gone_if_it_ever_gave_a_sign(now: list[float]) -> N
     assert agent.receive() == [msg.EndRun("now")]
     for _ in range(3):
         assert agent.tick()
-        now[0] += SIGN_S / 2
-    assert launcher.receive() == [msg.encode(msg.AgentAlive())] * 2, "every SIGN_S"
+        now[0] += HEARTBEAT_S / 2
+    assert launcher.receive() == [msg.encode(msg.AgentAlive())] * 2, "every HEARTBEAT_S"
     now[0] += SILENT_S
     assert not agent.tick()
     launcher.send(SIGN)
@@ -40,7 +40,7 @@ def test_a_silent_launcher_is_gone_if_it_ever_gave_a_sign(now: list[float]) -> N
     launcher.close()
     agent.receive()
     assert agent.closed
-    agent.tell(msg.Bye())
+    agent.send(msg.Bye())
     theirs.close()
 
 

@@ -14,7 +14,7 @@ def test_a_start_that_never_arrived_is_found() -> None:
     told = Confirmations()
     assert told.beat(1, 5, 4, 0, 100.0) is None
     assert told.beat(1, 5, 4, 0, 100.0 + WAIT_S - 0.1) is None
-    assert told.beat(1, 5, 4, 0, 100.0 + WAIT_S) == "was told to run generation 5, and still is at 4"
+    assert told.beat(1, 5, 4, 0, 100.0 + WAIT_S) == "was ordered to run generation 5, but still reports 4"
     assert told.beat(1, 5, 4, 0, 101.0 + WAIT_S) is None, "once, and then again only if nothing follows"
 
 
@@ -22,7 +22,7 @@ def test_ranks_that_ended_without_a_word_are_found() -> None:
     told = Confirmations()
     assert told.beat(1, 5, 5, 2, 100.0) is None
     assert told.beat(2, 5, 5, 0, 101.0) is None
-    assert told.beat(1, 5, 5, 2, 100.0 + WAIT_S) == "2 of its ranks have ended, and nobody said why"
+    assert told.beat(1, 5, 5, 2, 100.0 + WAIT_S) == "2 of its ranks have exited without a failure report"
 
 
 def test_what_passes_or_is_explained_is_forgotten() -> None:

@@ -279,8 +279,8 @@ def test_a_smaller_start_follows_where_there_is_nothing_to_flush(begin: Begin) -
     term.agents[2].link.close()
     term.agents[1].exits(3, GENERATION)
     term.agents[0].stops(GENERATION)
-    term.coordinator._lost(2, True, "its agent ended")
-    term.coordinator._lost(1, True, "its agent ended")
+    term.coordinator._lost(2, True, "its agent exited")
+    term.coordinator._lost(1, True, "its agent exited")
     ((order,),) = term.orders(msg.Start).values()
     assert (order.world_size, order.layout["replicate"], order.slots) == (2, 1, 1)
     assert "shrunk" in kinds(term)
@@ -470,7 +470,7 @@ def test_unreported_rank_exits_are_noticed_from_heartbeats(
     term.agents[0].beat(GENERATION, 4, failed=1)
     assert set(term.orders(msg.Stop)) == {0, 1}
     (event,) = [e for e in read_events(term.folder)[0] if e.kind == "recovering"]
-    assert event.message == "node 0: 1 of its ranks have ended, and nobody said why"
+    assert event.message == "node 0: 1 of its ranks have exited without a failure report"
     term.agents[0].beat(GENERATION, 4, failed=1)
     assert kinds(term).count("recovering") == 1, "it is being stopped"
 
@@ -596,7 +596,7 @@ def test_a_spare_that_leaves_is_let_go_and_not_lost(begin: Begin, monkeypatch: p
     term.pump.settle()
     assert "node_lost" not in kinds(term)
     (event,) = [e for e in read_events(term.folder)[0] if e.kind == "node_leaving"]
-    assert (event.node, event.message) == (3, "node 3 is leaving: its agent got SIGTERM")
+    assert (event.node, event.message) == (3, "node 3 is leaving: its agent received SIGTERM")
 
 
 def test_how_the_run_ended_is_in_the_run_folder(begin: Begin) -> None:

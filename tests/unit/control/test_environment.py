@@ -64,7 +64,7 @@ def test_ranks_on_cpu_have_one_thread_whatever_the_user_says() -> None:
         "TORCH_FR_BUFFER_SIZE": "2000",
         "GLOO_SOCKET_IFNAME": "eth1",
     }
-    assert variables["OMP_NUM_THREADS"].reason.endswith("yours was 5")
+    assert variables["OMP_NUM_THREADS"].reason.endswith("overrides your 5")
     assert "yours" not in variables["MKL_NUM_THREADS"].reason
 
 
@@ -79,7 +79,7 @@ def test_the_users_own_values_win_and_are_told() -> None:
     variables = by_name(CUDA, yours)
     for name in yours.keys() - {"HOME"}:
         assert (variables[name].value, variables[name].source) == (yours[name], "yours")
-    assert variables["NCCL_SOCKET_IFNAME"].reason.endswith("it would be NCCL_SOCKET_IFNAME==eth1")
+    assert variables["NCCL_SOCKET_IFNAME"].reason.endswith("Seatrial would set NCCL_SOCKET_IFNAME==eth1")
     assert "HOME" not in variables
     assert variables["PYTORCH_ALLOC_CONF"].source == "chosen"
 

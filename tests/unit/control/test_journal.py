@@ -17,7 +17,7 @@ from seatrial.record import events
 from seatrial.record import messages as msg
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
-from seatrial.record.recent import told_marks
+from seatrial.record.recent import recorded_marks
 
 STOPPED = msg.Stopped(generation=1, parked=2, offer_port=3)
 
@@ -40,7 +40,7 @@ class Node:
     def again(self) -> list[msg.Journalled]:
         """What the next coordinator hears."""
         self.sent.clear()
-        self.journal.tell_again()
+        self.journal.resend()
         return list(self.sent)
 
 
@@ -58,7 +58,7 @@ def signal(text: str) -> msg.HardwareSignal:
 
 def test_generation_reports_are_repeated_until_next_generation() -> None:
     node = Node()
-    node.journal.tell(STOPPED)
+    node.journal.send(STOPPED)
     node.beat()
     node.returned()
     assert node.again() == node.again() == [replace(STOPPED, told=f"{node.journal.name}-1")]
@@ -69,7 +69,7 @@ def test_generation_reports_are_repeated_until_next_generation() -> None:
 def test_fault_is_reported_until_acknowledged() -> None:
     node = Node()
     node.beat()
-    node.journal.tell_once(signal("fell off the bus"))
+    node.journal.send_once(signal("fell off the bus"))
     node.returned()
     assert len(node.again()) == 1, "the beat had been sent before it"
     node.journal.forget_generation()
@@ -84,9 +84,9 @@ def test_fault_is_reported_until_acknowledged() -> None:
 def test_every_message_has_a_mark_of_its_own() -> None:
     first, second = Node(), Node()
     for node in (first, second):
-        node.journal.tell_once(signal("a"))
-        node.journal.tell_once(signal("a"))
-        node.journal.tell(STOPPED)
+        node.journal.send_once(signal("a"))
+        node.journal.send_once(signal("a"))
+        node.journal.send(STOPPED)
     marks = [message.told for node in (first, second) for message in node.sent]
     assert len(set(marks)) == 6
 
@@ -106,8 +106,8 @@ def record(recorder: Recorder, signal: msg.Journalled) -> None:
 
 def test_what_is_told_again_is_recorded_once(folder: RunFolder) -> None:
     node = Node()
-    node.journal.tell_once(signal("a"))
-    node.journal.tell_once(signal("b"))
+    node.journal.send_once(signal("a"))
+    node.journal.send_once(signal("b"))
     for term in (1, 2, 3):
         for message in node.sent:
             record(recorder(folder, term), message)
@@ -116,8 +116,8 @@ def test_what_is_told_again_is_recorded_once(folder: RunFolder) -> None:
 
 def test_what_an_earlier_coordinator_had_no_time_for_is_not_lost(folder: RunFolder) -> None:
     node = Node()
-    node.journal.tell_once(signal("a"))
-    node.journal.tell_once(signal("b"))
+    node.journal.send_once(signal("a"))
+    node.journal.send_once(signal("b"))
     record(recorder(folder), node.sent[0])
     later = recorder(folder, 2)
     for message in node.sent:
@@ -132,15 +132,15 @@ def test_what_has_no_mark_is_recorded_each_time(folder: RunFolder) -> None:
 
 
 def test_only_marks_are_taken_for_marks(folder: RunFolder) -> None:
-    assert told_marks(folder) == set()
+    assert recorded_marks(folder) == set()
     text = 'it said "told":"abc-1" and more'
     events.append(folder, "signal", text, generation=1, data={"told": "abc-2", "x": text})
-    assert told_marks(folder) == {"abc-2"}
+    assert recorded_marks(folder) == {"abc-2"}
 
 
 def test_a_mark_that_the_launcher_gave_is_kept() -> None:
     node = Node()
     event = msg.Record(1.0, 1, "agent_failed", "warning", "text")
-    node.journal.tell_once(replace(event, told="launcher-1"))
-    node.journal.tell_once(event)
+    node.journal.send_once(replace(event, told="launcher-1"))
+    node.journal.send_once(event)
     assert [m.told for m in node.again()] == ["launcher-1", f"{node.journal.name}-2"]

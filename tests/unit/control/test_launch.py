@@ -105,8 +105,7 @@ def test_render_tells_why_each_variable_is_as_it_is(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     text = LocalLauncher().render(job(), RunFolder(tmp_path))["commands.sh"]
     assert (
-        "#   GLOO_SOCKET_IFNAME=ib0   # yours: set before the start; it would be GLOO_SOCKET_IFNAME=lo"
-        in text
+        "#   GLOO_SOCKET_IFNAME=ib0   # yours: set by you; Seatrial would set GLOO_SOCKET_IFNAME=lo" in text
     )
     assert "#   WORLD_SIZE=8   # ranks of this generation" in text
     monkeypatch.setattr(local, "choose_device", lambda _: ("cuda", "pretended"))

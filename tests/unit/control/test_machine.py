@@ -48,16 +48,18 @@ class TestTheFirstStart:
         run.join(1)
         told = only(run.wait(), m.Note)
         assert (told.kind, told.data) == ("waiting_for_nodes", {"usable": 1, "needed": 2, "until_s": 55.0})
-        assert "node 0 is not here; node 2 is not here" in told.message
+        assert "node 0 is not connected; node 2 is not connected" in told.message
         finish = only(run.wait(), m.Finish)
         assert finish.how == "failed"
-        assert "1 can be used, 2 are needed; node 0 is not here; node 2 is not here" in finish.message
+        assert (
+            "1 are usable, 2 are needed; node 0 is not connected; node 2 is not connected" in finish.message
+        )
 
     def test_a_run_that_may_not_shrink_needs_all(self) -> None:
         run = Run(3, shapes=(3, 2), shrink=False, join_wait_s=60.0)
         run.join(0, 1)
-        assert "2 can be used, 3 are needed" in only(run.wait(), m.Note).message
-        assert "2 can be used, 3 are needed" in only(run.wait(), m.Finish).message
+        assert "2 are usable, 3 are needed" in only(run.wait(), m.Note).message
+        assert "2 are usable, 3 are needed" in only(run.wait(), m.Finish).message
 
     def test_it_may_wait_for_ever(self) -> None:
         run = Run(2, shapes=(2, 1), join_wait_s=0.0)

@@ -50,7 +50,7 @@ class TestBudgets:
             assert none(run.fail(node, "hang", rank=node, step=7), m.Finish)
             run.stopped(*range(9))
         finish = only(run.fail(8, "hang", rank=8, step=7), m.Finish)
-        assert "hang has come 9 times up to step 7 without progress" in finish.message
+        assert "hang occurred 9 times up to step 7 without progress" in finish.message
 
     def test_restarts_are_bounded_even_with_progress(self) -> None:
         run = started(1, max_restarts=2)

@@ -18,7 +18,7 @@ class TestOneAlone:
         actions = run.left("yielded", 2)
         assert actions == [m.Start(2, {0: 0, 1: 3, 2: 2}, 0, True, "node 1 leaves")]
         assert run.progress(6) == [m.Release(1)]
-        assert run.tell(m.Lost, 1, True, "its agent ended") == []
+        assert run.tell(m.Lost, 1, True, "its agent exited") == []
         assert run.machine.phase == "running"
 
     def test_without_a_spare_the_run_goes_on_smaller(self) -> None:
@@ -154,7 +154,7 @@ class TestAnAgentThatTakesAnothersPlace:
     def test_its_own_death_says_nothing_of_the_one_before(self) -> None:
         run = self.replaced()
         run.stopped(0)
-        run.tell(m.Lost, 1, True, "its agent ended")
+        run.tell(m.Lost, 1, True, "its agent exited")
         assert none(run.tell(m.Joined, 1, True, None, "", None, True), m.Start)
         assert only(run.wait(), m.Start).generation == 2
 

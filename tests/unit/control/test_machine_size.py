@@ -52,7 +52,7 @@ class TestShrinking:
         assert run.stopped(0, 2, 3) == []
         assert notes(run.wait()) == ["waiting_for_nodes"]
         finish = only(run.wait(), m.Finish)
-        assert "3 can be used, 4 are needed; node 1 is not here (died)" in finish.message
+        assert "3 are usable, 4 are needed; node 1 is not connected (died)" in finish.message
 
     def test_a_second_failure_at_the_smaller_size_needs_no_wait(self) -> None:
         run = shrinking(node_wait_s=20.0)

@@ -425,11 +425,11 @@ def test_it_leaves_whoever_coordinated_when_the_next_one_says_so(
     agent = agents(1)
     pump.until(lambda: agent.joined)
     following = Hub(pump)
-    agent.member.told_of(Lease(2, 8, "127.0.0.1", following.port, 0.0))
+    agent.member.learn_of(Lease(2, 8, "127.0.0.1", following.port, 0.0))
     clock.now += 0.06
     pump.until(lambda: agent.joined == 2)
     assert following.hellos == [msg.encode(agent_joins(1, agent.listener.port, term=2))]
-    agent.member.told_of(Lease(1, 7, "127.0.0.1", hub.port, 0.0, count=99))
+    agent.member.learn_of(Lease(1, 7, "127.0.0.1", hub.port, 0.0, count=99))
     pump.settle()
     assert len(following.links) == 1
     following.close()

@@ -107,8 +107,8 @@ def test_the_stop_that_others_are_made_from() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({}, "not one message: {}"),
-        ({"stop": STOP, "go": {}}, "not one message"),
+        ({}, "not exactly one message: {}"),
+        ({"stop": STOP, "go": {}}, "not exactly one message"),
         ({"halt": {}}, "unknown message 'halt'"),
         ({"ready": {}}, "unknown message 'ready'"),  # it goes the other way
         ({"stop": 3}, "stop: 3"),

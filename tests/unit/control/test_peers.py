@@ -36,7 +36,7 @@ class Coordinator:
             silence_s=silence_s,
             watch=pump.watch,
             unwatch=pump.unwatch,
-            told=lambda peer, message: self.told.append((peer.node, message)),
+            received=lambda peer, message: self.told.append((peer.node, message)),
             lost=lambda peer, certain, cause: self.lost.append((peer.node, certain, cause)),
         )
         self.hub = Hub(pump)
@@ -115,7 +115,7 @@ def test_an_agent_whose_process_is_gone_is_lost_at_once(
 ) -> None:
     agent.die()
     pump.until(lambda: coordinator.lost)
-    assert coordinator.lost == [(1, True, "its agent ended")]
+    assert coordinator.lost == [(1, True, "its agent exited")]
     assert 1 not in coordinator.peers
     assert coordinator.peers.nodes() == []
 
@@ -154,7 +154,7 @@ def test_one_that_does_not_come_back_is_lost_after_its_silence(
     coordinator.peers.tick(heard + SILENCE_S + 0.01)
     ((node, certain, cause),) = coordinator.lost
     assert (node, certain) == (1, False)
-    assert cause == "has not been heard from for 3.0 s"
+    assert cause == "has been silent for 3.0 s"
 
 
 def tick_until(coordinator: Coordinator, begin: float, end: float) -> None:
@@ -233,7 +233,7 @@ def test_a_connection_reset_on_the_way_is_asked_again(pump: Pump, coordinator: C
     connection.close()
     door.close()
     pump.until(lambda: coordinator.lost)
-    assert coordinator.lost == [(2, True, "its agent ended")]
+    assert coordinator.lost == [(2, True, "its agent exited")]
     agent.close()
 
 
@@ -251,7 +251,7 @@ def test_a_killed_process_is_lost_at_once(pump: Pump, coordinator: Coordinator) 
     pump.until(lambda: coordinator.told)
     child.kill()
     pump.until(lambda: coordinator.lost)
-    assert coordinator.lost == [(3, True, "its agent ended")]
+    assert coordinator.lost == [(3, True, "its agent exited")]
     child.wait()
 
 

@@ -249,7 +249,7 @@ def test_a_reason_is_text_and_no_template() -> None:
     [
         ('[signal.hang]\nclass = "process"', '[signal.hang]\nclas = "process"', "hang: `class` is missing"),
         ('action = "tolerate"', 'action = "hope"', "'hope', not one of"),
-        ('repeat = "evict"', 'repeat = "record"', "`repeat` is no more than `action`"),
+        ('repeat = "evict"', 'repeat = "record"', "`repeat` is not stronger than `action`"),
         ("[signal.unknown]", "[signal.unheard]", "no rule for `unknown`"),
         ("[signal.sxid]", "[signal.sxid_]", "`sxid:fatal` has no rule for `sxid`"),
         ('RESET_GPU = { action = "reset", repeat = "evict" }', "", "none for its bucket RESET_GPU"),

@@ -237,7 +237,7 @@ def test_each_writes_its_own_and_then_it_is_published(held: Map, children: Child
     assert not held.map.reaped(99)
     assert held.flushed == []
     assert held.map.reaped(2)
-    assert held.flushed == [(10, True, "the state after step 10 went from memory to disk")]
+    assert held.flushed == [(10, True, "the state after step 10 was written from memory to disk")]
 
 
 def test_what_is_on_disk_already_is_not_written(held: Map, children: Children) -> None:
@@ -310,7 +310,7 @@ def test_flush_uses_the_fallback_when_the_first_place_fails(
         held.part(rank, place=held.places[1])
     assert children.published[-1] == (10, 3, 1, held.places[1])
     held.map.reaped(len(children.began))
-    assert held.flushed == [(10, True, "the state after step 10 went from memory to disk")]
+    assert held.flushed == [(10, True, "the state after step 10 was written from memory to disk")]
 
 
 def test_flush_fails_only_when_a_writing_node_is_lost(held: Map, children: Children) -> None:
@@ -335,7 +335,7 @@ def test_what_is_lost_while_it_is_looked_for(held: Map, children: Children) -> N
     held.map.reaped(1)
     ((_, ok, message),) = held.flushed
     assert not ok
-    assert "it is not in memory any more" in message
+    assert "it is no longer in memory" in message
 
 
 def test_a_node_that_goes_while_it_is_asked(held: Map, children: Children) -> None:

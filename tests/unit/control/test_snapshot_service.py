@@ -287,7 +287,7 @@ def test_the_named_snapshots_go_to_disk(nodes: tuple[Node, Node], pump: Pump, tm
     here.snapshot_service.flush(msg.Flush(8, 2, [first.summary(), gone.summary()], place, read_back=True))
     parts = lambda: {m.rank: m for m in here.told if isinstance(m, msg.Part)}  # noqa: E731
     pump.until(lambda: len(parts()) == 2)
-    assert parts()[1] == msg.Part(1, 8, place, ok=False, message="it is not here any more")
+    assert parts()[1] == msg.Part(1, 8, place, ok=False, message="this node no longer has it")
     # Its index came with the snapshot; the summary that travels with the order has none.
     assert (parts()[0].ok, parts()[0].step) == (True, 8)
     written = folder.checkpoints / "step-00000008.tmp-2-memory"

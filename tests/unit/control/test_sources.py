@@ -323,7 +323,7 @@ def test_a_probe_that_falls_silent_is_a_finding(tmp_path: Path, made: list[Sourc
     assert watched.poll(deadline - 0.1) == []
     [told] = watched.poll(deadline)
     assert told.signal == "probe_silent"
-    assert told.message == "the probe of the GPUs hangs; the last it did was: nvmlInit"
+    assert told.message == "the probe of the GPUs hangs; its last operation was: nvmlInit"
     assert watched.poll(deadline + 100) == []
     assert watched.deadline(deadline) is None
 
@@ -333,7 +333,7 @@ def test_a_probe_that_dies_is_a_finding(made: list[Sources]) -> None:
     made.append(watched)
     watched._start("ports", lambda send: sys.exit(1), 5.0)
     told = until(watched, "probe_silent")[-1]
-    assert "has ended" in told.message
+    assert "has exited" in told.message
 
 
 # -- the probe of the GPUs, on stand-ins for NVML and nvidia-smi

@@ -223,7 +223,7 @@ def test_another_snapshot_than_was_announced(
     connection = incoming(listener)
     answer = end(receive(snapshot_buffers, connection))
     thread.join()
-    assert "wanted was Snapshot(rank=4" in answer["message"]
+    assert "requested was Snapshot(rank=4" in answer["message"]
 
 
 def test_a_stranger_is_refused_and_finds_no_one(
@@ -366,7 +366,7 @@ def test_memory_becomes_a_checkpoint(run: RunFolder) -> None:
     assert [p.name for p in run.checkpoints.iterdir() if "tmp" in p.name] == []
     answer = publish(run)
     assert answer["ok"]
-    assert answer["message"] == "step-00000010 was there already"
+    assert answer["message"] == "step-00000010 existed already"
 
 
 def test_a_replica_stands_in_for_ranks_that_are_gone(run: RunFolder) -> None:

@@ -127,9 +127,9 @@ def test_a_lost_node_goes_before_those_that_missed_it(verdicts: Verdicts) -> Non
     """Where ranks cannot park, all others fail by it."""
     verdicts.ended(0, exited(rank=0, **CONSEQUENCE))
     assert failed(verdicts).rank == 0
-    verdicts.node_lost(1, "its agent ended")
+    verdicts.node_lost(1, "its agent exited")
     failure = failed(verdicts)
-    assert (failure.node, failure.rank, failure.cause) == (1, None, "its agent ended")
+    assert (failure.node, failure.rank, failure.cause) == (1, None, "its agent exited")
     assert failure.hint == "too few nodes"
     verdicts.ended(0, exited(rank=1, status=9))
     assert failed(verdicts).rank == 1, "but not before a failure of its own"
@@ -147,14 +147,14 @@ def test_who_was_blamed_is_named_where_nobody_ended_of_itself(verdicts: Verdicts
 
 
 def test_where_nobody_is_to_blame_nobody_is_named(verdicts: Verdicts) -> None:
-    failure = failed(verdicts, "too few nodes: 1 can be used, 2 are needed")
+    failure = failed(verdicts, "too few nodes: 1 are usable, 2 are needed")
     assert (failure.node, failure.rank) == (None, None)
-    assert failure.message == "too few nodes: 1 can be used, 2 are needed"
+    assert failure.message == "too few nodes: 1 are usable, 2 are needed"
 
 
 def test_a_new_generation_begins_without_old_failures(verdicts: Verdicts) -> None:
     verdicts.ended(1, exited(status=7))
-    verdicts.node_lost(1, "its agent ended")
+    verdicts.node_lost(1, "its agent exited")
     verdicts.blamed(1, 2, "slow")
     verdicts.began(4)
     assert failed(verdicts).node is None

@@ -34,7 +34,7 @@ class Watched:
             lambda: dict(self.helpers),
             os.getppid(),
             rank_stopped=self._rank_stopped,
-            tell=lambda message, data: self.told.append((message, data)),
+            report=lambda message, data: self.told.append((message, data)),
         )
         node.pump.ticks.append(self.dog.tick)
 
@@ -67,7 +67,7 @@ def test_a_stopped_fork_server_is_killed_and_comes_again(node: Node, watched: Wa
 def test_a_fork_server_that_does_not_answer_is_killed(
     node: Node, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "_ANSWER_LOOKS", 5)
+    monkeypatch.setattr(watchdog, "_ANSWER_CHECKS", 5)
     monkeypatch.setattr(still, "STOPPED_S", 1e9)  # what keeps it from answering is not known
     node.pump.until(lambda: node.workers.fork_server_ready)
     old = node.workers.fork_server

@@ -109,7 +109,7 @@ def test_an_id_beyond_the_vocabulary_is_found_in_its_file(store: TokenStore) -> 
 
 def test_a_store_that_is_too_small(store: TokenStore) -> None:
     assert loader(store, sequence_length=999).samples_of == [1]
-    with pytest.raises(InputError, match="not one sample of 1000"):
+    with pytest.raises(InputError, match="less than one sample of 1000"):
         loader(store, sequence_length=1000)
 
 

@@ -124,7 +124,7 @@ def test_another_largest_token_is_found_by_verify(tmp_path: Path) -> None:
     path.write_text(json.dumps(manifest))
     ((where, problem),) = TokenStore.open(tmp_path / "store").verify()
     assert where == str(tmp_path / "store" / manifest["shards"][first]["file"])
-    assert problem == f"its largest token is {largest[first]}, the manifest says {largest[first] - 1}"
+    assert problem == f"its largest token is {largest[first]}, the manifest has {largest[first] - 1}"
 
 
 def test_hashes_of_some_shards_only_are_refused(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_hashes_of_some_shards_only_are_refused(tmp_path: Path) -> None:
     manifest = json.loads(path.read_text())
     del manifest["shards"][1]["chunks"]
     path.write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match="some of its shards have hashes"):
+    with pytest.raises(InputError, match="some of its shards have chunk hashes"):
         TokenStore.open(tmp_path / "store")
 
 

@@ -142,9 +142,9 @@ LENGTHS, POINTERS, BOUNDS = 34, 34 + 4 * 6, 34 + 12 * 6
     ("damage", "message"),
     [
         (put(0, "<B", 0), "does not begin with MMIDIDX"),
-        (put(9, "<Q", 2), "version 2 of the index; version 1 is read"),
+        (put(9, "<Q", 2), "version 2 of the index; only version 1 is supported"),
         (put(17, "<B", 9), "type 9 is not a token type"),
-        (put(17, "<B", 7), "it holds float32, not tokens"),
+        (put(17, "<B", 7), "it contains float32, not tokens"),
         (put(18, "<Q", 7), "truncated: 7 sequences and 4 document entries are 150 bytes"),
         (put(18, "<Q", 2**62), "truncated"),
         (put(26, "<Q", 3), "too long: 6 sequences and 3 document entries"),
@@ -203,7 +203,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     assert (tmp_path / "pair.idx").read_text() == "mine"
     assert not (tmp_path / "pair.bin").exists()
     export_pair(store, tmp_path / "pair", force=True)
-    with pytest.raises(InputError, match="holds a token store already"):
+    with pytest.raises(InputError, match="already contains a token store"):
         import_pair(tmp_path / "pair", "bytes", tmp_path / "store")
 
 

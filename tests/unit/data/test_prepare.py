@@ -148,7 +148,7 @@ def test_bad_parquet_files_all_named(tmp_path: Path) -> None:
         prepare([str(tmp_path)], "bytes", tmp_path / "out")
     text = e.value.render()
     assert "a.parquet: error: no column 'text'\n  hint: string columns there: body" in text
-    assert "b.parquet: error: column 'text' holds int64, not strings" in text
+    assert "b.parquet: error: column 'text' has int64, not strings" in text
     assert "c.parquet: error: bad Parquet file" in text
 
 
@@ -192,7 +192,7 @@ def test_every_unusable_source_at_once(tmp_path: Path) -> None:
     assert "aws s3 sync s3://bucket/data FOLDER" in text
     assert "no built-in corpus 'builtin:novels'\n  hint: there is builtin:python-library" in text
     assert f"no such file or folder: {tmp_path}/nowhere" in text
-    assert f"nothing to read in the folder {tmp_path}/empty: it is empty" in text
+    assert f"no readable files in the folder {tmp_path}/empty: it is empty" in text
     assert "(skipped: 1 suffix .png (a.png))" in text
     with pytest.raises(InputError, match="s3://"):
         prepare([str(tmp_path)], "bytes", "s3://bucket/out")
@@ -216,9 +216,9 @@ def test_a_full_disk_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         disk.setattr(prepare_module.StoreWriter, "append", full)
         with pytest.raises(RunFailed, match="No space left on device") as e:
             prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "out", note=notes.append)
-    assert "what is done is kept" in e.value.render()
+    assert "finished work is kept" in e.value.render()
     assert notes == [
-        f"what is done is kept in {tmp_path}/.out.tmp-work, for the same command or to be deleted"
+        f"finished work is kept in {tmp_path}/.out.tmp-work: run the same command to continue, or delete the folder"
     ]
     assert not (tmp_path / "out").exists()
     notes.clear()
@@ -381,7 +381,7 @@ def test_check_stores_says_everything(write_tokenizer: WriteTokenizer, tmp_path:
         check_stores([store], None, vocab_size=200, sequence_length=4, global_batch=4, tokenizer_spec=other)
     text = e.value.render()
     assert f"token id 256 in {tmp_path}/store/shard-00000.bin is beyond the vocabulary of 200" in text
-    assert "holds 13 tokens, 3 samples of 4: fewer than one global batch of 4" in text
+    assert "has 13 tokens, 3 samples of 4: fewer than one global batch of 4" in text
     assert "was made with the tokenizer 'bytes'" in text
     assert len(e.value.diagnostics) == 3
     for key, value in (

@@ -467,7 +467,7 @@ def test_a_folder_with_nothing_but_binaries(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(bytes(100))
     text = refused(tmp_path / "in", tmp_path)
-    assert "nothing to read in the folder" in text
+    assert "no readable files in the folder" in text
     assert "1 not text: binary data (a.txt)" in text
 
 

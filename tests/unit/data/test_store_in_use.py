@@ -139,7 +139,7 @@ def test_store_opened_during_prepare_is_kept_and_work_is_reused(tmp_path: Path, 
     with pytest.raises(RunFailed, match="is in use"):
         prepare([text], "bytes", out, force=True, progress=progress, note=notes.append)
     assert content(out) == before
-    assert "what is done is kept" in notes[-1]
+    assert "finished work is kept" in notes[-1]
     held.clear()
     prepare([text], "bytes", out, force=True, note=notes.append)
     assert notes[-1] == "resuming an earlier attempt: 1 of 1 parts are done"
@@ -159,7 +159,7 @@ def test_one_that_is_being_replaced_is_waited_for_or_told(
     (out / "moved").rename(out / MANIFEST)
     (tmp_path / "a.txt").write_text("another text")
     prepare([text], "bytes", out, force=True)
-    with pytest.raises(RunFailed, match="was replaced at this moment"):
+    with pytest.raises(RunFailed, match="has just been replaced"):
         store.hold()
 
 
@@ -186,7 +186,7 @@ def test_where_nothing_can_be_locked_it_is_said(
     (store,) = resolve_stores(Data(str(out)), tmp_path, tmp_path, note=notes.append)
     assert store.n_tokens == 10
     assert notes == [
-        f"{out} cannot be locked (Operation not supported): nothing keeps others from replacing it"
+        f"{out} cannot be locked (Operation not supported): it is not protected from being replaced"
     ]
     with pytest.raises(RunFailed, match="it is unknown whether a run uses"), in_use.claimed(out):
         pass

@@ -158,7 +158,7 @@ def test_a_damaged_shard_is_named_before_it_is_used(remote: Path) -> None:
         (problem,) = e.value.diagnostics
         assert problem.file == str(remote / "shard-00002.bin")
         assert f"damaged: bytes {5 * CHUNK} to {6 * CHUNK - 1} have the XXH3-128" in problem.message
-        assert "written were" in problem.message
+        assert "expected" in problem.message
     shutil.copy(remote / "shard-00001.bin", remote / "shard-00002.bin")
     with pytest.raises(InputError, match="damaged: bytes"):
         store.read(32_000, 10)
@@ -198,7 +198,7 @@ def test_an_incomplete_store_is_told_at_once(remote: Path) -> None:
         stream(remote)
     text = e.value.render()
     assert f"{remote}/shard-00001.bin: error: missing" in text
-    assert "shard-00003.idx: error: truncated: 8 bytes, the manifest says" in text
+    assert "shard-00003.idx: error: truncated: 8 bytes, the manifest has" in text
 
 
 def test_what_is_no_store_and_what_is_too_old(remote: Path) -> None:
@@ -212,7 +212,7 @@ def test_what_is_no_store_and_what_is_too_old(remote: Path) -> None:
     for shard in manifest["shards"]:
         del shard["chunks"]
     (remote / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match=r"shard-00000\.bin has no hashes of its chunks"):
+    with pytest.raises(InputError, match=r"shard-00000\.bin has no chunk hashes"):
         stream(remote)
 
 

@@ -210,7 +210,7 @@ def test_all_wrong_sizes_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputError) as e:
         TokenStore.open(folder)
     text = e.value.render()
-    assert "shard-00001.bin: error: truncated: 11 bytes, the manifest says 20" in text
+    assert "shard-00001.bin: error: truncated: 11 bytes, the manifest has 20" in text
     assert "shard-00002.bin: error: cannot be read: No such file" in text
     assert "shard-00000.idx: error: too long" in text
     assert len(TokenStore.open(folder, check_sizes=False).verify()) == 3
@@ -263,7 +263,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 def test_replacing(tmp_path: Path) -> None:
     old = write(tmp_path / "s", list(range(30)))
     assert old.read(0, 2).tolist() == [0, 1]
-    with pytest.raises(InputError, match="holds a token store already") as e:
+    with pytest.raises(InputError, match="already contains a token store") as e:
         write(tmp_path / "s", [7])
     assert "--force" in e.value.render()
     assert write(tmp_path / "s", [7], replace=True).read(0, 1).tolist() == [7]

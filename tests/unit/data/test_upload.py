@@ -83,7 +83,7 @@ def test_a_store_is_not_replaced_unasked_and_never_half(
 ) -> None:
     upload_store(store, str(there))
     other = prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "other", shard_tokens=20)
-    with pytest.raises(InputError, match="holds a token store already"):
+    with pytest.raises(InputError, match="already contains a token store"):
         upload_store(other, str(there))
     assert content(there) == content(store.folder)
 

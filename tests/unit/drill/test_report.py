@@ -76,7 +76,7 @@ def test_the_document_holds_everything(drill: Drill) -> None:
     assert second["why"] == "ledger: step 9 is missing"
     assert third["why"] == "needs: the job has one node"
     text = page.read_text()
-    assert "**DOES NOT HOLD**. step 9 is missing" in text
+    assert "**FAILED**. step 9 is missing" in text
     assert "| kill_agent | cluster.spares | 0 | 1 | what \\| it needs |" in text
     assert "seed 7" in text
 

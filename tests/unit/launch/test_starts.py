@@ -177,7 +177,10 @@ def test_damaged_launch_record_blocks_train_stop_and_attach(
     folder.launch_json.write_text("{")
     for words in (TRAIN, ("stop", "first-voyage"), ("attach", "first-voyage")):
         assert main([*words]) == 2
-        assert "launch.json cannot be used, so it is not known who runs the run" in capsys.readouterr().err
+        assert (
+            "launch.json cannot be used, so it is unknown which process runs the run"
+            in capsys.readouterr().err
+        )
     assert folder.last_generation() == 1
 
 

@@ -70,7 +70,7 @@ def test_a_resume_takes_the_recorded_choice(tmp_path: Path) -> None:
     edit(tmp_path / "first-voyage" / "plan.json", chosen=chosen, layout=other)
     settled, notes = start(voyage("train.steps=300"), tmp_path)
     assert (settled.layout.tensor, settled.layout.shard) == (2, 4)
-    assert any("as an earlier start of this run chose" in note for note in notes)
+    assert any("as chosen by an earlier start of this run" in note for note in notes)
     assert plan(tmp_path)["chosen"] == chosen
     assert len(told(tmp_path)) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seatrial.train.dryrun.timeline import ACTIVATIONS, TEMPORARY, Timeline, position, turn_of
+from seatrial.train.dryrun.timeline import ACTIVATIONS, TEMPORARY, Timeline, microbatch_label, position
 
 
 def test_a_peak_is_the_most_that_was_alive_at_once_under_a_label() -> None:
@@ -120,5 +120,5 @@ def test_layers_are_named_from_both_ends() -> None:
 
 
 def test_microbatches_are_named_from_both_ends() -> None:
-    assert [turn_of(i, 6, (3, 2)) for i in range(6)] == ["+0", "+1", "+2", "mid", "-2", "-1"]
-    assert [turn_of(i, 5, (3, 2)) for i in range(5)] == ["+0", "+1", "+2", "-2", "-1"]
+    assert [microbatch_label(i, 6, (3, 2)) for i in range(6)] == ["+0", "+1", "+2", "mid", "-2", "-1"]
+    assert [microbatch_label(i, 5, (3, 2)) for i in range(5)] == ["+0", "+1", "+2", "-2", "-1"]

@@ -124,7 +124,7 @@ def test_one_whose_link_replaces_what_is_there(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", link)
         (told,) = problems(tmp_path)
-    assert "(link): it does something else" in told
+    assert "(link): it behaves differently" in told
 
 
 def test_a_node_sees_the_token_of_this_start_only(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_file_that_was_changed_is_named(folder: RunFolder, name: str) -> None:
     digests = frozen(folder)
     path = folder.path / name
     path.write_text(path.read_text().replace("0.001", "0.01") + "\n")
-    with pytest.raises(InputError, match=f"{name} was changed while the run was under way"):
+    with pytest.raises(InputError, match=f"{name} was changed during the run"):
         read_unchanged(path, digests)
 
 

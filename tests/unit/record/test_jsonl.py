@@ -95,7 +95,7 @@ def test_writer_starts_a_new_line_after_a_full_disk(tmp_path: Path, monkeypatch:
     [
         (b"garbage", "not JSON"),
         (b"\x00\xff\xfe\x80", "not UTF-8"),
-        (b"[1, 2]", "a JSON list where an object belongs"),
+        (b"[1, 2]", "a JSON list where an object is expected"),
         (b"17", "a JSON int"),
         (b"null", "a JSON NoneType"),
         (b"[" * 100_000, "not JSON"),

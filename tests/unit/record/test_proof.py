@@ -184,17 +184,17 @@ def test_words(ledger: list[LedgerRecord], said: list[str]) -> None:
         ),
         (
             Evidence(trained={2: [1]}),
-            "metrics.jsonl has step 1 of generation 2, the ledger has nothing of it",
+            "metrics.jsonl has step 1 of generation 2, the ledger does not contain it",
         ),
         (Evidence(trained={1: [1, 3]}), "step 2 of generation 1 is in the ledger, but not in metrics.jsonl"),
         (
             Evidence(finished=4),
-            "events.jsonl says that the run finished with step 4, the ledger ends with step 3",
+            "according to events.jsonl the run finished with step 4, but the ledger ends with step 3",
         ),
-        (Evidence(starts={2: 0}), "ledger.jsonl:1: generation 1 was never begun, as events.jsonl says"),
+        (Evidence(starts={2: 0}), "ledger.jsonl:1: generation 1 was never begun according to events.jsonl"),
         (
             Evidence(skipped=frozenset({(1, 2)})),
-            "step 2 was skipped in generation 1, as events.jsonl says; the ledger does not",
+            "step 2 was skipped in generation 1, according to events.jsonl, but not in the ledger",
         ),
     ],
 )
@@ -207,14 +207,14 @@ def test_missing_entries_in_unreadable_records_prove_nothing() -> None:
     assert judge(lines(1, 1, 3), evidence).verdict == "proven"
     ledger = [line(1), line(2, skipped=True), line(3)]
     assert judge(ledger, Evidence(events_whole=False)).verdict == "proven"
-    assert told(judge(ledger)) == ["ledger.jsonl:2: step 2 is skipped, and events.jsonl does not say why"]
+    assert told(judge(ledger)) == ["ledger.jsonl:2: step 2 is skipped, and events.jsonl has no reason for it"]
 
 
 def test_lost_first_line_is_found_when_the_step_was_repeated() -> None:
     ledger = [*lines(1, 1, 8), *lines(2, 6, 9)]  # generation 2 went on after step 4
     assert judge(ledger).verdict == "proven"  # the ledger alone cannot know
     assert told(judge(ledger, Evidence(starts={1: 0, 2: 4}))) == [
-        "ledger.jsonl:9: step 5 is missing in generation 2: it went on after step 4, as events.jsonl says, "
+        "ledger.jsonl:9: step 5 is missing in generation 2: it resumed after step 4 according to events.jsonl, "
         "and begins with step 6"
     ]
 
@@ -296,7 +296,7 @@ def test_the_last_line_of_the_run_is_lost(run_folder: RunFolder) -> None:
     run_folder.ledger.write_bytes(text[:-10])
     assert told(audit(run_folder).proof) == [
         "metrics.jsonl has step 8 of generation 2, the ledger ends with step 7",
-        "events.jsonl says that the run finished with step 8, the ledger ends with step 7",
+        "according to events.jsonl the run finished with step 8, but the ledger ends with step 7",
     ]
 
 

@@ -221,7 +221,7 @@ def test_a_file_or_a_dead_link_in_its_place(tmp_path: Path, make_job: MakeJob) -
         open_run(make_job(), tmp_path)
     path.unlink()
     path.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(InputError, match="link to nothing"):
+    with pytest.raises(InputError, match="dangling link"):
         open_run(make_job(), tmp_path)
 
 

@@ -108,7 +108,7 @@ CASES: list[tuple[str, list[tuple[str, dict[str, Any] | None]], Held, str, str]]
         ],
         False,
         "finished",
-        "all steps are done; no process was left to record it",
+        "all steps are done; no process was left to record the end",
     ),
     (
         "killed after a failure",

@@ -133,7 +133,7 @@ def test_where_nobody_is_behind_nothing_is_exchanged(
 def test_the_sum_of_another_step_is_never_used(worker: TrainWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     shared(monkeypatch, [0.0] * Known.width(2))
     loop = Loop(17, 18, known(17))
-    with pytest.raises(AssertionError, match="no sum of step 18"):
+    with pytest.raises(AssertionError, match="not of step 18"):
         worker._finish_step(mesh(1), loop, kept(loop), [Offer(18), Offer(17, 18)], 18)  # type: ignore[arg-type]
     assert loop.updates == []
 

@@ -103,9 +103,7 @@ def test_no_checkpoint(folder: RunFolder) -> None:
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(folder: RunFolder) -> None:
     events.append(folder, "checkpoint_saved", "", generation=1, data={"step": 40})
-    with pytest.raises(
-        RunFailed, match=r"has saved step 40, but .* holds no checkpoint that can be used"
-    ) as caught:
+    with pytest.raises(RunFailed, match=r"has saved step 40, but .* has no usable checkpoint") as caught:
         choose(folder)
     assert "--fresh" in (caught.value.hint or "")
 

@@ -55,7 +55,7 @@ class Rank:
             optimizer,
             records=into_file(self.folder, generation, model.mesh.rank),
             every=options.pop("every", 10),
-            tell=self.told.append,
+            report=self.told.append,
             **options,
         )
         self.wait()

@@ -75,7 +75,7 @@ def test_an_agent_that_is_gone_already_is_an_error(monkeypatch: pytest.MonkeyPat
     before = signal.getsignal(signal.SIGUSR2)
     monkeypatch.setenv("SEATRIAL_SUPERVISOR", f"nobody-{secrets.token_hex(8)}")
     monkeypatch.setenv("SEATRIAL_SUPERVISOR_TOKEN", "secret")
-    with pytest.raises(RunFailed, match="agent of this node is gone"):
+    with pytest.raises(RunFailed, match="agent of this node has exited"):
         SupervisorClient.from_environment()
     assert signal.getsignal(signal.SIGUSR2) is before  # nothing was registered for nobody
 
@@ -369,7 +369,7 @@ def test_settling_records_fails_when_generation_is_abandoned(
     records = through_agent(supervisor_client, 4, 0)
     records.event("sample", "text")
     send(agent, msg.Abandon(4))
-    with pytest.raises(ConnectionError, match="given up"):
+    with pytest.raises(ConnectionError, match="abandoned before"):
         records.settle()
 
 

@@ -275,7 +275,7 @@ def test_summary_finds_the_failure_itself(folder: RunFolder) -> None:
     )
     view = console(folder, out)
     view.summary(view.ended("failed"))
-    assert "a-run failed: no step was done" in out.getvalue()
+    assert "a-run failed: no step completed" in out.getvalue()
     assert "node 0, rank 2" in out.getvalue()
     assert "killed" in out.getvalue()
 
@@ -344,7 +344,7 @@ def test_every_view_says_what_was_left_out(left_out: RunFolder, capsys: pytest.C
     view = console(left_out, train, total_steps=10, json_output=True)
     view.poll()
     assert "step 4 was skipped\n" in train.getvalue(), "it is of the run, not of the rank that wrote it"
-    assert "warning on node 0 rank 1: nan: it is skipped\n" in train.getvalue()
+    assert "warning on node 0 rank 1: nan: skipping it\n" in train.getvalue()
     view.summary(view.ended("finished"))
     watch = io.StringIO()
     print_status(Out(watch), read_view(left_out), time.time())
@@ -434,8 +434,8 @@ def test_outcome_known_to_the_process_overrides_missing_records(folder: RunFolde
     failure = Failure(None, None, "the disk is full", "the disk is full", 1e9)
     told = view.ended("failed", failure=failure)
     assert (told.state, told.state_reason, told.failure) == ("failed", "the disk is full", failure)
-    told = view.ended("finished", "all 200 steps are done already")
-    assert (told.state, told.state_reason) == ("finished", "all 200 steps are done already")
+    told = view.ended("finished", "all 200 steps are already done")
+    assert (told.state, told.state_reason) == ("finished", "all 200 steps are already done")
 
 
 # -- the live lines
@@ -453,7 +453,7 @@ def busy(folder: RunFolder) -> RunFolder:
     events.append(folder, "node_lost", "node 1 is lost", severity="error", generation=1, node=1)
     events.append(folder, "recovering", "node 1 is lost", severity="warning", generation=1)
     events.append(folder, "generation_started", "g", generation=2, data={"slots": {**slots, "1": 4}})
-    events.append(folder, "recovered", "on after step 20", generation=2, data={"step": 20, "redone": 0})
+    events.append(folder, "recovered", "resuming after step 20", generation=2, data={"step": 20, "redone": 0})
     write(folder, 21, 30, generation=2)
     ledger = LedgerWriter(folder)
     ledger.write(LedgerRecord(31, 30 * 32, 31 * 32, 2, skipped=True))
@@ -476,7 +476,7 @@ def test_live_shows_what_once_shows(busy: RunFolder, terminal: Terminal) -> None
         line = next(x for x in once.getvalue().splitlines() if x.startswith(f"  {label} "))
         assert line[15:].split(", 0 s ago")[0][:60] in live, label
     assert "nodes        4 with ranks; lost: 1" in once.getvalue()
-    for event in ("node 1 is lost", "on after step 20", "checkpoint of step 30"):
+    for event in ("node 1 is lost", "resuming after step 20", "checkpoint of step 30"):
         assert event in live
     assert "node_joined" not in live, "a thousand of them say less than the line on nodes"
     assert re.search(r"step\D+31/200", re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", live)), (

@@ -37,22 +37,22 @@ def test_a_lost_node_and_the_spare_that_takes_its_place() -> None:
         event("coordinator_elected", "node 0 coordinates (term 1)", term=1),
         event("node_joined", "node 2 joined", spare=True),
         started(s0=0, s1=1),
-        event("node_lost", "node 1 is lost: its agent ended", 10.0),
+        event("node_lost", "node 1 is lost: its agent exited", 10.0),
         event("recovering", "node 1 is lost; a spare takes over", 10.2, signal="node_lost"),
         started(s0=0, s1=2),
-        event("recovered", "going on after step 6 (from a living replica)", 12.6, redone=0),
+        event("recovered", "resuming after step 6 (from a live replica)", 12.6, redone=0),
         event("node_joined", "node 1 joined", spare=False),
     ]
     lines = [line.text for e in story if (line := recoveries.take(e)) is not None]
     assert lines == [
-        "node 1 is lost: its agent ended",
+        "node 1 is lost: its agent exited",
         "recovering: node 1 is lost; a spare takes over",
-        "node 2 (a spare) takes the place of node 1",
-        "recovered after 2.4 s: going on after step 6 (from a living replica)",
+        "node 2 (a spare) replaces node 1",
+        "recovered after 2.4 s: resuming after step 6 (from a live replica)",
         "node 1 joined",
     ]
     assert recoveries.underway(99.0) is None
-    assert recoveries.total == "1, in 2.4 s, no step done again"
+    assert recoveries.total == "1, in 2.4 s, no step redone"
 
 
 def test_a_failure_during_a_recovery_is_part_of_it() -> None:
@@ -67,7 +67,7 @@ def test_a_failure_during_a_recovery_is_part_of_it() -> None:
         ]
     )
     assert recoveries.seconds == [4.0, 1.0]
-    assert recoveries.total == "2, the longest 4.0 s, 7 steps done again"
+    assert recoveries.total == "2, the longest 4.0 s, 7 steps redone"
     assert recoveries.underway(35.4) == "recovering for 5 s: fourth"
     assert recoveries.underway(29.0) == "recovering for 0 s: fourth", "another machine's clock may be ahead"
 
@@ -77,9 +77,9 @@ def test_other_events_are_not_its_business() -> None:
     for kind in ("rank_failed", "checkpoint_saved", "rank_started", "signal"):
         assert recoveries.take(event(kind)) is None
     assert recoveries.take(Event(0.0, 1, "generation_started", "info", "damaged", data=None)) is None
-    line = recoveries.take(event("recovered", "going on after step 6"))
+    line = recoveries.take(event("recovered", "resuming after step 6"))
     assert line is not None
-    assert line.text == "recovered: going on after step 6", "the viewer came later than the failure"
+    assert line.text == "recovered: resuming after step 6", "the viewer came later than the failure"
     assert recoveries.total is None
 
 
@@ -98,13 +98,13 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_console_reports_recoveries_without_the_word_warning(folder: RunFolder) -> None:
     out = io.StringIO()
     view = TrainConsole(folder, total_steps=200, generation=1, stream=out)
-    append(folder, "recovered", "going on after step 7", generation=2, data={"redone": 2})
+    append(folder, "recovered", "resuming after step 7", generation=2, data={"redone": 2})
     append(folder, "shrunk", "shrunk to 1 replica on 1 node", severity="warning", generation=3)
     view.poll()
     lines = out.getvalue().splitlines()
     assert lines[0] == "recovering: rank 3 on node 1 was killed"
     assert lines[1].startswith("recovered after ")
-    assert lines[1].endswith(" ms: going on after step 7")
+    assert lines[1].endswith(" ms: resuming after step 7")
     assert lines[2:] == ["shrunk to 1 replica on 1 node"]
 
 
@@ -136,14 +136,14 @@ def test_status_while_it_recovers_and_afterwards(folder: RunFolder) -> None:
         "steps_done_again": 0,
         "underway": "recovering for 0 s: rank 3 on node 1 was killed",
     }
-    append(folder, "recovered", "going on after step 7", generation=2, data={"redone": 2})
+    append(folder, "recovered", "resuming after step 7", generation=2, data={"redone": 2})
     append(folder, "run_interrupted", "saved", generation=2, data={"preempted": True})
     out = io.StringIO()
     view = read_view(folder)
     assert (view.state, view.first_generation, view.generation) == ("preempted", 1, 2)
     print_status(Out(out), view, time.time())
     assert "a-run: preempted, generation 2\n  why          stopped on request" in out.getvalue()
-    assert "2 steps done again" in out.getvalue()
+    assert "2 steps redone" in out.getvalue()
 
 
 def test_which_nodes_have_ranks_and_which_are_gone() -> None:
@@ -167,7 +167,7 @@ def test_which_nodes_have_ranks_and_which_are_gone() -> None:
 @pytest.mark.parametrize(
     ("kind", "data", "text"),
     [
-        ("nonfinite", {"evidence": {"action": "redo"}}, "m: it is redone"),
+        ("nonfinite", {"evidence": {"action": "redo"}}, "m: redoing it"),
         ("nonfinite", {"evidence": {"action": "stop"}}, "m: no more steps may be skipped"),
         ("loss_spike", {"evidence": {"action": "warn"}}, "m"),
         ("nonfinite", {"evidence": "damaged"}, "m"),

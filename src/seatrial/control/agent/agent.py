@@ -53,7 +53,7 @@ from seatrial.record.launches import read_outcome
 from seatrial.record.secret import read_secret
 
 _LEAVE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_LAST_WORDS_S = 1.0  # part of the grace period kept for receiving the outcome and for killing
+_EXIT_RESERVE_S = 1.0  # part of the grace period kept for receiving the outcome and for killing
 _LOOK_S = 0.5
 
 
@@ -68,10 +68,10 @@ class Agent:
         self.generation = 0  # the one that its workers run
         self.stopping: int | None = None  # generation that is to stop
         self.left: msg.Left | None = None  # how all its workers left this generation, once they have
-        self._said: msg.AgentJoins | None = None  # our last hello
+        self._hello_sent: msg.AgentJoins | None = None  # our last hello
         self.resigned = -1  # term in which we resigned as coordinator because we could reach too few nodes
         self.wanted: msg.Why | None = None  # how its launcher wants the run to end
-        self.leaving: str | None = None  # the signal that said that this node leaves
+        self.leaving: str | None = None  # the signal that announced that this node leaves
         self.ends_at = float("inf")  # when it exits in any case because of that signal
         self._asked_to_end: list[int] = []  # each SIGTERM and SIGINT
         self._look_at = 0.0  # when to look again for an outcome in the run folder
@@ -89,7 +89,7 @@ class Agent:
         os.environ.update(assignments(environment.variables))
         self._write(environment)
         self.workers = Workers(spec, self._on_rank, self._on_fork_server, self.watch, self.unwatch)
-        self.snapshot_service = SnapshotService(spec, self._tell)
+        self.snapshot_service = SnapshotService(spec, self._send)
         self.workers.snapshot_fds = self.snapshot_service.fds()
         self.workers.cpus = {local: gpu.cpus for local, gpu in enumerate(environment.gpus)}
         self.workers.start_fork_server()  # early: it takes two seconds, in which the agents find each other
@@ -109,7 +109,7 @@ class Agent:
             silence_s=resilience.silence_s,
             hello=self._hello,
             became=self._became_coordinator,
-            joined=self._tell_again,
+            joined=self._resend,
             release=self._release_member,
         )
         self.journal = Journal(self.member)
@@ -120,10 +120,10 @@ class Agent:
             self._transfers,
             os.getppid() if self.launcher is not None else None,
             rank_stopped=self._rank_stopped,
-            tell=self._stood_still,
+            report=self._process_stalled,
         )
         self.hardware_monitor = HardwareMonitor(
-            spec, resilience, self.journal.tell_once, self.watch, self.unwatch
+            spec, resilience, self.journal.send_once, self.watch, self.unwatch
         )
 
     def _write(self, environment: NodeEnvironment) -> None:
@@ -238,7 +238,7 @@ class Agent:
                 self.coordinator.join(hello, incoming.link())
             case msg.Probe(lease) if lease is not None:
                 incoming.close()
-                self.member.told_of(lease)
+                self.member.learn_of(lease)
             case msg.GivesSnapshot() | msg.WantsSnapshot():
                 self.snapshot_service.serve(incoming, hello)
             case _:
@@ -264,7 +264,7 @@ class Agent:
             self._obey(order)
 
     def _hello(self, term: int) -> msg.AgentJoins:
-        self._said = msg.AgentJoins(
+        self._hello_sent = msg.AgentJoins(
             term=term,
             node=self.spec.node,
             address=self.spec.address,
@@ -280,7 +280,7 @@ class Agent:
             offer_port=free_port(),
             held=self.snapshot_service.held(),
         )
-        return self._said
+        return self._hello_sent
 
     def _beat(self, number: int) -> msg.Beat:
         workers = self.workers.workers.values()
@@ -291,23 +291,23 @@ class Agent:
             failed=sum(w.generation == self.generation and w.failed for w in workers),
         )
 
-    def _tell(self, message: msg.FromAgent) -> None:
+    def _send(self, message: msg.FromAgent) -> None:
         self.member.send(message)
 
-    def _tell_again(self) -> None:
-        """Send a newly found coordinator what changed since our hello was written, and what it must hear again."""
-        said, leaving = self._said, self._leaving_now()
-        assert said is not None
-        if self.workers.fork_server_ready and not said.ready:
-            self._tell(msg.Ready())
+    def _resend(self) -> None:
+        """Send a newly found coordinator what changed since our hello was written, and what must be resent."""
+        hello, leaving = self._hello_sent, self._leaving_now()
+        assert hello is not None
+        if self.workers.fork_server_ready and not hello.ready:
+            self._send(msg.Ready())
         held = self.snapshot_service.held()
-        if held != said.held:
-            self._tell(msg.Held(held))
-        if leaving is not None and said.leaving is None:
-            self._tell(leaving)
+        if held != hello.held:
+            self._send(msg.Held(held))
+        if leaving is not None and hello.leaving is None:
+            self._send(leaving)
         if self.wanted is not None:
-            self._tell(msg.Asked(self.wanted))
-        self.journal.tell_again()
+            self._send(msg.Asked(self.wanted))
+        self.journal.resend()
 
     def _has_workers(self) -> bool:
         """Whether any worker of this generation is alive here, parked, or failed; the journal reports failures.
@@ -322,11 +322,11 @@ class Agent:
         return found if self.coordinator is None else found | self.coordinator.snapshots.transfers()
 
     def _rank_stopped(self, worker: Worker, why: str) -> None:
-        self.journal.tell(msg.RankStopped(worker.generation, worker.rank, worker.local, why))
+        self.journal.send(msg.RankStopped(worker.generation, worker.rank, worker.local, why))
 
-    def _stood_still(self, message: str, data: dict[str, Any]) -> None:
+    def _process_stalled(self, message: str, data: dict[str, Any]) -> None:
         message = f"node {self.spec.node}: {message}"
-        self.journal.tell_once(msg.ExternalEvent("process_stopped", message, data))
+        self.journal.send_once(msg.ExternalEvent("process_stopped", message, data))
 
     # -- orders
 
@@ -364,7 +364,7 @@ class Agent:
             case msg.Go():
                 self.over = "left"
             case msg.Replaced():
-                complain(f"another agent has joined as node {self.spec.node}: this one ends")
+                complain(f"another agent has joined as node {self.spec.node}: this one exits")
                 self.over = "replaced"
 
     def _start(self, order: msg.Start) -> None:
@@ -398,11 +398,11 @@ class Agent:
             for rank in order.kill:
                 self.workers.signal(rank, signal.SIGKILL)
         self.workers.stop(order.generation, order.grace_s, park=order.park)
-        self._tell_stopped()
+        self._report_stopped()
 
     def _inspect(self) -> None:
         if self.inspection is not None and self.inspection.over():
-            self._tell(self.inspection.result())
+            self._send(self.inspection.result())
             self.inspection = None
 
     def _end(self, outcome: msg.Outcome) -> None:
@@ -423,16 +423,16 @@ class Agent:
         about = (worker.generation, worker.rank, worker.local)
         match message:
             case msg.RankStarted():
-                self._tell(message)
+                self._send(message)
             case msg.Parked(step=step, message=text):
-                self.journal.tell(msg.RankParked(*about, step, text))
+                self.journal.send(msg.RankParked(*about, step, text))
             case msg.Finding():
                 of: dict[str, Any] = {"rank": worker.rank, "local": worker.local}
-                self.journal.tell(msg.RankFinding(**of, **vars(message)))
+                self.journal.send(msg.RankFinding(**of, **vars(message)))
             case msg.RankRecord():
-                self.journal.tell_once(msg.Record(**vars(message)))
+                self.journal.send_once(msg.Record(**vars(message)))
             case msg.RankSettle(pid=pid, count=count):
-                self.journal.tell_once(msg.Settle(worker.local, pid, count))
+                self.journal.send_once(msg.Settle(worker.local, pid, count))
             case msg.RankBeat(first=True, step=step):
                 self.snapshot_service.began(worker.generation, step - 1)
             case msg.SnapshotFilled():
@@ -443,31 +443,31 @@ class Agent:
             case msg.RankExited():
                 if message.status != 0 and not message.never_began:
                     message = with_error(message, self.spec.folder, worker)
-                self.journal.tell(message)
+                self.journal.send(message)
         if isinstance(message, msg.Parked | msg.Finished | msg.RankExited):
-            self._tell_stopped()
-            self._tell_left()
+            self._report_stopped()
+            self._report_left()
 
     def _on_fork_server(self, message: msg.Ready | msg.ForkServerExited) -> None:
         """Handle what `Workers` reports of the fork server."""
         match message:
             case msg.Ready():
-                self._tell(message)
+                self._send(message)
             case msg.ForkServerExited():
                 log = self.spec.fork_server_log
                 whole = replace(message, generation=self.generation, log=str(log), tail=tail_of(log))
-                self.journal.tell(whole)
-                self._tell_stopped()
-                self._tell_left()
+                self.journal.send(whole)
+                self._report_stopped()
+                self._report_left()
 
-    def _tell_stopped(self) -> None:
+    def _report_stopped(self) -> None:
         """Report the stop once nothing of the generation to be stopped runs any more."""
         if self.stopping is not None and not self.workers.at_work(self.stopping):
             parked = sum(w.waits for w in self.workers.workers.values())
-            self.journal.tell(msg.Stopped(self.stopping, parked, free_port()))
+            self.journal.send(msg.Stopped(self.stopping, parked, free_port()))
             self.stopping = None
 
-    def _tell_left(self) -> None:
+    def _report_left(self) -> None:
         """Report the end of this generation once all its workers have finished cleanly."""
         workers = list(self.workers.workers.values())
         if not workers or self.left is not None or self.stopping is not None:
@@ -481,7 +481,7 @@ class Agent:
             ways.add(worker.how)
         if len(ways) == 1:
             self.left = msg.Left(self.generation, ways.pop(), free_port())
-            self.journal.tell(self.left)
+            self.journal.send(self.left)
 
     # -- launcher, signals, end
 
@@ -494,10 +494,10 @@ class Agent:
                 case msg.EndRun(why):
                     self._asked(why)
                 case msg.LauncherRecord():
-                    self.journal.tell_once(msg.Record(**vars(message)))
+                    self.journal.send_once(msg.Record(**vars(message)))
         if self.launcher.closed:
             self.unwatch(self.launcher)
-            self.over = self.over or "the launcher is gone"
+            self.over = self.over or "the launcher has exited"
 
     def _asked(self, why: msg.Why) -> None:
         self.wanted = why  # the next coordinator must receive it too
@@ -524,14 +524,14 @@ class Agent:
         self.leaving = signal_name
         leaving = self._leaving_now()
         assert leaving is not None
-        self._tell(leaving)  # a later coordinator gets it with our hello
+        self._send(leaving)  # a later coordinator gets it with our hello
 
     def _leaving_now(self) -> msg.NodeLeaving | None:
         """The leave notice, if any. Its grace period ends slightly early, so that the outcome still arrives here."""
         if self.leaving is None:
             return None
         left_s = self.ends_at - time.monotonic()
-        grace_s = round(max(0.0, left_s - min(_LAST_WORDS_S, left_s / 4)), 3)
+        grace_s = round(max(0.0, left_s - min(_EXIT_RESERVE_S, left_s / 4)), 3)
         return msg.NodeLeaving(self.leaving, grace_s, told=f"{self.journal.name}-leaving")
 
     def _reaped(self, pid: int, status: int) -> None:
@@ -541,7 +541,7 @@ class Agent:
 
     def _to_launcher(self, message: msg.ToLauncher) -> None:
         if self.launcher is not None:
-            self.launcher.tell(message)
+            self.launcher.send(message)
 
     def _clean_up(self) -> None:
         """Kill all processes of this agent that are still alive, including those that its ranks left behind."""

@@ -1,7 +1,7 @@
 """The channel of an attended agent to its launcher, with heartbeats where it crosses a network.
 
 A cut cable or a lost host leaves a TCP connection open for hours. So a launcher of other hosts sends a heartbeat every
-`SIGN_S`, the agent answers with its own, and each considers the other dead after `SILENT_S` without one. A launcher on
+`HEARTBEAT_S`, the agent answers with its own, and each considers the other dead after `SILENT_S` without one. A launcher on
 the same machine sends none: there the end of stdin is certain, and a launcher that is only suspended may continue.
 """
 
@@ -13,7 +13,7 @@ from seatrial.base.complain import complain
 from seatrial.base.lines import Channel
 from seatrial.record import messages as msg
 
-SIGN_S = 5.0
+HEARTBEAT_S = 5.0
 SILENT_S = 120.0  # long, because a user may suspend the launcher for a moment
 
 
@@ -23,18 +23,20 @@ class Attendance:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._broken = False
-        self._heard: float | None = None  # when the last heartbeat of the launcher came, if it sends any
-        self._next_sign = 0.0
+        self._last_heartbeat: float | None = (
+            None  # when the launcher's last heartbeat arrived, if it sends any
+        )
+        self._next_heartbeat = 0.0
 
     @property
     def closed(self) -> bool:
-        """Whether the launcher has certainly gone away, or is none."""
+        """Whether the launcher has certainly exited, or does not follow the protocol."""
         return self._broken or self._channel.closed
 
     @property
     def deadline(self) -> float | None:
         """When `tick` is due, on the monotonic clock."""
-        return None if self._heard is None else self._next_sign
+        return None if self._last_heartbeat is None else self._next_heartbeat
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -46,7 +48,7 @@ class Attendance:
             for values in self._channel.receive():
                 message: msg.FromLauncher = msg.decode(values, msg.FromLauncher)
                 if isinstance(message, msg.LauncherAlive):
-                    self._heard = time.monotonic()
+                    self._last_heartbeat = time.monotonic()
                 else:
                     orders.append(message)
         except ValueError as error:
@@ -54,7 +56,7 @@ class Attendance:
             self._broken = True
         return orders
 
-    def tell(self, message: msg.ToLauncher) -> None:
+    def send(self, message: msg.ToLauncher) -> None:
         """Send a message without blocking: the launcher may be suspended or unreachable."""
         if not self.closed:
             self._channel.post(msg.encode(message))
@@ -62,9 +64,9 @@ class Attendance:
     def tick(self) -> bool:
         """Send a heartbeat if one is due; False once the launcher has been silent for too long."""
         now = time.monotonic()
-        if self._heard is None:
+        if self._last_heartbeat is None:
             return True
-        if now >= self._next_sign:
-            self._next_sign = now + SIGN_S
-            self.tell(msg.AgentAlive())  # also makes the kernel notice a broken connection
-        return now - self._heard < SILENT_S
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + HEARTBEAT_S
+            self.send(msg.AgentAlive())  # also makes the kernel notice a broken connection
+        return now - self._last_heartbeat < SILENT_S

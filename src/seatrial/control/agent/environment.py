@@ -82,14 +82,14 @@ def node_variables(facts: Facts, yours: Mapping[str, str]) -> list[Variable]:
     chosen = [Variable("SEATRIAL_DEVICE", facts.device, "the device that was chosen for this node")]
     if facts.device == "cpu":
         for name in _THREADS:
-            instead = f"; yours was {yours[name]}" if yours.get(name, "1") != "1" else ""
+            instead = f"; overrides your {yours[name]}" if yours.get(name, "1") != "1" else ""
             chosen.append(Variable(name, "1", _ONE_THREAD + instead))
     for name, value, reason in _defaults(facts):
         theirs = next((n for n in (name, _OTHER_NAMES.get(name, name)) if n in yours), None)
         if theirs is None:
             chosen.append(Variable(name, value, reason))
         else:
-            instead = f"set before the start; it would be {name}={value}"
+            instead = f"set by you; Seatrial would set {name}={value}"
             chosen.append(Variable(theirs, yours[theirs], instead, "yours"))
     return chosen
 
@@ -97,8 +97,12 @@ def node_variables(facts: Facts, yours: Mapping[str, str]) -> list[Variable]:
 def _defaults(facts: Facts) -> Iterator[tuple[str, str, str]]:
     """(name, value, reason)"""
     way = f"{facts.interface} has {facts.address}: {facts.route_reason}"
-    yield "PYTHONUNBUFFERED", "1", "what a rank prints is in its log at once"
-    yield "TORCH_FR_BUFFER_SIZE", "2000", "collectives remembered, to tell who holds up a hang"
+    yield "PYTHONUNBUFFERED", "1", "unbuffered output: a rank's log is always up to date"
+    yield (
+        "TORCH_FR_BUFFER_SIZE",
+        "2000",
+        "size of the flight recorder, from which the rank that causes a hang is determined",
+    )
     if facts.interface is not None:
         yield "GLOO_SOCKET_IFNAME", facts.interface, way
     if facts.device == "cpu":
@@ -110,18 +114,18 @@ def _defaults(facts: Facts) -> Iterator[tuple[str, str, str]]:
     if facts.ports.chosen:
         yield "NCCL_IB_HCA", "=" + ",".join(facts.ports.chosen), facts.ports.reason
     threads = max(1, facts.cores // facts.ranks)
-    yield "OMP_NUM_THREADS", str(threads), f"{facts.cores} cores may be used here, by {facts.ranks} ranks"
-    late = "later than resilience.first_step_s: Seatrial finds a hang first, and who holds it up"
+    yield "OMP_NUM_THREADS", str(threads), f"{facts.cores} usable cores, {facts.ranks} ranks"
+    late = "longer than resilience.first_step_s: Seatrial detects a hang first and determines its cause"
     yield "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(facts.collective_timeout_s), late
-    ends = "a rank whose collective failed ends without waiting for NCCL, and its agent hears of it"
+    ends = "a rank whose collective failed exits without waiting for NCCL, and its agent reports it"
     yield "TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", ends
-    yield "TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "a collective that timed out leaves the flight record"
-    yield "TORCH_FR_DUMP_TEMP_FILE", facts.dumps, "in the run folder, with the rank's number behind it"
-    yield "TORCH_NCCL_ENABLE_TIMING", "1", "the flight record tells how long each collective took"
+    yield "TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "a collective that times out dumps the flight recorder"
+    yield "TORCH_FR_DUMP_TEMP_FILE", facts.dumps, "in the run folder, with the rank's number appended"
+    yield "TORCH_NCCL_ENABLE_TIMING", "1", "the flight recorder includes the duration of each collective"
     yield (
         "TORCH_NCCL_HIGH_PRIORITY",
         "1",
-        "collectives beside compute get SMs before the compute's next blocks",
+        "collectives that overlap compute get SMs before the next compute blocks",
     )
-    expandable = "freed memory of one size can be used for another, so less is lost to fragments"
+    expandable = "freed memory of one size can be reused for another: less fragmentation"
     yield "PYTORCH_ALLOC_CONF", "expandable_segments:True", expandable

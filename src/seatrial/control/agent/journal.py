@@ -20,35 +20,35 @@ class Journal:
         self._of_generation: list[Journalled] = []
         # With the number of the last heartbeat that was sent before it. Messages keep their order: once a later
         # heartbeat has come back, the coordinator that returned it has processed the message.
-        self._until_heard: list[tuple[int, Journalled]] = []
+        self._unacknowledged: list[tuple[int, Journalled]] = []
 
-    def tell(self, message: Journalled) -> None:
+    def send(self, message: Journalled) -> None:
         """Send what counts until the next generation starts: every coordinator until then receives it."""
         message = self._marked(message)
         self._of_generation.append(message)
         self._member.send(message)
 
-    def tell_once(self, message: Journalled) -> None:
+    def send_once(self, message: Journalled) -> None:
         """Send what one coordinator must receive, whichever that is and however long it takes to find one."""
-        self._forget_heard()
+        self._drop_acknowledged()
         message = self._marked(message)
-        self._until_heard.append((self._member.beats_sent, message))
+        self._unacknowledged.append((self._member.beats_sent, message))
         self._member.send(message)
 
-    def tell_again(self) -> None:
+    def resend(self) -> None:
         """Resend all pending entries to a newly found coordinator."""
-        self._forget_heard()
-        self._until_heard = [(self._member.beats_sent, message) for _, message in self._until_heard]
-        for message in [*self._of_generation, *(message for _, message in self._until_heard)]:
+        self._drop_acknowledged()
+        self._unacknowledged = [(self._member.beats_sent, message) for _, message in self._unacknowledged]
+        for message in [*self._of_generation, *(message for _, message in self._unacknowledged)]:
             self._member.send(message)
 
     def forget_generation(self) -> None:
         """Drop the entries of this generation: the coordinator that started the next one has received them."""
         self._of_generation.clear()
 
-    def _forget_heard(self) -> None:
+    def _drop_acknowledged(self) -> None:
         returned = self._member.beats_returned
-        self._until_heard = [(sent, message) for sent, message in self._until_heard if returned <= sent]
+        self._unacknowledged = [(sent, message) for sent, message in self._unacknowledged if returned <= sent]
 
     def _marked(self, message: Journalled) -> Journalled:
         self._marks += 1

@@ -46,7 +46,7 @@ class Member:
         joined: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
-        """`hello(term)` is what to say to the coordinator of `term`. `became(hold, node)` is called when the lease is ours; `node` held it before and its process is dead, None
+        """`hello(term)` returns our hello to the coordinator of `term`. `became(hold, node)` is called when the lease is ours; `node` held it before and its process is dead, None
         if that is unknown. `joined` is called on each new connection. `release` is called before `source` changes or
         is closed, so that no selector watches it any more."""
         self.node, self.address, self.port = node, address, port
@@ -63,7 +63,7 @@ class Member:
         self._answered = False  # the coordinator that we are connected to has sent something
         self._claim_after = 0.0
         self._next_beat = 0.0
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._dial_until = 0.0
         self._greeted_at: float | None = None  # when we sent our hello
         self._holder = -1  # of the term that we obey
@@ -85,7 +85,7 @@ class Member:
     def deadline(self) -> float:
         if self.link is not None:
             return min(self._next_beat, self.valid_until)
-        return min(self._next_look if self.dialing is None else self._dial_until, self.valid_until)
+        return min(self._next_check if self.dialing is None else self._dial_until, self.valid_until)
 
     # -- what happens
 
@@ -120,7 +120,7 @@ class Member:
     def _has_resigned(self) -> None:
         """Handle a holder that knows the secret but does not coordinate: its lease counts while it is renewed."""
         now = time.monotonic()
-        self._next_look = now + _SEEK_S
+        self._next_check = now + _SEEK_S
         self._look_for_renewal(now)
         if now - self._renewed_at > self._silence_s:
             self._dead_term, self._dead_node = self.term, None
@@ -140,7 +140,7 @@ class Member:
                 connection.close()
         self.link = self.dialing = None
         self._beats.clear()
-        self._seeking_since = self._next_look = time.monotonic()
+        self._seeking_since = self._next_check = time.monotonic()
 
     def tick(self, beat: Callable[[int], msg.Beat]) -> bool:
         """Handle everything that is due, with `beat(number)` as our next one; False once the right to run workers has expired."""
@@ -156,8 +156,8 @@ class Member:
         elif self.dialing is not None:
             if now >= self._dial_until:
                 self._gave_no_answer()
-        elif now >= self._next_look:
-            self._look(now)
+        elif now >= self._next_check:
+            self._check_lease(now)
         return now < self.valid_until
 
     def resign(self) -> None:
@@ -174,8 +174,8 @@ class Member:
 
     # -- finding a coordinator
 
-    def _look(self, now: float) -> None:
-        self._next_look = now + _SEEK_S
+    def _check_lease(self, now: float) -> None:
+        self._next_check = now + _SEEK_S
         try:
             found = self._leases.newest()
         except OSError:
@@ -199,7 +199,7 @@ class Member:
             assert found is not None, "we have called its holder"
             self._note_renewal(found, now)
 
-    def told_of(self, lease: Lease) -> None:
+    def learn_of(self, lease: Lease) -> None:
         """Learn of a lease from another agent; leave our coordinator if its term is older, as it has lost its right."""
         self._leases.learn(lease)
         if lease.term > self.term and self.source is not None:
@@ -246,7 +246,7 @@ class Member:
         self._release()
         self.dialing.close()
         self.dialing = None
-        self._next_look = now + _SEEK_S
+        self._next_check = now + _SEEK_S
         if over:
             self._dead_term = self.term
             self._dead_node = self._holder if dead else None

@@ -33,13 +33,13 @@ def check_port(port: int) -> None:
     if not is_free(port):
         raise InputError(
             f"port {port} is in use",
-            hint=f"`ss -ltnp 'sport = :{port}'` names who listens there; choose another cluster.port, or leave it out "
+            hint=f"`ss -ltnp 'sport = :{port}'` shows which process listens there; choose another cluster.port, or leave it out "
             "for a free one",
         )
 
 
 def free_port() -> int:
-    """A port that nobody listens on.
+    """A port without a listener.
 
     It is below the kernel's port range for outgoing connections: until the store listens, seconds from now, another
     process's connection could otherwise take it.
@@ -69,6 +69,6 @@ def check_loopback() -> None:
             socket.create_connection(server.getsockname(), timeout=2).close()
     except OSError as error:
         raise InputError(
-            f"127.0.0.1 cannot be reached ({error.strerror or error}), and ranks on this machine talk over it",
+            f"127.0.0.1 cannot be reached ({error.strerror or error}), and ranks on this machine communicate over it",
             hint="is the loopback interface up? `ip link set lo up`",
         ) from error

@@ -41,7 +41,7 @@ class AgentSpec:
     interface: str | None = None  # network interface for gloo and NCCL; None lets them choose
     worker_module: str = WORKER_MODULE
     # Not on the command line:
-    route_reason: str = "the others reach this node there"  # why this address and interface
+    route_reason: str = "the other nodes reach this node there"  # why this address and interface
     incarnation: str = ""  # unique to each agent started with this node number; "": the agent generates one
     order: str = ""  # sorts the nodes into slots at the first start; equal ones by their numbers
 
@@ -175,7 +175,9 @@ def parse_agent_arguments(argv: Sequence[str]) -> tuple[AgentSpec, bool]:
     parser.add_argument("--device", choices=("cpu", "cuda", AUTO), required=True)
     parser.add_argument("--interface")
     parser.add_argument("--worker-module", default=WORKER_MODULE)
-    parser.add_argument("--attended", action="store_true", help="a launcher is at stdin and stdout")
+    parser.add_argument(
+        "--attended", action="store_true", help="stdin and stdout are connected to a launcher"
+    )
     values = vars(parser.parse_args(argv))
     attended = values.pop("attended")
     return AgentSpec(**values), attended

@@ -12,9 +12,7 @@ from seatrial.base.still import LOOK_S, Stillness
 from seatrial.control.agent.worker import Worker
 from seatrial.control.agent.workers import Workers
 
-_ANSWER_LOOKS = (
-    15  # unanswered looks before the fork server counts as stalled; on a loaded host it may wait for CPU time
-)
+_ANSWER_CHECKS = 15  # unanswered checks before the fork server counts as stalled; on a loaded host it may wait for CPU time
 
 
 class Watchdog:
@@ -27,21 +25,21 @@ class Watchdog:
         parent: int | None,
         *,
         rank_stopped: Callable[[Worker, str], None],
-        tell: Callable[[str, dict[str, Any]], None],
+        report: Callable[[str, dict[str, Any]], None],
     ) -> None:
         """`helpers()`: name of each transfer by pid; `parent`: pid of the launcher.
 
-        `rank_stopped(worker, why)` is called once for each stalled rank at work; `tell(message, data)` for everything
+        `rank_stopped(worker, why)` is called once for each stalled rank at work; `report(message, data)` for everything
         else.
         """
         self._workers, self._helpers, self._parent = workers, helpers, parent
-        self._rank_stopped, self._tell = rank_stopped, tell
+        self._rank_stopped, self._report = rank_stopped, report
         self._still = Stillness()
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self.deadline = time.monotonic() + LOOK_S
 
     def tick(self) -> None:
-        """Check the processes if a look is due."""
+        """Check the processes if a check is due."""
         if time.monotonic() < self.deadline:
             return
         self.deadline = time.monotonic() + LOOK_S
@@ -54,11 +52,11 @@ class Watchdog:
         # While the fork server imports torch it must make progress; afterwards it idles until it gets a request.
         imports = None if self._workers.fork_server_ready else self._workers.fork_server
         still = self._still.look({pid: pid == imports for pid in (*workers, *names)})
-        if self._workers.ask_fork_server() > _ANSWER_LOOKS and self._workers.fork_server is not None:
+        if self._workers.ask_fork_server() > _ANSWER_CHECKS and self._workers.fork_server is not None:
             still.setdefault(
-                self._workers.fork_server, f"has not answered for {_ANSWER_LOOKS * LOOK_S:.0f} s"
+                self._workers.fork_server, f"has not answered for {_ANSWER_CHECKS * LOOK_S:.0f} s"
             )
-        self._told &= still.keys()
+        self._reported &= still.keys()
         for pid, why in still.items():
             if pid in workers:
                 self._on_rank(workers[pid], why)
@@ -69,18 +67,18 @@ class Watchdog:
         assert worker.pid is not None
         if not worker.runs:
             # It only holds a state or is about to exit, and its end is awaited.
-            self._tell(f"rank {worker.rank} (process {worker.pid}) {why}: killed", {"pid": worker.pid})
+            self._report(f"rank {worker.rank} (process {worker.pid}) {why}: killed", {"pid": worker.pid})
             self._workers.signal(worker.rank, signal.SIGKILL)
-        elif worker.pid not in self._told:
-            self._told.add(worker.pid)
+        elif worker.pid not in self._reported:
+            self._reported.add(worker.pid)
             self._rank_stopped(worker, f"process {worker.pid} {why}")
 
     def _on_helper(self, pid: int, name: str, why: str) -> None:
         if pid != self._parent:
             process.signal_group(pid, signal.SIGKILL)
-        if pid not in self._told:
-            self._told.add(pid)
-            what = f"`kill -CONT {pid}` lets it go on" if pid == self._parent else "killed"
-            self._tell(
+        if pid not in self._reported:
+            self._reported.add(pid)
+            what = f"`kill -CONT {pid}` resumes it" if pid == self._parent else "killed"
+            self._report(
                 f"the {name} (process {pid}) {why}: {what}", {"pid": pid, "killed": pid != self._parent}
             )

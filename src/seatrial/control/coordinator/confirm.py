@@ -27,8 +27,8 @@ class Confirmations:
             return None
         del self._since[node]
         if runs != wanted:
-            return f"was told to run generation {wanted}, and still is at {runs}"
-        return f"{failed} of its ranks have ended, and nobody said why"
+            return f"was ordered to run generation {wanted}, but still reports {runs}"
+        return f"{failed} of its ranks have exited without a failure report"
 
     def forget(self, node: int) -> None:
         """Stop tracking a node that should run nothing, or has left cleanly."""

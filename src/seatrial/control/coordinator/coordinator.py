@@ -75,7 +75,7 @@ class Coordinator:
             silence_s=job.resilience.silence_s,
             watch=watch,
             unwatch=unwatch,
-            told=self._on_message,
+            received=self._on_message,
             lost=lambda peer, certain, cause: self._lost(peer.node, certain, cause),
         )
         self._alone = alone
@@ -132,7 +132,7 @@ class Coordinator:
             data={"term": lease.term, "address": lease.address, "port": lease.port},
         )
         if dead is not None and memory is not None:
-            self._lost(dead, True, "its agent ended")
+            self._lost(dead, True, "its agent exited")
 
     @property
     def world(self) -> World | None:
@@ -221,7 +221,7 @@ class Coordinator:
         if hello.left is not None:
             self._left(peer, hello.left)  # first: otherwise a node that runs nothing has lost its ranks
         if leaving is not None:
-            self._tell_leaving(node, leaving)
+            self._report_leaving(node, leaving)
         grace_s = None if leaving is None else leaving.grace_s
         now = time.monotonic()
         self._handle(m.Joined(now, node, hello.ready, hello.running, hello.order, grace_s, replaces))
@@ -232,7 +232,7 @@ class Coordinator:
         """Another agent has joined with this node's number: notify the previous one, which exits if it is alive."""
         self.recorder.event(
             "node_replaced",
-            f"another agent has joined as node {node}: the one before takes no part any more",
+            f"another agent has joined as node {node}: it replaces the previous one",
             severity="warning",
             node=node,
         )
@@ -289,7 +289,7 @@ class Coordinator:
             case msg.Settle():
                 self._settle(peer, message)
             case msg.NodeLeaving():
-                self._tell_leaving(peer.node, message)
+                self._report_leaving(peer.node, message)
                 self._handle(m.Leaving(now, peer.node, message.grace_s))
             case msg.Asked():
                 self._handle(m.StopAsked(now, message.why))
@@ -323,7 +323,7 @@ class Coordinator:
             return False
         self.recorder.event(
             "coordinator_resigned",
-            f"node {self.lease.node} hears {heard} of {heard + len(self._silent)} nodes, and resigns",
+            f"node {self.lease.node} reaches {heard} of {heard + len(self._silent)} nodes, and resigns",
             severity="warning",
             node=self.lease.node,
             data={"term": self.lease.term, "silent": sorted(self._silent)},
@@ -386,7 +386,7 @@ class Coordinator:
             self._fail(peer.node, exited.rank, failure.signal, failure.cause)
 
     def _lost_peers(self, node: int, generation: int, rank: int | None, message: str) -> None:
-        """The first rank that lost its peers: what happened to them is expected to be told within `_PEERS_GONE_S`."""
+        """The first rank that lost its peers: their own failure is expected to be reported within `_PEERS_GONE_S`."""
         if self._current(generation) and self._peers_gone is None:
             self._peers_gone = (time.monotonic() + _PEERS_GONE_S, node, rank, message)
 
@@ -463,8 +463,8 @@ class Coordinator:
             number = error.errno or errno.EIO
         self.peers.send(peer.node, msg.Settled(asked.local, asked.pid, asked.count, number))
 
-    def _tell_leaving(self, node: int, leaving: msg.NodeLeaving) -> None:
-        message = f"node {node} is leaving: its agent got {leaving.signal}"
+    def _report_leaving(self, node: int, leaving: msg.NodeLeaving) -> None:
+        message = f"node {node} is leaving: its agent received {leaving.signal}"
         self.recorder.event("node_leaving", message, severity="warning", node=node, data=vars(leaving))
 
     def _flushed(self, step: int, ok: bool, message: str) -> None:
@@ -522,7 +522,7 @@ class Coordinator:
         self._kill = {}
 
     def _handle(self, event: m.Event) -> None:
-        """Process an event, then the events that carrying out its actions caused, such as a closed connection."""
+        """Process an event, then the events caused by executing its actions, such as a closed connection."""
         self._events.append(event)
         if len(self._events) > 1:
             return
@@ -543,7 +543,7 @@ class Coordinator:
             if isinstance(action, m.Start):
                 self.executor.prepare(action)
         if any(not isinstance(action, m.Note) for action in actions):
-            self.executor.remember(self.machine.memory())  # before any action is carried out
+            self.executor.remember(self.machine.memory())  # before any action is executed
         if self.machine.phase == "running" and not self.hangs.watching:
             self.hangs.began(time.monotonic(), whole=True)  # started by an earlier coordinator
         for action in actions:
@@ -551,7 +551,7 @@ class Coordinator:
                 self._do(action, began)
 
     def _do(self, action: m.Action, began: float) -> None:
-        """Carry out an action. `began`: when handling of its event began."""
+        """Execute an action. `began`: when handling of its event began."""
         match action:
             case m.Start() | m.Finish() if not self._holds(since=began):
                 self.deposed = True  # or the file system gave no proof

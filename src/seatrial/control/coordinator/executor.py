@@ -1,4 +1,4 @@
-"""Carries out the machine's decisions: orders to the agents, and the files that must be written before them."""
+"""Executes the machine's decisions: orders to the agents, and the files that must be written before them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from seatrial.record.inputs import Digests
 
 
 class Executor:
-    """Carries out the actions of one coordinator."""
+    """Executes the actions of one coordinator."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Executor:
             self._peers.send(node, msg.Stop(self.world.generation, grace_s, park=False))
 
     def do(self, action: m.Action) -> None:
-        """Carry out any other action."""
+        """Execute any other action."""
         match action:
             case m.Yield():
                 for node in self.world.nodes if self.world is not None else []:
@@ -118,12 +118,12 @@ class Executor:
             case m.Drain():
                 self._peers.send(action.node, msg.Drain(action.cause))
             case m.Release():
-                self._recorder.event("node_left", f"node {action.node} leaves in order", node=action.node)
+                self._recorder.event("node_left", f"node {action.node} leaves cleanly", node=action.node)
                 self._peers.send(action.node, msg.Go())
             case m.Evict():
                 self._recorder.event(
                     "node_evicted",
-                    f"node {action.node} is left out of this run: {action.cause}",
+                    f"node {action.node} is excluded from this run: {action.cause}",
                     severity="error",
                     node=action.node,
                     data={"cause": action.cause},
@@ -140,7 +140,7 @@ class Executor:
                     data=action.data,
                 )
             case _:
-                raise AssertionError(f"not ours to do: {action}")
+                raise AssertionError(f"not an action of the executor: {action}")
 
     def remember(self, memory: dict[str, Any]) -> None:
         """Write to the run folder what the holder of the next term must know."""

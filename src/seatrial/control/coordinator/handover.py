@@ -1,4 +1,4 @@
-"""Read `control/leases/00000007.state`: what the previous coordinator knew. Only plausible values are accepted."""
+"""Read `control/leases/00000007.state`: the state of the previous coordinator. Only plausible values are accepted."""
 
 from __future__ import annotations
 

@@ -55,13 +55,13 @@ class Peers:
         silence_s: float,
         watch: Callable[..., None],
         unwatch: Callable[[Any], None],
-        told: Callable[[Peer, msg.FromAgent], None],
+        received: Callable[[Peer, msg.FromAgent], None],
         lost: Callable[[Peer, bool, str], None],
     ) -> None:
-        """`told(peer, message)` for each message; `lost(peer, certain, cause)` once for each loss."""
+        """`received(peer, message)` for each message; `lost(peer, certain, cause)` once for each loss."""
         self._secret, self._silence_s = secret, silence_s
         self._watch, self._unwatch = watch, unwatch
-        self._told, self._lost = told, lost
+        self._received, self._lost = received, lost
         self._peers: dict[int, Peer] = {}
         self._ticked = time.monotonic()
         self._look_at: float | None = None  # earliest timeout; checking thousands of peers takes time
@@ -130,7 +130,7 @@ class Peers:
                 if peer.link.unread():
                     peer.link.heard = now  # we are late reading, it is not silent
                     continue
-                self._lose(peer, certain=False, cause=f"has not been heard from for {silent:.1f} s")
+                self._lose(peer, certain=False, cause=f"has been silent for {silent:.1f} s")
         times: list[float | None] = []
         for peer in self._peers.values():
             times.append(peer.probe_until if peer.probe is not None else peer.probe_at)
@@ -178,7 +178,7 @@ class Peers:
                 complain(f"protocol error from node {peer.node}: {error}")
                 peer.link.refuse(str(error))
                 break
-            self._told(peer, message)
+            self._received(peer, message)
         peer.link.flush()
         self._listen(peer)
 
@@ -221,7 +221,7 @@ class Peers:
         probe.close()
         peer.probe = None
         if probe.why == _REFUSED:
-            self._lose(peer, certain=True, cause="its agent ended")
+            self._lose(peer, certain=True, cause="its agent exited")
         elif progress == "refused" and time.monotonic() < peer.probe_until:
             # Connection reset: a child that was being forked may have held its listening socket open a moment longer.
             peer.probe_at = time.monotonic() + _PROBE_AGAIN_S

@@ -16,7 +16,7 @@ from seatrial.record import events
 from seatrial.record import messages as msg
 from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
-from seatrial.record.recent import told_marks
+from seatrial.record.recent import recorded_marks
 
 
 class Recorder:
@@ -26,7 +26,7 @@ class Recorder:
         self.folder = folder
         self.generation = generation
         self._lease = lease
-        self._told: set[str] | None = None  # marks of all recorded events, by any coordinator of the run
+        self._recorded: set[str] | None = None  # marks of all recorded events, by any coordinator of the run
         self._unwritten: list[Event] = []  # events of others that could not be written yet
 
     def event(
@@ -66,13 +66,13 @@ class Recorder:
 
     def _write(self, event: Event) -> None:
         mark = (event.data or {}).get("told")
-        if mark is not None and self._told is None:
+        if mark is not None and self._recorded is None:
             # Read from the file itself: an earlier coordinator may have died right after it wrote, or right before.
-            self._told = told_marks(self.folder)
-        if self._told is not None and mark is not None:
-            if mark in self._told:
+            self._recorded = recorded_marks(self.folder)
+        if self._recorded is not None and mark is not None:
+            if mark in self._recorded:
                 return
-            self._told.add(mark)
+            self._recorded.add(mark)
         events.write(self.folder, event)
 
     def finding(

@@ -58,7 +58,7 @@ class RejoinProbe:
         if now >= self._until:
             for node in list(self._roster):
                 self.came(node)
-                self._lost(node, False, f"did not come to the new coordinator within {self._silence_s:g} s")
+                self._lost(node, False, f"did not join the new coordinator within {self._silence_s:g} s")
         elif now >= self._next:
             self._next = now + _AGAIN_S
             for node in [n for n in self._roster if n not in self._probes]:
@@ -89,7 +89,7 @@ class RejoinProbe:
         self._end(node)
         if probe.why == _REFUSED and node in self._roster:
             self.came(node)
-            self._lost(node, True, "its agent ended")
+            self._lost(node, True, "its agent exited")
 
     def _end(self, node: int) -> None:
         if node in self._probes:

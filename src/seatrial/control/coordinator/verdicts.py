@@ -66,7 +66,7 @@ class Verdicts:
         ended = status_text(exited.status)
         consequence = is_consequence(exited)
         if consequence:
-            ended += ", because a peer had gone away"
+            ended += ", because it lost a peer"
         return Ended(
             event="nursery_failed" if rank is None else "rank_failed",
             message=f"{what} on node {node} {ended}",
@@ -100,7 +100,9 @@ class Verdicts:
             text = f"rank {rank} on node {node}: {cause}"
         elif node is not None:
             text = f"node {node}: {cause}"
-        hint = self._host_hint() or (message if message not in text else f"why it decided so: {log}")
+        hint = self._host_hint() or (
+            message if message not in text else f"the reasons for its decision: {log}"
+        )
         return Failure(node, rank, text, cause, when, log=log, hint=hint)
 
     def _known(self) -> tuple[int, int | None, str, float] | None:

@@ -69,7 +69,7 @@ _SILENT_TEXT: dict[Kind, str] = {
     "dead": "has ended",
     "stopped": "is stopped",
     "uninterruptible": "waits in the kernel for a device or file system, and cannot be interrupted",
-    "gil_held": "is in native code that holds Python's global lock",
+    "gil_held": "is in native code that holds the GIL",
     "unknown": "does not answer",
 }
 
@@ -178,7 +178,7 @@ def _blame_roots(
     for rank in roots[:MANY]:
         at = world.at(rank)
         where = at.get("caller") or at["frame"]
-        texts.append(f"rank {rank} is at {where}" if where else f"rank {rank} says nothing of where it is")
+        texts.append(f"rank {rank} is at {where}" if where else f"rank {rank} did not report its position")
         if rank in stuck:
             texts.append(f"rank {rank}: {world.seen[rank].evidence}")
     if operation is not None:
@@ -200,10 +200,10 @@ def _chain(root: int, waiting: set[int], edges: dict[int, set[int]]) -> str:
             if rank not in nearer and last in edges[rank]:
                 nearer[rank] = last
                 queue.append(rank)
-    way = [last]
-    while way[-1] != root:
-        way.append(nearer[way[-1]])
-    return "rank " + " for ".join(map(str, way))
+    chain = [last]
+    while chain[-1] != root:
+        chain.append(nearer[chain[-1]])
+    return "rank " + " for ".join(map(str, chain))
 
 
 def _judge_nobody(world: WaitGraph, edges: dict[int, set[int]]) -> Blame:
@@ -212,13 +212,13 @@ def _judge_nobody(world: WaitGraph, edges: dict[int, set[int]]) -> Blame:
         blame = _judge_complete(group, world)
         if blame is not None:
             return blame
-    circle = _circle(edges)
-    if circle:
-        way = " for ".join(map(str, [*circle, circle[0]]))
-        texts = [f"ranks wait for each other in a circle: rank {way}"]
+    cycle = _cycle(edges)
+    if cycle:
+        chain = " for ".join(map(str, [*cycle, cycle[0]]))
+        texts = [f"ranks wait for each other in a cycle: rank {chain}"]
     else:
-        texts = ["no rank waits for another: each of them is at work"]
-    ranks = circle or list(world.seen)
+        texts = ["no rank waits for another: all of them are working"]
+    ranks = cycle or list(world.seen)
     texts += [
         f"rank {r} is at {at.get('caller') or at['frame']}" for r in ranks[:MANY] if (at := world.at(r))
     ]
@@ -247,17 +247,17 @@ def _judge_complete(group: Group, world: WaitGraph) -> Blame | None:
     return Blame((), "unknown", (text, why), operation)
 
 
-def _circle(edges: dict[int, set[int]]) -> list[int]:
+def _cycle(edges: dict[int, set[int]]) -> list[int]:
     """Ranks that wait for each other in a cycle; empty if there is none."""
     done: set[int] = set()
     for start in edges:
-        way: list[int] = []
+        chain: list[int] = []
         rank: int | None = start
         while rank is not None and rank not in done:
-            if rank in way:
-                return way[way.index(rank) :]
-            way.append(rank)
+            if rank in chain:
+                return chain[chain.index(rank) :]
+            chain.append(rank)
             ahead = sorted(edges.get(rank, set()) - done)
             rank = ahead[0] if ahead else None
-        done |= set(way)
+        done |= set(chain)
     return []

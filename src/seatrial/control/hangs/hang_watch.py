@@ -117,7 +117,7 @@ class HangWatch:
         self._evidence |= {int(rank): Evidence.from_dict(values) for rank, values in found.evidence.items()}
 
     def stopped(self, node: int, report: msg.RankStopped) -> list[Culprit]:
-        """An agent reports that its rank was stopped by a signal: that rank holds up the others."""
+        """An agent reports that its rank was stopped by a signal: that rank blocks the others."""
         rank, message = report.rank, report.message
         self._recorder.event(
             "hang_blamed",
@@ -149,7 +149,7 @@ class HangWatch:
         limit = self._deadline.limit_s
         self._recorder.event(
             "step_overdue",
-            f"no step has ended for {waited:.1f} s after step {self.step}: asking every rank what it waits for",
+            f"no step has completed for {waited:.1f} s since step {self.step}: querying all ranks",
             severity="warning",
             data={"step": self.step, "waited_s": waited, "deadline_s": limit},
         )
@@ -171,7 +171,7 @@ class HangWatch:
         node = world.node_of(first) if first is not None else None
         self._recorder.event(
             "hang_blamed",
-            str(blame) or "nobody can be blamed",
+            str(blame) or "no rank can be blamed",
             severity="error",
             node=node,
             rank=first,

@@ -45,12 +45,12 @@ class HardwareMonitor:
         self,
         spec: AgentSpec,
         resilience: ResilienceSection,
-        tell: Callable[[msg.Journalled], None],
+        send: Callable[[msg.Journalled], None],
         watch: Watch,
         unwatch: Callable[[Any], None],
     ) -> None:
         self._spec, self._resilience = spec, resilience
-        self._tell, self._watch, self._unwatch = tell, watch, unwatch
+        self._send, self._watch, self._unwatch = send, watch, unwatch
         stand_in = os.environ.get(KERNEL_LOG)
         log = None if stand_in is None else Path(stand_in.replace("{node}", str(spec.node)))
         if spec.device == "cuda":
@@ -80,7 +80,7 @@ class HardwareMonitor:
 
     def _listen(self) -> None:
         for signal in self._sources.poll(time.monotonic()):
-            self._tell(msg.HardwareSignal(**vars(signal)))
+            self._send(msg.HardwareSignal(**vars(signal)))
 
     def order(self, order: Order) -> None:
         """Queue an order; they run one after the other."""
@@ -103,17 +103,20 @@ class HardwareMonitor:
 
     def _reset(self, order: msg.ResetGpu) -> None:
         if self._spec.device != "cuda":
-            self._told("gpu_reset", f"node {self._spec.node} has no GPU to reset", order.cause, done=False)
+            self._external_event(
+                "gpu_reset", f"node {self._spec.node} has no GPU to reset", order.cause, done=False
+            )
             self._qualify()
             return
         # If no GPU is named: all that this node uses, and never one of another job.
         gpus = gpu_addresses(visible_devices()) if order.gpu is None else [order.gpu]
         if not self._resilience.allow_gpu_reset:
             self._refuse_reset(
-                order, "resilience.allow_gpu_reset is false; it stays out of this run until it was"
+                order,
+                "resilience.allow_gpu_reset is false; the node stays excluded until its GPU has been reset",
             )
         elif not gpus:
-            self._refuse_reset(order, "which GPUs are this node's cannot be told")
+            self._refuse_reset(order, "the GPUs of this node cannot be determined")
         else:
             self._queue[:0] = [*(_ResetOne(gpu, order.cause) for gpu in sorted(gpus)), msg.Requalify()]
             self._next()
@@ -121,8 +124,8 @@ class HardwareMonitor:
     def _refuse_reset(self, order: msg.ResetGpu, why: str) -> None:
         which = "no GPU" if order.gpu is None else f"GPU {order.gpu}"
         message = f"{which} of node {self._spec.node} not reset: {why}"
-        self._told("gpu_reset", message, order.cause, done=False)
-        self._tell(msg.Requalified(ok=False, checks={}, message=f"not reset: {why}"))
+        self._external_event("gpu_reset", message, order.cause, done=False)
+        self._send(msg.Requalified(ok=False, checks={}, message=f"not reset: {why}"))
         self._next()
 
     def _reset_one(self, gpu: str, cause: str) -> None:
@@ -133,7 +136,7 @@ class HardwareMonitor:
         def was_reset(result: ExternalResult) -> None:
             self._sources.resume_gpus()
             message = f"`{shown}` on node {self._spec.node}: {result.output or 'no output'}"
-            self._told("gpu_reset", message, cause, done=result.done, output=result.output)
+            self._external_event("gpu_reset", message, cause, done=result.done, output=result.output)
 
         self._start(list(command.argv), command.timeout_s, was_reset)
 
@@ -142,19 +145,19 @@ class HardwareMonitor:
         try:
             command = drain_command(name, cause)
         except ValueError as error:  # not a valid name for a scheduler
-            self._told("node_drained", f"not run: {error}", cause, done=False)
+            self._external_event("node_drained", f"not run: {error}", cause, done=False)
             self._next()
             return
         shown = " ".join(command.argv)
         if not self._resilience.allow_node_drain:
             text = f"not run, resilience.allow_node_drain is false: {shown}"
-            self._told("node_drained", text, cause, done=False)
+            self._external_event("node_drained", text, cause, done=False)
             self._next()
             return
 
         def drained(result: ExternalResult) -> None:
             message = f"`{shown}`: {result.output or 'no output'}"
-            self._told("node_drained", message, cause, done=result.done, output=result.output)
+            self._external_event("node_drained", message, cause, done=result.done, output=result.output)
 
         self._start(list(command.argv), command.timeout_s, drained)
 
@@ -164,13 +167,13 @@ class HardwareMonitor:
         argv += ["--count", str(self._spec.ranks_per_node), "--timeout", str(_QUALIFY_S - 10)]
 
         def tested(result: ExternalResult) -> None:
-            self._tell(msg.Requalified(ok=result.done, checks={}, message=result.output))
+            self._send(msg.Requalified(ok=result.done, checks={}, message=result.output))
 
         self._start(argv, _QUALIFY_S, tested)
 
-    def _told(self, kind: str, message: str, cause: str, *, done: bool, output: str = "") -> None:
+    def _external_event(self, kind: str, message: str, cause: str, *, done: bool, output: str = "") -> None:
         data = {"done": done, "output": output, "cause": cause}
-        self._tell(msg.ExternalEvent(kind, message, data))
+        self._send(msg.ExternalEvent(kind, message, data))
 
     # -- the running command
 

@@ -16,7 +16,7 @@ from typing import Any
 from seatrial.control.agent.external import Body, Child, Message
 from seatrial.control.hardware.kernel_log import KernelLog
 from seatrial.control.hardware.probe import SMI_TIMEOUT_S, watch_gpus, watch_ports
-from seatrial.control.hardware.xid_gate import Told, XidGate
+from seatrial.control.hardware.xid_gate import GatedSignal, XidGate
 from seatrial.hardware.xid import XidMessage, address, catalogue, parse
 
 KMSG = Path("/dev/kmsg")
@@ -66,14 +66,14 @@ class Sources:
         self._gate = XidGate()
         self._poller = select.epoll()
         self._nvml: str | None = "no GPU driver"  # why NVML gives no events; None while it does
-        self._told_blind = self._told_no_ports = False
+        self._blind_reported = self._no_ports_reported = False
         self._probes: list[_Probe] = []
         self._driver = driver is not None and driver.is_dir()
         wanted = kernel_log is not None and (kernel_log != KMSG or self._driver)
         self._log = KernelLog(kernel_log) if wanted and kernel_log is not None else None
         self._log_fd: int | None = None
         self._lost = 0
-        self._next_look = 0.0
+        self._next_poll = 0.0
         self._watch_log()
         self._infiniband = infiniband
         self._ports = infiniband is not None and infiniband.is_dir() and any(infiniband.iterdir())
@@ -88,7 +88,7 @@ class Sources:
         """When to call `poll` even if nothing is readable; None for never."""
         times = [self._gate.deadline, *(p.silent_at(now) for p in self._probes)]
         if self._log is not None and self._log.silent:
-            times.append(self._next_look)
+            times.append(self._next_poll)
         return min((t for t in times if t is not None), default=None)
 
     def poll(self, now: float) -> list[Signal]:
@@ -96,12 +96,12 @@ class Sources:
         signals = self._read_log(now)
         for probe in list(self._probes):
             for message in probe.receive(now):
-                signals += self._heard(message, now)
+                signals += self._on_message(message, now)
             if (problem := probe.problem(now)) is not None:
                 self._drop(probe)
                 evidence = {"probe": probe.name, "last": probe.doing}
                 signals.append(Signal("probe_silent", None, None, problem, evidence, now))
-        signals += [self._xid(told, now) for told in self._gate.due(now)]
+        signals += [self._xid(gated, now) for gated in self._gate.due(now)]
         return self._once(now) + signals
 
     def release_gpus(self) -> None:
@@ -127,9 +127,9 @@ class Sources:
     # -- the kernel log
 
     def _read_log(self, now: float) -> list[Signal]:
-        if self._log is None or (self._log.silent and now < self._next_look):
+        if self._log is None or (self._log.silent and now < self._next_poll):
             return []
-        self._next_look = now + _FILE_INTERVAL_S
+        self._next_poll = now + _FILE_INTERVAL_S
         for line in self._log.lines():
             message = parse(line)
             if message is not None and self._ours(message) and not _SXID_DETAIL.match(message.message):
@@ -156,13 +156,13 @@ class Sources:
         known = message.kind == "xid" and address(message.pci) is not None
         return not known or self._gpus is None or message.pci in self._gpus
 
-    def _xid(self, told: Told, now: float) -> Signal:
-        message = told.message
+    def _xid(self, gated: GatedSignal, now: float) -> Signal:
+        message = gated.message
         name, where = ("Xid", "GPU") if message.kind == "xid" else ("SXid", "NVSwitch")
         known = catalogue().get(message.code) if message.kind == "xid" else None
-        said = message.message or (known.meaning if known else "nothing more is known of it")
+        said = message.message or (known.meaning if known else "no description is known")
         evidence: dict[str, Any] = {
-            "source": told.source,
+            "source": gated.source,
             "code": message.code,
             "name": known.name if known else None,
             "pci": message.pci,
@@ -173,11 +173,11 @@ class Sources:
             "severity": message.severity,
             "link": message.link,
             "subcode": message.subcode,
-            "with": list(told.companions) or None,
-            "swallowed": told.swallowed or None,
+            "with": list(gated.companions) or None,
+            "swallowed": gated.swallowed or None,
         }
         return Signal(
-            told.signal,
+            gated.signal,
             message.pci if message.kind == "xid" else None,
             None,
             f"{name} {message.code} from {where} {message.pci}: {said}",
@@ -199,7 +199,7 @@ class Sources:
         if probe.name == _GPUS:
             self._nvml = "the NVML probe does not answer"
 
-    def _heard(self, message: Message, now: float) -> list[Signal]:
+    def _on_message(self, message: Message, now: float) -> list[Signal]:
         match message:
             case {"nvml": reason}:
                 self._nvml = reason
@@ -224,13 +224,13 @@ class Sources:
         signals = []
         waiting = self._nvml == _NOT_YET
         blind = self._log is not None and not self._log_readable and self._nvml is not None and not waiting
-        if blind and not self._told_blind and self._log is not None:
-            self._told_blind = True
+        if blind and not self._blind_reported and self._log is not None:
+            self._blind_reported = True
             text = f"driver messages (Xid) are not observable: {self._log.problem}; {self._nvml}"
             evidence = {"kernel_log": self._log.problem, "nvml": self._nvml}
             signals.append(Signal("not_observable", None, None, text, evidence, now))
-        if self._driver and self._infiniband and not self._ports and not self._told_no_ports:
-            self._told_no_ports = True
+        if self._driver and self._infiniband and not self._ports and not self._no_ports_reported:
+            self._no_ports_reported = True
             text = f"network counters are not observable: no RDMA device in {self._infiniband}"
             signals.append(Signal("not_observable", None, None, text, {}, now))
         return signals
@@ -262,9 +262,9 @@ class _Probe:
     def problem(self, now: float) -> str | None:
         """Why it no longer works; None while it does."""
         if self.child.ended:
-            return f"the probe of the {self.name} has ended; the last it did was: {self.doing}"
+            return f"the probe of the {self.name} has exited; its last operation was: {self.doing}"
         if now >= self.silent_at(now):
-            return f"the probe of the {self.name} hangs; the last it did was: {self.doing}"
+            return f"the probe of the {self.name} hangs; its last operation was: {self.doing}"
         return None
 
 

@@ -24,7 +24,7 @@ RECORD_BURST_S = 60.0
 
 
 @dataclass(frozen=True)
-class Told:
+class GatedSignal:
     """A signal to emit: its message, the other codes of that GPU, the source, and the repeats suppressed before it."""
 
     signal: str
@@ -67,7 +67,7 @@ class XidGate:
             hold = max(hold, NVML_HOLD_S)
         self._waiting.append(_Waiting(now + hold, message, source))
 
-    def due(self, now: float) -> list[Told]:
+    def due(self, now: float) -> list[GatedSignal]:
         """The signals that are due."""
         ready = [w for w in self._waiting if w.due <= now]
         self._waiting = [w for w in self._waiting if w.due > now]
@@ -78,7 +78,7 @@ class XidGate:
         """When `due` will have something; None if nothing waits."""
         return min((w.due for w in self._waiting), default=None)
 
-    def _give(self, ready: Iterable[_Waiting], now: float) -> Iterable[Told]:
+    def _give(self, ready: Iterable[_Waiting], now: float) -> Iterable[GatedSignal]:
         for waiting in ready:
             message = waiting.message
             companions = self._companions(message, now)
@@ -89,7 +89,7 @@ class XidGate:
                 self._swallowed[key] += 1
                 continue
             self._given[key] = now
-            yield Told(signal, message, companions, waiting.source, self._swallowed.pop(key, 0))
+            yield GatedSignal(signal, message, companions, waiting.source, self._swallowed.pop(key, 0))
 
     def _companions(self, message: XidMessage, now: float) -> tuple[int, ...]:
         if message.kind != "xid":

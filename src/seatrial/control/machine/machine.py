@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 FOREVER = float("inf")
 _STORY = 40  # events shown by a failed assertion
-_WAIT_TOLD_S = 5.0  # a wait for nodes is reported after this time
+_WAIT_REPORTED_S = 5.0  # a wait for nodes is reported after this time
 _ANYWHERE = 3  # x max_same_failure: limit for one signal from changing ranks or nodes, without progress
 _LOSSES = ("agent_exit", "node_silent")  # each one costs a node, which limits their number
 
@@ -70,7 +70,7 @@ class Machine:
     `memory` is the previous coordinator's `memory()`, or None for a new run; it contains no times because clocks
     differ between coordinators. `rules` returns the policy rule for a signal.
 
-    The caller must write `memory()` before carrying out the actions that `handle` returns, send a Tick at
+    The caller must write `memory()` before executing the actions that `handle` returns, send a Tick at
     `deadline()`, and report a generation that makes no progress as Failed ("hang").
     """
 
@@ -105,7 +105,7 @@ class Machine:
         self._now = -FOREVER
         self._settled_at = -FOREVER  # when every node has found the new coordinator or fenced itself
         self._since: float | None = None  # when this wait for nodes began
-        self._wait_told = False  # this wait has been reported
+        self._wait_reported = False  # this wait has been reported
         self._home_until: float | None = None
         self._wake = self._flush_by = self._leave_by = self._preempt_by = FOREVER
         self._alone_at = FOREVER  # when the leaving nodes count as all that will leave
@@ -113,7 +113,7 @@ class Machine:
         self._story: deque[tuple[Event, list[Action]]] = deque(maxlen=_STORY)
 
     def handle(self, event: Event) -> list[Action]:
-        """Process an event and return the actions, to be carried out in order."""
+        """Process an event and return the actions, to be executed in order."""
         self._now = max(self._now, event.time)
         self._actions = []
         self._story.append((event, self._actions))
@@ -171,7 +171,7 @@ class Machine:
                 unasked = self.works(event.node) and event.generation >= self.generation
                 self.roster.ended(event.node, event.generation)
                 if unasked:
-                    self._recover("agent_exit", "stopped without being asked to", node=event.node)
+                    self._recover("agent_exit", "stopped without an order to", node=event.node)
             case Finished():
                 if event.generation == self.generation and event.node in self._members:
                     self.finished[event.node] = event.how
@@ -192,7 +192,7 @@ class Machine:
     def _joined(self, event: Joined) -> None:
         number, roster = event.node, self.roster
         if event.replaces:
-            self._lost(Lost(self._now, number, False, "another agent has taken its place", heard=True))
+            self._lost(Lost(self._now, number, False, "it was replaced by another agent", heard=True))
             roster.fenced.update(roster.running.keys() & {number})
         node, works = roster.node(number), self.works(number)
         node.joined, node.ready, node.order = True, event.ready, event.order
@@ -211,7 +211,7 @@ class Machine:
         if number not in roster.running:
             node.stuck = False
         if works:
-            self._recover("agent_exit", "its ranks are gone: its agent started again", node=number)
+            self._recover("agent_exit", "it lost its ranks: its agent was restarted", node=number)
         elif number in roster.running:
             # Whatever it reports, a start order may still be in flight to it: require its answer to a Stop.
             self._stop([number])
@@ -244,11 +244,11 @@ class Machine:
             self._actions.append(Note("node_lost", f"node {node} {cause}", "error", node, data=data))
         if self.phase == "adopting":
             self._adopt(gone)
-        self._look_at_leaving()
+        self._check_leaving()
         if self.phase == "running":
-            self._look_at_run()
+            self._check_run()
         if self.phase != "finished" and now >= self._preempt_by:
-            self._finish("preempted", f"not everything left within {s.preempt_grace_s:g} s")
+            self._finish("preempted", f"not all ranks left within {s.preempt_grace_s:g} s")
         if self.phase == "flushing" and now >= self._flush_by:
             self.phase, self._saved = "idle", True
         if self.phase != "finished":
@@ -260,13 +260,13 @@ class Machine:
     def _adopt(self, gone: list[int]) -> None:
         missing = sorted(self._adopting.intersection(gone))
         if missing:
-            self._recover("node_silent", "did not come to the new coordinator", node=missing[0])
+            self._recover("node_silent", "did not join the new coordinator", node=missing[0])
         elif not self._adopting:
             self.phase = "running"
             if self._preempting or self._leaving is not None:
                 self._yield("preempted" if self._preempting else "yielded")
 
-    def _look_at_run(self) -> None:
+    def _check_run(self) -> None:
         if len(self.finished) == len(self._members):
             how = set(self.finished.values())
             if how == {"done"}:
@@ -325,17 +325,17 @@ class Machine:
             return FOREVER
         if now >= fail_at:
             self._finish("failed", self._too_few(len(usable)))
-        return min(fail_at, self._tell_wait(since, fail_at, len(usable)))
+        return min(fail_at, self._report_wait(since, fail_at, len(usable)))
 
-    def _tell_wait(self, since: float, until: float, usable: int) -> float:
+    def _report_wait(self, since: float, until: float, usable: int) -> float:
         """Report a wait once, with the missing nodes; return when that is due. Delayed, as nodes join one by one."""
-        if not self._wait_told and self._now >= since + _WAIT_TOLD_S:
-            self._wait_told = True
+        if not self._wait_reported and self._now >= since + _WAIT_REPORTED_S:
+            self._wait_reported = True
             message = f"waiting for nodes: {self._too_few(usable)}"
             left = None if until == FOREVER else round(until - self._now, 1)
             data = {"usable": usable, "needed": self.settings.least, "until_s": left}
             self._actions.append(Note("waiting_for_nodes", message, "warning", data=data))
-        return FOREVER if self._wait_told else since + _WAIT_TOLD_S
+        return FOREVER if self._wait_reported else since + _WAIT_REPORTED_S
 
     def _start(self, shape: int) -> None:
         s = self.settings
@@ -359,7 +359,7 @@ class Machine:
         self.roster.started(self.generation, self._members)
         self.phase, self.started, self.finished = "running", True, {}
         self._progressed = self._saved = False
-        self._since, self._wait_told = None, False
+        self._since, self._wait_reported = None, False
         self._actions.append(Start(self.generation, dict(slots), shape, in_place, self._reason))
 
     def _send_out(self) -> None:
@@ -387,13 +387,13 @@ class Machine:
                 missing.append(f"node {number} is {node.out} ({node.cause})")
             elif node is None or not node.joined:
                 missing.append(
-                    f"node {number} is not here" + (f" ({node.cause})" if node and node.cause else "")
+                    f"node {number} is not connected" + (f" ({node.cause})" if node and node.cause else "")
                 )
             elif node.stuck:
                 missing.append(f"node {number} did not stop its ranks")
             elif node.leave_by is not None:
                 missing.append(f"node {number} is leaving")
-        return f"too few nodes: {here} can be used, {s.least} are needed; {'; '.join(missing)}"
+        return f"too few nodes: {here} are usable, {s.least} are needed; {'; '.join(missing)}"
 
     # -- failures: which nodes stay, whether to continue, and stopping
 
@@ -494,14 +494,14 @@ class Machine:
         if s.max_restarts > 0 and not self._preempting:
             self._actions.append(Note("recovering", f"{where}: {cause}", "warning", node, rank, data))
         if self._preempting:
-            self._finish("preempted", f"{where} failed on the way out: {cause}")
+            self._finish("preempted", f"{where} failed while it was leaving: {cause}")
         elif s.max_restarts == 0:
             self._finish("failed", cause)
         elif times >= s.max_same_failure:
             self._give_up(f"{where} has failed {times} times at step {step} without progress: {cause}", data)
         elif anywhere >= _ANYWHERE * s.max_same_failure:
             self._give_up(
-                f"{signal} has come {anywhere} times up to step {step} without progress, here and there; the last: "
+                f"{signal} occurred {anywhere} times up to step {step} without progress, on changing ranks or nodes; the last: "
                 f"{where}: {cause}",
                 data,
             )
@@ -519,7 +519,7 @@ class Machine:
 
     def _halt(self) -> None:
         """Stop this generation; the next one starts when all of it has stopped."""
-        self.phase, self._since, self._leaving, self._wait_told = "idle", None, None, False
+        self.phase, self._since, self._leaving, self._wait_reported = "idle", None, None, False
         self._leave_by = FOREVER
         self._stop(self.roster.running)
 
@@ -529,7 +529,7 @@ class Machine:
         for node in sorted(nodes):
             if self.roster.node(node).joined and node not in self.roster.fenced:
                 told.setdefault(self.roster.running[node], []).append(node)
-                self.roster.told_to_stop(node, self._now + s.stop_within_s)
+                self.roster.stop_sent(node, self._now + s.stop_within_s)
         for generation, here in sorted(told.items()):
             self._actions.append(Stop(generation, tuple(here), s.stop_grace_s))
 
@@ -563,7 +563,7 @@ class Machine:
             # After a change of coordinator, give the other nodes time to rejoin.
             self._alone_at = max(self._now + min(self.settings.leaving_s, grace_s / 4), self._settled_at)
 
-    def _look_at_leaving(self) -> None:
+    def _check_leaving(self) -> None:
         leaving = self.roster.leaving()
         if not leaving or self._preempting or self.phase == "finished":
             self._alone_at = FOREVER

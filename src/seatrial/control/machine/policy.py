@@ -199,7 +199,7 @@ def _rule(name: str, entry: dict[str, Any], faults: list[str]) -> Rule:
             faults.append(f"{name}: `{key}` is {entry.get(key)!r}, not one of {', '.join(_ACTIONS)}")
             return Rule(name, "unknown", "record", None, "")
     if "repeat" in entry and _ACTIONS.index(entry["repeat"]) <= _ACTIONS.index(entry["action"]):
-        faults.append(f"{name}: `repeat` is no more than `action`")
+        faults.append(f"{name}: `repeat` is not stronger than `action`")
     return Rule(
         name,
         entry["class"],

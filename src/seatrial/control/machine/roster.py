@@ -20,7 +20,7 @@ class Node:
     blamed_in: int = -1  # last generation that blamed it; each counts once
     order: str = ""  # sort key among the nodes at the first start
     leave_by: float | None = None  # its agent was signalled, and will exit at this time
-    released: bool = False  # it was told that it may leave
+    released: bool = False  # it has been released
 
 
 class Roster:
@@ -84,7 +84,7 @@ class Roster:
         """Record that the node runs, or must be assumed to run, this generation."""
         self.running[number] = max(generation, self.running.get(number, generation))
 
-    def told_to_stop(self, number: int, answer_by: float) -> None:
+    def stop_sent(self, number: int, answer_by: float) -> None:
         """Record a Stop sent to a connected node: it will not fence itself, so only its answer counts."""
         self.answer_by[number] = answer_by
         self.gone_by.pop(number, None)

@@ -62,7 +62,7 @@ class _Keys:
         self._received += 1
         message = json.loads(text)
         if not isinstance(message, dict):
-            raise WireRefused("a line that is no JSON object")
+            raise WireRefused("a line that is not a JSON object")
         return message
 
 
@@ -181,7 +181,7 @@ class Link:
     def refuse(self, why: str) -> None:
         """End the connection for both sides; `close` is still to follow."""
         self._end(why)
-        with contextlib.suppress(OSError):  # the other side has gone
+        with contextlib.suppress(OSError):  # the other side has disconnected
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ class _Handshake:
         line, self._in = self._in, b""
         message = json.loads(line)
         if not isinstance(message, dict):
-            raise WireRefused("a first line that is no JSON object")
+            raise WireRefused("a first line that is not a JSON object")
         return message
 
     def _refuse(self, why: str) -> Progress:

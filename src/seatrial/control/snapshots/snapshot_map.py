@@ -158,7 +158,9 @@ class SnapshotMap:
             # If the search fails, write anyway: if the checkpoint exists, publishing finds it.
             self._looked(flushing, int(answer["step"]) if answer["ok"] else 0)
         elif answer["ok"]:
-            self._end(ok=True, message=f"the state after step {flushing.step} went from memory to disk")
+            self._end(
+                ok=True, message=f"the state after step {flushing.step} was written from memory to disk"
+            )
         else:
             self._failed(str(answer["message"]))
         return True
@@ -175,7 +177,7 @@ class SnapshotMap:
         found = self._holders(flushing)
         self._flushing = flushing
         if found is None:
-            self._end(ok=False, message="it is not in memory any more")
+            self._end(ok=False, message="it is no longer in memory")
             return
         self._missing = {rank: nodes[0] for rank, nodes in found.holders.items()}
         by_node: dict[int, list[dict[str, Any]]] = {}
@@ -189,7 +191,7 @@ class SnapshotMap:
             place = self._places[flushing.place]
             order = msg.Flush(flushing.step, flushing.generation, entries, place, self._read_back)
             if not self._send(node, order):
-                self._end(ok=False, message=f"node {node} went away before it could write its snapshots")
+                self._end(ok=False, message=f"node {node} was lost before it could write its snapshots")
                 return
 
     def _holders(self, flushing: _Flush) -> Common | None:

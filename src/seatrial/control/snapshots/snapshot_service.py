@@ -20,9 +20,9 @@ from seatrial.record import messages as msg
 class SnapshotService:
     """The snapshots of one agent. Every transfer is a child process; this object tracks the purpose of each."""
 
-    def __init__(self, spec: AgentSpec, tell: Callable[[msg.FromAgent], None]) -> None:
+    def __init__(self, spec: AgentSpec, send: Callable[[msg.FromAgent], None]) -> None:
         self._spec = spec
-        self._tell = tell
+        self._send = send
         self._secret = b""
         self._snapshot_buffers = SnapshotBuffers(spec.ranks_per_node)
         self._moving: dict[int, tuple[Moving, Callable[[dict[str, Any]], None]]] = {}  # by the child's pid
@@ -60,21 +60,21 @@ class SnapshotService:
         before = self._snapshot_buffers.held()
         self._snapshot_buffers.began(generation, step)
         if self._snapshot_buffers.held() != before:
-            self._tell_held()
+            self._report_held()
 
     def forget(self, generation: int, step: int) -> None:
         """`generation` itself rolled back to `step`: its copies of later steps so far are invalid, new ones are not."""
         before = self._snapshot_buffers.held()
         self._snapshot_buffers.forget(generation, step)
         if self._snapshot_buffers.held() != before:
-            self._tell_held()
+            self._report_held()
 
     # -- from our own ranks, and to the buddy node
 
     def took(self, local: int, message: msg.SnapshotFilled) -> None:
         """Handle a rank's message that it filled one of its files. Raises ValueError if the message is invalid."""
         snapshot = self._snapshot_buffers.took(local, message)
-        self._tell_held()
+        self._report_held()
         held = self._snapshot_buffers.find(snapshot.rank, snapshot.step, snapshot.generation, snapshot.layout)
         if held is not None and self._buddy is not None:
             if local in self._pushing:
@@ -139,7 +139,7 @@ class SnapshotService:
 
     def _filled(self, fd: int, answer: dict[str, Any]) -> None:
         self._snapshot_buffers.filled(fd, Snapshot.from_message(answer["snapshot"]) if answer["ok"] else None)
-        self._tell_held()
+        self._report_held()
 
     # -- a generation
 
@@ -150,7 +150,7 @@ class SnapshotService:
         """
         self._buddy = order.buddy
         self._snapshot_buffers.guard(order.guards, order.layout)
-        self._tell_held()
+        self._report_held()
         self.call_off()
         self._next = (order.fetch, then)
         self._go_on()
@@ -195,9 +195,9 @@ class SnapshotService:
             held = self._snapshot_buffers.find(wanted.rank, wanted.step, wanted.generation, wanted.layout)
             replica = values.get("replica")
             rank = wanted.rank if replica is None else replica[0]
-            told = partial(self._tell_part, rank, wanted.step, order.place)
+            then = partial(self._report_part, rank, wanted.step, order.place)
             if held is None:
-                told({"ok": False, "message": "it is not here any more"})
+                then({"ok": False, "message": "this node no longer has it"})
                 continue
             write = partial(
                 transfer.flush,
@@ -207,10 +207,10 @@ class SnapshotService:
                 replica=replica,
                 read_back=order.read_back,
             )
-            self._begin(write, told)
+            self._begin(write, then)
 
-    def _tell_part(self, rank: int, step: int, place: str, answer: dict[str, Any]) -> None:
-        self._tell(msg.Part(rank, step, place, answer["ok"], answer["message"]))
+    def _report_part(self, rank: int, step: int, place: str, answer: dict[str, Any]) -> None:
+        self._send(msg.Part(rank, step, place, answer["ok"], answer["message"]))
 
     # -- children
 
@@ -234,5 +234,5 @@ class SnapshotService:
         self._go_on()
         return True
 
-    def _tell_held(self) -> None:
-        self._tell(msg.Held(self._snapshot_buffers.held()))
+    def _report_held(self) -> None:
+        self._send(msg.Held(self._snapshot_buffers.held()))

@@ -3,7 +3,7 @@
 The agent's loop never blocks: it forks, continues, and calls `Moving.result` when it has reaped the child. Between
 nodes, after the wire's handshake (its hello is `GivesSnapshot` or `WantsSnapshot`):
 
-    giver   `SnapshotHeader`, then that many raw bytes          taker   `SnapshotTaken`
+    sender  `SnapshotHeader`, then that many raw bytes          receiver   `SnapshotTaken`
 
 The bytes are checked against their hash, which is sent in a signed message: it detects any accidental corruption, but
 not an attacker on the network who forges data to match. Until all bytes have arrived and match, the receiving file is
@@ -188,7 +188,7 @@ def publish(
         at = open_place(place)
         if step in at.steps():
             at.manifest(step)
-            return {"message": f"{folder_name(step)} was there already"}
+            return {"message": f"{folder_name(step)} existed already"}
         job = job_of(folder, frozen(folder))
         manifest = new_manifest(job, layout, progress_after(job, step, trained_by))
         check = fence(folder, generation)
@@ -224,7 +224,7 @@ def _take(session: wire.BlockingLink, fd: int, expected: Snapshot) -> Snapshot:
         raise Damaged(f"the other side does not have step {expected.step} of rank {expected.rank}")
     snapshot = Snapshot.from_message(header.snapshot)
     if snapshot != expected:  # the index is not compared
-        raise Damaged(f"the other side gives {snapshot}, wanted was {expected}")
+        raise Damaged(f"the other side has {snapshot}, requested was {expected}")
     filling = memory.Filling(fd, snapshot.bytes)
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     left = snapshot.bytes

@@ -25,7 +25,7 @@ def call_with_timeout(seconds: float, url: str, call: Callable[[GivenUp], T]) ->
     """
     before = _out.get(url)
     if before is not None and before.is_alive():
-        raise StorageError("unreachable", "look into", url, "it has still not answered the call before")
+        raise StorageError("unreachable", "look into", url, "it has not answered the previous call yet")
     done: list[tuple[Any, Exception | None]] = []
     given_up = threading.Event()
 

@@ -74,7 +74,7 @@ class Places:
         return [name for index in range(len(self)) for name in self.place(index).remove_leftovers(before)]
 
     def set_aside_after(self, step: int, why: str) -> Iterator[tuple[str, int, str | None]]:
-        """Set aside every checkpoint of a later step: yields (name, step, error or None).
+        """Quarantine every checkpoint of a later step: yields (name, step, error or None).
 
         For a place that cannot be listed, or does not answer, yields its address, with `step` and the error.
         """
@@ -104,7 +104,7 @@ class Places:
 
 
 def last_saved(folder: RunFolder) -> int:
-    """The last step that the run's events report as saved, and not as set aside by the run itself; 0 if none."""
+    """The last step that the run's events report as saved, and not as quarantined by the run itself; 0 if none."""
     steps: set[int] = set()
     for event in _by_generation(read_events(folder)[0]):
         step = (event.data or {}).get("step")
@@ -121,7 +121,7 @@ def _by_generation(told: Sequence[Event]) -> list[Event]:
 
 
 class Distrusted:
-    """Checkpoints that should have been set aside but could not be, by the run's events: none may be resumed from."""
+    """Checkpoints that should have been quarantined but could not be, by the run's events: none may be resumed from."""
 
     def __init__(self, told: Sequence[Event]) -> None:
         self._after: dict[

@@ -50,7 +50,7 @@ class SaveEvents:
         """The parts of `ranks` could not be written, rank 0's because of `problem`; `again`: the place tried next."""
         who = "" if ranks == [0] else f"; {_ranks(ranks)} could not write"
         why = problem if 0 in ranks else "see the events of those ranks"
-        follows = "training goes on" if again is None else f"trying {self._urls[again]}"
+        follows = "training continues" if again is None else f"trying {self._urls[again]}"
         self._records.event_of_first(
             "checkpoint_failed",
             f"the checkpoint of step {attempt.step} could not be written: {why}{who}; {follows}",
@@ -73,7 +73,7 @@ class SaveEvents:
         """The save that is due after `step` has to wait."""
         self._records.event_of_first(
             "checkpoint_late",
-            f"the checkpoint that is due after step {step} comes later: that of step {writing} is still being written",
+            f"the checkpoint due after step {step} is delayed: that of step {writing} is still being written",
             severity="warning",
             data={"step": step, "writing": writing},
         )
@@ -104,15 +104,15 @@ class SaveEvents:
             self._records.event_of_first("checkpoint_failed", message, severity="warning")
 
     def distrusted(self, name: str, step: int, why: str, error: str | None) -> None:
-        """A checkpoint was set aside, or with `error` could not be."""
+        """A checkpoint was quarantined, or with `error` could not be."""
         if error is not None:
-            message = f"{name} must not be used ({why}), and could not be set aside: {error}"
+            message = f"{name} must not be used ({why}), but could not be quarantined: {error}"
             # The search for a checkpoint skips it, see `Resume`.
             data = {"step": step, "distrusted": name}
             self._records.event_of_first("checkpoint_failed", message, severity="error", data=data)
             self._records.settle()  # before any rank can resume from it
         else:
-            message = f"{name} is set aside: {why}"
+            message = f"{name} is quarantined: {why}"
             self._records.event_of_first(
                 "checkpoint_set_aside", message, severity="warning", data={"step": step}
             )

@@ -41,8 +41,8 @@ from seatrial.train.supervision.supervisor import Doubts
 
 _PREPARED_AFTER = 3  # steps of a generation after which the memory for a copy is allocated
 _POLL_S = 0.1  # how often ranks that wait for a save poll, and exchange what they know
-_TOLD_S = 60.0  # between two reports that training waits
-_REQUEST_S = 10.0  # for an object store to answer, before a checkpoint is set aside
+_REPORT_EVERY_S = 60.0  # between two reports that training waits
+_REQUEST_S = 10.0  # for an object store to answer, before a checkpoint is quarantined
 _REMOVAL_S = 60.0  # the end of a run waits no longer for old checkpoints to be removed
 
 
@@ -66,12 +66,12 @@ class Saver:
         mesh = model.mesh
         self._mesh, self._writes = mesh, mesh.rank == 0
         self._places = Places(job, folder)
-        self._tell = SaveEvents(records, self._places.urls)
+        self._events = SaveEvents(records, self._places.urls)
         self._writer = AsyncWriter(rank=mesh.rank, world_size=mesh.layout.world_size, device=mesh.device)
         self._cadence = CheckpointCadence(job, folder, writes=self._writes)
         self._waits = waits
-        self.doubts: Sequence[Doubts] = ()  # checks that may still have checkpoints set aside
-        self._told_every_s = min(_TOLD_S, job.resilience.first_step_s / 3)
+        self.doubts: Sequence[Doubts] = ()  # checks that may still have checkpoints quarantined
+        self._report_every_s = min(_REPORT_EVERY_S, job.resilience.first_step_s / 3)
         self._attempt: Attempt | None = None
         self._again = False  # a failure is retried with the same step, over the partial files
         self._hangs = False  # the storage neither accepted nor refused the last copy
@@ -161,7 +161,7 @@ class Saver:
         """Copy the state after `step` and have it written; False while the previous checkpoint is still in flight."""
         if self._attempt is not None:
             if not self._late:
-                self._tell.late(step, self._attempt.step)
+                self._events.late(step, self._attempt.step)
             self._late = True  # it begins as soon as that is done
             return False
         self._late = self._hangs = False
@@ -234,7 +234,7 @@ class Saver:
         if attempt is None or time.perf_counter() - attempt.ordered_at < patience:
             return
         # A storage that neither accepts nor refuses: further writes to it will hang as well.
-        problem = f"the storage has not answered for {units.duration(patience)}"
+        problem = f"the storage has not responded for {units.duration(patience)}"
         if not attempt.committing and abs(self._news.part) != attempt.number:
             self._writer.abandon()
             self._hangs = True
@@ -246,7 +246,7 @@ class Saver:
 
     def _take(self, outcome: Outcome) -> None:
         if outcome.what == "removed":
-            self._tell.removed(outcome.names, self._cadence.kept, None if outcome.ok else outcome.problem)
+            self._events.removed(outcome.names, self._cadence.kept, None if outcome.ok else outcome.problem)
         elif self._attempt is None or outcome.attempt != self._attempt.number:
             return  # of an attempt that was given up
         elif outcome.what == "part":
@@ -259,7 +259,7 @@ class Saver:
         self._news = replace(self._news, part=number if problem is None else -number)
         self._problem = problem or ""
         if problem is not None and not self._writes and self._attempt is not None:
-            self._tell.own_part(self._attempt.step, problem)
+            self._events.own_part(self._attempt.step, problem)
 
     def _settle_commit(self, number: int, problem: str | None) -> None:
         self._news = replace(self._news, committed=number if problem is None else -number)
@@ -276,14 +276,14 @@ class Saver:
             return
         seconds = time.perf_counter() - attempt.staged_at
         cost = self._cadence.saved(attempt.step, age_s=seconds, stalled_s=attempt.stalled_s)
-        self._tell.saved(attempt, self._places.name_of(attempt.place, attempt.step), cost.bytes, seconds)
+        self._events.saved(attempt, self._places.name_of(attempt.place, attempt.step), cost.bytes, seconds)
         if cost.interval is not None:
-            self._tell.interval(cost.interval)
+            self._events.interval(cost.interval)
 
     def _end_badly(self, attempt: Attempt, failed: list[int]) -> None:
         other = attempt.place + 1
         again = other if other < len(self._places) else None
-        self._tell.failed(attempt, failed, self._problem, again)
+        self._events.failed(attempt, failed, self._problem, again)
         if again is not None:
             # The copy still exists. Times count from when it was made.
             self._order(attempt.step, again, attempt.staged_at)
@@ -323,7 +323,7 @@ class Saver:
     def save_or_stop(self, step: int) -> None:
         """Wait for a checkpoint, or raise RunFailed in every rank: no more work may be put at risk."""
         limit = units.duration(self._job.checkpoint.max_unsaved_s)
-        self._tell.overdue(step, self._at_risk_s)
+        self._events.overdue(step, self._at_risk_s)
         before = self._saved_step
         self._wait()
         if self._saved_step == before:
@@ -332,9 +332,9 @@ class Saver:
         if self._saved_step == before:
             why = f" ({self._problem})" if self._problem else ""
             raise RunFailed(
-                f"no checkpoint could be saved for {limit}{why}: training on would put more work at risk than "
+                f"no checkpoint could be saved for {limit}{why}: further training would put more work at risk than "
                 "checkpoint.max_unsaved_s allows",
-                hint="make the storage writable again, or give checkpoint.fallback, and start again: it goes on from the "
+                hint="make the storage writable again, or give checkpoint.fallback, and start again: it resumes from the "
                 "newest checkpoint",
             )
         self._at_risk_s = 0.0
@@ -345,17 +345,17 @@ class Saver:
 
     def _any(self, here: bool) -> bool:
         """Whether `here` is true in any rank; a collective."""
-        told = torch.tensor([float(here)], dtype=torch.float64, device=self._mesh.device)
-        return float(self._mesh.sum_over_ranks(told).item()) > 0
+        anywhere = torch.tensor([float(here)], dtype=torch.float64, device=self._mesh.device)
+        return float(self._mesh.sum_over_ranks(anywhere).item()) > 0
 
     def _wait(self) -> None:
         """Wait until no attempt is in flight. Waiting ranks exchange news often, so that no collective lasts long."""
         world = self._mesh.layout.world_size
         self._order_part()
-        told = time.monotonic()
+        reported_at = time.monotonic()
         while self._attempt is not None:
-            if time.monotonic() - told > self._told_every_s:
-                told = time.monotonic()
+            if time.monotonic() - reported_at > self._report_every_s:
+                reported_at = time.monotonic()
                 self._waits(self._attempt.step)
             self._writer.wait(_POLL_S)
             self._look()
@@ -369,7 +369,7 @@ class Saver:
     # -- the end of a state
 
     def distrust(self, step: int, why: str) -> None:
-        """Set aside every checkpoint of a later step than `step`: it may contain whatever went wrong.
+        """Quarantine every checkpoint of a later step than `step`: it may contain the corruption.
 
         All ranks call it, and none returns before rank 0 is done: what follows may terminate rank 0.
         """
@@ -389,11 +389,11 @@ class Saver:
             return
         self._cadence.went_back(step)
         for name, at, error in self._places.set_aside_after(step, why):
-            with contextlib.suppress(OSError):  # a full disk must not keep the others from being set aside
-                self._tell.distrusted(name, at, why, error)
+            with contextlib.suppress(OSError):  # a full disk must not keep the others from being quarantined
+                self._events.distrusted(name, at, why, error)
 
     def _finish_commit(self, attempt: Attempt) -> None:
-        """Settle the commit in flight before rank 0 sets checkpoints aside: by then it has happened or never will."""
+        """Settle the commit in flight before rank 0 quarantines checkpoints: by then it has happened or never will."""
         # A folder's rename has happened by the time its process has exited, or never will; a request may still arrive.
         remote = is_remote(self._places.urls[attempt.place])
         until = time.monotonic() + (_REQUEST_S if remote else 0.0)

@@ -28,7 +28,7 @@ from seatrial.train.checkpointing import state
 from seatrial.train.optimizer import ShardedOptimizer
 from seatrial.train.records import Records
 
-Tell = Callable[[SnapshotFilled], object]
+Report = Callable[[SnapshotFilled], object]
 
 
 @dataclass
@@ -52,12 +52,12 @@ class Snapshots:
         *,
         records: Records,
         every: int,
-        tell: Tell,
+        report: Report,
         held: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """`fds`: two memory files; `held`: the spec's "snapshots", what they hold now; `every`: steps, 0 for never.
 
-        `tell` is called on another thread, with `SnapshotFilled` once a file is complete.
+        `report` is called on another thread, with `SnapshotFilled` once a file is complete.
         """
         self.taken = 0
         self.skipped = 0  # because the previous one was still being written
@@ -66,7 +66,12 @@ class Snapshots:
         # Only the model's tensors are referenced: the model must stay releasable, with its process groups.
         self._rank, self._device = model.mesh.rank, model.mesh.device
         self._layout = memory.layout_key(model.mesh.layout.as_dict())
-        self._records, self._generation, self._every, self._tell = records, records.generation, every, tell
+        self._records, self._generation, self._every, self._report = (
+            records,
+            records.generation,
+            every,
+            report,
+        )
         self._held: list[tuple[int, int] | None] = [None, None]  # (generation, step) of each file
         self._entries: list[Mapping[str, Any] | None] = [
             None,
@@ -175,7 +180,7 @@ class Snapshots:
             else:
                 self._held[taken.slot] = (taken.generation, taken.step)
                 self._entries[taken.slot] = message
-                self._tell(SnapshotFilled(**message))
+                self._report(SnapshotFilled(**message))
             self._free.set()
 
     def _write(self, taken: _Taken) -> dict[str, Any]:
@@ -206,7 +211,7 @@ class Snapshots:
         if self.skipped & (self.skipped - 1) == 0:
             self._event(
                 "snapshot_skipped",
-                f"no snapshot of step {step}: the one before is still being written ({self.skipped} skipped)",
+                f"no snapshot of step {step}: the previous one is still being written ({self.skipped} skipped)",
                 {"step": step, "skipped": self.skipped},
             )
 

@@ -39,7 +39,7 @@ def _rms_norm(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     assert weight is not None
-    assert weight.dtype == x.dtype, "CUDA would not take the fused kernel"
+    assert weight.dtype == x.dtype, "CUDA would not use the fused kernel"
     return _FusedRMSNorm.apply(x, weight)
 
 

@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
         if packet in _COLLECTIVES:
             self._collective(func, *_COLLECTIVES[packet], args, kwargs)
         elif func.namespace in ("c10d", "_c10d_functional"):
-            raise InternalError(f"a step uses {packet}, of which the dry run does not know the bytes")
+            raise InternalError(f"a step uses {packet}, whose bytes the dry run does not know")
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -166,7 +166,9 @@ class Recorder(TorchDispatchMode):
         group = ProcessGroup.unbox(given["process_group"])
         name = group.group_name
         if name not in self._dimensions:
-            raise InternalError(f"a step uses the process group {name}, which is no dimension of the layout")
+            raise InternalError(
+                f"a step uses the process group {name}, which is not a dimension of the layout"
+            )
         dimension = self._dimensions[name]
         tensors = [t for t in tree_leaves(given[sized_by]) if isinstance(t, Tensor)]
         dtypes = {str(t.dtype).removeprefix("torch.") for t in tensors}

@@ -148,7 +148,7 @@ def position(index: int, count: int) -> str:
     return f"-{count - index}" if count - index <= 2 else "mid"
 
 
-def turn_of(microbatch: int, microbatches: int, edges: tuple[int, int]) -> str:
+def microbatch_label(microbatch: int, microbatches: int, edges: tuple[int, int]) -> str:
     """Name of a microbatch in a label: the first and the last `edges` by number, `mid` between them."""
     first, last = edges
     if microbatch < first:

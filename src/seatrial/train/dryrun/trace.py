@@ -33,7 +33,7 @@ from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.mesh import Mesh, build_mesh
 from seatrial.train.dryrun.kernels import cuda_kernels
 from seatrial.train.dryrun.recorder import GRADIENTS, Counts, Recorder, dimensions
-from seatrial.train.dryrun.timeline import Peak, Timeline, position, turn_of
+from seatrial.train.dryrun.timeline import Peak, Timeline, microbatch_label, position
 from seatrial.train.optimizer import ShardedOptimizer
 from seatrial.train.rank import build
 from seatrial.train.step import train_step
@@ -256,28 +256,28 @@ class Marks:
     def _watch_stage(self, number: int, stage: Decoder) -> None:
         blocks = stage.blocks
         begun = count()
-        turn = ""  # the microbatch in its forward pass
+        microbatch = ""  # the microbatch in its forward pass
 
         def begin(_module: nn.Module, _args: Any) -> None:
-            nonlocal turn
+            nonlocal microbatch
             microbatches = self._model.settings.microbatches
-            turn = turn_of(next(begun) % microbatches, microbatches, self._edges)
-            self._mark(f"forward {number} {turn} in")
+            microbatch = microbatch_label(next(begun) % microbatches, microbatches, self._edges)
+            self._mark(f"forward {number} {microbatch} in")
 
         def forward(where: str) -> Any:
             def hook(_module: nn.Module, *_: Any) -> None:
-                self._mark(f"forward {number} {turn} {where}")
+                self._mark(f"forward {number} {microbatch} {where}")
 
             return hook
 
         def backward(where: str) -> Any:
             def hook(_module: nn.Module, _args: Any, out: Tensor) -> None:
-                self._when_gradient(out, f"backward {number} {turn} {where}")
+                self._when_gradient(out, f"backward {number} {microbatch} {where}")
 
             return hook
 
         def enter(_module: nn.Module, args: Any) -> None:
-            self._when_gradient(args[0], f"backward {number} {turn} in")
+            self._when_gradient(args[0], f"backward {number} {microbatch} in")
 
         hooks = [stage.register_forward_pre_hook(begin), blocks[0].register_forward_pre_hook(enter)]
         if stage.lm_head is not None:  # elsewhere the last layer's output is the stage's

@@ -36,7 +36,7 @@ Action = Literal["accept", "redo", "back", "skip", "fail"]
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What to do after a step. A finding is to be reported where `signal` is not None."""
+    """What to do after a step. A problem is to be reported where `signal` is not None."""
 
     action: Action
     signal: Literal["nonfinite", "loss_spike"] | None = None
@@ -103,10 +103,7 @@ class Guard:
         return self._leave_out(step, reason)
 
     def _on_spike(self, step: int, what: str, value: float, usual: float, spread: float) -> StepDecision:
-        reason = (
-            f"the {what} of step {step} is {value:.4g}; recent steps had {usual:.4g}, "
-            f"give or take {spread:.2g}"
-        )
+        reason = f"the {what} of step {step} is {value:.4g}; recent steps had {usual:.4g}, +/- {spread:.2g}"
         data: dict[str, float | str] = {"what": what, "value": value, "median": usual, "spread": spread}
         if self._settings.on_spike == "warn":
             if self._in_episode:

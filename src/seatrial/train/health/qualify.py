@@ -1,7 +1,7 @@
-"""Whether a device still computes and remembers rightly: `python -m seatrial.train.health.qualify --device cuda`.
+"""Whether a device still computes and stores correctly: `python -m seatrial.train.health.qualify --device cuda`.
 
-Run on a GPU after its reset, before it gets work again. One JSON line on stdout; exit code 0 if all is well, else 1.
-All numbers are integers that the floating-point types hold exactly, so that a right result is equal, not close.
+Run on a GPU after its reset, before it gets work again. One JSON line on stdout; exit code 0 if all checks pass, else 1.
+All numbers are integers that the floating-point types hold exactly, so that a correct result is equal, not close.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def qualify(devices: Sequence[torch.device]) -> dict[str, Any]:
 
 def _too_late(seconds: float) -> None:
     # On a separate thread: a hung GPU keeps the main thread in a call that no signal interrupts.
-    _tell({"ok": False, "checks": {}, "problem": f"did not end within {seconds:g} s"})
+    _print({"ok": False, "checks": {}, "problem": f"did not end within {seconds:g} s"})
     os._exit(1)
 
 
-def _tell(result: dict[str, Any]) -> None:
+def _print(result: dict[str, Any]) -> None:
     print(json.dumps(result), flush=True)
 
 
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="seatrial.train.health.qualify", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--gpu", type=int, metavar="N", help="one visible CUDA device (default: all)")
-    parser.add_argument("--count", type=int, default=1, metavar="N", help="how many there must be, at least")
+    parser.add_argument("--count", type=int, default=1, metavar="N", help="minimum number of devices")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")
     arguments = parser.parse_args(argv)
     timer = threading.Timer(arguments.timeout, _too_late, [arguments.timeout])
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         numbers = range(count) if arguments.gpu is None else [arguments.gpu]
         result = qualify([torch.device("cuda", number) for number in numbers])
     timer.cancel()
-    _tell(result)
+    _print(result)
     return 0 if result["ok"] else 1
 
 

@@ -33,7 +33,7 @@ class CorruptState(RunFailed):
     def __init__(self, message: str, *, step: int, last_good_step: int, blamed: Sequence[int]) -> None:
         super().__init__(
             message,
-            hint="memory or arithmetic of a device is at fault, not the job: test the devices of the ranks named",
+            hint="a device's memory or arithmetic is faulty, not the job: test the devices of these ranks",
         )
         self.step = step
         self.last_good_step = last_good_step
@@ -228,7 +228,7 @@ class Integrity:
 
     @staticmethod
     def _corrupt(step: int, message: str, blamed: list[int], good: int) -> CorruptState:
-        text = f"{message} (found at step {step}, all was well at step {good})"
+        text = f"{message} (found at step {step}, no damage at step {good})"
         return CorruptState(text, step=step, last_good_step=good, blamed=blamed)
 
 

@@ -33,7 +33,7 @@ class Straggler:
 
     @property
     def message(self) -> str:
-        return f"rank {self.rank} takes {self.factor:.1f} times as long for its own work as its peers do"
+        return f"rank {self.rank} takes {self.factor:.1f} times as long for its own work as its peers"
 
     @property
     def data(self) -> dict[str, Any]:

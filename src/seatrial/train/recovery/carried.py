@@ -49,7 +49,7 @@ def restore_carried(carried: Carried, model: ParallelModel, optimizer: ShardedOp
         raise ValueError(f"rank {own[0]} of {own[1]} cannot take rank {carried.rank} of {carried.layout}")
     pieces = {piece.key: piece.tensor for piece in state.lasting_pieces(model, optimizer)}
     if {k: t.shape for k, t in pieces.items()} != {k: t.shape for k, t in carried.lasting.items()}:
-        raise ValueError("the new model has other tensors than the one that was carried")
+        raise ValueError("the new model has other tensors than the carried state")
     for key, values in carried.lasting.items():
         pieces[key].copy_(values)
     optimizer.set_step(int(carried.lasting[state.UPDATES]))

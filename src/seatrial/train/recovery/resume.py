@@ -35,7 +35,7 @@ class Resume:
         if mesh.rank == 0:
             self._places.prepare()
             for name in self._places.remove_leftovers():
-                self._event("checkpoint_removed", f"removed {name}: a save or a removal that did not finish")
+                self._event("checkpoint_removed", f"removed {name}: an unfinished save or removal")
 
     @property
     def step(self) -> int:
@@ -60,14 +60,14 @@ class Resume:
         if saved:
             where = " and ".join(self._places.urls)
             raise RunFailed(
-                f"this run has saved step {saved}, but {where} holds no checkpoint that can be used",
-                hint="put one back (is the disk mounted?), or start over with --fresh",
+                f"this run has saved step {saved}, but {where} has no usable checkpoint",
+                hint="restore one (is the disk mounted?), or start over with --fresh",
             )
 
     def fill(self, fill: Fill) -> Progress | None:
         """Have every rank read its share of the checkpoint that `look` found. None if a rank found damage.
 
-        That rank records which damage; the checkpoint is set aside, and the next `look` finds the one before it.
+        That rank records the damage; the checkpoint is quarantined, and the next `look` finds the one before it.
         """
         name = self._places.name_of(self._place, self._step)
         problem, progress = None, None
@@ -87,7 +87,7 @@ class Resume:
             return progress
         if self._mesh.rank == 0:
             aside = self._places.place(self._place).set_aside(self._step, "damaged")
-            self._event("checkpoint_set_aside", f"{name} is damaged and set aside as {aside}", "warning")
+            self._event("checkpoint_set_aside", f"{name} is damaged and quarantined as {aside}", "warning")
         return None
 
     def _event(self, kind: str, message: str, severity: events.Severity = "info", **data: object) -> None:
@@ -102,7 +102,7 @@ def _check_content(job: Job, name: str, manifest: Manifest) -> None:
     """Raise Damaged unless the checkpoint contains this model, whole, with its optimizer state."""
     arch = job.architecture
     if manifest.architecture != arch.as_dict():
-        raise Damaged(f"{name} is of another model than this job's")
+        raise Damaged(f"{name} belongs to another model than this job's")
     for kind in ("model", *optimizer_named(job.optimizer.name).states):
         for tensor, shape in whole_shapes(arch).items():
             entry = manifest.tensors.get(f"{kind}/{tensor}")

@@ -42,7 +42,7 @@ _P2P = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "_batch_p2p", "_w
 _P2P_NAME = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 _PENDING = 4  # unfinished operations reported per group, the oldest
-_LONGEST_TEXT = 20_000  # characters of stacks: nobody reads more
+_LONGEST_TEXT = 20_000  # characters of stacks: enough to read
 
 # The flight recorders that a build of torch may have: one for all backends and, with CUDA, NCCL's own.
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")

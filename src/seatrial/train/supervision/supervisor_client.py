@@ -71,7 +71,7 @@ class SupervisorClient:
         try:
             channel = Channel.connect(name)
         except OSError as error:
-            raise RunFailed(f"the agent of this node is gone: {error}") from error
+            raise RunFailed(f"the agent of this node has exited: {error}") from error
         # Not of all threads: without the GIL the others may be running, and reading their stacks has crashed ranks.
         faulthandler.register(signal.SIGUSR2, file=2, all_threads=False)
         return cls(channel, os.environ[TOKEN])
@@ -98,7 +98,7 @@ class SupervisorClient:
         with self._changed:
             while self._settled[0] != self._recorded:
                 if self.abandoned or self._gone:
-                    raise ConnectionError("the generation was given up before its events were recorded")
+                    raise ConnectionError("the generation was abandoned before its events were recorded")
                 self._changed.wait()
             if self._settled[1] is not None:
                 raise OSError(self._settled[1], os.strerror(self._settled[1]), "events.jsonl")
@@ -170,7 +170,7 @@ class SupervisorClient:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException:  # noqa: BLE001  a rank that nobody can reach any more must not go on, whatever it was
+        except BaseException:  # noqa: BLE001  an unreachable rank must not continue, whatever the error was
             traceback.print_exc()
             os._exit(1)
 
