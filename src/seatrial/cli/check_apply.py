@@ -31,7 +31,7 @@ def verify(args: argparse.Namespace, job: Job | None) -> None:
     """Raise InputError if --apply leaves the scheduler open, before anything is measured."""
     if args.apply and len(_schedulers(args, job)) != 1:
         hint = "add --scheduler slurm or --scheduler kubernetes"
-        raise InputError("--apply needs a scheduler", hint=hint)
+        raise InputError("--apply requires a scheduler", hint=hint)
 
 
 def take_out(report: Report, args: argparse.Namespace, job: Job | None) -> TakenOut:

@@ -50,7 +50,7 @@ def _verify_topology(topology: Topology, names: Sequence[str], file: str, say: C
     strange = [name for name in names if name not in known]
     if len(strange) == len(names):
         some = ", ".join(sorted(known)[:3])
-        text = f"the topology knows none of the hosts; it has {some}, the hosts are {', '.join(names[:3])}"
+        text = f"the topology contains none of the hosts; it has {some}, the hosts are {', '.join(names[:3])}"
         raise InputError(Diagnostic(text, file=file, hint="use the topology's names for the hosts"))
     if strange:
         say(f"warning: {file} does not know {len(strange)} of {len(names)} hosts: {', '.join(strange[:8])}")

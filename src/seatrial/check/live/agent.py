@@ -136,7 +136,7 @@ class Agent:
         elif do in ("prepare", "ranks"):
             self._forward(number, order, limit_s)
         else:
-            raise ValueError(f"no such order: {do!r}")
+            raise ValueError(f"unknown order: {do!r}")
 
     def _run(self, number: int, argv: list[str], limit_s: float, port: int | None) -> None:
         if shutil.which(argv[0]) is None:
@@ -195,7 +195,7 @@ class Agent:
             self.channel = None
         for number in list(self.forged):
             del self.forged[number]
-            why = f"what starts the ranks {process.status_text(status)}: {task.complaint}"
+            why = f"the fork server for ranks {process.status_text(status)}: {task.complaint}"
             self._fail(number, why.rstrip(": "))
 
     # -- exits and timeouts
@@ -217,7 +217,7 @@ class Agent:
 
     def _late(self, task: Task) -> None:
         text = f"did not end within {task.limit_s:g} s"
-        self._fail(task.order, f"{text}; its last words: {task.complaint}" if task.err else text)
+        self._fail(task.order, f"{text}; stderr: {task.complaint}" if task.err else text)
 
     def _next(self) -> float | None:
         times = [t.until for t in self.tasks.values()] + list(self.forged.values())
@@ -238,7 +238,7 @@ class Agent:
                 del self.tasks[task.pid]
                 self.listening.pop(task.pid, None)
                 task.close()
-                self._fail(task.order, f"did not end within {task.limit_s:g} s, nor when it was killed")
+                self._fail(task.order, f"did not end within {task.limit_s:g} s, and survived SIGKILL")
             else:
                 task.too_late, task.until = True, now + _STUCK_S
                 task.kill()

@@ -92,7 +92,7 @@ class ForkServer:
     def _obey(self, message: dict[str, Any]) -> None:
         if "cancel" in message:
             if (order := self.orders.get(message["cancel"])) is not None:
-                order.why = order.why or "called back: its partner failed"
+                order.why = order.why or "cancelled: its partner failed"
                 order.until = time.monotonic() + _GIVE_UP_S
                 self._kill(order)
         elif message["do"] == "prepare":
@@ -160,7 +160,7 @@ class ForkServer:
             if not rank.whole and "failed" not in one:
                 one["failed"] = order.why or process.status_text(rank.status or 0)
                 if text:
-                    one["failed"] += f"; its last words: {last_words(text)}"
+                    one["failed"] += f"; stderr: {last_words(text)}"
             told.append({"rank": rank.number, "nccl": telling(text.decode("utf-8", "replace")), **one})
         self.channel.send({"id": order.number, "done": {"ranks": told}})
 
@@ -176,9 +176,9 @@ class ForkServer:
                 self._finish(order)  # killed, and still there: report it without waiting
                 continue
             gone = any(r.status is not None and not r.whole for r in order.ranks.values())
-            stalled = f"nothing came through for {order.stall_s:g} s"
+            stalled = f"no data received for {order.stall_s:g} s"
             late = f"no result within {order.limit_s:g} s" if order.last <= now else stalled
-            order.why = "another rank of this host failed" if gone else late
+            order.why = "another rank on this host failed" if gone else late
             order.until = now + _GIVE_UP_S
             self._kill(order)
 

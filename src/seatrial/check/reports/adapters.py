@@ -112,7 +112,7 @@ def refusal(report: Report, wanted: Sequence[Order], *, force: bool) -> str:
     known = len(report.nodes)
     if len(wanted) > _MOST * known and not force:
         share = f"{len(wanted)} of {known} nodes"
-        return f"{share} would go, more than half: look first whether it is not something that they share; --force does it"
+        return f"{share} would be removed, more than half: first check for a common cause; use --force to proceed"
     return ""
 
 
@@ -127,9 +127,9 @@ def carry_out(
     stop = ""
     for order in wanted:
         if stop:
-            found.append(replace(order, done=False, why=f"not tried: {stop}"))
+            found.append(replace(order, done=False, why=f"not run: {stop}"))
         elif order.scheduler == "slurm" and (state := _out_already(order.node, timeout_s)):
-            found.append(replace(order, done=True, why=f"takes no work already ({state})"))
+            found.append(replace(order, done=True, why=f"already drained ({state})"))
         else:
             result = run_tool(Call(order.command[0], order.command, timeout_s))
             found.append(replace(order, done=result.ok, output=_said(result), why=result.why))

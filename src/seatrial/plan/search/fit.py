@@ -286,7 +286,7 @@ def _fastest(
     best: tuple[Recipe, float, Prediction] | None = None
     # Without a network, layouts that do not need one are not predicted either: others might be faster.
     alone = cluster.network is None and cluster.nodes > 1
-    why = "the network between the nodes is not known"
+    why = "the network between the nodes is unknown"
     for recipe, needs in () if alone else fitting:
         try:
             at = predict(model, recipe, cluster, stack=stack, calibration=calibration)
