@@ -245,7 +245,7 @@ def _unwritable(args: argparse.Namespace) -> list[Diagnostic]:
             continue
         path = Path(file)
         if not path.absolute().parent.is_dir():
-            text, hint = "cannot be written: its folder is not there", "name a file in a folder that exists"
+            text, hint = "cannot be written: its folder does not exist", "name a file in a folder that exists"
             problems.append(Diagnostic(text, file=file, hint=hint))
         elif path.is_dir():
             problems.append(Diagnostic("is a folder", file=file, hint="name a file in it"))

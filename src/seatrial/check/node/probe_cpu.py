@@ -42,7 +42,7 @@ _LOOK_S = 0.02
 def measure_cpu(seconds: float, threads: int, tell: Callable[[dict[str, Any]], None]) -> None:
     """Send {"cpu": {...}}: GFLOP/s of an fp32 product, GB/s of a copy (read + write) and of TCP on 127.0.0.1 by `tell`.
 
-    `seconds` is for all of it, including waiting for the machine's turn.
+    `seconds` is for all of it, including waiting for the machine's lock.
     """
     deadline = time.monotonic() + seconds
     count = threads or len(os.sched_getaffinity(0))
@@ -151,7 +151,7 @@ def _available_kib() -> int | None:
 
 @contextmanager
 def _turn(until: float) -> Iterator[bool]:
-    """Hold the machine's turn; False if not acquired by `until`: then the CPU shares show whether others ran."""
+    """Hold the machine's lock; False if not acquired by `until`: then the CPU shares show whether others ran."""
     try:
         fd = os.open(_TURN, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
