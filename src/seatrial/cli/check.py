@@ -198,7 +198,7 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _verify_files(args: argparse.Namespace) -> None:
-    """Report what cannot be read or written before anything is measured. Raises InputError."""
+    """Check that all files can be read or written before anything is measured. Raises InputError."""
     problems = [
         Diagnostic(
             "cannot be written: its folder does not exist", file=file, hint="name a folder that exists"

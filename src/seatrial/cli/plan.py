@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settled(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calibration) -> Job:
-    """Give an open job the layout that `parallel = "auto"` takes; with --fit also if there is none."""
+    """Give an open job the layout chosen by `parallel = "auto"`; with --fit also if there is none."""
     from seatrial.job.settled import provisional
     from seatrial.plan.search.auto import choose
 
@@ -161,7 +161,7 @@ def _searching(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _read(args: argparse.Namespace) -> tuple[Wishes, Job]:
-    """The wishes from the options, and the job. Raises InputError with every problem of either."""
+    """Parse the options and load the job. Raises InputError with the problems of both."""
     from seatrial.job import load_job
 
     problems: list[Diagnostic] = []
@@ -187,7 +187,7 @@ def _place(args: argparse.Namespace, job: Job, measured: Measured) -> Hardware:
 
 
 def _wishes(args: argparse.Namespace) -> Wishes:
-    """Parse the options into wishes. Raises InputError with every problem."""
+    """Parse the options. Raises InputError with all problems."""
     from seatrial.plan.cost.stacks import stacks
     from seatrial.plan.model.place import known_network
     from seatrial.plan.report.answer import Wishes

@@ -1,4 +1,4 @@
-"""Who is to blame: from node findings and pairs to one GPU, NVLink, NIC, node or leaf switch. Pure.
+"""Derive the suspected cause, one GPU, NVLink, NIC, node or leaf switch, from node findings and pairs. Pure.
 
 The larger component is blamed where it explains the smaller ones: a leaf switch rather than its ports, a node rather
 than its rails or its GPUs, an NVLink rather than its GPU's slow copies. Each is blamed once, with all its evidence.

@@ -1,4 +1,4 @@
-"""The check of a whole cluster: nodes by themselves, pairs in rounds, groups, and who is to blame.
+"""The check of a whole cluster: nodes by themselves, pairs in rounds, groups, and the suspected causes.
 
 The rounds: one within the leaf switches, one between them with all nodes sending, one or two more of those if uplinks
 are in doubt; then suspects with nodes known to be good, until each is cleared or found guilty; then all-reduces over 4,

@@ -1,4 +1,4 @@
-"""Judge each GPU by what the driver says of it."""
+"""Judge each GPU by the state that the driver reports."""
 
 from __future__ import annotations
 

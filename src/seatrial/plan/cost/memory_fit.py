@@ -1,4 +1,4 @@
-"""Whether a layout fits, in three answers: predicted against available memory, given how wrong predictions have been.
+"""Whether a layout fits (yes, tight, no): predicted against available memory, given the error of past predictions.
 
 Memory predictions have an error, and its upper tail decides: with `margin` = available over predicted memory, a run
 fails if it needs more than `margin` times the prediction. How many published figures were that far above their own

@@ -1,4 +1,4 @@
-"""Closed form against dry run: what is predicted of a rank, and what the trainer's own code does with fake tensors."""
+"""Compare the closed-form prediction of a rank with a dry run of the trainer's own code on fake tensors."""
 
 from __future__ import annotations
 
