@@ -72,5 +72,5 @@ def test_job_that_fits_nowhere_is_refused_and_fit_shows_clusters(
 
 def test_a_plan_says_that_it_chose(auto: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(auto), "--set", "cluster.gpu=H100 SXM", "--set", "train.precision=bf16"]) == 0
-    assert 'the layout that parallel = "auto" takes' in capsys.readouterr().out
+    assert 'the layout chosen by parallel = "auto"' in capsys.readouterr().out
     assert not Path("runs").exists()

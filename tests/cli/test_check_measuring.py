@@ -20,9 +20,7 @@ from seatrial.cli.main import main
 
 COPY = Expected(10.0, "GB/s", "peers", "", "copy, CPU", 1 << 20)
 RATES = tuple(
-    Finding(
-        "NOD016", "PASS", Target(node=node), f"copy in the host's memory: {value} GB/s", value, "GB/s", COPY
-    )
+    Finding("NOD016", "PASS", Target(node=node), f"copy in host memory: {value} GB/s", value, "GB/s", COPY)
     for node, value in (("a", 9.5), ("c", 9.0))
 )
 MEASURED = {
@@ -60,7 +58,7 @@ class Bench:
         progress("node stage: 1.2 s")
         blames = () if self.blame is None else (self.blame,)
         found = (
-            Finding("MSR011", "PASS", Target(), "all 3 nodes answer"),
+            Finding("MSR011", "PASS", Target(), "all 3 nodes respond"),
             *(b.finding() for b in blames),
         )
         report = Report((Judged("nvidia-smi", "a", "nvidia-smi", RATES),), found)
@@ -89,11 +87,11 @@ def test_the_person_sees_stages_blame_rates_and_the_nodes(
     assert lines[2] == "FAIL      BLM004  b: all of its rails are slow"
     assert "stages    node 1.2 s, 1 round; pair 3.4 s, 2 rounds; all 1 round" in lines
     assert (
-        "measured  pairs send recv: 3.25 GB/s in the middle, 0.4 at least (one direction, gloo, 64 MiB), of 3"
+        "measured  pairs send recv: median 3.25 GB/s, minimum 0.4 (one direction, gloo, 64 MiB), 3 values"
         in lines
     )
     assert (
-        "          node copy in the host's memory: 9.25 GB/s in the middle, 9 at least (copy, CPU, 1 MiB), of 2"
+        "          node copy in host memory: median 9.25 GB/s, minimum 9 (copy, CPU, 1 MiB), 2 values"
         in lines
     )
     assert lines[-1] == "FAIL: 1 failed, 3 passed on 3 nodes in 5.0 s"
@@ -105,7 +103,7 @@ def test_the_json_has_what_the_planner_reads(bench: Bench, capsys: pytest.Captur
     alone = document["measured"].pop("node")
     assert document["measured"] == MEASURED
     assert [(r["what"], r["median"], r["min"], r["n"], r["unit"]) for r in alone] == [
-        ("copy in the host's memory", 9.25, 9.0, 2, "GB/s")
+        ("copy in host memory", 9.25, 9.0, 2, "GB/s")
     ]
     assert document["nodes"] == {"a": "PASS", "b": "FAIL", "c": "PASS"}
     assert document["rounds"] == {"node": 1, "pair": 2, "group": 1}
@@ -137,7 +135,8 @@ def test_a_topology_of_other_names_is_refused_and_gaps_are_told(
     Path("t.conf").write_text("SwitchName=s1 Nodes=a.cluster,b.cluster\n")
     assert main(["check", "--nodes", "a,b", "--topology", "t.conf"]) == 2
     assert (
-        "knows none of the hosts; it has a.cluster, b.cluster, the hosts are a, b" in capsys.readouterr().err
+        "contains none of the hosts; it has a.cluster, b.cluster, the hosts are a, b"
+        in capsys.readouterr().err
     )
     Path("t.conf").write_text("SwitchName=s1 Nodes=a,c\n")
     assert main(["check", "--nodes", "a,b,c", "--topology", "t.conf"]) == 1
@@ -167,7 +166,7 @@ def test_a_job_of_real_nodes_is_the_plan(bench: Bench, capsys: pytest.CaptureFix
     assert bench.options is not None
     assert bench.options.node.storage is None
     assert main(["check", str(job)]) == 2
-    assert "nothing says which hosts" in capsys.readouterr().err
+    assert "the hosts are unknown" in capsys.readouterr().err
 
 
 def test_check_of_a_virtual_cluster_reports_into_its_run_folder(
@@ -220,7 +219,7 @@ def test_what_apply_lacks_is_said_before_anything_is_measured(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", "--nodes", "a,b,c", "--apply"]) == 2
-    assert "--apply needs a scheduler" in capsys.readouterr().err
+    assert "--apply requires a scheduler" in capsys.readouterr().err
     assert bench.hosts == []
 
 

@@ -142,14 +142,14 @@ BROKEN = [
     (FIRST, 'launcher = "local"', 'launcher = "local"\ndevice = "cuda"', '"cuda"', "no CUDA device on this host"),
     (FIRST, 'launcher = "local"', 'launcher = "local"\nport = 80', "80", "cluster.port must be at least 1024"),
     (FIRST, "[optimizer]", "[optimiser]", "optimiser", "unknown section"),
-    (EIGHT, 'gpu = "H100 SXM"', 'gpu = "H100 SMX"', '"H100 SMX"', 'no GPU "H100 SMX" is known'),
+    (EIGHT, 'gpu = "H100 SXM"', 'gpu = "H100 SMX"', '"H100 SMX"', 'unknown GPU "H100 SMX"'),
     (EIGHT, "async_tensor = true", 'async_tensor = "true"', '"true"', "expected true or false"),
     (EIGHT, "tensor = 2", "tensor = 1", "async_tensor = ^true", "async_tensor = true has no effect"),
     (EIGHT, 'preset = "llama3-8b"', 'preset = "llama3-8b"\nrope_theta = 0.5', "0.5", "must be at least 1"),
     (SEVEN, 'preset = "qwen2.5-7b"', 'preset = "qwen2.5-7b"\ninit_from = "weights"', '"weights"', "init_from: no folder"),
     (SEVEN, 'preset = "qwen2.5-7b"', 'hf = "weights"', '"weights"', "weights: no such file"),
     (SEVEN, "microbatch = 2", "microbatch = 3", "global_batch = ^256", "not divisible by data-parallel size 8 x microbatch 3"),
-    (LARGE, '"InfiniBand NDR 8x400"', '"InfiniBand NDR 9x400"', '"InfiniBand NDR 9x400"', "no network"),
+    (LARGE, '"InfiniBand NDR 8x400"', '"InfiniBand NDR 9x400"', '"InfiniBand NDR 9x400"', "unknown network"),
     (LARGE, "tensor = 8", "tensor = 16", "16", "a tensor-parallel group stays inside one node"),
     (LARGE, "preempt_grace_s = 300", "preempt_grace_s = 0", "0", "must be at least 1"),
 ]  # fmt: skip
@@ -255,7 +255,7 @@ def test_where_the_copies_alone_do_not_fit_there_are_fewer(validate: Validate) -
     said = validate(text, gib=need - 0.001)
     memory = json.loads(said.out)["memory"]
     assert (said.code, memory["snapshot_copies"]) == (0, 1)
-    assert "a run that loses a node goes back to its last checkpoint" in memory["snapshot_copies_reason"]
+    assert "a run that loses a node resumes from its last checkpoint" in memory["snapshot_copies_reason"]
     asked = text.replace("snapshot_every_steps = 10", "snapshot_copies = 2\nsnapshot_every_steps = 10")
     refused = validate(asked, gib=need - 0.001)
     assert (refused.code, [e["hint"] for e in refused.errors]) == (

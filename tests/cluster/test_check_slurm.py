@@ -97,7 +97,7 @@ def test_a_node_that_somebody_has_drained_keeps_his_reason(
     outputs(("n3",))
     assert main(APPLY) == 1
     assert cluster.show("n3")["reason"] == "new fan on Monday"
-    assert "takes no work already (IDLE+DRAIN: new fan on Monday)" in capsys.readouterr().err
+    assert "already drained ( IDLE+DRAIN: new fan on Monday)" in capsys.readouterr().err
 
 
 def test_node_unknown_to_slurm_fails_without_blocking_others(
@@ -116,7 +116,7 @@ def test_more_than_half_go_only_with_force(
 ) -> None:
     outputs(("n1", "n2", "n3"))
     assert main(APPLY) == 1
-    assert "not applied: 3 of 5 nodes would go, more than half" in capsys.readouterr().err
+    assert "not applied: 3 of 5 nodes would be removed, more than half" in capsys.readouterr().err
     assert drained(cluster) == []
     assert main([*APPLY, "--force"]) == 1
     assert drained(cluster) == ["n1", "n2", "n3"]

@@ -443,7 +443,7 @@ def test_one_machine_measures_one_node_at_a_time(monkeypatch: pytest.MonkeyPatch
 
     def tell(name: str) -> Any:
         def heard(message: dict[str, Any]) -> None:
-            if message.get("doing") in ("matrix products", "TCP on 127.0.0.1"):
+            if message.get("doing") in ("GEMMs", "TCP on 127.0.0.1"):
                 order.append(f"{name}: {message['doing']}")
                 holds.set()
             if "cpu" in message:
@@ -457,7 +457,7 @@ def test_one_machine_measures_one_node_at_a_time(monkeypatch: pytest.MonkeyPatch
     measure_cpu(60.0, 1, tell("second"))
     first.join()
     assert order == [
-        f"{who}: {what}" for who in ("first", "second") for what in ("matrix products", "TCP on 127.0.0.1")
+        f"{who}: {what}" for who in ("first", "second") for what in ("GEMMs", "TCP on 127.0.0.1")
     ]
 
 
@@ -529,7 +529,7 @@ def test_no_time_left_is_told(two_devices: None) -> None:
     probe_cuda.measure_cuda(-1.0, told.append)
     assert [m["skipped"] for m in told if "skipped" in m] == [
         "bf16 products",
-        "a load of bf16 products",
+        "sustained bf16 GEMMs",
         "copies within the memory",
         "copies from and to the host",
         "copies between GPUs",

@@ -35,16 +35,18 @@ _LONGEST_S = 86400.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.description = (
-        "Measure whether nodes are fit to train on, and name the GPU, link, port or node that is to blame: this node, or "
+        "Measure whether nodes are fit to train on, and name the GPU, link, port or node that is the suspected cause: this node, or "
         "those of JOB, of --hostfile or --nodes, or of the Slurm job that it runs in. With --from, judge outputs of tools "
         "(nvidia-smi, dcgmi, ibstat, ib_write_bw, all_reduce_perf, the kernel log, ...) that were collected on nodes. "
         "Exit code: 0 if nothing failed, 1 if something did, 2 for bad input; with --nagios 0, 1, 2 and 3 as plugins have."
     )
     parser.add_argument(
-        "job", metavar="JOB", nargs="?", help="a job file: its nodes, and what its [cluster] needs"
+        "job", metavar="JOB", nargs="?", help="a job file: its nodes, and the requirements of its [cluster]"
     )
-    source = parser.add_argument_group("what is checked")
-    source.add_argument("--hostfile", metavar="FILE", help="measure the hosts of FILE, one a line, over ssh")
+    source = parser.add_argument_group("what to check")
+    source.add_argument(
+        "--hostfile", metavar="FILE", help="measure the hosts in FILE, one per line, over ssh"
+    )
     source.add_argument("--nodes", metavar="LIST", help="measure these hosts: node[01-16],login")
     source.add_argument(
         "--from",
@@ -52,59 +54,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         nargs="+",
         action="extend",
-        help="measure nothing; judge files and folders of outputs, each folder a node; - reads stdin",
+        help="measure nothing; judge files and folders of outputs, one folder per node; - reads stdin",
     )
     source.add_argument(
         "--simulate", metavar="FILE", help="measure nothing; check the simulated cluster of FILE"
     )
-    how = parser.add_argument_group("how it is measured")
+    how = parser.add_argument_group("measurement")
     how.add_argument(
         "--stage",
         choices=("node", "pair", "all"),
         nargs="+",
         action="extend",
-        help="only these stages (all three): each node by itself, pairs of nodes, groups of nodes",
+        help="run only these stages (default: all three): each node alone, pairs of nodes, groups of nodes",
     )
     how.add_argument(
-        "--topology", metavar="FILE", help="output of ibnetdiscover, or Slurm's topology.conf: leaf switches"
+        "--topology", metavar="FILE", help="leaf switches: output of ibnetdiscover, or Slurm's topology.conf"
     )
     how.add_argument(
-        "--timeout", metavar="S", type=float, help="seconds that a node may take for one measurement (60)"
+        "--timeout", metavar="S", type=float, help="timeout of one measurement on a node, in seconds (60)"
     )
-    how.add_argument("--storage", metavar="DIR", help="the checkpoint folder, whose speed is measured")
+    how.add_argument("--storage", metavar="DIR", help="checkpoint folder whose throughput is measured")
     _output_arguments(parser)
     _apply_arguments(parser)
 
 
 def _output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
-    parser.add_argument("--nagios", action="store_true", help="print one line, with a plugin's exit code")
+    parser.add_argument(
+        "--nagios", action="store_true", help="print one line and exit with the code of a monitoring plugin"
+    )
     parser.add_argument("--html", metavar="FILE", help="also write an HTML report")
     parser.add_argument(
         "--exclude-file",
         metavar="FILE",
-        help="also write the nodes that failed: one a line, or as Slurm lists them if FILE ends in .slurm",
+        help="also write the failed nodes: one per line, or as a Slurm node list if FILE ends in .slurm",
     )
-    parser.add_argument("--strict", action="store_true", help="suspect and unjudged count as failed")
+    parser.add_argument("--strict", action="store_true", help="treat suspect and unjudged as failed")
     parser.add_argument(
         "--port-gbit-s",
         metavar="RATE",
         type=float,
-        help="the rate that every fabric port must have, one direction",
+        help="required rate of every fabric port, one direction",
     )
     baseline = parser.add_mutually_exclusive_group()
     baseline.add_argument(
-        "--baseline", metavar="FILE", help="compare the measurements with those kept in FILE"
+        "--baseline", metavar="FILE", help="compare the measurements with those saved in FILE"
     )
-    baseline.add_argument("--save-baseline", metavar="FILE", help="keep the measurements in FILE")
-    parser.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
+    baseline.add_argument("--save-baseline", metavar="FILE", help="save the measurements to FILE")
+    parser.add_argument("--plain", action="store_true", help="plain text, even on a terminal")
     parser.add_argument(
-        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
+        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="folder of run folders (runs)"
     )
 
 
 def _apply_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("taking failed nodes out")
+    group = parser.add_argument_group("removing failed nodes from the scheduler")
     group.add_argument(
         "--scheduler",
         choices=("slurm", "kubernetes"),
@@ -112,7 +116,9 @@ def _apply_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--apply", action="store_true", help="run the commands")
     group.add_argument(
-        "--force", action="store_true", help="with --apply: also if more than half of the nodes would go"
+        "--force",
+        action="store_true",
+        help="with --apply: also if more than half of the nodes would be removed",
     )
 
 
@@ -149,7 +155,7 @@ def _run(args: argparse.Namespace) -> int:
         from seatrial.check.judging.baseline import save_baseline
 
         kept = _written(args.save_baseline, lambda path: save_baseline(report, path))
-        print(f"{kept} measurements kept in {args.save_baseline}", file=sys.stderr)
+        print(f"{kept} measurements saved to {args.save_baseline}", file=sys.stderr)
     from seatrial.cli.check_apply import take_out
 
     out = take_out(report, args, job)
@@ -164,20 +170,18 @@ def _verify(args: argparse.Namespace) -> None:
     ways = {"--from": args.sources, "--simulate": args.simulate}
     given = [option for option, value in ways.items() if value not in (None, [])]
     if len(given) > 1:
-        problems.append(Diagnostic("--from and --simulate exclude each other", hint="choose one"))
+        problems.append(Diagnostic("--from and --simulate are mutually exclusive", hint="choose one"))
     for way in given:
         wrong = [option for name, option in _OF_MEASURING if getattr(args, name) is not None]
         if way == "--simulate" and args.job is not None:
             wrong.append("JOB")
-        hint = (
-            "hand the file in with --from" if wrong == ["--topology"] and way == "--from" else "leave it out"
-        )
-        problems += [Diagnostic(f"{option} and {way} exclude each other", hint=hint) for option in wrong]
+        hint = "pass the file with --from" if wrong == ["--topology"] and way == "--from" else "remove it"
+        problems += [Diagnostic(f"{option} and {way} are mutually exclusive", hint=hint) for option in wrong]
     if args.hostfile is not None and args.nodes is not None:
-        problems.append(Diagnostic("--hostfile and --nodes exclude each other", hint="choose one"))
+        problems.append(Diagnostic("--hostfile and --nodes are mutually exclusive", hint="choose one"))
     if args.json and args.nagios:
         problems.append(
-            Diagnostic("--json and --nagios exclude each other", hint="choose one form of output")
+            Diagnostic("--json and --nagios are mutually exclusive", hint="choose one output format")
         )
     if args.port_gbit_s is not None and not 0 < args.port_gbit_s < 1e5:
         text = f"--port-gbit-s {args.port_gbit_s:g} is not a rate"
@@ -186,17 +190,19 @@ def _verify(args: argparse.Namespace) -> None:
         text = f"--timeout {args.timeout:g} is not a time"
         problems.append(Diagnostic(text, hint=f"seconds, from 1 to {_LONGEST_S:.0f}"))
     if args.apply and args.simulate:
-        problems.append(Diagnostic("--apply with --simulate: the nodes are simulated", hint="leave it out"))
+        problems.append(Diagnostic("--apply with --simulate: the nodes are simulated", hint="remove it"))
     if args.force and not args.apply:
-        problems.append(Diagnostic("--force needs --apply", hint="leave it out, or add --apply"))
+        problems.append(Diagnostic("--force requires --apply", hint="remove it, or add --apply"))
     if problems:
         raise InputError(problems)
 
 
 def _verify_files(args: argparse.Namespace) -> None:
-    """Report what cannot be read or written before anything is measured. Raises InputError."""
+    """Check that all files can be read or written before anything is measured. Raises InputError."""
     problems = [
-        Diagnostic("cannot be written: its folder is not there", file=file, hint="name a folder that exists")
+        Diagnostic(
+            "cannot be written: its folder does not exist", file=file, hint="name a folder that exists"
+        )
         for file in (args.html, args.exclude_file, args.save_baseline)
         if file is not None and not Path(file).absolute().parent.is_dir()
     ]
@@ -257,7 +263,7 @@ def _files(report: Report, orders: Sequence[Order], args: argparse.Namespace, jo
         nameless = sum(f.verdict == "FAIL" and f.target.node is None for f in report.findings)
         if nameless and report.check_run is None:
             print(
-                f"warning: {nameless} failed findings name no node and are not in it: put outputs into one folder a node",
+                f"warning: {nameless} failed findings name no node and are not in it: put outputs into one folder per node",
                 file=sys.stderr,
             )
 

@@ -1,4 +1,4 @@
-"""What `seatrial check` does about failed nodes: scheduler commands, printed or carried out."""
+"""What `seatrial check` does about failed nodes: scheduler commands, printed or run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SLURM_JOB = "SLURM_JOB_ID"
 
 @dataclass(frozen=True)
 class TakenOut:
-    """The orders, with which of them were carried out. `failed`: one did not succeed, or all were refused."""
+    """The orders, and which of them were run. `failed`: one did not succeed, or all were refused."""
 
     orders: tuple[Order, ...]
     failed: bool = False
@@ -31,11 +31,11 @@ def verify(args: argparse.Namespace, job: Job | None) -> None:
     """Raise InputError if --apply leaves the scheduler open, before anything is measured."""
     if args.apply and len(_schedulers(args, job)) != 1:
         hint = "add --scheduler slurm or --scheduler kubernetes"
-        raise InputError("--apply needs a scheduler", hint=hint)
+        raise InputError("--apply requires a scheduler", hint=hint)
 
 
 def take_out(report: Report, args: argparse.Namespace, job: Job | None) -> TakenOut:
-    """The orders for the failed nodes; with --apply they are carried out, each reported on stderr.
+    """The orders for the failed nodes; with --apply they are run, each reported on stderr.
 
     Raises InputError as verify() does, and with --apply if a node's name is invalid.
     """

@@ -45,12 +45,12 @@ def measured(args: argparse.Namespace, job: Job | None) -> Report:
 
 
 def _verify_topology(topology: Topology, names: Sequence[str], file: str, say: Callable[[str], None]) -> None:
-    """Warn of hosts it does not know. Raises InputError if it knows none: other names would look like no topology."""
+    """Warn of hosts missing in the topology. Raises InputError if it contains none of them."""
     known = {node for node, _ in topology.leaves}
     strange = [name for name in names if name not in known]
     if len(strange) == len(names):
         some = ", ".join(sorted(known)[:3])
-        text = f"the topology knows none of the hosts; it has {some}, the hosts are {', '.join(names[:3])}"
+        text = f"the topology contains none of the hosts; it has {some}, the hosts are {', '.join(names[:3])}"
         raise InputError(Diagnostic(text, file=file, hint="use the topology's names for the hosts"))
     if strange:
         say(f"warning: {file} does not know {len(strange)} of {len(names)} hosts: {', '.join(strange[:8])}")

@@ -13,7 +13,7 @@ from seatrial.base.errors import EXIT_DONE, InputError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.add_argument(
-        "code", metavar="CODE", nargs="?", help="a finding's code, as NET004; without, all codes"
+        "code", metavar="CODE", nargs="?", help="code of a finding, such as NET004; default: list all codes"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         close = difflib.get_close_matches(args.code.strip().upper(), codes(), n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else "`seatrial explain` lists all codes"
-        raise InputError(f"no finding has the code {args.code!r}", hint=hint)
+        raise InputError(f"unknown code {args.code!r}", hint=hint)
     if args.json:
         json.dump(
             {"schema_version": 1, "codes": [asdict(c) for c in chosen]},
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     out.line(f"{code.code}: {code.title}", "bold")
     told = (
         ("means", code.meaning),
-        ("to do", code.action),
+        ("action", code.action),
         ("unjudged", code.unjudged),
         ("source", code.source),
     )

@@ -45,29 +45,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="replace one key of the job"
     )
-    where = parser.add_argument_group("where it runs")
-    where.add_argument("--network", metavar="NAME", help="between nodes, as 'InfiniBand NDR 8x400'")
+    where = parser.add_argument_group("hardware")
+    where.add_argument("--network", metavar="NAME", help="between nodes, such as 'InfiniBand NDR 8x400'")
     where.add_argument(
         "--storage-gb-s", type=float, metavar="RATE", help="of the storage of checkpoints, GB/s (20, assumed)"
     )
     where.add_argument("--price", type=float, metavar="P", help="of a GPU hour, in any currency")
     where.add_argument(
-        "--stack", metavar="NAME", default="seatrial", help="predict another software's speed, as nemo"
+        "--stack",
+        metavar="NAME",
+        default="seatrial",
+        help="predict the speed of another software stack, such as nemo",
     )
     where.add_argument(
         "--nodes", type=int, nargs="+", metavar="N", help="sizes of the scaling lines (1, 2, 4, ...)"
     )
-    ask = parser.add_argument_group("what is asked")
+    ask = parser.add_argument_group("question")
     ask.add_argument(
         "--target",
         action="append",
         default=[],
         metavar="RATE",
-        help="tokens/s/GPU (2500) or MFU (45%%): whether the prediction reaches it, and which change would",
+        help="tokens/s/GPU (2500) or MFU (45%%): report whether the prediction reaches it, and which change would",
     )
-    ask.add_argument("--own", action="store_true", help="the job's own layout alone: no search")
+    ask.add_argument("--own", action="store_true", help="only the job's own layout: no search")
     ask.add_argument(
-        "--fit", action="store_true", help="what the model needs, and the smallest clusters that have it"
+        "--fit",
+        action="store_true",
+        help="memory requirements of the model, and the smallest clusters that meet them",
     )
     ask.add_argument(
         "--dry-run",
@@ -75,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=1,
         metavar="N",
-        help="carry out a step of the job's layout and the N best ones (1) with fake tensors: exact memory and traffic",
+        help="run one step of the job's layout and the N best ones (1) with fake tensors: exact memory and traffic",
     )
     _output_arguments(parser)
 
@@ -83,13 +88,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _output_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("output")
     out.add_argument("--full", action="store_true", help="every layout, size and source")
-    out.add_argument("--svg", metavar="FILE", help="also draw where the FLOPs go")
-    out.add_argument("--png", metavar="FILE", help="the same as a bitmap (needs matplotlib)")
+    out.add_argument("--svg", metavar="FILE", help="also write the FLOPs waterfall chart")
+    out.add_argument("--png", metavar="FILE", help="the same as PNG (requires matplotlib)")
     out.add_argument("--html", metavar="FILE", help="also write the plan as an HTML page")
-    out.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
+    out.add_argument("--plain", action="store_true", help="plain text, even on a terminal")
     out.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     out.add_argument(
-        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
+        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="folder of run folders (runs)"
     )
 
 
@@ -128,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settled(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calibration) -> Job:
-    """Give an open job the layout that `parallel = "auto"` takes; with --fit also if there is none."""
+    """Give an open job the layout chosen by `parallel = "auto"`; with --fit also if there is none."""
     from seatrial.job.settled import provisional
     from seatrial.plan.search.auto import choose
 
@@ -156,7 +161,7 @@ def _searching(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _read(args: argparse.Namespace) -> tuple[Wishes, Job]:
-    """The wishes from the options, and the job. Raises InputError with every problem of either."""
+    """Parse the options and load the job. Raises InputError with the problems of both."""
     from seatrial.job import load_job
 
     problems: list[Diagnostic] = []
@@ -182,7 +187,7 @@ def _place(args: argparse.Namespace, job: Job, measured: Measured) -> Hardware:
 
 
 def _wishes(args: argparse.Namespace) -> Wishes:
-    """Parse the options into wishes. Raises InputError with every problem."""
+    """Parse the options. Raises InputError with all problems."""
     from seatrial.plan.cost.stacks import stacks
     from seatrial.plan.model.place import known_network
     from seatrial.plan.report.answer import Wishes
@@ -192,7 +197,7 @@ def _wishes(args: argparse.Namespace) -> Wishes:
         close = difflib.get_close_matches(args.stack, stacks(), n=1)
         hint = f'did you mean "{close[0]}"? ' if close else ""
         problems.append(
-            Diagnostic(f'no stack "{args.stack}" is known', hint=f"{hint}known: {', '.join(stacks())}")
+            Diagnostic(f'unknown stack "{args.stack}"', hint=f"{hint}known: {', '.join(stacks())}")
         )
     if args.network is not None:
         try:
@@ -240,20 +245,20 @@ def _unwritable(args: argparse.Namespace) -> list[Diagnostic]:
             continue
         path = Path(file)
         if not path.absolute().parent.is_dir():
-            text, hint = "cannot be written: its folder is not there", "name a file in a folder that exists"
+            text, hint = "cannot be written: its folder does not exist", "name a file in a folder that exists"
             problems.append(Diagnostic(text, file=file, hint=hint))
         elif path.is_dir():
             problems.append(Diagnostic("is a folder", file=file, hint="name a file in it"))
         elif path.resolve() == job_file(args.job).resolve():
             problems.append(
-                Diagnostic("is the job file, which would be lost", file=file, hint="name another file")
+                Diagnostic("is the job file, which would be overwritten", file=file, hint="name another file")
             )
         elif path.resolve() in taken:
-            problems.append(Diagnostic("is named twice", file=file, hint="name one file for each"))
+            problems.append(Diagnostic("is given twice", file=file, hint="give a separate file for each"))
         taken.add(path.resolve())
     if args.fit and any((args.svg, args.png, args.dry_run is not None)):
         problems.append(
-            Diagnostic("--fit has no layout to draw or to run", hint="leave --svg, --png and --dry-run out")
+            Diagnostic("--fit has no layout to plot or run", hint="remove --svg, --png and --dry-run")
         )
     return problems
 
@@ -265,7 +270,7 @@ def _wanted(text: str) -> Wanted | Diagnostic:
     value = float(match[1].replace(",", "")) if match else 0.0
     if match is None or value <= 0 or (match[2] and value > 100):
         return Diagnostic(
-            f'--target "{text}" is neither a rate nor a share', hint="--target 2500 or --target 45%"
+            f'--target "{text}" is neither a rate nor a percentage', hint="--target 2500 or --target 45%"
         )
     return Wanted(value / 100, "MFU") if match[2] else Wanted(value, "tokens/s/GPU")
 
@@ -367,8 +372,8 @@ def _pictures(args: argparse.Namespace, told: Answer) -> None:
     from seatrial.ui.waterfall_svg import waterfall_svg
 
     if told.waterfall is None:
-        text = f"there is no picture of a speed that is not known: {told.own.why_unknown}"
-        raise InputError(text, hint="name GPU and network, or leave --svg and --png out")
+        text = f"no chart: the speed is unknown: {told.own.why_unknown}"
+        raise InputError(text, hint="set GPU and network, or remove --svg and --png")
     shown = waterfall_of(told.waterfall)
     title, below = f"Where the FLOPs of {told.job.name} go", f"predicted, {told.job.layout}"
     picture = waterfall_svg(shown, title=title, subtitle=below)

@@ -45,7 +45,7 @@ def lines(told: Sequence[Beside], width: int) -> list[Line]:
         verdict = (
             f"all within {percent(TOLD)}"
             if not apart
-            else f"apart by more than {percent(TOLD)}: {'; '.join(apart)}"
+            else f"differ by more than {percent(TOLD)}: {'; '.join(apart)}"
         )
         out += pair("verdict", verdict, width, "yellow" if apart else "green")
         out += note("; ".join([_how(one), *one.notes]), width)
@@ -53,7 +53,7 @@ def lines(told: Sequence[Beside], width: int) -> list[Line]:
 
 
 def _how(one: Beside) -> str:
-    traced = "the whole step traced" if one.exact else "carried over from four small traces, in whole numbers"
+    traced = "the whole step traced" if one.exact else "extrapolated exactly from four small traces"
     return f"{many(len(one.ranks), 'rank')}, {traced}, {seconds(one.seconds)} of tracing, {gib(one.process_bytes)} a process"
 
 
@@ -64,7 +64,7 @@ def _figure(p: Pair, value: float) -> str:
 
 
 def _off(p: Pair) -> str:
-    return "only one of them" if p.off == float("inf") else f"{p.off * 100:+.1f} %"
+    return "in only one of them" if p.off == float("inf") else f"{p.off * 100:+.1f} %"
 
 
 def document(told: Sequence[Beside]) -> list[dict[str, Any]]:

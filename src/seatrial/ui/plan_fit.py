@@ -47,9 +47,7 @@ def _account(job: Job, told: Account, width: int) -> Iterator[Line]:
         head = [*head[:3], ""]
     yield from table(head, rows, width)
     if told.gpus is not None:
-        yield from note(
-            f"a GPU, all GPUs: {brief_layout(job)}; the GPU that needs most, at its highest point", width
-        )
+        yield from note(f"a GPU, all GPUs: {brief_layout(job)}; the most loaded GPU, at its peak", width)
 
 
 def brief_layout(job: Job) -> str:
@@ -71,12 +69,12 @@ def _clusters(job: Job, fits: Sequence[Fit], width: int) -> Iterator[Line]:
     for f in fits:
         if f.recipe is None:
             # If every layout is illegal, there is no finite need to show.
-            needs = f"; the leanest needs {gib(f.needs)} a GPU" if math.isfinite(f.needs) else ""
+            needs = f"; the smallest needs {gib(f.needs)} a GPU" if math.isfinite(f.needs) else ""
             yield from pair(f.gpu.name, f"{f.why_unknown}{needs}", width, "dim")
     if any(f.recipe is not None and not f.verdict.sure for f in fits):
         known = shipped_errors()
         text = (
-            f"{TIGHT_NOTE}: 1 in 100 or more of {known.figures} published figures were that far above their prediction; "
+            f"{TIGHT_NOTE}: 1 in 100 or more of {known.figures} published figures exceeded their prediction by that much; "
             f"up to {known.full * 100:.0f} % of a GPU's memory fewer were. surely: the smallest that stays below"
         )
         yield from note(text, width)

@@ -171,7 +171,7 @@ def _change(way: Suggestion) -> Row:
         figures.rate(p.tokens_per_s_per_gpu),
         figures.mfu(p.mfu),
         f"{way.gain * 100:+.0f} %",
-        "" if way.built else "not this trainer, or not this cluster",
+        "" if way.built else "other software, or another cluster",
     ]
 
 
@@ -186,7 +186,7 @@ def _memory(told: Account, room: float | None, before: str) -> dict[str, object]
         rows.append((None, [li.name, each, once, gpu, whole, li.note]))
     picture = ""
     if told.gpu_bytes is not None:
-        picture = written(account_svg(told, room, title="On the GPU that needs most", alone=False))
+        picture = written(account_svg(told, room, title="On the most loaded GPU", alone=False))
         if told.cluster_bytes is not None:
             sums = [figures.memory(told.gpu_bytes), data(told.cluster_bytes)]
             rows.append(("own", ["in all", "", "", *sums, ""]))
@@ -200,7 +200,7 @@ def _scaling_picture(scalings: Sequence[Scaling]) -> str:
 
 
 def _scaling(shown: Scaling) -> dict[str, object]:
-    words = {True: ("good", "met"), False: ("bad", "missed"), None: ("", "cannot be told")}
+    words = {True: ("good", "met"), False: ("bad", "missed"), None: ("", "cannot be determined")}
     at = shown.shows_at
     return {
         "name": shown.name.capitalize(),
@@ -240,11 +240,11 @@ def _network(answer: Answer) -> Iterator[Row]:
     if c.mean is not None:
         yield None, ["needed on average", f"{data(c.mean)}/s a node, {data(c.mean * c.nodes)}/s in all"]
     if c.enough is not None:
-        yield None, ["a step is 5 % longer than with an endless network at", f"{data(c.enough)}/s a node"]
+        yield None, ["a step is 5 % longer than with an unlimited network at", f"{data(c.enough)}/s a node"]
     there = "unknown"
     if c.capacity is not None:
         there = f"{data(c.capacity)}/s a node, {data(c.capacity * c.nodes)}/s in all"
-    yield None, ["there is, in one direction", there]
+    yield None, ["capacity, one direction", there]
 
 
 def _fits(fits: Sequence[Fit]) -> Iterator[Row]:

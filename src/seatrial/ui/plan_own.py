@@ -33,7 +33,7 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     mine = answer.own
     r = mine.recipe
     auto = answer.job.chosen is not None
-    yield 'the layout that parallel = "auto" takes' if auto else "the job's own layout", HEAD
+    yield 'the layout chosen by parallel = "auto"' if auto else "the job's own layout", HEAD
     yield from pair("layout", f"{answer.job.layout}; {batches(r)}", width)
     kinds = held(mine.memory, gpu=mine.fits is not None, most=None if full else _KINDS_SHOWN)
     if mine.fits is None:
@@ -78,7 +78,7 @@ def _network(answer: Answer, *, full: bool) -> str:
     told = [f"{sent}, {data(c.a_gpu)} of it to other nodes"] if full or c.mean is None else []
     if c.capacity is not None:
         told.append(
-            f"there is {data(c.capacity * c.nodes)}/s: {c.nodes} nodes x {data(c.capacity)}/s in one direction"
+            f"capacity {data(c.capacity * c.nodes)}/s: {c.nodes} nodes x {data(c.capacity)}/s in one direction"
         )
     if c.mean is not None:
         share = "" if c.capacity is None else f", {percent(c.mean / c.capacity, 1)} of it"
@@ -95,8 +95,8 @@ def _ending(e: RunForecast, width: int, *, full: bool) -> Iterator[Line]:
     lost = (1 - f.ettr) * 100
     yield from pair(
         "finish",
-        f"{units.duration(f.wall_s)} ({units.duration(f.low_s)} to {units.duration(f.high_s)}); {failures} on the way, "
-        f"{lost:.2g} % lost to that and to saving",
+        f"{units.duration(f.wall_s)} ({units.duration(f.low_s)} to {units.duration(f.high_s)}); {failures} expected, "
+        f"{lost:.2g} % lost to failures and checkpoints",
         width,
     )
     cost = f"{e.cost:,.0f} at {e.price:g} each" if e.cost is not None else "unknown without --price"
@@ -109,7 +109,7 @@ def _ending(e: RunForecast, width: int, *, full: bool) -> Iterator[Line]:
     if e.every_steps == e.best.interval.steps:
         text += "the best interval"
     elif more < 5e-4:
-        text += f"as good as the best, {best}"
+        text += f"as good as the optimum, {best}"
     else:
         text += f"{percent(more, 1)} longer than with the best, {best}"
     if full:
@@ -133,7 +133,11 @@ def _brief(weak: Scaling, strong: Scaling, best: Scaling | None) -> str:
         )
     shows = [(name, c.shows_at) for name, c in (("weak", weak), ("strong", strong))]
     seen = [f"from {p.gpus:,} on ({name})" for name, p in shows if p is not None]
-    told += f"; communication shows {', '.join(seen)}" if seen else "; communication does not begin to show"
+    told += (
+        f"; communication becomes significant  {', '.join(seen)}"
+        if seen
+        else "; communication is not significant"
+    )
     if sizes := sorted({p.gpus for c in (weak, strong) for p in c.known if _tight(p)}):
         told += f"; may run out of memory on {' and '.join(f'{n:,}' for n in sizes)} GPUs"
     if best is not None and len(best.known) > 1:
@@ -175,13 +179,13 @@ def _curve(name: str, curve: Scaling, width: int) -> Iterator[Line]:
     text = "  ".join(points) or "not known"
     shows = curve.shows_at
     if shows is not None:
-        text += f"\ncommunication shows from {shows.gpus:,} GPUs on" + (
+        text += f"\ncommunication becomes significant from {shows.gpus:,} GPUs on" + (
             f": {shows.costs}" if shows.costs else ""
         )
     elif len(curve.known) > 1:
-        text += f"\ncommunication does not begin to show up to {curve.known[-1].gpus:,} GPUs"
+        text += f"\ncommunication is not significant up to {curve.known[-1].gpus:,} GPUs"
     for v in curve.verdicts:
-        met = {True: "met", False: "missed", None: "not told"}[v.met]
+        met = {True: "met", False: "missed", None: "not predicted"}[v.met]
         text += f"\n{met}: {v.target}; {v.predicted}"
     text += f"\n{curve.grows}"
     yield from pair(name, text, width)

@@ -106,7 +106,7 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if not found.choices:
         if found.tried:
             yield from pair(
-                "none fits", f"the leanest needs {gib(found.least_bytes)} a GPU", width, "bold red"
+                "none fits", f"the smallest needs {gib(found.least_bytes)} a GPU", width, "bold red"
             )
         return
     wide = width >= _WIDE
@@ -135,7 +135,7 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if answer.advice is not None and answer.advice.alike:
         near = [short(r) for r in answer.advice.alike]
         names = ", ".join(near[:3]) + (f" and {len(near) - 3} more" if len(near) > 3 else "")
-        yield from pair("alike", f"{names}: within {percent(ALIKE)}, too near to tell apart", width)
+        yield from pair("alike", f"{names}: within {percent(ALIKE)}, indistinguishable", width)
 
 
 def _row(name: str, choice: Choice, best: Prediction, wide: bool) -> list[str]:
@@ -187,7 +187,7 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if any(map(_doubt, shown)) and all(c.prediction.verdict.word != "tight" for c in listed):
         yield from note(TIGHT_NOTE, width)
     if any(not w.built for w in shown):
-        yield from note("* not as things are: another network or other software", width)
+        yield from note("* requires another network or other software", width)
 
 
 def _doubt(way: Suggestion) -> str:
@@ -201,7 +201,7 @@ def _told(what: str, recipe: Recipe) -> str:
 def _turns(answer: Answer, width: int) -> Iterator[Line]:
     if answer.advice is None or not answer.advice.turns:
         return
-    yield "when another layout would be the best", HEAD
+    yield "crossovers: when another layout becomes the best", HEAD
     for what in dict.fromkeys(t.what for t in answer.advice.turns):
         turns = [t for t in answer.advice.turns if t.what == what]
         text = "; ".join([f"{figure(turns[0].now)} {turns[0].unit} here", *(_turn(t) for t in turns if t.at)])
@@ -234,7 +234,7 @@ def _where(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
 
 def _sources(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if full and answer.provenance:
-        yield "where this is from", HEAD
+        yield "sources", HEAD
         for told in answer.provenance:
             yield from pair("", told, width)
         return
@@ -293,7 +293,7 @@ def verdict(answer: Answer) -> Line:
     if slower < 5e-4:
         return f"{fits}, and no layout that the rules allow is faster{doubt}", fine
     if slower <= ALIKE:
-        text = f"{fits}, and is within {percent(slower, 1)} of the best, too near to tell them apart"
+        text = f"{fits}, and is within {percent(slower, 1)} of the best, indistinguishable"
         return text + doubt, fine
     text = f"{fits}, but a step takes {percent(slower)} longer than with the best layout: "
     text += difference(answer.own.recipe, best.recipe)
@@ -303,7 +303,7 @@ def verdict(answer: Answer) -> Line:
         if sure is not None and not doubt:
             more = p.step_s / sure.prediction.step_s - 1
             text += (
-                "; none that surely fits is faster"
+                "; no layout that fits with margin is faster"
                 if more < 5e-4
                 else f"; {percent(more)} longer than with {brief(sure.recipe)}, which surely fits"
             )
@@ -326,12 +326,12 @@ def target_words(target: Target) -> str:
     if target.met is not None:
         text += f"; met with {_way(target.met)}"
     elif target.inside is None and target.own == "no":
-        text += "; nothing that was looked at brings it there"
+        text += "; no examined change reaches it"
     return text
 
 
 def _way(way: Suggestion) -> str:
     p = way.prediction
-    built = "" if way.built else " (not as things are)"
+    built = "" if way.built else " (not with this setup)"
     tight = ", tight" if _doubt(way) else ""
     return f"{_told(way.what, way.recipe)}{tight}{built}: {figures.rate(p.tokens_per_s_per_gpu)}"

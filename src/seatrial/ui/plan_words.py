@@ -185,7 +185,7 @@ def held(memory: Memory, *, gpu: bool, most: int | None = None) -> str:
 
 
 _PARTS = {
-    "matrix products below peak": "products",
+    "GEMMs below peak": "products",
     "attention below peak": "attention",
     "memory-bound operators": "operators",
     "recomputation": "recompute",
@@ -194,7 +194,7 @@ _PARTS = {
     "pipeline communication": "PP comm",
     "pipeline bubble and uneven stages": "bubble",
     "data-parallel communication": "DP comm",
-    "computation slowed beside communication": "contention",
+    "compute slowed by overlap": "contention",
 }
 
 

@@ -28,7 +28,7 @@ def scaling_svg(scalings: Sequence[Scaling], *, title: str, alone: bool = True) 
     frame = _Frame(math.log2(sizes[0]), math.log2(sizes[-1]), top)
     parts = [*_axes(frame, sizes)]
     if any(p.efficiency is None for s in scalings for p in s.points):
-        told = "crosses: sizes that are impossible or unknown"
+        told = "crosses: impossible or unknown"
         parts.append(text(WIDTH - _RIGHT, HEIGHT - 18, told, "st-soft", "end"))
     ends: list[float] = []
     for shown in scalings:
@@ -104,5 +104,5 @@ def _sentence(scalings: Sequence[Scaling]) -> str:
                 "first point's tokens/s/GPU"
             )
         else:
-            told.append(f"{shown.name}: not known at any size")
+            told.append(f"{shown.name}: unknown at any size")
     return "; ".join(told) + "."

@@ -135,8 +135,8 @@ def test_hung_kubectl_and_children_are_killed_and_rest_skipped(kubectl: Path) ->
     behave(kubectl, f"sleep 600 & echo $! > {kubectl}/child; wait")
     done = carry_out(taints("n1", "n2", "n3"), lambda text: None, timeout_s=1.0)
     assert [o.done for o in done] == [False, False, False]
-    assert "no end within 1 s" in done[0].why
-    assert done[1].why.startswith("not tried: ")
+    assert "did not end within 1 s" in done[0].why
+    assert done[1].why.startswith("not run: ")
     assert len(asked(kubectl)) == 1
     with contextlib.suppress(ProcessLookupError):  # gone, and reaped
         handle = os.pidfd_open(int((kubectl / "child").read_text()))
@@ -148,4 +148,4 @@ def test_without_the_command_nothing_is_tried_twice(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", str(tmp_path))
     done = carry_out(taints("n1", "n2"), lambda text: None)
     assert done[0].why == "kubectl: not installed"
-    assert done[1].why == "not tried: kubectl: not installed"
+    assert done[1].why == "not run: kubectl: not installed"

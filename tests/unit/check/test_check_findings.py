@@ -98,5 +98,5 @@ def test_leftover_lines_are_shown_without_control_characters() -> None:
     assert left_over(Lines([]), "f", Known(), "tool") == []
     (said,) = left_over(Lines([(4, "Li\x1b[2Jnk"), (9, "x")]), "f", Known(), "tool")
     assert said.verdict == "UNJUDGED"
-    assert "2 lines not understood, the first: 'Li?[2Jnk'" in said.why_unjudged
+    assert "2 lines not recognised, the first: 'Li?[2Jnk'" in said.why_unjudged
     assert said.evidence == ("f:4", "f:9")

@@ -76,8 +76,8 @@ def test_all_hostfile_problems_are_reported_with_line_and_column(tmp_path: Path)
         (6, 1),
         (7, 1),
     ]
-    assert "stands in line 1 already" in found[5][2]
-    assert "'-oProxyCommand=x' is no name of a host" in found[1][2]
+    assert "is already in line 1" in found[5][2]
+    assert "'-oProxyCommand=x' is not a host name" in found[1][2]
 
 
 @pytest.mark.parametrize("text", ["", "\n# nothing\n", b"\xff\xfe\x00a", "slots=8\n"])
@@ -138,7 +138,7 @@ def test_a_bad_list_of_nodes_is_bad_input(nodes: str) -> None:
 
 
 def test_a_job_for_other_machines_says_how_to_name_them() -> None:
-    with pytest.raises(InputError, match="nothing says which hosts"):
+    with pytest.raises(InputError, match="so the hosts are unknown"):
         hosts_of(_job(launcher="ssh"), environment={})
 
 

@@ -293,8 +293,8 @@ def test_disk_errors_are_grouped_into_one_finding_per_disk() -> None:
     line = "[{}.000001] blk_update_request: I/O error, dev {}, sector {} op 0x0:(READ)\n"
     found = KERNEL.read("".join(line.format(100 + i, "sda" if i else "sdb", i) for i in range(5)), "k")
     assert sorted((f.verdict, f.message.partition(":")[0]) for f in found) == [
-        ("WARN", "errors of a disk (sda), 4 times, the last"),
-        ("WARN", "errors of a disk (sdb)"),
+        ("WARN", "disk errors (sda), 4 times, the last"),
+        ("WARN", "disk errors (sdb)"),
     ]
     assert "sector 4 op" in next(f.message for f in found if "(sda)" in f.message)
 

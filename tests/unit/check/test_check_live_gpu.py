@@ -81,7 +81,7 @@ def test_nccl_that_counts_more_nodes_than_hosts_fails(monkeypatch: pytest.Monkey
 
 
 def test_hosts_of_one_name_are_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="named twice"):
+    with pytest.raises(InputError, match="listed twice"):
         check_live([Host("a", "a"), Host("a", "b")], LiveOptions(NodeOptions()), lambda line: None)
     with pytest.raises(InputError, match="no host"):
         check_live([], LiveOptions(NodeOptions()), lambda line: None)

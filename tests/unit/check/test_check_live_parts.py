@@ -112,7 +112,7 @@ def test_what_two_ranks_say_is_one_result() -> None:
     [
         ("RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:5", "other"),
         ("DistStoreError: wait timeout after 2000ms, keys: /0//cpu//0/1", "other"),
-        ("nothing came through for 15 s", "other"),
+        ("no data received for 15 s", "other"),
         ("DistBackendError: NCCL error in: ..., remote process exited or there was a network error", "other"),
         ("was killed by SIGKILL", "own"),
         ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", "own"),
@@ -178,17 +178,17 @@ def test_ib_write_bw_without_devices_is_unjudged_with_the_reason() -> None:
 
 
 def test_ib_write_bw_rate_refusal_and_down_port_differ() -> None:
-    assert ib_pair.heard({"rc": 0, "out": RATE, "err": ""}, "a").gbit_s == pytest.approx(391.83)
-    refused = ib_pair.heard({"rc": 1, "out": "", "err": "Couldn't connect to 10.0.0.2:18515\n"}, "a")
+    assert ib_pair.end_result({"rc": 0, "out": RATE, "err": ""}, "a").gbit_s == pytest.approx(391.83)
+    refused = ib_pair.end_result({"rc": 1, "out": "", "err": "Couldn't connect to 10.0.0.2:18515\n"}, "a")
     assert (refused.gbit_s, refused.blocked, refused.findings) == (
         None,
         False,
         (),
     )  # which end it was, others tell
-    down = ib_pair.heard({"rc": 1, "out": "", "err": " Port number 1 state is Down\n"}, "a")
+    down = ib_pair.end_result({"rc": 1, "out": "", "err": " Port number 1 state is Down\n"}, "a")
     assert down.blocked
     assert [f.code for f in down.findings] == ["NET001"]
-    cut = ib_pair.heard({"rc": -9, "out": RATE[: RATE.index("391")], "err": ""}, "a")
+    cut = ib_pair.end_result({"rc": -9, "out": RATE[: RATE.index("391")], "err": ""}, "a")
     assert cut.gbit_s is None
 
 
@@ -289,7 +289,7 @@ def test_a_link_that_carries_nothing_is_named() -> None:
     bench = FewHosts([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
     (blame,) = localise(bench, names(bench)).blames
     assert (blame.node, blame.verdict) == ("n2", "FAIL")
-    assert "nothing gets through" in blame.why[0]
+    assert "no data gets through" in blame.why[0]
 
 
 def test_hosts_a_third_apart_on_a_busy_machine_are_not_blamed() -> None:

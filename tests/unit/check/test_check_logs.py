@@ -44,7 +44,7 @@ def test_each_message_is_judged_as_nvidia_s_catalogue_says() -> None:
     }
     assert {f.target.node for f in found} == {"node7"}
     reset = next(f for f in found if f.measured == 154)
-    assert reset.action == "the driver asks for a reset of the GPU: nvidia-smi --gpu-reset"
+    assert reset.action == "the driver requests a GPU reset: nvidia-smi --gpu-reset"
     assert reset.evidence == ("k:6",)
 
 

@@ -153,15 +153,15 @@ def test_server_and_client_that_print_over_each_other() -> None:
     text = "\n".join([*both[:-2], *rows, lines[-1], rows[-1], lines[-1], ""])
     (found,) = judged(text)
     assert (found.verdict, found.target.port) == ("PASS", "ib2")
-    assert "both ends are one adapter" in found.message
+    assert "both ends are the same adapter" in found.message
 
 
 def test_a_waiting_server_is_no_result() -> None:
     found = judged(text_of("ib_write_bw_no_row.txt"))
     assert worst(found) == "UNJUDGED"
-    assert "the test did not end" in found[0].message
+    assert "the test did not finish" in found[0].message
 
 
 def test_no_test_at_all_is_an_error() -> None:
-    with pytest.raises(ParseError, match="no test of perftest"):
+    with pytest.raises(ParseError, match="no perftest test"):
         perftest.parse(Lines.of("hello\n"), "f.txt")

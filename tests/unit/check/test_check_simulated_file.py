@@ -99,15 +99,15 @@ counters = { 9 = {} }
         read_scenario(write(tmp_path, text))
     said = "\n".join(d.message for d in error.value.diagnostics)
     for part in (
-        "nodes: 0 is no whole number",
+        "nodes: 0 is not an integer",
         "unknown GPU 'H1000'",
         "unknown key 'rials'",
-        "outlier: 2 is no number in 0..1",
+        "outlier: 2 is not a number in 0..1",
         "(nic_slow): has no 'gpu'",
         "(nic_slow): needs 'rail'",
         "no such kind 'gremlin'",
         "leaf: [block, rail] is needed",
-        "gemm_tflops: 8 numbers are needed",
+        "gemm_tflops: 8 numbers are required",
         "unknown key '9'",
     ):
         assert part in said, part

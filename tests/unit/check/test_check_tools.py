@@ -369,12 +369,12 @@ UNKNOWN = {
 def test_an_unknown_output_is_named_with_what_to_collect_instead(look) -> None:  # type: ignore[no-untyped-def]
     [finding] = report(UNKNOWN[look.name]).findings
     assert (finding.code, finding.verdict) == ("FILE001", "UNJUDGED")
-    assert finding.message == f"looks like {look.name}, which is not read"
+    assert finding.message == f"looks like {look.name}, which is not supported"
     assert finding.action == f"collect {look.instead} instead"
 
 
 def test_what_looks_like_nothing_is_said_as_that() -> None:
     [finding] = report("Lorem ipsum dolor sit amet\n").findings
-    assert finding.message == "not the output of a tool that is known, or not in English"
+    assert finding.message == "not the output of a known tool, or not in English"
     assert set(UNKNOWN) == {look.name for look in looks()}
     assert looks_like("Lorem ipsum") is None

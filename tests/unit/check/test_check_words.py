@@ -92,12 +92,12 @@ def test_a_report_leads_with_the_nodes_that_failed() -> None:
     assert lead(report) == "2 of 4 nodes failed: n3, n7"
     assert lines(report)[0] == "2 of 4 nodes failed: n3, n7"
     page = report_html.page(report)
-    assert page.index("2 of 4 nodes failed: n3, n7") < page.index("What was found")
+    assert page.index("2 of 4 nodes failed: n3, n7") < page.index("Findings")
     assert (
         page.index(">n3</span>")
         < page.index(">n7</span>")
         < page.index(">n1</span>")
-        < page.index("What was found")
+        < page.index("Findings")
     )
     assert "2 of 4 nodes failed: n3, n7" in report_nagios.line(report, strict=False)[0]
 
@@ -126,11 +126,11 @@ def test_many_passes_that_say_the_same_are_one_line() -> None:
 def test_orders_that_would_be_refused_say_so_and_why() -> None:
     many = of(*(down(f"n{i}") for i in range(251)), *(good(f"m{i}") for i in range(100)))
     said = " ".join(" ".join(lines(many)).split())
-    why = "--apply would refuse: 251 of 351 nodes would go, more than half: look first whether it is not something that they share; --force does it"
+    why = "--apply would refuse: 251 of 351 nodes would be removed, more than half: first check for a common cause; use --force to proceed"
     assert why in said
     wanted = orders("slurm", reasons(many))
     assert "--apply would refuse: 251 of 351 nodes" in report_html.page(many, wanted)
-    assert '"apply_refused": "251 of 351 nodes would go' in report_json.text(many, wanted)
+    assert '"apply_refused": "251 of 351 nodes would be removed' in report_json.text(many, wanted)
     few = of(down("n1"), *(good(f"m{i}") for i in range(3)))
     assert "would refuse" not in " ".join(lines(few))
     assert '"apply_refused": null' in report_json.text(few, orders("slurm", reasons(few)))
@@ -139,8 +139,8 @@ def test_orders_that_would_be_refused_say_so_and_why() -> None:
 def test_the_same_thing_to_do_is_pointed_to_and_not_left_out() -> None:
     a, b = down("n1"), Finding("NET001", "FAIL", Target("n2"), "polling")
     text = lines(of(a, b, good("n3"), good("n4")))
-    assert sum("to do     " in line for line in text) == 2
-    assert sum("to do     as above" in line for line in text) == 1
+    assert sum("action    " in line for line in text) == 2
+    assert sum("action    as above" in line for line in text) == 1
 
 
 def test_every_code_says_what_to_do_with_what_it_could_not_judge() -> None:

@@ -1,4 +1,4 @@
-"""Facts of nodes in columns: slots and rails that fit although nodes differ, and what is missing is no number."""
+"""Facts of nodes in columns: slots and rails that fit although nodes differ, and what is missing is not a number."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ def test_outputs_of_tools_go_to_their_own_readers() -> None:
 def test_a_lone_clock_is_compared_with_who_asks() -> None:
     (found,) = judge_offsets({"a": Offset(-4.0, 0.001)})
     assert found.verdict == "WARN"
-    assert found.message.startswith("clock 4.0 s behind the one that asks")
+    assert found.message.startswith("clock 4.0 s behind the conductor")
 
 
 def test_facts_of_another_version_are_not_read() -> None:

@@ -93,8 +93,8 @@ def test_the_price_of_fewer_copies_is_said() -> None:
     assert "a replica on another node holds the same state" in why(small(), 1)
     assert "a replica's process holds the same state" in why(small(), 0)
     alone = ("parallel.replicate=1", "parallel.shard=4")
-    assert "a run that loses a node goes back to its last checkpoint" in why(small(*alone), 1)
-    assert "a run that fails goes back to its last checkpoint" in why(small(*alone), 0)
+    assert "a run that loses a node resumes from its last checkpoint" in why(small(*alone), 1)
+    assert "a run that fails resumes from its last checkpoint" in why(small(*alone), 0)
     near = ("parallel.shard=1", "parallel.replicate=2", "parallel.pipeline=2", "train.microbatch=1")
     assert "a run that loses a node" in why(small(*near), 1), "both replicas are on one node"
 
@@ -125,7 +125,7 @@ def test_it_is_told_in_words_and_as_json() -> None:
     assert text["copies"].startswith("of the state in memory: on each rank's own node and the next")
     assert "CPU ranks" in text["host memory"]
     gpu = account(job("llama3-8b-h100"), None, "cuda")
-    assert "not known" in dict(in_words(gpu))["GPU memory"]
+    assert "unknown" in dict(in_words(gpu))["GPU memory"]
     document = json.loads(json.dumps(gpu.document()))
     assert (document["host_room_bytes"], document["gpu_room_bytes"], document["snapshot_copies"]) == (
         None,

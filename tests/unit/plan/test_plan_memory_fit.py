@@ -70,7 +70,7 @@ def test_without_any_figure_nothing_is_sure() -> None:
     assert none.full == 0.0
     verdict = judge(1.0, 100.0, none)
     assert (verdict.word, verdict.share) == ("tight", None)
-    assert "not known" in verdict.why
+    assert "unknown" in verdict.why
 
 
 @given(needs=SHARES, more=st.floats(1.0, 2.0), count=st.integers(30, 400), above=RATIOS)
@@ -204,7 +204,7 @@ def test_verdict_names_fastest_sure_fit_when_the_best_is_tight() -> None:
     )
     # Were the job's own as fast as any that surely fits, that would be said instead.
     same = replace(told.found, sure=(replace(first, prediction=told.own.prediction),))
-    assert verdict(replace(told, found=same))[0].endswith("; none that surely fits is faster")
+    assert verdict(replace(told, found=same))[0].endswith("; no layout that fits with margin is faster")
     # One that does not fit learns of both.
     large = load_job(
         preset("llama3-8b-h100"), (*SHARDED, "train.microbatch=4", "train.activation_checkpointing=none")

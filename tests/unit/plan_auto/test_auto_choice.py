@@ -55,7 +55,7 @@ def test_the_fastest_one_where_speeds_are_known() -> None:
     best = search(settled, place.cluster, own=True)
     assert best.own is not None
     assert best.own_costs is not None
-    assert best.own_costs < ALIKE  # what the job has now is the best of all, or cannot be told from it
+    assert best.own_costs < ALIKE  # what the job has now is the best of all, or cannot be determined from it
     assert settled.train.microbatch == found.best.recipe.microbatch
     assert settled.chosen is not None
     assert len(found.runners_up) == 4
@@ -84,7 +84,7 @@ def test_sure_fit_is_preferred_among_equally_fast_layouts() -> None:
     ranked, why = _safest((tight, near, far), (near, far))
     assert ranked == [near, tight, far]
     assert "may run out of memory" in why
-    assert "too near in speed" in why
+    assert "speed is indistinguishable" in why
     # One with the same sizes stands for both, so that no pair of sizes is listed twice.
     slower = one(10.2, 0.5, 1)
     assert _safest((tight, near, far), (slower, near, far))[0] == [slower, near, far]
@@ -92,7 +92,7 @@ def test_sure_fit_is_preferred_among_equally_fast_layouts() -> None:
     assert ranked == [tight, far]
     assert "shortest" in why
     assert "+10.0%" in _doubt(tight, (far,))
-    assert "no layout here surely fits" in _doubt(tight, ())
+    assert "no layout fits with margin" in _doubt(tight, ())
     assert _safest((tight,), ())[0] == [tight]
     for share, sure in ((full * 0.999, True), (full * 1.001, False)):
         fastest = one(10.0, share, 1)
@@ -129,7 +129,7 @@ def test_what_was_written_stays() -> None:
     assert (settled.train.microbatch, settled.train.activation_checkpointing) == (2, "full")
     assert settled.chosen is not None
     assert (
-        "written in [train], and so not chosen: microbatch = 2, activation_checkpointing = full"
+        "set in [train], so not chosen: microbatch = 2, activation_checkpointing = full"
         in settled.chosen["reasons"]
     )
     holds(settled)
@@ -202,7 +202,7 @@ def test_what_no_rule_allows_is_refused_where_it_was_asked_for() -> None:
         chosen(j)
     (problem,) = caught.value.diagnostics
     assert (problem.file, problem.line, problem.column) == ("job.toml", 1, 12)
-    assert "no layout of these 8 ranks" in problem.message
+    assert "no layout is legal for these 8 ranks" in problem.message
     assert "global_batch 3 is not divisible" in problem.message
     assert problem.hint == "global_batch = 8 would do"
 
@@ -234,7 +234,7 @@ def test_an_unknown_network_with_a_known_gpu_falls_back_to_bytes() -> None:
     j = open_job("llama3-8b-h100", "cluster.gpu=MI300X", "cluster.nodes=2")
     found = chosen(j)
     assert found.basis == "memory and traffic"
-    assert "nobody named it" in found.reasons[0]
+    assert "not given" in found.reasons[0]
     holds(found.settle(j))
 
 

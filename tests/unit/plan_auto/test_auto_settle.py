@@ -105,7 +105,7 @@ def test_a_recorded_layout_that_the_rules_refuse_now(tmp_path: Path) -> None:
     edit(tmp_path / "first-voyage" / "plan.json", chosen={**plan(tmp_path)["chosen"], "layout": other})
     settled, _ = start(voyage(), tmp_path)
     assert settled.chosen is not None
-    assert str(settled.chosen["why_now"]).startswith("the rules refuse the layout of the start before")
+    assert str(settled.chosen["why_now"]).startswith("the rules reject the layout of the previous start")
 
 
 @pytest.mark.parametrize(
@@ -254,4 +254,4 @@ def test_unreadable_plan_record_is_not_called_the_first_choice(tmp_path: Path, t
     RunFolder(tmp_path / "first-voyage").plan_json.write_text(text)
     settled = settle(voyage(), RunFolder(tmp_path / "first-voyage"))
     assert settled.chosen is not None
-    assert settled.chosen["why_now"] == "what an earlier start chose cannot be read"
+    assert settled.chosen["why_now"] == "the recorded choice of an earlier start is unreadable"

@@ -85,7 +85,7 @@ def test_without_compilation_it_is_another_stack(tmp_path: Path) -> None:
         ({"device": "cpu"}, "it ran on cpu"),
         ({"steps": 20}, "15 steps that count, and 20 are needed"),
         ({"ranks": 8}, "0 steps that count"),
-        ({"wait_s": 5.0}, "waited for data"),
+        ({"wait_s": 5.0}, "waiting for data"),
     ],
 )
 def test_runs_that_tell_of_something_else(tmp_path: Path, more: dict[str, object], text: str) -> None:
@@ -99,7 +99,7 @@ def test_runs_that_tell_of_something_else(tmp_path: Path, more: dict[str, object
 def test_steps_that_no_pace_explains(tmp_path: Path) -> None:
     made(tmp_path, job(), 1e-3)
     found = measured_rates(tmp_path / "auto", job())
-    assert "no pace explains" in found.unused[0]
+    assert "no pace reproduces" in found.unused[0]
 
 
 def test_another_model_is_none_of_ours(tmp_path: Path) -> None:

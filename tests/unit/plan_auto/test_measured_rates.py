@@ -121,7 +121,7 @@ def test_all_reduce_as_fast_as_intra_node_is_not_a_network_rate(tmp_path: Path) 
     report(tmp_path / "auto", {"gpu": gpu_rates(), "all_reduce": [all_reduce(2, 360.0)]})
     found = measured_rates(tmp_path / "auto", job())
     assert found.node_gb_s is None
-    assert "no slower" in found.unused[0]
+    assert "not slower" in found.unused[0]
 
 
 def test_a_sum_that_no_ring_over_these_cards_reaches(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_sum_that_no_ring_over_these_cards_reaches(tmp_path: Path) -> None:
     report(tmp_path / "auto", {"gpu": gpu_rates(), "all_reduce": [all_reduce(2, 300.0)]})
     found = measured_rates(tmp_path / "auto", named)
     assert found.node_gb_s is None
-    assert "more than the cards carry in rings, 200 GB/s" in found.unused[0]
+    assert "more than the NICs carry in rings, 200 GB/s" in found.unused[0]
     report(
         tmp_path / "auto", {"gpu": gpu_rates(), "all_reduce": [all_reduce(2, 300.0)], "rail": rails(195.0)}
     )
@@ -162,7 +162,7 @@ def test_send_and_receive_where_nothing_else_is(tmp_path: Path) -> None:
     report(tmp_path / "auto", {"gpu": gpu_rates(), "send_recv": pair("gloo")})
     found = measured_rates(tmp_path / "auto", job())
     assert found.node_gb_s is None
-    assert "not what GPUs send by" in found.unused[0]
+    assert "not the backend that GPUs use" in found.unused[0]
 
 
 def test_report_of_another_gpu_type_only_provides_storage_rate(tmp_path: Path) -> None:

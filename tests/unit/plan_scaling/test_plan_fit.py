@@ -188,7 +188,7 @@ def test_unknown_network_gives_a_layout_without_a_speed() -> None:
     for fit in smallest(job()):
         assert fit.recipe is not None
         assert (fit.prediction is None) == (fit.nodes > 1)
-        assert fit.why_unknown == ("the network between the nodes is not known" if fit.nodes > 1 else None)
+        assert fit.why_unknown == ("the network between the nodes is unknown" if fit.nodes > 1 else None)
 
 
 def test_a_precision_without_a_known_peak_has_no_speed() -> None:

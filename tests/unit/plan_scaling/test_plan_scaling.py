@@ -55,7 +55,7 @@ def small(mode: Mode, **changes: object) -> Scaling:
 def test_no_size_is_dropped_and_each_says_why_not(mode: Mode) -> None:
     points = voyage(mode).points
     assert [p.nodes for p in points] == list(NODES)
-    assert points[0].why_not == "a replica takes TP8 x PP2 = 16 GPUs, here are 8"
+    assert points[0].why_not == "a replica needs TP8 x PP2 = 16 GPUs, only 8 available"
     for p in points:
         figures = (p.tokens_per_s, p.efficiency, p.speedup, p.exposed)
         assert all((f is None) == (p.why_not is not None) for f in figures)
@@ -137,7 +137,7 @@ def test_a_small_model_meets_the_targets_or_says_by_how_much_not(mode: Mode) -> 
 def test_verdict_states_actual_span_if_layout_needs_over_8_gpus() -> None:
     span = voyage("weak").verdicts[1]
     assert span.met is None
-    assert "a replica takes TP8 x PP2 = 16 GPUs" in span.predicted
+    assert "a replica needs TP8 x PP2 = 16 GPUs" in span.predicted
     assert "times from 16 to 128, of 8" in span.predicted
 
 
@@ -165,7 +165,7 @@ def test_an_unknown_network_is_unknown_from_two_nodes_on() -> None:
     cluster = Cluster(B300, 1, 8)  # type: ignore[arg-type]
     recipe = replace(Recipe.of(base), layout=replace(base.layout, shard=8))
     found = scaling(base, recipe, cluster, mode="weak", nodes=(1, 2))
-    assert [p.why_not for p in found.points] == [None, "the network between the nodes is not known"]
+    assert [p.why_not for p in found.points] == [None, "the network between the nodes is unknown"]
 
 
 def test_an_unknown_speed_is_said_at_every_size() -> None:
@@ -233,10 +233,10 @@ def test_the_best_layouts_are_what_the_search_finds() -> None:
 def test_best_scaling_when_nothing_fits_or_network_is_unknown() -> None:
     small = best_scaling(job(), replace(CLUSTER, gpu=A100), nodes=(1,))
     assert small.points[0].why_not is not None
-    assert small.points[0].why_not.startswith("no layout fits: the leanest needs")
+    assert small.points[0].why_not.startswith("no layout fits: the smallest needs")
     alone = best_scaling(job(), replace(CLUSTER, network=None), nodes=(1, 2))
     assert alone.points[0].why_not is None
-    assert alone.points[1].why_not == "the network between the nodes is not known"
+    assert alone.points[1].why_not == "the network between the nodes is unknown"
 
 
 def test_no_cluster_of_no_nodes() -> None:

@@ -171,7 +171,7 @@ def test_place() -> None:
     given = place_of(of, "roce 8X200")
     assert given.network == find_network("RoCE 8x200")
     assert given.told == ()
-    with pytest.raises(InputError, match="no network") as error:
+    with pytest.raises(InputError, match="unknown network") as error:
         place_of(of, "Infiniband NDR 8x40")
     assert "did you mean" in (error.value.diagnostics[0].hint or "")
     unknown = place_of(job("llama3-8b-h100", "cluster.gpu=H100 SMX"))

@@ -43,8 +43,8 @@ def test_all_that_is_wrong_at_once(capsys: Captured) -> None:
     assert main(["plan", "missing.toml", *wrong, *more]) == 2
     err = capsys.readouterr().err
     for words in (
-        'no network "foo"',
-        '"abc" is neither a rate nor a share',
+        'unknown network "foo"',
+        '"abc" is neither a rate nor a percentage',
         "--price -1",
         "--storage-gb-s 0",
         "--nodes 0",
@@ -60,7 +60,7 @@ def test_all_that_is_wrong_at_once(capsys: Captured) -> None:
 @pytest.mark.parametrize("target", ["nan", "-5", "0", "120%", "45 per cent", "1e400", ""])
 def test_a_target_is_a_rate_or_a_share(target: str, capsys: Captured) -> None:
     assert main(["plan", SMALL, f"--target={target}"]) == 2
-    assert "neither a rate nor a share" in capsys.readouterr().err
+    assert "neither a rate nor a percentage" in capsys.readouterr().err
 
 
 def test_a_target_with_a_comma_or_per_cent(capsys: Captured) -> None:
@@ -89,7 +89,7 @@ def test_a_tight_layout_is_no_failure(capsys: Captured) -> None:
     out = " ".join(capsys.readouterr().out.split())
     assert "memory tight: " in out
     assert "verdict tight; " in out
-    assert out.count("were that far above their prediction") == 2
+    assert out.count("exceeded their prediction by that much") == 2
 
 
 def test_fit(capsys: Captured) -> None:
@@ -115,7 +115,7 @@ def test_pictures_and_page(tmp_path: Path, capsys: Captured) -> None:
     assert "<script" not in page
     # Of a speed that is not known there is no picture; the page says what is known.
     assert main(["plan", CPU, "--svg", "c.svg"]) == 2
-    assert "no picture of a speed that is not known" in capsys.readouterr().err
+    assert "no chart: the speed is unknown" in capsys.readouterr().err
     assert main(["plan", CPU, "--html", "c.html"]) == 0
 
 
@@ -134,7 +134,7 @@ def test_an_open_job_is_planned(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "open.toml").write_text('parallel = "auto"\n' + text[:start] + text[end:])
     assert main(["plan", "open.toml"]) == 0
     out = capsys.readouterr().out
-    assert 'the layout that parallel = "auto" takes' in out
+    assert 'the layout chosen by parallel = "auto"' in out
     assert "verdict      fits" in out
 
 

@@ -52,7 +52,7 @@ _REACHED = {
 def test_the_reference_voyage_in_words() -> None:
     told = text_of(voyage())
     for words in (
-        "there is 6.4 TB/s: 16 nodes x 400 GB/s in one direction",
+        "capacity 6.4 TB/s: 16 nodes x 400 GB/s in one direction",
         "needed ",
         f"2,500 tokens/s/GPU is {_REACHED[voyage().targets[0].own]}",
         "32 microbatches of 8, async_tensor",

@@ -207,9 +207,9 @@ def test_sizes_that_cannot_be_are_crosses_with_their_reason() -> None:
     svg = scaling_svg([found], title="t")
     crosses = [hint for e in svg.iter("polyline") if (hint := e.find("title")) is not None]
     assert len(crosses) == 1
-    assert crosses[0].text == "weak scaling, 8 GPUs: a replica takes TP8 x PP2 = 16 GPUs, here are 8"
+    assert crosses[0].text == "weak scaling, 8 GPUs: a replica needs TP8 x PP2 = 16 GPUs, only 8 available"
     none = scaling(big, Recipe.of(big), cluster, mode="weak", nodes=(1,))
-    assert "not known at any size" in (scaling_svg([none], title="t").findtext("desc") or "")
+    assert "unknown at any size" in (scaling_svg([none], title="t").findtext("desc") or "")
     with pytest.raises(ValueError, match="no points"):
         scaling_svg([], title="t")
 
@@ -233,7 +233,7 @@ def test_the_page_needs_nothing_else_and_says_everything() -> None:
         "Memory",
         "Scaling",
         "The smallest clusters",
-        "Where this is from",
+        "Sources",
     ):
         assert f"<h2>{heading}" in html
     assert html.count("<svg") == 3
@@ -281,7 +281,7 @@ def test_what_came_out_of_a_file_is_escaped(which: str, evil: str) -> None:
     shown = printable(evil)
     title = html[html.index("<title>") : html.index("<meta name")]
     assert ElementTree.fromstring(title).text == (
-        f"Plan of {shown}" if which == "plan" else f"What {shown} needs"
+        f"Plan of {shown}" if which == "plan" else f"Requirements of {shown}"
     )
     body = html.partition("<body>")[2].partition("</body>")[0]
     root = ElementTree.fromstring(f"<body>{body}</body>")

@@ -1,4 +1,4 @@
-"""Who is to blame: from node findings and pairs to one GPU, NVLink, NIC, node or leaf switch. Pure.
+"""Derive the suspected cause, one GPU, NVLink, NIC, node or leaf switch, from node findings and pairs. Pure.
 
 The larger component is blamed where it explains the smaller ones: a leaf switch rather than its ports, a node rather
 than its rails or its GPUs, an NVLink rather than its GPU's slow copies. Each is blamed once, with all its evidence.
@@ -69,7 +69,7 @@ class Blame:
 
     def finding(self) -> Finding:
         """The blame as a finding, with its evidence in the message."""
-        also = f"; it could be {' or '.join(self.instead)} as well" if self.instead else ""
+        also = f"; equally likely: {' or '.join(self.instead)}" if self.instead else ""
         return Finding(
             _CODES[self.kind],
             self.verdict,
@@ -173,13 +173,11 @@ def _leaves(case: Case) -> Iterator[Blame]:
                 case,
                 leaf,
                 level,
-                f"its {ports} ports reach {level:.0%} of their rate, whoever is the partner",
+                f"its {ports} ports reach {level:.0%} of their rate with any partner",
             )
     for leaf, (share, others) in case.state.uplinks.items():
         if leaf not in down and leaf not in case.state.level:
-            why = (
-                f"flows that leave it reach {share:.0%} of the rate while all send, those within it all of it"
-            )
+            why = f"flows that leave it reach {share:.0%} of the rate while all nodes send, those within it the full rate"
             # A leaf that lacks uplinks according to the topology is blamed before others that fit as well.
             first, *rest = sorted((leaf, *others), key=lambda o: _name(case, o)[0] not in short)
             instead = tuple(name for o in rest if (name := _name(case, o)[0]) is not None)
@@ -195,9 +193,7 @@ def _nodes(case: Case) -> Iterator[Blame]:
     common = _on_most_gpus(case)
     for node, name in enumerate(case.stage.names):
         if not case.alive[node]:
-            when = (
-                "from the start" if not case.stage.answered[node] else "any more, in the middle of the check"
-            )
+            when = "from the start" if not case.stage.answered[node] else "since the middle of the check"
             yield Blame("node", name, why=(f"does not answer {when}, asked twice",))
             continue
         why = []
@@ -238,7 +234,7 @@ def _ports(case: Case) -> Iterator[Blame]:
         text = (
             f"{share:.0%} of its rate at best, slow {times} times with good partners"
             if share
-            else f"nothing gets through it, tried {times} times with good partners"
+            else f"no data gets through it, tried {times} times with good partners"
         )
         why[int(node), int(rail)].append(text)
         verdicts[int(node), int(rail)] = "FAIL" if share < case.layout.terms.broken else "WARN"

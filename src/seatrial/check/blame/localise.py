@@ -1,4 +1,4 @@
-"""The check of a whole cluster: nodes by themselves, pairs in rounds, groups, and who is to blame.
+"""The check of a whole cluster: nodes by themselves, pairs in rounds, groups, and the suspected causes.
 
 The rounds: one within the leaf switches, one between them with all nodes sending, one or two more of those if uplinks
 are in doubt; then suspects with nodes known to be good, until each is cleared or found guilty; then all-reduces over 4,
@@ -262,7 +262,7 @@ class _Trial:
         for node in np.flatnonzero(gone):
             name = self.names[int(node)]
             self.findings.append(
-                Finding("MSR011", "FAIL", Target(node=name), f"{name} has stopped to answer, asked twice")
+                Finding("MSR011", "FAIL", Target(node=name), f"{name} stopped responding, asked twice")
             )
         self.alive &= ~gone
 
@@ -279,17 +279,17 @@ class _Trial:
         """Slow rails are a fact, although the culprit could be the other end; without a reading nothing is known."""
         rails = accused[: len(self.stage.devices)]
         shares = state.share[node][rails]
-        why = "no node known as good was left to pair it with, or its readings contradict each other"
+        why = "no known-good node was left to pair it with, or its readings are inconsistent"
         target = Target(node=self.names[node])
         if np.isnan(shares).all():
-            text = f"{what}: without a reading, or slow in the all-reduce only"
+            text = f"{what}: no reading, or slow in the all-reduce only"
             return Finding("PAI001", "UNJUDGED", target, text, why_unjudged=why)
         share = float(np.nanmin(shares))
         if self.terms.shared:
-            why = "the hosts share a machine that was too busy for readings that agree"
-            text = f"{what}: {share:.0%} of what the others reach, at best"
+            why = "the hosts share a machine that was too busy for consistent readings"
+            text = f"{what}: {share:.0%} of the others' rate at best"
             return Finding("PAI001", "UNJUDGED", target, text, share, why_unjudged=why)
-        text = f"{what}: {share:.0%} of the rate at best, and it is not settled which end is to blame: {why}"
+        text = f"{what}: {share:.0%} of the rate at best, and it is undecided which end is at fault: {why}"
         source = "the project's reference targets"
         expected = Expected(self.terms.suspect, "of the rate", source, "one direction")
         verdict: Verdict = "FAIL" if share < self.terms.broken else "WARN"
@@ -359,14 +359,16 @@ def _usual(best: Floats, before: float) -> float:
 
 
 def _no_group(names: list[str]) -> Finding:
-    text = f"the all-reduce of {len(names)} nodes, {names[0]} to {names[-1]}, brought no result in {_TRIES} tries"
+    text = (
+        f"the all-reduce of {len(names)} nodes, {names[0]} to {names[-1]}, gave no result in {_TRIES} tries"
+    )
     return Finding(
-        "GRP001", "UNJUDGED", Target(), text, why_unjudged="no result, though all of them answered"
+        "GRP001", "UNJUDGED", Target(), text, why_unjudged="no result, although all of them responded"
     )
 
 
 def _slow_group(names: list[str], measured: float, reference: float) -> Finding:
-    text = f"{len(names)} nodes, {names[0]} to {names[-1]}, are slow together: {measured:.0f} GB/s busbw"
+    text = f"{len(names)} nodes, {names[0]} to {names[-1]}, are slow as a group: {measured:.0f} GB/s busbw"
     expected = Expected(
         SUSPECT * reference,
         "GB/s",

@@ -44,9 +44,9 @@ class Quantity:
 
 
 RATES = (
-    Quantity("gemm", "MSR001", "TFLOP/s", "bf16 matrix product", "bf16 GEMM, dense", "", "gemm_bf16"),
+    Quantity("gemm", "MSR001", "TFLOP/s", "bf16 GEMM", "bf16 GEMM, dense", "", "gemm_bf16"),
     Quantity(
-        "hbm", "MSR002", "GB/s", "copy within its memory", "device to device copy, read and write added"
+        "hbm", "MSR002", "GB/s", "copy within GPU memory", "device to device copy, read and write added"
     ),
     Quantity(
         *("h2d", "MSR003", "GB/s", "copy from the host"),
@@ -182,13 +182,13 @@ def judge_nodes(stage: NodeStage) -> list[Finding]:
 def _answers(stage: NodeStage) -> Iterator[Finding]:
     for node in np.flatnonzero(~stage.answered):
         name = stage.names[node]
-        yield Finding("MSR011", "FAIL", Target(node=name), f"{name} does not answer, asked several times")
+        yield Finding("MSR011", "FAIL", Target(node=name), f"{name} does not respond, asked several times")
     if stage.answered.all():
         yield Finding(
             "MSR011",
             "PASS",
             Target(),
-            f"all {len(stage.names)} nodes answer" if len(stage.names) > 1 else "the node answers",
+            f"all {len(stage.names)} nodes respond" if len(stage.names) > 1 else "the node responds",
         )
 
 
@@ -197,12 +197,12 @@ def _missing(stage: NodeStage) -> Iterator[Finding]:
     siblings = stage.present.sum(axis=0)
     for node, slot in holes:
         target = Target(node=stage.names[node], gpu=int(slot), pci=stage.slots[slot])
-        text = f"no GPU at {stage.slots[slot]}, where {siblings[slot]} other nodes have one"
+        text = f"no GPU at {stage.slots[slot]}, {siblings[slot]} other nodes have one"
         have = int(stage.present[node].sum())
         expected = Expected(len(stage.slots), "GPUs", "the other nodes")
         yield Finding("GPU001", "FAIL", target, text, have, "GPUs", expected, float(len(stage.slots)))
     if not len(holes):
-        yield Finding("GPU001", "PASS", Target(), f"{len(stage.slots)} GPUs on every node that answers")
+        yield Finding("GPU001", "PASS", Target(), f"{len(stage.slots)} GPUs on every node that responds")
 
 
 def _rates(stage: NodeStage) -> Iterator[Finding]:
@@ -232,12 +232,14 @@ def _rates(stage: NodeStage) -> Iterator[Finding]:
             target = Target(node=stage.names[node], gpu=int(slot), pci=stage.slots[slot])
             part = float(share[node, slot])
             verdict: Verdict = "FAIL" if part < BROKEN else "WARN"
-            text = f"{quantity.what}: {level[node, slot]:.4g} {quantity.unit}, {part:.0%} of what is expected"
+            text = (
+                f"{quantity.what}: {level[node, slot]:.4g} {quantity.unit}, {part:.0%} of the expected rate"
+            )
             measured = float(level[node, slot])
             yield Finding(quantity.code, verdict, target, text, measured, quantity.unit, expected, median)
         if not slow.any():
             middle = float(np.nanmedian(level))
-            text = f"{quantity.what}: {middle:.4g} {quantity.unit} in the middle, no GPU stands out"
+            text = f"{quantity.what}: {middle:.4g} {quantity.unit} (median), no outlier"
             yield Finding(quantity.code, "PASS", Target(), text, middle, quantity.unit, expected, median)
 
 
@@ -277,9 +279,9 @@ def _messages(stage: NodeStage) -> Iterator[Finding]:
     known, told = catalogue(), False
     for node, lines in stage.kernel_log.items():
         if lines is None:
-            why = "no permission to read the kernel log, or the container does not show it"
+            why = "no permission to read the kernel log, or it is not visible in the container"
             target = Target(node=stage.names[node])
-            yield Finding("MSR008", "UNJUDGED", target, "the kernel log cannot be seen", why_unjudged=why)
+            yield Finding("MSR008", "UNJUDGED", target, "the kernel log is not readable", why_unjudged=why)
             continue
         for line in lines:
             message = parse(line)
@@ -291,7 +293,7 @@ def _messages(stage: NodeStage) -> Iterator[Finding]:
             text = f"Xid {message.code}, {code.meaning}: {message.message}"
             yield Finding("MSR008", "FAIL", target, text, message.code, evidence=(line,))
     if not told:
-        yield Finding("MSR008", "PASS", Target(), "no driver message that the hardware is the cause of")
+        yield Finding("MSR008", "PASS", Target(), "no driver message caused by the hardware")
 
 
 def _ports(stage: NodeStage) -> Iterator[Finding]:

@@ -64,7 +64,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Told:
+class NodeOverrides:
     """What a file specifies for one node instead of random values. Rates as in `NodeStage`, by slot or rail."""
 
     rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # "gemm", "hbm", "h2d"
@@ -83,7 +83,7 @@ class Cluster:
     gbit_s: float = 400.0
     seed: int = 0
     noise: Noise = Noise()
-    told: Mapping[int, Told] = field(default_factory=dict)
+    told: Mapping[int, NodeOverrides] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ class SimulatedBench:
         port = (device, int(number), "MT4129", "ACTIVE", "InfiniBand", self.cluster.gbit_s)
         self._counters[node, rail] = (Port(*port, counters=before), Port(*port, counters=after))
 
-    def _tell(self, node: int, told: Told) -> None:
+    def _tell(self, node: int, told: NodeOverrides) -> None:
         for name, values in told.rates.items():
             self._rate[name][node] = values
         if told.rail_gbit_s is not None:

@@ -39,7 +39,7 @@ from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import parse_json, parse_toml, read_named
 from seatrial.check.blame.faults import Fault, Shape, verify
 from seatrial.check.blame.localise import Report, localise
-from seatrial.check.blame.simulated import Cluster, Noise, SimulatedBench, Told
+from seatrial.check.blame.simulated import Cluster, NodeOverrides, Noise, SimulatedBench
 from seatrial.check.judging import report
 from seatrial.check.judging.check_run import CheckRun
 from seatrial.hardware.catalogue import find_gpu
@@ -71,7 +71,9 @@ def read_scenario(path: Path) -> Scenario:
     except OSError as error:
         raise InputError(Diagnostic(f"cannot be read: {error.strerror}", file=str(path))) from error
     except json.JSONDecodeError as error:
-        raise InputError(Diagnostic(f"no JSON: {error.msg}", str(path), error.lineno, error.colno)) from error
+        raise InputError(
+            Diagnostic(f"not JSON: {error.msg}", str(path), error.lineno, error.colno)
+        ) from error
     except ValueError as error:
         raise InputError(Diagnostic(f"cannot be read: {error}", file=str(path))) from error
     return _Reader(str(path)).scenario(table)
@@ -116,7 +118,7 @@ class _Reader:
         self._number(rate, "[cluster] gbit_s", 1, 100_000)
         self._number(seed, "[cluster] seed", 0, 2**63 - 1, whole=True)
         if not isinstance(topology, bool):
-            self._say("[cluster] topology is true or false")
+            self._say("[cluster] topology must be true or false")
         noise = self._noise(table.get("noise", {}))
         faults = self._faults(table.get("fault", []), shape)
         told = self._told(table.get("node", []), shape)
@@ -129,7 +131,7 @@ class _Reader:
 
     def _table(self, value: Any, what: str, keys: tuple[str, ...]) -> Mapping[str, Any]:
         if not isinstance(value, dict):
-            self._say(f"{what} is missing or no table")
+            self._say(f"{what} is missing or not a table")
             return {}
         for key in value:
             if key not in keys:
@@ -139,7 +141,9 @@ class _Reader:
     def _number(self, value: Any, what: str, low: float, high: float, *, whole: bool = False) -> bool:
         fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
         if not fits or not low <= value <= high:
-            self._say(f"{what}: {value!r} is no {'whole ' if whole else ''}number in {low:g}..{high:g}")
+            self._say(
+                f"{what}: {value!r} is not {'an integer' if whole else 'a number'} in {low:g}..{high:g}"
+            )
             return False
         return True
 
@@ -151,7 +155,7 @@ class _Reader:
 
     def _list(self, value: Any, what: str) -> list[Any]:
         if not isinstance(value, list):
-            self._say(f"{what} is no list of tables")
+            self._say(f"{what} is not a list of tables")
             return []
         return value
 
@@ -182,8 +186,8 @@ class _Reader:
             self._say(text)
         return tuple(found)
 
-    def _told(self, value: Any, shape: Shape) -> dict[int, Told]:
-        found: dict[int, Told] = {}
+    def _told(self, value: Any, shape: Shape) -> dict[int, NodeOverrides]:
+        found: dict[int, NodeOverrides] = {}
         keys = ("node", *_RATES, "rail_gbit_s", "kernel_log", "counters")
         for i, entry in enumerate(self._list(value, "[[node]]"), 1):
             where = f"[[node]] {i}"
@@ -198,11 +202,11 @@ class _Reader:
             rails = table.get("rail_gbit_s")
             lines = table.get("kernel_log", [])
             if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-                self._say(f"{where} kernel_log is no list of lines")
+                self._say(f"{where} kernel_log is not a list of lines")
                 lines = []
             if table["node"] in found:
-                self._say(f"{where}: node {table['node']} stands here twice")
-            found[table["node"]] = Told(
+                self._say(f"{where}: node {table['node']} is listed twice")
+            found[table["node"]] = NodeOverrides(
                 rates,
                 None if rails is None else self._row(rails, f"{where} rail_gbit_s", shape.rails),
                 tuple(lines),
@@ -212,7 +216,7 @@ class _Reader:
 
     def _row(self, value: Any, what: str, length: int) -> tuple[float, ...]:
         if not isinstance(value, list) or len(value) != length:
-            self._say(f"{what}: {length} numbers are needed")
+            self._say(f"{what}: {length} numbers are required")
             return (0.0,) * length
         for v in value:
             self._number(v, what, 0, 1e9)
@@ -236,6 +240,6 @@ class _Reader:
                     if all(good):
                         before[name], after[name] = pair
             if not isinstance(counters, dict):
-                self._say(f"{where} counters {rail} is no table")
+                self._say(f"{where} counters {rail} is not a table")
             found[int(rail)] = (before, after)
         return found

@@ -70,7 +70,7 @@ def collect(paths: Sequence[str], progress: Progress = lambda done, total, what:
     """
     missing = [p for p in paths if p != STDIN and not os.path.lexists(p)]
     if missing:
-        hint = "name files, or a folder with one folder a node"
+        hint = "give files, or a folder with one folder per node"
         raise InputError([Diagnostic("no such file or folder", file=p, hint=hint) for p in missing])
     places: dict[str, tuple[Path, str | None]] = {}
     folders = sum(os.path.isdir(p) for p in paths)
@@ -83,7 +83,7 @@ def collect(paths: Sequence[str], progress: Progress = lambda done, total, what:
             for place, node in _walk(path, name if folders > 1 and is_host(name) else None):
                 places.setdefault(os.path.realpath(place), (place, node))
     if not places:
-        raise InputError(f"nothing to judge in {', '.join(paths)}", hint="the folder holds no files")
+        raise InputError(f"no outputs in {', '.join(paths)}", hint="the folder contains no files")
     return _read_all(list(places.values()), progress)
 
 
@@ -155,7 +155,9 @@ def _pieces(path: Path, node: str | None, tell: Callable[[int], None]) -> list[P
         return [Piece(file, node, tree=path)]
     if not path.is_file():
         why = (
-            "the folder cannot be read, or lies too deep" if path.is_dir() else "neither a file nor a folder"
+            "the folder cannot be read, or is nested too deeply"
+            if path.is_dir()
+            else "neither a file nor a folder"
         )
         return [Piece(file, node, problem="FILE005" if path.is_dir() else "FILE004", why=why)]
     try:
@@ -191,7 +193,7 @@ def pieces_of(
         ]
     names = list(dict.fromkeys(host for hosts, _, _ in parts for host in hosts if host is not None))
     if node is not None and names and not all(same_host(name, node) for name in names):
-        why = f"the folder says {node}, the lines say {listed(names)}: the folder counts"
+        why = f"the folder says {node}, the lines say {listed(names)}: the folder takes precedence"
         remarks.append(("FILE008", why, None))
     found = [
         Piece(file, node or host, Lines(part, passed, taken.repeated))
@@ -223,7 +225,7 @@ def _of_ranks(groups: Mapping[Label | None, object], file: str) -> Iterator[tupl
     ranks = {label.rank for label in groups if label is not None and label.rank is not None}
     silent = sorted(set(range(max(ranks, default=-1) + 1)) - ranks)
     if silent:
-        yield "FILE003", f"no line of rank {listed(silent)}, while rank {max(ranks)} has some", None
+        yield "FILE003", f"no lines of rank {listed(silent)}, while rank {max(ranks)} has some", None
 
 
 def undressed(lines: labels.Numbered) -> labels.Numbered:

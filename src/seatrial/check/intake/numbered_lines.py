@@ -45,7 +45,7 @@ _FOREIGN_BYTES = bytes(n for n in range(256) if _FOREIGN.match(chr(n)))
 
 
 @dataclass
-class Taken:
+class StreamContent:
     """The content of a stream. `problem`: why it is not text (code and reason); then there are no lines.
 
     `passed`: number of dropped lines, by label if lines have one; `repeated`: line number -> number of dropped lines
@@ -60,9 +60,9 @@ class Taken:
     problem: tuple[str, str] | None = None
 
 
-def take(raw: IO[bytes], tell: Callable[[int], None] = lambda read: None) -> Taken:
+def take(raw: IO[bytes], tell: Callable[[int], None] = lambda read: None) -> StreamContent:
     """Read everything in `raw`. `tell` is called with the bytes read so far. Raises OSError if it cannot be read."""
-    taken = Taken()
+    taken = StreamContent()
     blocks = _blocks(raw, taken)
     head = next(blocks, b"")
     if not head.strip(b"\0 \t\r\n"):
@@ -72,7 +72,7 @@ def take(raw: IO[bytes], tell: Callable[[int], None] = lambda read: None) -> Tak
         )
         return taken
     if archive := _archive(head):
-        taken.problem = "FILE004", f"{archive}: unpack it, and hand the folder in"
+        taken.problem = "FILE004", f"{archive}: unpack it, and pass the folder"
         return taken
     wide = head[:2] in (b"\xff\xfe", b"\xfe\xff")  # UTF-16, as written by `>` in PowerShell
     decoder = codecs.getincrementaldecoder("utf-16" if wide else "utf-8-sig")("replace")
@@ -96,7 +96,7 @@ def take(raw: IO[bytes], tell: Callable[[int], None] = lambda read: None) -> Tak
             taken.damage.append((f"a line longer than {LONGEST_LINE >> 20} MiB", lines_kept.next))
             rest, skipping = rest[:LONGEST_LINE], True
         if lines_kept.full:
-            why = f"more than {LARGEST_CHARS >> 20} MiB that are no quiet log: the rest was not read"
+            why = f"more than {LARGEST_CHARS >> 20} MiB that are not an uneventful log: the rest was not read"
             taken.damage.append((why, lines_kept.next))
             break
         head = next(blocks, b"")
@@ -112,7 +112,7 @@ def _archive(head: bytes) -> str:
     return "a tar archive" if head[257:262] == b"ustar" else ""
 
 
-def _blocks(raw: IO[bytes], taken: Taken) -> Iterator[bytes]:
+def _blocks(raw: IO[bytes], taken: StreamContent) -> Iterator[bytes]:
     """The decompressed content in blocks of about BLOCK_BYTES; decompression errors are recorded as damage."""
     start = raw.read(BLOCK_BYTES)
     # A read from a pipe may be short.
@@ -130,7 +130,7 @@ def _blocks(raw: IO[bytes], taken: Taken) -> Iterator[bytes]:
                 yield block
                 block = b""
     except _TORN as error:
-        taken.damage.append((f"the packed data end early or are damaged ({error})", None))
+        taken.damage.append((f"the compressed data is truncated or damaged ({error})", None))
     if block:
         yield block
 
@@ -149,14 +149,14 @@ def _unpacked(data: bytes, raw: IO[bytes]) -> Iterator[bytes]:
             if not data:
                 continue
             if (how := _packing(data)) is None:
-                raise EOFError("something else follows them")
+                raise EOFError("trailing data")
             decoder = how[1]()
         part, data = data[:_AT_ONCE], data[_AT_ONCE:]
         yield decoder.decompress(part)
         if decoder.eof:
             data, decoder = decoder.unused_data + data, None
     if decoder is not None:
-        raise EOFError("no end of stream")
+        raise EOFError("unexpected end of stream")
 
 
 def _plain(text: str) -> str:
@@ -168,7 +168,7 @@ def _plain(text: str) -> str:
 class _Lines:
     """Collects lines; from the second block on, drops irrelevant ones."""
 
-    def __init__(self, taken: Taken) -> None:
+    def __init__(self, taken: StreamContent) -> None:
         self.next = 1  # number of the next line
         self.searched = False  # whether unexpected characters may be present
         self._taken = taken
@@ -206,15 +206,13 @@ class _Lines:
         self._chars += sum(len(line) + 1 for _, line in lines)
 
     def _damage(self, first: int, lines: list[str]) -> None:
-        """Record the first line with characters that no tool writes."""
+        """Record the first line with unexpected characters."""
         if not self.searched or self._foreign:
             return
         text = "\n".join(lines)
         if found := _FOREIGN.search(text):
             self._foreign = True
-            self._taken.damage.append(
-                ("characters that no tool writes", first + text.count("\n", 0, found.start()))
-            )
+            self._taken.damage.append(("unexpected characters", first + text.count("\n", 0, found.start())))
 
     def _learn(self, forms: set[str]) -> None:
         """Classify new lines as quiet or not, cached by form (all digits replaced by 0): most logs have few forms."""

@@ -117,7 +117,7 @@ def _read(piece: Piece) -> list[_Read]:
         left |= dict(rest.whole)
     unknown = [(n, line) for n, line in sorted(left.items()) if n not in understood]
     if again:
-        why = "a device for the second time: outputs of several nodes in one file?"
+        why = "a device is listed twice: outputs of several nodes in one file?"
         piece = replace(piece, remarks=(*piece.remarks, ("FILE003", why, again[0])))
     remarks = [_Read(piece, None, None, _unjudged(piece, *remark)) for remark in piece.remarks]
     return reads + _faults(piece, [*unknown, *torn]) + _left(piece, unknown, reads) + remarks
@@ -149,7 +149,7 @@ def _faults(piece: Piece, lines: Sequence[tuple[int, str]]) -> list[_Read]:
     found = []
     for number, line in Lines(lines):
         if _FAULT.search(line):
-            text = f"in a line of no known output: {quoted(line)}"
+            text = f"in an unrecognised line: {quoted(line)}"
             place = (f"{piece.file}:{number}",)
             fault = Finding("GPU002", "FAIL", Target(node=piece.node), text, evidence=place)
             found.append(_Read(piece, None, None, fault))
@@ -161,13 +161,13 @@ def _faults(piece: Piece, lines: Sequence[tuple[int, str]]) -> list[_Read]:
 def _left(piece: Piece, lines: Sequence[tuple[int, str]], reads: Sequence[_Read]) -> list[_Read]:
     """Report what prevents a PASS: lines of no known output, next to known ones or alone."""
     if not any(read.tool is not None for read in reads):
-        why, action = "not the output of a tool that is known, or not in English", ""
+        why, action = "not the output of a known tool, or not in English", ""
         if (look := looks_like(Lines(lines).text)) is not None:
-            why, action = f"looks like {look.name}, which is not read", f"collect {look.instead} instead"
+            why, action = f"looks like {look.name}, which is not supported", f"collect {look.instead} instead"
         found = replace(_unjudged(piece, "FILE001", why), action=action)
         return [_Read(piece, None, None, found)]
     known = ", ".join(dict.fromkeys(read.tool.name for read in reads if read.tool is not None))
-    beside = left_over(Lines(lines), piece.file, Context(node=piece.node), f"beside {known}")
+    beside = left_over(Lines(lines), piece.file, Context(node=piece.node), f"next to {known}")
     return [_Read(piece, None, None, finding) for finding in beside]
 
 
@@ -210,7 +210,7 @@ def _judge(read: _Read, context: NetworkContext) -> list[Finding]:
         for f in found
     ]
     if not found:
-        found = [_unjudged(piece, "FILE003", f"{read.tool.name}: nothing in it could be judged")]
+        found = [_unjudged(piece, "FILE003", f"{read.tool.name}: none of its content could be judged")]
     return found
 
 

@@ -1,1 +1,1 @@
-"""What is found, and what it is compared with: findings, their codes, limits, siblings, a baseline; the report of it."""
+"""Findings, their codes, limits, comparisons with peers and a baseline, and the report."""

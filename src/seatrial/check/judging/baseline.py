@@ -33,8 +33,8 @@ def save_baseline(report: Report, path: Path) -> int:
     ]
     if not entries:
         raise InputError(
-            "nothing was measured that could be a baseline",
-            hint="hand in outputs that hold a bandwidth or a time",
+            "no measurement that could be saved as a baseline",
+            hint="provide outputs that contain a bandwidth or a latency",
         )
     write_output(path, json_text({"schema_version": SCHEMA_VERSION, "values": entries}))
     return len(entries)
@@ -51,7 +51,7 @@ def compare_baseline(report: Report, path: Path) -> list[Finding]:
         sense: Direction = next((d for d in _DIRECTIONS if d == direction), "")
         expected = Expected(value, unit, f"baseline {path}", sense, algorithm, size)
         if key not in now:
-            why = f"{key[0]} was {value:.4g} {unit} in the baseline and is not measured now"
+            why = f"{key[0]} was {value:.4g} {unit} in the baseline and was not measured this time"
             found.append(Finding("CMP004", "UNJUDGED", target, why, expected=expected, why_unjudged=why))
             continue
         finding, measured = now[key]
@@ -90,7 +90,7 @@ def _measured(report: Report) -> Iterator[tuple[Key, Finding, float]]:
 
 
 def _load(path: Path) -> dict[Key, tuple[Target, float]]:
-    hint = "a baseline is a file that `seatrial check --save-baseline` has written"
+    hint = "a baseline is a file written by `seatrial check --save-baseline`"
 
     def bad(message: str) -> InputError:
         return InputError(Diagnostic(message, file=str(path), hint=hint))
@@ -115,16 +115,16 @@ def _load(path: Path) -> dict[Key, tuple[Target, float]]:
             any(name not in entry for name in (*_MEANING, *_TARGET))
             or entry["unit"] not in HIGHER_IS_BETTER + LOWER_IS_BETTER
         ):
-            raise bad(f"value {number} does not say what it means")
+            raise bad(f"value {number} has no valid meaning")
         target = {name: entry[name] for name in _TARGET}
         if not all(
             v is None or isinstance(v, int if n in ("gpu", "link") else str) for n, v in target.items()
         ):
-            raise bad(f"value {number} does not say whose it is")
+            raise bad(f"value {number} has no valid target")
         size = entry["size_bytes"]
         if not all(isinstance(entry[n], str) for n in _MEANING[:4]) or not (
             size is None or isinstance(size, int)
         ):
-            raise bad(f"value {number} does not say what it means")
+            raise bad(f"value {number} has no valid meaning")
         kept[(*(entry[n] for n in _MEANING), *target.values())] = (Target(**target), float(value))
     return kept

@@ -97,9 +97,9 @@ def contradictions(judged: Sequence[Judged]) -> list[Finding]:
 def _differs(node: str, name: str, value: str | int | float, usual: str | int | float, who: str) -> Finding:
     less = name in _COUNTS and not isinstance(value, str) and not isinstance(usual, str) and value < usual
     verdict: Verdict = "FAIL" if less else "WARN"
-    text = f"{name} {value}, its siblings have {usual}"
+    text = f"{name} {value}, its peers have {usual}"
     measured = value if isinstance(value, str) else float(value)
-    expected = Expected(usual if isinstance(usual, str) else float(usual), "", f"siblings: {who}")
+    expected = Expected(usual if isinstance(usual, str) else float(usual), "", f"peers: {who}")
     return Finding("CMP001", verdict, Target(node=node), text, measured=measured, expected=expected)
 
 
@@ -115,8 +115,8 @@ def _absent(named: Sequence[Judged]) -> list[Finding]:
         if len(have) < 2 or len(have) * 2 <= len(nodes):
             continue
         for node in (n for n in nodes if n not in have):
-            why = f"no readable output of {tool}, which {len(have)} of {len(nodes)} nodes have handed in"
-            action = f"collect the output of {tool} on it too, and look why it is not there"
+            why = f"no readable output of {tool}, which {len(have)} of {len(nodes)} nodes have provided"
+            action = f"collect the output of {tool} on this node too, and find out why it is missing"
             found.append(Finding("CMP001", "UNJUDGED", Target(node=node), why, action=action))
     return found
 
@@ -147,11 +147,9 @@ def _measurements(named: Sequence[Judged]) -> tuple[list[Finding], dict[int, Fin
             verdict = judge_share(ratio)
             if verdict == "PASS" or finding.verdict in ("FAIL", "WARN"):
                 continue
-            text = (
-                f"{value:.4g} {finding.unit}, the median of {peers} siblings is {usual:.4g} ({finding.code})"
-            )
+            text = f"{value:.4g} {finding.unit}, the median of {peers} peers is {usual:.4g} ({finding.code})"
             expected = replace(
-                finding.expected or Expected(None, finding.unit), value=usual, source="median of the siblings"
+                finding.expected or Expected(None, finding.unit), value=usual, source="median of the peers"
             )
             found.append(
                 Finding(
@@ -188,7 +186,7 @@ def against_plan(judged: Sequence[Judged], plan: Plan) -> list[Finding]:
     nodes = {j.node for j in judged if j.node is not None}
     if not nodes or len(nodes) >= plan.nodes:
         return []
-    text = f"{len(nodes)} handed in, the job needs {plan.nodes} nodes"
+    text = f"{len(nodes)} provided, the job requires {plan.nodes} nodes"
     expected = Expected(plan.nodes, "nodes", plan.source)
-    why = "nothing is known of the other nodes"
+    why = "no output from the other nodes"
     return [Finding("CMP003", "UNJUDGED", Target(), text, len(nodes), "nodes", expected, why_unjudged=why)]

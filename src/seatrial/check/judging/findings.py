@@ -130,5 +130,5 @@ def codes() -> dict[str, Code]:
 
 
 def explain(code: str) -> Code | None:
-    """What `code` ("NET004", in any case) means; None if there is no such code."""
+    """The code named `code` ("NET004", in any case); None if there is no such code."""
     return codes().get(code.strip().upper())

@@ -37,27 +37,27 @@ def of_nodes(findings: Iterable[Finding]) -> list[dict[str, Any]]:
 
 
 def lines(measured: Mapping[str, Any]) -> list[str]:
-    """The rates as text: "send_recv: 3.21 GB/s in the middle, 2.9 at least (one direction, gloo, 64 MiB), of 12".
+    """The rates as text: "send_recv: median 3.21 GB/s, minimum 2.9 (one direction, gloo, 64 MiB), 12 values".
 
     A rate is any table in `measured` that has "median" and "unit"; its name is the path of keys that leads to it.
     """
     return [_line(name, rate) for name, rate in _rates((), measured)]
 
 
-def _rates(way: tuple[str, ...], value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _rates(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if isinstance(value, Mapping):
         if "median" in value and "unit" in value:
-            yield " ".join(way), value
+            yield " ".join(path), value
             return
         for key, inner in value.items():
-            yield from _rates((*way, str(key)), inner)
+            yield from _rates((*path, str(key)), inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _rates(way, inner)
+            yield from _rates(path, inner)
 
 
-def _line(way: str, rate: Mapping[str, Any]) -> str:
-    name = " ".join(x for x in (way, str(rate.get("what") or rate.get("name") or "")) if x)
+def _line(path: str, rate: Mapping[str, Any]) -> str:
+    name = " ".join(x for x in (path, str(rate.get("what") or rate.get("name") or "")) if x)
     size = rate.get("size_bytes")
     meaning = ", ".join(
         str(x)
@@ -69,13 +69,13 @@ def _line(way: str, rate: Mapping[str, Any]) -> str:
         if x
     )
     least = rate.get("min")
-    text = f"{name.replace('_', ' ')}: {_number(rate['median'])} {rate['unit']}"
+    text = f"{name.replace('_', ' ')}: median {_number(rate['median'])} {rate['unit']}"
     if least is not None and least != rate["median"]:
-        text += f" in the middle, {_number(least)} at least"
+        text += f", minimum {_number(least)}"
     if meaning:
         text += f" ({meaning})"
     n = rate.get("n")
-    return text + (f", of {n}" if isinstance(n, int) and n > 1 else "")
+    return text + (f", {n} values" if isinstance(n, int) and n > 1 else "")
 
 
 def _number(value: Any) -> str:

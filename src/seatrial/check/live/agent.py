@@ -71,7 +71,7 @@ class Agent:
         """Run until stdin ends or a termination signal arrives."""
         self.conductor.send({"hello": hello(self.listener.getsockname()[1])})
         while not (self.terminated or self.conductor.closed):
-            self.sources.wait(self._patience())
+            self.sources.wait(self._timeout_s())
             self._clock()
 
     def end(self) -> None:
@@ -123,7 +123,7 @@ class Agent:
         elif do in ("prepare", "ranks"):
             self._forward(number, order, limit_s)
         else:
-            raise ValueError(f"no such order: {do!r}")
+            raise ValueError(f"unknown order: {do!r}")
 
     def _run(self, number: int, argv: list[str], limit_s: float, port: int | None) -> None:
         if shutil.which(argv[0]) is None:
@@ -203,7 +203,7 @@ class Agent:
         self._hang_up()
         for number in list(self.forged):
             del self.forged[number]
-            why = f"what starts the ranks {process.status_text(status)}: {task.complaint}"
+            why = f"the fork server for ranks {process.status_text(status)}: {task.complaint}"
             self._fail(number, why.rstrip(": "))
 
     # -- exits and timeouts
@@ -224,9 +224,9 @@ class Agent:
 
     def _late(self, task: Task) -> None:
         text = f"did not end within {task.limit_s:g} s"
-        self._fail(task.order, f"{text}; its last words: {task.complaint}" if task.err else text)
+        self._fail(task.order, f"{text}; stderr: {task.complaint}" if task.err else text)
 
-    def _patience(self) -> float | None:
+    def _timeout_s(self) -> float | None:
         times = [t.until for t in self.tasks.values()] + list(self.forged.values())
         if self.listening:
             times.append(time.monotonic() + _LISTEN_POLL_S)
@@ -243,7 +243,7 @@ class Agent:
             if task.too_late:
                 # Killed, and still there: in an uninterruptible system call. Report it to the conductor.
                 self._drop(task.pid)
-                self._fail(task.order, f"did not end within {task.limit_s:g} s, nor when it was killed")
+                self._fail(task.order, f"did not end within {task.limit_s:g} s, and survived SIGKILL")
             else:
                 task.too_late, task.until = True, now + _STUCK_S
                 task.kill()

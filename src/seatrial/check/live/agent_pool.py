@@ -199,7 +199,7 @@ class AgentPool:
 
         Raises InputError for more hosts than this process may have pipes to: they would all look faulty.
         """
-        process.allow_files(_FILES_A_HOST * len(self.hosts) + _OTHER_FILES, "agents on so many hosts")
+        process.allow_files(_FILES_A_HOST * len(self.hosts) + _OTHER_FILES, "agents on this many hosts")
         try:
             for number, host in enumerate(self.hosts):
                 self.lines.append(_Line(host, self.python, f"{self._mark}-{number}"))
@@ -244,7 +244,7 @@ class AgentPool:
             if line.hello is not None:
                 found[number] = Reply(line.hello)
             else:
-                silent = f"no agent within {timeout_s:g} s"
+                silent = f"agent did not start within {timeout_s:g} s"
                 words = last_words(line.err)
                 why = line.ended or (f"{silent}: {words}" if words else silent)
                 found[number] = Reply(None, why, alive=False)
@@ -334,7 +334,7 @@ class _Asking:
             assert key not in self.replies, f"two orders of one name: {key}"
             line = self.agent_pool.lines[key[0]]
             if line.ended or line.hello is None:
-                self._reply(key, Reply(None, line.ended or "its agent has never answered", alive=False))
+                self._reply(key, Reply(None, line.ended or "its agent never responded", alive=False))
                 continue
             number = self.agent_pool.send(key[0], {**order, "limit_s": self.limit_s})
             self.open[key] = (number, time.monotonic() + self.limit_s + self.wait_s)

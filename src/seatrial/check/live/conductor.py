@@ -123,9 +123,9 @@ def check_live(hosts: list[Host], options: LiveOptions, progress: Callable[[str]
 
 def _checked(hosts: list[Host]) -> list[Host]:
     twice = [name for name, times in Counter(h.name for h in hosts).items() if times > 1]
-    problems = [Diagnostic(f"{name} is named twice", hint="name every host once") for name in twice]
+    problems = [Diagnostic(f"{name} is listed twice", hint="list every host once") for name in twice]
     if problems or not hosts:
-        raise InputError(problems or "no host to check")
+        raise InputError(problems or "no hosts to check")
     return hosts
 
 

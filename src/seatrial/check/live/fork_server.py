@@ -67,19 +67,19 @@ class ProbeForkServer:
 
     def serve(self) -> None:
         """Run until the agent has exited; then kill the ranks."""
-        while self.server.wait(self._patience()):
+        while self.server.wait(self._timeout_s()):
             self._clock()
         for order in self.orders.values():
             self._kill(order)
 
-    def _patience(self) -> float | None:
+    def _timeout_s(self) -> float | None:
         soonest = min((o.until for o in self.orders.values()), default=None)
         return None if soonest is None else max(0.0, soonest - time.monotonic())
 
     def _obey(self, message: dict[str, Any]) -> None:
         if "cancel" in message:
             if (order := self.orders.get(message["cancel"])) is not None:
-                order.why = order.why or "called back: its partner failed"
+                order.why = order.why or "cancelled: its partner failed"
                 order.until = time.monotonic() + _GIVE_UP_S
                 self._kill(order)
         elif message["do"] == "prepare":
@@ -156,7 +156,7 @@ class ProbeForkServer:
             if not rank.whole and "failed" not in one:
                 one["failed"] = order.why or process.status_text(rank.status or 0)
                 if text:
-                    one["failed"] += f"; its last words: {last_words(text)}"
+                    one["failed"] += f"; stderr: {last_words(text)}"
             told.append({"rank": rank.number, "nccl": telling(text.decode("utf-8", "replace")), **one})
         self.channel.send({"id": order.number, "done": {"ranks": told}})
 
@@ -172,9 +172,9 @@ class ProbeForkServer:
                 self._finish(order)  # killed, and still there: report it without waiting
                 continue
             gone = any(r.status is not None and not r.whole for r in order.ranks.values())
-            stalled = f"nothing came through for {order.stall_s:g} s"
+            stalled = f"no data received for {order.stall_s:g} s"
             late = f"no result within {order.limit_s:g} s" if order.last <= now else stalled
-            order.why = "another rank of this host failed" if gone else late
+            order.why = "another rank on this host failed" if gone else late
             order.until = now + _GIVE_UP_S
             self._kill(order)
 

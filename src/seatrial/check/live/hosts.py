@@ -88,8 +88,8 @@ def hosts_of(
         return remote(_listed(allocated, "SLURM_JOB_NODELIST"), variables)
     if job is not None:
         raise InputError(
-            f"cluster.launcher is {job.cluster.launcher!r}, and nothing says which hosts that are",
-            hint="name them with --hostfile or --nodes, or run it in a Slurm allocation (salloc)",
+            f"cluster.launcher is {job.cluster.launcher!r}, so the hosts are unknown",
+            hint="give them with --hostfile or --nodes, or run it in a Slurm allocation (salloc)",
         )
     return [Host(_own_name(), LOOPBACK)]
 
@@ -98,9 +98,7 @@ def ssh_hosts(job: Job) -> list[Host]:
     """The hosts of the job's [ssh], all by ssh. Raises InputError with every problem: invalid names, or too few."""
     section = job.file.ssh or SshSection()
     if section.hostfile is not None and section.hosts:
-        raise job.refusal(
-            "ssh.hostfile", "[ssh] has both `hosts` and `hostfile`", "keep the one that you mean"
-        )
+        raise job.refusal("ssh.hostfile", "[ssh] has both `hosts` and `hostfile`", "keep one of them")
     names = section.hosts if section.hostfile is None else read_hostfile(Path(section.hostfile))
     key = "ssh.hosts" if section.hostfile is None else "ssh.hostfile"
     need = job.cluster.nodes + job.cluster.spares
@@ -108,7 +106,7 @@ def ssh_hosts(job: Job) -> list[Host]:
     if len(names) < need:
         problems.append(f"{len(names)} hosts, and nodes + spares = {need} are needed")
     if problems:
-        hint = "hosts by the names that `ssh NAME` takes; users and ports belong into ssh's own configuration"
+        hint = "use host names as for `ssh NAME`; set users and ports in ssh's own configuration"
         raise InputError([job.located(RuleViolation((key,), problem, hint)) for problem in problems])
     config = () if section.config is None else ("-F", section.config)
     return [Host(name, name, (*SSH, *config, name)) for name in names]
@@ -155,9 +153,9 @@ def _problems(names: Iterable[str]) -> Iterator[str]:
     seen: set[str] = set()
     for name in names:
         if not _NAME.fullmatch(name):
-            yield f"{name[:60]!r} is no name of a host"
+            yield f"{name[:60]!r} is not a host name"
         elif name.casefold() in seen:
-            yield f"{name} is named twice"
+            yield f"{name} is listed twice"
         seen.add(name.casefold())
 
 
@@ -175,13 +173,13 @@ def read_hostfile(path: Path) -> list[str]:
     except OSError as error:
         raise InputError(Diagnostic(f"cannot read the hostfile: {error.strerror}", file=str(path))) from error
     except UnicodeDecodeError as error:
-        problem = Diagnostic("no hostfile: it is not text", file=str(path))
+        problem = Diagnostic("not a hostfile: it is not text", file=str(path))
         raise InputError(problem) from error
     reader = _Hostfile(str(path))
     for number, line in enumerate(text.splitlines(), 1):
         reader.take(number, line)
     if not reader.first and not reader.problems:
-        reader.problems.append(Diagnostic("no host in it", file=str(path), hint="one host a line"))
+        reader.problems.append(Diagnostic("it contains no host", file=str(path), hint="one host per line"))
     if reader.problems:
         raise InputError(reader.problems)
     return [name for name, _ in reader.first.values()]
@@ -204,7 +202,7 @@ class _Hostfile:
         expression, colon, ranks = word[0].partition(":")
         if colon and not (ranks.isdecimal() and int(ranks)):
             hint = "NAME or NAME:RANKS; an IPv6 address needs a name (/etc/hosts)"
-            self._problem(f"{word[0][:60]!r} is no host", word, number, line, hint)
+            self._problem(f"{word[0][:60]!r} is not a host", word, number, line, hint)
             return
         try:
             names = hostlist(expression)
@@ -213,22 +211,22 @@ class _Hostfile:
             return
         for name in names or [expression]:
             if not _NAME.fullmatch(name):
-                hint = "letters, digits, dots and hyphens; users belong into ssh's own configuration"
-                self._problem(f"{name[:60]!r} is no name of a host", word, number, line, hint)
+                hint = "letters, digits, dots and hyphens; set users in ssh's own configuration"
+                self._problem(f"{name[:60]!r} is not a host name", word, number, line, hint)
             elif name.casefold() in self.first:
                 before = self.first[name.casefold()][1]
-                hint = "name every host once"
-                self._problem(f"{name} stands in line {before} already", word, number, line, hint)
+                hint = "list every host once"
+                self._problem(f"{name} is already in line {before}", word, number, line, hint)
             else:
                 self.first[name.casefold()] = (name, number)
 
     def _setting(self, word: re.Match[str], number: int, line: str) -> None:
         key, equals, value = word[0].partition("=")
         if key not in _KEYS or not equals:
-            hint = f"known are {', '.join(_KEYS[:2])}; one host a line"
-            self._problem(f"{word[0][:60]!r} is not understood", word, number, line, hint)
+            hint = f"known: {', '.join(_KEYS[:2])}; one host per line"
+            self._problem(f"unknown option {word[0][:60]!r}", word, number, line, hint)
         elif not (value.isdecimal() and value.isascii() and int(value)):
-            self._problem(f"{key} must be a whole number from 1 on", word, number, line, "as in slots=8")
+            self._problem(f"{key} must be an integer of at least 1", word, number, line, "as in slots=8")
 
     def _problem(self, text: str, word: re.Match[str], number: int, line: str, hint: str) -> None:
         place = (self.file, number, word.start() + 1, len(word[0]), line)

@@ -34,7 +34,7 @@ def command(device: str, port: int, server: str | None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Heard:
+class EndResult:
     """The result of one end: a rate, or findings about what it could not do. `blocked` is set if it could not run."""
 
     gbit_s: float | None
@@ -42,36 +42,36 @@ class Heard:
     blocked: bool = False
 
 
-def heard(reply: Mapping[str, Any], node: str) -> Heard:
+def end_result(reply: Mapping[str, Any], node: str) -> EndResult:
     """The result of an agent's "run" order on `node`."""
     if reply.get("absent"):
         why = f"{TOOL} (perftest) is not installed"
-        return Heard(None, (_unjudged(node, why, "install perftest on every node"),), blocked=True)
+        return EndResult(None, (_unjudged(node, why, "install perftest on every node"),), blocked=True)
     text, file = f"{reply.get('out', '')}\n{reply.get('err', '')}", f"{TOOL} on {node}"
     try:
         runs = perftest.parse(Lines.of(text), file)
     except ParseError:
-        why = f"{TOOL} said nothing that is known (exit code {reply.get('rc')})"
-        return Heard(None, (_unjudged(node, why, ""),), blocked=True)
+        why = f"{TOOL} printed no known output (exit code  {reply.get('rc')})"
+        return EndResult(None, (_unjudged(node, why, ""),), blocked=True)
     rates = [
         max(run.rows, key=lambda row: row.size_bytes).gbit_s
         for run in runs.runs
         if run.rows and run.complete and run.kind == "bandwidth"
     ]
     if rates and rates[-1] is not None:
-        return Heard(rates[-1])
+        return EndResult(rates[-1])
     told = judge(runs, Context(node=node)) if runs.errors else []
     # Only what this host alone can cause. A failed connection between two hosts does not show which one is at fault.
     own = tuple(f for f in told if f.code in _OWN or (f.verdict == "UNJUDGED" and f.code != "FILE003"))
-    return Heard(None, own, blocked=bool(own))
+    return EndResult(None, own, blocked=bool(own))
 
 
 def without_devices(reply: Mapping[str, Any], node: str) -> list[Finding]:
     """Findings for a host without RDMA devices, from calling the tool there: why its RDMA is not judged."""
     if reply.get("absent"):
-        why = "this host shows no RDMA device, and perftest, which would say so, is not installed"
+        why = "this host shows no RDMA device, and perftest, which would confirm it, is not installed"
         return [Finding("NET007", "UNJUDGED", Target(node=node), why)]
-    return list(heard(reply, node).findings)
+    return list(end_result(reply, node).findings)
 
 
 def rates(
@@ -112,7 +112,7 @@ def rates(
         for (a, part), (k, rail, _) in of.items():
             b = ends[k][1]
             said = [
-                heard(reply.value, hosts[n].name)
+                end_result(reply.value, hosts[n].name)
                 for n in (b, a)
                 if (reply := replies.get((n, part))) is not None and reply.value is not None
             ]

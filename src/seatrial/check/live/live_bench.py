@@ -42,7 +42,7 @@ _TIMES = 2  # that a host's ranks must fail for their own reasons before the hos
 
 
 @dataclass
-class Told:
+class HostProblems:
     """What hosts could not do, by position, for the report."""
 
     unable: dict[int, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class LiveBench:
         self.machines = [str(self.hello.get(n, {}).get("machine", f"host {n}")) for n in range(len(hosts))]
         self.wanted_device, self.wanted_sizes, self.timeout_s = device, sizes, timeout_s
         self.ranks_wanted = ranks_wanted
-        self.told = Told()
+        self.told = HostProblems()
         self.roll = RollCall(agent_pool, hosts, self.hello)
         self.roll.missed({n: r.problem for n, r in greetings.items() if r.value is None})
         self.facts: dict[str, Facts | None] = {}
@@ -147,7 +147,7 @@ class LiveBench:
 
     def _measure(self, batch: Sequence[tuple[int, bool]]) -> dict[int, Facts | None]:
         with_load = sum(load for _, load in batch)
-        alone = "" if with_load == len(batch) else ", without load: they share their machine"
+        alone = "" if with_load == len(batch) else ", without load: they share a machine"
         self.say(f"node stage: {_hosts(len(batch))}{alone}")
         orders: dict[Key, Order] = {}
         for n, load in batch:
@@ -183,7 +183,7 @@ class LiveBench:
         if not self.ranks_wanted or (len(alive) < 2 and self.device == "cpu"):
             return  # no partner to measure with
         with self.timed("pair"):
-            self.say(f"loading torch on {_hosts(len(alive))}")
+            self.say(f"importing torch on {_hosts(len(alive))}")
             prepare: dict[Key, Order] = {(n, 0): {"do": "prepare"} for n in alive}
             replies = self.agent_pool.ask(prepare, limit_s=max(self.timeout_s, 120.0))
             for (n, _), reply in replies.items():
@@ -211,7 +211,7 @@ class LiveBench:
         for n in rest:
             if n not in have:
                 value = replies[n, 0].value or {"absent": True}
-                self.findings += ib_pair.heard(value, self.hosts[n].name).findings
+                self.findings += ib_pair.end_result(value, self.hosts[n].name).findings
 
     def _inside(self, which: Sequence[int]) -> None:
         """All-reduces over the GPUs of each single host."""
@@ -279,7 +279,7 @@ class LiveBench:
         """Run the groups whose members are all present; returns all groups' outcomes, and the hosts absent by now."""
         absent = self.roll.call()
         able = [k for k, w in enumerate(worlds) if len(w.members) > 1 and not absent & set(w.members)]
-        outcomes = [Outcome(w, whole=False, why="not all are there") for w in worlds]
+        outcomes = [Outcome(w, whole=False, why="some members are absent") for w in worlds]
         for k, result in zip(able, self._play([worlds[k] for k in able]), strict=True):
             outcomes[k] = result
         if not all(outcomes[k].whole for k in able):

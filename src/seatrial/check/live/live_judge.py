@@ -29,7 +29,7 @@ def hosts(bench: LiveBench, gone: set[str]) -> Iterator[Finding]:
     told, names = bench.told, [h.name for h in bench.hosts]
     for n, why in sorted(bench.roll.silent.items()):
         if n not in bench.hello:
-            yield Finding("LIV001", "FAIL", Target(node=names[n]), f"{names[n]} is out of reach: {why}")
+            yield Finding("LIV001", "FAIL", Target(node=names[n]), f"{names[n]} is unreachable: {why}")
         else:
             verdict: Verdict = "FAIL" if names[n] in gone else "WARN"
             yield Finding("LIV002", verdict, Target(node=names[n]), f"{names[n]}: {why}")
@@ -37,7 +37,7 @@ def hosts(bench: LiveBench, gone: set[str]) -> Iterator[Finding]:
         yield Finding("LIV007", "FAIL", Target(node=names[n]), f"{names[n]}: the node stage {why}")
     for n, times in sorted(bench.roll.cut_off.items()):
         verdict = "FAIL" if names[n] in gone else "WARN"
-        text = f"{names[n]} replies to the check, but has no connection with the others ({times} times)"
+        text = f"{names[n]} responds to the check, but has no connection to the others ({times} times)"
         yield Finding("LIV003", verdict, Target(node=names[n]), text)
     for n, why in sorted(told.unable.items()):
         yield Finding("LIV004", "FAIL", Target(node=names[n]), f"{names[n]} cannot run ranks: {why}")
@@ -70,10 +70,10 @@ def _failed(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Findi
     cut = [o for o in outcomes if not o.whole and not o.silent and not o.own]
     for result in cut[:_SHOWN]:
         who = listed(names[n] for n in result.world.members)
-        text = f"{who}: the measurement was cut short: {result.why}"
+        text = f"{who}: the measurement was interrupted: {result.why}"
         yield Finding("LIV009", "UNJUDGED", Target(), text, why_unjudged=result.why)
     if len(cut) > _SHOWN:
-        text = f"{len(cut) - _SHOWN} more measurements of pairs and groups were cut short"
+        text = f"{len(cut) - _SHOWN} more measurements of pairs and groups were interrupted"
         yield Finding("LIV009", "UNJUDGED", Target(), text)
 
 
@@ -82,7 +82,7 @@ def _wrong(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Findin
         if bad := [s for s in result.sums if s.wrong]:
             who = [names[n] for n in result.world.members]
             target = Target(node=who[0]) if len(who) == 1 else Target()
-            text = f"{bad[0].wrong} wrong numbers in an all-reduce of {bad[0].size_bytes} bytes over {listed(who)}"
+            text = f"{bad[0].wrong} wrong elements in an all-reduce of {bad[0].size_bytes} bytes over {listed(who)}"
             zero = Expected(0, "values", "arithmetic")
             yield Finding("LIV006", "FAIL", target, text, bad[0].wrong, "values", zero)
 
@@ -105,11 +105,11 @@ def pairs(case: Case, outcomes: Sequence[Outcome], algorithm: str) -> Iterator[F
         expected = Expected(value, "Gb/s", f"{terms.suspect:.0%} of {source}", "one direction", algorithm)
     for node in np.flatnonzero(cleared):
         target, value = Target(node=case.stage.names[node]), round(float(reached[node]), 3)
-        text = f"{value:.4g} Gb/s in one direction with its best partner, the slower way ({algorithm})"
+        text = f"{value:.4g} Gb/s in one direction with its best partner, slower direction ({algorithm})"
         if expected is not None:
             yield Finding("PAI001", "PASS", target, text, value, "Gb/s", expected, usual)
         else:
-            why = f"fewer than {_PEERS} nodes to compare with, and nobody says what rate the ports have"
+            why = f"fewer than {_PEERS} nodes to compare with, and the rate of the ports is unknown"
             yield Finding("PAI001", "UNJUDGED", target, text, value, "Gb/s", why_unjudged=why)
     yield from _together(case, outcomes)
 
@@ -123,9 +123,9 @@ def _together(case: Case, outcomes: Sequence[Outcome]) -> Iterator[Finding]:
             size = max(s.size_bytes for s, _ in found)
             values = [s.busbw(ranks) for s, ranks in found if s.size_bytes == size]
             middle = float(np.median(values))
-            text = f"all-reduce of {size} bytes over {members} nodes: {middle:.4g} GB/s busbw in the middle of {len(values)}"
+            text = f"all-reduce of {size} bytes over {members} nodes: {middle:.4g} GB/s busbw, median of {len(values)}"
             if case.layout.terms.shared:
-                why = "hosts that share processors: their speed is the machine's, not the network's"
+                why = "the hosts share CPUs: the rate is limited by the machine, not the network"
                 yield Finding(code, "UNJUDGED", Target(), text, middle, "GB/s", why_unjudged=why)
             else:
                 yield Finding(code, "PASS", Target(), text, middle, "GB/s")

@@ -13,8 +13,8 @@ from seatrial.check.live.hosts import Host
 
 # Messages of a rank whose partner or network path failed. Any other message is about the rank's own host.
 _OF_OTHERS = re.compile(
-    r"time[d ]*-?out|connect|closed|reset|refused|peer|broken pipe|no route|unreachable|nothing came through|no result within"
-    r"|called back|another rank|store|socket|remote|unhandled system error|ncclRemoteError|aborted",
+    r"time[d ]*-?out|connect|closed|reset|refused|peer|broken pipe|no route|unreachable|no data received|no result within"
+    r"|cancelled|another rank|store|socket|remote|unhandled system error|ncclRemoteError|aborted",
     re.IGNORECASE,
 )
 
@@ -79,7 +79,7 @@ class Outcome:
     own: dict[int, str] = field(default_factory=dict)
     whole: bool = True
     nccl: list[tuple[int, str]] = field(default_factory=list)  # host, line of NCCL_DEBUG
-    why: str = ""  # the reason if it is not whole
+    why: str = ""  # the reason if it is incomplete
 
     def way(self, number: int) -> list[Flow]:
         """The measured flows of one way."""

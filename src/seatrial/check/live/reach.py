@@ -54,7 +54,7 @@ def reach(targets: Sequence[tuple[str, int]], limit_s: float) -> dict[str, Any]:
 
     {"reached": [True, ...], "why": ["", ...]}. A refused connection has reached the host: its kernel has answered.
     """
-    reached, why = [False] * len(targets), ["no answer"] * len(targets)
+    reached, why = [False] * len(targets), ["no response"] * len(targets)
     trying: dict[int, tuple[int, socket.socket]] = {}
     poll = select.poll()
     until = time.monotonic() + limit_s
@@ -67,7 +67,7 @@ def reach(targets: Sequence[tuple[str, int]], limit_s: float) -> dict[str, Any]:
         try:
             family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
-            why[number] = f"{address} is not known: {error.strerror}"
+            why[number] = f"{address} is unknown: {error.strerror}"
             continue
         s = socket.socket(family, kind, protocol)
         s.setblocking(False)

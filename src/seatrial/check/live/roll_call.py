@@ -83,4 +83,4 @@ def printed(reply: Reply) -> tuple[Facts | None, str]:
         found = parse_json(reply.value["out"])
     except ValueError:
         found = None
-    return (found, "") if isinstance(found, dict) else (None, "said nothing that can be read")
+    return (found, "") if isinstance(found, dict) else (None, "printed no readable output")

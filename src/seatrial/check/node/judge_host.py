@@ -48,13 +48,13 @@ def _memlock(limits: Facts, target: Target, rdma: bool) -> Finding:
     soft = limits["limits"]["memlock"][0]
     expected = Expected("unlimited", "", "NVIDIA's containers are started with --ulimit memlock=-1")
     if soft is None or limits["may_lock_all"]:
-        text = "memory may be locked without limit" + (" (CAP_IPC_LOCK)" if soft is not None else "")
+        text = "locked memory is unlimited" + (" (CAP_IPC_LOCK)" if soft is not None else "")
         return Finding("NOD003", "PASS", target, text, "unlimited", "", expected)
-    text = f"{units.memory(soft)} may be locked"
+    text = f"{units.memory(soft)} of locked memory allowed"
     if not rdma:
-        return Finding("NOD003", "PASS", target, f"{text}; without RDMA ports that is enough", soft, "bytes")
+        return Finding("NOD003", "PASS", target, f"{text}; sufficient without RDMA ports", soft, "bytes")
     if soft <= _MLOCK_DEFAULT:
-        return Finding("NOD003", "FAIL", target, f"{text}: RDMA cannot work", soft, "bytes", expected)
+        return Finding("NOD003", "FAIL", target, f"{text}: RDMA will not work", soft, "bytes", expected)
     return Finding("NOD003", "WARN", target, text, soft, "bytes", expected)
 
 
@@ -65,7 +65,7 @@ def _shm(limits: Facts, target: Target, gpus: int) -> Finding:
     # A single rank per node exchanges no data through it.
     alone: Verdict = "FAIL" if gpus > 1 else "WARN"
     if shm is None:
-        return Finding("NOD005", alone, target, "there is no /dev/shm", expected=expected)
+        return Finding("NOD005", alone, target, "/dev/shm does not exist", expected=expected)
     text = f"/dev/shm: {units.memory(shm['free'])} free of {units.memory(shm['size'])}"
     low = min(shm["size"], shm["free"])
     verdict: Verdict = alone if low <= _SHM_DOCKER else "WARN" if low < _SHM_NVIDIA else "PASS"
@@ -77,8 +77,8 @@ def _shm(limits: Facts, target: Target, gpus: int) -> Finding:
 def _cpus(limits: Facts, target: Target) -> Finding:
     cpus, quota = limits["cpus"], limits["cpu_quota"]
     if quota is None or quota >= cpus:
-        return Finding("NOD006", "PASS", target, f"{cpus} CPUs, no limit on their time", cpus, "CPUs")
-    text = f"time of {quota:g} CPUs, where {cpus} are shown"
+        return Finding("NOD006", "PASS", target, f"{cpus} CPUs, no CPU quota", cpus, "CPUs")
+    text = f"CPU quota of {quota:g} CPUs, {cpus} shown"
     expected = Expected(cpus, "CPUs", "CPUs that this process may run on")
     return Finding("NOD006", "WARN", target, text, quota, "CPUs", expected)
 
@@ -87,7 +87,7 @@ def _memory(limits: Facts, target: Target, whole: int | None) -> Iterator[Findin
     limit, used = limits["memory_limit_bytes"], limits["memory_used_bytes"]
     available = limits["memory_available_bytes"]
     if available is None:
-        why = "/proc/meminfo does not say how much memory is available"
+        why = "/proc/meminfo does not show the available memory"
         yield Finding("NOD007", "UNJUDGED", target, why, why_unjudged=why)
         return
     text = f"{units.memory(available)} available"
@@ -98,7 +98,7 @@ def _memory(limits: Facts, target: Target, whole: int | None) -> Iterator[Findin
         text = f"{units.memory(available)} available, the container may use {units.memory(limit)}"
         share = available / min(limit, whole or limit) if limit else 0.0
     low = share < _LEAST_SHARE
-    source = f"at least {_LEAST_SHARE:.0%} of what may be used; chosen here"
+    source = f"at least {_LEAST_SHARE:.0%} of the usable memory; chosen here"
     expected = Expected(f"{_LEAST_SHARE:.0%}", "", source)
     yield Finding("NOD007", "WARN" if low else "PASS", target, text, available, "bytes", expected)
     if limits["overcommit"] == 2:
@@ -111,7 +111,7 @@ def judge_storage(storage: Facts, node: str) -> Iterator[Finding]:
     target = Target(node=node)
     folder, problem, ended = storage["folder"], storage.get("problem"), storage.get("ended", "ok")
     if ended in ("hung", "stuck"):
-        text = f"{folder}: the storage does not answer ({problem})"
+        text = f"{folder}: the storage does not respond ({problem})"
         yield Finding("NOD002", "FAIL", target, text)
         return
     if "size_bytes" not in storage:
@@ -122,7 +122,7 @@ def judge_storage(storage: Facts, node: str) -> Iterator[Finding]:
         or not storage["writable"]
         or storage.get("errno") in ("EACCES", "EROFS", "EPERM")
     ):
-        why = "mounted read-only" if storage["read_only"] else "may not be written by this user"
+        why = "mounted read-only" if storage["read_only"] else "not writable by this user"
         yield Finding("NOD012", "FAIL", target, f"{storage['at']}: {why}")
         return
     free, size = storage["free_bytes"], storage["size_bytes"]
@@ -135,14 +135,14 @@ def judge_storage(storage: Facts, node: str) -> Iterator[Finding]:
         low, none = True, none or storage["free_inodes"] == 0
         text += f"; {storage['free_inodes']} of {storage['inodes']} files are left"
     if storage.get("errno") == "EDQUOT":
-        text += "; the user's quota is used up"
+        text += "; the user's quota is exhausted"
     if storage["type"] in MEMORY_TYPES:
         low = True
-        text += ": it lies in memory, so what is saved there is lost with the node"
+        text += ": in memory, so checkpoints there are lost with the node"
     verdict: Verdict = "FAIL" if none else "WARN" if low else "PASS"
     yield Finding("NOD012", verdict, target, text, free, "bytes", expected)
     if storage.get("wrong_blocks"):
-        text = f"{storage['wrong_blocks']} of the blocks read back are not what was written"
+        text = f"{storage['wrong_blocks']} of the blocks read back differ from what was written"
         yield Finding(
             "NOD012", "FAIL", target, text, storage["wrong_blocks"], "blocks", Expected(0, "blocks")
         )

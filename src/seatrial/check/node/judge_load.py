@@ -32,14 +32,14 @@ class _Rate:
 
 
 _RATES = {
-    "gemm_gflop_s": _Rate("NOD015", "fp32 matrix product on the CPU", "GFLOP/s", 0.8, 0.5, "fp32 GEMM, CPU"),
-    "memory_gb_s": _Rate("NOD016", "copy in the host's memory", "GB/s", 0.5, 0.0, "read and write added"),
+    "gemm_gflop_s": _Rate("NOD015", "fp32 GEMM on the CPU", "GFLOP/s", 0.8, 0.5, "fp32 GEMM, CPU"),
+    "memory_gb_s": _Rate("NOD016", "copy in host memory", "GB/s", 0.5, 0.0, "read and write added"),
     "loopback_gb_s": _Rate("NOD017", "TCP on 127.0.0.1", "GB/s", 0.5, 0.0, "TCP", "one direction"),
     "write_gb_s": _Rate("NOD013", "writing to the checkpoint folder", "GB/s", 0.5, 0.0, "one file, synced"),
     "read_gb_s": _Rate("NOD013", "reading from the checkpoint folder", "GB/s", 0.5, 0.0, "one file"),
     "sustained_tflop_s": _Rate(
         "NOD024",
-        "bf16 products on all GPUs at once",
+        "bf16 GEMMs on all GPUs at once",
         "TFLOP/s",
         shares().suspect,
         shares().broken,
@@ -91,13 +91,13 @@ def judge_rates(facts: Facts, node: str, peers: Peers) -> Iterator[Finding]:
             shown = "" if reading.value is None else f" (read: {reading.value:.4g} {rate.unit})"
             why = str(reading.why)
             text = f"{rate.what}: {why}{shown}"
-            action = "" if reading.value is None else "measure again when no other work runs there"
+            action = "" if reading.value is None else "measure again when the node is otherwise idle"
             yield Finding(rate.code, "UNJUDGED", target, text, why_unjudged=why, action=action)
             continue
         text = f"{rate.what}: {reading.value:.4g} {rate.unit}"
         values = peers.values.get(name, [])
         if len(values) <= PEERS:
-            why = f"no floor is known, and fewer than {PEERS} others have measured it"
+            why = f"no floor is known, and fewer than {PEERS} other measurements exist"
             expected = Expected(None, rate.unit, "", rate.direction, rate.algorithm)
             yield Finding(
                 *(rate.code, "UNJUDGED", target, text, reading.value, rate.unit, expected), why_unjudged=why
@@ -109,7 +109,7 @@ def judge_rates(facts: Facts, node: str, peers: Peers) -> Iterator[Finding]:
         source = f"median of {len(values) - 1} others; suspect below {rate.suspect:.0%}"
         expected = Expected(usual, rate.unit, source, rate.direction, rate.algorithm)
         if verdict != "PASS":
-            text += f", {share:.0%} of what the others read"
+            text += f", {share:.0%} of the others' median"
         yield Finding(rate.code, verdict, target, text, reading.value, rate.unit, expected, usual)
 
 
@@ -120,9 +120,9 @@ def _readings(facts: Facts) -> Iterator[tuple[str, _Reading]]:
         share = cpu.get(_SHARES.get(name, ""))
         why = None
         if cpu[name] is None:
-            why = str(cpu.get("loopback_problem") or "nothing was read")
+            why = str(cpu.get("loopback_problem") or "no rate was measured")
         elif share is not None and share < _OWN_SHARE:
-            why = f"other work ran: only {share:.0%} of the CPUs' time was this one's"
+            why = f"other work was running: the measurement got only {share:.0%} of the CPU time"
         yield name, _Reading(cpu[name], why)
     storage = facts.get("storage") or {}
     for name in ("write_gb_s", "read_gb_s"):
@@ -149,7 +149,7 @@ def judge_gpu_load(facts: Facts, node: str) -> Iterator[Finding]:
             continue
         load = gpu.get("load")
         if load is None or not load["samples"]:
-            why = gpu.get("load_problem") or "no sample was taken while it worked"
+            why = gpu.get("load_problem") or "no sample was taken under load"
             yield Finding("GPU007", "UNJUDGED", target, f"clocks under load: {why}", why_unjudged=why)
             continue
         yield _clocks(load, target)
@@ -159,11 +159,11 @@ def judge_gpu_load(facts: Facts, node: str) -> Iterator[Finding]:
 def _clocks(load: Facts, target: Target) -> Finding:
     clock, most = load["sm_mhz"], load["limits"].get("sm_mhz")
     expected = None if most is None else Expected(most, "MHz", "the card's highest SM clock")
-    text = "clocks under load: " + ("not told" if clock is None else f"SM {clock:.0f} MHz")
+    text = "clocks under load: " + ("not reported" if clock is None else f"SM {clock:.0f} MHz")
     if most is not None:
         text += f" of {most:.0f}"
     if load["reasons"] is None:
-        why = "the driver does not tell why clocks are what they are"
+        why = "the driver does not report the clock throttle reasons"
         return Finding("GPU007", "UNJUDGED", target, text, clock, "MHz", expected, why_unjudged=why)
     held = [name for bit, name in REASONS.items() if load["reasons"] & HELD_DOWN & bit]
     if load["temperature_c"] is not None:
@@ -172,16 +172,16 @@ def _clocks(load: Facts, target: Target) -> Finding:
         text += f", {load['power_w']:.0f} W"
     if not held:
         if load["reasons"] & 0x4:
-            text += ", held by its power limit, as usual under such a load"
+            text += ", limited by its power cap, which is normal under this load"
         return Finding("GPU007", "PASS", target, text, clock, "MHz" if clock is not None else "", expected)
-    text += f", held down: {', '.join(held)}"
+    text += f", throttled: {', '.join(held)}"
     slow = clock is not None and most is not None and clock < shares().broken * most
     return Finding("GPU007", "FAIL" if slow else "WARN", target, text, clock, "MHz", expected)
 
 
 def _pcie(load: Facts, target: Target, name: str | None) -> Iterator[Finding]:
     limits, bad = load["limits"], False
-    source = "what card and slot can do, by the driver"
+    source = "maximum of card and slot, from the driver"
     for key, unit, what in (("pcie_width", "lanes", "width x"), ("pcie_gen", "generation", "generation ")):
         have, could = load[key], limits.get(key)
         if have is None or could is None or have >= could:
@@ -193,7 +193,7 @@ def _pcie(load: Facts, target: Target, name: str | None) -> Iterator[Finding]:
     if bad:
         return
     if load["pcie_gen"] is None or load["pcie_width"] is None:
-        why = "the driver does not tell generation and width"
+        why = "the driver does not report generation and width"
         yield Finding("GPU008", "UNJUDGED", target, f"PCIe under load: {why}", why_unjudged=why)
         return
     text = f"PCIe generation {load['pcie_gen']:.0f}, x{load['pcie_width']:.0f} under load"
@@ -209,7 +209,7 @@ def judge_gpu_presence(facts: Facts, node: str, *, wanted: bool) -> Iterator[Fin
     problem = (facts["gpus"] or {}).get("problem")
     others = sorted({g["vendor"] for g in inventory["pci_gpus"]} - {"NVIDIA"})
     if others:
-        why = f"{', '.join(others)} GPUs are on the bus, and nothing here can ask them"
+        why = f"{', '.join(others)} GPUs are on the bus, but there is no tool to query them"
         yield Finding("NOD018", "UNJUDGED", target, why, why_unjudged=why)
     asked = facts["gpus"] is not None and problem is None
     # A container shows the host's whole bus, and a scheduler's job device files of others' GPUs, which it cannot open.
@@ -230,31 +230,31 @@ def judge_gpu_presence(facts: Facts, node: str, *, wanted: bool) -> Iterator[Fin
             "GPU001",
             "FAIL",
             target,
-            "no GPU, where the other nodes have some or the job must have them",
+            "no GPU, but the other nodes have some or the job requires them",
             0,
             "GPUs",
         )
     elif planned and not asked and not inventory["gpu_files"]:
-        text = f"no GPU, the job wants {planned} a node: its ranks would run on CPUs"
+        text = f"no GPU, the job requires {planned} a node: its ranks would run on CPUs"
         yield Finding("GPU001", "WARN", target, text, 0, "GPUs", Expected(planned, "GPUs", "the job file"))
     rates: Facts = facts["rates"] or {}
     usable = len(rates.get("gpus") or ())
     tried = rates.get("device") == "cuda" and rates.get("whole") and not rates["failed"]
     if asked and shown and rates.get("device") == "cpu":
         why = (
-            f"the driver shows {len(shown)} GPUs, and this process may use none (CUDA_VISIBLE_DEVICES, /dev)"
+            f"the driver shows {len(shown)} GPUs, but this process can use none (CUDA_VISIBLE_DEVICES, /dev)"
         )
         yield Finding("NOD022", "UNJUDGED", target, why, 0, "GPUs", why_unjudged=why)
     elif asked and tried and usable < len(shown):
         # The environment may have selected fewer, or fewer may work: one is as likely as the other.
-        why = f"CUDA shows {usable} of {len(shown)} GPUs: CUDA_VISIBLE_DEVICES, MIG, or cards that it cannot use"
+        why = f"CUDA shows {usable} of {len(shown)} GPUs: CUDA_VISIBLE_DEVICES, MIG, or unusable cards"
         yield Finding("NOD022", "UNJUDGED", target, why, usable, "GPUs", why_unjudged=why)
     after = facts["gpus_after"]
     if asked and after is not None and after["problem"] is None:
         still = {g.get("pci") for g in after["gpus"]}
         for gpu in (g for g in shown if g.get("pci") and g["pci"] not in still):
             here = Target(node=node, gpu=gpu["index"], pci=gpu["pci"])
-            yield Finding("GPU002", "FAIL", here, "the driver does not show it any more after the load")
+            yield Finding("GPU002", "FAIL", here, "the driver no longer shows it after the load")
     elif asked and after is not None:
         hangs = after["ended"] in ("hung", "stuck")
         text = f"after the load: {after['problem']}"

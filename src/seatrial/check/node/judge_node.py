@@ -76,7 +76,7 @@ def _calls(facts: Facts, node: str) -> Iterator[Finding]:
         calls.append({"name": "NVML", "ended": ended, "why": gpus["problem"], "seconds": None})
     rates = facts["rates"]
     if rates is not None and rates["ended"] != "ok":
-        why = f"{rates['problem']}, while: {rates['doing']}"
+        why = f"{rates['problem']}, during: {rates['doing']}"
         calls.append({"name": "rates", "ended": rates["ended"], "why": why, "seconds": rates["seconds"]})
     for call in calls:
         if call["ended"] == "ok" or (call["ended"] == "absent" and call["name"].startswith(_OPTIONAL)):
@@ -101,9 +101,9 @@ def _kernel(facts: Facts, node: str) -> Iterator[Finding]:
     kernel = facts["kernel"]
     target = Target(node=node)
     if kernel["text"] is not None and kernel["lost"]:
-        why = f"the log of {kernel['source']} does not go back to the node's start"
+        why = f"the log of {kernel['source']} does not reach back to boot"
         if facts["gpus"] is None:
-            yield Finding("NOD014", "PASS", target, f"{why}; without GPUs that is enough")
+            yield Finding("NOD014", "PASS", target, f"{why}; sufficient without GPUs")
         else:
             yield Finding("NOD014", "UNJUDGED", target, why)
 
@@ -156,11 +156,7 @@ def pieces_of(facts: Facts | None, node: str) -> list[Piece]:
     found = [_piece(output, node) for output in facts["outputs"]]
     kernel = facts["kernel"]
     if kernel["text"] is not None:
-        cut = (
-            f" (of {kernel['lines']} lines those that tell something, and the newest)"
-            if kernel["cut"]
-            else ""
-        )
+        cut = f" (of {kernel['lines']} lines only the relevant and the newest)" if kernel["cut"] else ""
         found.append(Piece(f"{node}: {kernel['source']}{cut}", node, Lines.of(kernel["text"])))
     return found
 
@@ -198,5 +194,5 @@ def judge_stage(
 
 
 def _strange(node: str) -> Finding:
-    why = "another version of seatrial runs there, whose measurements cannot be read here"
+    why = "another version of seatrial runs there; its measurements cannot be read here"
     return Finding("NOD001", "UNJUDGED", Target(node=node), why)

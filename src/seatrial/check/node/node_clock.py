@@ -22,7 +22,7 @@ _TIME_ERROR = 5
 SUSPECT_S = 1.0
 # MUNGE_DEFAULT_TTL of munge (src/libcommon/munge_defs.h): from here on Slurm's credentials are rejected.
 BROKEN_S = 300.0
-_SOURCE = "suspect from 1 s: chosen here; from 300 s munge refuses Slurm's credentials (MUNGE_DEFAULT_TTL)"
+_SOURCE = "suspect from 1 s: chosen here; from 300 s munge rejects Slurm's credentials (MUNGE_DEFAULT_TTL)"
 
 
 class _Timex(ctypes.Structure):
@@ -99,10 +99,14 @@ def judge_clock(facts: Mapping[str, Any], node: str) -> Finding:
     if systemd is not None:
         said.append(("timedatectl", systemd))
     if not said:
-        why = "neither adjtimex, chrony nor timedatectl answers"
+        why = "neither adjtimex, chrony nor timedatectl is available"
         return Finding("NOD010", "UNJUDGED", target, f"clock: {why}", why_unjudged=why)
     who, kept = next(((w, k) for w, k in said if k), said[0])
-    text = f"clock kept, by {who}" if kept else f"clock not kept, by {', '.join(w for w, _ in said)}"
+    text = (
+        f"clock synchronised, by {who}"
+        if kept
+        else f"clock not synchronised, by {', '.join(w for w, _ in said)}"
+    )
     offset = chrony["offset_s"] if chrony is not None else kernel["offset_s"] if kernel is not None else None
     verdict: Verdict = "PASS" if kept else "WARN"
     return Finding("NOD010", verdict, target, text, offset, "s off" if offset is not None else "")
@@ -142,12 +146,12 @@ def judge_offsets(offsets: Mapping[str, Offset | None]) -> list[Finding]:
     None is a node that has not answered in time: UNJUDGED.
     """
     known = [o.offset_s for o in offsets.values() if o is not None]
-    middle, whose = (median(known), "the others") if len(known) >= _ENOUGH else (0.0, "the one that asks")
+    middle, whose = (median(known), "the others") if len(known) >= _ENOUGH else (0.0, "the conductor")
     found = []
     for node, offset in offsets.items():
         target = Target(node=node)
         if offset is None:
-            why = "no round trip to its agent, so its clock is not known"
+            why = "no round trip to its agent, so its clock offset is unknown"
             found.append(Finding("NOD011", "UNJUDGED", target, why, why_unjudged=why))
             continue
         off = offset.offset_s - middle

@@ -60,7 +60,7 @@ def _document(result: Result) -> dict[str, Any]:
     try:
         found: dict[str, Any] = parse_json(result.out)
     except ValueError:
-        return {"problem": "NVML: the probe's answer cannot be read", "ended": "failed"}
+        return {"problem": "NVML: the probe's output cannot be read", "ended": "failed"}
     return found | {"ended": "ok"}
 
 

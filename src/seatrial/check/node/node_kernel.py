@@ -43,7 +43,7 @@ def read_kernel_log(kmsg: Path = KMSG) -> dict[str, Any]:
     if lines is None:
         return {"source": None, "text": None, "problem": problem, "lost": False, "lines": 0, "cut": False}
     if not lines:
-        why = f"{source} is empty: a container shows none of the host's log, or it was cleared"
+        why = f"{source} is empty: not visible in a container, or cleared"
         return {"source": source, "text": None, "problem": why, "lost": False, "lines": 0, "cut": False}
     kept, cut = lines, sum(map(len, lines)) > _WHOLE_BYTES
     if cut:

@@ -53,7 +53,7 @@ def read_interface(
     """The network device that ranks use: `name`, else that of the default route. Mb/s as the driver reports it."""
     chosen = name or default_interface(route)
     if chosen is None:
-        return {"name": None, "problem": "no default route and no interface named"}
+        return {"name": None, "problem": "no default route and no interface given"}
     folder = net / chosen
     if not folder.is_dir():
         return {"name": chosen, "problem": f"no network device {chosen}"}

@@ -42,7 +42,7 @@ def read_storage(folder: str, seconds: float, *, rates: bool = True) -> dict[str
         return facts
     mib = min(_MOST_MIB, int(facts["free_bytes"] * _SHARE) >> 20)
     if mib < 4:
-        return facts | {"problem": "too little is free to measure its speed", "ended": "failed"}
+        return facts | {"problem": "too little free space to measure its throughput", "ended": "failed"}
     name = f"{_PREFIX}{secrets.token_hex(8)}"
     argv = python("seatrial.check.node.probe_storage", facts["at"], str(mib), f"{seconds / 2:.3f}", name)
     order = Order("storage probe", argv, seconds + _GRACE_S)

@@ -158,7 +158,7 @@ class Nvml:
             max_pcie_width=_number(limits["pcie_width"]),
             pcie_gen=_number(now["pcie_gen"]),
             max_pcie_gen=_number(limits["pcie_gen"]),
-            damage=[("NVML does not tell its PCI address", None)] if pci is None else (),
+            damage=[("NVML does not report its PCI address", None)] if pci is None else (),
             **self._remapped(handle),
             **self._retired(handle),
             **self._fabric(handle),

@@ -42,17 +42,17 @@ _LOOK_S = 0.02
 def measure_cpu(seconds: float, threads: int, tell: Callable[[dict[str, Any]], None]) -> None:
     """Send {"cpu": {...}}: GFLOP/s of an fp32 product, GB/s of a copy (read + write) and of TCP on 127.0.0.1 by `tell`.
 
-    `seconds` is for all of it, including waiting for the machine's turn.
+    `seconds` is for all of it, including waiting for the machine's lock.
     """
     deadline = time.monotonic() + seconds
     count = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(1)  # we start our own threads, so that each one's time is known
     size = _copy_bytes()
-    tell({"doing": "waiting for the machine's turn"})
+    tell({"doing": "waiting for the machine's lock"})
     with _turn(deadline - seconds * 0.4) as mine:
         part = max(0.2, min(0.5, (deadline - time.monotonic()) / 4))
         found: dict[str, Any] = {"threads": count, "copy_bytes": size, "turn": mine}
-        tell({"doing": "matrix products"})
+        tell({"doing": "GEMMs"})
         found["gemm_gflop_s"] = _products(part, count)
         tell({"doing": "copies in memory"})
         rate, share, repeats = _copies(part, count, size)
@@ -151,7 +151,7 @@ def _available_kib() -> int | None:
 
 @contextmanager
 def _turn(until: float) -> Iterator[bool]:
-    """Hold the machine's turn; False if not acquired by `until`: then the CPU shares show whether others ran."""
+    """Hold the machine's lock; False if not acquired by `until`: then the CPU shares show whether others ran."""
     try:
         fd = os.open(_TURN, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -197,6 +197,6 @@ def _loopback(seconds: float) -> tuple[float, float]:
         near.shutdown(socket.SHUT_WR)
         reader.join()
     if not windows:
-        raise OSError("nothing came through")
+        raise OSError("no data received")
     rate, share = max(windows)
     return rate, round(min(1.0, share), 3)

@@ -60,7 +60,7 @@ def measure_cuda(seconds: float, tell: Tell) -> None:
             usable.append(device)
     parts: tuple[tuple[str, Callable[[], None]], ...] = (
         ("bf16 products", lambda: _products(usable, tell)),
-        ("a load of bf16 products", lambda: _sustain(usable, tell)),
+        ("sustained bf16 GEMMs", lambda: _sustain(usable, tell)),
         ("copies within the memory", lambda: _memory(usable, tell)),
         ("copies from and to the host", lambda: _host(usable, tell)),
         ("copies between GPUs", lambda: _pairs(usable, deadline, tell)),

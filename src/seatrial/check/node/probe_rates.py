@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     # Importing torch is most of the time that the CPU's rates take.
-    tell({"doing": "loading torch"})
+    tell({"doing": "importing torch"})
     if arguments.device == "cpu":
         from seatrial.check.node.probe_cpu import measure_cpu
 

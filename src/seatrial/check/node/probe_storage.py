@@ -39,7 +39,7 @@ def measure(folder: str, size: int, seconds: float, name: str) -> dict[str, Any]
             )  # no two blocks alike, because of file systems that deduplicate
             done = os.write(fd, block)
             if done != _BLOCK:
-                raise OSError(errno.ENOSPC, "less was written than asked for")
+                raise OSError(errno.ENOSPC, "short write")
             written += done
             if not direct and written % _SYNC_BYTES == 0:
                 os.fdatasync(fd)  # else the time would only be up when all of it is in the cache

@@ -66,11 +66,11 @@ class Result:
             case "absent":
                 return f"{self.name}: not installed"
             case "refused":
-                return f"{self.name}: cannot be run ({told[:200]})"
+                return f"{self.name}: cannot be executed ({told[:200]})"
             case "hung":
-                return f"{self.name}: no end within {self.limit_s:g} s"
+                return f"{self.name}: did not end within {self.limit_s:g} s"
             case "stuck":
-                return f"{self.name}: no end within {self.limit_s:g} s, and SIGKILL does not end it either"
+                return f"{self.name}: did not end within {self.limit_s:g} s, and survived SIGKILL"
             case "failed":
                 how = process.status_text(self.exit_code or 0)
                 return f"{self.name}: {how}" + (f": {told[:200]}" if told else "")

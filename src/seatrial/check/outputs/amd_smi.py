@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from seatrial.check.judging.findings import Finding, Target, Verdict
+from seatrial.check.outputs.finding_collector import FindingCollector, having
 from seatrial.check.outputs.gpu_count import count_findings
-from seatrial.check.outputs.say import Say, having
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, read_json
 from seatrial.check.ranges import listed
 
@@ -45,7 +45,7 @@ _RULES: tuple[tuple[str, str, Verdict, str], ...] = (
     (r"(?:^|\.)(?:total|cache|\w+)?_?uncorrectable_count$|^uncorrectable error count$|^ue$", "GPU003", "FAIL", "uncorrectable memory errors"),
     (r"(?:^|\.)(?:total_)?deferred_count$", "GPU003", "WARN", "deferred memory errors"),
     (r"^bad_pages?\.(?:pending|un_res)|^(?:pending|un_res)\b", "GPU005", "WARN", "bad memory pages that wait for a reset"),
-    (r"(?:^|\.)\w+_violation_status$|(?:^|\.)throttle_status$", "GPU007", "WARN", "held down"),
+    (r"(?:^|\.)\w+_violation_status$|(?:^|\.)throttle_status$", "GPU007", "WARN", "throttled"),
     (r"(?:^|\.)xgmi_err$|xgmi error(?: count)?$", "NVL003", "WARN", "errors on links between GPUs"),
 )  # fmt: skip
 _BAD = re.compile(r"[1-9]\d{0,15}\b.*|ACTIVE|THROTTLED|ERROR|AMDSMI_XGMI_STATUS_(?:MULTIPLE_)?ERRORS?")
@@ -66,7 +66,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """All GPUs of one output. `faults`: lines that report a failed query. `torn`: the output is cut off."""
+    """All GPUs of one output. `faults`: lines that report a failed query. `torn`: the output is truncated."""
 
     tool: str
     file: str
@@ -109,7 +109,7 @@ def parse_amd(lines: Lines, file: str) -> Gpus:
             continue
         lines.claim(number)
     if not gpus and not faults:
-        raise ParseError("no GPU in it", file=file)
+        raise ParseError("no GPU in the output", file=file)
     table = rules > 0 or any("ue" in g.values for g in gpus)
     return Gpus("amd-smi", file, tuple(gpus), tuple(faults), table and (errors is not None or rules < 2))
 
@@ -119,7 +119,7 @@ def _from_json(table: Any, file: str, tool: str) -> Gpus:
     gpus: list[Gpu] = []
     for entry in entries if isinstance(entries, list) else ():
         if not isinstance(entry, dict) or not re.fullmatch(r"\d{1,3}", str(entry.get("gpu"))):
-            raise ParseError(f"entry {len(gpus) + 1} of the JSON is of no GPU", file=file)
+            raise ParseError(f"entry {len(gpus) + 1} of the JSON is not a GPU", file=file)
         gpus.append(Gpu(int(entry["gpu"]), None, {k: (v, None) for k, v in _flat("", entry) if k != "gpu"}))
     if not gpus:
         raise ParseError("no GPU in the JSON", file=file)
@@ -156,7 +156,7 @@ def parse_rocm(lines: Lines, file: str) -> Gpus:
             continue
         lines.claim(number)
     if not gpus and not faults:
-        raise ParseError("no GPU in it", file=file)
+        raise ParseError("no GPU in the output", file=file)
     torn = "End of ROCm SMI Log" not in lines.text
     return Gpus("rocm-smi", file, tuple(gpus.values()), tuple(faults), torn)
 
@@ -167,12 +167,12 @@ def _rule(name: str) -> tuple[str, str, Verdict, str] | None:
 
 def judge(output: Gpus, context: Context) -> list[Finding]:
     """Faults of each GPU; UNJUDGED for cut-off output and unknown values."""
-    say = Say(output.file, context, "GPU011")
+    say = FindingCollector(output.file, context, "GPU011")
     for number, text in output.faults:
         lost = re.search(r"GPU\[|device|NO_DATA|BUSY|IO", text) is not None
         say("FAIL" if lost else "UNJUDGED", text, number, code="GPU002")
     if output.torn:
-        say("UNJUDGED", f"{output.tool}: its last line is missing, it is cut off", code="OUT002")
+        say("UNJUDGED", f"{output.tool}: its last line is missing: truncated", code="OUT002")
     say.found += count_findings([g.index for g in output.gpus], None, context, (output.file,))
     told = {n for g in output.gpus for n, (value, _) in g.values.items() if _rule(n) and value[:1].isdigit()}
     for gpu in output.gpus:
@@ -191,12 +191,14 @@ def judge(output: Gpus, context: Context) -> list[Finding]:
             say("UNJUDGED", f"no {min(silent)}, which other GPUs here have", gpu.line, target=target)
         row, line = gpu.values.get("row", ("", None))
         if re.search(r"\bN/A\s+N/A\b", row) and re.search(r"\bunknown\b|Unsupported|\bNone\b", row):
-            text = "neither temperature nor power nor clock can be read: in a low-power state, or it does not answer"
+            text = (
+                "neither temperature nor power nor clock can be read: in a low-power state, or not responding"
+            )
             say("UNJUDGED", text, line, code="GPU002", target=target)
     if not any(value for g in output.gpus for value, _ in g.values.values()) and not say.found:
-        say("UNJUDGED", f"{output.tool} says nothing of its GPUs here")
+        say("UNJUDGED", f"{output.tool} reports nothing about its GPUs here")
     named = listed(sorted(g.index for g in output.gpus))
-    return say.all_well(f"GPU {named}: nothing wrong in what {output.tool} says")
+    return say.all_well(f"GPU {named}: no faults reported by {output.tool}")
 
 
 def inventory(output: Gpus) -> dict[str, str | int | float]:

@@ -114,7 +114,7 @@ def _field(entry: Any, key: str, file: str) -> Any:
 
 def _list(value: Any, what: str, file: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ParseError(f"{what} is no list in the JSON", file=file)
+        raise ParseError(f"{what} is not a list in the JSON", file=file)
     return value
 
 
@@ -124,7 +124,7 @@ def _results(name: str, row: Any, file: str) -> Iterator[Result]:
         return
     status = _field(row, "status", file)
     if not isinstance(status, str):
-        raise ParseError(f"the status of {name} is no text", file=file)
+        raise ParseError(f"the status of {name} is not text", file=file)
     texts, config = [], []
     entries = row.get("warnings") or []
     for entry in entries if isinstance(entries, list) else [entries]:
@@ -159,7 +159,7 @@ def judge(run: Diagnostic, context: Context) -> list[Finding]:
         found += _of_test(test, [r for r in run.results if r.test == test], run, context)
     hard = [r for r in run.results if r.test.lower() not in _SOFT and r.status not in ("skip", "notrun")]
     if not hard and run.error is None:
-        why = "no test of the hardware has run, only of software and settings"
+        why = "no hardware test was run, only tests of software and settings"
         found.append(Finding("DIA002", "UNJUDGED", node, why, evidence=(run.file,)))
     return found
 
@@ -196,7 +196,7 @@ def _of_test(test: str, results: list[Result], run: Diagnostic, context: Context
                     "DIA001", "WARN", Target(node=context.node, gpu=result.gpu), text, evidence=place
                 )
         else:
-            why = f"{test}: {status!r} is no known status{which}"
+            why = f"{test}: {status!r} is an unknown status{which}"
             yield Finding("DIA002", "UNJUDGED", target, why, evidence=place)
     if len(passed) == len(results):
         yield Finding("DIA004", "PASS", Target(node=context.node), f"{test} passed", evidence=place)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from seatrial.check.judging.findings import Finding, Target, Verdict
-from seatrial.check.outputs.say import Say, having
+from seatrial.check.outputs.finding_collector import FindingCollector, having
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, read_json
 
 _ROW = re.compile(r"\|(?P<depth> *(?:-> )?) ?(?P<name>[^|]*?)\s*\|\s*(?P<value>[^|]*?)\s*\|\s*")
@@ -61,9 +61,9 @@ def parse(lines: Lines, file: str) -> Health:
                 continue
             lines.claim(number)
         if rules < 3 and error is None:
-            raise ParseError("the table does not end: it is cut off", file=file)
+            raise ParseError("the table is incomplete: truncated", file=file)
     if error is None and ("Overall Health",) not in {e.path for e in entries}:
-        raise ParseError("no overall health in it", file=file)
+        raise ParseError("no overall health in the output", file=file)
     return Health(file, tuple(entries), error)
 
 
@@ -88,7 +88,7 @@ def _walk(path: tuple[str, ...], children: Any) -> Iterator[Entry]:
 
 def judge(health: Health, context: Context) -> list[Finding]:
     """Systems that warn or fail; UNJUDGED for unknown words and for watches that are off."""
-    say = Say(health.file, context, "DIA005")
+    say = FindingCollector(health.file, context, "DIA005")
     if health.error is not None:
         say("UNJUDGED", health.error[0][:200], health.error[1], code="DIA002")
     long = [e.path for e in health.entries if len(e.path) > 3]
@@ -106,7 +106,7 @@ def judge(health: Health, context: Context) -> list[Finding]:
     verdict = _WORDS.get(overall, "UNJUDGED")
     if verdict not in {"PASS", *(f.verdict for f in say.found)}:
         say(verdict, f"overall health: {overall}"[:80])
-    return say.all_well("DCGM's watches call all healthy")
+    return say.all_well("DCGM's health watches report no faults")
 
 
 _MATCHES = having(

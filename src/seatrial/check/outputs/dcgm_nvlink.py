@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from seatrial.check.judging.findings import Finding
-from seatrial.check.outputs.say import having
+from seatrial.check.outputs.finding_collector import having
 from seatrial.check.outputs.smi_gpu_list import Gpu, GpuList, Link
 from seatrial.check.outputs.smi_nvlink import judge as judge_links
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
@@ -43,9 +43,9 @@ def parse(lines: Lines, file: str) -> GpuList:
             continue
         lines.claim(number)
     if not gpus:
-        raise ParseError("no GPU in it", file=file)
+        raise ParseError("no GPU in the output", file=file)
     if _END not in lines.text:
-        raise ParseError("the key at its end is missing: cut off", file=file, line=gpus[-1].line)
+        raise ParseError("the legend at its end is missing: truncated", file=file, line=gpus[-1].line)
     for gpu in gpus:
         gpu.unsupported = gpu.line if not gpu.links else None
     return GpuList(file, "remote", gpus, tool="dcgmi nvlink -s")

@@ -34,7 +34,7 @@ def matches(text: str) -> bool:
 
 
 def parse(lines: Lines, file: str) -> Diagnostic:
-    """Parse the table. Raises ParseError if no test has a result, or the table does not end."""
+    """Parse the table. Raises ParseError if no test has a result, or the table is incomplete."""
     reader, closed = _Reader(), False
     width: int | None = None  # of all table lines
     for number, line in lines:
@@ -54,9 +54,9 @@ def parse(lines: Lines, file: str) -> Diagnostic:
             continue
         lines.claim(number)
     if not reader.results:
-        raise ParseError("no test in the table of dcgmi diag", file=file)
+        raise ParseError("the table of dcgmi diag has no test", file=file)
     if not closed:
-        raise ParseError("the table does not end: it is cut off", file=file)
+        raise ParseError("the table is incomplete: truncated", file=file)
     return Diagnostic(file, tuple(reader.finished()), None, reader.version)
 
 

@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from seatrial.check.judging.findings import Expected, Finding, Target
+from seatrial.check.outputs.finding_collector import FindingCollector, having
 from seatrial.check.outputs.network import damaged
-from seatrial.check.outputs.say import Say, having
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.check.outputs.topology import Link, Topology, judge_topology
 
@@ -112,7 +112,7 @@ def _facts(tool: str, file: str, ends: list[End]) -> LinkFacts:
     # Each link is printed from both ends if both nodes are listed: old versions of iblinkinfo list only switches.
     torn = [e for e in ends if (e.far, e.near) not in known and (both or e.far[0] in listed)]
     damage: list[tuple[str, int | None]] = [
-        (f"port {e.near[1]} of {e.name} leads to {e.far_name}, which does not show it", e.line)
+        (f"port {e.near[1]} of {e.name} leads to {e.far_name}, which does not list it", e.line)
         for e in torn[:1]
     ]
     if len(known) < len(ends):
@@ -122,7 +122,7 @@ def _facts(tool: str, file: str, ends: list[End]) -> LinkFacts:
 
 def judge(facts: LinkFacts, context: Context) -> list[Finding]:
     """Links that are not active or slower than both ends support; then leaves and links compared with each other."""
-    say = Say(facts.file, context, "TOP002")
+    say = FindingCollector(facts.file, context, "TOP002")
     said: set[frozenset[tuple[str, int]]] = set()  # links reported already, from either end
     for end in facts.ends:
         target = Target(peer=end.name, port=str(end.near[1]))
@@ -135,7 +135,7 @@ def judge(facts: LinkFacts, context: Context) -> list[Finding]:
             say("FAIL", f"{link}: {end.state}", end.line, target=target, measured=end.state)
         else:
             could = Expected(
-                end.could.removeprefix("Could be "), source="what both ends can do, by iblinkinfo"
+                end.could.removeprefix("Could be "), source="capability of both ends, from iblinkinfo"
             )
             text = f"{link}: {end.rate}, {end.could[:1].lower()}{end.could[1:]}"
             say("FAIL", text, end.line, target=target, measured=end.rate, expected=could)
@@ -146,7 +146,7 @@ def judge(facts: LinkFacts, context: Context) -> list[Finding]:
         if e.switch and frozenset((e.near, e.far)) not in said
     ]
     if not links and not say.found:
-        say("UNJUDGED", "no switch shows its links here", code="TOP001")
+        say("UNJUDGED", "no switch lists its links", code="TOP001")
     found = [*damaged(facts.damage, facts.file, facts.tool), *say.found]
     judged = judge_topology(Topology({}, tuple(links), facts.file)) if links else []
     return found + [f for f in judged if f.verdict != "PASS" or not found]

@@ -11,8 +11,8 @@ from statistics import median
 
 from seatrial.check.judging.findings import Expected, Finding, Target
 from seatrial.check.judging.floors import find_sku, judge_share
+from seatrial.check.outputs.finding_collector import FindingCollector, having
 from seatrial.check.outputs.gpu_count import count_findings
-from seatrial.check.outputs.say import Say, having
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.check.ranges import listed
 
@@ -83,15 +83,15 @@ def _take(run: Burn, part: str, number: int) -> bool:
 
 def judge(run: Burn, context: Context) -> list[Finding]:
     """FAIL for wrong results and dead GPUs; the rates compared with each other; UNJUDGED for an unfinished run."""
-    say = Say(run.file, context, "DIA001")
+    say = FindingCollector(run.file, context, "DIA001")
     for number, text in run.fatal:
         say("FAIL", text[:200], number, code="NOD022")
     for index in sorted({*run.errors, *(i for i, (right, _) in run.results.items() if not right)}):
         line = run.results.get(index, (False, None))[1] or run.errors.get(index)
-        say("FAIL", "wrong results under load, or it died", line, target=Target(gpu=index))
+        say("FAIL", "wrong results under load, or the GPU died", line, target=Target(gpu=index))
     whole = len(run.results) == run.tested and (not run.rates or run.share >= _WHOLE)
     if not run.fatal and not whole:
-        text = f"the run is not whole: {run.share:g} % of it, results of GPU {listed(sorted(run.results)) or 'none'}"
+        text = f"the run is incomplete: {run.share:g} % of it, results of GPU {listed(sorted(run.results)) or 'none'}"
         say("UNJUDGED", text, code="DIA002")
     names = {*run.names.values()}
     sku = find_sku(names.pop()) if len(names) == 1 else None
@@ -102,10 +102,10 @@ def judge(run: Burn, context: Context) -> list[Finding]:
         middle = median([*usual[:index], *usual[index + 1 :]])
         if (verdict := judge_share(rate / middle)) != "PASS":
             expected = Expected(middle, "Gflop/s", "median of the node's other GPUs")
-            text = f"{rate:.0f} Gflop/s under load, the others {middle:.0f}"
+            text = f"{rate:.0f} Gflop/s under load, median of the others {middle:.0f}"
             at = Target(gpu=index)
             say(verdict, text, code="NOD024", target=at, measured=rate, expected=expected, median=middle)
-    return say.all_well(f"gpu_burn: GPU {listed(sorted(run.results))} computed right", code="DIA004")
+    return say.all_well(f"gpu_burn: GPU {listed(sorted(run.results))} computed correctly", code="DIA004")
 
 
 _MATCHES = having(r"proc'd: .*Gflop/s\)|^Tested \d+ GPUs:\s*$")

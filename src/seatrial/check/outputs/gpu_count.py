@@ -21,11 +21,13 @@ def count_findings(
     if not indices or (len(indices) == 1 and indices[0] > 0):
         return []
     if list(indices) != list(range(len(indices))):
-        why = f"only the GPUs {listed(indices)} are in the output: asked for only these, or cut off"
+        why = (
+            f"only the GPUs {listed(indices)} are in the output: only these were selected, or it is truncated"
+        )
         return [Finding("GPU001", "UNJUDGED", Target(node=context.node), why, evidence=evidence)]
     count, target = len(indices), Target(node=context.node)
     if context.gpus is not None:
-        expected = Expected(context.gpus, "GPUs", "plan or siblings")
+        expected = Expected(context.gpus, "GPUs", "job or peers")
         wrong = count != context.gpus
         what = f"{count} GPUs, {context.gpus} expected"
     elif sku is not None and sku.counts:

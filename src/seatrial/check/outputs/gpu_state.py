@@ -1,4 +1,4 @@
-"""What a driver says of the GPUs of a node, whoever asked it: nvidia-smi, as text, XML or CSV, or NVML."""
+"""The GPU state of a node as the driver reports it, through nvidia-smi (text, XML, CSV) or NVML."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reasons(bits: int) -> list[str]:
 
 @dataclass(frozen=True)
 class GpuState:
-    """One GPU. None, and a key that is absent: not told. Names of errors, reasons and health are nvidia-smi's."""
+    """One GPU. None and absent keys: not reported. Names of errors, reasons and health are nvidia-smi's."""
 
     pci: str | None = None
     index: int | None = None  # as told; None: by position

@@ -72,11 +72,11 @@ def _damage(lines: Lines) -> list[tuple[str, int | None]]:
         lines.claim(number)
     for (near, port, far, peer), number in ends.items():
         if (far, peer, near, port) not in ends:
-            damage.append((f"port {port} of {near} leads to {far}, which does not show it", number))
-            break  # one is enough to show that the output is cut off
+            damage.append((f"port {port} of {near} leads to {far}, which does not list it", number))
+            break  # one is enough to show that the output is truncated
     for name, used in Counter(near for near, *_ in ends).items():
         if used > ports.get(name, used):
-            damage.append((f"{name} has {ports[name]} ports and {used} links", None))
+            damage.append((f"{name} has {ports[name]} ports but {used} links", None))
     return damage
 
 

@@ -76,7 +76,7 @@ def parse(lines: Lines, file: str) -> PortsFacts:
             continue
         lines.claim(number)
     if not cas:
-        raise ParseError("no CA in it", file=file)
+        raise ParseError("no CA in the output", file=file)
     ports = []
     for each in cas:
         damage += _torn_ca(each)
@@ -91,18 +91,18 @@ def _torn_ca(ca: Block) -> list[tuple[str, int | None]]:
         (f"CA {ca.name}: no `{name}`", ca.line) for name in _CA_FIELDS if name not in ca.fields
     ]
     if not re.fullmatch(r"[\w.:-]+", ca.name):
-        torn.append(("a CA with a strange name", ca.line))
+        torn.append(("a CA with an invalid name", ca.line))
     if "CA type" in ca.fields and not re.fullmatch(
         r"MT\d{4,5}(?!\d).*|(?!MT\d)[\w. ()/-]*", ca.fields["CA type"]
     ):
-        torn.append((f"CA {ca.name}: a strange type", ca.line))
+        torn.append((f"CA {ca.name}: an invalid type", ca.line))
     if ca.fields.get("Number of ports", str(len(ca.ports))) != str(len(ca.ports)):
         torn.append(
             (f"CA {ca.name}: {ca.fields['Number of ports']} ports announced, {len(ca.ports)} shown", ca.line)
         )
     for name in ("Node GUID", "System image GUID"):
         if name in ca.fields and not re.fullmatch(r"0x[0-9a-f]{1,16}", ca.fields[name]):
-            torn.append((f"CA {ca.name}: `{name}` is no number", ca.line))
+            torn.append((f"CA {ca.name}: `{name}` is not a number", ca.line))
     return torn
 
 
@@ -116,10 +116,10 @@ def _torn_port(ca: Block, port: Block) -> list[tuple[str, int | None]]:
             torn.append((f"{where}: unknown `{name}`: {port.fields[name][:40]!r}", port.line))
     for name in ("Capability mask", "Port GUID"):
         if name in port.fields and not re.fullmatch(r"0x[0-9a-f]{1,16}", port.fields[name]):
-            torn.append((f"{where}: `{name}` is no number", port.line))
+            torn.append((f"{where}: `{name}` is not a number", port.line))
     for name in ("Base lid", "SM lid", "LMC"):
         if name in port.fields and not re.fullmatch(r"\d{1,6}", port.fields[name]):
-            torn.append((f"{where}: `{name}` is no number", port.line))
+            torn.append((f"{where}: `{name}` is not a number", port.line))
     rate = _rate(port)
     if "Rate" in port.fields and (rate is None or not known_rate(rate)):
         torn.append((f"{where}: no port has the rate {port.fields['Rate'][:20]!r}", port.line))
@@ -154,7 +154,7 @@ def judge(facts: PortsFacts, context: Context) -> list[Finding]:
     """The ports' verdicts, and UNJUDGED for damage. A CA without ports is UNJUDGED, never a pass."""
     found = damaged(facts.damage, facts.file, facts.tool) + judge_ports(facts, context)
     if not found:
-        why = "the output shows no port"
+        why = "the output contains no port"
         found.append(Finding("NET001", "UNJUDGED", Target(node=context.node), why, evidence=(facts.file,)))
     return found
 

@@ -65,7 +65,7 @@ def parse(lines: Lines, file: str) -> StatusFacts:
             continue
         lines.claim(number)
     if not blocks and not fatal:
-        raise ParseError("no port in it", file=file)
+        raise ParseError("no port in the output", file=file)
     if fatal and blocks:
         damage.append((f"it ended with an error: {fatal}", fatal_line))
     for block in blocks:
@@ -95,10 +95,10 @@ def _torn(block: _Block) -> list[tuple[str, int | None]]:
     if said.get("link_layer", _OLD_KERNEL) not in _LAYERS:
         torn.append((f"{where}: unknown link layer {said['link_layer'][:40]!r}", block.line))
     if not re.fullmatch(r"[\w.-]+", block.device):
-        torn.append(("a device with a strange name", block.line))
+        torn.append(("a device with an invalid name", block.line))
     for name in ("base lid", "sm lid"):
         if said.get(name, _UNREAD) != _UNREAD and not re.fullmatch(r"0x[0-9a-f]{1,8}", said[name]):
-            torn.append((f"{where}: `{name}` is no number", block.line))
+            torn.append((f"{where}: `{name}` is not a number", block.line))
     return torn
 
 

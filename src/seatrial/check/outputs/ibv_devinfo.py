@@ -103,7 +103,7 @@ def parse(lines: Lines, file: str) -> DevinfoFacts:
             continue
         lines.claim(number)
     if not devices and not error and listed is None:
-        raise ParseError("no device in it", file=file)
+        raise ParseError("no device in the output", file=file)
     if error and devices:
         damage.append((f"a device is missing: {error}", error_line))
     ports = []
@@ -141,7 +141,7 @@ def _torn_device(device: Block) -> list[tuple[str, int | None]]:
         (f"{device.name}: no `{name}`", device.line) for name in _DEVICE_FIELDS if not said.get(name)
     ]
     if not re.fullmatch(r"[\w.-]+", device.name):
-        torn.append(("a device with a strange name", device.line))
+        torn.append(("a device with an invalid name", device.line))
     forms = {
         "node_guid": r"(?:[0-9a-f]{4}:){3}[0-9a-f]{4}",
         "sys_image_guid": r"(?:[0-9a-f]{4}:){3}[0-9a-f]{4}",
@@ -197,7 +197,7 @@ def _torn_port(device: Block, port: Block, verbose: bool) -> list[tuple[str, int
         torn.append((f"{where}: unknown link layer {said['link_layer'][:40]!r}", port.line))
     for name, form in (("sm_lid", r"\d{1,6}"), ("port_lid", r"\d{1,6}"), ("port_lmc", r"0x[0-9a-f]{2}")):
         if said.get(name) and not re.fullmatch(form, said[name]):
-            torn.append((f"{where}: `{name}` is no number", port.line))
+            torn.append((f"{where}: `{name}` is not a number", port.line))
     return torn
 
 
@@ -253,11 +253,11 @@ def judge(facts: DevinfoFacts, context: Context) -> list[Finding]:
         why = f"ibv_devinfo: {facts.error or 'no device'}"
         found.append(Finding("NET007", "UNJUDGED", target, why, evidence=place))
     elif not facts.ports:
-        why = f"{facts.listed} devices are listed; without -l the tool says what state they are in"
+        why = f"{facts.listed} devices are listed; run it without -l to see their state"
         found.append(Finding("NET001", "UNJUDGED", target, why, evidence=place))
     asked = context.port_gbit_s if isinstance(context, NetworkContext) else None
     if asked is not None and facts.ports and all(p.port.gbit_s is None for p in facts.ports):
-        why = "ibv_devinfo says the rate only with -v"
+        why = "ibv_devinfo prints the rate only with -v"
         expected = Expected(asked, "Gb/s", "--port-gbit-s", "one direction")
         text = f"whether the ports run at {gbit(asked)} Gb/s is not in the output"
         found.append(

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from seatrial.check.judging.findings import Finding, Verdict
-from seatrial.check.outputs.say import Say, having
+from seatrial.check.outputs.finding_collector import FindingCollector, having
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 
 _RECORD = re.compile(
@@ -68,13 +68,13 @@ def parse(lines: Lines, file: str) -> Sel:
             continue
         lines.claim(number)
     if not events and not empty:
-        raise ParseError("no record of the log in it", file=file)
+        raise ParseError("no log record in the output", file=file)
     return Sel(file, tuple(events))
 
 
 def judge(sel: Sel, context: Context) -> list[Finding]:
     """One finding per sensor and event that is still asserted; UNJUDGED if no rule matches."""
-    say = Say(sel.file, context, "SEL001")
+    say = FindingCollector(sel.file, context, "SEL001")
     open_: dict[str, list[Event]] = {}
     for event in sel.events:
         if event.over:
@@ -92,9 +92,9 @@ def judge(sel: Sel, context: Context) -> list[Finding]:
             say(verdict, text, *(e.line for e in events))
     if unknown:
         kinds = list(dict.fromkeys(e.what.replace(" | ", ": ")[:60] for e in unknown))
-        text = f"{len(unknown)} of the log's records are not known: {'; '.join(kinds[:4])}"
+        text = f"{len(unknown)} log records are unknown: {'; '.join(kinds[:4])}"
         say("UNJUDGED", text, *(e.line for e in unknown))
-    return say.all_well("nothing that is still wrong in the log of the management controller")
+    return say.all_well("no asserted fault in the BMC's log")
 
 
 _MATCHES = having(

@@ -57,7 +57,7 @@ class Link:
     def text(self) -> str:
         times = len(self.lines) + self.more
         if not times:
-            return f"link {self.port} is down, and was never up in this log: not cabled, or down since before"
+            return f"link {self.port} is down and was never up in this log: not cabled, or down since before the log began"
         return f"link {self.port} went down {times} time{'s' * (times > 1)}" + (
             "" if self.up else " and was down at the end"
         )

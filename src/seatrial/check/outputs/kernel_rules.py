@@ -23,7 +23,7 @@ OTHERS: tuple[Rule, ...] = (
     _rule(
         "SYS002",
         "WARN",
-        "ended processes for lack of memory",
+        "killed processes: out of memory",
         r"\bOut of memory: Kill|\boom-kill:|\binvoked oom-killer:|\bMemory cgroup out of memory",
     ),
     _rule(
@@ -44,38 +44,38 @@ OTHERS: tuple[Rule, ...] = (
     _rule(
         "SYS003",
         "WARN",
-        "a PCIe card has left its slot",
+        "a PCIe card was removed from its slot",
         r"\bpciehp: Slot\(\S{1,20}\): (?:Link Down|Card not present)",
     ),
     _rule(
         "SYS003",
         "WARN",
-        "the processor is too hot",
+        "CPU overheated",
         r"\btemperature above threshold, cpu clock throttled",
     ),
     _rule(
         "SYS004",
         "FAIL",
-        "GPU cannot be started",
+        "GPU cannot be initialised",
         r"\bNVRM: .{0,120}(?:RmInitAdapter failed|rm_init_adapter failed|failed to copy vbios|probe routine failed)"
         r"|\bNVRM: None of the NVIDIA (?:\w{1,20} )?devices were (?:probed|initialized)",
     ),
     _rule(
         "SYS004",
         "FAIL",
-        "the GPU driver's parts are of different versions",
+        "version mismatch between GPU driver components",
         r"\bNVRM: API mismatch",
     ),
     _rule(
         "SYS004",
         "FAIL",
-        "the GPU's own processor does not answer",
+        "the GPU's GSP does not respond",
         r"\bNVRM: .{0,80}(?:GSP Timeout|_kgspIsHeartbeatTimedOut|Heartbeat timed out|Rate limiting GSP RPC error prints)",
     ),
     _rule(
         "GPU007",
         "WARN",
-        "a GPU is too hot",
+        "GPU overheated",
         r"\bNVRM: GPU at .{0,60}has overheated",
     ),
     _rule(
@@ -93,73 +93,73 @@ OTHERS: tuple[Rule, ...] = (
     _rule(
         "SYS005",
         "WARN",
-        "the kernel itself has failed",
+        "kernel panic or oops",
         r"\bKernel panic - not syncing|\bBUG: unable to handle|\bOops: [0-9a-f]{4} \[",
     ),
     _rule(
         "SYS006",
         "WARN",
-        "a process, a processor or a GPU hung",
+        "a process, a CPU or a GPU hung",
         r"\bsoft lockup - CPU#\d+ stuck|\bhard LOCKUP on cpu|\bblocked for more than \d{2,6} seconds|\bdetected stalls? on CPUs|\bself-detected stall on CPU"
         r"|\bamdgpu: (?:ring \S{1,30} timeout|GPU reset begin)",
     ),
     _rule(
         "SYS007",
         "FAIL",
-        "a disk or its file system has failed",
+        "a disk or its file system failed",
         r"\bRemounting filesystem read-only|\bnvme\d+: Disabling device after reset failure|\bnvme\w+: no available path - failing I/O"
         r"|\bmd/raid\S{0,20}: Disk failure on|\bnvme nvme\d+: Removing after probe failure",
     ),
     _rule(
         "SYS007",
         "WARN",
-        "errors of a disk",
+        "disk errors",
         r"\b(?:I/O|medium|target) error, dev |\bnvme nvme\d+: controller is down|\bBuffer I/O error on dev |\bnvme nvme\d+: I/O .{0,40}timeout|\bI/O error while writing superblock"
         r"|\battempt to access beyond end of device|\b(?:EXT4-fs|XFS|BTRFS) ?(?:error| \(\S{1,40}\): (?:Corruption|metadata I/O error))",
     ),
     _rule(
         "SYS007",
         "WARN",
-        "a file server does not answer",
+        "a file server does not respond",
         r"\bnfs: server \S{1,120} not responding",
     ),
     _rule(
         "NET013",
         "FAIL",
-        "the adapter's firmware has failed",
+        "adapter firmware failure",
         r"\bmlx5_core .{0,80}(?:device's health compromised|Health issue observed, firmware internal error|health recovery flow aborted|Fatal error \d+ detected)",
     ),
     _rule(
         "NET013",
         "WARN",
-        "the adapter does not answer its driver",
+        "the adapter does not respond to its driver",
         r"\bmlx5_core .{0,160}(?:No done completion|timeout\. Will cause a leak of a command resource)|\bNETDEV WATCHDOG: .{0,40}timed out",
     ),
     _rule(
         "NET013",
         "WARN",
-        "trouble with a cable or a transceiver, or it is too hot",
+        "faulty or overheated cable or transceiver",
         r"\bmlx5_core .{0,60}High temperature on sensors|\bmlx5_core .{0,40}Port module event(?:\[error\]|: module \d+, Cable error)",
     ),
     _rule(
         "NET013",
         "WARN",
-        "the slot has too little power for the adapter",
+        "insufficient slot power for the adapter",
         r"\bDetected insufficient power on the PCIe slot",
     ),
     _rule(
         "NCC005",
         "WARN",
-        "a program died inside NCCL",
+        "a program crashed inside NCCL",
         r"\bsegfault at .{0,120} in libnccl\.so",
     ),
     _rule(
         "NCC005",
         "WARN",
-        "GPUDirect RDMA lost its memory while it was in use",
+        "GPUDirect RDMA memory was invalidated while in use",
         r"\bnvidia-peermem \S{1,60} ERROR detected invalid context",
     ),
-    _rule("SYS002", "WARN", "no more files can be opened", r"\bVFS: file-max limit \d+ reached"),
+    _rule("SYS002", "WARN", "the limit on open files was reached", r"\bVFS: file-max limit \d+ reached"),
 )  # fmt: skip
 
 # Subjects of a disk error: a device, a partition, an array member, a file server.

@@ -191,7 +191,7 @@ def parse(lines: Lines, file: str) -> KernelText:
             removable.add(disk)
         links.setdefault(host, Watch()).take(number, line, 1 + more)
     if not count:
-        raise ParseError("the log is empty: what the kernel said is not known", file=file)
+        raise ParseError("the log is empty: kernel messages are unknown", file=file)
     others = [
         o
         for o in others
@@ -209,7 +209,7 @@ def parse(lines: Lines, file: str) -> KernelText:
 
 def _narrow(number: int, found: re.Match[str], host: str | None) -> Other:
     """A device with a degraded PCIe link."""
-    what = f"{found['driver']}: {found['have']} Gb/s of PCIe bandwidth, limited by a {found['link']} link, {found['can']} possible"
+    what = f"{found['driver']}: {found['have']} Gb/s of PCIe bandwidth, limited by a {found['link']} link, {found['can']} supported"
     have, can = float(found["have"]), float(found["can"])
     return Other(
         number, "SYS001", "WARN", what, pci=address(found["pci"]), measured=have, expected=can, host=host
@@ -232,12 +232,12 @@ def judge(log: KernelText, context: Context) -> list[Finding]:
     strangers = [] if context.node is None else [h for h in log.hosts if not same_host(h, context.node)]
     if not found:
         only = log.hosts[0] if len(log.hosts) == 1 else None
-        text = f"no message of the GPU or NVSwitch driver that tells of a fault, in {log.lines} lines"
+        text = f"no GPU or NVSwitch driver message indicating a fault, in {log.lines} lines"
         text += f" of host {only}" if strangers and only else ""
         target = Target(node=context.node or only)
         found.append(Finding("XID004", "PASS", target, text, evidence=(log.file,)))
     if len(strangers) > 1 and len(strangers) == len(log.hosts):
-        why = f"a log of several hosts, {listed(strangers)}, none of them {context.node}: whose messages these are is not known"
+        why = f"a log of several hosts, {listed(strangers)}, none of them {context.node}: it is unknown which node these messages are from"
         found.append(Finding("FILE008", "UNJUDGED", Target(node=context.node), why, evidence=(log.file,)))
     return found
 
@@ -339,7 +339,7 @@ def _source(xid: XidMessage) -> str:
         return "docs.nvidia.com, Fabric Manager user guide: SXid errors"
     known = catalogue().get(xid.code)
     if known is None:
-        return "this code is in no list known here"
+        return "this code is not in NVIDIA's catalogue"
     return f"Xid catalog: {known.bucket or 'no bucket'}" + (f", then {known.then}" if known.then else "")
 
 
@@ -349,22 +349,22 @@ def _action(xid: XidMessage, verdict: Verdict) -> str:
         return ""
     if xid.code == 154 and xid.recovery is not None:
         return {
-            "reset": "the driver asks for a reset of the GPU: nvidia-smi --gpu-reset",
-            "reboot": "the driver asks for a restart of the node",
-            "drain_p2p": "the driver asks to end what talks to other GPUs, then to reset this one",
+            "reset": "the driver requests a GPU reset: nvidia-smi --gpu-reset",
+            "reboot": "the driver requests a reboot of the node",
+            "drain_p2p": "the driver requests to end peer-to-peer work, then to reset this GPU",
         }.get(xid.recovery, "")
     if xid.code == 79:
-        return "the GPU cannot be reset: restart the node; if it comes again, have the GPU replaced"
+        return "the GPU cannot be reset: reboot the node; if it recurs, replace the GPU"
     if xid.code == 74:
-        return "drain the node, reset the GPU, and look at the other end of the link"
+        return "drain the node, reset the GPU, and check the other end of the link"
     known = catalogue().get(xid.code)
     bucket = None if known is None else known.bucket
     if xid.code in _FAIL_CODES or xid.code in NVLINK5_CODES or bucket == "RESET_GPU":
-        return "reset the GPU (nvidia-smi --gpu-reset) before any job runs there; if it comes again, have it replaced"
+        return "reset the GPU (nvidia-smi --gpu-reset) before running any job there; if it recurs, replace it"
     return {
-        "RESTART_BM": "restart the node",
-        "RESTART_VM": "restart the virtual machine",
-        "CHECK_MECHANICALS": "look at power and cabling of the GPU",
+        "RESTART_BM": "reboot the node",
+        "RESTART_VM": "reboot the virtual machine",
+        "CHECK_MECHANICALS": "check power and cabling of the GPU",
         "UPDATE_SWFW": "update driver and firmware",
     }.get(bucket or "", "")
 

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass, field
 
 from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
+from seatrial.check.outputs.finding_collector import FindingCollector, having
 from seatrial.check.outputs.gpu_count import count_findings
-from seatrial.check.outputs.say import Say, having
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.check.ranges import listed
 from seatrial.hardware.xid import address
@@ -96,13 +96,13 @@ def parse(lines: Lines, file: str) -> Bus:
             devices += [now] if now not in devices else []
         lines.claim(number)
     if not count:
-        raise ParseError("no device of the bus in it", file=file)
+        raise ParseError("no PCI device in the output", file=file)
     return Bus(file, tuple(devices), count, whole)
 
 
 def judge(bus: Bus, context: Context) -> list[Finding]:
     """FAIL for devices that do not answer (rev ff); then links; UNJUDGED if -vv had no permission to read them."""
-    say = Say(bus.file, context, "PCI001")
+    say = FindingCollector(bus.file, context, "PCI001")
     gpus = [d for d in bus.devices if d.kind == "GPU"]
     if bus.whole and not gpus and context.gpus:
         say("FAIL", f"no GPU on the bus, {context.gpus} expected", code="GPU001", measured=0)
@@ -112,28 +112,26 @@ def judge(bus: Bus, context: Context) -> list[Finding]:
     for device in bus.devices:
         target = Target(pci=device.pci)
         if device.gone:
-            text = f"{device.name[:80]} does not answer on the bus any more (rev ff)"
+            text = f"{device.name[:80]} no longer responds on the bus (rev ff)"
             say("FAIL", text, device.line, target=target, measured="ff")
             continue
         if device.errors:
-            text = (
-                f"{device.name[:60]}: PCIe errors at some time since its last reset: {listed(device.errors)}"
-            )
+            text = f"{device.name[:60]}: PCIe errors since its last reset: {listed(device.errors)}"
             say("WARN", text, *device.errors.values(), code="SYS003", target=target)
         if device.denied:
-            say("UNJUDGED", "its link can only be seen by root", device.line, code="PCI002", target=target)
+            say("UNJUDGED", "its link is only visible to root", device.line, code="PCI002", target=target)
         elif device.links or (device.kind and shown):
             _link(say, device, target)
     if not bus.devices:
         say("UNJUDGED", f"no accelerator and no fabric adapter among {bus.count} devices")
     counts = [(sum(d.kind == kind for d in bus.devices), kind) for kind in ("GPU", "adapter", "NVSwitch")]
     kinds = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for n, kind in counts if n)
-    return say.all_well(f"{kinds} on the bus, all answer")
+    return say.all_well(f"{kinds} on the bus, all respond")
 
 
-def _link(say: Say, device: Device, target: Target) -> None:
+def _link(say: FindingCollector, device: Device, target: Target) -> None:
     if not {"Cap", "Sta"} <= device.links.keys():
-        say("UNJUDGED", "LnkCap or LnkSta is missing: cut off", device.line, code="PCI002", target=target)
+        say("UNJUDGED", "LnkCap or LnkSta is missing: truncated", device.line, code="PCI002", target=target)
         return
     (could, widest, _), (speed, width, line) = device.links["Cap"], device.links["Sta"]
     about = device.name[:60]

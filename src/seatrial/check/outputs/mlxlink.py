@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
+from seatrial.check.outputs.finding_collector import FindingCollector
 from seatrial.check.outputs.network import damaged
-from seatrial.check.outputs.say import Say
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, read_json
 
 _PAIR = re.compile(r"^(?P<name>\S[^:]*?)\s*:\s?(?P<value>.*?)\s*$")
@@ -63,7 +63,7 @@ def parse(lines: Lines, file: str) -> LinkFacts:
     else:
         sections = _from_text(lines, fields)
     if not fields:
-        raise ParseError("no field of mlxlink in it", file=file)
+        raise ParseError("no mlxlink field in the output", file=file)
     damage += [(f"the section `{name}` is missing", None) for name in _SECTIONS if name not in sections]
     damage += [(f"no `{name}`", None) for name in _NEEDED if not fields.get(name, ("", 0))[0]]
     for name in ("Status Opcode", "Recommendation"):
@@ -77,9 +77,9 @@ def parse(lines: Lines, file: str) -> LinkFacts:
         and fields.get("Status Opcode", ("", 0))[0] == "0"
         and not _NO_ISSUE.fullmatch(advice[0])
     ):
-        damage.append((f"no issue by its opcode, and the recommendation {advice[0][:60]!r}", advice[1]))
+        damage.append((f"no issue by its opcode, but the recommendation {advice[0][:60]!r}", advice[1]))
     if "Tool Information" in sections and "MFT Version" not in fields and "mstflint Version" not in fields:
-        damage.append(("`Tool Information` is not whole: cut off", None))
+        damage.append(("`Tool Information` is incomplete: truncated", None))
     if _COUNTERS in sections and "Effective Physical BER" not in fields:
         damage.append((f"`{_COUNTERS}` without the effective bit error rate", None))
     return LinkFacts(file, fields, tuple(damage))
@@ -126,22 +126,24 @@ def _from_json(lines: Lines, file: str, fields: dict[str, tuple[str, int | None]
 
 def judge(facts: LinkFacts, context: Context) -> list[Finding]:
     """State, speed against what port and cable support, and quality. PASS only if up, at full speed and error-free."""
-    say = Say(facts.file, context, "NET008", Target(port=facts.text("Device") or facts.text("device")))
+    say = FindingCollector(
+        facts.file, context, "NET008", Target(port=facts.text("Device") or facts.text("device"))
+    )
     say.found += damaged(facts.damage, facts.file, "mlxlink")
     _state(facts, say)
     _speed(facts, say)
     _quality(facts, say)
-    return say.all_well(f"{facts.text('Speed')} {facts.text('Width')}, link up, no issue told")
+    return say.all_well(f"{facts.text('Speed')} {facts.text('Width')}, link up, no issue reported")
 
 
-def _state(facts: LinkFacts, say: Say) -> None:
+def _state(facts: LinkFacts, say: FindingCollector) -> None:
     state, physical = facts.text("State"), facts.text("Physical state")
     if not state or not physical or (state == "Active" and physical in _UP):
         return
     expected = Expected("Active, LinkUp", source="InfiniBand Architecture Specification, port states")
     text, down = f"{state}, physical state {physical}", state in _DOWN
     if not down:
-        text = f"this state is not known: {text[:80]}"
+        text = f"unknown state: {text[:80]}"
     elif advice := facts.text("Recommendation"):
         text += f"; {advice}"
     verdict: Verdict = "FAIL" if down else "UNJUDGED"
@@ -169,7 +171,7 @@ def _speeds(text: str | None) -> list[str]:
     return [] if listed is None else [s.strip() for s in listed["speeds"].split(",")]
 
 
-def _speed(facts: LinkFacts, say: Say) -> None:
+def _speed(facts: LinkFacts, say: FindingCollector) -> None:
     if facts.text("State") != "Active":
         return
     speed, width = facts.text("Speed") or "", facts.text("Width") or ""
@@ -182,15 +184,15 @@ def _speed(facts: LinkFacts, say: Say) -> None:
         unknown += [s for text in lists for s in _speeds(text) if _rank(s) is None]
     line, (enabled, cable) = facts.line("Speed"), map(_best, lists)
     if unknown or enabled is None:
-        why = "which speeds are enabled is not in the output, or not readable"
+        why = "the enabled speeds are not in the output, or unreadable"
         if unknown:
-            why = f"this speed or width is not known: {', '.join(unknown)[:60]!r}"
+            why = f"unknown speed or width: {', '.join(unknown)[:60]!r}"
         say("UNJUDGED", why, line, code="NET002")
         return
     best = min((s for s in (enabled, cable) if s is not None), key=lambda s: _rank(s) or 0.0)
     if (_rank(speed) or 0.0) < (_rank(best) or 0.0):
-        expected = Expected(best, "", "the fastest that both port and cable can do, as mlxlink says")
-        text = f"runs at {speed}, port and cable can do {best}"
+        expected = Expected(best, "", "the fastest that port and cable support, from mlxlink")
+        text = f"runs at {speed}, port and cable support {best}"
         say("FAIL", text, line, code="NET002", measured=speed, expected=expected)
     narrow = width == "1x" or (width == "2x" and (_rank(speed) or 0) < _IB.index("NDR"))
     if narrow and speed.startswith("IB-"):
@@ -203,7 +205,7 @@ def _speed(facts: LinkFacts, say: Say) -> None:
         say(verdict, text, facts.line("Width"), code="NET002", measured=width, expected=expected)
 
 
-def _quality(facts: LinkFacts, say: Say) -> None:
+def _quality(facts: LinkFacts, say: FindingCollector) -> None:
     opcode, advice = facts.text("Status Opcode"), facts.text("Recommendation") or ""
     if opcode is not None and opcode != "0" and facts.text("State") == "Active":
         line = facts.line("Status Opcode")
@@ -211,17 +213,17 @@ def _quality(facts: LinkFacts, say: Say) -> None:
             text, good = f"status opcode {opcode}: {advice}", Expected("0", "", "mlxlink")
             say("WARN", text, line, measured=opcode, expected=good)
         else:
-            say("UNJUDGED", f"the status opcode is not readable: {opcode[:40]!r}", line)
+            say("UNJUDGED", f"the status opcode is unreadable: {opcode[:40]!r}", line)
     for name in ("Effective Physical BER", "Symbol BER"):
         said, line = facts.text(name), facts.line(name)
         if said is None or said in ("N/A", ""):
             continue
         rate = float(said) if re.fullmatch(r"\d+(?:\.\d+)?(?:[eE]-?\d{1,3})?", said) else None
         if rate is None:
-            say("UNJUDGED", f"`{name}` is not readable: {said[:40]!r}", line)
+            say("UNJUDGED", f"`{name}` is unreadable: {said[:40]!r}", line)
         elif rate > _BIT_ERRORS:
             most = Expected(_BIT_ERRORS, "", "at most; InfiniBand Architecture Specification")
-            text = f"{name} {said}: errors are left after correction"
+            text = f"{name} {said}: errors remain after correction"
             say("WARN", text, line, measured=rate, expected=most)
 
 

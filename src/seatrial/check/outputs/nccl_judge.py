@@ -72,7 +72,7 @@ def _right(log: NcclLog, context: Context) -> Iterator[Finding]:
     target = Target(node=context.node)
     wrong = [r for r in log.rows if r.wrong]
     if wrong:
-        text = f"wrong numbers at {len(wrong)} message sizes, first at {wrong[0].size} bytes"
+        text = f"wrong results at {len(wrong)} message sizes, first at {wrong[0].size} bytes"
         places = evidence(log.file, (r.line for r in wrong))
         yield Finding(
             "NCC001",
@@ -91,18 +91,18 @@ def _right(log: NcclLog, context: Context) -> Iterator[Finding]:
         failures.append(
             (
                 log.average[0],
-                "the run calls itself FAILED at its average bandwidth, a limit that its user gave",
+                "the run reports FAILED for its average bandwidth, against a limit set by its user",
             )
         )
     for line, text in sorted(failures)[:3]:
         yield Finding("NCC001", "FAIL", target, text, evidence=evidence(log.file, [line]))
     last, meant = (log.rows[-1].size if log.rows else 0), log.last_size()
     if not log.rows:
-        why = "the table has no row that can be read"
+        why = "the table has no readable row"
     elif log.average is None or log.out_of_bounds is None:
-        why = "the end of the run is missing: it stopped, or the output is cut off"
+        why = "the end of the run is missing: it was stopped, or the output is truncated"
     elif meant is not None and last < meant:
-        why = f"the run was to go to {meant} bytes and ends at {last}"
+        why = f"the run should go up to {meant} bytes but ends at {last}"
     else:
         why = _lost_ranks(log)
     if why:
@@ -110,13 +110,11 @@ def _right(log: NcclLog, context: Context) -> Iterator[Finding]:
     elif not wrong and not failures:
         unchecked = all(r.wrong is None for r in log.rows)
         if unchecked:
-            why = "the numbers were not checked (-c 0)"
+            why = "the results were not checked (-c 0)"
             yield Finding("NCC001", "UNJUDGED", target, why, evidence=(log.file,))
         else:
-            alone = (
-                "; one rank: no link was used, so this says nothing of bandwidth" if _ranks(log) == 1 else ""
-            )
-            text = f"right at all {len(log.rows)} message sizes{alone}"
+            alone = "; one rank: no link was used, so bandwidth cannot be judged" if _ranks(log) == 1 else ""
+            text = f"correct at all {len(log.rows)} message sizes{alone}"
             yield Finding("NCC001", "PASS", target, text, evidence=(log.file,))
 
 
@@ -140,13 +138,13 @@ def _lost_ranks(log: NcclLog) -> str:
     """Why the list of ranks is incomplete, such as a header that is cut off; empty if there is no sign of it."""
     numbers, ratio = sorted(r.rank for r in log.ranks), _ratio(log)
     if numbers != list(range(len(numbers))):
-        return f"only the ranks {listed(numbers)} are listed: the head of the run is not whole"
+        return f"only the ranks {listed(numbers)} are listed: the header of the run is incomplete"
     if len(numbers) % log.each:
-        return f"{len(numbers)} ranks are listed of processes with {log.each} each: the list is not whole"
+        return f"{len(numbers)} ranks are listed of processes with {log.each} each: the list is incomplete"
     if not numbers or ratio is None or _test(log) != "all_reduce_perf":
         return ""
     if abs(ratio - 2 * (len(numbers) - 1) / len(numbers)) > _SAME_RATIO:
-        return f"{len(numbers)} ranks are listed, and busbw is {ratio:.3g} times algbw, which is that of another number"
+        return f"{len(numbers)} ranks are listed, and busbw is {ratio:.3g} times algbw, which corresponds to another number"
     return ""
 
 
@@ -192,12 +190,12 @@ def _bandwidth(log: NcclLog, context: Context) -> Iterator[Finding]:
     if test not in _RING and (test not in _LIKE_RING or len(_hosts(log)) > 1):
         why = f"no floor is known for {log.test or 'this test'}"
     elif row.size < _LEAST:
-        why = f"the largest message is {row.size} bytes: below {_LEAST} latency decides, not bandwidth"
+        why = f"the largest message is {row.size} bytes: below {_LEAST} it is bound by latency, not bandwidth"
     elif floor is None:
         why = "no floor is known for these GPUs"
     else:
         if floor.verdict(row.busbw) != "PASS" and test in _LIKE_RING:
-            why = f"{floor.value} is what a ring reads on these GPUs, and no floor is known for {log.test or 'this test'}"
+            why = f"{floor.value} is what a ring reaches on these GPUs, and no floor is known for {log.test or 'this test'}"
         elif floor.verdict(row.busbw) != "PASS":
             yield from _low(log, row, floor, guess, context)
             return
@@ -260,8 +258,8 @@ def _maybe_nvls(log: NcclLog, row: Row, floor: Floor, context: Context) -> str:
     ):
         return ""
     return (
-        f"a healthy ring reads {floor.value}, but NVLS, which this hardware has, {nvls.value}: "
-        "run it with NCCL_DEBUG=INFO to see which it was"
+        f"a healthy ring reaches {floor.value}, but NVLS, which this hardware supports, {nvls.value}: "
+        "run it with NCCL_DEBUG=INFO to see which was used"
     )
 
 
@@ -277,14 +275,14 @@ def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, context: Context) ->
     told = f"{row.busbw} GB/s busbw at {row.size} bytes"
     why = ""
     if guess:
-        why = "the output does not name the kind of GPU, and not every kind reads more"
+        why = "the output does not name the GPU model, and some models reach less"
     elif row.size < _PLATEAU:
-        why = f"the message is too small to tell: from {_PLATEAU} bytes on it is judged"
+        why = f"the message is too small to judge: at least {_PLATEAU} bytes are required"
     elif ranks is None or nodes is None:
-        why = "over how many nodes it ran is not known"
+        why = "the number of nodes is unknown"
     elif nodes > 1 and context.nic_gbit_s is None:
         share = row.busbw * 8 * (nodes - 1) / (ranks - 1)
-        why = f"over {nodes} nodes the network limits it, {share:.0f} Gb/s a GPU, and the rate of its NIC is not known"
+        why = f"over {nodes} nodes the network limits it, {share:.0f} Gb/s a GPU, and the rate of its NIC is unknown"
     elif nodes == 1 and ranks not in (8, 16) and ranks < 8:
         why = f"the floor is for the whole board, this ran on {ranks} GPUs"
     if why or ranks is None or nodes is None:
@@ -315,7 +313,7 @@ def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, context: Context) ->
             "NCC002", "WARN" if low else "PASS", target, text, rate, "Gb/s", expected, evidence=place
         )
     else:
-        text = f"{told}; healthy GPUs of this kind read {floor.value} ({floor.algorithm})"
+        text = f"{told}; healthy GPUs of this model reach {floor.value} ({floor.algorithm})"
         yield Finding(
             "NCC002",
             floor.verdict(row.busbw),
@@ -364,12 +362,12 @@ def _topology(log: NcclLog, context: Context) -> Iterator[Finding]:
     able = log.multicast | {where for where, (count, _) in log.nvls.items() if count > 0}
     for (host, device), line in sorted(log.no_multicast.items()):
         if able:
-            text = f"no NVLS on {host} GPU {device}, while others have it"
+            text = f"no NVLS on {host} GPU {device}, but others do"
             yield Finding(
                 "NCC004", "FAIL", Target(node=host, gpu=device), text, evidence=evidence(log.file, [line])
             )
     if "Socket" in log.network and (max(log.nodes, default=1) > 1 or len(hosts) > 1):
-        text = "NCCL goes over TCP sockets between nodes, not over RDMA"
+        text = "NCCL uses TCP sockets between nodes, not RDMA"
         yield Finding(
             "NCC004", "WARN", node, text, "Socket", evidence=evidence(log.file, [log.network["Socket"]])
         )

@@ -163,7 +163,7 @@ def parse(lines: Lines, file: str) -> NcclLog:
     hosts = {r.host for run in (first, *first.later) for r in run.ranks}
     lines.claim(*(number for number, name in names if name in hosts))
     if not first.table and not seen_debug:
-        raise ParseError("no table of nccl-tests and no line of NCCL_DEBUG", file=file)
+        raise ParseError("neither a table of nccl-tests nor a line of NCCL_DEBUG", file=file)
     return first
 
 

@@ -104,7 +104,7 @@ def parse(lines: Lines, file: str) -> ScoutFacts:
         if all(known):
             lines.claim(number)
     if not facts.pairs and not facts.counts:
-        raise ParseError("no pair of nodes and no summary in it", file=file)
+        raise ParseError("neither a pair of nodes nor a summary in the output", file=file)
     _check(facts)
     return facts
 
@@ -144,7 +144,7 @@ def _check(facts: ScoutFacts) -> None:
     """Record as damage what is missing in the summary, and where it contradicts the measurements."""
     counts = facts.counts
     if not facts.whole:
-        facts.damage.append(("the closing line `Test completed at` is missing: cut off", None))
+        facts.damage.append(("the closing line `Test completed at` is missing: truncated", None))
     for what in ("Total nodes provided", "Good nodes", "Bad nodes", "Unreachable nodes"):
         if what not in counts:
             facts.damage.append((f"the count `{what}` is missing", None))
@@ -160,12 +160,12 @@ def _check(facts: ScoutFacts) -> None:
     for what in ("Good", "Bad", "Unreachable"):
         told = counts.get(f"{what} nodes", 0)
         if counts.get(f"{what} list", 0) != told or len(facts.lists.get(what, ())) != told:
-            facts.damage.append((f"the list of {what.lower()} nodes does not hold {told}", None))
+            facts.damage.append((f"the list of {what.lower()} nodes does not contain {told}", None))
     measured = [p.gb_s for p in facts.pairs if p.gb_s is not None]
     for what, value in facts.statistics.items():
         # A retest replaces the first result of a pair, so any of the results may be the extreme.
         if what != "Average" and not any(abs(value - gb_s) < _BESIDE for gb_s in measured):
-            facts.damage.append((f"`{what}` is not that of a pair", None))
+            facts.damage.append((f"`{what}` does not match any pair", None))
     if measured and facts.counts:
         for what in ("Maximum", "Minimum", "Average"):
             if what not in facts.statistics:
@@ -184,7 +184,7 @@ def _check_results(facts: ScoutFacts) -> None:
     before = {(frozenset((p.a, p.b)), p.gb_s) for p in facts.pairs[:first]}
     for nodes, gb_s in listed ^ before:
         told = "failed" if gb_s is None else f"{gb_s:.2f} GB/s"
-        facts.damage.append((f"{' and '.join(sorted(nodes))}: {told} is said once of two times", None))
+        facts.damage.append((f"{' and '.join(sorted(nodes))}: {told} is listed once instead of twice", None))
 
 
 def judge(facts: ScoutFacts, context: Context) -> list[Finding]:
@@ -201,7 +201,7 @@ def judge(facts: ScoutFacts, context: Context) -> list[Finding]:
         why = f"{untested} nodes were reachable and not tested"
         found.append(Finding("NET009", "UNJUDGED", Target(), why, evidence=(facts.file,)))
     if facts.floor is None and facts.pairs:
-        why = "the output does not say the threshold, and no other floor is known for these GPUs"
+        why = "the output does not state the threshold, and no other floor is known for these GPUs"
         text = (
             f"{len(facts.pairs)} pairs, median {usual:.1f} GB/s" if usual is not None else "no pair measured"
         )
@@ -266,7 +266,7 @@ def _nodes(facts: ScoutFacts, usual: float | None) -> list[Finding]:
             says = f"{gb_s:.1f} GB/s at best, with {listed(partners)}"
             verdict = "FAIL" if good or gb_s < BROKEN * floor else "WARN"
         if not good:
-            says += "; none of these is good with another, so the fault may be theirs"
+            says += "; none of these is good with another node, so they may be at fault"
         checked: Verdict = "FAIL" if verdict == "FAIL" else "WARN"
         found.append(
             Finding(

@@ -35,7 +35,7 @@ def port_rate(context: Context, device: str | None) -> tuple[float, str] | None:
     if context.port_gbit_s is not None:
         return context.port_gbit_s, "--port-gbit-s"
     if device is not None and device in context.rates_gbit_s:
-        return context.rates_gbit_s[device], f"rate of {device} as its port shows it"
+        return context.rates_gbit_s[device], f"rate of {device} as reported by its port"
     return None
 
 
@@ -52,7 +52,7 @@ def damaged(problems: Sequence[tuple[str, int | None]], file: str, tool: str) ->
             "UNJUDGED",
             Target(),
             f"{tool}: {told}",
-            why_unjudged="the output is damaged, so what is missing in it is not known",
+            why_unjudged="the output is damaged, so its missing parts are unknown",
             evidence=tuple(at(file, line) for _, line in problems[:4]),
         )
     ]

@@ -13,7 +13,7 @@ from typing import Any
 
 from seatrial.check.judging.findings import Direction, Expected, Finding, Target, Verdict
 from seatrial.check.judging.floors import Sku, What, find_sku, shares
-from seatrial.check.outputs.say import Say, having
+from seatrial.check.outputs.finding_collector import FindingCollector, having
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, read_json
 
 _RUN = re.compile(r"Running (?P<test>[a-z][a-z0-9_]+)\.\s*")
@@ -106,7 +106,7 @@ def parse(lines: Lines, file: str) -> Bandwidths:
     # "Running ..." alone counts only if no result of that test follows.
     tests = [t for t in tests if t.rows or t.status or sum(o.name == t.name for o in tests) == 1]
     if not tests and not faults:
-        raise ParseError("no test of nvbandwidth in it", file=file)
+        raise ParseError("no nvbandwidth test in the output", file=file)
     return Bandwidths(file, tuple(devices), tuple(tests), tuple(faults))
 
 
@@ -133,7 +133,7 @@ def _from_json(
 
 def judge(run: Bandwidths, context: Context) -> list[Finding]:
     """Errors; then each matrix against the floor of the GPU model, else against its own median."""
-    say = Say(run.file, context, "NOD022")
+    say = FindingCollector(run.file, context, "NOD022")
     for number, text in run.faults:
         say("FAIL", text, number)
     names = set(run.devices)
@@ -146,13 +146,13 @@ def judge(run: Bandwidths, context: Context) -> list[Finding]:
         elif test.rows and test.closed:
             judged += "latency" not in test.name and _matrix(say, test, sku)
         elif test.status != "waived":
-            say("UNJUDGED", f"{test.name}: no whole result, it is cut off", test.line, code="OUT002")
+            say("UNJUDGED", f"{test.name}: incomplete result, truncated", test.line, code="OUT002")
     if not judged and not say.found:
-        say("UNJUDGED", "no bandwidth in it that could be judged", code="NCC002")
+        say("UNJUDGED", "no bandwidth that could be judged", code="NCC002")
     return say.all_well(f"copy tests judged: {judged}, none slow", code="NOD023")
 
 
-def _matrix(say: Say, test: Test, sku: Sku | None) -> bool:
+def _matrix(say: FindingCollector, test: Test, sku: Sku | None) -> bool:
     """Report the slowest cell if it is too slow; returns whether the test could be judged."""
     between = test.name.startswith("device_to_device")
     rows = test.rows
@@ -166,13 +166,13 @@ def _matrix(say: Say, test: Test, sku: Sku | None) -> bool:
     uneven = len({len(row) for row in rows}) > 1 or (between and len(rows) != len(rows[0]))
     off = 0.0 if test.total is None else abs(sum(v for v, _, _ in cells) - test.total)
     if uneven or off > 0.01 * len(cells):  # values are printed with two decimals
-        text = f"{test.name}: the figures are not those that it added up"
+        text = f"{test.name}: the values do not match their sum"
         say("UNJUDGED", text, test.line, code="OUT002")
     if uneven:
         return False
     switched = sku is not None and sku.board == "switch"
     for _, i, j in [pair for pair in pairs if pair[0] is None][:1]:
-        where = f"copies between GPU {i} and GPU {j}" if between else f"figure of GPU {j}"
+        where = f"copies between GPU {i} and GPU {j}" if between else f"value of GPU {j}"
         text = f"{test.name}: no {where}, where others have some"
         say(
             "FAIL" if switched and between else "UNJUDGED",
@@ -197,7 +197,7 @@ def _matrix(say: Say, test: Test, sku: Sku | None) -> bool:
     elif slow and (not between or switched):
         verdict = "FAIL" if known and low < usual / 2 else "WARN"
     elif slow or (floor is None and len(cells) < _FEW):
-        verdict, text = "UNJUDGED", f"{text}; what these GPUs must reach is not known"
+        verdict, text = "UNJUDGED", f"{text}; the required rate of these GPUs is unknown"
     if verdict != "PASS":
         at = _place(between, i, j)
         say(verdict, text, test.line, code=code, target=at, measured=low, expected=expected, median=usual)

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 from seatrial.check.judging.findings import Finding, Target
-from seatrial.check.outputs.say import Say, having
+from seatrial.check.outputs.finding_collector import FindingCollector, having
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.check.ranges import listed
 from seatrial.hardware.counters import LIMITS, saturated
@@ -60,29 +60,29 @@ def parse(lines: Lines, file: str) -> PerfFacts:
             continue
         lines.claim(number)
     if not any(q.values for q in queries):
-        raise ParseError("no counters of a port in it", file=file)
+        raise ParseError("no port counters in the output", file=file)
     return PerfFacts(file, tuple(queries))
 
 
 def judge(facts: PerfFacts, context: Context) -> list[Finding]:
     """PASS for zero counters, UNJUDGED for others: a single reading does not say when they grew; a second one does."""
-    say = Say(facts.file, context, "NET011")
+    say = FindingCollector(facts.file, context, "NET011")
     for query in facts.queries:
         where = "all ports" if query.port == _ALL_PORTS else f"port {query.port}"
         target = Target(port=f"{query.title} {where}")
         # Extended counters cover data and packets; on newer adapters errors too.
         lacking = [n for n in _NAMES if n not in query.values] if not query.extended else []
         if lacking or "PortRcvPkts" not in query.values:
-            say("UNJUDGED", f"no {(lacking or ['PortRcvPkts'])[0]}: cut off", query.line, target=target)
+            say("UNJUDGED", f"no {(lacking or ['PortRcvPkts'])[0]}: truncated", query.line, target=target)
         for name, counter in _NAMES.items():
             value, line = query.values.get(name, (0, query.line))
             if value >= _LIMITS[counter].least:
-                full = "its highest value, so how much more is not known"
+                full = "its maximum, so the true count is unknown"
                 more = full if saturated(counter, value) else _LIMITS[counter].reason
-                text = f"{name} {value}, and one reading does not say whether it grows: {more}"
+                text = f"{name} {value}, and one reading does not show whether it increases: {more}"
                 say("UNJUDGED", text, line, target=target, measured=value)
     if not any(n in q.values for q in facts.queries for n in _NAMES):
-        say("UNJUDGED", "only data and packets were counted here: perfquery without -x shows errors")
+        say("UNJUDGED", "only data and packets are counted here: perfquery without -x shows errors")
     return say.all_well(f"no errors counted in {listed(q.title + f' port {q.port}' for q in facts.queries)}")
 
 

@@ -65,7 +65,7 @@ def parse(lines: Lines, file: str) -> Runs:
             lines.claim(number)
     runs = tuple(reader.finished())
     if not runs and not reader.errors:
-        raise ParseError("no test of perftest in it", file=file)
+        raise ParseError("no perftest test in the output", file=file)
     return Runs(file, runs, tuple(reader.errors))
 
 
@@ -133,7 +133,7 @@ class _Reader:
         found = {s["name"].strip().lower(): s["value"] for s in _SETTING.finditer(line)}
         known = now.run.settings
         for name in (n for n, value in found.items() if known.get(n, value) != value):
-            now.run = now.run.torn(f"`{name}` twice, and not the same", number)
+            now.run = now.run.torn(f"`{name}` twice, with different values", number)
         fresh = not found or not found.keys() <= known.keys() or now.titles > 1
         known.update({n: value for n, value in found.items() if n not in known})
         return fresh
@@ -146,7 +146,9 @@ class _Reader:
         if self._open is not None and not self._open.run.rows and self._open.run.kind in ("", kind):
             self._open.titles += 1
             if self._open.run.verb not in ("", verb) or self._open.run.both_directions != both:
-                self._open.run = self._open.run.torn("two different tests begin, none has a result", number)
+                self._open.run = self._open.run.torn(
+                    "two different tests start, neither has a result", number
+                )
             return
         if self._open is not None:
             self._done.append(self._open)
@@ -161,7 +163,7 @@ class _Reader:
         if now.columns and columns != now.columns:
             now.run = now.run.torn("its column line changes", number)
         if now.run.kind and kind != now.run.kind:
-            now.run = now.run.torn("its columns are not of its test", number)
+            now.run = now.run.torn("its columns do not match its test", number)
             return
         now.columns = columns
         unit = average[0][11:-1] if average else ""
@@ -170,11 +172,11 @@ class _Reader:
     def _row(self, now: _Open, line: str, number: int) -> None:
         words = line.split()
         if now.run.complete and line.split() != now.last:  # both ends of a loopback print the closing line
-            now.run = now.run.torn("figures after the closing line", number)
+            now.run = now.run.torn("values after the closing line", number)
             return
         now.last = words
         if not now.columns:
-            now.run = now.run.torn("figures before a column line", number)
+            now.run = now.run.torn("values before a column header", number)
             return
         if len(words) != len(now.columns) or not all(_NUMBER.match(w) for w in words):
             now.run = now.run.torn("a row that does not fit its columns", number)
@@ -185,7 +187,7 @@ class _Reader:
             return
         now.run = replace(now.run, rows=(*now.run.rows, row))
         if not consistent(row):
-            now.run = now.run.torn("a row whose figures contradict each other", number)
+            now.run = now.run.torn("a row with contradictory values", number)
 
     def finished(self) -> Iterator[Run]:
         for each in (*self._done, *([] if self._open is None else [self._open])):
@@ -198,7 +200,7 @@ class _Reader:
             )
             run = replace(run, loopback=loopback)
             if each.titles > 1 and not loopback:
-                run = run.torn("two tests begin, and they are not the ends of a loopback", run.line)
+                run = run.torn("two tests start that are not the ends of a loopback", run.line)
             if not run.verb:
                 run = run.torn("the test's title is missing", run.line)
             if "device" not in run.settings:
@@ -207,7 +209,7 @@ class _Reader:
             if len(told) == 2 or (told != {""} and not run.both_directions):
                 run = run.torn("the result of one direction is missing", each.line)
             if not run.rows:
-                run = run.torn("no result: the test did not end, or nobody connected", run.line)
+                run = run.torn("no result: the test did not finish, or no client connected", run.line)
             elif (
                 each.titles == 1
                 and not endless(run)
@@ -215,11 +217,11 @@ class _Reader:
             ):
                 run = run.torn("a size twice", run.rows[-1].line)
             elif not run.complete and not endless(run):
-                run = run.torn("the closing line is missing: cut off", run.rows[-1].line)
+                run = run.torn("the closing line is missing: truncated", run.rows[-1].line)
             yield run
         if self._waits is not None:
             yield Run(kind="", line=self._waits).torn(
-                "a server waits for a client: no test has begun", self._waits
+                "a server waits for a client: no test has started", self._waits
             )
 
 

@@ -48,9 +48,9 @@ def parse_json(lines: Lines, file: str) -> Runs:
         run = run.torn("the device's name is missing", 1)
     row = _row(results, run.kind) if isinstance(results, dict) else None
     if row is None:
-        return Runs(file, (run.torn("no result, or one that is not whole", None),))
+        return Runs(file, (run.torn("no result, or an incomplete one", None),))
     run = Run(**{**run.__dict__, "rows": (row,)})
-    return Runs(file, (run if consistent(row) else run.torn("figures that contradict each other", None),))
+    return Runs(file, (run if consistent(row) else run.torn("contradictory values", None),))
 
 
 def _document(lines: Lines, file: str) -> tuple[dict[str, Any], list[str]]:
@@ -74,7 +74,7 @@ def _unquoted(lines: Lines) -> tuple[dict[str, Any], list[str]]:
             if table is None:
                 damage.append("a value outside of its table")
             elif pair["name"].strip() in table:
-                damage.append("a name twice")
+                damage.append("a duplicate name")
             else:
                 table[pair["name"].strip()] = pair["value"].strip('"')
         elif line.strip() == "{":
@@ -86,7 +86,7 @@ def _unquoted(lines: Lines) -> tuple[dict[str, Any], list[str]]:
             continue
         lines.claim(number)
     if depth:
-        damage.append("brackets do not close: cut off")
+        damage.append("brackets do not close: truncated")
     return document, damage
 
 

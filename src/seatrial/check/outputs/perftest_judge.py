@@ -77,7 +77,7 @@ def _bandwidth(run: Run, file: str, context: Context) -> Finding:
     how = f"{run.name}, {row.size_bytes} bytes, {run.queue_pairs} queue pair{'s' * (run.queue_pairs > 1)}"
     how += made
     if run.loopback:
-        how += "; both ends are one adapter, so cable and switch were not tested"
+        how += "; both ends are the same adapter, so cable and switch were not tested"
 
     def finding(
         verdict: Verdict, says: str, expected: Expected | None, why: str = "", action: str = ""
@@ -99,7 +99,7 @@ def _bandwidth(run: Run, file: str, context: Context) -> Finding:
         return Expected(value, "Gb/s", source, "one direction", run.name, row.size_bytes)
 
     if not each and not row.messages_m_s:
-        return finding("FAIL", "nothing came through", expect(*rate) if rate is not None else None)
+        return finding("FAIL", "no data received", expect(*rate) if rate is not None else None)
     if row.size_bytes < _FILLS_BYTES:
         text = f"messages of {row.size_bytes} bytes do not fill a link"
         return finding("UNJUDGED", text, None, f"{text}; measure with -s 8388608")
@@ -107,12 +107,12 @@ def _bandwidth(run: Run, file: str, context: Context) -> Finding:
     if rate is not None:
         value, source = rate
         if each > value * _MEASURED_AT:
-            text = f"more than the port's {gbit(value)} Gb/s can carry"
+            text = f"more than the port's {gbit(value)} Gb/s"
             return finding(
                 "UNJUDGED",
                 text,
                 expect(value, source),
-                "the output and the port's rate do not belong together",
+                "the output and the port's rate do not match",
             )
         verdict = _banded(each / value, reads)
         return finding(
@@ -120,7 +120,7 @@ def _bandwidth(run: Run, file: str, context: Context) -> Finding:
         )
     if lowest is None:
         text = "more than any port in the catalogue carries"
-        return finding("UNJUDGED", text, None, f"{text}; name the port's rate with --port-gbit-s")
+        return finding("UNJUDGED", text, None, f"{text}; set the port's rate with --port-gbit-s")
     # The rate of the port is unknown. It is at least the lowest rate that carries what was measured, so a bandwidth
     # that is too low for that rate is too low for any higher one.
     share = each / lowest
@@ -129,11 +129,11 @@ def _bandwidth(run: Run, file: str, context: Context) -> Finding:
     verdict = _banded(share, reads)
     if verdict == "FAIL" and lowest == FABRIC_RATES_GBIT_S[0]:
         verdict = "WARN"  # a port of 10 to 56 Gb/s may be healthy at this bandwidth
-        says += "; broken, unless the port is slower than that by design"
+        says += "; broken, unless the port is slower by design"
     hint = (
         ""
         if verdict == "PASS"
-        else "hand in ibstat of the same node, or name the rate with --port-gbit-s; then as `seatrial explain NET004` says"
+        else "provide ibstat of the same node, or set the rate with --port-gbit-s; then as `seatrial explain NET004` says"
     )
     return finding(verdict, says, expect(lowest, source), action=hint)
 
@@ -165,7 +165,7 @@ def _latency(run: Run, file: str) -> Finding:
     expected = Expected(
         _LATENCY_US,
         "µs",
-        "at most; chosen here, four times what two ConnectX-7 servers show (1.27 µs)",
+        "at most; chosen here, four times the latency of two ConnectX-7 servers (1.27 µs)",
         "one direction",
         run.name,
         row.size_bytes,

@@ -145,7 +145,7 @@ def _error(
 # The first entry that matches a line counts. Texts: github.com/linux-rdma/perftest, src/, all versions since 3.0.
 ERRORS: tuple[Error, ...] = (
     _error(
-        r"Couldn't connect to (?P<peer>\S+?):(?P<port>\d+)", "NET006", "FAIL", "no server answered at the peer"
+        r"Couldn't connect to (?P<peer>\S+?):(?P<port>\d+)", "NET006", "FAIL", "no server responded at the peer"
     ),
     _error(r"Unable to resolve|getaddrinfo.*for (?P<peer>\S+):\d+|[^\n]{0,80}for ai_family: .* service:", "NET006", "FAIL", "the peer's name could not be resolved"),
     _error(
@@ -155,7 +155,7 @@ ERRORS: tuple[Error, ...] = (
         "this host shows no RDMA device",
     ),
     _error(r"If device exists, check if driver is up", "NET007", "UNJUDGED", "this host shows no RDMA device", symptom=True),
-    _error(r"IB device (?P<device>\S+) not found", "NET007", "FAIL", "the device that was asked for is not there"),
+    _error(r"IB device (?P<device>\S+) not found", "NET007", "FAIL", "the requested device does not exist"),
     _error(r"Port number (?P<number>\d+) state is (?P<state>\w+)", "NET001", "FAIL", "the port is not active"),
     _error(
         r"Completion with error|Failed status (?P<status>\d+): ?wr_id|Bad wc status|Completion with status|syndrom 0x",
@@ -167,7 +167,7 @@ ERRORS: tuple[Error, ...] = (
         r"Couldn't allocate MR|Couldn't create MR|Failed to create MR|failed to allocate memory region",
         "NET006",
         "FAIL",
-        "memory could not be registered, most likely the limit on locked memory",
+        "memory could not be registered, most likely because of the locked-memory limit",
     ),
     _error(r"Failed to modify (?:XRC )?QP.* to (?:INIT|RTR|RTS)|Failed to modify QP", "NET006", "FAIL", "the two sides could not be connected (GID index, MTU, partition key)"),
     _error(r"[\w ]{1,40}mismatch: local=|Current implementation is not compatible with versions", "NET006", "UNJUDGED", "the two sides run different versions or settings"),
@@ -176,21 +176,21 @@ ERRORS: tuple[Error, ...] = (
         r"Unable to create QP|Failed to create QP",
         "NET006",
         "FAIL",
-        "no connection could be made ready (too much inline data for this device, or the limit on locked memory)",
+        "the queue pair could not be created (too much inline data for this device, or the locked-memory limit)",
     ),
     _error(r"Couldn't create IB resources|Unable to Connect the HCA's through the link", "NET006", "FAIL", "it ended with an error", symptom=True),
     _error(
         r"Parser function exited with Error|Message Size should be between|is an invalid option|Invalid (?:Connection|Command)",
         "NET006",
         "UNJUDGED",
-        "it was called with options that it does not know",
+        "it was called with unknown options",
     ),
     _error(
         r"Unable to init the socket connection|Unable to open file descriptor for socket|Exchanging .* failed|Failed to exchange"
         r"|Couldn't listen to port|accept\(\) failed|Couldn't read remote address|Couldn't parse line <",
         "NET006",
         "FAIL",
-        "the two sides could not talk over their TCP connection",
+        "the two sides could not communicate over their TCP connection",
         symptom=True,
     ),
     _error(

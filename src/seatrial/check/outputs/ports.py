@@ -138,7 +138,7 @@ def judge_ports(facts: PortsFacts, context: Context) -> list[Finding]:
     found += _others(facts, fabric, context) + _strangers(facts, fabric, context)
     wanted = context.fabric_ports if isinstance(context, NetworkContext) else None
     if wanted is not None and len(fabric) < wanted:
-        expected = Expected(wanted, "ports", "the plan, or most of the siblings")
+        expected = Expected(wanted, "ports", "the job, or most of the peers")
         text = f"{len(fabric)} fabric ports of {wanted}"
         found.append(
             Finding(
@@ -155,7 +155,7 @@ def judge_ports(facts: PortsFacts, context: Context) -> list[Finding]:
     if fabric and not any(f.verdict in ("FAIL", "WARN") for f in found):
         rates = sorted({p.port.gbit_s for p in fabric if p.port.gbit_s is not None})
         kind = " ".join(x for x in (fabric[0].port.adapter, fabric[0].port.link_layer) if x)
-        speed = f"at {', '.join(map(gbit, rates))} Gb/s" if rates else "(at which rate is not in the output)"
+        speed = f"at {', '.join(map(gbit, rates))} Gb/s" if rates else "(rate not in the output)"
         text = f"{len(fabric)} fabric port{'s' * (len(fabric) > 1)} ({kind}) active {speed}"
         found.append(
             Finding(
@@ -179,7 +179,7 @@ def _strangers(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> 
             "NET002",
             "UNJUDGED",
             Target(node=context.node, port=p.name),
-            f"{gbit(p.port.gbit_s or 0.0)} Gb/s, the fabric {gbit(rate)}; whether {p.port.adapter} belongs to it is not known",
+            f"{gbit(p.port.gbit_s or 0.0)} Gb/s, the fabric {gbit(rate)}; whether {p.port.adapter} belongs to it is unknown",
             evidence=(at(facts.file, p.line),),
         )
         for p in _without_bridges(facts.ports)
@@ -208,9 +208,9 @@ def _states(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> lis
         verdict: Verdict = "WARN" if unused else "FAIL"
         text = f"{state}, physical state {each.physical or 'unknown'}"
         if state.startswith("Init"):
-            text += ": the link is up, no subnet manager has configured it"
+            text += ": the link is up, but not configured by a subnet manager"
         if unused:
-            text += f"; port {each.port.number} of every adapter is so: not cabled?"
+            text += f"; port {each.port.number} is the same on every adapter: not cabled?"
         found.append(
             Finding(
                 "NET001",
@@ -276,7 +276,7 @@ def _others(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> lis
             )
             for p in alike
         ]
-    text = f"{_names(down)} down: not the training fabric, so no fault"
+    text = f"{_names(down)} down: not the training fabric, so not a fault"
     return [
         Finding("NET001", "PASS", Target(node=context.node), text, evidence=(at(facts.file, down[0].line),))
     ]

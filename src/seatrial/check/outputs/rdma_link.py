@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 
+from seatrial.check.outputs.finding_collector import having
 from seatrial.check.outputs.ibstat import judge
 from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory
-from seatrial.check.outputs.say import having
 from seatrial.check.outputs.tool import Lines, ParseError, Tool
 from seatrial.hardware import counters
 
@@ -43,7 +43,7 @@ def parse(lines: Lines, file: str) -> PortsFacts:
         port = counters.Port(found["device"], int(found["port"]), None, found["state"], layer, None)
         ports.append(PortFacts(port, _PHYSICAL[found["physical"]], None, None, number))
     if not ports:
-        raise ParseError("no RDMA link in it", file=file)
+        raise ParseError("no RDMA link in the output", file=file)
     return PortsFacts("rdma link", file, tuple(ports))
 
 

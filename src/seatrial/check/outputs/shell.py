@@ -49,7 +49,7 @@ def parse(lines: Lines, file: str) -> ShellFacts:
     """Parse the first message. Raises ParseError if `matches` is false."""
     found = _messages(lines)
     if not found:
-        raise ParseError("no message of a shell in it", file=file)
+        raise ParseError("no shell message in the output", file=file)
     lines.claim(*(n for n, _ in found))
     return ShellFacts(file, found[0][1], found[0][0])
 

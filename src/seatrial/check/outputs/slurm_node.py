@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 from seatrial.check.judging.findings import Finding, Target
-from seatrial.check.outputs.say import Say, having
+from seatrial.check.outputs.finding_collector import FindingCollector, having
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.check.ranges import listed
 
@@ -59,13 +59,13 @@ def parse(lines: Lines, file: str) -> NodeFacts:
             continue
         lines.claim(number)
     if not nodes:
-        raise ParseError("no node of Slurm in it", file=file)
+        raise ParseError("no Slurm node in the output", file=file)
     return NodeFacts(file, tuple(nodes))
 
 
 def judge(facts: NodeFacts, context: Context) -> list[Finding]:
     """FAIL for a node that is down or does not respond, WARN for one that is drained or otherwise taken out."""
-    say = Say(facts.file, context, "SLM001")
+    say = FindingCollector(facts.file, context, "SLM001")
     for node in facts.nodes:
         at, said = Target(node=node.name), node.fields
         # "MIXED+DRAIN"; older versions print "IDLE*", where the star means NOT_RESPONDING.
@@ -81,12 +81,12 @@ def judge(facts: NodeFacts, context: Context) -> list[Finding]:
                 measured=said["State"],
             )
         if unknown := [w for w in words if not any(p.fullmatch(w) for p in (_OUT, _ASIDE, _GOOD))]:
-            say("UNJUDGED", f"Slurm's state {', '.join(unknown)[:60]!r} is not known", node.line, target=at)
+            say("UNJUDGED", f"Slurm state {', '.join(unknown)[:60]!r} is unknown", node.line, target=at)
         if lacking := [k for k in _NEEDED if k not in said]:
-            say("UNJUDGED", f"no {lacking[0]}: cut off", node.line, target=at)
+            say("UNJUDGED", f"no {lacking[0]}: truncated", node.line, target=at)
         if drained := said.get("GresDrain", "").replace("N/A", ""):
-            say("WARN", f"Slurm has taken out generic resources: {drained[:120]}", node.line, target=at)
-    return say.all_well(f"Slurm gives work to {listed(n.name for n in facts.nodes)}")
+            say("WARN", f"Slurm has drained generic resources: {drained[:120]}", node.line, target=at)
+    return say.all_well(f"available in Slurm: {listed(n.name for n in facts.nodes)}")
 
 
 _FIRST = r"NodeName=(?P<id>\S+) +(?:Arch|CpuBind|CoresPerSocket)="

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from seatrial.check.judging.findings import Finding, Target
 from seatrial.check.judging.floors import find_sku
+from seatrial.check.outputs.finding_collector import FindingCollector
 from seatrial.check.outputs.gpu_count import count_findings
 from seatrial.check.outputs.gpu_state import GpuStates, reasons
-from seatrial.check.outputs.say import Say
 from seatrial.check.outputs.smi_query import LOST, Gpu, Query, Value
 from seatrial.check.outputs.smi_query_damage import malformed
 from seatrial.check.outputs.smi_query_judge import GpuJudge, alike, inventory
@@ -103,7 +103,7 @@ def parse(lines: Lines, file: str) -> GpuStates:
             head |= {k: Value(said[c], number) for c, k in _HEAD.items() if c in said}
         lines.claim(number)
     if not gpus and not lost:
-        raise ParseError("no GPU in it", file=file)
+        raise ParseError("no GPU in the output", file=file)
     return states_of(Query(file, head, gpus, lost, bool(columns)), malformed)
 
 
@@ -122,7 +122,7 @@ def _values(columns: list[str], cells: list[str], number: int) -> Iterator[tuple
 
 def judge(states: GpuStates, context: Context) -> list[Finding]:
     """Judge like `nvidia-smi -q`, for the columns that are present."""
-    say = Say(states.file, context, "GPU011")
+    say = FindingCollector(states.file, context, "GPU011")
     for line, text in states.lost:
         say("FAIL", text[:200], line, code="GPU002")
     names = {g.name for g in states.gpus}
@@ -134,7 +134,7 @@ def judge(states: GpuStates, context: Context) -> list[Finding]:
         say.found += count_findings(indices, sku, context, places)
         if states.attached is not None and len(indices) < states.attached:
             shown = f"{states.attached} GPUs attached, {len(indices)} in the output"
-            say("UNJUDGED", f"{shown}: asked for only these, or cut off")
+            say("UNJUDGED", f"{shown}: only these were selected, or it is truncated")
     say.found += alike(states, context)
     for place, gpu in enumerate(states.gpus):
         say.found += GpuJudge(states, context, place).faults()
@@ -142,8 +142,8 @@ def judge(states: GpuStates, context: Context) -> list[Finding]:
             at = Target(gpu=indices[place] if states.whole else None, pci=gpu.pci)
             say("UNJUDGED", what, line, target=at)
     if not states.whole:
-        say("UNJUDGED", "no head: which value is which is not known; collect it without noheader")
-    return say.all_well(f"GPU {listed(sorted(set(indices)))}: nothing wrong in these columns")
+        say("UNJUDGED", "no header: the columns are unknown; collect it without noheader")
+    return say.all_well(f"GPU {listed(sorted(set(indices)))}: no faults in these columns")
 
 
 TOOLS: tuple[Tool[GpuStates], ...] = (Tool("nvidia-smi --query-gpu", matches, parse, judge, inventory),)

@@ -102,7 +102,7 @@ def parse(lines: Lines, file: str) -> GpuList:
     """Parse all GPUs. Raises ParseError if there is no GPU, or a GPU appears twice."""
     kind = kind_of(lines.text)
     if kind is None:
-        raise ParseError("no list of GPUs as nvidia-smi prints it", file=file)
+        raise ParseError("not a GPU list of nvidia-smi", file=file)
     gpus: list[Gpu] = []
     lost: list[tuple[int, str]] = []
     for number, line in lines:
@@ -111,7 +111,7 @@ def parse(lines: Lines, file: str) -> GpuList:
         elif found := _GPU.match(line):
             if any(g.index == int(found["index"]) for g in gpus):
                 raise ParseError(
-                    f"GPU {found['index']} comes twice", file=file, line=number, source_line=line
+                    f"GPU {found['index']} is listed twice", file=file, line=number, source_line=line
                 )
             gpus.append(Gpu(int(found["index"]), found["name"], found["uuid"], number))
             # Some versions print the state on the same line.

@@ -69,7 +69,7 @@ def _summary(output: GpuList, name: str) -> str:
         rates = sorted({link.gb_s for g in output.gpus for link in g.links if link.gb_s is not None})
         speed = f" at {listed(rates)} GB/s raw, one direction" if rates else ""
         return f"{gpus}, {listed(up)} NVLinks up{speed}"
-    return f"{gpus}, nothing wrong in {name}"
+    return f"{gpus}, no faults in {name}"
 
 
 # -- -s and -R
@@ -111,7 +111,7 @@ def _links(output: GpuList, context: Context) -> Iterator[Finding]:
             )
         elif (off and sku is None) or (board == "mesh" and sku is not None and have < (sku.links or 0)):
             dark = f"NVLink {listed(off)} inactive" if off else f"{have} NVLinks up"
-            why = f"{dark}, and how many a {gpu.name} must have up here is not known"
+            why = f"{dark}, and how many a {gpu.name} must have up here is unknown"
             yield Finding("NVL008", "UNJUDGED", _target(context, gpu), why, evidence=where)
         yield from _rates(gpu, sku, median(rates) if rates else None, output, context)
 
@@ -129,17 +129,17 @@ def _all_off(
     alike = [g for g in output.gpus if g.name == gpu.name]
     dark = [g for g in alike if not up[g.index]]
     if gpu.unsupported is not None and (sku is None or sku.board in ("none", "bridge")):
-        yield Finding("NVL008", "PASS", target, "the driver says that it has no NVLink", evidence=where)
+        yield Finding("NVL008", "PASS", target, "the driver reports that it has no NVLink", evidence=where)
     elif gpu.inactive is None and gpu.unsupported is None and not gpu.links:
-        why = f"nothing about the links of GPU {gpu.index}"
+        why = f"no links listed for GPU {gpu.index}"
         yield Finding("NVL008", "UNJUDGED", target, why, evidence=where)
     elif sku is None and len(dark) == len(alike):
-        why = f"no NVLink is up, and whether a {gpu.name} must have some is not known"
+        why = f"no NVLink is up, and whether a {gpu.name} must have some is unknown"
         yield Finding("NVL008", "UNJUDGED", target, why, evidence=where)
     elif sku is not None and (sku.board == "none" or (sku.board == "bridge" and _may_be_single(alike, dark))):
-        yield Finding("NVL008", "PASS", target, f"no NVLink up, as a {sku.name} can be", evidence=where)
+        yield Finding("NVL008", "PASS", target, f"no NVLink up, normal for a {sku.name}", evidence=where)
     elif sku is not None and sku.board == "switch" and len(output.gpus) == 1 and gpu.index == 0:
-        why = "no NVLink is up on the only GPU shown: so it is in a virtual machine with one GPU, elsewhere it is a fault"
+        why = "no NVLink is up on the only GPU shown: normal in a virtual machine with one GPU, otherwise a fault"
         yield Finding("NVL001", "UNJUDGED", target, why, evidence=where)
     else:
         must = sku.links if sku is not None and sku.links else max(len(v) for v in up.values())
@@ -204,13 +204,13 @@ def _counters(output: GpuList, context: Context) -> Iterator[Finding]:
             own = {link: v for (index, link), v in seen.items() if index == gpu.index}
             ended = {k: v for k, v in own.items() if v[0] in _ENDS and limit.bits is not None}
             if ended:
-                yield _counted("NVL004", gpu, limit.counter, ended, "counts no more", output, context)
+                yield _counted("NVL004", gpu, limit.counter, ended, "saturated", output, context)
             high = {k: v for k, v in own.items() if v[0] >= limit.least and k not in ended}
             outside = {k: v for k, v in high.items() if v[0] >= _STANDS_OUT * usual}
             if outside:
                 yield _counted("NVL003", gpu, limit.counter, outside, limit.reason, output, context, usual)
             elif high:
-                why = f"{limit.counter} as on the node's other links: one reading does not say whether they grow"
+                why = f"{limit.counter} as on the node's other links: one reading does not show whether they increase"
                 place = evidence(output.file, (line for _, line in high.values()))
                 target = _target(context, gpu)
                 yield Finding("NVL003", "UNJUDGED", target, why, evidence=place)
@@ -271,7 +271,7 @@ def _info(output: GpuList, context: Context) -> Iterator[Finding]:
         usual, count = Counter(v for _, (v, _) in said).most_common(1)[0]
         for gpu, (value, line) in said:
             if value != usual or (count * 2 <= len(said) and len(said) > 1):
-                text = f"{what} is {value}, unlike its siblings"
+                text = f"{what} is {value}, unlike its peers"
                 place = evidence(output.file, [line])
                 yield Finding("GPU010", "WARN", _target(context, gpu), text, value, evidence=place)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from seatrial.check.judging.findings import Expected, Finding, Target
 from seatrial.check.judging.floors import find_sku
+from seatrial.check.outputs.finding_collector import FindingCollector, having
 from seatrial.check.outputs.gpu_count import count_findings
-from seatrial.check.outputs.say import Say, having
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.check.ranges import listed
 
@@ -46,15 +46,15 @@ def parse(lines: Lines, file: str) -> Matrix:
     words = tuple(rows[g][0] for g in gpus if g in rows)
     if not gpus or not len(words) == len(rows) == len(gpus) or any(len(w) != len(gpus) for w in words):
         place = min((n for _, n in rows.values()), default=None)
-        raise ParseError("the matrix is not whole", file=file, line=place)
+        raise ParseError("the matrix is incomplete", file=file, line=place)
     if any((words[i][j] == "X") != (i == j) for i in range(len(gpus)) for j in range(len(gpus))):
-        raise ParseError("X stands elsewhere than in the diagonal", file=file)
+        raise ParseError("X occurs outside the diagonal", file=file)
     return Matrix(file, gpus, words, tuple(rows[g][1] for g in gpus))
 
 
 def judge(matrix: Matrix, context: Context) -> list[Finding]:
     """FAIL if GPUs joined by NVLink lack peer access; UNJUDGED if it is unknown whether the GPU model must have it."""
-    say, sku = Say(matrix.file, context, "NOD023"), find_sku(context.gpu)
+    say, sku = FindingCollector(matrix.file, context, "NOD023"), find_sku(context.gpu)
     say.found += count_findings(matrix.gpus, sku, context, (matrix.file,))
     some = any(w == "OK" for row in matrix.words for w in row)
     for gpu, row, line in zip(matrix.gpus, matrix.words, matrix.lines, strict=True):
@@ -66,9 +66,9 @@ def judge(matrix: Matrix, context: Context) -> list[Finding]:
         if sku is not None and sku.board in ("switch", "mesh"):
             say("FAIL", text, line, target=Target(gpu=gpu), expected=Expected("OK", source=sku.source))
         elif some and len(apart) == len(row) - 1:
-            say("WARN", f"{text}, while others have it", line, target=Target(gpu=gpu))
+            say("WARN", f"{text}, but others do", line, target=Target(gpu=gpu))
         else:
-            text += "; whether they must have it is not known"
+            text += "; whether they must have it is unknown"
             say("UNJUDGED", text, line, target=Target(gpu=gpu))
     return say.all_well(f"{len(matrix.gpus)} GPUs, each with peer access to all others", code="NVL008")
 

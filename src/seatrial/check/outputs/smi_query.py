@@ -150,7 +150,7 @@ def _check_end(query: Query, file: str) -> None:
     if missing is not None:
         where = max((v.line for v in last.values.values()), default=last.line)
         raise ParseError(
-            f"{missing!r} of the last GPU is missing: the output is cut off", file=file, line=where
+            f"{missing!r} of the last GPU is missing: the output is truncated", file=file, line=where
         )
 
 
@@ -261,7 +261,7 @@ def _parse_xml(lines: Lines, said: Set[int], file: str) -> Query:
             raise ParseError(f"the XML cannot be read: {reason}", file=file, line=number) from None
     if last < len(_XML_END) or path:
         last = lines.whole[-1][0]
-        raise ParseError("the XML does not end: it is cut off", file=file, line=last)
+        raise ParseError("the XML does not end: truncated", file=file, line=last)
     lines.claim_text(first, last)
     return Query(file, head, gpus, [], any(_WHOLE in g.values for g in gpus))
 

@@ -99,7 +99,7 @@ def malformed(gpu: Gpu) -> Iterator[tuple[str, Value]]:
             continue
         form = next((f for path, f in _FORMS if path.fullmatch(key)), None)
         if form is not None and not form.fullmatch(value.text):
-            yield f"{key} is {value.text[:40]!r}, which nvidia-smi does not print", value
+            yield f"{key} is {value.text[:40]!r}, which is not a valid nvidia-smi value", value
 
 
 def damage(gpu: Gpu, whole: bool) -> Iterator[tuple[str, Value | None]]:

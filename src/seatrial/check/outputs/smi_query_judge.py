@@ -1,4 +1,4 @@
-"""Judge each GPU by what the driver says of it."""
+"""Judge each GPU by the state that the driver reports."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class GpuJudge:
             measured = next(iter(lost.values()))
             yield self.finding("GPU003", "FAIL", text, *lost, measured=measured, unit="errors")
         if gpu.sram_threshold_exceeded:
-            text = "static memory has passed NVIDIA's threshold of errors"
+            text = "SRAM errors have exceeded NVIDIA's threshold"
             yield self.finding("GPU003", "FAIL", text, "sram_threshold_exceeded")
         for name, (code, verdict) in _REPAIRS.items():
             if name in gpu.repairs:
@@ -114,11 +114,11 @@ class GpuJudge:
             # A row that failed since the driver was loaded may still be in use; an older one is kept from new work.
             known = [count for count in gpu.uncorrectable.values() if count is not None]
             fresh = any(known) if known else None
-            text = "a memory row waits for a reset to be remapped"
+            text = "remapping of a memory row is pending until a reset"
             if gpu.remapped_uncorrectable is not None:
-                text += f" ({gpu.remapped_uncorrectable:.0f} remapped for uncorrectable errors in the card's life)"
+                text += f" ({gpu.remapped_uncorrectable:.0f} remapped for uncorrectable errors over the card's lifetime)"
             if fresh is False:
-                text += "; the card can work until then"
+                text += "; the card remains usable until then"
             yield self._pending(text, "remapping_pending", fresh)
 
     def _pending(self, text: str, name: str, bad: bool | None) -> Finding:
@@ -147,7 +147,7 @@ class GpuJudge:
                 expected=expected,
             )
         if gpu.retirement_pending:
-            text = f"a memory page waits to be retired ({double_pages:.0f} double-bit pages so far)"
+            text = f"retirement of a memory page is pending ({double_pages:.0f} double-bit pages so far)"
             bad = None if gpu.retired_double is None else double_pages > 0
             yield self._pending(text, "retirement_pending", bad)
 
@@ -169,7 +169,7 @@ class GpuJudge:
             return
         clock, most = gpu.sm_mhz, gpu.max_sm_mhz
         slow = clock is not None and most is not None and clock < shares().broken * most and not _idle(gpu)
-        text = f"clocks held down: {', '.join(sorted(gpu.held_down)).replace('_', ' ')}"
+        text = f"clocks throttled: {', '.join(sorted(gpu.held_down)).replace('_', ' ')}"
         expected = None
         if clock is not None and most is not None:
             text += f"; SM clock {clock:.0f} of {most:.0f} MHz"
@@ -198,7 +198,7 @@ class GpuJudge:
             # (influxdata/telegraf, plugins/inputs/nvidia_smi/testdata).
             verdict: Verdict = "FAIL" if sku is not None and sku.name != "without NVLink" else "WARN"
             text = f"PCIe width x{have:.0f} of x{could:.0f}"
-            expected = Expected(could, "lanes", "what card and slot can do, by the driver")
+            expected = Expected(could, "lanes", "maximum of card and slot, from the driver")
             yield self.finding(
                 *("GPU008", verdict, text, "pcie_width", "max_pcie_width"),
                 measured=have,
@@ -208,7 +208,7 @@ class GpuJudge:
         have, could = gpu.pcie_gen, gpu.max_pcie_gen
         if have is not None and could is not None and have < could and not _idle(gpu):
             text = f"PCIe generation {have:.0f} of {could:.0f} while the GPU works"
-            expected = Expected(could, "generation", "what card and slot can do, by the driver")
+            expected = Expected(could, "generation", "maximum of card and slot, from the driver")
             yield self.finding(
                 "GPU008", "WARN", text, "pcie_gen", "max_pcie_gen", measured=have, expected=expected
             )
@@ -250,7 +250,7 @@ def alike(states: GpuStates, context: Context) -> Iterator[Finding]:
             # Without a majority, as with two and two, all are reported.
             if said != usual or count * 2 <= len(told):
                 others = usual if said != usual else "others differ"
-                text = f"{what} is {said}, of most of its siblings {others}"
+                text = f"{what} is {said}, most of its peers have {others}"
                 yield GpuJudge(states, context, place).finding("GPU010", "WARN", text, what, measured=said)
 
 
@@ -261,15 +261,15 @@ def _missing(states: GpuStates, context: Context) -> Iterator[Finding]:
         yield Finding("GPU002", "FAIL", target, text[:200], evidence=_places(states, [line]))
     yield from inforom_findings(states.corrupt, states.file, context)
     if attached is None and any(g.pci is not None for g in gpus):
-        why = "the number of attached GPUs is missing: the beginning is cut off"
+        why = "the number of attached GPUs is missing: the beginning is truncated"
         yield Finding("GPU011", "UNJUDGED", target, why, evidence=(states.file,))
     if any(g.pci is None and len(g.sections) > 1 for g in gpus):
-        why = "several sections without a GPU's heading: the beginning is cut off"
+        why = "several sections without a GPU's heading: the beginning is truncated"
         yield Finding("GPU011", "UNJUDGED", target, why, evidence=(states.file,))
     shown = len(gpus) + len(states.lost)
     places = _places(states, [g.line for g in gpus])
     if attached is not None and shown < attached:
-        why = f"{attached} GPUs attached, {shown} in the output: asked for only these, or cut off"
+        why = f"{attached} GPUs attached, {shown} in the output: only these were selected, or it is truncated"
         yield Finding("GPU011", "UNJUDGED", target, why, evidence=places)
     elif gpus and all(g.pci is not None for g in gpus):
         names = {g.name for g in gpus}
@@ -288,7 +288,7 @@ def judge(states: GpuStates, context: Context) -> list[Finding]:
         if all(f.verdict == "PASS" for f in own):
             sections = sorted(s.replace("_", " ") for s in gpu.sections)
             where = f"{len(sections)} sections" if len(sections) > 3 else ", ".join(sections)
-            text = f"nothing wrong in {where or 'what the driver tells'}"
+            text = f"no faults in {where or 'what the driver reports'}"
             own.append(Finding("GPU011", "PASS", work.target, text, evidence=_places(states, [gpu.line])))
         found += own
     return found

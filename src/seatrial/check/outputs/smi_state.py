@@ -1,4 +1,4 @@
-"""What nvidia-smi prints of a GPU as a GpuState: where each value stands in its text, its XML, and by version."""
+"""Convert nvidia-smi's output to GpuState: where each value is in the text, in the XML, and by version."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def parse(lines: Lines, file: str) -> Table:
     torn = next((r for r in table.rows if not r.second), None)
     if torn is not None or (table.rows and not table.closed):
         where = (torn or table.rows[-1]).line
-        raise ParseError("the table ends within a GPU: it is cut off or damaged", file=file, line=where)
+        raise ParseError("the table ends within a GPU: truncated or damaged", file=file, line=where)
     return table
 
 
@@ -184,7 +184,7 @@ def judge(table: Table, context: Context) -> list[Finding]:
     for row in table.rows:
         own = list(_of_row(row, table, context))
         if not own:
-            text = f"{row.name} answers, no error in the table"
+            text = f"{row.name} responds, no error in the table"
             target = Target(node=context.node, gpu=row.index, pci=row.pci)
             own.append(Finding("GPU011", "PASS", target, text, evidence=evidence(table.file, [row.line])))
         found += own
@@ -198,7 +198,7 @@ def _cut(table: Table, context: Context) -> Iterator[Finding]:
     full = context.gpus or max(sku.counts if sku is not None else (), default=None)
     if table.rows and (table.ended is False or (table.ended is None and len(table.rows) != full)):
         last = table.rows[-1].line
-        why = "the list of processes below the GPUs is not whole: cut off, or shortened, so there may be more GPUs"
+        why = "the process list below the GPUs is truncated or abridged, so there may be more GPUs"
         yield Finding(
             "GPU011", "UNJUDGED", Target(node=context.node), why, evidence=evidence(table.file, [last])
         )

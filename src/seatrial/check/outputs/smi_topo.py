@@ -79,18 +79,20 @@ def parse(lines: Lines, file: str) -> Topology:
         odd = next((v for v in values if not _JOIN.fullmatch(v)), None)
         if len(values) < len(devices) or odd is not None:
             what = (
-                f"{odd!r} is no connection" if odd is not None else f"{len(values)} of {len(devices)} columns"
+                f"{odd!r} is not a connection type"
+                if odd is not None
+                else f"{len(values)} of {len(devices)} columns"
             )
             raise ParseError(f"row {name}: {what}", file=file, line=number, source_line=line)
         rows[name], places[name] = values, number
         if all(_AFFINITY.fullmatch(word) for word in words[1 + len(devices) :]):
             lines.claim(number)
     if not devices:
-        raise ParseError("no matrix with GPUs in its head", file=file)
+        raise ParseError("no matrix with GPUs in its header", file=file)
     missing = [d for d in devices if d not in rows]
     if missing:
         last = max(places.values(), default=1)
-        raise ParseError(f"the row of {missing[0]} is missing: the matrix is cut off", file=file, line=last)
+        raise ParseError(f"the row of {missing[0]} is missing: the matrix is truncated", file=file, line=last)
     for i, one in enumerate(devices):
         for j, other in enumerate(devices):
             if rows[one][j] != rows[other][i] or (rows[one][j] == "X") != (i == j):
@@ -114,14 +116,14 @@ def judge(topology: Topology, context: Context) -> list[Finding]:
     if count > 1 and not any(best.values()):
         sku = find_sku(context.gpu)
         if sku is not None and sku.board not in ("switch", "mesh"):
-            text = f"{count} {sku.name} GPUs, none joined by NVLink"
+            text = f"{count} {sku.name} GPUs, none connected by NVLink"
             return [*found, Finding("NVL008", "PASS", node, text, evidence=places)]
-        why = "no NVLink between any GPUs, and the output does not name the kind of GPU that would say whether it must have some"
+        why = "no NVLink between any GPUs, and the output does not name the GPU model, so it is unknown whether it must have some"
         return [*found, Finding("NVL006", "UNJUDGED", node, why, evidence=places)]
     peers = sorted({sum(topology.links(g, o) > 0 for o in topology.gpus if o != g) for g in topology.gpus})
-    text = f"{count} GPU{'s' * (count != 1)}, each joined by NVLink to {listed(peers)} others"
+    text = f"{count} GPU{'s' * (count != 1)}, each connected by NVLink to {listed(peers)} others"
     if peers and max(peers) < count - 1:
-        text += ": the rest of the way goes over PCIe and the processors"
+        text += ": other paths go over PCIe and the CPUs"
     return [*found, Finding("NVL008", "PASS", node, text, evidence=places)]
 
 
@@ -129,7 +131,7 @@ def _missing(topology: Topology, context: Context) -> Iterator[Finding]:
     count, sku = len(topology.gpus), find_sku(context.gpu)
     full = count > 2 and all(topology.links(a, b) for a in topology.gpus for b in topology.gpus if a != b)
     if context.gpus is not None:
-        expected = Expected(context.gpus, "GPUs", "plan or siblings")
+        expected = Expected(context.gpus, "GPUs", "job or peers")
         wrong = count != context.gpus
     elif sku is not None and sku.counts:
         expected = Expected(listed(sku.counts), "GPUs", sku.source)
@@ -142,7 +144,7 @@ def _missing(topology: Topology, context: Context) -> Iterator[Finding]:
     holes = set(range(max(topology.gpus) + 1)) - set(topology.gpus)
     if wrong or holes:
         text = (
-            f"{count} GPUs, all joined by NVLink, where {expected.value} are expected"
+            f"{count} GPUs, all connected by NVLink, {expected.value} are expected"
             if full
             else f"{count} GPUs, expected: {expected.value}"
         )
@@ -153,7 +155,7 @@ def _missing(topology: Topology, context: Context) -> Iterator[Finding]:
 
 
 def _uneven(topology: Topology, context: Context) -> Iterator[Finding]:
-    """GPUs with fewer NVLinks than their siblings have."""
+    """GPUs with fewer NVLinks than their peers have."""
     gpus = topology.gpus
     peers = {g: [o for o in gpus if o != g and topology.links(g, o)] for g in gpus}
     best = {g: max((topology.links(g, o) for o in peers[g]), default=0) for g in gpus}
@@ -176,7 +178,7 @@ def _uneven(topology: Topology, context: Context) -> Iterator[Finding]:
             if peers[gpu] and all(not peers[o] for o in gpus if o != gpu and o not in peers[gpu]):
                 text = ""
         elif pairs and not have and not _odd_one(peers):
-            text = "no NVLink, while others are joined in pairs"
+            text = "no NVLink, but others are connected in pairs"
         elif have and have < top:
             text = f"{have} NVLinks to its best peer, others have {top}"
         elif not full and not pairs and total[gpu] < most:

@@ -109,7 +109,7 @@ def _ports(
                     if value.isdecimal() and value.isascii():
                         counted[name.rpartition("/")[2]] = int(value)
                     elif value:
-                        damage.append((f"{where}: {name.rpartition('/')[2]} is no number", None))
+                        damage.append((f"{where}: {name.rpartition('/')[2]} is not a number", None))
             port = counters.Port(
                 device,
                 number,
@@ -129,7 +129,7 @@ def _ports(
                 )
             )
     if not ports:
-        raise ParseError("no port in it", file=file)
+        raise ParseError("no port in the output", file=file)
     return PortsFacts(tool, file, tuple(ports), tuple(damage))
 
 
@@ -139,7 +139,7 @@ def judge(facts: PortsFacts, context: Context) -> list[Finding]:
     for each in counters.first_findings({p.name: p.port for p in facts.ports}):
         if each.signal != "counter_saturated":
             continue  # counters that RoCE ports lack matter only for monitoring under load
-        why = "one reading of lifetime counters decides nothing, and these count no more; read them before and after a load"
+        why = "one reading of lifetime counters proves nothing, and these are saturated; read them before and after a load"
         found.append(
             Finding(
                 "NET011",

@@ -54,7 +54,7 @@ class ParseError(InputError):
                 column=None if source_line is None else 1,
                 length=len(source_line or ""),
                 source_line=source_line,
-                hint=hint or "collect the output again, all of it",
+                hint=hint or "collect the complete output again",
             )
         )
 
@@ -183,7 +183,7 @@ def left_over(lines: Lines, file: str, context: Context, tool: str) -> list[Find
     if not numbered:
         return []
     many = f"{len(numbered)} lines" if len(numbered) > 1 else "a line"
-    why = f"{many} not understood, the first: {quoted(numbered[0][1])}"
+    why = f"{many} not recognised, the first: {quoted(numbered[0][1])}"
     return [
         Finding(
             "OUT002",
@@ -206,7 +206,7 @@ def read_json(lines: Lines, file: str) -> Any:
         line = lines.number(error.pos)
         raise ParseError(f"the JSON cannot be read: {error.msg}", file=file, line=line) from None
     except (ValueError, RecursionError) as error:
-        why = "nested deeper than any tool does" if isinstance(error, RecursionError) else str(error)
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ParseError(f"the JSON cannot be read: {why}", file=file, line=lines.number(start)) from None
     lines.claim_text(start, end)
     return value
@@ -215,7 +215,7 @@ def read_json(lines: Lines, file: str) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name twice in one object")
+        raise ValueError("a duplicate name in one object")
     return found
 
 

@@ -74,9 +74,9 @@ def parse_topology(text: str, source: str) -> Topology:
         return parse_ibnetdiscover(text, source)
     raise InputError(
         Diagnostic(
-            "no topology: neither a switch of ibnetdiscover nor a SwitchName of Slurm is in it",
+            "not a topology: it contains neither a switch of ibnetdiscover nor a SwitchName of Slurm",
             file=source,
-            hint="give the output of `ibnetdiscover`, or Slurm's topology.conf",
+            hint="provide the output of `ibnetdiscover`, or Slurm's topology.conf",
         )
     )
 
@@ -128,10 +128,10 @@ def parse_ibnetdiscover(text: str, source: str) -> Topology:
             )
     missing = sorted({peer for _, _, peer, _, _ in seen if peer.startswith("S-") and peer not in names})
     if missing:
-        text = f"cut off: {len(missing)} switches are linked to and not described, {missing[0]} first"
-        problems.append(Diagnostic(text, source, hint="collect the output again, all of it"))
+        text = f"cut off: {len(missing)} switches are linked but not described, {missing[0]} first"
+        problems.append(Diagnostic(text, source, hint="collect the complete output again"))
     if not problems and not seen:
-        problems.append(Diagnostic("no switch with a link is in it", source))
+        problems.append(Diagnostic("it contains no switch with a link", source))
     if problems:
         raise InputError(problems)
     shown = _shown(names)
@@ -160,7 +160,7 @@ def judge_topology(topology: Topology) -> list[Finding]:
     """Leaf switches with fewer uplinks than their siblings, and links narrower or slower than others of their kind."""
     if not topology.links:
         why = "the source of the topology names no links"
-        return [Finding("TOP001", "UNJUDGED", Target(), "uplinks are not known", why_unjudged=why)]
+        return [Finding("TOP001", "UNJUDGED", Target(), "uplinks are unknown", why_unjudged=why)]
     found = []
     leaves = {link.switch for link in topology.links if not link.to_switch}
     uplinks = Counter(link.switch for link in topology.links if link.to_switch and link.peer not in leaves)
@@ -171,7 +171,7 @@ def judge_topology(topology: Topology) -> list[Finding]:
                 "TOP001",
                 "FAIL" if uplinks[leaf] < shares().broken * usual else "WARN",
                 Target(peer=leaf),
-                f"{leaf}: {uplinks[leaf]} links to the switches above, its siblings have {usual}",
+                f"{leaf}: {uplinks[leaf]} links to the switches above, its peers have {usual}",
                 uplinks[leaf],
                 "links",
                 Expected(usual, "links", "most frequent among the leaf switches"),
@@ -236,7 +236,7 @@ def parse_slurm(text: str, source: str) -> Topology:
             continue
         for node in _hosts(fields.get("nodes", ""), source, number, raw, problems):
             if (node, None) in leaves:
-                text = f"{node} stands below {leaves[node, None]} (line {first[node]}) and below {name}"
+                text = f"{node} is below {leaves[node, None]} (line {first[node]}) and below {name}"
                 problems.append(Diagnostic(text, source, number, source_line=raw.rstrip()))
             leaves[node, None], first[node] = name, number
     if not problems and not leaves:

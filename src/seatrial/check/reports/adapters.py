@@ -26,7 +26,7 @@ _LONGEST = 160  # characters of a reason: `sinfo -R` truncates, and the report h
 # A reason becomes part of `scontrol`'s own syntax (key=value, quotes, newlines) and of tables.
 _UNSAFE = re.compile(r"[^A-Za-z0-9 .,:;/%()+_-]+")
 _REASON = re.compile(r"reason=[A-Za-z0-9 .,:;/%()+_-]*")  # needs no quotes other than these
-# Of the two ends of a pair one is healthy, and it is not known which (docs/check.md, who is to blame).
+# Of the two ends of a pair one is healthy, and it is unknown which (docs/check.md, Localising a fault).
 _UNDECIDED = ("PAI001",)
 # A node that somebody drained keeps that reason. A node that is only DOWN does not: it may come back on its own.
 _OUT = "DRAIN"
@@ -63,7 +63,7 @@ class Order:
 def reasons(report: Report) -> dict[str, Finding]:
     """Node -> the finding to remove it for: the first of its failures, blames before others.
 
-    Nodes for which it is not settled whether they or their partner are at fault are left out. InputError for a name
+    Nodes for which it is undecided whether they or their partner are at fault are left out. InputError for a name
     that no host can have.
     """
     worst: dict[str, Finding] = {}
@@ -112,7 +112,7 @@ def refusal(report: Report, wanted: Sequence[Order], *, force: bool) -> str:
     known = len(report.nodes)
     if len(wanted) > _MOST * known and not force:
         share = f"{len(wanted)} of {known} nodes"
-        return f"{share} would go, more than half: look first whether it is not something that they share; --force does it"
+        return f"{share} would be removed, more than half: first check for a common cause; use --force to proceed"
     return ""
 
 
@@ -127,9 +127,9 @@ def carry_out(
     stop = ""
     for order in wanted:
         if stop:
-            found.append(replace(order, done=False, why=f"not tried: {stop}"))
+            found.append(replace(order, done=False, why=f"not run: {stop}"))
         elif order.scheduler == "slurm" and (state := _out_already(order.node, timeout_s)):
-            found.append(replace(order, done=True, why=f"takes no work already ({state})"))
+            found.append(replace(order, done=True, why=f"already drained ({state})"))
         else:
             result = run_tool(Call(order.command[0], order.command, timeout_s))
             found.append(replace(order, done=result.ok, output=_said(result), why=result.why))

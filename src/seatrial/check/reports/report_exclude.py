@@ -18,7 +18,7 @@ def failed_nodes(report: Report) -> list[str]:
     if strange := [n for n in nodes if not _NAME.match(n)]:
         names = ", ".join(repr(n) for n in strange)
         raise InputError(
-            f"no name of a host: {names}", hint="name the folders with the outputs after their nodes"
+            f"not a host name: {names}", hint="name the folders of the outputs after their nodes"
         )
     return nodes
 

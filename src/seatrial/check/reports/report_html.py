@@ -23,7 +23,7 @@ from seatrial.check.reports.report_table import (
 )
 
 _BLAMED = {"gpu": "GPU", "nvlink": "NVLink", "nic": "NIC, cable or port"}
-_DONE = {None: "not carried out", True: "done", False: "failed"}
+_DONE = {None: "not run", True: "done", False: "failed"}
 
 
 def page(report: Report, orders: Sequence[Order] = (), title: str = "Seatrial check") -> str:
@@ -74,9 +74,9 @@ def _finding(group: Sequence[Finding]) -> dict[str, object]:
     if f.why_unjudged and f.why_unjudged not in f.message:
         rows.append(("why", f.why_unjudged))
     if f.action:
-        rows.append(("to do", f.action))
+        rows.append(("action", f.action))
     if (seen := places(group)) and not told_already(f):
-        rows.append(("seen in", seen))
+        rows.append(("evidence", seen))
     return {
         "verdict": f.verdict,
         "code": f.code,

@@ -55,10 +55,10 @@ def lead(report: Report) -> str:
 
 def conclusion(report: Report) -> str:
     """One line: the verdict, the number of findings by verdict, and what UNJUDGED alone means."""
-    counts = ", ".join(f"{n} {_WORDS[v]}" for v, n in report.counts.items() if n) or "nothing measured"
+    counts = ", ".join(f"{n} {_WORDS[v]}" for v, n in report.counts.items() if n) or "no measurements"
     text = f"{report.verdict}: {counts}{extent(report)}"
     if report.verdict == "UNJUDGED":
-        text += ". Nothing failed, but not everything could be judged: this is no pass"
+        text += ". Nothing failed, but not everything could be judged: this is not a pass"
     return text
 
 
@@ -111,11 +111,11 @@ def _group(group: Sequence[Finding], width: int, told: set[tuple[str, str]]) -> 
             blank, f"peers     median {first.peers_median:.4g} {first.unit}: {first.deviation:+.0%}", width
         )
     if (seen := places(group)) and not told_already(first):
-        yield from _wrapped(blank, f"seen in   {seen}", width)
+        yield from _wrapped(blank, f"evidence  {seen}", width)
     if first.action:
         again = (first.code, first.action) in told
         told.add((first.code, first.action))
-        yield from _wrapped(blank, f"to do     {'as above' if again else first.action}", width)
+        yield from _wrapped(blank, f"action    {'as above' if again else first.action}", width)
 
 
 def place(finding: Finding) -> str:
@@ -208,7 +208,7 @@ def _passes(findings: Sequence[Finding], width: int) -> Iterator[Line]:
         by_code.setdefault(group[0].code, []).append(group)
     for _, same in sorted(by_code.items()):
         more = sum(map(len, same)) - len(same[0])
-        text = f"{_said(same[0])} (and {more} more of this code)" if more else _said(same[0])
+        text = f"{_said(same[0])} (and {more} more with this code)" if more else _said(same[0])
         yield from _wrapped(head, text, width, style)
 
 
@@ -242,13 +242,13 @@ def _orders(report: Report, orders: Sequence[Order], width: int) -> Iterator[Lin
             continue
         done = sum(o.done is True for o in mine)
         failed = sum(o.done is False for o in mine)
-        how = "not carried out" if all(o.done is None for o in mine) else f"{done} done, {failed} failed"
+        how = "not run" if all(o.done is None for o in mine) else f"{done} done, {failed} failed"
         yield "", ""
-        yield f"{'take out':<{_INDENT}}of {scheduler.capitalize()}, {how}:", ""
+        yield f"{'remove':<{_INDENT}}from {scheduler.capitalize()}, {how}:", ""
         for order in mine[:_ORDERS_SHOWN]:
             yield " " * _INDENT + order.text, "" if order.done is not False else "bold red"
         if len(mine) > _ORDERS_SHOWN:
-            yield " " * _INDENT + f"and {len(mine) - _ORDERS_SHOWN} more, which --json lists", ""
+            yield " " * _INDENT + f"and {len(mine) - _ORDERS_SHOWN} more, listed by --json", ""
         if why := would_refuse(report, mine):
             yield from _wrapped(" " * _INDENT, f"--apply would refuse: {why}", width)
 

@@ -141,7 +141,7 @@ class Agent:
         try:
             while self.over is None:
                 self._sync_member()
-                self.sources.wait(self._patience())
+                self.sources.wait(self._timeout_s())
                 self._on_time()
         finally:
             self._clean_up()
@@ -159,7 +159,7 @@ class Agent:
         # Even after a clean exit only the node has left and the run is not done: a scheduler may replace the node.
         return EXIT_PREEMPTED if self.over in ("left", "grace", "signal") else EXIT_INTERNAL
 
-    def _patience(self) -> float:
+    def _timeout_s(self) -> float:
         now = time.monotonic()
         deadlines = [
             None if self.launcher is None else self.launcher.deadline,

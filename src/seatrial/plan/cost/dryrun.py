@@ -172,7 +172,7 @@ def _ask(
         except subprocess.TimeoutExpired as error:
             done.kill()
             raise RunFailed(
-                f"the dry run took longer than {timeout_s:.0f} s", hint="ask for fewer ranks at once"
+                f"the dry run took longer than {timeout_s:.0f} s", hint="request fewer ranks at once"
             ) from error
         except BaseException:
             done.kill()
@@ -180,7 +180,7 @@ def _ask(
     if done.returncode < 0:
         raise RunFailed(
             f"the dry run's process was ended by signal {-done.returncode}",
-            hint="if that was the kernel for want of memory: ask for fewer processes at once",
+            hint="if the kernel killed it (out of memory), run fewer processes at once",
         )
     if done.returncode:
         last = err.strip().splitlines()

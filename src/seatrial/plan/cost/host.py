@@ -137,12 +137,12 @@ class Account:
         if asked.snapshot_copies != "auto":
             return asked.snapshot_copies, "as the job says"
         if self.room is None:
-            return 2, "how much memory there is is not known"
+            return 2, "the available memory is unknown"
         n = next((n for n in (2, 1) if self.host_fits(n)), 0)
         if n == 2:
             return n, f"{units.memory(self.host.copies(n))}, which fits"
         left = units.memory(max(0.0, self.room.bytes - self.host.total(0)))
-        more = f"{n + 1} would take {units.memory(self.host.copies(n + 1))}, and beside the rest there are {left}"
+        more = f"{n + 1} would take {units.memory(self.host.copies(n + 1))}, and {left} are left"
         return n, f"{more}; {self._price(n)}"
 
     def _price(self, copies: int) -> str:
@@ -151,16 +151,16 @@ class Account:
         if copies and layout.survives_a_node(self.job.cluster.gpus_per_node):
             return "a replica on another node holds the same state"
         if copies:
-            return "a run that loses a node goes back to its last checkpoint"
+            return "a run that loses a node resumes from its last checkpoint"
         if self.device == "cpu" and asked.in_place and layout.replicate > 1:
             return "a replica's process holds the same state"
-        return "a run that fails goes back to its last checkpoint"
+        return "a run that fails resumes from its last checkpoint"
 
     def host_told(self) -> str:
         """Host memory needed and available, for people."""
         n, _ = self.copies
         parts = ", ".join(f"{name} {units.memory(b)}" for name, b in self.host.parts(n).items())
-        there = "how much there is is not known" if self.room is None else self.room.source
+        there = "the available amount is unknown" if self.room is None else self.room.source
         return f"{units.memory(self.host.total(n))} ({parts}); {there}"
 
     def settled(self) -> Job:
@@ -213,7 +213,7 @@ def in_words(account: Account) -> Iterator[tuple[str, str]]:
     yield "host memory", account.host_told()
     if account.device == "cuda":
         of = "" if account.gpu_room is None else f" of {units.memory(account.gpu_room)}"
-        unknown = "; how much a GPU here has is not known" if account.gpu_room is None else ""
+        unknown = "; the GPU's memory here is unknown" if account.gpu_room is None else ""
         yield "GPU memory", f"{units.memory(account.gpu)}{of} a GPU{unknown}"
     n, reason = account.copies
     beyond = " and the next" if n > 1 and account.host.nodes > 1 else ""

@@ -1,4 +1,4 @@
-"""Whether a layout fits, in three answers: predicted against available memory, given how wrong predictions have been.
+"""Whether a layout fits (yes, tight, no): predicted against available memory, given the error of past predictions.
 
 Memory predictions have an error, and its upper tail decides: with `margin` = available over predicted memory, a run
 fails if it needs more than `margin` times the prediction. How many published figures were that far above their own
@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any, Literal
 
-# The answer is "fits" if fewer than this share of the published figures were that far above their prediction.
+# The answer is "fits" if fewer than this share of the published figures exceeded their prediction by that much.
 SURE = 0.01
 Word = Literal["fits", "tight", "does not fit"]
 
@@ -82,10 +82,10 @@ class MemoryFit:
         if self.word != "tight":
             return ""
         if self.share is None:
-            return "may run out of memory: how far predictions are off is not known"
+            return "may run out of memory: the error of predictions is unknown"
         return (
             f"may run out of memory: {self.beyond} of {self.figures} published figures ({self.share:.1%}) "
-            "were that far above their prediction"
+            "exceeded their prediction by that much"
         )
 
     def document(self) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def waterfall(model: Architecture, recipe: Recipe, parts: Parts, peak: float) ->
     ideal = model.flops_per_token(recipe.sequence) * tokens / peak
     seconds = {
         "model FLOPs": ideal,
-        "matrix products below peak": parts.products - ideal_products,
+        "GEMMs below peak": parts.products - ideal_products,
         "attention below peak": parts.attention - (ideal - ideal_products),
         "memory-bound operators": parts.operators,
         "recomputation": parts.recomputation,
@@ -139,7 +139,7 @@ def waterfall(model: Architecture, recipe: Recipe, parts: Parts, peak: float) ->
         "pipeline communication": parts.pipeline,
         "pipeline bubble and uneven stages": parts.bubble,
         "data-parallel communication": parts.data,
-        "computation slowed beside communication": parts.contention,
+        "compute slowed by overlap": parts.contention,
         "optimizer": parts.optimizer,
     }
     return tuple(Share(name, s / total, s) for name, s in seconds.items())
@@ -153,11 +153,11 @@ def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
         f"stack {stack.name}: {stack.source}",
     ]
     if cluster.gpu.best_bf16_tflops is None:
-        told.append("matrix products: nobody measured this GPU; 0.75 of its peak is assumed")
+        told.append("GEMMs: no measurement of this GPU; 0.75 of its peak is assumed")
     told.append(f"processors: {PROCESSORS_SOURCE}")
     told.append(f"operators bound by memory: {MEMORY_SHARE} of the data sheet's bandwidth, {MEMORY_SOURCE}")
     told.append(
-        f"beside what torch allocates: {RUNTIME_SOURCE}; {FRAGMENTATION:.0%} for fragmentation, {FRAGMENTATION_SOURCE}"
+        f"memory outside torch's allocator: {RUNTIME_SOURCE}; {FRAGMENTATION:.0%} for fragmentation, {FRAGMENTATION_SOURCE}"
     )
     told.append(_memory_told())
     if cluster.network is not None:
@@ -174,5 +174,5 @@ def _memory_told() -> str:
     known = shipped_errors()
     return (
         f"memory: fits up to {known.full:.0%} of a GPU's, tight above: there {SURE:.0%} and more of {known.figures} published figures "
-        f"were so far above their prediction ({'; '.join(s.name for s in known.sources)})"
+        f"exceeded their prediction by that much ({'; '.join(s.name for s in known.sources)})"
     )

@@ -62,9 +62,11 @@ def place_of(job: Job, network: str | None = None) -> Hardware:
             chosen = known_network(at.network)
     elif gpu is not None and (node := reference_node(gpu.name, at.gpus_per_node)) is not None:
         chosen = find_network(node.network)
-        told = f"{_ASSUMED}, that of a {node.name} ({node.source}); cluster.network or --network says another"
+        told = (
+            f"{_ASSUMED}, that of a {node.name} ({node.source}); set cluster.network or --network for another"
+        )
     if chosen is None:
-        why_network = "nobody named it; cluster.network or --network NAME does"
+        why_network = "not given; set cluster.network or --network NAME"
     elif at.nodes == 1:
         told = ""
     return Hardware(at.nodes, at.gpus_per_node, gpu, chosen, why_gpu, why_network, (told,) if told else ())
@@ -82,7 +84,7 @@ def known_gpu(name: str) -> Gpu:
     """The GPU with this name. Raises InputError, with similar names."""
     found = find_gpu(name)
     if found is None:
-        rest = "; leave it out where it is another: its memory and speed are unknown then"
+        rest = "; omit it for other GPUs: memory and speed are then unknown"
         raise _unknown("GPU", name, [gpu.name for gpu in gpus()], rest)
     return found
 
@@ -91,21 +93,21 @@ def _unknown(kind: str, name: str, known: list[str], rest: str = "") -> InputErr
     names = {n.casefold(): n for n in known}
     close = difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.4)
     like = f'did you mean "{names[close[0]]}"? ' if close else ""
-    return InputError(f'no {kind} "{name}" is known', hint=f"{like}known: {', '.join(known)}{rest}")
+    return InputError(f'unknown {kind} "{name}"', hint=f"{like}known: {', '.join(known)}{rest}")
 
 
 def _gpu(job: Job) -> tuple[Gpu | None, str]:
     at = job.cluster
     if at.device == "cpu":
-        return None, 'ranks are CPU processes (device = "cpu"), whose speed nobody predicts'
+        return None, 'ranks are CPU processes (device = "cpu"), for which speed is not predicted'
     if at.gpu is None:
         return (
             None,
-            'the job names no GPU, and CPU ranks are not predicted; --set cluster.gpu="H100 SXM" names one',
+            'the job names no GPU, and CPU ranks are not predicted; set one with --set cluster.gpu="H100 SXM"',
         )
     found = find_gpu(at.gpu)
     if found is not None:
         return found, ""
     close = difflib.get_close_matches(at.gpu, [g.name for g in gpus()], n=1)
-    like = f'; one of a like name is "{close[0]}"' if close else ""
+    like = f'; similar name: "{close[0]}"' if close else ""
     return None, f'"{at.gpu}" is not in the catalogue{like}'

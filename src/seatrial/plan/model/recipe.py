@@ -1,4 +1,4 @@
-"""How a model is trained: layout, batch, precision, what is sharded and what is recomputed."""
+"""Training configuration of a model: layout, batch, precision, sharding and recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would change a prediction or the choice, and whether a target is reachable: each by a new prediction."""
+"""Changes that would improve a prediction or alter the choice, and whether a target is reachable; each is predicted anew."""
 
 from __future__ import annotations
 

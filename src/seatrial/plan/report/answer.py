@@ -205,7 +205,7 @@ def _own(job: Job, place: Hardware, w: Wishes, calibration: Calibration | None) 
         try:
             prediction = predict(model, recipe, cluster, stack=w.stack, calibration=calibration)
         except UnknownNetworkError:
-            why = f"the network between the nodes is not known: {place.why_no_network}"
+            why = f"the network between the nodes is unknown: {place.why_no_network}"
         except UnknownSpeedError as error:
             why = str(error)
     if prediction is not None and room is not None:

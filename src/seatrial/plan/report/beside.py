@@ -1,4 +1,4 @@
-"""Closed form against dry run: what is predicted of a rank, and what the trainer's own code does with fake tensors."""
+"""Compare the closed-form prediction of a rank with a dry run of the trainer's own code on fake tensors."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _pairs(model: Architecture, recipe: Recipe, shape: Cluster, step: RankStep) 
         Pair("tensor parallel", "bytes sent", sent.tensor, step.sent_bytes("tensor")),
         Pair("pipeline", "bytes sent", sent.pipeline, step.sent_bytes("pipeline") + step.sent_bytes("ends")),
         Pair("data parallel", "bytes sent", sent.data, data),
-        Pair("matrix products", "FLOP", _products(model, recipe, step.at.pipeline), products),
+        Pair("GEMMs", "FLOP", _products(model, recipe, step.at.pipeline), products),
     )
 
 

@@ -155,7 +155,7 @@ def _checked(file: Path, job: Job, wanted: Gpu | None, now: float) -> Measured:
 
 def _unusable(document: object, age_s: float) -> str | None:
     if not isinstance(document, dict) or document.get("schema_version") != 1:
-        return "it is no report of a check that this version knows"
+        return "not a check report of a supported version"
     if document.get("simulated"):
         return "its cluster was simulated"
     if age_s > MOST_DAYS * _DAY_S:
@@ -220,12 +220,13 @@ class _Reader:
         least = _number(checked["gemm"].get("min"))
         if least is not None and least < _ALIKE * rate:
             self._told.append(
-                f"the slowest GPU reaches {least:.4g} of {rate:.4g} TFLOP/s; a step waits for it, the prediction does not"
+                f"the slowest GPU reaches {least:.4g} of {rate:.4g} TFLOP/s; a step waits for it, but the prediction ignores that"
             )
         known = gpu.best_bf16_tflops
         if known is not None and THREE_SHAPES * known <= rate <= known:
             self._leave(
-                what, f"within what three shapes can miss of {known:g}, the best of many, which stays"
+                what,
+                f"within the error of testing three shapes of {known:g}, the best of many, which is kept",
             )
             return None
         self._use(what, "" if known is None else f" instead of {known:g}")
@@ -247,7 +248,8 @@ class _Reader:
                 self._use(what, f" instead of {usual:.4g}")
                 return rate
             self._leave(
-                what, "more than a ring reaches: the switch did the sum, which says nothing of a gather"
+                what,
+                "more than a ring reaches: the switch did the reduction, which is no evidence for gathers",
             )
         copy = _rate(checked.get("p2p"), "GB/s")
         if copy is not None and copy < usual:
@@ -268,10 +270,10 @@ class _Reader:
             rate, text = found
             most = self._cards_carry() if node is None else node
             if rate >= gpu.link_gb_s * LOCAL_SHARE:
-                self._leave(text, "as fast as inside a node, so it says only that the network is no slower")
+                self._leave(text, "as fast as inside a node, so it only shows that the network is not slower")
             elif most is not None and rate > most:
                 # A tree, or a sum inside each node first, sends less between nodes than the rings that gathers use.
-                self._leave(text, f"more than the cards carry in rings, {most:.4g} GB/s a node")
+                self._leave(text, f"more than the NICs carry in rings, {most:.4g} GB/s a node")
             else:
                 self._use(text, network=True)
                 return cards, rate
@@ -284,7 +286,7 @@ class _Reader:
         how = str(self._rates["send_recv"].get("algorithm", ""))
         text = f"{how} {rate_or_none:.4g} Gb/s a node"
         if not how.startswith("nccl"):
-            self._leave(text, "not what GPUs send by")
+            self._leave(text, "not the backend that GPUs use")
             return None, None
         self._use(text, network=True)
         return None, rate_or_none / 8
@@ -303,7 +305,7 @@ class _Reader:
         ports = rail.get("n")
         what = f"network ports {rate:.4g} Gb/s"
         if type(ports) is not int or not 0 < ports < _MOST or not self._nodes or ports % self._nodes:
-            self._leave(what, f"{ports} ports on {self._nodes} nodes: how many a node has is not known")
+            self._leave(what, f"{ports} ports on {self._nodes} nodes: the number per node is unknown")
             return None, None, ""
         cards = ports // self._nodes
         return cards, cards * rate / 8, f"{what}, {cards} a node"

@@ -122,7 +122,7 @@ def _read(folder: RunFolder, gpu: Gpu) -> _Run:
     step = median(r.step_time_s for r in steady)
     waiting = median(r.data_wait_s for r in steady) / step
     if waiting > MOST_WAITING:
-        raise _UnusableError(f"it waited for data {waiting:.0%} of the time")
+        raise _UnusableError(f"it spent {waiting:.0%} of the time waiting for data")
     return _Run(folder.path.name, job, step, len(steady), steady[-1].time)
 
 
@@ -159,7 +159,7 @@ def _pace(run: _Run, gpu: Gpu, apply: Callable[[Cluster], Cluster]) -> tuple[str
     try:
         if not seconds(low) < run.step_s < seconds(high):
             raise _UnusableError(
-                f"no pace explains its steps of {run.step_s:.3g} s: predicted are {seconds(low):.3g} to {seconds(high):.3g}"
+                f"no pace reproduces its steps of {run.step_s:.3g} s: predicted are {seconds(low):.3g} to {seconds(high):.3g}"
             )
         for _ in range(30):
             middle = math.sqrt(low * high)

@@ -17,7 +17,7 @@ Kind = Literal["peak", "kernels", "recomputation", "communication", "schedule", 
 
 # Parts by kind. `waterfall` in predict.py and `finish` name them; a part that is not here is drawn as "rest".
 KINDS: dict[str, Kind] = {
-    "matrix products below peak": "kernels",
+    "GEMMs below peak": "kernels",
     "attention below peak": "kernels",
     "memory-bound operators": "kernels",
     "optimizer": "kernels",
@@ -26,7 +26,7 @@ KINDS: dict[str, Kind] = {
     "context-parallel communication": "communication",
     "pipeline communication": "communication",
     "data-parallel communication": "communication",
-    "computation slowed beside communication": "communication",
+    "compute slowed by overlap": "communication",
     "pipeline bubble and uneven stages": "schedule",
     "saving checkpoints": "run",
     "failures and recovery": "run",

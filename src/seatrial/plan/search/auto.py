@@ -144,7 +144,7 @@ def choose(job: Job, place: Hardware, *, calibration: Calibration | None = None)
         try:
             return _fastest(job, place, place.cluster, calibration)
         except UnknownNetworkError:
-            why = place.why_no_network or "the network between the nodes is not known"
+            why = place.why_no_network or "the network between the nodes is unknown"
         except UnknownSpeedError as error:
             why = str(error)
     return _leanest(job, place, why)
@@ -153,7 +153,7 @@ def choose(job: Job, place: Hardware, *, calibration: Calibration | None = None)
 def _written(job: Job) -> list[str]:
     """A reason that lists the keys of [train] that were not chosen because the job wrote them itself."""
     kept = [f"{k} = {getattr(job.train, k)}" for k in CHOSEN_TOO if job.wrote(f"train.{k}")]
-    return [f"written in [train], and so not chosen: {', '.join(kept)}"] if kept else []
+    return [f"set in [train], so not chosen: {', '.join(kept)}"] if kept else []
 
 
 def _free(job: Job) -> tuple[tuple[int, ...], tuple[Recompute, ...]]:
@@ -193,7 +193,7 @@ def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibrati
     if len(ranked) > 1:
         second = ranked[1]
         more = second.prediction.step_s / p.step_s - 1
-        close = "; so small a difference cannot be told" if abs(more) < ALIKE else ""
+        close = "; so small a difference cannot be determined" if abs(more) < ALIKE else ""
         reasons.append(
             f"next is {second.recipe.layout} with {more:+.1%}{close}; that one is limited by {second.limit}"
         )
@@ -219,7 +219,7 @@ def _safest(choices: Sequence[Choice], sure: Sequence[Choice]) -> tuple[list[Cho
         if safe.prediction.step_s < (1 + ALIKE) * fastest.prediction.step_s:
             why = (
                 f"{fastest.recipe.layout} with microbatch {fastest.recipe.microbatch} has the shortest predicted step but "
-                f"{fastest.prediction.verdict.why}; it is too near in speed to be told from this one, which fits"
+                f"{fastest.prediction.verdict.why}; its speed is indistinguishable from this one, which fits"
             )
             others = (c for c in choices if pair(c.recipe) != pair(safe.recipe))
             return [safe, *others], why
@@ -232,7 +232,7 @@ def _doubt(best: Choice, sure: Sequence[Choice]) -> str:
     if p.verdict.sure:
         return ""
     if not sure:
-        return f": tight, {p.verdict.why}; no layout here surely fits"
+        return f": tight, {p.verdict.why}; no layout fits with margin"
     more = sure[0].prediction.step_s / p.step_s - 1
     return (
         f": tight, {p.verdict.why}; the fastest that fits is {sure[0].recipe.layout} with microbatch {sure[0].recipe.microbatch}, "
@@ -265,14 +265,14 @@ def _leanest(job: Job, place: Hardware, why: str) -> Chosen:
     best = next(iter(kept.values()))
     reasons = [
         f"no speed is known: {why}",
-        f"of {len(found):,} layouts that the rules allow it leaves the least idle ({best.idle:.0%} of the ranks' time), and of those "
+        f"of {len(found):,} layouts that the rules allow it leaves the least idle time ({best.idle:.0%} of the ranks' time), and of those "
         f"it has the least product of bytes held and bytes sent: {units.memory(best.held_bytes)} on the rank that holds most, "
         f"{units.memory(best.sent_bytes)} a step from the rank that sends most",
     ]
     if room is None:
-        reasons.append("how much memory a rank may use is not known")
+        reasons.append("the memory limit of a rank is unknown")
     elif best.verdict is not None and best.verdict.why:
-        reasons.append(f"it is tight, {best.verdict.why}; no layout here surely fits")
+        reasons.append(f"it is tight, {best.verdict.why}; no layout fits with margin")
     reasons += _written(job)
     return Chosen(tuple(kept.values()), "memory and traffic", tuple(reasons), len(found), too_large, place)
 
@@ -321,7 +321,7 @@ def _no_layout(job: Job, cluster: Cluster) -> Exception:
     said = "" if why is None else f"; with shard {cluster.gpus} alone: {why.message}"
     hint = "change the batch or the number of nodes" if why is None else why.hint
     return job.refusal(
-        "parallel", f'parallel = "auto": the rules allow no layout of these {cluster.gpus} ranks{said}', hint
+        "parallel", f'parallel = "auto": no layout is legal for these {cluster.gpus} ranks{said}', hint
     )
 
 
@@ -329,7 +329,7 @@ def _no_room(job: Job, cluster: Cluster, tried: int, least: float) -> Exception:
     written = [k for k in CHOSEN_TOO if job.wrote(f"train.{k}")]
     hint = "`seatrial plan JOB --fit` lists the smallest clusters that do"
     if written:
-        hint += f"; or leave {' and '.join(written)} out of [train]: then the planner chooses it too"
+        hint += f"; or leave {' and '.join(written)} out of [train]: then the planner chooses them too"
     return job.refusal(
         "parallel",
         f'parallel = "auto": none of {tried:,} layouts fits: the smallest needs {units.memory(least)} on a '

@@ -1,4 +1,4 @@
-"""Memory that a model needs, by kind and precision, and the smallest clusters that have it.
+"""Memory requirements of a model, by kind and precision, and the smallest clusters that meet them.
 
 "A 70B needs 140 GB" counts its weights, in bf16, once. Training also holds gradients, weights in full precision and two
 moments of each (16 bytes a parameter however a stack splits them), and the working memory of a step: gathered weights,
@@ -286,7 +286,7 @@ def _fastest(
     best: tuple[Recipe, float, Prediction] | None = None
     # Without a network, layouts that do not need one are not predicted either: others might be faster.
     alone = cluster.network is None and cluster.nodes > 1
-    why = "the network between the nodes is not known"
+    why = "the network between the nodes is unknown"
     for recipe, needs in () if alone else fitting:
         try:
             at = predict(model, recipe, cluster, stack=stack, calibration=calibration)

@@ -114,7 +114,7 @@ def scaling(
             why_not = refused.message
         found = None
         if wanted is not None and why_not is None and at.nodes > 1 and cluster.network is None:
-            why_not = "the network between the nodes is not known"
+            why_not = "the network between the nodes is unknown"
         if wanted is not None and why_not is None:
             try:
                 found = predict(job.architecture, wanted, at, stack=stack, calibration=calibration)
@@ -145,7 +145,7 @@ def best_scaling(
     for at in _sizes(cluster, nodes):
         found, why_not = (known or {}).get(at.nodes), None
         if at.nodes > 1 and cluster.network is None:
-            found, why_not = None, "the network between the nodes is not known"
+            found, why_not = None, "the network between the nodes is unknown"
         elif found is None:
             try:
                 found = search(job, at, calibration=calibration, own=False, stack=stack)
@@ -156,7 +156,7 @@ def best_scaling(
             why_not = "no layout is legal"
             if found.tried:
                 need, have = found.least_bytes / 2**30, capacity(at) / 2**30
-                why_not = f"no layout fits: the leanest needs {need:.0f} GiB a GPU of {have:.0f}"
+                why_not = f"no layout fits: the smallest needs {need:.0f} GiB a GPU of {have:.0f}"
         recipe = None if best is None else best.recipe
         points.append(_point(at, recipe, None if best is None else best.prediction, why_not, points))
     grows = "the best layout at each size, the global batch stays"
@@ -181,7 +181,7 @@ def resized(recipe: Recipe, gpus: int, *, mode: Mode) -> tuple[Recipe | None, st
     if gpus % each:
         size = f"{_model_parallel(recipe)} = {each}"
         if gpus < each:
-            return None, f"a replica takes {size} GPUs, here are {gpus}"
+            return None, f"a replica needs {size} GPUs, only {gpus} available"
         return None, f"{gpus} GPUs are not a multiple of {size}"
     data = gpus // each
     shard = data
@@ -249,7 +249,7 @@ def _doublings(known: Sequence[Point]) -> TargetResult:
     target = f"above {_percent(DOUBLING)} at each doubling"
     seen = [p for p in known if p.doubling is not None]
     if not seen:
-        return TargetResult(target, "no two points of which one is twice the other", None)
+        return TargetResult(target, "no two sizes that differ by a factor of two", None)
     worst = min(seen, key=lambda p: _of(p.doubling))
     told = f"worst {_percent(_of(worst.doubling))}, from {worst.gpus // 2} to {worst.gpus} GPUs"
     return TargetResult(target, told, _of(worst.doubling) > DOUBLING)
@@ -277,7 +277,7 @@ def _span(points: Sequence[Point]) -> TargetResult:
 
 def _why(points: Sequence[Point], gpus: int) -> str:
     at = next((p for p in points if p.gpus == gpus), None)
-    return "not among the sizes asked for" if at is None else (at.why_not or "not known")
+    return "not among the requested sizes" if at is None else (at.why_not or "not known")
 
 
 def _grows(recipe: Recipe, mode: Mode) -> str:
@@ -297,9 +297,9 @@ def _assumes(cluster: Cluster, mode: Mode) -> tuple[str, ...]:
     told: tuple[str, ...] = ()
     if cluster.network is not None:
         told += (
-            f"every node has all of {cluster.network.name} at every size: no oversubscription, no other traffic",
+            f"every node has the full {cluster.network.name} rate at every size: no oversubscription, no other traffic",
         )
-    told += ("nothing is slower for being one of many: no stragglers, no jitter",)
+    told += ("no stragglers, no jitter",)
     if mode == "weak":
         told += ("a larger global batch may need other learning rates: tokens/s is not progress",)
     return told

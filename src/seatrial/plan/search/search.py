@@ -48,7 +48,7 @@ class Found:
     tried: int  # legal layouts, with asynchronous tensor parallel or without counted once
     too_large: int  # of them, those that need more memory than there is
     refused: dict[str, int]  # combinations that a rule refuses, by the key it points at
-    least_bytes: float  # what the leanest of all needs on a GPU
+    least_bytes: float  # what the smallest of all needs on a GPU
     sure: tuple[Choice, ...] = ()  # as `choices`, of only the layouts that surely fit
 
     @property

@@ -50,7 +50,9 @@ def place_here(job: Job) -> Hardware:
     device, reason = choose_device(job.cluster)
     if device == "cpu":
         return replace(
-            place, gpu=None, why_no_gpu=f"the ranks are CPU processes ({reason}), whose speed nobody predicts"
+            place,
+            gpu=None,
+            why_no_gpu=f"the ranks are CPU processes ({reason}), for which speed is not predicted",
         )
     names = set(driver_names())
     found = find_gpu(names.pop()) if len(names) == 1 else None
@@ -75,7 +77,7 @@ def _taken(job: Job, place: Hardware, recorded: Mapping[str, Any]) -> tuple[Job 
     """The job with the recorded choice, or why it is not reused."""
     now, before = fingerprint(place), recorded.get("cluster")
     if not isinstance(before, dict):
-        return None, "what an earlier start chose cannot be read"
+        return None, "the recorded choice of an earlier start is unreadable"
     if differing := [key for key in now if before.get(key) != now[key]]:
         told = ", ".join(f"{key} {_shown(before.get(key))} -> {_shown(now[key])}" for key in differing)
         return None, f"the cluster changed: {told}"
@@ -87,7 +89,7 @@ def _taken(job: Job, place: Hardware, recorded: Mapping[str, Any]) -> tuple[Job 
         train[key] = value
     layout = recorded.get("layout")
     if not isinstance(layout, dict):
-        return None, "what an earlier start chose cannot be read"
+        return None, "the recorded choice of an earlier start is unreadable"
     sizes = {key: value for key, value in layout.items() if key != "world_size"}
     sizes["reshard_after_forward"] = recorded.get("reshard_after_forward")
     sizes["async_tensor"] = recorded.get("async_tensor", False)  # older records lack it
@@ -95,11 +97,11 @@ def _taken(job: Job, place: Hardware, recorded: Mapping[str, Any]) -> tuple[Job 
         parallel = ParallelSection.model_validate(sizes)
         type(job.train).model_validate({**job.train.model_dump(), **train})
     except ValidationError:
-        return None, "what an earlier start chose cannot be read"
+        return None, "the recorded choice of an earlier start is unreadable"
     try:
         return settled(job, parallel, train, dict(recorded)), ""
     except InputError as error:
-        return None, f"the rules refuse the layout of the start before: {error.diagnostics[0].message}"
+        return None, f"the rules reject the layout of the previous start: {error.diagnostics[0].message}"
 
 
 def _shown(value: object) -> str:

@@ -16,7 +16,7 @@ def having(pattern: str) -> Callable[[str], bool]:
     return lambda text: compiled.search(text) is not None
 
 
-class Say:
+class FindingCollector:
     """Collects the findings of one output. `code` and `target` are the defaults."""
 
     def __init__(self, file: str, context: Context, code: str, target: Target | None = None) -> None:
