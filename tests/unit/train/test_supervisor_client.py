@@ -288,6 +288,16 @@ def test_only_connections_are_broken() -> None:
             assert far.recv(1) == b"x"
 
 
+def test_a_broken_connection_can_still_be_written() -> None:
+    """gloo loses a message whose write fails before the connection's end is read: its sender would wait for ever."""
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()) as client, server.accept()[0] as accepted:
+        break_connections()
+        for end in (client, accepted):
+            end.sendall(b"announced")
+            end.sendall(b"sent")
+
+
 def test_teardown_without_groups_does_nothing() -> None:
     assert teardown() >= 0.0
     assert not dist.is_initialized()

@@ -15,11 +15,17 @@ _DIAL_AGAIN_S = 0.005
 
 
 def break_connections() -> int:
-    """Shut down every TCP connection of this process; returns how many there were.
+    """Shut down every TCP connection of this process for reading; returns how many there were.
 
-    Threads that wait in a collective, here or at the other end, get an error within milliseconds. Works from any
-    thread. `ProcessGroupGloo.abort` and `shutdown` do not: measured on torch 2.13, a collective that another thread
-    waits in keeps waiting. Listening sockets are left alone, so that a store's own thread is not disturbed.
+    gloo's thread then reads the end of each connection and closes it, so threads that wait in a collective, here or at
+    the other end, get an error within milliseconds. Works from any thread. `ProcessGroupGloo.abort` and `shutdown` do
+    not: measured on torch 2.13, a collective that another thread waits in keeps waiting. Listening sockets are left
+    alone, so that a store's own thread is not disturbed.
+
+    A thread that sends at this moment must not fail: gloo (torch 2.13) takes a reset connection (EPIPE) for one that
+    is full and queues the message; the error that its thread reads next is passed to every waiting operation except
+    those in that queue. The sender waits until gloo's timeout, and no call ends that. A peer's death can have the same
+    effect, and so can a message that is larger than the socket's buffer: the agent kills a rank that does not leave.
     """
     broken = 0
     for name in os.listdir("/proc/self/fd"):
@@ -44,7 +50,7 @@ def _shut_down(fd: int) -> bool:
         try:
             if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 return False
-            sock.shutdown(socket.SHUT_RDWR)
+            sock.shutdown(socket.SHUT_RD)
         except OSError:
             return False  # not connected, or not any more
         return True
