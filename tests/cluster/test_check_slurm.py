@@ -97,7 +97,7 @@ def test_a_node_that_somebody_has_drained_keeps_his_reason(
     outputs(("n3",))
     assert main(APPLY) == 1
     assert cluster.show("n3")["reason"] == "new fan on Monday"
-    assert "already drained ( IDLE+DRAIN: new fan on Monday)" in capsys.readouterr().err
+    assert "already drained (IDLE+DRAIN: new fan on Monday)" in capsys.readouterr().err
 
 
 def test_node_unknown_to_slurm_fails_without_blocking_others(

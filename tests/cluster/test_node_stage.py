@@ -85,7 +85,7 @@ def test_how_calls_end(tmp_path: Path) -> None:
     assert "Permission denied" in refused.why
     assert (failed.ended, failed.exit_code, failed.out) == ("failed", 3, "half\n")
     assert failed.why == "failed: ended with exit code 3: why"
-    assert (hung.ended, hung.out, hung.why) == ("hung", "begun\n", "hung: no end within 1 s")
+    assert (hung.ended, hung.out, hung.why) == ("hung", "begun\n", "hung: did not end within 1 s")
     assert sorted(lines) == ["begun", "half", "one", "two"]
     assert children() == set()
 
@@ -124,7 +124,7 @@ def test_a_process_that_cannot_be_killed_is_left_and_told(monkeypatch: pytest.Mo
     found = run_tool(Order("stuck", ("sleep", "1000"), 0.2))
     (left,) = children() - before
     assert found.ended == "stuck"
-    assert "SIGKILL does not end it" in found.why
+    assert "survived SIGKILL" in found.why
     os.kill(left, signal.SIGKILL)
     os.waitpid(left, 0)
 
@@ -307,9 +307,9 @@ def test_a_driver_that_hangs_is_a_finding_and_holds_up_nothing(
     found = judge_stage({"n": facts}).findings
     hung = {f.message for f in found if (f.code, f.verdict, f.target.node) == ("NOD002", "FAIL", "n")}
     assert hung == {
-        "NVML: no end within 2 s",
-        "nvidia-smi nvlink -s: no end within 2 s",
-        "nvidia-smi nvlink -e: no end within 2 s",
+        "NVML: did not end within 2 s",
+        "nvidia-smi nvlink -s: did not end within 2 s",
+        "nvidia-smi nvlink -e: did not end within 2 s",
     }
     assert any(f.verdict == "UNJUDGED" and "topo" in " ".join(f.evidence) for f in found)
 
@@ -420,7 +420,7 @@ def test_storage_that_cannot_be_written_or_does_not_answer(
     monkeypatch.setattr("seatrial.check.node.node_storage._STAT", "import time; time.sleep(1000)")
     monkeypatch.setattr("seatrial.check.node.node_storage._STAT_S", 1.0)
     found = read_storage(str(tmp_path), 1.0)
-    assert (found["ended"], found["problem"]) == ("hung", "stat of the storage: no end within 1 s")
+    assert (found["ended"], found["problem"]) == ("hung", "stat of the storage: did not end within 1 s")
     assert children() == set()
 
 
@@ -575,5 +575,5 @@ def test_nvidia_smi_samples_where_nvml_cannot(tmp_path: Path, monkeypatch: pytes
 
 def test_a_result_tells_itself_in_json() -> None:
     facts = Result("x", "hung", -9, "out", "err", 1.0, 1.0).facts()
-    assert json.loads(json.dumps(facts))["why"] == "x: no end within 1 s"
+    assert json.loads(json.dumps(facts))["why"] == "x: did not end within 1 s"
     assert "out" not in facts

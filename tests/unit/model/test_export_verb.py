@@ -103,7 +103,7 @@ def test_of_a_chosen_step(run: Path, tmp_path: Path) -> None:
     assert _holds(tmp_path / "out", 5)
     with pytest.raises(InputError, match="no checkpoint of step 7") as caught:
         _export(run, "--step", "7", "--out", tmp_path / "other")
-    assert "it has: 5, 10" in caught.value.render()
+    assert "there are: 5, 10" in caught.value.render()
     with pytest.raises(InputError, match="is one checkpoint"):
         _export(run / "checkpoints" / "step-00000005", "--step", "5", "--out", tmp_path / "other")
 
