@@ -18,7 +18,7 @@ from seatrial.check.live.agent_pool import Key, Order, Reply
 from seatrial.check.live.hosts import Host
 
 GPUS = 8
-INSIDE_GB_S = 478.0  # busbw of a healthy H200 node (field notes 1)
+INSIDE_GB_S = 478.0  # busbw of a healthy H200 node (published measurements)
 NO_DEVICE = " Did not detect devices \n If device exists, check if driver is up\n Unable to find the Infiniband/RoCE device\n"
 
 

@@ -55,7 +55,7 @@ class Layout:
 
     `leaves` has the number of the leaf of each port. Where no topology is known, all ports of a rail count as one leaf.
     `rate_gbit_s` is the ports' nominal rate; None takes the median of the ports' best readings for 97 % of it, which is
-    what healthy links read (95 to 99 %, field notes 1). `gpus` is the number of ranks per node in an all-reduce, 1 for
+    what healthy links read (95 to 99 %, published measurements). `gpus` is the number of ranks per node in an all-reduce, 1 for
     a node without GPUs.
     """
 
@@ -282,6 +282,6 @@ class Ledger:
 
 
 def nic_bound(gbit_s: Floats | float, gpus: int, nodes: int) -> Floats:
-    """The busbw in GB/s that `gbit_s` of NIC rate per GPU allow over k nodes: rate x (n-1)/(k-1), field notes 1."""
+    """The busbw in GB/s that `gbit_s` of NIC rate per GPU allow over k nodes: rate x (n-1)/(k-1), published measurements."""
     n = gpus * nodes
     return np.asarray(gbit_s) / 8 * (n - 1) / (nodes - 1)

@@ -4,7 +4,7 @@ The network: rail-optimised, two levels. Rail r of block b is on leaf (b, r); le
 flow gets the minimum of what both ends, their leaves and the uplinks on its path provide. Uplinks are shared equally by
 the flows that leave the leaf in that round: adaptive routing is assumed perfect, and nothing above the leaves is a
 bottleneck. An all-reduce gets the minimum of what the nodes' NVLinks provide and the bound of the slowest rail, rate x
-(n-1)/(k-1) (field notes 1), less 1 % for each doubling of the nodes.
+(n-1)/(k-1) (published measurements), less 1 % for each doubling of the nodes.
 
 The noise (`Noise`): healthy parts differ slightly and permanently; each reading has normal noise; a few readings in a
 thousand are far too low once, because of other activity; some are missing; occasionally a healthy node does not answer
@@ -34,10 +34,10 @@ from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.hardware.counters import Links, Port
 
 LOAD_S = 10.0
-HEALTHY = 0.975  # of the nominal rate; real links read 95 to 99 % (field notes 1)
+HEALTHY = 0.975  # of the nominal rate; real links read 95 to 99 % (published measurements)
 # Shares of the catalogue's peaks, if floors.toml has no figure: GEMM 794 of 989, copies in memory 90 %, peer to peer
-# 376 of 450, all-reduce 470 of 450 (NVLS adds in the switch), each of H100; host to device of H200, GB/s (field notes
-# 1).
+# 376 of 450, all-reduce 470 of 450 (NVLS adds in the switch), each of H100; host to device of H200, GB/s (published
+# measurements).
 _SHARES = {"gemm": 794 / 989, "hbm": 0.9, "p2p": 376 / 450, "busbw": 470 / 450}
 _HOST_GB_S = 55.0
 _OVER_GATE = 1.1  # a gate is exceeded by this factor

@@ -18,7 +18,7 @@ from seatrial.check.outputs.perftest_judge import judge
 from seatrial.check.outputs.tool import Context, Lines, ParseError
 
 TOOL = "ib_write_bw"
-# Large messages over four queue pairs fill a link; -F: a varying CPU frequency is no error (field notes 1).
+# Large messages over four queue pairs fill a link; -F: a varying CPU frequency is no error (published measurements).
 _OPTIONS = ("-s", "8388608", "-q", "4", "--report_gbits", "-F")
 MESSAGE_BYTES = 8388608
 SECONDS = 3

@@ -32,7 +32,7 @@ _HARDWARE = (
     "WORKFLOW_XID_48",
     "WORKFLOW_NVLINK_ERR",
 )
-# Xid 63 and 92 are just recorded, a reset can wait (field notes 3); 94 lost memory, its row is in use until a reset.
+# Xid 63 and 92 are just recorded, a reset can wait (operators' reports); 94 lost memory, its row is in use until a reset.
 # 167 and 169 have no bucket; control/machine/policy.toml evicts the node for them, as leptonai/gpud reboots it.
 _FAIL_CODES = frozenset({48, 64, 94, 95, 140, 167, 169})
 _WATCHED_CODES = frozenset({63, 92})
