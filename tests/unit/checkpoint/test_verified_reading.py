@@ -149,7 +149,7 @@ def test_what_the_header_says_must_be_what_the_manifest_says(place: Place) -> No
         (file,) = weights.manifest.files
         tensors, _ = weights._files.header(file.file)
         tensors["model/w"] |= change
-        with pytest.raises(Damaged, match="has model/w as .*, the manifest as F32"):
+        with pytest.raises(Damaged, match=r"has model/w as .*, the manifest as F32"):
             weights.read("w", Box.whole((10, 7)), torch.float32)
         weights.close()
 
