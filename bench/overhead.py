@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from seatrial.record.run import open_run
 from seatrial.train.loop import Loop
 from seatrial.train.optimizer import ShardedAdamW
 from seatrial.train.rank import settings_of
+from seatrial.train.records import into_file
 from seatrial.train.schedule import learning_rate
 
 LIMIT = 1.03
@@ -75,6 +77,12 @@ class HandWritten:
         return float(total)
 
 
+def train_one(loop: Loop, step: int) -> None:
+    """What `Loop.run` does for a step at which nothing is saved."""
+    loop._start(step)
+    loop._read_results(leave=loop._ahead)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12)
@@ -110,13 +118,15 @@ def main() -> int:
             job.architecture, mesh, settings_of(job), RandomWeights(job.architecture, job.train.seed)
         )
         with open_run(job, Path(folder)) as opened:
-            ours = Loop(job, opened.folder, 1, model, ShardedAdamW(model.shards, job.optimizer), loader)
+            records = into_file(opened.folder, 1, 0)
+            optimizer = ShardedAdamW(model.shards, job.optimizer)
+            ours = Loop(job, opened.folder, records, model, optimizer, loader)
             theirs = HandWritten(job, loader, device)
             times: dict[str, list[float]] = {"ours": [], "hand-written": []}
             step = 1
             for turn in range(arguments.rounds + 1):
                 # The order changes from turn to turn: what comes second finds warmer caches.
-                both = [("ours", ours.train_one), ("hand-written", theirs.step)]
+                both = [("ours", partial(train_one, ours)), ("hand-written", theirs.step)]
                 for name, one in both if turn % 2 else reversed(both):
                     for i in range(arguments.steps):
                         begin = time.perf_counter()
