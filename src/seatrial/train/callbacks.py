@@ -16,7 +16,7 @@ from seatrial.train.records import Records
 
 
 class Callbacks:
-    """Those of one registry in one generation. One that fails is reported and not called again, or ends the run, as configured by the job."""
+    """The callbacks, or the metrics, of one generation. One that fails is reported and dropped, or ends the run (`on_callback_error`)."""
 
     def __init__(
         self, registry: Registry[type], names: Iterable[str], job: Job, folder: RunFolder, records: Records
