@@ -5,6 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One test process a core, a file's tests in one of them, in the order that tests/conftest.py gives.
 SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder
+# These mostly wait: for Slurm, ssh, and limits of silence.
+TIMED := -n 2 --dist loadfile --no-loadscope-reorder
+
+# The tests start thousands of processes: all find compiled modules, where the environment would keep Python from writing them too.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all test-fast check format bench clean
@@ -31,12 +36,12 @@ test: $(STAMP)  ## static checks, then the tests that CI runs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/vulture
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not alone and not long"
-	$(BIN)/pytest -m "alone and not long"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not timed and not long"
+	$(BIN)/pytest $(TIMED) -m "timed and not long"
 
 test-all: test  ## and those that take long and show little more
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m "long and not alone"
-	$(BIN)/pytest -m "long and alone"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "long and not timed"
+	$(BIN)/pytest $(TIMED) -m "long and timed"
 
 test-fast: $(STAMP)  ## the tests that start no cluster (two to three minutes on two cores)
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not cluster and not long"

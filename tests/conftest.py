@@ -18,6 +18,10 @@ settings.load_profile("seatrial")
 
 # Files are handed to test processes in this order, then all others: one that begins late alone makes the others wait.
 _FIRST = (
+    "test_slurm_train.py",
+    "test_ssh.py",
+    "test_recovery.py",
+    "test_check_live.py",
     "test_train.py",
     "test_parity.py",
     "test_reshard.py",

@@ -10,7 +10,7 @@ from recovery_runs import Trial, make_folder
 
 from seatrial.data.prepare import prepare
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 LONG = "train.steps=4000"
 

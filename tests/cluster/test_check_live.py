@@ -18,7 +18,7 @@ from seatrial.check.live.hosts import Host
 from seatrial.check.node.node_stage import NodeOptions
 from seatrial.launch.netns import Hosts, Unavailable
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 _MARK = "SEATRIAL_TEST_CHECK"
 # What a link carries in these tests: far less than this machine's processors move, so that it is the link that is measured.

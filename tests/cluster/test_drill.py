@@ -24,7 +24,7 @@ from seatrial.model.decoder import whole_shapes
 from seatrial.record import lock
 from seatrial.record.folder import RunFolder
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 TIMEOUT_S = 300.0
 _MARK = "SEATRIAL_TEST_DRILL"

@@ -24,7 +24,7 @@ from seatrial.record.events import read_events
 from seatrial.record.failure import Failure
 from seatrial.record.folder import RunFolder
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 STANDIN = Path(__file__).with_name("standin_agent.py")
 BYE = {"say": msg.encode(msg.Bye())}

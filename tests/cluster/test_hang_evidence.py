@@ -15,7 +15,7 @@ from hang_agent import Forker, RankAgent
 
 from seatrial.record import messages as msg
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 LAYOUT = {"pipeline": 2, "shard": 2}
 CULPRIT = 1

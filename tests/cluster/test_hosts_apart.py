@@ -16,7 +16,7 @@ from recovery_runs import Trial, assert_same, lines, make_folder
 from seatrial.record.folder import RunFolder
 from seatrial.record.launches import read_outcome
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 NODES, SPARES = 3, 1
 LOGIN = NODES + SPARES  # the host of `seatrial train`

@@ -24,7 +24,7 @@ from seatrial.record.launches import known_launch, read_outcome
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.alone,
+    pytest.mark.timed,
     pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl"),
 ]
 # One rank a node: whoever is lost takes a replica along.

@@ -24,7 +24,7 @@ from seatrial.record.inputs import freeze
 from seatrial.record.launches import read_outcome
 from seatrial.record.secret import make_secret, read_secret
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 
 @pytest.fixture

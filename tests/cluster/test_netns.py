@@ -17,7 +17,7 @@ import pytest
 from seatrial.launch import netns
 from seatrial.launch.netns import Hosts, Unavailable
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 PORT = 20900
 AMOUNT = 2_000_000  # bytes: 0.8 s at 20 Mbit/s

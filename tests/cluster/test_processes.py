@@ -15,7 +15,7 @@ from virtual_cluster import VirtualCluster
 
 from seatrial.record import events
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 AGENT = "seatrial.control.agent"
 FORK_SERVER = "seatrial.train.supervision.fork_server"

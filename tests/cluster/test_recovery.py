@@ -12,7 +12,7 @@ from recovery_runs import REPLICAS, STEPS, Begin, Trial, assert_same, beginning,
 
 from seatrial.base import process
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 
 @pytest.fixture

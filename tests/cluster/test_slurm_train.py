@@ -20,7 +20,7 @@ from seatrial.record.launches import known_launch
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.alone,
+    pytest.mark.timed,
     pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing() or "-"),
 ]
 NODES = ("n1", "n2", "n3", "n4", "n5")
@@ -34,11 +34,9 @@ LAYOUT = (
     "parallel.replicate=4",
 )
 SLURM = (*LAYOUT, "cluster.launcher=slurm", "resilience.preempt_grace_s=15")
-LONG_STEPS = 400
-LONG = (
-    f"train.steps={LONG_STEPS}",
-    "checkpoint.every_steps=10",
-)  # long enough for a node to be lost in its midst
+LONG = ("train.steps=150", "checkpoint.every_steps=10")  # long enough for a node to be lost in its midst
+LIMITED_STEPS = 400  # longer than Slurm's shortest time limit
+LIMITED = (f"train.steps={LIMITED_STEPS}", "checkpoint.every_steps=10")
 _WITHIN_S = 300.0
 
 
@@ -206,21 +204,21 @@ def test_follow_up_job_resumes_after_loss_of_the_batch_node(
     assert trial.samples() == undisturbed_long.samples()
 
 
-def test_time_limit_saves_and_follow_up_job_is_bitwise_identical(
-    cluster: Cluster, undisturbed_long: Trial
-) -> None:
-    trial = cluster.train(*SLURM, *LONG, 'slurm.time="1"')
+def test_time_limit_saves_and_follow_up_job_is_bitwise_identical(cluster: Cluster, tmp_path: Path) -> None:
+    trial = cluster.train(*SLURM, *LIMITED, 'slurm.time="1"')
     trial.until(lambda: trial.events("run_interrupted"))
     job, stopped_at = handle(trial), max(trial.steps())
-    assert 0 < stopped_at < LONG_STEPS
+    assert 0 < stopped_at < LIMITED_STEPS
     assert f"{stopped_at:08d}" in (trial.run / "checkpoints/latest").read_text()
     slurm_cluster.wait_until(lambda: cluster.job(job)["JobState"] != "RUNNING")
     assert cluster.job(job)["ExitCode"] == "75:0"
     code, err = ended(trial)
     assert code == 0, err
     steps = [m["step"] for m in lines(trial.run / "metrics.jsonl")]
-    assert steps == list(range(1, LONG_STEPS + 1))  # nothing is done twice
-    assert_same(trial, undisturbed_long)
+    assert steps == list(range(1, LIMITED_STEPS + 1))  # nothing is done twice
+    undisturbed = Trial(make_folder(tmp_path / "undisturbed"), *LAYOUT, *LIMITED)
+    assert undisturbed.end()[0] == 0
+    assert_same(trial, undisturbed)
 
 
 def test_stop_saves_and_leaves_no_job(cluster: Cluster, undisturbed_long: Trial) -> None:

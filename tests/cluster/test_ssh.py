@@ -24,7 +24,7 @@ from seatrial.launch import named
 from seatrial.launch.netns import Hosts, Unavailable
 from seatrial.record.folder import RunFolder
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 SSHD = "/usr/sbin/sshd"
 LAUNCHER = 3  # the host that the launcher runs on

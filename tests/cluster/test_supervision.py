@@ -17,7 +17,7 @@ from virtual_cluster import RankLine, VirtualCluster
 from seatrial.record import events
 from seatrial.record.events import Event
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 AGENT = "seatrial.control.agent"
 

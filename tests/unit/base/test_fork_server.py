@@ -87,10 +87,10 @@ def test_sigterm_ends_it(served: tuple[Channel, int]) -> None:
 def test_a_second_thread_forbids_forking() -> None:
     """In a process of its own: the tests' process may have threads."""
     code = (
-        "import threading; from seatrial.base.fork_server import share_imports\n"
-        "share_imports('json')\n"
+        "import threading; from seatrial.base.fork_server import import_to_share\n"
+        "import_to_share('json')\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-        "share_imports('json')\n"
+        "import_to_share('json')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1

@@ -176,7 +176,7 @@ def test_what_was_said_of_an_earlier_generation_does_not_count(node: Node) -> No
     stale = {"parked": {"generation": 1, "step": 9, "message": "late"}}
     node.start(2, {0: [{"say": stale}, "beat"]})
     node.pump.until(lambda: node.workers.workers[0].step)
-    assert node.kinds(2, 10) == ["started", "beat"]
+    node.pump.until(lambda: node.kinds(2, 10) == ["started", "beat"])
     assert node.workers.workers[0].runs
 
 
@@ -197,7 +197,7 @@ def test_a_stop_before_there_is_a_rank_waits_for_nobody(gate: Path, node: Node) 
     assert node.workers.fork_server == fork_server
     gate.write_text("")
     node.pump.until(lambda: node.workers.workers[0].step and node.workers.workers[1].step)
-    assert node.kinds(2, 11) == ["started", "beat"]
+    node.pump.until(lambda: node.kinds(2, 11) == ["started", "beat"])
     assert node.kinds(1, 10) == ["exited"], "nobody has begun it"
     wanted = {w.pid for w in node.workers.workers.values()} | {fork_server}
     node.pump.until(lambda: process.descendants(os.getpid()) - node.before == wanted)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from seatrial.base import process
-from seatrial.base.fork_server import ForkServer, share_imports
+from seatrial.base.fork_server import ForkServer, import_to_share
 from seatrial.base.lines import Channel
 from seatrial.check.live import probe_pair
 from seatrial.check.live.agent_tasks import last_words
@@ -187,7 +187,7 @@ def _text(fd: int) -> bytes:
 def main(argv: Sequence[str]) -> int:
     """Entry of `python -m seatrial.check.live.fork_server`."""
     process.die_with_parent(os.getppid())
-    share_imports("torch")
+    import_to_share("torch")
     ProbeForkServer(Channel.from_fd(int(argv[0]))).serve()
     return 0
 

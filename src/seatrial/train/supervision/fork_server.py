@@ -7,7 +7,6 @@ start after 3 s instead of 20 s, and share the imported pages. For ranks on CPU 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base import process
-from seatrial.base.fork_server import ForkServer, share_imports
+from seatrial.base.fork_server import ForkServer, import_to_share
 from seatrial.base.lines import Channel
 from seatrial.record import messages as msg
 
@@ -80,8 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # SIGKILL while importing, when nothing could handle another signal and there is nothing to clean up.
     process.die_with_parent(arguments.parent)
     channel = Channel.from_fd(arguments.channel)
-    worker = importlib.import_module(arguments.worker_module)
-    share_imports(arguments.worker_module)
+    worker = import_to_share(arguments.worker_module)
     fork_server = RankForkServer(worker, channel, arguments.mark)
     process.die_with_parent(arguments.parent, signal.SIGTERM)
     fork_server.serve()
