@@ -58,6 +58,9 @@ every_steps = 4
 keep = 2
 """
 
+# The same ranks on one node, where a test is about something else: each node imports torch once.
+ONE_NODE = JOB.replace("nodes = 2\ngpus_per_node = 2", "nodes = 1\ngpus_per_node = 4")
+
 TIMEOUT_S = 60.0
 # A launcher waits while its console takes nothing, and a test that waits for something else reads nothing.
 CONSOLE_BYTES = 1 << 20

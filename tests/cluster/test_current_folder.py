@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import seatrial
-from conftest import JOB, write_corpus
+from conftest import ONE_NODE, write_corpus
 from seatrial.job.preset_files import preset_text
 
 pytestmark = pytest.mark.cluster
@@ -34,7 +34,7 @@ while [ "${1#-}" != "$1" ]; do shift; done
 shift
 exec sh -c "$*"
 """
-SMALL = JOB.replace("steps = 12", "steps = 4").replace("every_steps = 4", "every_steps = 2")
+SMALL = ONE_NODE.replace("steps = 12", "steps = 4").replace("every_steps = 4", "every_steps = 2")
 VERBS = (
     "init --preset first-voyage --out first.toml",
     "schema",

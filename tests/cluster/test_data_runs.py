@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import JOB, Run, records, seatrial
+from conftest import ONE_NODE, Run, records, seatrial
 from seatrial.data.prepare import prepare
 
 pytestmark = pytest.mark.cluster
@@ -25,7 +25,7 @@ def blended(folder: Path, tmp_path: Path) -> Path:
     lines = tmp_path / "lines.jsonl"
     lines.write_text("\n".join(f'{{"text": "x = {n}"}}' for n in range(4000)))
     prepare([str(lines)], "bytes", tmp_path / "store", shard_tokens=5000)
-    text = JOB.replace('train = "corpus"', 'train = ["corpus", "store"]\nweights = [0.7, 0.3]')
+    text = ONE_NODE.replace('train = "corpus"', 'train = ["corpus", "store"]\nweights = [0.7, 0.3]')
     (folder / "job.toml").write_text(text)
     return folder
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import JOB, Run, records
+from conftest import ONE_NODE, Run, records
 from moto_server import MotoServer
 from seatrial.base.box import Box
 from seatrial.checkpoint.manifest import Damaged, Manifest, Progress
@@ -156,7 +156,7 @@ def test_a_run_saves_is_killed_resumes_and_removes(
     folder: Path, start: Callable[..., Run], s3_url: str
 ) -> None:
     """Everything of it dies with kill -9; the same command goes on from the store, and what it left is removed."""
-    (folder / "job.toml").write_text(JOB)
+    (folder / "job.toml").write_text(ONE_NODE)
     sets = [
         *("--set", f"checkpoint.folder={s3_url}/runs"),
         *("--set", "checkpoint.every_steps=2"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import JOB, Run, records, seatrial, write_corpus
+from conftest import ONE_NODE, Run, records, seatrial, write_corpus
 from moto_server import MotoServer
 from seatrial.checkpoint.place import open_place
 
@@ -20,7 +20,7 @@ STEPS = 40
 
 
 def write_job(folder: Path, checkpoint: str, *, name: str = "small") -> None:
-    text = JOB.replace("steps = 12", f"steps = {STEPS}").replace('name = "small"', f'name = "{name}"')
+    text = ONE_NODE.replace("steps = 12", f"steps = {STEPS}").replace('name = "small"', f'name = "{name}"')
     (folder / "job.toml").write_text(text + checkpoint)
     write_corpus(folder)
 

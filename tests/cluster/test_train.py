@@ -17,7 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from conftest import JOB, Run, records, seatrial, write_corpus
+from conftest import JOB, ONE_NODE, Run, records, seatrial, write_corpus
 from seatrial.data.prepare import data_cache, resolve_stores, stores_identity
 from seatrial.job import load_job
 from seatrial.record.run import open_run
@@ -91,7 +91,7 @@ def killed(killed_run: Path, folder: Path) -> Path:
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the first 4 steps, ended in order."""
     folder = tmp_path_factory.mktemp("short")
-    (folder / "job.toml").write_text(JOB)
+    (folder / "job.toml").write_text(ONE_NODE)
     write_corpus(folder)
     assert Run(folder, "--set", "train.steps=4").wait()[0] == 0
     return folder
