@@ -354,6 +354,7 @@ def test_long_reading_says_how_far_it_is(
         )
 
 
+@pytest.mark.cluster  # slow
 def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
     """The program itself, on pipes of 1 and of 48 MiB."""
     code = (

@@ -117,6 +117,7 @@ zpty -d z
 """
 
 
+@pytest.mark.cluster  # slow
 @needs("zsh")
 def test_zsh(
     place: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]

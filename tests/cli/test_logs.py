@@ -178,6 +178,7 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize(("end", "code"), [("run_finished", 0), ("run_failed", 1)])
 def test_follow_into_later_generations_and_to_the_end(folder: RunFolder, end: str, code: int) -> None:
     fd = lock.acquire(folder.lock)
@@ -206,6 +207,7 @@ def test_follow_into_later_generations_and_to_the_end(folder: RunFolder, end: st
         ]
 
 
+@pytest.mark.cluster  # slow
 def test_follow_all_from_before_there_are_logs(folder: RunFolder) -> None:
     logs = folder.logs.rename(folder.path / "later")
     fd = lock.acquire(folder.lock)

@@ -275,6 +275,7 @@ def test_plan_needs_no_data_or_memory_of_the_target_machines(validate: Validate)
 # -- as a command
 
 
+@pytest.mark.cluster  # slow
 def test_it_loads_no_torch_and_takes_about_a_second(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(filled(FIRST))
     code = (

@@ -97,6 +97,7 @@ def play(nodes: int, draws: int, noise: Noise = USUAL) -> Score:
     return score
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize(("nodes", "draws"), [(16, 150), (128, 60), (1000, 12)])
 def test_the_blame_is_right(nodes: int, draws: int) -> None:
     score = play(nodes, draws)

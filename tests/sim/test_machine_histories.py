@@ -72,6 +72,7 @@ def test_thousands_of_histories(histories: int) -> None:
     assert ends["nodes"] > 250
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize("machine_type", BROKEN, ids=lambda t: t.__name__)
 def test_a_broken_machine_is_caught(machine_type: type[Machine]) -> None:
     seed, invariant = caught_by(machine_type)

@@ -68,6 +68,7 @@ def passes_wrongly(names: tuple[str, ...], text: str) -> bool:
     return verdict(text) == "PASS" and any(alone(name) != "PASS" for name in names)
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize("mix", MIXES, ids=lambda f: f.__name__)
 def test_no_pair_of_outputs_passes_where_one_alone_does_not(mix: Mix) -> None:
     """A sample; every pair in every mix: the next test."""

@@ -131,6 +131,7 @@ def test_one_that_fails_is_told_and_keeps_no_other(kubectl: Path) -> None:
     assert lines[0].startswith("failed: kubectl taint nodes n1")
 
 
+@pytest.mark.cluster  # slow
 def test_hung_kubectl_and_children_are_killed_and_rest_skipped(kubectl: Path) -> None:
     behave(kubectl, f"sleep 600 & echo $! > {kubectl}/child; wait")
     done = carry_out(taints("n1", "n2", "n3"), lambda text: None, timeout_s=1.0)

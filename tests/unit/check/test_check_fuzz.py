@@ -20,6 +20,7 @@ def fuzz(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     sys.modules.pop("check_fuzz")
 
 
+@pytest.mark.cluster  # slow
 def test_no_damaged_output_passes_or_crashes(fuzz) -> None:  # type: ignore[no-untyped-def]
     told: list[str] = []
     every = fuzz.outputs(fuzz.FIXTURES)

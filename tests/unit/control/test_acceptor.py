@@ -72,6 +72,7 @@ def test_who_says_nothing_is_shown_out_in_time(pump: Pump, hub: Hub, monkeypatch
         sock.close()
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize(
     "said",
     [

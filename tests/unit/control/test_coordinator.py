@@ -401,6 +401,7 @@ def test_the_node_that_coordinated_and_died_is_lost_for_certain(begin: Begin) ->
     assert orders == {2: 0, 1: 1}
 
 
+@pytest.mark.cluster  # slow
 def test_an_end_that_was_decided_is_told_by_the_next_one(begin: Begin) -> None:
     once = ("resilience.max_restarts=0", "cluster.spares=0")
     term = running(begin, *once)

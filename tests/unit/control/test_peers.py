@@ -205,6 +205,7 @@ def test_silence_alone_is_a_loss_that_is_not_certain(
     assert 1 in coordinator.peers
 
 
+@pytest.mark.cluster  # slow
 def test_a_frozen_agent_is_not_taken_for_a_dead_one(pump: Pump, coordinator: Coordinator) -> None:
     """The kernel takes connections for it, and nothing answers."""
     frozen = Listener("127.0.0.1", SECRET)

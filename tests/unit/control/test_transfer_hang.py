@@ -41,6 +41,7 @@ def end(moving: Moving) -> tuple[int, dict[str, Any]]:
     return status, moving.result()
 
 
+@pytest.mark.cluster  # slow
 def test_neither_looking_nor_writing_waits_for_ever(tmp_path: Path, held: Held) -> None:
     with HungMount(tmp_path):
         began = [

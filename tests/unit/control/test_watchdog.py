@@ -47,6 +47,7 @@ def watched(node: Node, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(node, monkeypatch)
 
 
+@pytest.mark.cluster  # slow
 def test_a_stopped_fork_server_is_killed_and_comes_again(node: Node, watched: Watched) -> None:
     node.pump.until(lambda: node.workers.fork_server_ready)
     old = node.workers.fork_server
@@ -64,6 +65,7 @@ def test_a_stopped_fork_server_is_killed_and_comes_again(node: Node, watched: Wa
     node.pump.until(lambda: node.workers.workers[0].step)
 
 
+@pytest.mark.cluster  # slow
 def test_a_fork_server_that_does_not_answer_is_killed(
     node: Node, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +82,7 @@ def test_a_fork_server_that_does_not_answer_is_killed(
     assert "has not answered for" in watched.told[0][0]
 
 
+@pytest.mark.cluster  # slow
 def test_stopped_rank_is_reported_once_and_not_killed(node: Node, watched: Watched) -> None:
     node.start(1, {0: ["beat"], 1: ["beat"]})
     node.pump.until(lambda: node.workers.workers[0].step and node.workers.workers[1].step)

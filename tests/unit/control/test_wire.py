@@ -157,6 +157,7 @@ def test_altered_or_replayed_line_closes_the_connection(listener: Listener, chan
     link.close()
 
 
+@pytest.mark.cluster  # slow
 def test_what_the_socket_does_not_take_is_sent_later(listener: Listener) -> None:
     link, session = connected(listener)
     link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

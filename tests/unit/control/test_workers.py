@@ -151,6 +151,7 @@ def test_last_words_are_heard_before_the_end(node: Node) -> None:
     assert node.workers.workers[0].how == "done"
 
 
+@pytest.mark.cluster  # slow
 def test_ranks_park_on_stop_and_unresponsive_ones_are_killed(node: Node) -> None:
     node.start(1, {0: ["beat"], 1: ["deaf", "beat"]})
     node.pump.until(lambda: node.workers.workers[0].step and node.workers.workers[1].step)

@@ -74,6 +74,7 @@ def joined(parts: list[Batch]) -> Batch:
     )
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("across", [True, False])
 def test_global_batches_do_not_depend_on_ranks_or_microbatches(

@@ -230,6 +230,7 @@ def play_many(n: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[
     return counted + Counter(play(seed, folder) for seed in range(n // 2, n))
 
 
+@pytest.mark.cluster  # slow
 def test_damaged_sources_are_refused_or_are_what_is_in_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def test_rows_are_fetched_together_and_ahead_of_their_step(
     store.close()
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize("across", [True, False])
 def test_cache_smaller_than_the_data_works_and_stays_bounded(remote: Path, across: bool) -> None:
     limit = 16 * CHUNK + 3000

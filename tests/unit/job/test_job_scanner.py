@@ -105,6 +105,7 @@ def key_paths(values: Any, path: tuple[str | int, ...] = ()) -> set[tuple[str | 
     return found
 
 
+@pytest.mark.cluster  # slow
 @settings(deadline=None)
 @given(documents())
 def test_keys_are_those_of_tomllib(text: str) -> None:
@@ -112,6 +113,7 @@ def test_keys_are_those_of_tomllib(text: str) -> None:
     assert set(scan(text).keys) == key_paths(values)
 
 
+@pytest.mark.cluster  # slow
 @settings(deadline=None)
 @given(documents())
 def test_spans_hold_what_they_name(text: str) -> None:

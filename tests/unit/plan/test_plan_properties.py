@@ -342,6 +342,7 @@ def searched(nodes: int, *, hbm: float = 1.0, rate: float = 1.0) -> Found:
     return search(job(f"cluster.nodes={nodes}", "train.global_batch=32"), cluster)
 
 
+@pytest.mark.cluster  # slow
 def test_a_better_cluster_never_has_a_worse_best() -> None:
     plain = searched(1)
     best = plain.choices[0].prediction.step_s

@@ -36,6 +36,7 @@ def reference() -> Found:
     return search(job(), CLUSTER)
 
 
+@pytest.mark.cluster  # slow
 def test_the_reference_cluster_is_searched() -> None:
     found = reference()
     assert 1000 < found.tried < 10_000  # its time is theirs: bench/plan_speed.py
@@ -99,6 +100,7 @@ def test_what_fits_nowhere_says_how_much_is_missing() -> None:
     assert found.own_costs is None
 
 
+@pytest.mark.cluster  # slow
 def test_another_size_than_the_jobs() -> None:
     found = search(job(), replace(CLUSTER, nodes=8))
     assert found.own is None

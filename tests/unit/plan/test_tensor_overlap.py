@@ -285,6 +285,7 @@ def job(preset: str, *overrides: str) -> Job:
     return load_job(Path(str(files("seatrial.job") / "presets" / f"{preset}.toml")), overrides)
 
 
+@pytest.mark.cluster  # slow
 def test_the_search_loses_nothing_by_not_trying_all() -> None:
     """Every legal layout with and without, predicted one by one, gives the same best ones."""
     base = job("llama3-8b-h100")

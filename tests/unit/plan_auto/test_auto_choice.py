@@ -44,6 +44,7 @@ def test_an_open_job_has_no_layout_to_be_asked_for() -> None:
     assert job_from_text(j.to_toml(), name="x", base_folder=Path("/")).is_open
 
 
+@pytest.mark.cluster  # slow
 def test_the_fastest_one_where_speeds_are_known() -> None:
     j = open_job("llama3-8b-h100", "cluster.nodes=2", drop=("microbatch", "activation_checkpointing"))
     found = chosen(j)
@@ -238,6 +239,7 @@ def test_an_unknown_network_with_a_known_gpu_falls_back_to_bytes() -> None:
     holds(found.settle(j))
 
 
+@pytest.mark.cluster  # slow
 @settings(max_examples=60, deadline=None)
 @given(
     nodes=st.integers(1, 6),
@@ -273,6 +275,7 @@ def test_whatever_is_chosen_keeps_the_rules(
     assert (again.layout, again.parallel.reshards) == (settled.layout, settled.parallel.reshards)
 
 
+@pytest.mark.cluster  # slow
 def test_the_choice_is_no_slower_than_what_a_person_wrote() -> None:
     """By the same prediction."""
     mine = job()

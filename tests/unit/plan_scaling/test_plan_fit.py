@@ -88,6 +88,7 @@ def test_other_stacks_keep_copies_in_full_precision() -> None:
     assert names == ["weights", "gradients", "master weights", "moments"]
 
 
+@pytest.mark.cluster  # slow
 def test_every_gpu_of_the_catalogue_is_answered() -> None:
     found = voyage()
     assert {f.gpu.name for f in found} == {g.name for g in gpus()}

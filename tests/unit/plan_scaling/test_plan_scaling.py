@@ -213,6 +213,7 @@ def test_resized_fills_the_cluster_or_says_why_not(
         assert replicate == 1 or found.layout.shard <= base.layout.shard
 
 
+@pytest.mark.cluster  # slow
 def test_the_best_layouts_are_what_the_search_finds() -> None:
     there = search(job(), replace(CLUSTER, nodes=2), own=False)
     found = best_scaling(job(), CLUSTER, nodes=(1, 2), known={2: there})

@@ -6,6 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
+import pytest
 from verb_cases import voyage
 
 from seatrial.cli import plan
@@ -24,6 +25,7 @@ def example() -> str:
     return "\n".join(text for text, _ in lines(voyage(), width=100))
 
 
+@pytest.mark.cluster  # slow
 def test_the_example_is_what_the_verb_says() -> None:
     shown = _BLOCK.search(DOCUMENT.read_text(encoding="utf-8"))
     assert shown is not None

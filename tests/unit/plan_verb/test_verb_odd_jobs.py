@@ -146,6 +146,7 @@ def jobs(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
+@pytest.mark.cluster  # slow
 @given(changed=jobs(), stack=st.sampled_from(["seatrial", "nemo"]), storage=st.sampled_from(["0.001", "20"]))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_job_is_answered_or_refused(changed: dict[str, object], stack: str, storage: str) -> None:
@@ -178,6 +179,7 @@ def test_odd_jobs(changed: dict[str, object], code: int, tmp_path: Path) -> None
     judge(found, out, err)
 
 
+@pytest.mark.cluster  # slow
 def test_layouts_that_are_searched_are_never_worse(tmp_path: Path) -> None:
     found = judge(*plan(tmp_path, "--json", micro=12, batch=96, sequence=256))
     assert found["search"]["own_costs"] >= 0

@@ -89,6 +89,7 @@ def test_the_book_agrees_with_the_proof_over_any_history(history: list[tuple[Any
     assert sorted(book.skipped) == [step for step, left_out in sorted(run.done.items()) if left_out]
 
 
+@pytest.mark.cluster  # slow
 @settings(max_examples=500)
 @given(history=HISTORIES, draw=st.data())
 def test_what_contradicts_the_ledger_is_never_passed_over(history: list[tuple[Any, ...]], draw: Any) -> None:

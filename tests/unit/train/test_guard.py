@@ -97,6 +97,7 @@ def test_early_steps_and_falling_losses_are_no_spikes() -> None:
         assert watch.judge(step, 1 + 8 * math.exp(-step / 30), 50 / step + 0.5).signal is None
 
 
+@pytest.mark.cluster  # slow
 def test_spike_detection_has_few_false_alarms_and_few_misses() -> None:
     """Of 24,000 steps whose gradient norms scatter log-normally, and of 60 that have six times the norm."""
     alarms, found = 0, 0

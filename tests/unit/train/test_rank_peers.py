@@ -34,6 +34,7 @@ def name_of_the_world() -> str:
     return str(dist.group.WORLD.group_name)
 
 
+@pytest.mark.cluster  # slow
 def test_group_names_restart_after_a_failed_rendezvous(tmp_path: Path) -> None:
     """Its peers may be new processes, for which it is the first; a name that differs is a wait without end."""
     with pytest.raises(RuntimeError):

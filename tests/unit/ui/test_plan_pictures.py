@@ -242,6 +242,7 @@ def test_the_page_needs_nothing_else_and_says_everything() -> None:
     assert "prefers-color-scheme:dark" in html
 
 
+@pytest.mark.cluster  # slow
 def test_the_page_says_how_the_batch_goes_through() -> None:
     html = page(told("qwen2.5-72b-b300"), verdict="v")
     assert "tensor 8 x pipeline 2 x shard 8, 1f1b; 32 microbatches of 8, async_tensor</div>" in html
