@@ -181,9 +181,9 @@ def document(
     listed = [
         [f"`{name}`", f"{value:,.6g} {unit}".strip(), source] for name, value, unit, source in costs.table()
     ]
-    out += ["### Taken for a cluster", markdown_table(["what", "value", "where from"], listed)]
+    out += ["### Assumed for a cluster", markdown_table(["what", "value", "where from"], listed)]
     out += [
-        f"### Twice as much: {max(sizes):,} nodes, Llama 3's rate",
+        f"### Sensitivity, each value doubled: {max(sizes):,} nodes, Llama 3's rate",
         sensitivity(max(sizes), measured, costs),
     ]
     causes = [[c.name, str(c.count), c.remedy, "yes" if c.hangs else ""] for c in CAUSES]

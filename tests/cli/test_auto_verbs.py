@@ -34,7 +34,7 @@ def test_the_refusal_points_at_the_word(auto: Path, capsys: pytest.CaptureFixtur
         err = capsys.readouterr().err
         assert "job.toml:1:12: error:" in err
         assert 'parallel = "auto"' in err
-        assert "hint: global_batch = 8 would do" in err
+        assert "hint: use global_batch = 8" in err
     assert not Path("runs").exists()
 
 

@@ -88,10 +88,10 @@ BAD = (
 )
 
 EXPECTED = """\
-job.toml:15:10: error: num_key_value_heads 1 is not divisible by tensor 2: a head stays whole
+job.toml:15:10: error: num_key_value_heads 1 is not divisible by tensor 2: a head cannot be split
   15 | tensor = 2
      |          ^
-  hint: tensor = 1 would do
+  hint: use tensor = 1
 job.toml:19:9: error: train.steps: expected an integer, found the string "200"
   19 | steps = "200"
      |         ^^^^^
@@ -99,16 +99,16 @@ job.toml:19:9: error: train.steps: expected an integer, found the string "200"
 job.toml:20:19: error: sequence_length 255 is not divisible by 2 x tensor 2 = 4: an uneven sequence-parallel shard aborts the process
   20 | sequence_length = 255
      |                   ^^^
-  hint: sequence_length = 252 or 256 would do
+  hint: use sequence_length = 252 or 256
 job.toml:21:16: error: global_batch 30 is not divisible by data-parallel size 2 x microbatch 4 = 8
   21 | global_batch = 30
      |                ^^
-  hint: global_batch = 24 or 32 would do
+  hint: use global_batch = 24 or 32
 job.toml:26:1: error: unknown key `warm_up_steps` in [optimizer]
   26 | warm_up_steps = 20
      | ^^^^^^^^^^^^^
   hint: did you mean `warmup_steps`?
-job.toml:28:2: error: [checkpoint] lacks the key `every_steps`
+job.toml:28:2: error: [checkpoint] is missing the key `every_steps`
   28 | [checkpoint]
      |  ^^^^^^^^^^
   hint: add it below the section's header: every_steps = 500
@@ -142,7 +142,7 @@ def test_problems_of_overrides_point_at_them(tmp_path: Path) -> None:
     assert done.stderr == (
         '--set train.steps=many: error: train.steps: expected an integer, found the string "many"\n'
         "--set parallel.pipeline=8: error: tensor 2 x pipeline 8 = 16 does not divide 2 nodes x 4 GPUs = 8 ranks\n"
-        "  hint: pipeline = 1, 2 or 4 would fit\n"
+        "  hint: use pipeline = 1, 2 or 4\n"
         "--set parallel.pipeline=8: error: pipeline 8 needs 8 layers, but the model has only 4\n"
         "  hint: use at most 4 stages\n"
         "3 problems\n"

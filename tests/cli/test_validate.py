@@ -96,7 +96,7 @@ FIRST, EIGHT, SEVEN, LARGE = "first-voyage", "llama3-8b-h100", "qwen2.5-7b-h200"
 # Preset, what stands there, what is put there, what of it the problem must point at (elsewhere: BEFORE^IT), part of the problem.
 BROKEN = [
     (FIRST, 'preset = "qwen2.5-tiny"', 'preset = "qwen2.5-tinny"', '"qwen2.5-tinny"', "no built-in model"),
-    (FIRST, 'name = "first-voyage"', 'name = "first/voyage"', '"first/voyage"', "cannot name a run folder"),
+    (FIRST, 'name = "first-voyage"', 'name = "first/voyage"', '"first/voyage"', "is not a valid name for a run folder"),
     (FIRST, "nodes = 2", "nodes = 0", "0", "cluster.nodes must be at least 1"),
     (FIRST, "nodes = 2", "nodes = 1000000", "1000000", "cluster.nodes must be at most 100,000"),
     (FIRST, "gpus_per_node = 4", 'gpus_per_node = "four"', '"four"', "expected an integer"),
@@ -104,7 +104,7 @@ BROKEN = [
     (FIRST, "pipeline = 2", "pipeline = 8", "8", "the model has only 4"),
     (FIRST, "shard = 2", "shard = 3", "3", "12 ranks, but 2 nodes x 4 GPUs = 8 ranks"),
     (FIRST, 'schedule = "1f1b"', 'schedule = "1f2b"', '"1f2b"', "parallel.schedule: expected"),
-    (FIRST, "stages_per_rank = 1", "stages_per_rank = 2", "2", "has one stage on each rank"),
+    (FIRST, "stages_per_rank = 1", "stages_per_rank = 2", "2", "allows one stage on each rank"),
     (FIRST, "steps = 200", "steps = 0", "0", "train.steps must be at least 1"),
     (FIRST, "steps = 200", "steps = 2e2", "2e2", "expected an integer"),
     (FIRST, "sequence_length = 256", "sequence_length = 255", "255", "is not divisible by 2 x tensor 2"),
@@ -122,7 +122,7 @@ BROKEN = [
     (FIRST, 'decay = "cosine"', 'decay = "linear"', '"linear"', "optimizer.decay: expected"),
     (FIRST, "weight_decay = 0.1", "weight_decay = inf", "inf", "finite"),
     (FIRST, "weight_decay = 0.1", "weight_decay = 400", "400", "must be at most 100"),
-    (FIRST, "clip_norm = 1.0", "clip_norm = 1e-300", "1e-300", "leaves nothing of a gradient"),
+    (FIRST, "clip_norm = 1.0", "clip_norm = 1e-300", "1e-300", "clipped gradients would vanish"),
     (FIRST, "every_steps = 50", 'every_steps = "often"', '"often"', "expected a number of steps"),
     (FIRST, "keep = 3", "keep = 0", "0", "checkpoint.keep must be at least 1"),
     (FIRST, "keep = 3", 'keep = 3\nfolder = "/dev/null/saved"', '"/dev/null/saved"', "/dev/null is not a folder"),
@@ -150,7 +150,7 @@ BROKEN = [
     (SEVEN, 'preset = "qwen2.5-7b"', 'hf = "weights"', '"weights"', "weights: no such file"),
     (SEVEN, "microbatch = 2", "microbatch = 3", "global_batch = ^256", "not divisible by data-parallel size 8 x microbatch 3"),
     (LARGE, '"InfiniBand NDR 8x400"', '"InfiniBand NDR 9x400"', '"InfiniBand NDR 9x400"', "unknown network"),
-    (LARGE, "tensor = 8", "tensor = 16", "16", "a tensor-parallel group stays inside one node"),
+    (LARGE, "tensor = 8", "tensor = 16", "16", "a tensor-parallel group must stay within one node"),
     (LARGE, "preempt_grace_s = 300", "preempt_grace_s = 0", "0", "must be at least 1"),
 ]  # fmt: skip
 

@@ -94,7 +94,9 @@ class TestSchedule:
 
     def test_the_rules_ask_it(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert validate("parallel.schedule=breadth-first") == 2
-        assert 'schedule "breadth-first" needs several stages on each rank, not 1' in capsys.readouterr().err
+        assert (
+            'schedule "breadth-first" needs 2 or more stages on each rank, not 1' in capsys.readouterr().err
+        )
 
     def test_another_name_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         write("schedule", "breadth-last")

@@ -78,9 +78,9 @@ def architecture_from_config(config: dict[str, Any], *, file: str = "config.json
             missing.append("num_key_value_heads")
         refusals = _refusals(config, family)
         if missing:
-            refusals.append(f"it lacks {', '.join(missing)}")
+            refusals.append(f"missing keys: {', '.join(missing)}")
     if refusals:
-        hint = "this decoder would compute it differently; choose another model"
+        hint = "Seatrial's decoder does not support this model; choose another one"
         raise InputError([Diagnostic(reason, file, hint=hint) for reason in refusals])
     heads = config["num_attention_heads"]
     rope = _rope(config)
@@ -166,7 +166,7 @@ def _rope_refusals(config: dict[str, Any]) -> list[str]:
     elif kind == "llama3":
         missing = [key for key in _ROPE_SCALING if rope.get(key) is None]
         if missing:
-            found.append(f"its llama3 RoPE scaling lacks {', '.join(missing)}")
+            found.append(f"the llama3 RoPE scaling is missing {', '.join(missing)}")
     return found
 
 
@@ -219,7 +219,7 @@ def config_from_architecture(architecture: Architecture, dtype: str = "bfloat16"
     if {"qkv_bias": a.qkv_bias, "qk_norm": a.qk_norm} != family.switches:
         raise InputError(
             f'a model of family "{a.family}" with qkv_bias = {a.qkv_bias} and qk_norm = {a.qk_norm} has no '
-            "config.json: transformers cannot compute it",
+            "config.json: transformers does not support it",
             hint=f"models of this family have qkv_bias = {family.qkv_bias} and qk_norm = {family.qk_norm}",
         )
     scaling: dict[str, Any] | None = None

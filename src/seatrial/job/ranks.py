@@ -57,7 +57,7 @@ def _shard(cluster: ClusterSection, parallel: ParallelSection) -> tuple[int | No
         name = used[0]
         rest = fixed // sizes[name]
         options = divisors(ranks // rest) if ranks % rest == 0 else []
-        hint = f"{name} = {either(options)} would fit" if options else _nodes_hint(fixed, gpus)
+        hint = f"use {name} = {either(options)}" if options else _nodes_hint(fixed, gpus)
         return None, RuleViolation(keys, f"{asked} = {fixed} does not divide {have}", hint)
     world = fixed * parallel.shard
     if world == ranks:
@@ -65,7 +65,7 @@ def _shard(cluster: ClusterSection, parallel: ParallelSection) -> tuple[int | No
     if parallel.shard > 1 or not asked:
         asked = f"{asked} x shard {parallel.shard}" if asked else f"shard {parallel.shard}"
     if ranks % fixed == 0:
-        hint = f"shard = {ranks // fixed} would fit; without `shard` the ranks that are left are taken"
+        hint = f"use shard = {ranks // fixed}; without `shard` it takes the remaining ranks"
     else:
         hint = _nodes_hint(world, gpus)
     return None, RuleViolation(("parallel.shard", *keys), f"{asked} = {world} ranks, but {have}", hint)
@@ -73,7 +73,7 @@ def _shard(cluster: ClusterSection, parallel: ParallelSection) -> tuple[int | No
 
 def _nodes_hint(world: int, gpus: int) -> str:
     if world % gpus == 0:
-        return f"nodes = {world // gpus} would fit"
+        return f"use nodes = {world // gpus}"
     return "choose sizes whose product is nodes x gpus_per_node"
 
 

@@ -54,7 +54,7 @@ def resolve_architecture(model: ModelSection) -> tuple[Architecture, list[RuleVi
                     ("model.hidden_size", "model.num_attention_heads"),
                     f"hidden_size {values['hidden_size']} is not divisible by num_attention_heads {heads}, and "
                     "head_dim is not given",
-                    f"hidden_size = {next_multiple(values['hidden_size'], heads)} works, or set head_dim",
+                    f"use hidden_size = {next_multiple(values['hidden_size'], heads)}, or set head_dim",
                 )
             )
         else:
@@ -118,15 +118,15 @@ def _base(
     missing = [key for key in REQUIRED if key not in explicit and _is_missing(model, key)]
     if missing:
         if len(missing) == len(REQUIRED):
-            message = "[model] names no model"
+            message = "[model] does not specify a model"
             hint = 'give preset = "qwen2.5-7b", or hf = "path/to/config.json", or the sizes ' + ", ".join(
                 REQUIRED
             )
             if _is_given(model, "init_from"):
-                hint = f'the folder to start from can provide it: hf = "{model.init_from}"'
+                hint = f'read the model sizes from the same folder: hf = "{model.init_from}"'
         else:
-            message = f"[model] lacks {', '.join(missing)}"
-            hint = "a model by explicit sizes needs all of " + ", ".join(REQUIRED)
+            message = f"missing in [model]: {', '.join(missing)}"
+            hint = "a model given by explicit sizes needs all of " + ", ".join(REQUIRED)
         findings.append(RuleViolation(("model",), message, hint))
     return family_defaults(explicit.get("family", "qwen2"))
 

@@ -44,9 +44,9 @@ def _heads(facts: Facts) -> Iterator[RuleViolation]:
     if heads % kv_heads:
         yield RuleViolation(
             ("model.num_key_value_heads", "model.num_attention_heads", "model"),
-            f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}: every key head serves "
-            "the same number of query heads",
-            f"num_key_value_heads = {either(divisors(heads))} would do",
+            f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}: each key/value head must "
+            "serve the same number of query heads",
+            f"use num_key_value_heads = {either(divisors(heads))}",
         )
 
 
@@ -55,8 +55,8 @@ def _head_dim(facts: Facts) -> Iterator[RuleViolation]:
     if d % 2:
         yield RuleViolation(
             ("model.head_dim", "model.hidden_size", "model"),
-            f"head_dim {d} is odd: rotary position embedding turns pairs of entries",
-            f"head_dim = {d - 1 or 2} or {d + 1} would do",
+            f"head_dim {d} is odd: rotary position embedding rotates pairs of dimensions",
+            f"use head_dim = {d - 1 or 2} or {d + 1}",
         )
 
 
@@ -66,11 +66,13 @@ def _family(facts: Facts) -> Iterator[RuleViolation]:
     for key, value in (("qkv_bias", a.qkv_bias), ("qk_norm", a.qk_norm)):
         if value != own[key]:
             owner = next(name for name, family in FAMILIES.own.items() if family.switches[key])
-            said = str(value).lower()
+            shown = str(value).lower()
             yield RuleViolation(
                 (f"model.{key}", "model.family", "model"),
-                f'{key} = {said} with family "{a.family}": no published model has that, so it could not be exported',
-                f'remove {key}, or set family = "{owner}"' if value else f"remove {key}: {a.family} has it",
+                f'{key} = {shown} with family "{a.family}": no published model of it has this, so it could not be exported',
+                f'remove {key}, or set family = "{owner}"'
+                if value
+                else f"remove {key}: it is always true for {a.family}",
             )
 
 
@@ -80,8 +82,8 @@ def _rope_scaling(facts: Facts) -> Iterator[RuleViolation]:
         yield RuleViolation(
             ("model.rope_scaling.high_freq_factor", "model.rope_scaling", "model"),
             f"high_freq_factor {scaling.high_freq_factor:g} is not greater than low_freq_factor {scaling.low_freq_factor:g}: "
-            "frequencies between the two are blended",
-            "Llama 3.1 has low_freq_factor = 1.0, high_freq_factor = 4.0",
+            "frequencies between the two are interpolated",
+            "Llama 3.1 uses low_freq_factor = 1.0 and high_freq_factor = 4.0",
         )
 
 
@@ -91,9 +93,9 @@ def _update_size(facts: Facts) -> Iterator[RuleViolation]:
     if lr * decay >= 1:
         yield RuleViolation(
             ("optimizer.weight_decay", "optimizer.lr"),
-            f"lr {lr:g} x weight_decay {decay:g} = {lr * decay:g}: an update takes that share of each weight away, all of it "
-            "or more",
-            "weight_decay = 0.1 is usual",
+            f"lr {lr:g} x weight_decay {decay:g} = {lr * decay:g} must be less than 1: it is the fraction of each weight that one "
+            "update removes",
+            "a common value is weight_decay = 0.1",
         )
 
 
@@ -102,8 +104,8 @@ def _clip(facts: Facts) -> Iterator[RuleViolation]:
     if 0 < norm < _LEAST_CLIP:
         yield RuleViolation(
             ("optimizer.clip_norm",),
-            f"clip_norm {norm:g} leaves nothing of a gradient in fp32",
-            "clip_norm = 1.0 is usual; 0: no clipping",
+            f"clip_norm {norm:g} is too small: clipped gradients would vanish in fp32",
+            "a common value is clip_norm = 1.0; 0 disables clipping",
         )
 
 
@@ -122,7 +124,7 @@ def _init_from(facts: Facts) -> Iterator[RuleViolation]:
     if given is None:
         return
     keys, folder = ("model.init_from",), Path(given)
-    hint = "name the folder of a Hugging Face checkpoint: config.json and *.safetensors"
+    hint = "give the folder of a Hugging Face checkpoint, with config.json and *.safetensors"
     if not os.path.isdir(folder):  # False also for a name that is too long
         yield RuleViolation(keys, f"init_from: no folder {folder}", hint)
         return
@@ -138,7 +140,7 @@ def _init_from(facts: Facts) -> Iterator[RuleViolation]:
             yield RuleViolation(keys, f"init_from: {d.file}: {d.message}", d.hint or hint)
         return
     differing = [
-        f"{key} {getattr(theirs, key)} there, {getattr(facts.architecture, key)} here"
+        f"{key} is {getattr(theirs, key)} in the checkpoint and {getattr(facts.architecture, key)} in [model]"
         for key in SIZES
         # The initialisation of fresh weights does not matter for weights that are loaded.
         if key != "initializer_range" and getattr(theirs, key) != getattr(facts.architecture, key)
@@ -146,8 +148,8 @@ def _init_from(facts: Facts) -> Iterator[RuleViolation]:
     if differing:
         yield RuleViolation(
             keys,
-            f"init_from: the checkpoint is another model: {'; '.join(differing)}",
-            f'take the model from the same folder: hf = "{given}"',
+            f"init_from: the checkpoint is of a different model: {'; '.join(differing)}",
+            f'read the model sizes from the same folder: hf = "{given}"',
         )
 
 
@@ -156,8 +158,8 @@ def _warmup(facts: Facts) -> Iterator[RuleViolation]:
     if warmup > steps:
         yield RuleViolation(
             ("optimizer.warmup_steps", "train.steps"),
-            f"warmup_steps {warmup} is more than train.steps {steps}: the learning rate would never be reached",
-            f"use warmup_steps = {steps} or less; {max(1, steps // 20)} is a twentieth of the run",
+            f"warmup_steps {warmup} is more than train.steps {steps}: the peak learning rate would never be reached",
+            f"use warmup_steps = {steps} or less; 5 % of the run is {max(1, steps // 20)}",
         )
 
 
@@ -175,13 +177,13 @@ def _decay(facts: Facts) -> Iterator[RuleViolation]:
     warmup, steps = optimizer.warmup_steps, facts.job.train.steps
     length = max(1, steps // 10) if decay_steps is None else decay_steps
     if warmup <= steps < warmup + length:
-        said = f"decay_steps {length}" + (" (a tenth of the steps)" if decay_steps is None else "")
+        shown = f"decay_steps {length}" + (" (a tenth of the steps)" if decay_steps is None else "")
         yield RuleViolation(
             ("optimizer.decay_steps", "optimizer.warmup_steps", "optimizer.decay"),
-            f"warmup_steps {warmup} + {said} are more than train.steps {steps}",
-            f"warmup_steps = {max(0, steps - length)} would do"
+            f"warmup_steps {warmup} + {shown} is more than train.steps {steps}",
+            f"use warmup_steps = {max(0, steps - length)} or less"
             if length < steps
-            else f"use less than {steps} decay_steps",
+            else f"use fewer than {steps} decay_steps",
         )
 
 
@@ -192,9 +194,8 @@ def _silence(facts: Facts) -> Iterator[RuleViolation]:
         yield RuleViolation(
             ("resilience.silence_s", "resilience.heartbeat_s"),
             f"silence_s {silence:g} is less than {BEATS_BEFORE_LOST} x heartbeat_s {beat:g}: one late heartbeat "
-            "would be taken for a lost node",
-            f"silence_s = {BEATS_BEFORE_LOST * beat:g} would do, or heartbeat_s = "
-            f"{max(0.05, silence / BEATS_BEFORE_LOST):g}",
+            "would make a node count as lost",
+            f"use silence_s = {BEATS_BEFORE_LOST * beat:g}, or heartbeat_s = {max(0.05, silence / BEATS_BEFORE_LOST):g}",
         )
 
 
@@ -206,7 +207,7 @@ def _first_step(facts: Facts) -> Iterator[RuleViolation]:
             ("resilience.first_step_s", "resilience.hang_min_s"),
             f"first_step_s {first:g} is less than hang_min_s {least:g}: the first step after a start takes longer than "
             "the others",
-            f"first_step_s = {least:g} or more would do",
+            f"use first_step_s = {least:g} or more",
         )
 
 
@@ -256,8 +257,8 @@ def _checkpoint_places(facts: Facts) -> Iterator[RuleViolation]:
     if section.fallback is not None and section.fallback == section.folder:
         yield RuleViolation(
             ("checkpoint.fallback",),
-            "fallback is the same place as folder: a save that fails in one fails in the other too",
-            "give another storage, or remove it",
+            "fallback is the same location as folder: a save that fails in one also fails in the other",
+            "use another storage location, or remove it",
         )
 
 
@@ -266,8 +267,8 @@ def _keep_every(facts: Facts) -> Iterator[RuleViolation]:
     if every != "auto" and kept % every:
         yield RuleViolation(
             ("checkpoint.keep_every_steps",),
-            f"keep_every_steps {kept} is not a multiple of every_steps {every}: there is no checkpoint of that step",
-            f"keep_every_steps = {either(near_multiples(kept, every))} would do",
+            f"keep_every_steps {kept} is not a multiple of every_steps {every}: no checkpoint is saved at that step",
+            f"use keep_every_steps = {either(near_multiples(kept, every))}",
         )
 
 

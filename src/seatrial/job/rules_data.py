@@ -19,8 +19,8 @@ def _weights(facts: Facts) -> Iterator[RuleViolation]:
         if weights is not None:
             yield RuleViolation(
                 ("data.weights",),
-                "weights has no effect: train names one source",
-                'remove it, or name several: train = ["first", "second"]',
+                "weights has no effect: train lists one source",
+                'remove it, or list several: train = ["first", "second"]',
             )
         return
     n = len(train)
@@ -28,15 +28,15 @@ def _weights(facts: Facts) -> Iterator[RuleViolation]:
         if n > 1:
             yield RuleViolation(
                 ("data.train",),
-                f"train names {n} sources, but weights is missing: how much each gives is not guessed",
-                f"weights = [{', '.join(['1.0'] * n)}] takes as many samples of each"
+                f"train lists {n} sources, but weights is missing: a blend needs the proportions",
+                f"weights = [{', '.join(['1.0'] * n)}] takes the same number of samples from each"
                 if n <= 8
                 else f"add weights with {n} numbers",
             )
     elif len(weights) != n:
         yield RuleViolation(
             ("data.weights",),
-            f"weights has {len(weights)} {'number' if len(weights) == 1 else 'numbers'}, but train names {n} "
+            f"weights has {len(weights)} {'number' if len(weights) == 1 else 'numbers'}, but train lists {n} "
             f"{'source' if n == 1 else 'sources'}",
             "give one number for each source, in the order of train",
         )
@@ -51,9 +51,9 @@ def _shares(facts: Facts) -> Iterator[RuleViolation]:
         if share < SMALLEST_SHARE:
             yield RuleViolation(
                 (f"data.weights.{i}", "data.weights"),
-                f"weight {weights[i]:g} is {float(share):.2g} of all weights together; the least is "
+                f"weight {weights[i]:g} is {float(share):.2g} of the sum of the weights; the minimum is "
                 f"{float(SMALLEST_SHARE):g}",
-                f"leave that source out, or give it {total * float(SMALLEST_SHARE) * 1.1:.3g} or more",
+                f"remove that source, or set its weight to {total * float(SMALLEST_SHARE) * 1.1:.3g} or more",
             )
 
 
@@ -65,8 +65,8 @@ def _same_source(facts: Facts) -> Iterator[RuleViolation]:
         if source in sources[:i]:
             yield RuleViolation(
                 (f"data.train.{i}", "data.train"),
-                f"{source} is named twice",
-                "name it once, with the sum of its weights",
+                f"{source} is listed twice",
+                "list it once, with the sum of its weights",
             )
 
 
@@ -75,7 +75,7 @@ def _byte_vocabulary(facts: Facts) -> Iterator[RuleViolation]:
     if facts.job.data.tokenizer == "bytes" and vocabulary < 257:
         yield RuleViolation(
             ("model.vocab_size", "model"),
-            f"vocab_size {vocabulary} is too small for the byte tokenizer: 256 bytes and an end of document",
+            f"vocab_size {vocabulary} is too small for the byte tokenizer, which has 256 bytes and an end-of-document token",
             "vocab_size = 257 is enough; 264 is divisible by 8",
         )
 

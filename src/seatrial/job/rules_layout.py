@@ -27,11 +27,11 @@ def _tensor_model(facts: Facts) -> Iterator[RuleViolation]:
     a = facts.architecture
     heads, kv_heads, intermediate = a.num_attention_heads, a.num_key_value_heads, a.intermediate_size
     fits = [t for t in common_divisors(heads, kv_heads, intermediate) if t <= facts.job.cluster.gpus_per_node]
-    hint = f"tensor = {either(fits)} would do"
+    hint = f"use tensor = {either(fits)}"
     for name, size in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if size % tensor:
             yield RuleViolation(
-                keys, f"{name} {size} is not divisible by tensor {tensor}: a head stays whole", hint
+                keys, f"{name} {size} is not divisible by tensor {tensor}: a head cannot be split", hint
             )
     if intermediate % tensor:
         yield RuleViolation(
@@ -45,7 +45,7 @@ def _tensor_vocabulary(facts: Facts) -> Iterator[RuleViolation]:
         yield RuleViolation(
             ("parallel.tensor",),
             f"vocab_size {vocabulary} is not divisible by tensor {tensor}",
-            f"pad it: model.vocab_size = {next_multiple(vocabulary, tensor)}",
+            f"pad the vocabulary: model.vocab_size = {next_multiple(vocabulary, tensor)}",
         )
 
 
@@ -54,8 +54,8 @@ def _tensor_node(facts: Facts) -> Iterator[RuleViolation]:
     if gpus % tensor:
         yield RuleViolation(
             ("parallel.tensor", "cluster.gpus_per_node"),
-            f"tensor {tensor} does not divide gpus_per_node {gpus}: a tensor-parallel group stays inside one node",
-            f"tensor = {either(divisors(gpus))} would do",
+            f"tensor {tensor} does not divide gpus_per_node {gpus}: a tensor-parallel group must stay within one node",
+            f"use tensor = {either(divisors(gpus))}",
         )
 
 
@@ -74,7 +74,7 @@ def _sequence(facts: Facts) -> Iterator[RuleViolation]:
             ("train.sequence_length", "parallel.tensor"),
             f"sequence_length {length} is not divisible by {product} = {unit}: an uneven sequence-parallel shard "
             "aborts the process",
-            f"sequence_length = {either(near_multiples(length, unit))} would do",
+            f"use sequence_length = {either(near_multiples(length, unit))}",
         )
 
 
@@ -112,7 +112,7 @@ def _schedule(facts: Facts) -> Iterator[RuleViolation]:
     if not entry.torch_class:
         yield RuleViolation(
             ("parallel.schedule",),
-            f'the schedule "{schedule}" is not in this version',
+            f'the schedule "{schedule}" is not supported in this version',
             'use "1f1b", "interleaved-1f1b" or "zero-bubble"',
         )
     elif pipeline == 1:
@@ -131,13 +131,13 @@ def _schedule(facts: Facts) -> Iterator[RuleViolation]:
     elif entry.several_stages and per_rank < 2:
         yield RuleViolation(
             ("parallel.stages_per_rank", "parallel.schedule"),
-            f'schedule "{schedule}" needs several stages on each rank, not {per_rank}',
-            'stages_per_rank = 2 would do, or schedule = "1f1b"',
+            f'schedule "{schedule}" needs 2 or more stages on each rank, not {per_rank}',
+            'use stages_per_rank = 2, or schedule = "1f1b"',
         )
     elif not entry.several_stages and per_rank > 1:
         yield RuleViolation(
             ("parallel.stages_per_rank",),
-            f'schedule "{schedule}" has one stage on each rank, not {per_rank}',
+            f'schedule "{schedule}" allows one stage on each rank, not {per_rank}',
             'remove stages_per_rank, or set schedule = "interleaved-1f1b"',
         )
 
@@ -151,8 +151,8 @@ def _split_backward_sharded(facts: Facts) -> Iterator[RuleViolation]:
         if layout.data_parallel > 1 or facts.job.train.precision == "bf16":
             yield RuleViolation(
                 ("parallel.reshard_after_forward", "parallel.schedule"),
-                f'schedule "{parallel.schedule}" with FSDP (data parallel, or bf16) and reshard_after_forward = true drops '
-                "gradients without an error: its weight gradients come after the weights were freed",
+                f'schedule "{parallel.schedule}" with FSDP (data parallel, or bf16) and reshard_after_forward = true silently '
+                "drops gradients: weight gradients are computed after the weights were freed",
                 "set reshard_after_forward = false (needs more memory)",
             )
 
@@ -176,7 +176,7 @@ def _batch(facts: Facts) -> Iterator[RuleViolation]:
         yield RuleViolation(
             ("train.global_batch",),
             f"global_batch {batch} is not divisible by data-parallel size {replicas} x microbatch {micro} = {unit}",
-            f"global_batch = {either(near_multiples(batch, unit))} would do",
+            f"use global_batch = {either(near_multiples(batch, unit))}",
         )
         return
     pipeline, microbatches = layout.pipeline, batch // unit
@@ -186,15 +186,15 @@ def _batch(facts: Facts) -> Iterator[RuleViolation]:
     if microbatches < pipeline:
         yield RuleViolation(
             ("train.global_batch", "parallel.pipeline"),
-            f"{count}, fewer than the {pipeline} pipeline ranks: some would never have work",
-            f"global_batch = {unit * pipeline} would do" + _smaller_microbatch(batch, replicas, pipeline),
+            f"{count}, fewer than the {pipeline} pipeline ranks: some ranks would always be idle",
+            f"use global_batch = {unit * pipeline}" + _smaller_microbatch(batch, replicas, pipeline),
         )
     elif schedule_named(layout.schedule).several_stages and microbatches % pipeline:
         fits = near_multiples(microbatches, pipeline)
         yield RuleViolation(
             ("train.global_batch", "parallel.pipeline"),
             f'{count}, but schedule "{layout.schedule}" needs a multiple of pipeline {pipeline}',
-            f"global_batch = {either(unit * m for m in fits)} would do",
+            f"use global_batch = {either(unit * m for m in fits)}",
         )
 
 
@@ -207,7 +207,9 @@ def _not_yet(facts: Facts) -> Iterator[RuleViolation]:
     parallel = _parallel(facts)
     for key, what in (("context", "context parallel"), ("expert", "expert parallel")):
         if getattr(parallel, key) > 1:
-            yield RuleViolation((f"parallel.{key}",), f"{what} is not in this version", f"remove `{key}`")
+            yield RuleViolation(
+                (f"parallel.{key}",), f"{what} is not supported in this version", f"remove `{key}`"
+            )
 
 
 LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (

@@ -108,7 +108,7 @@ class ModelSection(Section):
 
     preset: Text | None = Field(default=None, description="name of a built-in model, such as qwen2.5-72b")
     hf: Text | None = Field(
-        default=None, description="path of a Hugging Face config.json, or of the folder that holds one"
+        default=None, description="path of a Hugging Face config.json, or of the folder that contains one"
     )
     init_from: Text | None = Field(
         default=None,
@@ -141,12 +141,12 @@ class DataSection(Section):
     )
     weights: Annotated[list[Annotated[float, Field(gt=0, le=1e18)]], Field(min_length=1)] | None = Field(
         default=None,
-        description="with a list: how much of the samples each source gives, in its order; they need not sum to 1",
+        description="with a list: relative share of the samples from each source, in the same order; they need not sum to 1",
     )
     tokenizer: Text = Field(default="bytes", description='"bytes", or the path of a tokenizer.json')
     text_key: Text = Field(
         default="text",
-        description="key (JSONL) or column (Parquet) of the text in files that are no token store",
+        description="key (JSONL) or column (Parquet) of the text in files that are not a token store",
     )
     attend_across_documents: bool = Field(
         default=True,
@@ -179,7 +179,7 @@ class ClusterSection(Section):
         default=0, description="nodes that wait, ready to train, to replace a lost one"
     )
     gpu: Text | None = Field(
-        default=None, description='name in the hardware catalogue, such as "B300 SXM"; found if missing'
+        default=None, description='name in the hardware catalogue, such as "B300 SXM"; detected if missing'
     )
     network: Text | None = Field(
         default=None,
@@ -207,7 +207,7 @@ class ClusterSection(Section):
 
 
 class ParallelSection(Section):
-    """How one model becomes many ranks. Missing sizes are 1; a missing `shard` takes the ranks that are left."""
+    """How one model is divided among ranks. Missing sizes are 1; a missing `shard` takes the remaining ranks."""
 
     tensor: Ranks = Field(default=1, description="ranks that split each matrix; inside one node")
     pipeline: Ranks = Field(default=1, description="ranks among which the layers are divided")
@@ -238,7 +238,7 @@ class ParallelSection(Section):
 
     @property
     def reshards(self) -> bool:
-        """`reshard_after_forward` as it is, or as it becomes where it is missing."""
+        """`reshard_after_forward`, or its default for this layout if it is missing."""
         return self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
 
 
@@ -276,7 +276,7 @@ class TrainSection(Section):
     )
     on_callback_error: Literal["warn", "stop"] | None = Field(
         default=None,
-        description="what follows an exception of a callback or metric; if missing, warn and continue without it",
+        description="what to do if a callback or metric raises an exception; if missing, warn and continue without it",
     )
 
 
@@ -289,11 +289,13 @@ class OptimizerSection(Section):
     )
     lr: Annotated[float, Field(ge=1e-12, le=1)] = Field(description="peak learning rate")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.1, description="last learning rate / lr"
+        default=0.1, description="final learning rate / lr"
     )
-    warmup_steps: CountOrNone = Field(default=0, description="steps from 0 to lr")
+    warmup_steps: CountOrNone = Field(
+        default=0, description="steps over which the learning rate rises from 0 to lr"
+    )
     decay: Literal["cosine", "wsd", "constant"] = Field(
-        default="cosine", description="after the warm-up; wsd: constant, then down over decay_steps"
+        default="cosine", description="after the warm-up; wsd: constant, then a decay over decay_steps"
     )
     decay_steps: Count | None = Field(
         default=None, description="wsd: length of the final decay; a tenth of the steps if missing"
@@ -319,7 +321,7 @@ class CheckpointSection(Section):
     """When and where to save, and how many to keep."""
 
     every_steps: StepsOrAuto = Field(
-        description='save after this many steps, and at the end; "auto": at the interval that loses the least time to saving and failures'
+        description='save after this many steps, and at the end; "auto": at the interval with the least time lost to saving and failures'
     )
     keep: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
         default=3, description="newest verified checkpoints that are kept"
@@ -333,7 +335,8 @@ class CheckpointSection(Section):
         "if missing, into the run folder",
     )
     fallback: Text | None = Field(
-        default=None, description="the same, for a checkpoint that cannot be written to the first place"
+        default=None,
+        description="second location, in the same form, for checkpoints that cannot be written to `folder`",
     )
     max_unsaved_s: Annotated[float, Field(gt=0, le=2_678_400)] = Field(
         default=14400.0,
@@ -346,7 +349,7 @@ class CheckpointSection(Section):
 
 
 class ResilienceSection(Section):
-    """What a run does about failures. Every limit applies to the run; an exhausted budget ends it."""
+    """How a run handles failures. Every limit applies to the whole run; when one is used up, the run ends."""
 
     max_restarts: CountOrNone = Field(
         default=100, description="recoveries in one start; 0: the first failure ends the run"
@@ -382,9 +385,11 @@ class ResilienceSection(Section):
         description="steps of the whole run whose update may be skipped (not finite, or a spike); another one ends the run",
     )
     on_spike: Literal["warn", "skip"] = Field(
-        default="warn", description="what follows a spike of loss or gradient norm"
+        default="warn", description="what to do on a spike of the loss or gradient norm"
     )
-    spike_factor: Times = Field(default=3.0, description="a spike is this many times what recent steps had")
+    spike_factor: Times = Field(
+        default=3.0, description="a loss or gradient norm this many times the recent one is a spike"
+    )
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = Field(
         default=0.25, description="seconds between an agent's heartbeats"
     )

@@ -39,7 +39,7 @@ class SlurmSection(Section):
         default=None, description="nodes of each block that must be close (Slurm's --segment)"
     )
     switches: Text | None = Field(
-        default=None, description='most leaf switches, and how long to wait for that: "2@01:00:00"'
+        default=None, description='maximum number of leaf switches, and how long to wait for it: "2@01:00:00"'
     )
     container_image: Text | None = Field(default=None, description="image for pyxis (--container-image)")
     container_mounts: Text | None = Field(default=None, description="mounts for pyxis (--container-mounts)")
@@ -47,7 +47,7 @@ class SlurmSection(Section):
         default=[], description="shell lines before the agents start, such as `module load cuda`"
     )
     options: list[Text] = Field(
-        default=[], description='more options of sbatch, each as written there: "--comment=pretraining"'
+        default=[], description='more options of sbatch, each as on its command line: "--comment=pretraining"'
     )
     follow_up: bool = Field(
         default=True,
@@ -58,7 +58,9 @@ class SlurmSection(Section):
 class SshSection(Section):
     """The hosts that agents are started on, used with `launcher = "ssh"`."""
 
-    hosts: list[Text] = Field(default=[], description="names as `ssh NAME` takes them, in the order of nodes")
+    hosts: list[Text] = Field(
+        default=[], description="host names as passed to `ssh NAME`, in the order of nodes"
+    )
     hostfile: Text | None = Field(
         default=None, description="instead of `hosts`: a file with one name a line; # begins a comment"
     )
@@ -128,7 +130,7 @@ class KubernetesSection(Section):
     tolerations: list[Text] = Field(
         default=[],
         description='taints that the pods tolerate, as kubectl writes them: "KEY=VALUE:EFFECT", "KEY:EFFECT" or "KEY"; '
-        "that of `gpu_resource` is among them anyway",
+        "the taint of `gpu_resource` is always tolerated",
     )
     annotations: list[Text] = Field(
         default=[], description='annotations of the pods, such as networks to attach: "KEY=VALUE"'

@@ -184,7 +184,7 @@ def read_text(path: FilePath) -> str:
         ) from None
     except IsADirectoryError:
         raise InputError(
-            Diagnostic("this is a folder; a job file is needed", str(path), hint=f"give the file in {path}")
+            Diagnostic("this is a folder, not a job file", str(path), hint=f"give the file in {path}")
         ) from None
     except UnicodeDecodeError as error:
         raise InputError(

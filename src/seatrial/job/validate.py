@@ -173,7 +173,7 @@ def _translate(source: Source, path: Path, error: ErrorDetails) -> Diagnostic:
     name += "".join(f"[{part}]" for part in path if isinstance(part, int))
     if kind == "missing":
         return source.key_place(path[:-1]).diagnostic(
-            f"[{'.'.join(map(str, path[:-1]))}] lacks the key `{path[-1]}`",
+            f"[{'.'.join(map(str, path[:-1]))}] is missing the key `{path[-1]}`",
             f"add it below the section's header: {path[-1]} = {_EXAMPLES.get(name, '...')}",
         )
     message, hint = _words(name, kind, error)
@@ -219,16 +219,16 @@ def _words(name: str, kind: str, error: ErrorDetails) -> tuple[str, str | None]:
     value = error["input"]
     context = error.get("ctx", {})
     if huge := _huge(value):
-        return f"{name}: {huge}", "TOML's have 64 bits"
+        return f"{name}: {huge}", "TOML integers have 64 bits"
     if kind in _EXPECTED:
         return f"{name}: expected {_EXPECTED[kind]}, found {_describe(value)}", _type_hint(kind, value)
     if kind == "literal_error":
         options = [o.strip().strip("'") for o in context["expected"].replace(" or ", ", ").split(", ")]
         close = difflib.get_close_matches(str(value), options, n=1)
-        said = either([*_OR_ELSE.get(name, ()), *(f'"{o}"' for o in options)])
+        accepted = either([*_OR_ELSE.get(name, ()), *(f'"{o}"' for o in options)])
         if name in _OR_ELSE and str(value).isdecimal():
-            return f"{name}: expected {said}, found {_describe(value)}", f"remove the quotes: {value}"
-        return f"{name}: expected {said}, found {_describe(value)}", (
+            return f"{name}: expected {accepted}, found {_describe(value)}", f"remove the quotes: {value}"
+        return f"{name}: expected {accepted}, found {_describe(value)}", (
             f'did you mean "{close[0]}"?' if close else None
         )
     if kind == "registry_error":
@@ -242,8 +242,8 @@ def _words(name: str, kind: str, error: ErrorDetails) -> tuple[str, str | None]:
         return f"{name}: expected a finite number, found {value}", None
     if kind == "string_pattern_mismatch":
         return (
-            f'{name}: "{value}" cannot name a run folder',
-            "start with a letter or digit, then letters, digits, `.`, `_` or `-`, at most 100 characters",
+            f'{name}: "{value}" is not a valid name for a run folder',
+            "use a letter or digit first, then letters, digits, `.`, `_` or `-`, at most 100 characters",
         )
     return f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}", None
 
@@ -320,7 +320,7 @@ def _unknown(source: Source, path: Path, model: type[Section]) -> Diagnostic:
         elif not names:
             hints.append(f"[{section}] has no keys in this version: remove them")
         else:
-            hints.append(f"known here: {', '.join(names)}")
+            hints.append(f"known keys: {', '.join(names)}")
     if section:
         message = f"unknown key `{key}` in [{section}]"
     elif isinstance(source.values.get(key), dict):

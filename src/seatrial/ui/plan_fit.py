@@ -61,7 +61,7 @@ def _clusters(job: Job, fits: Sequence[Fit], width: int) -> Iterator[Line]:
     rows = [
         row
         for f in fits
-        for row in (_cluster(f, f.gpu.name), *([] if f.safe is None else [_cluster(f.safe, "  surely")]))
+        for row in (_cluster(f, f.gpu.name), *([] if f.safe is None else [_cluster(f.safe, "  with margin")]))
         if row
     ]
     head = ["GPU", "GPUs", "nodes", "layout", "of memory", "tok/s/GPU"]
@@ -75,7 +75,7 @@ def _clusters(job: Job, fits: Sequence[Fit], width: int) -> Iterator[Line]:
         known = shipped_errors()
         text = (
             f"{TIGHT_NOTE}: 1 in 100 or more of {known.figures} published figures exceeded their prediction by that much; "
-            f"up to {known.full * 100:.0f} % of a GPU's memory fewer were. surely: the smallest that stays below"
+            f"up to {known.full * 100:.0f} % of a GPU's memory fewer did. with margin: the smallest that stays below"
         )
         yield from note(text, width)
     missing = [f for f in fits if f.recipe is not None and f.prediction is None]

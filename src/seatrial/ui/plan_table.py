@@ -273,7 +273,7 @@ def verdict(answer: Answer) -> Line:
         if best is not None:
             text += f". The fastest that fits: {brief(best.recipe)}"
             if best.prediction.verdict.word == "tight":
-                text += f" (tight); that surely fits: {'none' if sure is None else brief(sure.recipe)}"
+                text += f" (tight); the fastest that fits with margin: {'none' if sure is None else brief(sure.recipe)}"
         elif answer.found is not None:
             text += ". No layout fits on this cluster: --fit lists clusters that do"
         return text, "bold red"
@@ -283,7 +283,7 @@ def verdict(answer: Answer) -> Line:
         if mine.verdict.why:
             fine, doubt = "yellow", f". It {mine.verdict.why}"
             if sure is not None:
-                doubt += f". The fastest that surely fits: {brief(sure.recipe)}"
+                doubt += f". The fastest that fits with margin: {brief(sure.recipe)}"
     if p is None:
         known = f"{fits}; " if fits else ""
         return f"{known}memory and traffic are known, speed is not{doubt}", "yellow"
@@ -305,7 +305,7 @@ def verdict(answer: Answer) -> Line:
             text += (
                 "; no layout that fits with margin is faster"
                 if more < 5e-4
-                else f"; {percent(more)} longer than with {brief(sure.recipe)}, which surely fits"
+                else f"; {percent(more)} longer than with {brief(sure.recipe)}, which fits with margin"
             )
     return f"{text}{doubt}", "yellow"
 

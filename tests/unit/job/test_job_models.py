@@ -86,12 +86,12 @@ def test_explicit_sizes_have_the_familys_defaults(
 def test_missing_sizes_are_listed() -> None:
     given = {key: SIZES[key] for key in ("hidden_size", "num_hidden_layers")}
     problem = only_problem(text=sized(**given))
-    assert problem.message == "[model] lacks vocab_size, intermediate_size, num_attention_heads"
+    assert problem.message == "missing in [model]: vocab_size, intermediate_size, num_attention_heads"
     assert (problem.line, problem.column) == (3, 2)
 
 
 def test_a_model_must_be_named() -> None:
-    assert only_problem(text=sized()).message == "[model] names no model"
+    assert only_problem(text=sized()).message == "[model] does not specify a model"
     folder = problems(sized(init_from="/models/x"))
     assert any('hf = "/models/x"' in (p.hint or "") for p in folder)
 
@@ -118,7 +118,7 @@ def test_another_family_brings_its_own_biases_and_norms() -> None:
 
 def test_rope_scaling_is_checked() -> None:
     problem = only_problem("model.rope_scaling={factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0}")
-    assert problem.message == "[model.rope_scaling] lacks the key `original_max_position_embeddings`"
+    assert problem.message == "[model.rope_scaling] is missing the key `original_max_position_embeddings`"
 
 
 def test_unknown_preset() -> None:
@@ -171,7 +171,7 @@ def test_init_from_must_be_the_same_model(tmp_path: Path) -> None:
     assert here(f"model.init_from={tmp_path}/same") == []
 
     (problem,) = here(f"model.init_from={tmp_path}/same", "model.num_hidden_layers=8")
-    assert "num_hidden_layers 4 there, 8 here" in problem.message
+    assert "num_hidden_layers is 4 in the checkpoint and 8 in [model]" in problem.message
 
     (problem,) = here(f"model.init_from={tmp_path}/none")
     assert "no folder" in problem.message

@@ -31,19 +31,19 @@ from seatrial.job.schema import JobFile
         (("train.global_batch=30",), "--set train.global_batch=30", "global_batch 30 is not divisible by data-parallel size 2 x microbatch 4 = 8", "train.global_batch=32"),
         (("train.global_batch=8",), "--set train.global_batch=8", "global_batch 8 / data-parallel size 2 / microbatch 4 = 1 microbatches, fewer than the 2 pipeline ranks", "train.global_batch=16"),
         (("train.global_batch=24", "parallel.schedule=interleaved-1f1b", "parallel.stages_per_rank=2"), "--set train.global_batch=24", "3 microbatches, but schedule \"interleaved-1f1b\" needs a multiple of pipeline 2", "train.global_batch=32"),
-        (("parallel.schedule=interleaved-1f1b",), "--set parallel.schedule=interleaved-1f1b", 'schedule "interleaved-1f1b" needs several stages on each rank, not 1', "parallel.stages_per_rank=2"),
-        (("parallel.schedule=zero-bubble", "parallel.reshard_after_forward=false"), "--set parallel.schedule=zero-bubble", 'schedule "zero-bubble" needs several stages on each rank, not 1', "parallel.stages_per_rank=2"),
-        (("parallel.stages_per_rank=2",), "--set parallel.stages_per_rank=2", 'schedule "1f1b" has one stage on each rank, not 2', "parallel.schedule=interleaved-1f1b"),
-        (("parallel.schedule=gpipe", "parallel.stages_per_rank=2"), "--set parallel.stages_per_rank=2", 'schedule "gpipe" has one stage on each rank, not 2', "parallel.stages_per_rank=1"),
+        (("parallel.schedule=interleaved-1f1b",), "--set parallel.schedule=interleaved-1f1b", 'schedule "interleaved-1f1b" needs 2 or more stages on each rank, not 1', "parallel.stages_per_rank=2"),
+        (("parallel.schedule=zero-bubble", "parallel.reshard_after_forward=false"), "--set parallel.schedule=zero-bubble", 'schedule "zero-bubble" needs 2 or more stages on each rank, not 1', "parallel.stages_per_rank=2"),
+        (("parallel.stages_per_rank=2",), "--set parallel.stages_per_rank=2", 'schedule "1f1b" allows one stage on each rank, not 2', "parallel.schedule=interleaved-1f1b"),
+        (("parallel.schedule=gpipe", "parallel.stages_per_rank=2"), "--set parallel.stages_per_rank=2", 'schedule "gpipe" allows one stage on each rank, not 2', "parallel.stages_per_rank=1"),
         (("parallel.pipeline=1", "parallel.schedule=gpipe"), "--set parallel.schedule=gpipe", 'schedule "gpipe" has no effect: pipeline is 1', "parallel.schedule=1f1b"),
         (("parallel.pipeline=1", "parallel.stages_per_rank=2"), "--set parallel.stages_per_rank=2", "stages_per_rank 2 has no effect: pipeline is 1", "parallel.stages_per_rank=1"),
         (("parallel.tensor=1", "parallel.async_tensor=true"), "--set parallel.async_tensor=true", "async_tensor = true has no effect: tensor is 1", "parallel.async_tensor=false"),
         (("optimizer.warmup_steps=201",), "--set optimizer.warmup_steps=201", "warmup_steps 201 is more than train.steps 200", "optimizer.warmup_steps=200"),
-        (("optimizer.decay=wsd", "optimizer.decay_steps=150", "optimizer.warmup_steps=51"), "--set optimizer.decay_steps=150", "warmup_steps 51 + decay_steps 150 are more than train.steps 200", "optimizer.warmup_steps=50"),
-        (("optimizer.decay=wsd", "optimizer.warmup_steps=181"), "--set optimizer.warmup_steps=181", "warmup_steps 181 + decay_steps 20 (a tenth of the steps) are more than train.steps 200", "optimizer.warmup_steps=180"),
+        (("optimizer.decay=wsd", "optimizer.decay_steps=150", "optimizer.warmup_steps=51"), "--set optimizer.decay_steps=150", "warmup_steps 51 + decay_steps 150 is more than train.steps 200", "optimizer.warmup_steps=50"),
+        (("optimizer.decay=wsd", "optimizer.warmup_steps=181"), "--set optimizer.warmup_steps=181", "warmup_steps 181 + decay_steps 20 (a tenth of the steps) is more than train.steps 200", "optimizer.warmup_steps=180"),
         (("optimizer.decay_steps=5",), "--set optimizer.decay_steps=5", 'decay_steps is only used with decay = "wsd", not "cosine"', "optimizer.decay=wsd"),
-        (("parallel.expert=2",), "--set parallel.expert=2", "expert parallel is not in this version", "parallel.expert=1"),
-        (("parallel.context=2",), "--set parallel.context=2", "context parallel is not in this version", "parallel.context=1"),
+        (("parallel.expert=2",), "--set parallel.expert=2", "expert parallel is not supported in this version", "parallel.expert=1"),
+        (("parallel.context=2",), "--set parallel.context=2", "context parallel is not supported in this version", "parallel.context=1"),
         (("cluster.spares=1", "resilience.max_restarts=0"), "--set cluster.spares=1", "spares has no effect: max_restarts is 0", "resilience.max_restarts=1"),
         (("resilience.allow_gpu_reset=true", "resilience.max_restarts=0"), "--set resilience.allow_gpu_reset=true", "allow_gpu_reset has no effect", "resilience.allow_gpu_reset=false"),
         (("resilience.silence_s=1.0", "resilience.heartbeat_s=0.5"), "--set resilience.silence_s=1.0", "silence_s 1 is less than 4 x heartbeat_s 0.5", "resilience.silence_s=2.0"),
@@ -58,7 +58,7 @@ from seatrial.job.schema import JobFile
             None,
         ),
         (("optimizer.lr=0.5", "optimizer.weight_decay=2.0"), "--set optimizer.weight_decay=2.0", "lr 0.5 x weight_decay 2 = 1", "optimizer.weight_decay=1.9"),
-        (("optimizer.clip_norm=1e-30",), "--set optimizer.clip_norm=1e-30", "clip_norm 1e-30 leaves nothing", "optimizer.clip_norm=0"),
+        (("optimizer.clip_norm=1e-30",), "--set optimizer.clip_norm=1e-30", "clip_norm 1e-30 is too small", "optimizer.clip_norm=0"),
         (("model.qk_norm=true",), "--set model.qk_norm=true", 'qk_norm = true with family "qwen2"', "model.qk_norm=false"),
     ],
 )  # fmt: skip
@@ -111,12 +111,16 @@ class TestBlend:
     @pytest.mark.parametrize(
         ("lines", "place", "message"),
         [
-            ('train = ["a", "b"]', (7, 9), "train names 2 sources, but weights is missing"),
-            ('train = "a"\nweights = [1]', (8, 11), "weights has no effect: train names one source"),
-            ('train = ["a", "b"]\nweights = [1]', (8, 11), "weights has 1 number, but train names 2 sources"),
-            ('train = ["a"]\nweights = [1, 2]', (8, 11), "weights has 2 numbers, but train names 1 source"),
-            ('train = ["a", "b", "a"]\nweights = [1, 2, 3]', (7, 20), "/nowhere/a is named twice"),
-            ('train = ["a", "b"]\nweights = [1e6, 1]', (8, 17), "weight 1 is 1e-06 of all weights together"),
+            ('train = ["a", "b"]', (7, 9), "train lists 2 sources, but weights is missing"),
+            ('train = "a"\nweights = [1]', (8, 11), "weights has no effect: train lists one source"),
+            ('train = ["a", "b"]\nweights = [1]', (8, 11), "weights has 1 number, but train lists 2 sources"),
+            ('train = ["a"]\nweights = [1, 2]', (8, 11), "weights has 2 numbers, but train lists 1 source"),
+            ('train = ["a", "b", "a"]\nweights = [1, 2, 3]', (7, 20), "/nowhere/a is listed twice"),
+            (
+                'train = ["a", "b"]\nweights = [1e6, 1]',
+                (8, 17),
+                "weight 1 is 1e-06 of the sum of the weights",
+            ),
         ],
     )
     def test_a_broken_rule_is_refused(self, lines: str, place: tuple[int, int], message: str) -> None:
@@ -134,7 +138,7 @@ class TestBlend:
         weights = hint.split(" takes")[0]
         assert load(self.text(f'train = ["a", "b", "c"]\n{weights}')).data.weights == [1.0, 1.0, 1.0]
         hint = only_problem(text=self.text('train = ["a", "b"]\nweights = [1e6, 1]')).hint or ""
-        least = hint.split("give it ")[1].split(" ")[0]
+        least = hint.split("its weight to ")[1].split(" ")[0]
         load(self.text(f'train = ["a", "b"]\nweights = [1e6, {least}]'))
 
     def test_one_source_in_a_list(self) -> None:
@@ -166,7 +170,7 @@ class TestCheckpointPlaces:
             (
                 'folder = "/a"\nfallback = "/a"',
                 (29, 12),
-                "fallback is the same place as folder",
+                "fallback is the same location as folder",
                 "another storage",
             ),
             (
@@ -254,13 +258,13 @@ class TestSilentlyWrongInTorch:
         )
         text = " ".join(p.message for p in found)
         assert len(found) == 3
-        for reason in ("not in this version", "drops gradients", "wrong gradients"):
+        for reason in ("not supported in this version", "drops gradients", "wrong gradients"):
             assert reason in text
 
     @pytest.mark.parametrize("schedule", ["zbv", "dualpipe-v"])
     def test_v_schedules_are_not_in_this_version(self, schedule: str) -> None:
         found = problems(GOOD, f"parallel.schedule={schedule}", "cluster.nodes=1")
-        assert ["not in this version" in p.message for p in found] == [True]
+        assert ["not supported in this version" in p.message for p in found] == [True]
 
 
 def test_rules_that_need_an_unreadable_value_are_skipped() -> None:

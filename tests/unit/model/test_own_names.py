@@ -152,7 +152,7 @@ def test_missing_keys_mean_what_its_own_code_means() -> None:
     [
         ({"embed_dropout": 0.1}, "embed_dropout = 0.1 is not supported, only 0.0"),
         ({"activation_function": "gelu"}, 'hidden_act "gelu" is not supported'),
-        ({"num_layers": None}, "it lacks num_hidden_layers"),
+        ({"num_layers": None}, "missing keys: num_hidden_layers"),
     ],
 )
 def test_what_we_would_compute_differently_is_refused(changes: dict[str, Any], message: str) -> None:

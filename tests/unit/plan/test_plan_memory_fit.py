@@ -147,7 +147,7 @@ def test_a_tight_job_is_told_everywhere_and_is_no_failure() -> None:
     text, style = verdict(told)
     assert text.startswith("tight, ")
     assert "may run out of memory" in text
-    assert "The fastest that surely fits: " in text
+    assert "The fastest that fits with margin: " in text
     assert style == "yellow"
     shown = "\n".join(line for line, _ in lines(told, width=100))
     assert "memory       tight: " in shown
@@ -200,9 +200,9 @@ def test_verdict_names_fastest_sure_fit_when_the_best_is_tight() -> None:
     text = verdict(told)[0]
     assert text.startswith("fits, but a step takes ")
     assert text.endswith(
-        f"(tight); {percent(more)} longer than with {brief(first.recipe)}, which surely fits"
+        f"(tight); {percent(more)} longer than with {brief(first.recipe)}, which fits with margin"
     )
-    # Were the job's own as fast as any that surely fits, that would be said instead.
+    # If the job's own is as fast as any that fits with margin, the text says that instead.
     same = replace(told.found, sure=(replace(first, prediction=told.own.prediction),))
     assert verdict(replace(told, found=same))[0].endswith("; no layout that fits with margin is faster")
     # One that does not fit learns of both.
@@ -211,7 +211,7 @@ def test_verdict_names_fastest_sure_fit_when_the_best_is_tight() -> None:
     )
     over = answer(large, place_of(large), Wishes())
     assert over.own.fits is False
-    assert verdict(over)[0].endswith(f"(tight); that surely fits: {brief(first.recipe)}")
+    assert verdict(over)[0].endswith(f"(tight); the fastest that fits with margin: {brief(first.recipe)}")
     assert over.found is not None
     none = replace(over, found=replace(over.found, sure=()))
-    assert verdict(none)[0].endswith("(tight); that surely fits: none")
+    assert verdict(none)[0].endswith("(tight); the fastest that fits with margin: none")

@@ -68,7 +68,7 @@ def test_the_fastest_one_where_speeds_are_known() -> None:
 
 
 def test_sure_fit_is_preferred_among_equally_fast_layouts() -> None:
-    """Predictions of memory have been wrong: a tight layout is taken only where it is faster than every sure one."""
+    """Predictions of memory have been wrong: a tight layout is taken only where it is faster than every one that fits with margin."""
     j = open_job("llama3-8b-h100", "cluster.nodes=2")
     place = place_of(j)
     assert place.cluster is not None
@@ -205,7 +205,7 @@ def test_what_no_rule_allows_is_refused_where_it_was_asked_for() -> None:
     assert (problem.file, problem.line, problem.column) == ("job.toml", 1, 12)
     assert "no layout is legal for these 8 ranks" in problem.message
     assert "global_batch 3 is not divisible" in problem.message
-    assert problem.hint == "global_batch = 8 would do"
+    assert problem.hint == "use global_batch = 8"
 
 
 def test_what_fits_nowhere_says_how_much_is_missing() -> None:

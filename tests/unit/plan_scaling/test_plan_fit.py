@@ -145,7 +145,7 @@ def _all_lean(cluster: Cluster) -> list[tuple[Recipe, float]]:
 
 
 def test_no_safe_size_when_even_the_largest_is_tight() -> None:
-    """72B on at most 3 nodes of H100: fits there, but not surely."""
+    """72B on at most 3 nodes of H100: fits there, but not with margin."""
     found = {
         f.gpu.name: f
         for f in smallest(
@@ -168,7 +168,7 @@ def test_both_sizes_stand_in_the_table_and_the_page() -> None:
     found = voyage()
     shown = [text for text, _ in lines(job(), told, found, width=100)]
     assert (
-        sum("surely " in text and " % " in text for text in shown)
+        sum("with margin " in text and " % " in text for text in shown)
         >= sum(f.safe is not None for f in found)
         > 0
     )

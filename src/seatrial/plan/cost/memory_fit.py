@@ -50,7 +50,7 @@ class Errors:
 
     @cached_property
     def full(self) -> float:
-        """The largest share of a GPU's memory that surely fits; 0 if no figure is known."""
+        """The largest share of a GPU's memory that fits with margin; 0 if no figure is known."""
         enough = (m for m in (1.0, *self._ratios) if self.beyond(m) < SURE * self.figures)
         return 1 / next(enough, math.inf)
 

@@ -49,7 +49,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted memory is available; `verdict` says how sure that is."""
+        """Whether the predicted memory is available; `verdict` says with what margin."""
         return self.memory.reserved <= self.room
 
     @property

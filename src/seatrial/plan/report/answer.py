@@ -55,7 +55,7 @@ class JobEstimate:
 
     @property
     def verdict(self) -> MemoryFit | None:
-        """How surely it fits; None if a GPU's memory is not known."""
+        """With what margin it fits; None if a GPU's memory is not known."""
         return None if self.room is None else judge(self.memory.reserved, self.room)
 
 

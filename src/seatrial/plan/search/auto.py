@@ -210,8 +210,8 @@ def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibrati
 def _safest(choices: Sequence[Choice], sure: Sequence[Choice]) -> tuple[list[Choice], str]:
     """The chosen layout, then the others by speed; and why it was chosen.
 
-    The fastest, unless it is tight and one of indistinguishable speed surely fits. `sure` are those that surely fit, by
-    speed; one is kept per pair of sizes.
+    The fastest, unless it is tight and one of indistinguishable speed fits with margin. `sure` are those that do,
+    by speed; one is kept per pair of sizes.
     """
     fastest = choices[0]
     if not fastest.prediction.verdict.sure and sure:
@@ -227,7 +227,7 @@ def _safest(choices: Sequence[Choice], sure: Sequence[Choice]) -> tuple[list[Cho
 
 
 def _doubt(best: Choice, sure: Sequence[Choice]) -> str:
-    """Text about a tight choice: how often such predictions were exceeded, and what a layout that surely fits costs."""
+    """Text about a tight choice: how often such predictions were exceeded, and what a layout that fits with margin costs."""
     p = best.prediction
     if p.verdict.sure:
         return ""
@@ -235,7 +235,7 @@ def _doubt(best: Choice, sure: Sequence[Choice]) -> str:
         return f": tight, {p.verdict.why}; no layout fits with margin"
     more = sure[0].prediction.step_s / p.step_s - 1
     return (
-        f": tight, {p.verdict.why}; the fastest that fits is {sure[0].recipe.layout} with microbatch {sure[0].recipe.microbatch}, "
+        f": tight, {p.verdict.why}; the fastest that fits with margin is {sure[0].recipe.layout} with microbatch {sure[0].recipe.microbatch}, "
         f"{more:+.1%}"
     )
 
@@ -253,8 +253,8 @@ def _leanest(job: Job, place: Hardware, why: str) -> Chosen:
         raise _no_room(job, cluster, len(found), min(c.held_bytes for c in found))
     too_large = len(found) - len(fitting)
     # Without speeds there is no reason to prefer a layout that may run out of memory.
-    if surely := [c for c in fitting if c.verdict is not None and c.verdict.sure]:
-        fitting = surely
+    if roomy := [c for c in fitting if c.verdict is not None and c.verdict.sure]:
+        fitting = roomy
     if straight := [c for c in fitting if c.recipe.layout.pipeline == 1]:
         fitting = straight  # no schedule has less idle time than no pipeline
     fitting.sort(key=lambda c: (_idle(c.recipe, layers), c.held_bytes * c.sent_bytes, c.held_bytes))
@@ -278,7 +278,7 @@ def _leanest(job: Job, place: Hardware, why: str) -> Chosen:
 
 
 def _weighed(job: Job, cluster: Cluster, room: float | None) -> Iterator[Candidate]:
-    """Candidates without speeds: the job's microbatch, and recomputation only if nothing surely fits without it."""
+    """Candidates without speeds: the job's microbatch, and recomputation only if nothing fits with margin without it."""
     _, recomputes = _free(job)
     fabric = Fabric(cluster)
     for recompute in recomputes:

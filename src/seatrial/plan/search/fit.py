@@ -154,9 +154,9 @@ def _gb(n_bytes: float) -> str:
 class Fit:
     """The fewest GPUs of one kind on which a legal layout fits; `recipe` is None if none fits at any size tried.
 
-    The layout is the fastest of those that shard most (see `smallest`) and surely fit, or, if no speed is known, the
-    one that needs least memory; then `prediction` is None and `why_unknown` says why. If none surely fits, it is the
-    one that needs least, `verdict` is tight, and `safe` has the fewest GPUs on which one surely fits.
+    The layout is the fastest of those that shard most (see `smallest`) and fit with margin, or, if no speed is known, the
+    one that needs least memory; then `prediction` is None and `why_unknown` says why. If none fits with margin, it is the
+    one that needs least, `verdict` is tight, and `safe` has the fewest GPUs on which one fits with margin.
     """
 
     gpu: Gpu
@@ -197,7 +197,7 @@ def smallest(
     model = job.architecture
     waiting = list(gpus())
     found: list[Fit] = []
-    tight: dict[str, Fit] = {}  # fits, but not surely, by GPU
+    tight: dict[str, Fit] = {}  # fits, but not with margin, by GPU
     least = math.inf
     legal = False
     for nodes, each in _sizes(gpus_per_node, most_nodes):

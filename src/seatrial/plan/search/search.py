@@ -49,7 +49,7 @@ class Found:
     too_large: int  # of them, those that need more memory than there is
     refused: dict[str, int]  # combinations that a rule refuses, by the key it points at
     least_bytes: float  # what the smallest of all needs on a GPU
-    sure: tuple[Choice, ...] = ()  # as `choices`, of only the layouts that surely fit
+    sure: tuple[Choice, ...] = ()  # as `choices`, of only the layouts that fit with margin
 
     @property
     def own_costs(self) -> float | None:
@@ -100,7 +100,7 @@ def search(
             waiting[pair(recipe)].append((least_s, recipe))
     for key, plain in waiting.items():
         for least_s, recipe in sorted(plain, key=lambda pair: pair[0]):
-            # It needs no less memory: if no layout surely fits without it, none does with it.
+            # It needs no less memory: if no layout fits with margin without it, none does with it.
             if least_s >= max(kept[key].prediction.step_s for kept in (choices, sure) if key in kept):
                 break  # no later one can be faster either
             recipe = replace(recipe, async_tensor=True)
