@@ -38,7 +38,9 @@ class Blocked:
         self._clock = clock
         groups = {TENSOR: [mesh.tensor], SHARD: [mesh.shard], REPLICATE: [mesh.replicate]}
         groups[PIPELINE] = [mesh.pipeline, mesh.ends]
-        self._stages = {g.group_name: stage for stage, of_it in groups.items() for g in of_it if g is not None}
+        self._stages = {
+            g.group_name: stage for stage, of_it in groups.items() for g in of_it if g is not None
+        }
         # On a GPU FSDP2 has streams of its own, where sums over shards and replicas follow each other.
         layout = mesh.layout
         self._gradients = SHARD if layout.shard > 1 else REPLICATE if layout.replicate > 1 else None

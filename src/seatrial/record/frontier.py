@@ -62,14 +62,18 @@ class Account:
     last_step: int
     not_separated: Mapping[str, str]  # stage -> where its time is counted instead, in some rank
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Stage -> seconds of a step, without stages that took none."""
+        return {name: float(s) for name, s in zip(STAGES, self.split.seconds, strict=True) if s > 0}
+
     def as_dict(self) -> dict[str, object]:
-        """As JSON: seconds by stage, and which ranks set them. Stages in which no rank spent time are left out."""
+        """As JSON."""
         s = self.split
-        taken = [i for i in range(len(STAGES)) if s.seconds[i] > 0]
         return {
             "step_s": s.step_s,
-            "seconds": {STAGES[i]: float(s.seconds[i]) for i in taken},
-            "frontier_ranks": {STAGES[i]: int(s.setters[i]) for i in taken},
+            "seconds": self.seconds,
+            "frontier_ranks": {name: int(s.setters[STAGES.index(name)]) for name in self.seconds},
             "pace": {
                 "rank": s.pace_rank,
                 "own_s": float(s.own_s[s.pace_rank]),
@@ -82,19 +86,20 @@ class Account:
         }
 
 
-def account(found: Mapping[int, RankStages], world_size: int) -> Account | None:
+def account(found: Mapping[int, RankStages]) -> Account | None:
     """The mean split over what `found`, rank -> its record, holds; None unless all ranks have a step in common.
 
     The first steps of the generation are left out. A stage's rank is the one that set its frontier most often; own
     work is each rank's median over the steps, so that one slow step of a rank does not make it the pace-setter.
     """
-    if not found or sorted(found) != list(range(world_size)):
+    world_size = len(found)
+    if any(each.ranks != world_size for each in found.values()):
         return None
     ranks = [found[rank] for rank in range(world_size)]
-    common = ranks[0].steps
+    common = ranks[0].steps if ranks else np.zeros(0, np.int64)
     for each in ranks[1:]:
         common = np.intersect1d(common, each.steps, assume_unique=True)
-    common = common[common >= ranks[0].first_step + WARM_UP]
+    common = common[common >= max((each.first_step for each in ranks), default=0) + WARM_UP]
     if not common.size:
         return None
     tables = np.stack([each.seconds[np.searchsorted(each.steps, common)] for each in ranks], axis=1)

@@ -43,6 +43,7 @@ class RankStages:
 
     generation: int
     rank: int
+    ranks: int  # of the generation
     clock: str  # what was measured: "cpu", the wall clock; "cuda", the device
     first_step: int  # of the generation
     not_separated: Mapping[str, str]  # stage -> where its time is counted instead
@@ -59,6 +60,7 @@ class StageWriter:
         generation: int,
         rank: int,
         *,
+        ranks: int,
         clock: str,
         first_step: int,
         not_separated: Mapping[str, str],
@@ -74,6 +76,7 @@ class StageWriter:
             "seatrial_stages": _VERSION,
             "generation": generation,
             "rank": rank,
+            "ranks": ranks,
             "clock": clock,
             "first_step": first_step,
             "stages": STAGES,
@@ -179,6 +182,7 @@ def _header(line: bytes) -> dict[str, Any]:
     kinds = {
         "generation": int,
         "rank": int,
+        "ranks": int,
         "clock": str,
         "first_step": int,
         "not_separated": dict,

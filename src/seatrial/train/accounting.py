@@ -30,6 +30,7 @@ class Accounting:
                 self._folder,
                 self._generation,
                 self._mesh.rank,
+                ranks=self._mesh.layout.world_size,
                 clock=self._mesh.device.type,
                 first_step=first_step,
                 not_separated=self._not_separated,
