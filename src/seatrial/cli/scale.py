@@ -244,13 +244,17 @@ class _Console:
 
     def show(self, progress: Progress) -> None:
         """Show the current run; called many times a second."""
-        name = f"{progress.nodes} nodes, run {progress.repeat}"
+        from seatrial.scale.sizes import in_words
+
+        name = f"{in_words(progress.nodes)}, run {progress.repeat}"
         spent = f", {progress.spent:.3g} GPU hours before"
         self._line.show(name, f"{name}: step {progress.step}/{progress.steps}", spent)
 
     def finished(self, trial: Trial) -> None:
         """Print the figures of a run."""
-        name = f"{trial.nodes} node{'s' * (trial.nodes != 1)}"
+        from seatrial.scale.sizes import in_words
+
+        name = in_words(trial.nodes)
         found = trial.figures
         if found is None:
             self._out.line(f"{name:<12}  {trial.problem}", "bold red")

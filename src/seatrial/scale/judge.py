@@ -6,9 +6,11 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from seatrial.plan.search.scaling import Mode
+from seatrial.scale.sizes import in_words
 from seatrial.scale.statistics import Estimate
 
 Verdict = Literal["PASS", "FAIL", "UNJUDGED"]
@@ -17,6 +19,7 @@ Verdict = Literal["PASS", "FAIL", "UNJUDGED"]
 # fp32: as the drill allows (drill.expectation.OTHER_WORLD); lower precisions round to 3 digits and differ accordingly.
 _TOLERANCE = {"fp32": 1e-4}
 _TOLERANCE_LOW = 1e-2
+_MEDIAN = 1.4826  # of a normal distribution: standard deviation / median absolute value
 _SPREADS = 4.0  # first losses of weak scaling: standard deviations apart that are allowed
 
 
@@ -104,15 +107,15 @@ def judge_losses(
     `losses`: nodes -> for each run the loss of each step. Strong scaling: every size trains on the same samples in every
     step, so the losses of each step are compared. Weak scaling: a larger size has the samples of the first size's first
     step, and more, in its first step, all with the initial weights; so the first losses are compared, within four
-    standard deviations of such a mean. These come from the differences of successive losses of the first size (von
-    Neumann's estimate, which a trend of the loss hardly changes). The losses of all runs must be finite.
+    standard deviations of their difference. These come from the median difference of successive losses of the first size,
+    which a falling loss hardly changes. The losses of all runs must be finite.
     """
     if not losses:
         return []
     base = min(batches)
     found = []
     for nodes in sorted(losses):
-        name = f"losses, {nodes} node{'s' * (nodes != 1)}"
+        name = f"losses, {in_words(nodes)}"
         if not all(math.isfinite(loss) for run in losses[nodes] for loss in run):
             found.append(Judgement(name, "FAIL", "a loss is not finite"))
         elif base not in losses:
@@ -140,8 +143,7 @@ def _first_steps(
     name: str, base: Sequence[float], runs: Sequence[Sequence[float]], allowed: float, times: float
 ) -> Judgement:
     """`times`: how many times the first size's batch the others' is."""
-    squares = [(b - a) ** 2 for a, b in itertools.pairwise(base)]
-    spread = math.sqrt(sum(squares) / (2 * len(squares)))
+    spread = median(abs(b - a) for a, b in itertools.pairwise(base)) * _MEDIAN / math.sqrt(2)
     room = _SPREADS * spread * math.sqrt(1 - 1 / times) + allowed * abs(base[0])
     worst = max(abs(run[0] - base[0]) for run in runs)
     text = f"the first step's within {worst:.2g} of the first size's, {room:.2g} allowed; all are finite"

@@ -13,6 +13,7 @@ from seatrial import __version__
 from seatrial.record.jsonl import plain
 from seatrial.scale.conduct import Measurement
 from seatrial.scale.results import Measured, Results
+from seatrial.scale.sizes import in_words
 from seatrial.scale.statistics import LEVEL, Estimate
 
 SCHEMA_VERSION = 1
@@ -179,10 +180,10 @@ def lines(results: Results) -> Iterator[tuple[str, str]]:
 def _notes(measurement: Measurement, results: Results) -> Iterator[tuple[str, str]]:
     for size in results.sizes:
         if size.problem:
-            yield "problem", f"{size.size.nodes} nodes: {size.problem}"
+            yield "problem", f"{in_words(size.size.nodes)}: {size.problem}"
         if size.unsettled:
             text = f"{size.unsettled} of {size.runs} runs may have measured some of the warm-up: more --steps"
-            yield "note", f"{size.size.nodes} nodes: {text}"
+            yield "note", f"{in_words(size.size.nodes)}: {text}"
     unknown = {s.why_not_predicted for s in results.sizes if s.why_not_predicted}
     for why in sorted(unknown):
         yield "prediction", f"unknown: {why}"

@@ -60,7 +60,7 @@ def sizes_of(job: Job, nodes: Sequence[int], mode: Mode, *, steps: int, stores: 
         if found is not None or recipe is None:
             assert found is not None
             problems.append(
-                job.located(RuleViolation(found.keys, f"with {_count(n)}: {found.message}", found.hint))
+                job.located(RuleViolation(found.keys, f"with {in_words(n)}: {found.message}", found.hint))
             )
             continue
         try:
@@ -74,7 +74,8 @@ def sizes_of(job: Job, nodes: Sequence[int], mode: Mode, *, steps: int, stores: 
     return sizes
 
 
-def _count(nodes: int) -> str:
+def in_words(nodes: int) -> str:
+    """A number of nodes: 1 node, 2 nodes."""
     return f"{nodes} node{'s' * (nodes != 1)}"
 
 

@@ -78,11 +78,12 @@ def ratio(above: Estimate, below: Estimate, factor: float = 1.0) -> Estimate:
 
 
 def warm_up(step_times: Sequence[float]) -> int:
-    """How many first steps differ from the rest: the number to leave out; at most half of them.
+    """How many first steps to leave out: the first one, and those that differ from the rest; at most half of all.
 
-    The least-squares change point of the logarithms, accepted if the Bayesian information criterion is better with it
-    than without; searched again in what is left, since a warm-up may have several stages. Outliers, relative to the
-    second half, count as five standard deviations off.
+    The first step allocates, connects and compiles, and one step alone is not always told from noise. The rest is searched
+    for the least-squares change point of the logarithms, accepted if the Bayesian information criterion is better with it
+    than without; and again in what is left, since a warm-up may have several stages. Outliers, relative to the second
+    half, count as five standard deviations off.
     """
     n = len(step_times)
     if n < 2 * _LEAST_STEADY:
@@ -92,7 +93,7 @@ def warm_up(step_times: Sequence[float]) -> int:
     middle = float(np.median(rest))
     spread = max(_MAD * float(np.median(np.abs(rest - middle))), 1e-4)  # 0.01 %: no timer is better
     values = np.clip((logs - middle) / spread, -_OUTLIER, _OUTLIER)
-    cut = 0
+    cut = 1
     while (more := _change_point(values[cut:], n // 2 - cut)) > 0:
         cut += more
     return cut
