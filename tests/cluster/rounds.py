@@ -27,7 +27,7 @@ from pathlib import Path
 from seatrial.base import process
 from seatrial.data.prepare import data_cache, resolve_stores
 from seatrial.drill import weights
-from seatrial.drill.copies import Copy
+from seatrial.job.changed import Copy
 from seatrial.drill.expectation import OTHER_WORLD
 from seatrial.drill.reference import Reference, run_reference
 from seatrial.drill.stage import Overdue, Stage, processes_of
