@@ -19,7 +19,12 @@ def job(*overrides: str) -> Job:
 
 
 def trial(
-    nodes: int, tokens_per_s: float = 1000.0, *, seconds: float = 36.0, problem: str = "", mfu: float | None = None
+    nodes: int,
+    tokens_per_s: float = 1000.0,
+    *,
+    seconds: float = 36.0,
+    problem: str = "",
+    mfu: float | None = None,
 ) -> Trial:
     figures = Figures(5, 25, 0.5, tokens_per_s, mfu, [5.0, 4.5, 4.25, 4.125])
     return Trial(nodes, nodes, 1.0, seconds, f"{nodes}-nodes-1", problem, None if problem else figures)
