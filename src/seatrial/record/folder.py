@@ -113,6 +113,10 @@ class RunFolder:
         """The seconds that one rank spent in each stage of its steps; see `record.stages`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.stages"
 
+    def connections(self, generation: int, rank: int) -> Path:
+        """What the kernel measured on one rank's TCP connections; see `record.connections`."""
+        return self.ranks / f"{generation:06d}" / f"rank{rank}.tcp.json"
+
     def last_generation(self) -> int:
         """The highest generation ever started here, 0 for none. Log folders make up for a damaged or stale file."""
         told: list[str] = []
