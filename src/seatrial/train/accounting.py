@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from seatrial.base.complain import complain
+from seatrial.hardware.tcp import connections
 from seatrial.parallel.blocked import Blocked
 from seatrial.parallel.build import ParallelModel
+from seatrial.record.connections import write_connections
 from seatrial.record.folder import RunFolder
 from seatrial.record.stages import REPLICATE, SHARD, STAGES, TENSOR, StageWriter
 
@@ -55,6 +57,8 @@ class Accounting:
         if writer is not None:
             try:
                 writer.close()
+                # Now, while the process groups have their connections.
+                write_connections(self._folder, self._generation, self._mesh.rank, connections())
             except OSError as error:
                 self._failed(error)
 
