@@ -22,8 +22,12 @@ _NAME = re.compile(r"rank([0-9]{1,9})\.tcp\.json")
 
 
 def write_connections(folder: RunFolder, generation: int, rank: int, found: list[Connection]) -> None:
-    """Write those of `found` that leave the host. Raises OSError."""
-    leaving = [asdict(each) for each in found if not ipaddress.ip_address(each.there).is_loopback]
+    """Write those of `found` that leave the host and sent something. Raises OSError."""
+    leaving = [
+        asdict(each)
+        for each in found
+        if each.sent_bytes and each.there != each.here and not ipaddress.ip_address(each.there).is_loopback
+    ]
     if leaving:
         write_text(folder.connections(generation, rank), json.dumps(leaving), durable=False)
 

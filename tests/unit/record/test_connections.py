@@ -12,6 +12,8 @@ from seatrial.record.folder import RunFolder
 
 LEAVING = Connection("10.0.0.1", "10.0.0.2", 5_000_000, 0.5, 0.001, 3)
 SIXTH = Connection("fe80::1", "fe80::2", 1, 0.0, 0.0, 0)
+OWN = Connection("10.0.0.1", "10.0.0.1", 5_000_000, 0.5, 0.001, 3)
+SILENT = Connection("10.0.0.1", "10.0.0.2", 0, 0.0, 0.001, 0)
 LOCAL = Connection("127.0.0.1", "127.0.0.1", 5_000_000, 0.5, 0.001, 3)
 
 
@@ -22,7 +24,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_round_trip(folder: RunFolder) -> None:
-    write_connections(folder, 2, 7, [LEAVING, LOCAL, SIXTH])
+    write_connections(folder, 2, 7, [LEAVING, LOCAL, SIXTH, OWN, SILENT])
     write_connections(folder, 2, 8, [LOCAL])
     assert read_connections(folder, 2) == ({7: [LEAVING, SIXTH]}, [])
     assert read_connections(folder, 3) == ({}, [])
