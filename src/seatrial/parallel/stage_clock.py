@@ -41,7 +41,7 @@ class StageClock:
         """Begin the first lap."""
         self.stage, self._running = HOST, True
         if self.cuda:
-            self._last = self._event()
+            self._last = self._recorded()
         self._since = time.perf_counter_ns()
 
     def stop(self) -> None:
@@ -84,7 +84,7 @@ class StageClock:
 
     def _end(self, stage: int, step: int | None = None) -> None:
         if self.cuda:
-            self._marks.append((self._event(), stage, step))
+            self._marks.append((self._recorded(), stage, step))
             return
         now = time.perf_counter_ns()
         self._ns[stage] += now - self._since
@@ -101,7 +101,7 @@ class StageClock:
                 self._laps.append((step, self._seconds))
                 self._seconds = [0.0] * len(STAGES)
 
-    def _event(self) -> torch.cuda.Event:
+    def _recorded(self) -> torch.cuda.Event:
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -9,7 +9,7 @@ from typing import Any
 from seatrial.base.page import render
 from seatrial.scale.report import columns, lines, row
 from seatrial.scale.results import Results
-from seatrial.ui.measured_svg import measured_svg
+from seatrial.ui.scale_svg import scale_svg
 from seatrial.ui.svg import style, written
 
 LEGEND = (
@@ -28,7 +28,7 @@ def page(results: Results) -> str:
         name=job.name,
         tone="bad" if results.failed else "",
         where=where,
-        picture=written(measured_svg(results, title="Tokens/s/GPU over the first size's", alone=False)),
+        picture=written(scale_svg(results, title="Tokens/s/GPU over the first size's", alone=False)),
         columns=columns(results),
         rows=[row(size, results) for size in results.sizes],
         legend=LEGEND,

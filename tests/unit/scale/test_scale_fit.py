@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from scale_cases import speed
+
 from seatrial.scale.fit import Law, fit
 from seatrial.scale.statistics import estimate
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-
 from scale_cases import speed
+
 from seatrial.scale.judge import Gates, Judgement, judge_gates, judge_losses
 from seatrial.scale.statistics import Estimate, estimate
 
@@ -28,8 +28,13 @@ def test_what_nobody_asked_for_is_not_judged() -> None:
 
 @pytest.mark.parametrize(
     ("efficiency", "verdict"),
-    [(speed(0.9), "PASS"), (speed(0.7), "FAIL"), (speed(0.8), "UNJUDGED"), (None, "UNJUDGED")]
-    + [(estimate([0.9]), "UNJUDGED")],
+    [
+        (speed(0.9), "PASS"),
+        (speed(0.7), "FAIL"),
+        (speed(0.8), "UNJUDGED"),
+        (None, "UNJUDGED"),
+        (estimate([0.9]), "UNJUDGED"),
+    ],
 )
 def test_a_doubling_is_judged_by_its_whole_interval(efficiency: Estimate | None, verdict: str) -> None:
     assert gates(Gates(doubling=0.8), efficiency)[0] == ("1 to 2 nodes", verdict)

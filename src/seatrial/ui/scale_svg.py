@@ -27,7 +27,7 @@ class _Mark:
     hint: str
 
 
-def measured_svg(results: Results, *, title: str, alone: bool = True) -> Element:
+def scale_svg(results: Results, *, title: str, alone: bool = True) -> Element:
     """Tokens/s/GPU over the first size's on a log axis of GPUs; the bars are 95 % intervals."""
     curves = [curve for curve in _curves(results) if curve[3]]
     marks = [mark for *_, found in curves for mark in found]
