@@ -56,6 +56,7 @@ class Account:
     """The mean split over the steps `first_step` to `last_step`, as far as all ranks recorded them."""
 
     split: Split
+    by_rank: NDArray[np.float64]  # ranks x STAGES: seconds of a step, the median over the steps
     ranks: int
     steps: int
     first_step: int
@@ -86,10 +87,10 @@ class Account:
         }
 
 
-def account(found: Mapping[int, RankStages]) -> Account | None:
+def account(found: Mapping[int, RankStages], *, first_step: int | None = None) -> Account | None:
     """The mean split over what `found`, rank -> its record, holds; None unless all ranks have a step in common.
 
-    The first steps of the generation are left out. A stage's rank is the one that set its frontier most often; own
+    Steps before `first_step` are left out, by default the first ones of the generation. A stage's rank is the one that set its frontier most often; own
     work is each rank's median over the steps, so that one slow step of a rank does not make it the pace-setter.
     """
     world_size = len(found)
@@ -99,7 +100,9 @@ def account(found: Mapping[int, RankStages]) -> Account | None:
     common = ranks[0].steps if ranks else np.zeros(0, np.int64)
     for each in ranks[1:]:
         common = np.intersect1d(common, each.steps, assume_unique=True)
-    common = common[common >= max((each.first_step for each in ranks), default=0) + WARM_UP]
+    if first_step is None:
+        first_step = max((each.first_step for each in ranks), default=0) + WARM_UP
+    common = common[common >= first_step]
     if not common.size:
         return None
     tables = np.stack([each.seconds[np.searchsorted(each.steps, common)] for each in ranks], axis=1)
@@ -112,4 +115,5 @@ def account(found: Mapping[int, RankStages]) -> Account | None:
         np.median([each.own_s for each in splits], axis=0),
     )
     unclear = {stage: text for each in ranks for stage, text in each.not_separated.items()}
-    return Account(mean, world_size, len(splits), int(common[0]), int(common[-1]), unclear)
+    by_rank = np.median(tables, axis=0)
+    return Account(mean, by_rank, world_size, len(splits), int(common[0]), int(common[-1]), unclear)

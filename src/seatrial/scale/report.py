@@ -10,11 +10,15 @@ from dataclasses import asdict
 from typing import Any
 
 from seatrial import __version__
+from seatrial.base import units
 from seatrial.record.jsonl import plain
+from seatrial.record.stages import STAGES
+from seatrial.scale.cause import lines as cause_lines
 from seatrial.scale.conduct import Measurement
 from seatrial.scale.results import Measured, Results
 from seatrial.scale.sizes import in_words
 from seatrial.scale.statistics import LEVEL, Estimate
+from seatrial.scale.steps import Steps
 
 SCHEMA_VERSION = 1
 
@@ -100,6 +104,8 @@ def _size(results: Results, size: Measured) -> dict[str, Any]:
         else None,
         "why_not_predicted": size.why_not_predicted or None,
         "problem": size.problem or None,
+        "step_split": None if size.steps is None else size.steps.account.as_dict(),
+        "causes": [asdict(cause) | {"advice": cause.advice} for cause in size.causes],
     }
 
 
@@ -126,6 +132,22 @@ def row(size: Measured, results: Results) -> tuple[str, ...]:
     ]
     cost = results.cost(size)
     return (*cells, *(() if results.price is None else ("-" if cost is None else f"{cost:.4g}",)))
+
+
+def split_rows(results: Results) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings and rows of a table: for each stage its seconds of a step at each size, as far as they are known."""
+    known = [size.steps for size in results.sizes if size.steps is not None]
+    stages = [name for name in STAGES if any(name in steps.account.seconds for steps in known)]
+    rows = [
+        (name.replace("_", " "), *(_share(steps.account.seconds.get(name, 0.0), steps) for steps in known))
+        for name in stages
+    ]
+    rows.append(("step", *(units.duration(steps.account.split.step_s) for steps in known)))
+    return ("stage", *(in_words(steps.size.nodes) for steps in known)), rows
+
+
+def _share(seconds: float, steps: Steps) -> str:
+    return f"{units.duration(seconds)} {100 * seconds / steps.account.split.step_s:.0f} %"
 
 
 def columns(results: Results) -> tuple[str, ...]:
@@ -157,6 +179,10 @@ def lines(results: Results) -> Iterator[tuple[str, str]]:
         yield "meets them", f"{told}: every doubling up to a size passes"
     for judgement in results.losses:
         yield judgement.verdict, f"{judgement.name}: {judgement.text}"
+    for size in results.sizes:
+        if size.causes and size.size.nodes not in results.passed:
+            for label, text in cause_lines(size.causes):
+                yield f"{in_words(size.size.nodes)}", f"{label}: {text}"
     base = results.sizes[0].size.nodes
     for fit in results.fits:
         text = f"contention {fit.contention.value:.2g} ({fit.contention.low:.2g}-{fit.contention.high:.2g})"

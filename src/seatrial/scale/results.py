@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from seatrial.plan.cost.calibration import shipped
@@ -10,11 +10,13 @@ from seatrial.plan.model.place import place_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.measured import measured_rates
 from seatrial.plan.search.scaling import Point, scaling
+from seatrial.scale.cause import Cause, causes
 from seatrial.scale.conduct import Measurement
 from seatrial.scale.fit import Fit, Law, fit
 from seatrial.scale.judge import Gates, Judgement, judge_gates, judge_losses
 from seatrial.scale.sizes import Size
 from seatrial.scale.statistics import Estimate, ratio
+from seatrial.scale.steps import Steps, steps_of
 
 _LAWS: tuple[Law, ...] = ("Amdahl", "universal scalability law")
 _FURTHER = 3  # doublings beyond the largest measured size
@@ -35,6 +37,8 @@ class Measured:
     predicted: Point | None
     why_not_predicted: str
     problem: str
+    steps: Steps | None  # where the time of a step went; None without usable records
+    causes: tuple[Cause, ...]  # why a step takes longer than at half the size, else at the first size
 
     @property
     def per_gpu(self) -> float | None:
@@ -59,6 +63,7 @@ class Results:
         tuple[int, ...] | None
     )  # nodes of the sizes up to which every doubling passes; None without that gate
     price: float | None  # of a GPU hour, in any currency
+    passed: frozenset[int]  # nodes of the sizes whose doubling passes its gate
 
     @property
     def failed(self) -> bool:
@@ -81,8 +86,12 @@ def results_of(measurement: Measurement, gates: Gates, *, price: float | None = 
     known = {size.nodes: measurement.speed(size.nodes) for size in measurement.sizes}
     base = measurement.sizes[0].nodes
     points, why = _predicted(measurement)
+    steps = {
+        size.nodes: steps_of(measurement.state.folder, size, measurement.state.good(size.nodes))
+        for size in measurement.sizes
+    }
     sizes = tuple(
-        _measured(measurement, size, base, points.get(size.nodes), why) for size in measurement.sizes
+        _measured(measurement, size, steps, points.get(size.nodes), why) for size in measurement.sizes
     )
     doublings = {n: measurement.efficiency(n, b) for n, b in measurement.pairs() if 2 * b == n}
 
@@ -99,19 +108,36 @@ def results_of(measurement: Measurement, gates: Gates, *, price: float | None = 
     batches = {size.nodes: size.job.train.global_batch for size in measurement.sizes}
     job = measurement.job
     compared = judge_losses(measurement.terms.mode, job.train.precision, batches, losses)
-    meets = None
+    meets, passed = None, []
     if gates.doubling is not None:
         passed = [n for n, j in zip(doublings, judged, strict=False) if j.verdict == "PASS"]
         missed = [n for n in doublings if n not in passed]
         meets = tuple(n for n in passed if n < min(missed, default=n + 1))
-    return Results(measurement, sizes, tuple(judged), tuple(compared), _fits(sizes, base), meets, price)
+    return Results(
+        measurement,
+        sizes,
+        tuple(judged),
+        tuple(compared),
+        _fits(sizes, base),
+        meets,
+        price,
+        frozenset(passed),
+    )
 
 
-def _measured(measurement: Measurement, size: Size, base: int, point: Point | None, why: str) -> Measured:
+def _measured(
+    measurement: Measurement,
+    size: Size,
+    steps: Mapping[int, Steps | None],
+    point: Point | None,
+    why: str,
+) -> Measured:
+    base = measurement.sizes[0].nodes
     trials = measurement.state.good(size.nodes)
     figures = [t.figures for t in trials if t.figures is not None]
     shares = [f.mfu for f in figures if f.mfu is not None]
     half = size.nodes // 2 if (size.nodes, size.nodes // 2) in measurement.pairs() else None
+    mine, below = steps[size.nodes], steps[half or base]
     problem = measurement.failed.get(size.nodes, "" if figures else measurement.stopped or "not measured yet")
     return Measured(
         size=size,
@@ -125,6 +151,8 @@ def _measured(measurement: Measurement, size: Size, base: int, point: Point | No
         predicted=point,
         why_not_predicted=(point.why_not or "") if point is not None else why,
         problem=problem,
+        steps=mine,
+        causes=() if mine is None or below is None else tuple(causes(below, mine)),
     )
 
 

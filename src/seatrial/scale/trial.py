@@ -23,7 +23,7 @@ from seatrial.scale.statistics import warm_up
 
 _POLL_S = 0.1
 _ENDING_S = 20.0  # for an interrupted run to end its agents, on other hosts too
-_ALARMS = ("recovering", "run_failed", "gave_up", "straggler", "corruption", "step_skipped")
+_ALARMS = ("recovering", "run_failed", "gave_up", "corruption", "step_skipped")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from seatrial.base.page import render
-from seatrial.scale.report import columns, lines, row
+from seatrial.scale.report import columns, lines, row, split_rows
 from seatrial.scale.results import Results
 from seatrial.ui.scale_svg import scale_svg
 from seatrial.ui.svg import style, written
@@ -22,6 +22,7 @@ def page(results: Results) -> str:
     """The whole document."""
     job, terms = results.measurement.job, results.measurement.terms
     where = f"{terms.mode} scaling, {terms.steps} steps a run, {time.strftime('%Y-%m-%d %H:%M')}; in the job {job.layout}"
+    split_columns, splits = split_rows(results)
     return render(
         "ui/scale.html",
         picture_style=style(),
@@ -32,6 +33,8 @@ def page(results: Results) -> str:
         columns=columns(results),
         rows=[row(size, results) for size in results.sizes],
         legend=LEGEND,
+        split_columns=split_columns,
+        splits=splits,
         lines=list(lines(results)),
         changes=list(_changes(results)),
     )
