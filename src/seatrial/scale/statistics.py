@@ -51,7 +51,10 @@ def t_quantile(degrees: float) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of independent, positive `values` with its t interval. ValueError for none."""
+    """The mean of independent, positive `values`; ValueError for none.
+
+    Its t interval is that of the logarithm (delta method), so it stays positive, as `ratio`'s does.
+    """
     if not values or min(values) <= 0:
         raise ValueError(f"no estimate from {values}")
     n = len(values)
@@ -59,8 +62,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     if n == 1:
         return Estimate(mean, None, None, 1, None, math.nan)
     variance = math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n / mean**2
-    half = t_quantile(n - 1) * math.sqrt(variance) * mean
-    return Estimate(mean, mean - half, mean + half, n, variance, n - 1)
+    factor = math.exp(t_quantile(n - 1) * math.sqrt(variance))
+    return Estimate(mean, mean / factor, mean * factor, n, variance, n - 1)
 
 
 def ratio(above: Estimate, below: Estimate, factor: float = 1.0) -> Estimate:

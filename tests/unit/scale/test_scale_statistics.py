@@ -32,8 +32,10 @@ def test_quantiles_at_the_ends() -> None:
 def test_an_estimate_is_the_mean_with_its_t_interval() -> None:
     found = estimate([9.0, 10.0, 11.0])
     assert found.mean == 10
-    assert (found.low, found.high) == pytest.approx((10 - 4.303 / math.sqrt(3), 10 + 4.303 / math.sqrt(3)))
-    assert found.half == pytest.approx(4.303 / math.sqrt(3) / 10)
+    # Standard error 1 / sqrt(3), two degrees of freedom; the interval is that of the logarithm.
+    factor = math.exp(4.303 / math.sqrt(3) / 10)
+    assert (found.low, found.high) == pytest.approx((10 / factor, 10 * factor))
+    assert found.half == pytest.approx((factor - 1 / factor) / 2)
 
 
 def test_a_single_value_has_no_interval() -> None:
