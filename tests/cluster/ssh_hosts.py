@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ TIMEOUT_S = 90.0
 class SshHosts:
     """Hosts that are called n0, n1, ... in an ssh configuration, the last of `hosts` only to log in from."""
 
-    def __init__(self, hosts: Hosts, folder: Path) -> None:
+    def __init__(self, hosts: Hosts, folder: Path, exports: Mapping[int, str] | None = None) -> None:
+        """`exports`: host -> what its shell exports before each command, as `NAME=value`."""
         self.hosts, self.folder = hosts, folder
         self.login = hosts.count - 1
         self.servers: list[subprocess.Popen[bytes]] = []
@@ -29,13 +30,14 @@ class SshHosts:
         known = []
         for n in range(self.login):
             self.key(f"host{n}")
+            export = f"export {exports[n]}; " if exports and n in exports else ""
             known.append(f"{hosts.address(n)} {(folder / f'host{n}.pub').read_text()}")
             (folder / f"sshd{n}").write_text(
                 f"ListenAddress {hosts.address(n)}\nHostKey {folder}/host{n}\nStrictModes no\nUsePAM no\n"
                 f"AuthorizedKeysFile {folder}/authorized\nPidFile none\nPermitRootLogin prohibit-password\n"
                 "PasswordAuthentication no\nMaxStartups 100\n"
                 # A login script that prints.
-                'ForceCommand echo Welcome; eval "$SSH_ORIGINAL_COMMAND"\n'
+                f'ForceCommand echo Welcome; {export}eval "$SSH_ORIGINAL_COMMAND"\n'
             )
             command = [
                 *hosts.prefix(n),
