@@ -39,7 +39,9 @@ Kind = Literal[
     "unexplained",
 ]
 
-LEAST = 0.05  # share of a step that a cause must explain: a gate of 80 % leaves room for several of them
+# Shares of a step that a cause must explain: one that is of some ranks or groups only, and one that is everywhere, as
+# some growth always is. A gate of 80 % leaves room for several.
+LEAST, LEAST_EVERYWHERE = 0.03, 0.05
 _SPREADS = 5.0  # standard deviations from the peers; one of 1,024 normal values is beyond 5 once in 1,700 tries
 _NORMAL = 1.4826  # of a normal distribution: standard deviation / median absolute deviation
 _ERRORS = 3.0  # standard errors of the step times that a loss must exceed
@@ -82,14 +84,14 @@ class _Part:
     evidence: tuple[str, ...] = ()
 
 
-def find_causes(base: Observed, here: Observed, *, least: float = LEAST) -> tuple[Cause, ...]:
-    """What made `here` less efficient than `base`, largest first; none if it is not, beyond noise and `least`.
+def find_causes(base: Observed, here: Observed) -> tuple[Cause, ...]:
+    """What made `here` less efficient than `base`, largest first; none if it is not, beyond noise.
 
-    Both have the same tensor and pipeline sizes. What remains is "unexplained", if it is at least `least` of a step.
+    Both have the same tensor and pipeline sizes. What remains is "unexplained", if it is at least LEAST_EVERYWHERE.
     """
     times = here.tokens_per_rank / base.tokens_per_rank  # work of a rank, as a multiple
     loss = here.step_s - times * base.step_s
-    limit = least * here.step_s
+    limit, wide = LEAST * here.step_s, LEAST_EVERYWHERE * here.step_s
     if loss < max(limit, _ERRORS * float(np.hypot(here.step_error_s, times * base.step_error_s))):
         return ()
     every = [*_own(base, here, times, limit), *_waiting(base, here, times, limit)]
@@ -97,12 +99,12 @@ def find_causes(base: Observed, here: Observed, *, least: float = LEAST) -> tupl
     varied = here.variation_s - times * base.variation_s
     told = "each rank's time differs from step to step, and another one is the slowest in each"
     every.append(_Part("variation", varied, evidence=(told,)))
-    parts = sorted((p for p in every if p.seconds >= limit), key=lambda p: -p.seconds)
+    parts = sorted((p for p in every if p.seconds >= (limit if p.ranks else wide)), key=lambda p: -p.seconds)
     rest = loss - sum(p.seconds for p in parts)
-    if rest >= limit:
-        small = sorted((p for p in every if 0 < p.seconds < limit), key=lambda p: -p.seconds)[:3]
+    if rest >= wide:
+        small = sorted((p for p in every if 0 < p.seconds < wide), key=lambda p: -p.seconds)[:3]
         also = ", ".join(f"{' '.join((p.kind, *p.dimensions))} {units.duration(p.seconds)}" for p in small)
-        evidence = (f"of parts below {least:.0%} of a step: {also}",) if also else ()
+        evidence = (f"of parts below {LEAST_EVERYWHERE:.0%} of a step: {also}",) if also else ()
         parts.append(_Part("unexplained", rest, evidence=evidence))
     return tuple(_worded(part, here, loss) for part in parts)
 
@@ -164,7 +166,7 @@ def _waiting(base: Observed, here: Observed, times: float, limit: float) -> Iter
     dimensions = here.dimensions()
     now = {d: here.groups(d) for d in dimensions}
     then = {d: times * base.groups(d).seconds for d in dimensions if base.members(d) > 1}
-    signals = _Signals(base.faults, here.faults)
+    signals = _Signals(base, here)
     slow = {d: found for d in dimensions if d != "step_sum" and (found := _slow_groups(now[d], limit))}
     excess = {d: found - max(0.0, _ahead(then[d])[0].max() if d in then else 0.0) for d, (found, _) in slow.items()}
     slow = {d: value for d, value in slow.items() if excess[d] >= limit}
@@ -173,11 +175,13 @@ def _waiting(base: Observed, here: Observed, times: float, limit: float) -> Iter
         for d in dimensions
     }
     if "pipeline" in dimensions:
+        grown["pipeline"] = here.idle_s - times * base.idle_s - max(0.0, grown["step_sum"])
         bubble, follows = _bubble(base, here, times, grown)
         yield _bubble_part(base, here, min(bubble, grown["pipeline"]))
         grown["pipeline"] -= bubble + follows
     outside = {d: s for d, s in grown.items() if d in _BETWEEN_NODES}
-    if signals.congested:
+    nodes = _nodes_of([now[d].ranks[slow[d][1]] for d in slow if d in outside], here)
+    if signals.congested and not signals.of(nodes):
         for d in (d for d in slow if d in outside):
             outside[d] += excess[d]
         yield from _congestion(outside, signals, limit)
@@ -193,6 +197,15 @@ def _waiting(base: Observed, here: Observed, times: float, limit: float) -> Iter
         yield _Part("communication", grown["tensor"], "tensor", ("tensor",), evidence=("in all groups alike",))
 
 
+def _nodes_of(members: Sequence[NDArray[np.int64]], here: Observed) -> list[int]:
+    """The nodes that are in all groups of `members`, rows of ranks; those of all of them where none is."""
+    every = [np.unique(group // here.gpus_per_node) for groups in members for group in groups]
+    if not every:
+        return []
+    common = reduce(np.intersect1d, every)
+    return [int(n) for n in (common if common.size else np.unique(np.concatenate(every)))]
+
+
 def _slow_groups(groups: Groups, limit: float) -> tuple[float, NDArray[np.bool_]] | None:
     """(seconds above the other groups of its row, which groups) if a minority is slow."""
     ahead, spread = _ahead(groups.seconds)
@@ -205,35 +218,23 @@ def _slow_groups(groups: Groups, limit: float) -> tuple[float, NDArray[np.bool_]
 class _Signals:
     """What the counters say of nodes and ports at this size, and did not say at the first."""
 
-    def __init__(
-        self,
-        base: Mapping[int, Sequence[PortFault]] | None,
-        here: Mapping[int, Sequence[PortFault]] | None,
-    ) -> None:
-        self.read = here is not None
-        old = {(n, f.signal, f.where) for n, every in (base or {}).items() for f in every}
-        new = [
-            (n, f)
-            for n, every in sorted((here or {}).items())
-            for f in every
-            if (n, f.signal, f.where) not in old
-        ]
-        crowded = [(n, f) for n, f in new if f.signal in _OF_CONGESTION]
-        nodes, ports = {n for n, _ in crowded}, {f.where for _, f in crowded}
-        # A slow link holds back those that send to it, over the same rail: congestion has several.
-        self.congested = len(nodes) > 2 or (len(nodes) == 2 and len(ports) > 1)
-        if len(ports) == 1 and None not in ports and any(len(f) > 1 for f in (here or {}).values()):
-            self.congested = False
-        self.crowded = crowded
-        self.links = [(n, f) for n, f in new if f.signal in _OF_A_LINK]
-        strong = [(n, f) for n, f in self.links if f.signal != "retransmissions"]
-        if strong:  # the peers of a bad link send again too
-            self.links = strong
-            self.congested = self.congested and len({n for n, _ in strong}) != 1
+    def __init__(self, base: Observed, here: Observed) -> None:
+        self.read = here.faults is not None
+        old = {(n, f.signal, f.where) for n, every in (base.faults or {}).items() for f in every}
+        every = [(n, f) for n, found in sorted((here.faults or {}).items()) for f in found]
+        new = [(n, f) for n, f in every if (n, f.signal, f.where) not in old]
+        self.crowded = [(n, f) for n, f in new if f.signal in _OF_CONGESTION]
+        nodes = {n for n, _ in self.crowded}
+        ports = {(n, f.where) for n, f in self.crowded}
+        total = here.layout.world_size // here.gpus_per_node
+        # A slow link holds back the one or two nodes that send to it: that is not congestion.
+        self.congested = len(nodes) > 1 and (len(nodes) == total or (len(ports) > 2 and len(nodes) >= total / 4))
+        self._links = [(n, f) for n, f in new if f.signal in _OF_A_LINK]
 
     def of(self, nodes: Sequence[int]) -> list[tuple[int, PortFault]]:
-        """The faults of links of one of `nodes`; nothing if several have some."""
-        found = [(n, f) for n, f in self.links if n in nodes]
+        """The faults of links of one of `nodes`; nothing if several have some. The peers of a bad link send again too."""
+        found = [(n, f) for n, f in self._links if n in nodes]
+        found = [(n, f) for n, f in found if f.signal != "retransmissions"] or found
         return found if len({n for n, _ in found}) == 1 else []
 
 
@@ -244,12 +245,11 @@ def _slow_link(
     here: Observed,
     signals: _Signals,
 ) -> _Part:
-    members = [group for d in which for group in now[d].ranks[which[d]]]
+    members = [now[d].ranks[which[d]] for d in which]
     per_node = here.gpus_per_node
-    common = reduce(np.intersect1d, (np.unique(group // per_node) for group in members))
-    every = np.unique(np.concatenate(members))
-    several = not common.size
-    nodes = np.unique(every // per_node) if several else common
+    every = np.unique(np.concatenate([groups.ravel() for groups in members]))
+    nodes = _nodes_of(members, here)
+    several = any(not np.isin(nodes, group // per_node).all() for groups in members for group in groups)
     rails = np.unique(every % per_node)
     link = f"rail {rails[0]}" if len(rails) == 1 and per_node > 1 else None
     evidence = [
@@ -257,11 +257,11 @@ def _slow_link(
         f"more than the others, all members alike"
         for d in which
     ]
-    if told := signals.of([int(n) for n in nodes]):
-        nodes = np.array([told[0][0]])
+    if told := signals.of(nodes):
+        nodes = [told[0][0]]
         link = told[0][1].where or link
         evidence += [f.message for _, f in told]
-    elif len(nodes) == 1 and len(members) > 1:
+    elif len(nodes) == 1:
         evidence.append(f"node {nodes[0]} is the only one in all slow groups")
     elif len(nodes) > 1:
         counters = "counters show no fault of one of them" if signals.read else "counters were not read"
@@ -272,7 +272,7 @@ def _slow_link(
     total = sum(excess.values())
     return _Part(
         "network", total, max(excess, key=lambda d: excess[d]), tuple(which), ranks,
-        tuple(int(n) for n in nodes), link, tuple(evidence),
+        tuple(nodes), link, tuple(evidence),
     )  # fmt: skip
 
 
@@ -322,7 +322,8 @@ def _grown(
         evidence.append("so small that latency decides, which grows with the number of ranks")
         return _Part("small messages", seconds, d, (d,), evidence=tuple(evidence))
     if before > 1 and _nodes_of_a_group(base, d) > 1:
-        usual = times * lower_median(base.groups(d).seconds).max()
+        # Sums over replicas are one a step, however few its tokens; those over shards may be.
+        usual = max(1.0, times) * lower_median(base.groups(d).seconds).max()
         usual *= ((members - 1) / members) / ((before - 1) / before)
         took = lower_median(here.groups(d).seconds).max()
         if took > _SLOWER * usual > 0:
@@ -398,7 +399,7 @@ def _worded(part: _Part, here: Observed, loss: float) -> Cause:
 def _tries(part: _Part, node: int | None, here: Observed) -> Iterator[str]:
     """What to do about it."""
     if node is not None and part.kind in ("network", "straggler", "data", "host"):
-        yield f"repeat this size without node {node}: take it out of the allocation, [launcher.slurm] exclude"
+        yield f"repeat this size without node {node}: take it out of the allocation, slurm.exclude"
     match part.kind:
         case "network" | "straggler" | "compute":
             yield "seatrial check JOB: it measures each node alone, then pairs, and names the part at fault"
@@ -418,7 +419,7 @@ def _tries(part: _Part, node: int | None, here: Observed) -> Iterator[str]:
             yield "smaller groups: a part of parallel.shard as parallel.replicate; seatrial plan JOB compares layouts"
             yield "more work between collectives: a larger train.global_batch"
         case "congestion":
-            yield "nodes below one leaf switch ([slurm] switches), then the fabric's routing, PFC and ECN settings"
+            yield "nodes below one leaf switch (slurm.switches, slurm.segment), then the fabric's routing, PFC and ECN settings"
         case "variation":
             yield "look for what else runs on the nodes: seatrial check JOB --stage node"
         case "unexplained":

@@ -115,6 +115,15 @@ class Observed:
         own = self.seconds[self._kept][:, :, : SAVE + 1].sum(axis=2) - self.seconds[self._kept][:, :, SAVE]
         return float(own.max(axis=1).mean() - own.mean(axis=0).max())
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds that the rank with least idle time waits for other pipeline stages, or for the end of the step.
+
+        The last stage has its idle time before its first pass and after its last, where it waits in the step's sum.
+        """
+        idle = self.seconds[self._kept][:, :, [PIPELINE, STEP_SUM]].sum(axis=2)
+        return float(idle.min(axis=1).mean())
+
     def dimensions(self) -> list[str]:
         """Those with something to wait for."""
         sizes = {name: getattr(self.layout, name) for name in ("tensor", "shard", "replicate", "pipeline")}
