@@ -174,7 +174,9 @@ def simulate(job: Job, fault: Fault, rng: np.random.Generator, noise: float) -> 
     return spent.reshape(len(STAGES), STEPS, -1).transpose(1, 2, 0)
 
 
-def observed(job: Job, fault: Fault, rng: np.random.Generator, noise: float, tokens: float, **known: Any) -> Observed:
+def observed(
+    job: Job, fault: Fault, rng: np.random.Generator, noise: float, tokens: float, **known: Any
+) -> Observed:
     calls = {"shard": job.shard_bytes / job.shard_calls, "replicate": job.replicate_bytes / 4}
     return Observed(
         simulate(job, fault, rng, noise), job.layout, GPUS, tokens, job.microbatches, calls, **known
@@ -195,7 +197,9 @@ def draw(kind: str, seed: int, *, ranks: int | None = None) -> Draw:
     shard = first if rng.random() < 0.4 else int(rng.choice(shards))
     if kind == "small messages":
         shard = first
-    grows = kind == "small messages" or shard == first and rng.random() < 0.7  # sharded further, else replicated
+    grows = (
+        kind == "small messages" or shard == first and rng.random() < 0.7
+    )  # sharded further, else replicated
     old = Layout(pipeline, first // shard, shard, GPUS)
     new = replace(old, shard=shard * (data // first)) if grows else replace(old, replicate=data // shard)
     noise = rng.uniform(0.01, 0.03)
@@ -220,7 +224,9 @@ def draw(kind: str, seed: int, *, ranks: int | None = None) -> Draw:
     told: frozenset[int] = frozenset()
     with_counters = bool(rng.random() < 0.5)
     if rng.random() < 0.1:  # what is found on healthy nodes too
-        found[int(rng.integers(nodes))].append(PortFault("retransmissions", "mlx5_3/1", "packet_seq_err +40 in 30 s", {}))
+        found[int(rng.integers(nodes))].append(
+            PortFault("retransmissions", "mlx5_3/1", "packet_seq_err +40 in 30 s", {})
+        )
     match kind:
         case "straggler" | "bad clock":
             fault.compute[place] = 1 + added / job.compute_s
@@ -277,7 +283,9 @@ def draw(kind: str, seed: int, *, ranks: int | None = None) -> Draw:
                 times = new.world_size // old.world_size
                 idle = slower * times / max(0.1, times - 1 - slower)
                 few = max(1, int((pipeline - 1) / idle))
-                job = replace(job, microbatches=few * times, host_s=0.01, optimizer_s=0.01, replicate_bytes=size / 20)
+                job = replace(
+                    job, microbatches=few * times, host_s=0.01, optimizer_s=0.01, replicate_bytes=size / 20
+                )
                 here = replace(
                     job,
                     layout=new,

@@ -42,12 +42,16 @@ Kind = Literal[
 # Shares of a step that a cause must explain: one that is of some ranks or groups only, and one that is everywhere, as
 # some growth always is. A gate of 80 % leaves room for several.
 LEAST, LEAST_EVERYWHERE = 0.03, 0.05
-_SPREADS = 5.0  # standard deviations from the peers; one of 1,024 normal values is beyond 5 once in 1,700 tries
+_SPREADS = (
+    5.0  # standard deviations from the peers; one of 1,024 normal values is beyond 5 once in 1,700 tries
+)
 _NORMAL = 1.4826  # of a normal distribution: standard deviation / median absolute deviation
 _ERRORS = 3.0  # standard errors of the step times that a loss must exceed
 # Bytes that a member of a ring sends at a time: at 400 Gb/s these take 5 us, no longer than the latency of a hop.
 _SMALL_BYTES = 256 * 1024
-_SLOWER = 1.3  # times that a ring may exceed what its size explains, before its bandwidth is said to have fallen
+_SLOWER = (
+    1.3  # times that a ring may exceed what its size explains, before its bandwidth is said to have fallen
+)
 _BETWEEN_NODES = ("shard", "replicate", "pipeline", "step_sum")
 _OF_A_LINK = ("link_down", "link_errors", "slow_link", "retransmissions")
 _OF_CONGESTION = ("congestion", "retransmissions")
@@ -148,9 +152,9 @@ def _slow_ranks(
         evidence.append(f"so do {len(ranks)} ranks")
     if "tensor" in here.not_separated and name == "compute":
         evidence.append("which rank of its tensor group is not known: waiting for it counts as compute")
-    if here.clocks_mhz is not None:
+    if here.clocks_mhz is not None and name == "compute":
         clock, usual = float(here.clocks_mhz[worst]), float(np.median(here.clocks_mhz))
-        low = name == "compute" and clock < usual * (1 - (own / peers - 1) / 3)
+        low = clock < usual * (1 - (own / peers - 1) / 3)
         evidence.append(
             f"its device's clock is {'low' if low else 'normal'}: {clock:.0f} MHz, median {usual:.0f}"
         )
@@ -168,7 +172,9 @@ def _waiting(base: Observed, here: Observed, times: float, limit: float) -> Iter
     then = {d: times * base.groups(d).seconds for d in dimensions if base.members(d) > 1}
     signals = _Signals(base, here)
     slow = {d: found for d in dimensions if d != "step_sum" and (found := _slow_groups(now[d], limit))}
-    excess = {d: found - max(0.0, _ahead(then[d])[0].max() if d in then else 0.0) for d, (found, _) in slow.items()}
+    excess = {
+        d: found - max(0.0, _ahead(then[d])[0].max() if d in then else 0.0) for d, (found, _) in slow.items()
+    }
     slow = {d: value for d, value in slow.items() if excess[d] >= limit}
     grown = {
         d: float((lower_median(now[d].seconds) - (lower_median(then[d]) if d in then else 0.0)).max())
@@ -194,7 +200,9 @@ def _waiting(base: Observed, here: Observed, times: float, limit: float) -> Iter
         members = now["tensor"].ranks[slow["tensor"][1]]
         yield _inside_a_node(excess["tensor"], members, here)
     if "tensor" in grown:
-        yield _Part("communication", grown["tensor"], "tensor", ("tensor",), evidence=("in all groups alike",))
+        yield _Part(
+            "communication", grown["tensor"], "tensor", ("tensor",), evidence=("in all groups alike",)
+        )
 
 
 def _nodes_of(members: Sequence[NDArray[np.int64]], here: Observed) -> list[int]:
@@ -228,7 +236,9 @@ class _Signals:
         ports = {(n, f.where) for n, f in self.crowded}
         total = here.layout.world_size // here.gpus_per_node
         # A slow link holds back the one or two nodes that send to it: that is not congestion.
-        self.congested = len(nodes) > 1 and (len(nodes) == total or (len(ports) > 2 and len(nodes) >= total / 4))
+        self.congested = len(nodes) > 1 and (
+            len(nodes) == total or (len(ports) > 2 and len(nodes) >= total / 4)
+        )
         self._links = [(n, f) for n, f in new if f.signal in _OF_A_LINK]
 
     def of(self, nodes: Sequence[int]) -> list[tuple[int, PortFault]]:
@@ -299,17 +309,17 @@ def _congestion(outside: Mapping[str, float], signals: _Signals, limit: float) -
     yield _Part("congestion", sum(grown.values()), where, dimensions, (), tuple(nodes), None, evidence)
 
 
-def _grown(
-    d: str, seconds: float, base: Observed, here: Observed, times: float, signals: _Signals
-) -> _Part:
+def _grown(d: str, seconds: float, base: Observed, here: Observed, times: float, signals: _Signals) -> _Part:
     """A dimension in which all groups take longer than at the first size."""
     members, before = here.members(d), base.members(d)
-    evidence = [f"{d}: collectives of {members} ranks (first size: {before}) take longer, in all groups alike"]
+    evidence = [
+        f"{d}: collectives of {members} ranks (first size: {before}) take longer, in all groups alike"
+    ]
     if told := signals.of(range(here.layout.world_size // here.gpus_per_node)):
         node, fault = told[0]
         alone = here.groups(d).seconds.shape[1] == 1
-        evidence += [f"node {node}: {fault.message}"]
         if alone or len(told) > 1:  # else only a part of the groups would be slow
+            evidence.append(f"node {node}: {fault.message}")
             ranks = tuple(range(node * here.gpus_per_node, (node + 1) * here.gpus_per_node))
             return _Part("network", seconds, d, (d,), ranks, (node,), fault.where, tuple(evidence))
     size = here.message_bytes.get(d)
@@ -342,9 +352,7 @@ def _nodes_of_a_group(size: Observed, d: str) -> int:
 # -- pipeline
 
 
-def _bubble(
-    base: Observed, here: Observed, times: float, grown: Mapping[str, float]
-) -> tuple[float, float]:
+def _bubble(base: Observed, here: Observed, times: float, grown: Mapping[str, float]) -> tuple[float, float]:
     """Seconds that filling and draining takes longer: (for having fewer microbatches, as passes take longer).
 
     Of a rank's passes, including the collectives in them. With unknown microbatches nothing is told apart.
@@ -408,7 +416,7 @@ def _tries(part: _Part, node: int | None, here: Observed) -> Iterator[str]:
         case "host":
             yield "look for other processes on these nodes: seatrial check JOB --stage node"
         case "save":
-            yield "a larger checkpoint.every_steps (or \"auto\"), or a faster checkpoint.folder"
+            yield 'a larger checkpoint.every_steps (or "auto"), or a faster checkpoint.folder'
         case "bubble":
             yield "more microbatches: a larger train.global_batch, or a smaller train.microbatch"
             yield f'parallel.schedule = "interleaved-1f1b" or a pipeline smaller than {here.layout.pipeline}'
@@ -433,7 +441,9 @@ def lines(causes: Sequence[Cause]) -> Iterator[tuple[str, str]]:
         if cause.dimensions:
             where.append(f"on {', '.join(cause.dimensions)}")
         if cause.nodes:
-            some = "node" if len(cause.nodes) == 1 else "nodes" if cause.remove_node is None else "one of nodes"
+            some = (
+                "node" if len(cause.nodes) == 1 else "nodes" if cause.remove_node is None else "one of nodes"
+            )
             where.append(f"{some} {listed(cause.nodes)}")
         if cause.ranks and len(cause.ranks) <= 8:
             where.append(f"rank{'s' * (len(cause.ranks) > 1)} {listed(cause.ranks)}")

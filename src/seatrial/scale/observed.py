@@ -44,7 +44,11 @@ _STAGE = {
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one dimension. Those of a row have equal work: they are of the same pipeline rank."""
+    """The groups of one dimension; those of a row have equal work.
+
+    They are of the same pipeline rank. Groups along the pipeline are those of the ranks of one tensor group: others
+    may be held back by a slow rank of their own.
+    """
 
     seconds: NDArray[np.float64]  # rows x groups: mean over steps of the least wait of any member
     ranks: NDArray[np.int64]  # rows x groups x members
@@ -147,7 +151,7 @@ class Observed:
         ranks = np.arange(layout.world_size).reshape(shape)
         inside = tuple(a - 1 for a in axes)
         outside = tuple(a for a in range(4) if a not in inside)
-        rows = 1 if 0 in inside else layout.pipeline
+        rows = layout.pipeline if 0 not in inside else layout.data_parallel if inside == (0,) else 1
         members = int(np.prod([shape[a] for a in inside]))
         return Groups(least.reshape(rows, -1), ranks.transpose(*outside, *inside).reshape(rows, -1, members))
 
