@@ -179,6 +179,7 @@ def _waiting(base: Observed, here: Observed, times: float, limit: float) -> Iter
     grown = {
         d: float((lower_median(now[d].seconds) - (lower_median(then[d]) if d in then else 0.0)).max())
         for d in dimensions
+        if d != "pipeline"
     }
     if "pipeline" in dimensions:
         grown["pipeline"] = here.idle_s - times * base.idle_s - max(0.0, grown["step_sum"])
