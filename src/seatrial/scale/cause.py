@@ -91,8 +91,10 @@ class _Part:
 def find_causes(base: Observed, here: Observed) -> tuple[Cause, ...]:
     """What made `here` less efficient than `base`, largest first; none if it is not, beyond noise.
 
-    Both have the same tensor and pipeline sizes. What remains is "unexplained", if it is at least LEAST_EVERYWHERE.
+    Raises ValueError if their tensor or pipeline sizes differ. What remains is "unexplained", if it is at least LEAST_EVERYWHERE.
     """
+    if (base.layout.tensor, base.layout.pipeline) != (here.layout.tensor, here.layout.pipeline):
+        raise ValueError("the sizes differ in tensor or pipeline parallelism: their ranks do other work")
     times = here.tokens_per_rank / base.tokens_per_rank  # work of a rank, as a multiple
     loss = here.step_s - times * base.step_s
     limit, wide = LEAST * here.step_s, LEAST_EVERYWHERE * here.step_s
