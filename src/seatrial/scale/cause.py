@@ -22,7 +22,7 @@ from seatrial.base import units
 from seatrial.check.ranges import listed
 from seatrial.hardware.counters import PortFault
 from seatrial.job.schedules import Times, schedule_named
-from seatrial.scale.observed import OWN_WORK, Groups, Observed, lower_median
+from seatrial.scale.observed import NORMAL, OWN_WORK, Groups, Observed, lower_median
 
 Kind = Literal[
     "network",
@@ -45,7 +45,6 @@ LEAST, LEAST_EVERYWHERE = 0.03, 0.05
 _SPREADS = (
     5.0  # standard deviations from the peers; one of 1,024 normal values is beyond 5 once in 1,700 tries
 )
-_NORMAL = 1.4826  # of a normal distribution: standard deviation / median absolute deviation
 _ERRORS = 3.0  # standard errors of the step times that a loss must exceed
 # Bytes that a member of a ring sends at a time: at 400 Gb/s these take 5 us, no longer than the latency of a hop.
 _SMALL_BYTES = 256 * 1024
@@ -136,7 +135,7 @@ def _own(base: Observed, here: Observed, times: float, limit: float) -> Iterator
 def _ahead(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
     """(`values` above the median of their row, standard deviation of these)."""
     above = values - lower_median(values)
-    return above, _NORMAL * float(lower_median(np.abs(above).ravel())[0])
+    return above, NORMAL * float(lower_median(np.abs(above).ravel())[0])
 
 
 def _slow_ranks(

@@ -31,6 +31,7 @@ from seatrial.record.stages import (
 )
 
 _KEPT = 0.9  # of the steps; the slowest are left out: in any run a few are disturbed by something else
+NORMAL = 1.4826  # of a normal distribution: standard deviation / median absolute deviation
 OWN_WORK = {"compute": (FORWARD, BACKWARD, OPTIMIZER), "data": (DATA,), "host": (HOST,)}
 _AXES = {"pipeline": (1,), "replicate": (2,), "shard": (3,), "tensor": (4,), "step_sum": (1, 2, 3, 4)}
 _STAGE = {
@@ -104,9 +105,9 @@ class Observed:
 
     @property
     def step_error_s(self) -> float:
-        """Standard error of `step_s`."""
+        """Standard error of `step_s`, from the usual steps: those with a stall are no noise."""
         kept = self._without_save[self._kept]
-        return float(kept.std() / np.sqrt(len(kept)))
+        return NORMAL * float(lower_median(np.abs(kept - lower_median(kept)))[0]) / len(kept) ** 0.5
 
     def work(self, name: str) -> NDArray[np.float64]:
         """Seconds of own work of this kind (OWN_WORK), pipeline ranks x the other ranks of each."""
