@@ -197,8 +197,8 @@ def draw(kind: str, seed: int, *, ranks: int | None = None) -> Draw:
     shard = first if rng.random() < 0.4 else int(rng.choice(shards))
     if kind == "small messages":
         shard = first
-    grows = (
-        kind == "small messages" or shard == first and rng.random() < 0.7
+    grows = kind == "small messages" or (
+        shard == first and rng.random() < 0.7
     )  # sharded further, else replicated
     old = Layout(pipeline, first // shard, shard, GPUS)
     new = replace(old, shard=shard * (data // first)) if grows else replace(old, replicate=data // shard)
