@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from seatrial.record.stages import (
     STAGES,
     STEP_SUM,
     TENSOR,
+    RankStages,
 )
 
 _KEPT = 0.9  # of the steps; the slowest are left out: in any run a few are disturbed by something else
@@ -159,6 +160,21 @@ class Observed:
     def members(self, dimension: str) -> int:
         """Ranks of one of its groups."""
         return int(self.groups(dimension).ranks.shape[2])
+
+
+def steady_steps(found: Mapping[int, RankStages], warm_up: int) -> NDArray[np.float64] | None:
+    """Steps x ranks x STAGES of a generation without its `warm_up` first steps; None unless all ranks have one in common.
+
+    `found`: rank -> its record (`record.stages.read_generation`). Runs of one size can be joined along the steps.
+    """
+    ranks = [found[rank] for rank in sorted(found)]
+    if not ranks or any(each.ranks != len(ranks) for each in ranks):
+        return None
+    common = reduce(np.intersect1d, (each.steps for each in ranks))
+    common = common[common >= max(each.first_step for each in ranks) + warm_up]
+    if not common.size:
+        return None
+    return np.stack([each.seconds[np.searchsorted(each.steps, common)] for each in ranks], axis=1)
 
 
 def lower_median(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -22,9 +22,10 @@ from seatrial.record.stages import (
     STAGES,
     STEP_SUM,
     TENSOR,
+    RankStages,
 )
 from seatrial.scale.cause import Cause, as_dict, find_causes, lines
-from seatrial.scale.observed import Observed
+from seatrial.scale.observed import Observed, steady_steps
 
 LARGE, SMALL = {"shard": 1e9, "replicate": 1e9}, {"shard": 1e5}
 RETRANSMISSIONS = PortFault("retransmissions", None, "TCP sent 2.00% of its segments again", {})
@@ -192,6 +193,20 @@ def test_sizes_that_cannot_be_compared_are_refused() -> None:
         find_causes(size(Layout(), {}), size(Layout(pipeline=2), {}))
     with pytest.raises(ValueError, match="the layout has 4 ranks"):
         Observed(np.zeros((1, 2, len(STAGES))), FSDP_4, 1, 1.0)
+
+
+def test_the_steps_that_all_ranks_recorded() -> None:
+    def record(rank: int, steps: Sequence[int], ranks: int = 2) -> RankStages:
+        seconds = np.array([[step + rank / 10] * len(STAGES) for step in steps])
+        return RankStages(1, rank, ranks, "cpu", 3, {}, np.array(steps), seconds)
+
+    both = {1: record(1, [3, 4, 5, 7]), 0: record(0, [3, 4, 5, 6, 7])}
+    table = steady_steps(both, 1)
+    assert table is not None
+    assert table[:, :, 0].tolist() == [[4, 4.1], [5, 5.1], [7, 7.1]]
+    assert steady_steps(both, 5) is None
+    assert steady_steps({}, 0) is None
+    assert steady_steps({0: record(0, [3, 4])}, 0) is None  # a rank is missing
 
 
 def test_words_and_json() -> None:
