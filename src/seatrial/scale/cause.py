@@ -443,9 +443,7 @@ def lines(causes: Sequence[Cause]) -> Iterator[tuple[str, str]]:
         if cause.dimensions:
             where.append(f"on {', '.join(cause.dimensions)}")
         if cause.nodes:
-            some = (
-                "node" if len(cause.nodes) == 1 else "nodes" if cause.remove_node is None else "one of nodes"
-            )
+            some = "node" if len(cause.nodes) == 1 else "one of nodes" if cause.kind == "network" else "nodes"
             where.append(f"{some} {listed(cause.nodes)}")
         if cause.ranks and len(cause.ranks) <= 8:
             where.append(f"rank{'s' * (len(cause.ranks) > 1)} {listed(cause.ranks)}")

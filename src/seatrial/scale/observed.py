@@ -108,7 +108,7 @@ class Observed:
     def step_error_s(self) -> float:
         """Standard error of `step_s`, from the usual steps: those with a stall are no noise."""
         kept = self._without_save[self._kept]
-        return NORMAL * float(lower_median(np.abs(kept - lower_median(kept)))[0]) / len(kept) ** 0.5
+        return NORMAL * float(lower_median(np.abs(kept - lower_median(kept)))[0]) / float(np.sqrt(len(kept)))
 
     def work(self, name: str) -> NDArray[np.float64]:
         """Seconds of own work of this kind (OWN_WORK), pipeline ranks x the other ranks of each."""

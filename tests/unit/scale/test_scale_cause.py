@@ -135,6 +135,7 @@ def test_a_slow_rail_is_named_and_its_node_is_not() -> None:
     found = only(find_causes(size(old, usual, per_node=2), size(layout, usual | slow, per_node=2)))
     assert (found.kind, found.link, found.ranks) == ("network", "rail 1", (1, 3, 5, 7))
     assert (found.nodes, found.remove_node) == ((0, 1, 2, 3), None)
+    assert "network on shard, one of nodes 0-3, ranks 1, 3, 5, 7, rail 1" in next(iter(lines([found])))[1]
 
 
 def test_small_messages_are_told_by_their_size() -> None:
