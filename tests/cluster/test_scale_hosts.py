@@ -111,6 +111,7 @@ def test_a_slow_link_is_the_network_of_its_node(begin: Begin) -> None:
     hosts.hosts.slow(SICK, 20.0)
     first = measured(hosts)["sizes"][1]["causes"][0]
     assert (first["kind"], first["nodes"]) == ("network", [SICK])
+    assert first["remove_node"] == SICK
     assert first["share"] > 0.5
 
 
@@ -125,5 +126,5 @@ def test_a_slow_rank_and_slow_data_are_named(
     begin: Begin, kind: str, module: str, owner: str, method: str
 ) -> None:
     first = measured(begin(module=module, owner=owner, method=method, seconds=0.3))["sizes"][1]["causes"][0]
-    assert (first["kind"], first["rank"], first["nodes"]) == (kind, SICK, [SICK])
+    assert (first["kind"], first["ranks"], first["nodes"]) == (kind, [SICK], [SICK])
     assert first["share"] > 0.5

@@ -56,7 +56,6 @@ class Account:
     """The mean split over the steps `first_step` to `last_step`, as far as all ranks recorded them."""
 
     split: Split
-    by_rank: NDArray[np.float64]  # ranks x STAGES: seconds of a step, the median over the steps
     ranks: int
     steps: int
     first_step: int
@@ -115,5 +114,4 @@ def account(found: Mapping[int, RankStages], *, first_step: int | None = None) -
         np.median([each.own_s for each in splits], axis=0),
     )
     unclear = {stage: text for each in ranks for stage, text in each.not_separated.items()}
-    by_rank = np.median(tables, axis=0)
-    return Account(mean, by_rank, world_size, len(splits), int(common[0]), int(common[-1]), unclear)
+    return Account(mean, world_size, len(splits), int(common[0]), int(common[-1]), unclear)

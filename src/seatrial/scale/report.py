@@ -13,6 +13,7 @@ from seatrial import __version__
 from seatrial.base import units
 from seatrial.record.jsonl import plain
 from seatrial.record.stages import STAGES
+from seatrial.scale.cause import as_dict as cause_dict
 from seatrial.scale.cause import lines as cause_lines
 from seatrial.scale.conduct import Measurement
 from seatrial.scale.results import Measured, Results
@@ -105,7 +106,7 @@ def _size(results: Results, size: Measured) -> dict[str, Any]:
         "why_not_predicted": size.why_not_predicted or None,
         "problem": size.problem or None,
         "step_split": None if size.steps is None else size.steps.account.as_dict(),
-        "causes": [asdict(cause) | {"advice": cause.advice} for cause in size.causes],
+        "causes": [cause_dict(cause) for cause in size.causes],
     }
 
 
@@ -137,13 +138,14 @@ def row(size: Measured, results: Results) -> tuple[str, ...]:
 def split_rows(results: Results) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Headings and rows of a table: for each stage its seconds of a step at each size, as far as they are known."""
     known = [size.steps for size in results.sizes if size.steps is not None]
+    nodes = [size.size.nodes for size in results.sizes if size.steps is not None]
     stages = [name for name in STAGES if any(name in steps.account.seconds for steps in known)]
     rows = [
         (name.replace("_", " "), *(_share(steps.account.seconds.get(name, 0.0), steps) for steps in known))
         for name in stages
     ]
     rows.append(("step", *(units.duration(steps.account.split.step_s) for steps in known)))
-    return ("stage", *(in_words(steps.size.nodes) for steps in known)), rows
+    return ("stage", *map(in_words, nodes)), rows
 
 
 def _share(seconds: float, steps: Steps) -> str:
@@ -182,7 +184,7 @@ def lines(results: Results) -> Iterator[tuple[str, str]]:
     for size in results.sizes:
         if size.causes and size.size.nodes not in results.passed:
             for label, text in cause_lines(size.causes):
-                yield f"{in_words(size.size.nodes)}", f"{label}: {text}"
+                yield label, f"{in_words(size.size.nodes)}: {text}"
     base = results.sizes[0].size.nodes
     for fit in results.fits:
         text = f"contention {fit.contention.value:.2g} ({fit.contention.low:.2g}-{fit.contention.high:.2g})"

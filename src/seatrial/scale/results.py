@@ -10,13 +10,13 @@ from seatrial.plan.model.place import place_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.measured import measured_rates
 from seatrial.plan.search.scaling import Point, scaling
-from seatrial.scale.cause import Cause, causes
+from seatrial.scale.cause import Cause
 from seatrial.scale.conduct import Measurement
 from seatrial.scale.fit import Fit, Law, fit
 from seatrial.scale.judge import Gates, Judgement, judge_gates, judge_losses
 from seatrial.scale.sizes import Size
 from seatrial.scale.statistics import Estimate, ratio
-from seatrial.scale.steps import Steps, steps_of
+from seatrial.scale.steps import Steps, causes, steps_of
 
 _LAWS: tuple[Law, ...] = ("Amdahl", "universal scalability law")
 _FURTHER = 3  # doublings beyond the largest measured size
@@ -152,7 +152,7 @@ def _measured(
         why_not_predicted=(point.why_not or "") if point is not None else why,
         problem=problem,
         steps=mine,
-        causes=() if mine is None or below is None else tuple(causes(below, mine)),
+        causes=() if mine is None or below is None else causes(below, mine),
     )
 
 
