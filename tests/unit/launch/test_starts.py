@@ -92,6 +92,7 @@ def preempted(folder: RunFolder, generation: int, exit_code: int = 75) -> None:
     folder.outcome_json.write_bytes(encoded(outcome))
 
 
+@pytest.mark.cluster  # slow
 def test_a_refused_submission_is_a_failed_run(queue: type[Queue], capsys: pytest.CaptureFixture[str]) -> None:
     queue.refuses = "no such partition"
     assert main([*TRAIN]) == 1

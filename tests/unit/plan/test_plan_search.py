@@ -46,6 +46,7 @@ def test_the_reference_cluster_is_searched() -> None:
     assert all(c.prediction.fits and c.limit for c in found.choices)
 
 
+@pytest.mark.cluster  # slow
 def test_the_users_own_layout_has_a_price() -> None:
     """TP 8 x PP 2 is not the best for 72B on 128 B300: part of its tensor-parallel traffic stays in sight, however it is sent."""
     found = reference()
@@ -83,6 +84,7 @@ def predict_again(recipe: Recipe) -> float:
     return predict(job().architecture, recipe, CLUSTER).step_s
 
 
+@pytest.mark.cluster  # slow
 def test_zero_bubble_without_compilation() -> None:
     found = search(job("train.compile=false", "cluster.nodes=2"), replace(CLUSTER, nodes=2))
     assert "parallel.reshard_after_forward" in found.refused

@@ -68,6 +68,7 @@ def test_the_reference_voyage_in_words() -> None:
     assert "0.00379 a node and day" in text_of(voyage(), full=True)
 
 
+@pytest.mark.cluster  # slow
 def test_verdicts() -> None:
     assert verdict(voyage())[0].startswith("fits, but a step takes ")
     assert verdict(nowhere()) == ("memory and traffic are known, speed is not", "yellow")
