@@ -29,6 +29,8 @@ from seatrial.record.folder import RunFolder
 from seatrial.record.launches import Launch, StartOutcome, encoded, known_launch, read_outcome, write_launch
 from seatrial.record.view import read_view
 
+pytestmark = pytest.mark.cluster  # slow
+
 TRAIN = ("train", "first-voyage.toml", "--set", "cluster.launcher=queue")
 
 
@@ -92,7 +94,6 @@ def preempted(folder: RunFolder, generation: int, exit_code: int = 75) -> None:
     folder.outcome_json.write_bytes(encoded(outcome))
 
 
-@pytest.mark.cluster  # slow
 def test_a_refused_submission_is_a_failed_run(queue: type[Queue], capsys: pytest.CaptureFixture[str]) -> None:
     queue.refuses = "no such partition"
     assert main([*TRAIN]) == 1

@@ -13,8 +13,9 @@ from seatrial.ui.plan_json import document
 from seatrial.ui.plan_table import lines, verdict
 from seatrial.ui.plan_words import data, figure, flop, gib, percent, seconds, span
 
+pytestmark = pytest.mark.cluster  # slow
 
-@pytest.mark.cluster  # slow
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("full", [False, True], ids=["short", "full"])
 @pytest.mark.parametrize("case", EVERY, ids=lambda c: c.__name__)
@@ -68,7 +69,6 @@ def test_the_reference_voyage_in_words() -> None:
     assert "0.00379 a node and day" in text_of(voyage(), full=True)
 
 
-@pytest.mark.cluster  # slow
 def test_verdicts() -> None:
     assert verdict(voyage())[0].startswith("fits, but a step takes ")
     assert verdict(nowhere()) == ("memory and traffic are known, speed is not", "yellow")
