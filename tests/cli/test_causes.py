@@ -245,6 +245,7 @@ def limited(kind: int, value: int, *words: str, cwd: Path) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.cluster  # slow
 def test_forty_descriptors_are_too_few_for_ranks(here: Path) -> None:
     code, err = limited(resource.RLIMIT_NOFILE, 40, "train", "job.toml", "--plain", cwd=here)
     assert code == 2
@@ -256,6 +257,7 @@ def test_forty_descriptors_are_too_few_for_ranks(here: Path) -> None:
     assert "Too many open files\n  hint: too many files are open at once" in err
 
 
+@pytest.mark.cluster  # slow
 def test_a_limit_on_memory_addresses_is_named(here: Path) -> None:
     code, err = limited(resource.RLIMIT_AS, 80 << 20, "plan", "job.toml", cwd=here)
     assert code == 1
@@ -281,6 +283,7 @@ exec "$@"
 """
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.skipif(
     shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode != 0,
     reason="a mount of its own needs root",

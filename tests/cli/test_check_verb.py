@@ -332,6 +332,7 @@ def test_stdin_is_read(tmp_path: Path) -> None:
     assert subprocess.run(call, input=b"", capture_output=True, check=False).returncode == 0, "UNJUDGED"
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize("source", ["file", "stdin"])
 def test_long_reading_says_how_far_it_is(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -220,6 +220,7 @@ def test_the_terminal_is_given_back(folder: RunFolder, how: str, code: int, told
     os.close(fd)
 
 
+@pytest.mark.cluster  # slow
 def test_a_narrower_terminal_and_damage_meanwhile(folder: RunFolder) -> None:
     fd = lock.acquire(folder.lock)
     with OnTerminal("a-run") as watch:
@@ -245,6 +246,7 @@ def test_a_folder_that_goes_away_is_not_called_not_started(folder: RunFolder) ->
     os.close(fd)
 
 
+@pytest.mark.cluster  # slow
 def test_waiting_for_a_run_that_has_not_begun(folder: RunFolder) -> None:
     later = folder.path.rename(folder.path.with_name("later"))
     with OnTerminal("a-run", "--wait", "--plain") as watch:

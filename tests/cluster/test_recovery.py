@@ -211,7 +211,7 @@ def test_run_recovers_when_stalled_coordinator_finds_ranks_gone(begin: Begin, re
 
 
 def test_run_without_spare_shrinks_and_grows_on_node_return(begin: Begin, replicas: Trial) -> None:
-    trial = begin(*REPLICAS, "train.steps=2000", returns={1: 3.0})
+    trial = begin(*REPLICAS, "train.steps=2000", returns={1: 3.0}, coordinator=0)
     trial.until_step(7)
     trial.kill_agent(1)
     trial.until_event("shrunk")

@@ -157,6 +157,7 @@ def test_a_healthy_cluster_is_blamed_for_nothing(nodes: int) -> None:
         assert "FAIL" not in {f.verdict for f in report.findings}
 
 
+@pytest.mark.cluster  # slow
 def test_rounds_grow_with_the_logarithm_of_the_node_count() -> None:
     """A healthy cluster: two or three rounds of pairs whatever its size, and one of groups for each doubling."""
     calm = Noise(outlier=0, nothing=0, silent=0, own_outlier=0)

@@ -250,6 +250,7 @@ def event_kinds() -> set[str]:
     return found
 
 
+@pytest.mark.cluster  # slow
 def test_every_event_kind_is_documented_and_no_other_is() -> None:
     documented = names("| kind |" + part(read("docs/run-folder.md"), "events.jsonl").partition("| kind |")[2])
     assert len(documented) == len(set(documented))

@@ -63,13 +63,13 @@ def listed(items: Iterable[object], limit: int = 8) -> str:
     """ "0-2, 5": numbers, or names with numbers, as ranges; beyond `limit` entries how many more."""
     every = list(items)
     if all(isinstance(i, int) for i in every):
-        said = ranges(i for i in every if isinstance(i, int))
+        entries = ranges(i for i in every if isinstance(i, int))
     elif all(isinstance(i, str) for i in every):
-        said = pieces(str(i) for i in every)
+        entries = pieces(str(i) for i in every)
     else:
-        said = [(str(i), 1) for i in every]
-    more = sum(count for _, count in said[limit:])
-    return ", ".join(text for text, _ in said[:limit]) + (f" and {more} more" if more else "")
+        entries = [(str(i), 1) for i in every]
+    more = sum(count for _, count in entries[limit:])
+    return ", ".join(text for text, _ in entries[:limit]) + (f" and {more} more" if more else "")
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

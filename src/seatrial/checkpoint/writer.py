@@ -124,10 +124,10 @@ class Writer:
             place, sure = self._place(order["url"]), order.get("sure")
             done = retire(place, order["keep"], order["keep_every"], sure=sure, stop=stop)
             self._removed += done.removed
-            told: dict[str, Any] = {"names": self._removed}
+            values: dict[str, Any] = {"names": self._removed}
             if done.problems:
-                told |= {"ok": False, "problem": "; ".join(done.problems)}
-            return told
+                values |= {"ok": False, "problem": "; ".join(done.problems)}
+            return values
 
         # An interrupted retention is resumed later: on its own, or as part of the next commit's.
         if self._answer("removed", order, retention, unless=lambda: stopped):

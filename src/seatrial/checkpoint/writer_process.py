@@ -41,9 +41,16 @@ class WriterProcess:
         """`memory`: descriptor of the file that it reads. Raises OSError."""
         ours, theirs = Channel.pair()
         try:
-            told = ("--channel", str(theirs.fileno()), "--memory", str(memory), "--parent", str(os.getpid()))
+            entries = (
+                "--channel",
+                str(theirs.fileno()),
+                "--memory",
+                str(memory),
+                "--parent",
+                str(os.getpid()),
+            )
             self._process = subprocess.Popen(
-                process.python(WRITER_MODULE, *told),
+                process.python(WRITER_MODULE, *entries),
                 pass_fds=(theirs.fileno(), memory),
                 stdin=subprocess.DEVNULL,
             )

@@ -49,13 +49,13 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_DONE
     code = chosen[0]
     out.line(f"{code.code}: {code.title}", "bold")
-    told = (
+    entries = (
         ("means", code.meaning),
         ("action", code.action),
         ("unjudged", code.unjudged),
         ("source", code.source),
     )
-    for label, text in told:
+    for label, text in entries:
         if text:
             out.pair(label, text)
     return EXIT_DONE

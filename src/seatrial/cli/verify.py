@@ -94,7 +94,7 @@ def _verify_run(args: argparse.Namespace, out: Out, folder: RunFolder, began: fl
 
 def _disagreements(audited: Audit, found: list[Found]) -> list[str]:
     """Checkpoints whose recorded progress disagrees with the ledger."""
-    told = []
+    entries = []
     for item in found:
         if item.progress is None:
             continue
@@ -103,8 +103,8 @@ def _disagreements(audited: Audit, found: list[Found]) -> list[str]:
         tokens = (audited.job.global_batch or 0) * (audited.job.sequence_length or 0) * p.step
         if tokens and p.tokens != tokens:
             reasons.append(f"it records {p.tokens} tokens, but {p.step} steps of the job are {tokens}")
-        told += [f"{item.where}: {reason}" for reason in reasons if reason is not None]
-    return told
+        entries += [f"{item.where}: {reason}" for reason in reasons if reason is not None]
+    return entries
 
 
 def _report(
@@ -205,14 +205,14 @@ def _verdict(proof: Proof) -> str:
 
 
 def _history(audited: Audit) -> list[str]:
-    told = []
+    entries = []
     for s in audited.proof.stretches[-_SHOWN:]:
         ranks = audited.world_sizes.get(s.generation)
         on = "" if ranks is None else f" on {ranks} rank{'' if ranks == 1 else 's'}"
         after = "" if s.parent is None else f", after step {s.first - 1} of generation {s.parent}"
-        told.append(f"generation {s.generation}: steps {s.first:,} to {s.last:,}{on}{after}")
+        entries.append(f"generation {s.generation}: steps {s.first:,} to {s.last:,}{on}{after}")
     hidden = len(audited.proof.stretches) - _SHOWN
-    return ([f"{hidden} earlier generations"] if hidden > 0 else []) + told
+    return ([f"{hidden} earlier generations"] if hidden > 0 else []) + entries
 
 
 def _print_checkpoint(out: Out, found: Found) -> None:

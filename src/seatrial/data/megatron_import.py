@@ -39,7 +39,7 @@ def import_pair(
     pair = open_pair(source)
     tokenizer = load_tokenizer(tokenizer_spec)
     linked = not copy and pair.contiguous and pair.kind.name in _SAME_BYTES
-    told = {
+    values = {
         "sources": [str(source)],
         "format": "megatron",
         "linked": linked,
@@ -70,7 +70,7 @@ def import_pair(
                     writer.append(tokens, starts)
                     done += len(tokens) * pair.kind.itemsize
                     report(done)
-            return writer.finish(told)
+            return writer.finish(values)
     except OSError as e:
         raise RunFailed(
             f"cannot make the token store {out}: {e.strerror or e}",

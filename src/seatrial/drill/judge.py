@@ -220,10 +220,10 @@ def _named(expected: Expectation, evidence: Evidence) -> Check | None:
         first = expected.first_names and len(evidence.injections) == 1
         pool = named[:1] if first else named
         if not any(_names(e, injection, expected.names) for e in pool):
-            said = (
+            text = (
                 f"{pool[0].kind} names {_who(pool[0])}" if pool else f"there is no {' or '.join(kinds)} event"
             )
-            missing.append(f"{wanted} was expected to be named, but {said}")
+            missing.append(f"{wanted} was expected to be named, but {text}")
     if missing:
         return Check("named", False, "; ".join(missing))
     who = [f"rank {i.rank}" if expected.names == "rank" else f"node {i.node}" for i in evidence.injections]

@@ -227,21 +227,21 @@ def findings(before: Ports, after: Ports, seconds: float) -> list[PortFault]:
 
 def _of_port(old: Port, new: Port, seconds: float) -> list[PortFault]:
     deltas = {c: d for c in new.counters if (d := _delta(c, old.counters, new.counters)) is not None}
-    told: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for limit in LIMITS:
         delta = deltas.get(limit.counter)
         if delta is not None and _exceeds(limit, delta, seconds):
-            told.setdefault(limit.signal, []).append(
+            values.setdefault(limit.signal, []).append(
                 f"{limit.counter} +{delta} in {seconds:.0f} s ({limit.reason})"
             )
     wait = wait_share(deltas.get("port_xmit_wait"), new.gbit_s, seconds)
     if wait is not None and wait >= WAIT_SHARE:
-        told.setdefault("congestion", []).append(
+        values.setdefault("congestion", []).append(
             f"port_xmit_wait: held back for {wait:.0%} of the time (suspect from {WAIT_SHARE:.0%})"
         )
     evidence = _evidence(new, deltas, wait, seconds)
     return [
-        PortFault(signal, new.name, f"{new.name}: {'; '.join(t)}", evidence) for signal, t in told.items()
+        PortFault(signal, new.name, f"{new.name}: {'; '.join(t)}", evidence) for signal, t in values.items()
     ]
 
 

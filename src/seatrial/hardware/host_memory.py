@@ -31,13 +31,13 @@ def host_memory(root: Path = Path("/")) -> HostMemory | None:
     available, total = fields.get("MemAvailable"), fields.get("MemTotal")
     if available is None or total is None:
         return None
-    told = f"{units.memory(available * 1024)} of the host's {units.memory(total * 1024)} are available"
-    bounds = [HostMemory(available * 1024, told)]
+    text = f"{units.memory(available * 1024)} of the host's {units.memory(total * 1024)} are available"
+    bounds = [HostMemory(available * 1024, text)]
     for group in control_groups(root):
         if (limit := memory_limit(group)) is not None:
             used = memory_used(group)
-            told = f"control group {group}: {units.memory(limit)}, of which {units.memory(used)} are in use"
-            bounds.append(HostMemory(max(0, limit - used), told))
+            text = f"control group {group}: {units.memory(limit)}, of which {units.memory(used)} are in use"
+            bounds.append(HostMemory(max(0, limit - used), text))
     return min(bounds, key=lambda bound: bound.bytes)
 
 

@@ -59,11 +59,11 @@ def _driver_gpus(root: Path) -> tuple[list[tuple[str, str]], set[str]]:
     models = set()
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         lines = (line.partition(":") for line in _text(folder / "information").splitlines())
-        told = {key.strip(): value.strip() for key, _, value in lines}
+        values = {key.strip(): value.strip() for key, _, value in lines}
         # In a container the driver lists every GPU of the host, but only ours have a file in /dev.
-        if (root / f"dev/nvidia{told.get('Device Minor', '?')}").exists():
-            known.append((told.get("GPU UUID", ""), folder.name.lower()))
-            models.add(told.get("Model", ""))
+        if (root / f"dev/nvidia{values.get('Device Minor', '?')}").exists():
+            known.append((values.get("GPU UUID", ""), folder.name.lower()))
+            models.add(values.get("Model", ""))
     return known, models
 
 

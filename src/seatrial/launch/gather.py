@@ -234,17 +234,17 @@ class Gathering:
 
     def _report_exit(self, agent: AgentHandle) -> None:
         """Report a death through a live agent, which forwards it to the coordinator, the recorder during the run."""
-        told = f"launcher-{secrets.token_hex(6)}"
-        self._exit_events[told] = events.Event(
+        text = f"launcher-{secrets.token_hex(6)}"
+        self._exit_events[text] = events.Event(
             time.time(),
             max(self.generation, self.folder.last_generation()),
             "agent_failed",
             "warning",  # whether the run survives it is not decided here
             f"agent of node {agent.spec.node} {agent.cause}",
             agent.spec.node,
-            data={"pid": agent.popen.pid, "status": agent.status, "time": agent.ended_at, "told": told},
+            data={"pid": agent.popen.pid, "status": agent.status, "time": agent.ended_at, "told": text},
         )
-        unsent = {told: self._exit_events[told]}
+        unsent = {text: self._exit_events[text]}
         if self._forwarder is None or self._forwarder.gone:
             self._forwarder = next((a for a in self.agents if not a.gone), None)
             unsent = (

@@ -120,8 +120,8 @@ class KubernetesLauncher:
         found = json.loads(result.out or "{}")
         for condition in found.get("status", {}).get("conditions", []):
             if condition["type"] in _ENDS and condition["status"] == "True":
-                said = [condition["type"], condition.get("reason", ""), condition.get("message", "")]
-                return Status("gone", " ".join(filter(None, said)))
+                entries = [condition["type"], condition.get("reason", ""), condition.get("message", "")]
+                return Status("gone", " ".join(filter(None, entries)))
         # A pod that is being deleted has a deadline; after that nothing may be left that could report its end.
         now = datetime.now(UTC).isoformat()
         states = [state for line in pods.out.splitlines() if not "" < (state := line.split("\t"))[1] < now]

@@ -194,6 +194,6 @@ def _call(tool: str, *arguments: str) -> str:
         [_tool(tool), *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
     )
     if done.returncode != 0:
-        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise Unavailable(f"`{tool} {' '.join(arguments)}` failed: {said}")
+        text = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise Unavailable(f"`{tool} {' '.join(arguments)}` failed: {text}")
     return done.stdout

@@ -178,13 +178,13 @@ def _probe(
     facts: dict[str, dict[str, Any]],
 ) -> None:
     python = job.cluster.python or sys.executable
-    told = {
+    values = {
         "cluster": job.cluster.model_dump(),
         "run": None if run is None else [str(run[0].path.absolute()), run[1]],
     }
     order = {
         "do": "run",
-        "argv": [python, "-P", "-c", f"from {__name__} import examine; examine()", json.dumps(told)],
+        "argv": [python, "-P", "-c", f"from {__name__} import examine; examine()", json.dumps(values)],
     }
     with AgentPool(hosts, python) as agent_pool:
         greetings = agent_pool.greet(_GREET_S)

@@ -119,12 +119,12 @@ class RunFolder:
 
     def last_generation(self) -> int:
         """The highest generation ever started here, 0 for none. Log folders make up for a damaged or stale file."""
-        told: list[str] = []
+        entries: list[str] = []
         with contextlib.suppress(OSError, ValueError):
-            told.append(read_text(self.generation_file, most=_COUNT_BYTES).strip())
+            entries.append(read_text(self.generation_file, most=_COUNT_BYTES).strip())
         with contextlib.suppress(OSError):
-            told += os.listdir(self.logs)
-        return max((int(text) for text in told if _COUNT.fullmatch(text)), default=0)
+            entries += os.listdir(self.logs)
+        return max((int(text) for text in entries if _COUNT.fullmatch(text)), default=0)
 
     def is_run(self) -> bool:
         """Whether a run was ever started in this folder."""

@@ -115,12 +115,12 @@ def _last_generation(records: Sequence[LedgerRecord]) -> list[LedgerRecord]:
     # Trained, rolled back and then skipped, all in one generation: the skip counts. A skipped step is skipped again
     # whenever the run rolls back to before it; that does not count as twice.
     own: list[LedgerRecord] = []
-    told: set[LedgerRecord] = set()
+    seen: set[LedgerRecord] = set()
     for record in records:
-        if record.generation != last[record.step] or record in told:
+        if record.generation != last[record.step] or record in seen:
             continue
         if record.skipped:
-            told.add(record)
+            seen.add(record)
         elif (record.step, record.generation) in left_out:
             continue
         own.append(record)

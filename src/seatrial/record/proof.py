@@ -281,15 +281,15 @@ class _Judge:
                 self._violations.append(Violation(message, step, generation))
         if not self._evidence.events_whole:
             return
-        told = {step for _, step in self._evidence.skipped}
+        seen = {step for _, step in self._evidence.skipped}
         newest = max(self._stretches, default=0)
         for generation in sorted(self._stretches):
             stretch = self._stretches[generation]
             for step, line in sorted(stretch.skipped.items()):
                 # The event is written after the line, so a rank's last line may have none.
                 if step == stretch.ending or (self._evidence.live and generation == newest):
-                    told.add(step)
-                if step not in told:
+                    seen.add(step)
+                if step not in seen:
                     message = f"step {step} is skipped, and {EVENTS} has no reason for it"
                     self._violations.append(Violation(message, step, generation, line))
 

@@ -62,6 +62,6 @@ def account_svg(account: Account, room: float | None, *, title: str, alone: bool
         parts.append(box(left, base - 10, 11, 11, f"st-{_LOOKS[label]}", "", 2))
         parts.append(text(left + 17, base, f"{label} {figures.memory(n_bytes)}", "st-soft st-num"))
     height = y + (len(shown) - 1) // _COLUMNS * 22 + 16
-    told = ", ".join(f"{label} {figures.memory(n)}" for label, n in shown)
-    sentence = f"One GPU needs {figures.memory(account.gpu_bytes)}: {told}."
+    detail = ", ".join(f"{label} {figures.memory(n)}" for label, n in shown)
+    sentence = f"One GPU needs {figures.memory(account.gpu_bytes)}: {detail}."
     return framed(parts, height=height, title=title, sentence=sentence, name="memory", alone=alone)

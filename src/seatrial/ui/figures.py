@@ -82,9 +82,9 @@ def steps(numbers: Sequence[int], most: int = 20) -> str:
             ranges[-1][1:] = [n]
         else:
             ranges.append([n])
-    told = ", ".join("-".join(map(str, r)) for r in ranges[:most])
+    text = ", ".join("-".join(map(str, r)) for r in ranges[:most])
     more = sum(r[-1] - r[0] + 1 for r in ranges[most:])
-    return f"step{'' if len(numbers) == 1 else 's'} {told}{f' and {more:,} more' if more else ''}"
+    return f"step{'' if len(numbers) == 1 else 's'} {text}{f' and {more:,} more' if more else ''}"
 
 
 def spark(values: Sequence[float], width: int = 40) -> str:

@@ -57,13 +57,13 @@ def pane(
     """
     rest = [_pair(pair) for pair in pairs]
     if underway is not None:
-        said = Text(figures.printable(underway), style="yellow", no_wrap=True, overflow="ellipsis")
+        text = Text(figures.printable(underway), style="yellow", no_wrap=True, overflow="ellipsis")
     elif last is None:
-        said = Text(f"starting: no step yet after {waited_s:.0f} s", style="dim", no_wrap=True)
+        text = Text(f"starting: no step yet after {waited_s:.0f} s", style="dim", no_wrap=True)
     else:
-        said = _figures(last, unit)
+        text = _figures(last, unit)
     if last is None:
-        return [said, *rest]
+        return [text, *rest]
     step = max(step, last.step)
     bar = Table.grid(padding=(0, 2), expand=True)
     bar.add_column(no_wrap=True)
@@ -74,7 +74,7 @@ def pane(
         ProgressBar(total=total or 1, completed=step if total else 0),
         Text(f"ETA {figures.eta(eta_s)}" if total is None or step < total else "finishing"),
     )
-    return [bar, said, *rest]
+    return [bar, text, *rest]
 
 
 def _figures(last: MetricsRecord, unit: str) -> Text:

@@ -224,12 +224,12 @@ def _point(p: Point, *, best: bool) -> Row:
             doubling,
             percent(p.exposed),
         ]
-    told = [p.why_not or p.costs or ""]
+    entries = [p.why_not or p.costs or ""]
     if best and p.recipe is not None:
-        told.insert(0, f"{short(p.recipe)}, {settings(p.recipe)}")
+        entries.insert(0, f"{short(p.recipe)}, {settings(p.recipe)}")
     batch = "" if p.global_batch is None else f"{p.global_batch:,}"
     off = None if p.why_not is None else "off"
-    return off, [f"{p.gpus:,}", batch, *speed, "; ".join(filter(None, told))]
+    return off, [f"{p.gpus:,}", batch, *speed, "; ".join(filter(None, entries))]
 
 
 def _network(answer: Answer) -> Iterator[Row]:
@@ -250,9 +250,9 @@ def _network(answer: Answer) -> Iterator[Row]:
 def _fits(fits: Sequence[Fit]) -> Iterator[Row]:
     for fit in (f for main in fits for f in (main, main.safe) if f is not None):
         r, p = fit.recipe, fit.prediction
-        told = fit.why_unknown or ""
+        text = fit.why_unknown or ""
         if r is not None and fit.verdict.why:
-            told = "; ".join(filter(None, (f"tight, {fit.verdict.why}", told)))
+            text = "; ".join(filter(None, (f"tight, {fit.verdict.why}", text)))
         yield (
             "off" if r is None else None,
             [
@@ -263,6 +263,6 @@ def _fits(fits: Sequence[Fit]) -> Iterator[Row]:
                 figures.memory(fit.needs) if fit.needs < float("inf") else "unknown",
                 figures.memory(fit.room),
                 "unknown" if p is None else figures.rate(p.tokens_per_s_per_gpu),
-                told,
+                text,
             ],
         )

@@ -75,9 +75,9 @@ def _network(answer: Answer, *, full: bool) -> str:
     sent = f"{who} sends {data(t.sent)} a step ({', '.join(by)})" if by else f"{who} sends nothing"
     if c.nodes == 1:
         return sent + (", all inside the node" if by else "")
-    told = [f"{sent}, {data(c.a_gpu)} of it to other nodes"] if full or c.mean is None else []
+    entries = [f"{sent}, {data(c.a_gpu)} of it to other nodes"] if full or c.mean is None else []
     if c.capacity is not None:
-        told.append(
+        entries.append(
             f"capacity {data(c.capacity * c.nodes)}/s: {c.nodes} nodes x {data(c.capacity)}/s in one direction"
         )
     if c.mean is not None:
@@ -85,8 +85,8 @@ def _network(answer: Answer, *, full: bool) -> str:
         text = f"needed {data(c.mean * c.nodes)}/s averaged over a step{share}"
         if c.enough is not None:
             text += f"; {data(c.enough * c.nodes)}/s for it to cost no more than {percent(ENOUGH)} of a step"
-        told.append(text)
-    return "\n".join(told)
+        entries.append(text)
+    return "\n".join(entries)
 
 
 def _ending(e: RunForecast, width: int, *, full: bool) -> Iterator[Line]:
@@ -125,25 +125,25 @@ def _brief(weak: Scaling, strong: Scaling, best: Scaling | None) -> str:
     if len(weak.known) < 2:
         return "not known at two sizes"
     first, last = weak.known[0], weak.known[-1]
-    told = f"from {first.gpus:,} to {last.gpus:,} GPUs {percent(last.efficiency)} efficient with a growing batch (weak)"
+    text = f"from {first.gpus:,} to {last.gpus:,} GPUs {percent(last.efficiency)} efficient with a growing batch (weak)"
     if len(strong.known) > 1:
         end = strong.known[-1]
-        told += f", {percent(end.efficiency)} with the same (strong" + (
+        text += f", {percent(end.efficiency)} with the same (strong" + (
             f", to {end.gpus:,})" if end.gpus != last.gpus else ")"
         )
     shows = [(name, c.shows_at) for name, c in (("weak", weak), ("strong", strong))]
     seen = [f"from {p.gpus:,} on ({name})" for name, p in shows if p is not None]
-    told += (
+    text += (
         f"; communication becomes significant  {', '.join(seen)}"
         if seen
         else "; communication is not significant"
     )
     if sizes := sorted({p.gpus for c in (weak, strong) for p in c.known if _tight(p)}):
-        told += f"; may run out of memory on {' and '.join(f'{n:,}' for n in sizes)} GPUs"
+        text += f"; may run out of memory on {' and '.join(f'{n:,}' for n in sizes)} GPUs"
     if best is not None and len(best.known) > 1:
         one, all_ = best.known[0], best.known[-1]
-        told += f"\nthe best layout of each size: {all_.speedup:.1f} times from {one.gpus:,} to {all_.gpus:,} GPUs"
-    return told
+        text += f"\nthe best layout of each size: {all_.speedup:.1f} times from {one.gpus:,} to {all_.gpus:,} GPUs"
+    return text
 
 
 def _tight(point: Point) -> bool:

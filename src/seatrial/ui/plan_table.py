@@ -121,17 +121,17 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         head = ["", "layout", "mb", "tok/s/GPU", "MFU", "slower", "why"]
     yield from table(head, rows, width, left=(0, 1, *((2,) if wide else ())))
     rest = len(found.choices) - len(shown)
-    told = [f"{rest} more pairs of tensor and pipeline sizes: --full"] if rest > 0 else []
-    told.insert(0, "mb: microbatch" + ("" if wide else ", r: recomputes"))
+    entries = [f"{rest} more pairs of tensor and pipeline sizes: --full"] if rest > 0 else []
+    entries.insert(0, "mb: microbatch" + ("" if wide else ", r: recomputes"))
     if any(c.recipe.async_tensor for c in shown):
-        told.insert(0, "async: async_tensor = true")
+        entries.insert(0, "async: async_tensor = true")
     if any(c.recipe.layout.stages_per_rank > 1 for c in shown):
-        told.insert(0, "PP2x4: 4 stages a rank")
+        entries.insert(0, "PP2x4: 4 stages a rank")
     listed = [*shown, *([found.own] if found.own is not None else [])]
     if any(c.prediction.verdict.word == "tight" for c in listed):
-        told.insert(0, TIGHT_NOTE)
-    if told:
-        yield from note("; ".join(told), width)
+        entries.insert(0, TIGHT_NOTE)
+    if entries:
+        yield from note("; ".join(entries), width)
     if answer.advice is not None and answer.advice.alike:
         near = [short(r) for r in answer.advice.alike]
         names = ", ".join(near[:3]) + (f" and {len(near) - 3} more" if len(near) > 3 else "")

@@ -136,15 +136,15 @@ def batches(recipe: Recipe) -> str:
 
 def settings(recipe: Recipe, *, short: bool = False) -> str:
     """Settings of a layout other than its sizes: microbatch, schedule, recomputation, resharding."""
-    told = [f"{'mb' if short else 'microbatch'} {recipe.microbatch}"]
+    entries = [f"{'mb' if short else 'microbatch'} {recipe.microbatch}"]
     layout = recipe.layout
     if layout.pipeline > 1:
-        told.append(layout.schedule.removesuffix("-1f1b") if short else layout.schedule)
+        entries.append(layout.schedule.removesuffix("-1f1b") if short else layout.schedule)
     if recipe.recompute != "none":
-        told.append("recomputes" if recipe.recompute == "full" else f"recomputes {recipe.recompute}")
+        entries.append("recomputes" if recipe.recompute == "full" else f"recomputes {recipe.recompute}")
     if layout.pipeline == 1 and layout.shard > 1:
-        told.append("reshards" if recipe.reshard else "no reshard")
-    return ", ".join(told)
+        entries.append("reshards" if recipe.reshard else "no reshard")
+    return ", ".join(entries)
 
 
 _HELD = {
@@ -223,12 +223,12 @@ def many(n: int, one: str, several: str | None = None) -> str:
 
 def brief(recipe: Recipe) -> str:
     """Layout with settings that its sizes do not show: TP2 PP2x4 FSDP32, mb 2."""
-    told = [short(recipe), f"mb {recipe.microbatch}"]
+    entries = [short(recipe), f"mb {recipe.microbatch}"]
     if schedule_named(recipe.layout.schedule).split_backward:
-        told.append(recipe.layout.schedule)
+        entries.append(recipe.layout.schedule)
     if recipe.recompute != "none":
-        told.append("recomputes")
-    return ", ".join(told)
+        entries.append("recomputes")
+    return ", ".join(entries)
 
 
 # Mark of a layout that is tight, and its note below a table.

@@ -168,14 +168,14 @@ class Nodes:
         if not self.training:
             return None
         training = [n for n in self.training if n not in self.gone]
-        told = [f"{len(training)} with ranks"]
+        entries = [f"{len(training)} with ranks"]
         if self.spares:
-            told.append(f"spare: {_listed(self.spares)}")
+            entries.append(f"spare: {_listed(self.spares)}")
         for how in ("lost", "evicted", "left"):
             nodes = [n for n, why in sorted(self.gone.items()) if why == how]
             if nodes:
-                told.append(f"{how}: {_listed(nodes)}")
-        return "; ".join(told)
+                entries.append(f"{how}: {_listed(nodes)}")
+        return "; ".join(entries)
 
 
 def _listed(nodes: list[int], most: int = 8) -> str:

@@ -28,8 +28,8 @@ def scaling_svg(scalings: Sequence[Scaling], *, title: str, alone: bool = True) 
     frame = Frame(math.log2(sizes[0]), math.log2(sizes[-1]), top)
     parts = [*axes(frame, sizes)]
     if any(p.efficiency is None for s in scalings for p in s.points):
-        told = "crosses: impossible or unknown"
-        parts.append(text(WIDTH - _RIGHT, HEIGHT - 18, told, "st-soft", "end"))
+        detail = "crosses: impossible or unknown"
+        parts.append(text(WIDTH - _RIGHT, HEIGHT - 18, detail, "st-soft", "end"))
     ends: list[float] = []
     for shown in scalings:
         parts += _line(frame, shown, ends)
@@ -98,14 +98,14 @@ def _hint(shown: Scaling, point: Point) -> str:
 
 
 def _sentence(scalings: Sequence[Scaling]) -> str:
-    told = []
+    entries = []
     for shown in scalings:
         if shown.known:
             first, last = shown.known[0], shown.known[-1]
-            told.append(
+            entries.append(
                 f"{shown.name} from {first.gpus} to {last.gpus} GPUs keeps {(last.efficiency or 0) * 100:.0f} % of the "
                 "first point's tokens/s/GPU"
             )
         else:
-            told.append(f"{shown.name}: unknown at any size")
-    return "; ".join(told) + "."
+            entries.append(f"{shown.name}: unknown at any size")
+    return "; ".join(entries) + "."

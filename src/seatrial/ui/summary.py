@@ -113,7 +113,7 @@ def print_events(out: Out, view: RunView) -> None:
 def ledger_pairs(view: RunView) -> list[Pair]:
     """Whether every sample was seen exactly once so far, and which steps were skipped."""
     left_out = view.skipped_steps
-    told = f"{view.ledger_steps:,} step{'' if view.ledger_steps == 1 else 's'}"
+    detail = f"{view.ledger_steps:,} step{'' if view.ledger_steps == 1 else 's'}"
     if view.ledger_gaps:
         more = len(view.ledger_gaps) - 3
         text = "\n".join(view.ledger_gaps[:3] + ([f"and {more} more"] if more > 0 else []))
@@ -122,9 +122,9 @@ def ledger_pairs(view: RunView) -> list[Pair]:
     elif view.job.global_batch is None:
         text = "unjudged: job.toml has no global batch"
     elif left_out:
-        text = f"{told}, {len(left_out):,} of them skipped; every sample of the others seen once"
+        text = f"{detail}, {len(left_out):,} of them skipped; every sample of the others seen once"
     else:
-        text = f"{told}, every sample seen once"
+        text = f"{detail}, every sample seen once"
     pairs = [Pair("ledger", text, "bold red" if view.ledger_gaps else "")]
     return [*pairs, left_out_pair(left_out, view.job.global_batch)] if left_out else pairs
 

@@ -54,6 +54,7 @@ def test_like_findings_stand_together_and_what_to_do_stands_once() -> None:
     assert sum("action" in line for line in text) == 1
 
 
+@pytest.mark.cluster  # slow
 def test_table_of_many_passes_is_short_and_fits_the_width() -> None:
     many = report(**{f"n{i}": "ibstat_four_ndr.txt" for i in range(200)})
     text = lines(many, width=80)

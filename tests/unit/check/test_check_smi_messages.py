@@ -65,6 +65,7 @@ def test_a_corrupt_inforom_is_told_below_every_output() -> None:
         assert found.evidence == (f"f:{text.rstrip().count(chr(10)) + 2}",)
 
 
+@pytest.mark.cluster  # slow
 def test_a_table_that_ends_anywhere_else_never_passes() -> None:
     end = FOUR.rstrip("\n")
     for cut in range(end.index("|   0 "), len(end)):

@@ -16,6 +16,7 @@ from seatrial.job.layout import Layout
 # -- one rank did not arrive
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize("seed", range(25))
 def test_one_of_256_ranks_stops_anywhere_and_is_found(seed: int) -> None:
     stops = places(seed, 1)

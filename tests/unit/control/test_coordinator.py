@@ -584,6 +584,7 @@ def test_the_same_agent_may_connect_again(begin: Begin) -> None:
     assert term.orders(msg.Stop) == {}
 
 
+@pytest.mark.cluster  # slow
 def test_a_spare_that_leaves_is_let_go_and_not_lost(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "Outgoing", Refused)
     term = begin("cluster.spares=2")

@@ -98,6 +98,7 @@ def test_stopped_rank_is_reported_once_and_not_killed(node: Node, watched: Watch
     assert watched.told == []
 
 
+@pytest.mark.cluster  # slow
 def test_finished_rank_that_is_stopped_is_killed_as_clean_exit(node: Node, watched: Watched) -> None:
     node.start(1, {0: [{"finish": "done"}], 1: ["park"]})
     node.pump.until(node.state("finished", "parked"))
@@ -117,6 +118,7 @@ def helper() -> Iterator[int]:
     process.signal_group(pid, signal.SIGKILL)
 
 
+@pytest.mark.cluster  # slow
 def test_stopped_transfer_is_killed_but_stopped_launcher_is_not(
     node: Node, watched: Watched, helper: int
 ) -> None:

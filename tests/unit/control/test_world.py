@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[Shape], int]:
     return World.make(7, slots, shapes, index, per_node), shapes, per_node
 
 
+@pytest.mark.cluster  # slow
 @given(worlds())
 def test_each_rank_has_one_node_and_node_ranks_are_contiguous(
     made: tuple[World, list[Shape], int],

@@ -37,6 +37,7 @@ def assert_exact(counts: list[int], position: int, blend: Blend) -> None:
     assert all(abs(n - share * position) < 1 for n, share in zip(counts, blend.shares, strict=True))
 
 
+@pytest.mark.cluster  # slow
 @settings(max_examples=40)
 @given(weights)
 def test_the_rule_and_its_promise(given_: list[float]) -> None:

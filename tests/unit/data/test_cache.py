@@ -163,6 +163,7 @@ while True:
 """
 
 
+@pytest.mark.cluster  # slow
 def test_processes_that_are_killed_leave_a_cache_that_works(tmp_path: Path) -> None:
     limit = 8 * SIZE
     draw = random.Random(3)

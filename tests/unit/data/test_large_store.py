@@ -32,6 +32,7 @@ def make_loader(folder: Path) -> BatchLoader:
     return BatchLoader(store, sequence_length=T, global_batch=GLOBAL_BATCH, seed=1, vocab_size=257, ahead=0)
 
 
+@pytest.mark.cluster  # slow
 def test_the_first_batch_and_a_seek(folder: Path) -> None:
     """CPU time, and the best of some tries: what the code costs, not what else the machine does."""
     starts, seeks = [], []
@@ -56,6 +57,7 @@ def test_the_first_batch_and_a_seek(folder: Path) -> None:
     assert sorted(seeks)[len(seeks) // 2] < 0.001
 
 
+@pytest.mark.cluster  # slow
 def test_memory_does_not_grow_with_what_was_read(folder: Path) -> None:
     data = make_loader(folder)
     data.batch(1, 0, 8)

@@ -72,6 +72,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert len({tuple(o) for o in orders}) == 25
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 10, 16, 17])
 def test_each_sample_is_equally_likely_at_each_place(n: int) -> None:
     epochs = 4000

@@ -248,6 +248,7 @@ def test_damaged_archives_are_refused(tmp_path: Path, suffix: str) -> None:
     assert "damaged" in refused(path, tmp_path)
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize("suffix", PACK)
 def test_a_decompression_bomb_is_refused(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch

@@ -193,6 +193,7 @@ KEYS = st.sampled_from(
 )
 
 
+@pytest.mark.cluster  # slow
 @settings(deadline=None)
 @given(st.sampled_from([QWEN_25, LLAMA_31]), st.dictionaries(KEYS, VALUES, max_size=4))
 def test_any_file_is_read_or_refused_in_words(config: dict[str, Any], changes: dict[str, Any]) -> None:

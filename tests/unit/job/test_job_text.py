@@ -112,6 +112,7 @@ def test_rope_scaling_is_written() -> None:
     assert again(job).architecture.rope_scaling is not None
 
 
+@pytest.mark.cluster  # slow
 @settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8", exclude_categories=("Cs",))))
 def test_any_text_survives(prompt: str) -> None:
@@ -121,6 +122,7 @@ def test_any_text_survives(prompt: str) -> None:
     assert again(job).train.sample_prompt == prompt
 
 
+@pytest.mark.cluster  # slow
 @settings(deadline=None)
 @given(st.floats(min_value=1e-12, max_value=1))
 def test_any_number_survives(lr: float) -> None:

@@ -117,6 +117,7 @@ def test_checkpoints_that_stay(where: str) -> None:
 WORD = st.text("aZ9-_./:= ", min_size=1, max_size=8)
 
 
+@pytest.mark.cluster  # slow
 @given(
     st.dictionaries(
         st.sampled_from(["image", "volume_claim", "namespace", "queue", "service_account"]), WORD

@@ -29,6 +29,8 @@ from seatrial.record.folder import RunFolder
 from seatrial.record.launches import Launch, StartOutcome, encoded, known_launch, read_outcome, write_launch
 from seatrial.record.view import read_view
 
+pytestmark = pytest.mark.cluster  # slow
+
 TRAIN = ("train", "first-voyage.toml", "--set", "cluster.launcher=queue")
 
 

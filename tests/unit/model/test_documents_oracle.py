@@ -59,6 +59,7 @@ def test_the_bias_lets_through_what_a_position_may_see() -> None:
     assert torch.equal(bias == float("-inf"), ~_visible())
 
 
+@pytest.mark.cluster  # slow
 def test_logits_and_every_gradient_with_a_4d_mask(arch: Architecture, oracle: Oracle) -> None:
     tensors, ids = random_tensors(arch), _ids(arch)
     theirs = oracle.model(arch, tensors)

@@ -137,6 +137,7 @@ def test_search_keeps_fastest_and_fastest_sure_fit_per_size_pair() -> None:
     assert len({(c.recipe.layout.tensor, c.recipe.layout.pipeline) for c in found.sure}) == len(found.sure)
 
 
+@pytest.mark.cluster  # slow
 def test_a_tight_job_is_told_everywhere_and_is_no_failure() -> None:
     """Llama-3 8B with microbatch 2 on 8 H100: 96 % of the memory, by prediction."""
     job = load_job(preset("llama3-8b-h100"), (*SHARDED, "train.microbatch=2"))
@@ -188,6 +189,7 @@ def test_a_verdict_follows_its_prediction() -> None:
     assert words == ["does not fit", "tight", "fits"]
 
 
+@pytest.mark.cluster  # slow
 def test_verdict_names_fastest_sure_fit_when_the_best_is_tight() -> None:
     job = load_job(preset("llama3-8b-h100"), SHARDED)
     told = answer(job, place_of(job), Wishes())

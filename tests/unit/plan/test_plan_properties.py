@@ -354,6 +354,7 @@ def test_a_better_cluster_never_has_a_worse_best() -> None:
     assert roomy.least_bytes == plain.least_bytes == narrow.least_bytes
 
 
+@pytest.mark.cluster  # slow
 def test_more_gpus_need_no_more_memory_each_and_no_more_time() -> None:
     one, two = searched(1), searched(2)
     assert two.least_bytes <= one.least_bytes
@@ -362,6 +363,7 @@ def test_more_gpus_need_no_more_memory_each_and_no_more_time() -> None:
     assert two.choices[0].prediction.step_s >= one.choices[0].prediction.step_s / 2 / 1.05
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize(
     "own",
     [

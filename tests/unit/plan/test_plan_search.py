@@ -20,6 +20,8 @@ from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.search import Found, search
 
+pytestmark = pytest.mark.cluster  # slow
+
 B300, A100 = find_gpu("B300 SXM"), find_gpu("A100-40GB SXM")
 assert B300 is not None
 assert A100 is not None
@@ -36,7 +38,6 @@ def reference() -> Found:
     return search(job(), CLUSTER)
 
 
-@pytest.mark.cluster  # slow
 def test_the_reference_cluster_is_searched() -> None:
     found = reference()
     assert 1000 < found.tried < 10_000  # its time is theirs: bench/plan_speed.py
@@ -100,7 +101,6 @@ def test_what_fits_nowhere_says_how_much_is_missing() -> None:
     assert found.own_costs is None
 
 
-@pytest.mark.cluster  # slow
 def test_another_size_than_the_jobs() -> None:
     found = search(job(), replace(CLUSTER, nodes=8))
     assert found.own is None

@@ -52,6 +52,7 @@ def test_no_module_of_the_planner_loads_it(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize("options", [("--full", "--plain"), ("--fit", "--json")])
 def test_the_verb_loads_none_while_it_answers(options: tuple[str, ...], tmp_path: Path) -> None:
     job = ["plan", str(PRESETS / "llama3-8b-h100.toml"), "--set", "train.global_batch=16"]

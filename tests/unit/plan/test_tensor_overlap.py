@@ -56,6 +56,7 @@ def played(n: int, send_s: float, compute_s: float, then_s: float, *, gathers: b
     return max(links, processors + then_s)
 
 
+@pytest.mark.cluster  # slow
 @given(n=st.integers(1, 8), send_s=seconds, compute_s=seconds, then_s=seconds)
 def test_the_closed_form_is_the_pipeline(n: int, send_s: float, compute_s: float, then_s: float) -> None:
     before, after = gathered(n, send_s, compute_s), scattered(n, compute_s, send_s, then_s)
@@ -304,6 +305,7 @@ def test_the_search_loses_nothing_by_not_trying_all() -> None:
     assert any(c.recipe.async_tensor for c in choices)
 
 
+@pytest.mark.cluster  # slow
 def test_async_tensor_is_chosen_for_large_but_not_tiny_layers() -> None:
     large = job("qwen2.5-72b-b300", "cluster.nodes=4")
     found = search(large, replace(B300, nodes=4), own=False, microbatches=(1, 2, 4, 8), recomputes=("none",))

@@ -67,6 +67,7 @@ def test_the_fastest_one_where_speeds_are_known() -> None:
     assert "limited by" in " ".join(found.reasons)
 
 
+@pytest.mark.cluster  # slow
 def test_sure_fit_is_preferred_among_equally_fast_layouts() -> None:
     """Predictions of memory have been wrong: a tight layout is taken only where it is faster than every one that fits with margin."""
     j = open_job("llama3-8b-h100", "cluster.nodes=2")

@@ -135,6 +135,7 @@ def test_a_damaged_record_is_chosen_anew(tmp_path: Path, damage: dict[str, objec
     assert settle(voyage(), RunFolder(tmp_path / "first-voyage")).layout == first.layout
 
 
+@pytest.mark.cluster  # slow
 def test_async_tensor_parallel_is_chosen_recorded_and_resumed(tmp_path: Path) -> None:
     """70B on four nodes of H100 needs tensor parallel; the choice stands in plan.json and job.toml, and a resume takes it."""
     j = open_job(

@@ -96,6 +96,7 @@ def test_every_gpu_of_the_catalogue_is_answered() -> None:
     assert sizes == sorted(sizes)
 
 
+@pytest.mark.cluster  # slow
 def test_what_is_said_to_fit_is_legal_and_fits() -> None:
     for fit in voyage():
         r = fit.recipe
@@ -109,6 +110,7 @@ def test_what_is_said_to_fit_is_legal_and_fits() -> None:
         assert fit.prediction == again
 
 
+@pytest.mark.cluster  # slow
 def test_the_search_finds_none_in_anything_smaller() -> None:
     """Other schedules, replicas, more stages a rank: nothing that is legal fits where `smallest` says that nothing does."""
     for fit in voyage():
@@ -118,6 +120,7 @@ def test_the_search_finds_none_in_anything_smaller() -> None:
         assert search(job(), smaller, own=False).choices == ()
 
 
+@pytest.mark.cluster  # slow
 def test_smallest_sure_fit_is_also_named_when_smallest_is_tight() -> None:
     found = voyage()
     assert {f.verdict.word for f in found} == {"fits", "tight"}
@@ -185,6 +188,7 @@ def test_small_model_fits_on_one_gpu_without_a_network() -> None:
     assert all(f.prediction is not None and f.why_unknown is None for f in found)
 
 
+@pytest.mark.cluster  # slow
 def test_unknown_network_gives_a_layout_without_a_speed() -> None:
     for fit in smallest(job()):
         assert fit.recipe is not None
@@ -231,6 +235,7 @@ def test_tied_embedding_on_one_3_gpu_node_needs_no_network() -> None:
     assert predict(model_presets()["qwen2.5-3b"], recipe, Cluster(gpu, 1, 3)).step_s > 0
 
 
+@pytest.mark.cluster  # slow
 def test_the_network_may_differ_by_gpu() -> None:
     h200 = find_gpu("H200 SXM")
 

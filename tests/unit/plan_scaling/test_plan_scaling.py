@@ -231,6 +231,7 @@ def test_the_best_layouts_are_what_the_search_finds() -> None:
     assert own.tokens_per_s <= two.tokens_per_s
 
 
+@pytest.mark.cluster  # slow
 def test_best_scaling_when_nothing_fits_or_network_is_unknown() -> None:
     small = best_scaling(job(), replace(CLUSTER, gpu=A100), nodes=(1,))
     assert small.points[0].why_not is not None

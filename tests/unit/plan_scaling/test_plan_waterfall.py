@@ -36,6 +36,7 @@ def shares(draw: st.DrawFn) -> list[Share]:
     return [Share(f"part {i}", s, 10 * s) for i, s in enumerate(parts)]
 
 
+@pytest.mark.cluster  # slow
 @given(shares())
 @settings(max_examples=200, deadline=None)
 def test_each_bar_begins_where_the_one_before_it_ended(given_shares: list[Share]) -> None:

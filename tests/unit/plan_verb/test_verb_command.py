@@ -128,6 +128,7 @@ def test_what_was_measured_is_used(tmp_path: Path, capsys: Captured) -> None:
     assert "the job is planned for H100 SXM" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.cluster  # slow
 def test_an_open_job_is_planned(tmp_path: Path, capsys: Captured) -> None:
     text = Path(SMALL).read_text()
     start, end = text.index("[parallel]"), text.index("[train]")

@@ -41,6 +41,7 @@ def test_every_option_is_documented() -> None:
     assert sorted(o for o in options - {"--help", "--plain"} if f"`{o}" not in text) == []
 
 
+@pytest.mark.cluster  # slow
 def test_every_part_of_the_json_document_is_named() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert [key for key in document(voyage()) if f"`{key}`" not in text] == []

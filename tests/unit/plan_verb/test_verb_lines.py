@@ -13,8 +13,9 @@ from seatrial.ui.plan_json import document
 from seatrial.ui.plan_table import lines, verdict
 from seatrial.ui.plan_words import data, figure, flop, gib, percent, seconds, span
 
+pytestmark = pytest.mark.cluster  # slow
 
-@pytest.mark.cluster  # slow
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("full", [False, True], ids=["short", "full"])
 @pytest.mark.parametrize("case", EVERY, ids=lambda c: c.__name__)

@@ -114,6 +114,7 @@ def test_generation_grows(tmp_path: Path, make_job: MakeJob) -> None:
         assert run.generation == 10
 
 
+@pytest.mark.cluster  # slow
 def test_second_start_is_told_who_holds_the_run(tmp_path: Path, make_job: MakeJob) -> None:
     with open_run(make_job(), tmp_path) as run:
         before = snapshot(run.folder.path)

@@ -212,6 +212,7 @@ def test_a_spike_that_cannot_be_taken_back_is_told(tmp_path: Path, how: str) -> 
     assert [(f[0], f[1]) for f in run.watcher.findings] == [("loss_spike", 20)]
 
 
+@pytest.mark.cluster  # slow
 def test_a_spike_that_passes_leaves_no_trace(tmp_path: Path) -> None:
     good = Run(tmp_path / "good", "train.steps=24")
     good.loop.run(1)
@@ -273,6 +274,7 @@ def test_leaving_at_a_step_that_has_to_be_redone(tmp_path: Path) -> None:
     assert same(run.state(), run_until(tmp_path, 4).state())
 
 
+@pytest.mark.cluster  # slow
 def test_preempted_with_a_full_disk_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -73,6 +73,7 @@ def pictures() -> dict[str, Element]:
     }
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize("name", ["waterfall", "scaling", "memory"])
 def test_a_picture_is_a_document_of_its_own(name: str) -> None:
     picture = pictures()[name]
@@ -160,6 +161,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
+@pytest.mark.cluster  # slow
 @pytest.mark.parametrize("name", ["waterfall", "scaling", "memory"])
 def test_a_png_of_the_right_size_and_the_same_each_time(name: str) -> None:
     pytest.importorskip("matplotlib")

@@ -73,10 +73,10 @@ class Shape:
 
 def verify(faults: Sequence[Fault], shape: Shape) -> list[str]:
     """The problems of hand-written faults, as text; empty if there are none."""
-    said = []
+    entries = []
     for i, fault in enumerate(faults, 1):
         if fault.kind not in KINDS:
-            said.append(f"fault {i}: no such kind {fault.kind!r}; the kinds are {', '.join(KINDS)}")
+            entries.append(f"fault {i}: no such kind {fault.kind!r}; the kinds are {', '.join(KINDS)}")
             continue
         needs = {"leaf"} if fault.kind in LEAF_KINDS else {"node"}
         needs |= {"gpu"} if fault.kind in (*GPU_KINDS, *NVLINK_KINDS) else set()
@@ -86,15 +86,15 @@ def verify(faults: Sequence[Fault], shape: Shape) -> list[str]:
         for name in ("node", "gpu", "link", "rail", "leaf"):
             value = getattr(fault, name)
             if name in needs and value is None:
-                said.append(f"fault {i} ({fault.kind}): needs {name!r}")
+                entries.append(f"fault {i} ({fault.kind}): needs {name!r}")
             elif name not in needs and value is not None:
-                said.append(f"fault {i} ({fault.kind}): has no {name!r}")
+                entries.append(f"fault {i} ({fault.kind}): has no {name!r}")
             elif value is not None and name != "leaf" and not 0 <= value < limits[name]:
-                said.append(f"fault {i} ({fault.kind}): {name} {value} is not in 0..{limits[name] - 1}")
+                entries.append(f"fault {i} ({fault.kind}): {name} {value} is not in 0..{limits[name] - 1}")
         if fault.leaf is not None and not (
             0 <= fault.leaf[0] < shape.blocks and 0 <= fault.leaf[1] < shape.rails
         ):
-            said.append(f"fault {i} ({fault.kind}): there is no leaf {list(fault.leaf)}")
+            entries.append(f"fault {i} ({fault.kind}): there is no leaf {list(fault.leaf)}")
         if not 0.0 <= fault.share <= 1.0:
-            said.append(f"fault {i} ({fault.kind}): share {fault.share} is not in 0..1")
-    return said
+            entries.append(f"fault {i} ({fault.kind}): share {fault.share} is not in 0..1")
+    return entries

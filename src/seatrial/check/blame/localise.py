@@ -316,7 +316,7 @@ class _Trial:
         )
         everyone = np.flatnonzero(self.alive & fit)
         order = everyone[np.argsort(self.blocks[everyone], kind="stable")]
-        told: list[set[int]] = []
+        entries: list[set[int]] = []
         usual = 1.0  # share of the possible rate that groups of the previous size reached
         for size in group_sizes(len(order)):
             members = groups(order, size)
@@ -339,8 +339,8 @@ class _Trial:
                     self.findings.append(_no_group([self.names[int(n)] for n in group]))
                 # Hosts that share processors get slower the more they are, whatever their links do.
                 slow = best[k] < SUSPECT * reference and not self.terms.shared
-                if slow and not any(t <= nodes for t in told):
-                    told.append(nodes)
+                if slow and not any(t <= nodes for t in entries):
+                    entries.append(nodes)
                     names = [self.names[int(n)] for n in group]
                     self.findings.append(_slow_group(names, best[k] * possible[k], reference * possible[k]))
             usual = reference

@@ -216,12 +216,12 @@ def _judge(read: _Read, context: NetworkContext) -> list[Finding]:
 
 def _rates(reads: Sequence[_Read]) -> dict[str | None, dict[str, float]]:
     """Node -> device -> rate of its port; devices that outputs disagree on are left out."""
-    said: dict[str | None, dict[str, set[float]]] = {}
+    values: dict[str | None, dict[str, set[float]]] = {}
     for read in reads:
         if isinstance(read.facts, ports.PortsFacts):
             for device, rate in ports.rates(read.facts).items():
-                said.setdefault(read.piece.node, {}).setdefault(device, set()).add(rate)
+                values.setdefault(read.piece.node, {}).setdefault(device, set()).add(rate)
     return {
         node: {device: min(rates) for device, rates in devices.items() if len(rates) == 1}
-        for node, devices in said.items()
+        for node, devices in values.items()
     }

@@ -55,7 +55,7 @@ class CheckRun:
 
     def stages(self) -> list[tuple[str, str]]:
         """(stage, duration and number of rounds), in order; stages that did not run are omitted."""
-        told = []
+        entries = []
         for stage, rounds in zip(("node", "pair", "all"), ROUNDS, strict=True):
             words = []
             if stage in self.seconds:
@@ -63,5 +63,5 @@ class CheckRun:
             if n := self.rounds.get(rounds, 0):
                 words.append(f"{n} round{'s' * (n != 1)}")
             if words:
-                told.append((stage, ", ".join(words)))
-        return told
+                entries.append((stage, ", ".join(words)))
+        return entries

@@ -55,12 +55,12 @@ def against_siblings(judged: Sequence[Judged]) -> tuple[list[Finding], list[Judg
 
 def _inventories(named: Sequence[Judged]) -> list[Finding]:
     """Compare each property per tool: two tools may write the same value differently."""
-    told: dict[tuple[str, str], dict[str, str | int | float]] = {}
+    fields: dict[tuple[str, str], dict[str, str | int | float]] = {}
     for each in named:
         for name, value in each.inventory.items():
-            told.setdefault((name, each.tool), {})[each.node or ""] = value
+            fields.setdefault((name, each.tool), {})[each.node or ""] = value
     found: dict[tuple[str | None, str], Finding] = {}
-    for (name, _), values in told.items():
+    for (name, _), values in fields.items():
         ranked = Counter(values.values()).most_common()
         if len(ranked) < 2:
             continue
@@ -81,12 +81,12 @@ def _inventories(named: Sequence[Judged]) -> list[Finding]:
 
 def contradictions(judged: Sequence[Judged]) -> list[Finding]:
     """Counts that outputs of one named node disagree on: something disappeared in between, or one output is damaged."""
-    told: dict[tuple[str, str], dict[str | int | float, Judged]] = {}
+    fields: dict[tuple[str, str], dict[str | int | float, Judged]] = {}
     for each in judged:
         for name in (n for n in _COUNTS if n in each.inventory and each.node is not None):
-            told.setdefault((each.node or "", name), {}).setdefault(each.inventory[name], each)
+            fields.setdefault((each.node or "", name), {}).setdefault(each.inventory[name], each)
     found = []
-    for (node, name), values in told.items():
+    for (node, name), values in fields.items():
         if len(values) > 1:
             text = f"{name}: " + ", ".join(f"{value} by {j.tool}" for value, j in values.items())
             places = tuple(j.file for j in values.values())

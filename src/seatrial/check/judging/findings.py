@@ -85,8 +85,8 @@ class Finding:
             object.__setattr__(self, "why_unjudged", self.message)
         assert (self.verdict == "UNJUDGED") == bool(self.why_unjudged), "why_unjudged goes with UNJUDGED"
         if not self.action and self.verdict != "PASS":
-            told = code.unjudged if self.verdict == "UNJUDGED" else ""
-            object.__setattr__(self, "action", told or code.action)
+            text = code.unjudged if self.verdict == "UNJUDGED" else ""
+            object.__setattr__(self, "action", text or code.action)
 
     @property
     def deviation(self) -> float | None:
@@ -98,8 +98,8 @@ class Finding:
 
 def worst(findings: Iterable[Finding]) -> Verdict:
     """The worst verdict: FAIL before WARN before UNJUDGED before PASS. No findings at all is UNJUDGED."""
-    said = {f.verdict for f in findings}
-    return next((v for v in ORDER if v in said), "UNJUDGED")
+    seen = {f.verdict for f in findings}
+    return next((v for v in ORDER if v in seen), "UNJUDGED")
 
 
 @dataclass(frozen=True)

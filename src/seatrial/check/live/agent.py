@@ -219,8 +219,8 @@ class Agent:
             self._late(task)
         else:
             seconds = round(time.monotonic() - task.begun, 3)
-            said = {"rc": status, "out": task.out.decode("utf-8", "replace"), "seconds": seconds}
-            self._done(task.order, said | {"err": task.err.decode("utf-8", "replace")})
+            values = {"rc": status, "out": task.out.decode("utf-8", "replace"), "seconds": seconds}
+            self._done(task.order, values | {"err": task.err.decode("utf-8", "replace")})
 
     def _late(self, task: Task) -> None:
         text = f"did not end within {task.limit_s:g} s"

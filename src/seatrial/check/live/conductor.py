@@ -162,14 +162,14 @@ def _report(bench: LiveBench, found: Localised, options: LiveOptions) -> Report:
     if "node" in options.stages:
         report = judge_stage(facts, plan=options.plan, port_gbit_s=options.port_gbit_s)
     gone = {f.target.node for f in found.findings if f.code == "MSR011" and f.target.node is not None}
-    told = [*live_judge.hosts(bench, gone), *bench.findings]
+    entries = [*live_judge.hosts(bench, gone), *bench.findings]
     if found.case is not None:
         algorithm = ib_pair.TOOL if bench.rdma and bench.perftest else f"{bench.backend} send and receive"
-        told += live_judge.pairs(found.case, bench.outcomes, algorithm)
-    told += live_judge.nccl(bench)
+        entries += live_judge.pairs(found.case, bench.outcomes, algorithm)
+    entries += live_judge.nccl(bench)
     compared, judged = live_judge.inside(bench)
     report = replace(report, judged=(*report.judged, *judged))
-    return report.also([*told, *compared, *(f for f in found.findings if not _said_by_nodes(f))])
+    return report.also([*entries, *compared, *(f for f in found.findings if not _said_by_nodes(f))])
 
 
 def _said_by_nodes(finding: Finding) -> bool:

@@ -147,7 +147,7 @@ class ProbeForkServer:
 
     def _finish(self, order: _Order) -> None:
         del self.orders[order.number]
-        told = []
+        entries = []
         for rank in order.ranks.values():
             text = _text(rank.log)
             os.close(rank.log)
@@ -157,8 +157,8 @@ class ProbeForkServer:
                 one["failed"] = order.why or process.status_text(rank.status or 0)
                 if text:
                     one["failed"] += f"; stderr: {last_words(text)}"
-            told.append({"rank": rank.number, "nccl": telling(text.decode("utf-8", "replace")), **one})
-        self.channel.send({"id": order.number, "done": {"ranks": told}})
+            entries.append({"rank": rank.number, "nccl": telling(text.decode("utf-8", "replace")), **one})
+        self.channel.send({"id": order.number, "done": {"ranks": entries}})
 
     def _kill(self, order: _Order) -> None:
         for rank in order.ranks.values():

@@ -60,9 +60,9 @@ def end_result(reply: Mapping[str, Any], node: str) -> EndResult:
     ]
     if rates and rates[-1] is not None:
         return EndResult(rates[-1])
-    told = judge(runs, Context(node=node)) if runs.errors else []
+    entries = judge(runs, Context(node=node)) if runs.errors else []
     # Only what this host alone can cause. A failed connection between two hosts does not show which one is at fault.
-    own = tuple(f for f in told if f.code in _OWN or (f.verdict == "UNJUDGED" and f.code != "FILE003"))
+    own = tuple(f for f in entries if f.code in _OWN or (f.verdict == "UNJUDGED" and f.code != "FILE003"))
     return EndResult(None, own, blocked=bool(own))
 
 
@@ -82,7 +82,7 @@ def rates(
     NaN if it could not run, 0 if the two ends did not connect although both could run.
     """
     slower: dict[tuple[int, int], float] = {}
-    told: dict[tuple[int, int], tuple[Finding, ...]] = defaultdict(tuple)
+    values: dict[tuple[int, int], tuple[Finding, ...]] = defaultdict(tuple)
     rails = len(devices)
     for server, client in ((0, 1), (1, 0)):
         ends = {k: (int(round_.pairs[k][server]), int(round_.pairs[k][client])) for k in which}
@@ -111,19 +111,19 @@ def rates(
         replies = agent_pool.ask(serve, limit_s=_LIMIT_S, note=connect)
         for (a, part), (k, rail, _) in of.items():
             b = ends[k][1]
-            said = [
+            entries = [
                 end_result(reply.value, hosts[n].name)
                 for n in (b, a)
                 if (reply := replies.get((n, part))) is not None and reply.value is not None
             ]
-            told[k, rail] += tuple(f for h in said for f in h.findings)
-            rate = next((h.gbit_s for h in said if h.gbit_s is not None), None)
-            blocked = not said or any(h.blocked for h in said)
+            values[k, rail] += tuple(f for h in entries for f in h.findings)
+            rate = next((h.gbit_s for h in entries if h.gbit_s is not None), None)
+            blocked = not entries or any(h.blocked for h in entries)
             value = np.nan if blocked else 0.0 if rate is None else rate
             before = slower.get((k, rail), np.nan)
             slower[k, rail] = float(np.fmin(before, value))  # the number, where one of them is NaN
     for (k, rail), value in slower.items():
-        yield k, rail, value, told[k, rail]
+        yield k, rail, value, values[k, rail]
 
 
 def _unjudged(node: str, why: str, action: str) -> Finding:

@@ -89,16 +89,16 @@ class _Probe:
         self._agree(0)
         flows: list[dict[str, Any]] = []
         sums: list[dict[str, Any]] = []
-        told = {"setup_s": round(time.monotonic() - begin, 3), "flows": flows, "all_reduce": sums}
+        values = {"setup_s": round(time.monotonic() - begin, 3), "flows": flows, "all_reduce": sums}
         for way in sorted({way for _, _, way in self.spec["flows"]}):
             flows += self._way(way)
-            channel.send({"measured": told})
+            channel.send({"measured": values})
         for size in sorted(self.spec["sizes"]):
             if self._agree(int(self._too_long(int(size), sums))):
                 break
             sums.append(self._all_reduce(int(size)))
-            channel.send({"measured": told})
-        channel.send({"measured": told, "whole": True})
+            channel.send({"measured": values})
+        channel.send({"measured": values, "whole": True})
 
     def _environment(self) -> None:
         name = self.spec.get("interface") or interface_towards(self.spec["toward"])

@@ -91,21 +91,21 @@ def judge_clock(facts: Mapping[str, Any], node: str) -> Finding:
     """Whether the clock is synchronised. If not, it is suspect; in a container it may be impossible to know."""
     kernel, chrony, systemd = facts["kernel"], facts["chrony"], facts["timedatectl"]
     target = Target(node=node)
-    said = []
+    entries = []
     if chrony is not None:
-        said.append(("chrony", chrony["leap"] != "Not synchronised"))
+        entries.append(("chrony", chrony["leap"] != "Not synchronised"))
     if kernel is not None:
-        said.append(("the kernel", kernel["synchronised"]))
+        entries.append(("the kernel", kernel["synchronised"]))
     if systemd is not None:
-        said.append(("timedatectl", systemd))
-    if not said:
+        entries.append(("timedatectl", systemd))
+    if not entries:
         why = "neither adjtimex, chrony nor timedatectl is available"
         return Finding("NOD010", "UNJUDGED", target, f"clock: {why}", why_unjudged=why)
-    who, kept = next(((w, k) for w, k in said if k), said[0])
+    who, kept = next(((w, k) for w, k in entries if k), entries[0])
     text = (
         f"clock synchronised, by {who}"
         if kept
-        else f"clock not synchronised, by {', '.join(w for w, _ in said)}"
+        else f"clock not synchronised, by {', '.join(w for w, _ in entries)}"
     )
     offset = chrony["offset_s"] if chrony is not None else kernel["offset_s"] if kernel is not None else None
     verdict: Verdict = "PASS" if kept else "WARN"

@@ -212,14 +212,14 @@ class Nvml:
             return {}
         if info.state not in _FABRIC_STATES:
             return {}  # GPU without a fabric: PCIe cards
-        told = {"bandwidth": {1: "Degraded", 2: "Full"}.get(info.health & 3)}
+        values = {"bandwidth": {1: "Degraded", 2: "Full"}.get(info.health & 3)}
         for name, bit in _HEALTH.items():
-            told[name] = {1: "True", 2: "False"}.get(info.health >> bit & 3)
+            values[name] = {1: "True", 2: "False"}.get(info.health >> bit & 3)
         status = "Success" if info.status == 0 else f"error {info.status}"
         return {
             "fabric_state": _FABRIC_STATES[info.state],
             "fabric_status": status if info.state == 3 else None,  # nvml.h: valid only once it has completed
-            "fabric_health": {name: said for name, said in told.items() if said is not None},
+            "fabric_health": {name: said for name, said in values.items() if said is not None},
         }
 
 

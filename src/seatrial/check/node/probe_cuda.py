@@ -178,8 +178,8 @@ def _sustain(devices: list[_Device], tell: Tell) -> None:
     for device in devices:
         windows = sorted(rates[device.pci])
         rate = windows[len(windows) // 2] if windows else None
-        told = {"pci": device.pci, "sustained_tflop_s": rate, "load": samples.get(device.pci)}
-        tell({"gpu": told | {"load_problem": sampler.problem}})
+        values = {"pci": device.pci, "sustained_tflop_s": rate, "load": samples.get(device.pci)}
+        tell({"gpu": values | {"load_problem": sampler.problem}})
 
 
 def _memory(devices: list[_Device], tell: Tell) -> None:

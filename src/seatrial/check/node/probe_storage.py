@@ -108,10 +108,10 @@ def main(argv: Sequence[str]) -> int:
     """Entry; the exit code."""
     folder, mib, seconds, name = argv
     try:
-        told: dict[str, Any] = measure(folder, int(mib) * _MIB, float(seconds), name)
+        values: dict[str, Any] = measure(folder, int(mib) * _MIB, float(seconds), name)
     except OSError as error:
-        told = {"problem": error.strerror or str(error), "errno": errno.errorcode.get(error.errno or 0, "")}
-    print(json.dumps(told), flush=True)
+        values = {"problem": error.strerror or str(error), "errno": errno.errorcode.get(error.errno or 0, "")}
+    print(json.dumps(values), flush=True)
     return 0
 
 

@@ -145,9 +145,9 @@ def parse_rocm(lines: Lines, file: str) -> Gpus:
     columns = False
     for number, line in lines:
         if found := _ROCM.fullmatch(line) or (_CONCISE.fullmatch(line) if columns else None):
-            said = {"key": "row", "value": line} | found.groupdict()
-            gpu = gpus.setdefault(int(said["index"]), Gpu(int(said["index"]), number))
-            gpu.values.setdefault(said["key"].strip().lower(), (said["value"], number))
+            values = {"key": "row", "value": line} | found.groupdict()
+            gpu = gpus.setdefault(int(values["index"]), Gpu(int(values["index"]), number))
+            gpu.values.setdefault(values["key"].strip().lower(), (values["value"], number))
         elif _LOST.match(line):
             faults.append((number, line.strip()[:200]))
         elif _COLUMNS.fullmatch(line):
@@ -174,7 +174,7 @@ def judge(output: Gpus, context: Context) -> list[Finding]:
     if output.torn:
         say("UNJUDGED", f"{output.tool}: its last line is missing: truncated", code="OUT002")
     say.found += count_findings([g.index for g in output.gpus], None, context, (output.file,))
-    told = {n for g in output.gpus for n, (value, _) in g.values.items() if _rule(n) and value[:1].isdigit()}
+    seen = {n for g in output.gpus for n, (value, _) in g.values.items() if _rule(n) and value[:1].isdigit()}
     for gpu in output.gpus:
         target = Target(gpu=gpu.index)
         for name, (value, line) in gpu.values.items():
@@ -185,7 +185,7 @@ def judge(output: Gpus, context: Context) -> list[Finding]:
             what = f"{rule[3]}: {name.rpartition('.')[2].replace('_', ' ')} {value}"[:200]
             say(rule[2] if bad else "UNJUDGED", what, line, code=rule[1], target=target, measured=value[:40])
         # In cut-off output the last GPU has fewer values than those before it.
-        silent = {n for n in told if gpu.values.get(n, ("", 0))[0].upper() in _NOTHING}
+        silent = {n for n in seen if gpu.values.get(n, ("", 0))[0].upper() in _NOTHING}
         silent = silent or {n for n in output.gpus[0].values if "process" not in n} - gpu.values.keys()
         if silent:
             say("UNJUDGED", f"no {min(silent)}, which other GPUs here have", gpu.line, target=target)

@@ -76,9 +76,9 @@ def parse_info(lines: Lines, file: str) -> LinkFacts:
                 near, far = (found["lid"], int(found["port"])), (found["far_lid"], int(found["far_port"]))
                 rate = None if speed is None else f"{state['width']}x{speed}"
                 own, other = (found["name"] or name).strip(), found["far"].strip()
-                told = f"{state['state']}/{state['physical']}"
+                text = f"{state['state']}/{state['physical']}"
                 ends.append(
-                    End(kind == "Switch", own, near, far, other, rate, told, found["could"].strip(), number)
+                    End(kind == "Switch", own, near, far, other, rate, text, found["could"].strip(), number)
                 )
         else:
             continue
@@ -123,14 +123,14 @@ def _facts(tool: str, file: str, ends: list[End]) -> LinkFacts:
 def judge(facts: LinkFacts, context: Context) -> list[Finding]:
     """Links that are not active or slower than both ends support; then leaves and links compared with each other."""
     say = FindingCollector(facts.file, context, "TOP002")
-    said: set[frozenset[tuple[str, int]]] = set()  # links reported already, from either end
+    seen: set[frozenset[tuple[str, int]]] = set()  # links reported already, from either end
     for end in facts.ends:
         target = Target(peer=end.name, port=str(end.near[1]))
         link = f"{end.name} port {end.near[1]} to {end.far_name}"
         slow, ill = bool(end.could), end.state not in ("", "Active/LinkUp")
-        if (pair := frozenset((end.near, end.far))) in said or not (slow or ill):
+        if (pair := frozenset((end.near, end.far))) in seen or not (slow or ill):
             continue
-        said.add(pair)
+        seen.add(pair)
         if ill:
             say("FAIL", f"{link}: {end.state}", end.line, target=target, measured=end.state)
         else:
@@ -143,7 +143,7 @@ def judge(facts: LinkFacts, context: Context) -> list[Finding]:
     links = [
         Link(e.name, e.near[1], e.far[0] in switches, e.far_name, e.rate)
         for e in facts.ends
-        if e.switch and frozenset((e.near, e.far)) not in said
+        if e.switch and frozenset((e.near, e.far)) not in seen
     ]
     if not links and not say.found:
         say("UNJUDGED", "no switch lists its links", code="TOP001")

@@ -86,8 +86,8 @@ class Watch:
         link.up = what in ("gained", "up", "plugged")
         if not link.up and (was_up or what == "lost"):
             day = _DAY.match(line)
-            said = "" if day is None else day["day"] or str(int(day["seconds"]) // 86400)
-            link.lost.setdefault(said, []).append(number)
+            text = "" if day is None else day["day"] or str(int(day["seconds"]) // 86400)
+            link.lost.setdefault(text, []).append(number)
             link.quote, link.more = line, link.more + times - 1
         elif not link.up:
             link.dark.append(number)

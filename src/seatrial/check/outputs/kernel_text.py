@@ -252,7 +252,7 @@ def _node(log: KernelText, context: Context, host: str | None) -> str | None:
 def _driver(log: KernelText, context: Context) -> Iterator[Finding]:
     groups: dict[tuple[str | None, int, str, str, int, Verdict], tuple[XidMessage, list[Message]]] = {}
     # An SXid line with data but no severity belongs to the line that stated the severity.
-    told = {
+    seen = {
         (m.host, m.xid.pci, m.xid.code)
         for m in log.messages
         if m.xid.kind == "sxid" and m.xid.severity is not None
@@ -265,7 +265,7 @@ def _driver(log: KernelText, context: Context) -> Iterator[Finding]:
             worst[of] = xid
     for message in log.messages:
         xid, node = message.xid, _node(log, context, message.host)
-        if xid.kind == "sxid" and xid.severity is None and (message.host, xid.pci, xid.code) in told:
+        if xid.kind == "sxid" and xid.severity is None and (message.host, xid.pci, xid.code) in seen:
             continue
         # A consequential message is judged as its cause; if the cause is not in the log, by the code of the cause.
         if xid.cause is not None:

@@ -74,8 +74,8 @@ def parse(lines: Lines, file: str) -> Bus:
         if found := _DEVICE.fullmatch(line):
             count += 1
             whole = whole or found["kind"] == "Host bridge"
-            told = f"{found['kind']}: {found['name']}"
-            kind = next((kind for kind, pattern in _KINDS if pattern.match(told)), "")
+            text = f"{found['kind']}: {found['name']}"
+            kind = next((kind for kind, pattern in _KINDS if pattern.match(text)), "")
             gone = found["rev"] == "ff"
             now = Device(address(found["pci"]) or found["pci"], kind, found["name"], number, gone)
             if kind or gone:

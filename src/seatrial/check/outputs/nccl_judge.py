@@ -272,7 +272,7 @@ def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, context: Context) ->
     target, place = Target(node=context.node), evidence(log.file, [row.line])
     ranks = _ranks(log)
     nodes = context.nodes or len(_hosts(log)) or None
-    told = f"{row.busbw} GB/s busbw at {row.size} bytes"
+    detail = f"{row.busbw} GB/s busbw at {row.size} bytes"
     why = ""
     if guess:
         why = "the output does not name the GPU model, and some models reach less"
@@ -290,7 +290,7 @@ def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, context: Context) ->
             "NCC002",
             "UNJUDGED",
             target,
-            f"{told}; {why}",
+            f"{detail}; {why}",
             row.busbw,
             "GB/s",
             why_unjudged=why,
@@ -308,12 +308,12 @@ def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, context: Context) ->
             row.size,
         )
         # Never FAIL: a healthy EFA reaches 74 % in an all-reduce over four nodes; ib_write_bw between two decides.
-        text = f"{told} over {nodes} nodes: {rate:.0f} Gb/s a GPU of {context.nic_gbit_s:.0f}"
+        text = f"{detail} over {nodes} nodes: {rate:.0f} Gb/s a GPU of {context.nic_gbit_s:.0f}"
         yield Finding(
             "NCC002", "WARN" if low else "PASS", target, text, rate, "Gb/s", expected, evidence=place
         )
     else:
-        text = f"{told}; healthy GPUs of this model reach {floor.value} ({floor.algorithm})"
+        text = f"{detail}; healthy GPUs of this model reach {floor.value} ({floor.algorithm})"
         yield Finding(
             "NCC002",
             floor.verdict(row.busbw),

@@ -183,8 +183,8 @@ def _check_results(facts: ScoutFacts) -> None:
     listed = {(frozenset((p.a, p.b)), p.gb_s) for p in facts.pairs if p.listed}
     before = {(frozenset((p.a, p.b)), p.gb_s) for p in facts.pairs[:first]}
     for nodes, gb_s in listed ^ before:
-        told = "failed" if gb_s is None else f"{gb_s:.2f} GB/s"
-        facts.damage.append((f"{' and '.join(sorted(nodes))}: {told} is listed once instead of twice", None))
+        text = "failed" if gb_s is None else f"{gb_s:.2f} GB/s"
+        facts.damage.append((f"{' and '.join(sorted(nodes))}: {text} is listed once instead of twice", None))
 
 
 def judge(facts: ScoutFacts, context: Context) -> list[Finding]:

@@ -43,15 +43,15 @@ def damaged(problems: Sequence[tuple[str, int | None]], file: str, tool: str) ->
     """One finding for all damage in a file; none if there is no damage. `problems`: description and line of each."""
     if not problems:
         return []
-    told = "; ".join(dict.fromkeys(p for p, _ in problems[:4]))
+    text = "; ".join(dict.fromkeys(p for p, _ in problems[:4]))
     if len(problems) > 4:
-        told += f"; and {len(problems) - 4} more"
+        text += f"; and {len(problems) - 4} more"
     return [
         Finding(
             "FILE003",
             "UNJUDGED",
             Target(),
-            f"{tool}: {told}",
+            f"{tool}: {text}",
             why_unjudged="the output is damaged, so its missing parts are unknown",
             evidence=tuple(at(file, line) for _, line in problems[:4]),
         )

@@ -205,8 +205,8 @@ class _Reader:
                 run = run.torn("the test's title is missing", run.line)
             if "device" not in run.settings:
                 run = run.torn("the device's name is missing", run.line)
-            told = {row.direction for row in run.rows} | {each.direction}
-            if len(told) == 2 or (told != {""} and not run.both_directions):
+            seen = {row.direction for row in run.rows} | {each.direction}
+            if len(seen) == 2 or (seen != {""} and not run.both_directions):
                 run = run.torn("the result of one direction is missing", each.line)
             if not run.rows:
                 run = run.torn("no result: the test did not finish, or no client connected", run.line)

@@ -179,12 +179,12 @@ def _latency(run: Run, file: str) -> Finding:
 def _errors(facts: Runs, context: Context) -> list[Finding]:
     """One finding per cause; error lines that are only symptoms of another are added to its evidence."""
     device = facts.runs[0].device if facts.runs else None
-    told = [(classify(text)[0], text, line) for text, line in facts.errors]
-    first = [t for t in told if not t[0].symptom] or told
+    entries = [(classify(text)[0], text, line) for text, line in facts.errors]
+    first = [t for t in entries if not t[0].symptom] or entries
     causes: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for error, text, line in first:
         causes.setdefault((error.code, error.says), []).append((text, line))
-    after = [line for error, _, line in told if error.symptom] if len(first) < len(told) else []
+    after = [line for error, _, line in entries if error.symptom] if len(first) < len(entries) else []
     found = []
     for (code, says), lines in causes.items():
         text, _ = lines[0]

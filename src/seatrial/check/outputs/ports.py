@@ -293,12 +293,12 @@ def inventory(facts: PortsFacts) -> Mapping[str, str | int | float]:
     if not fabric:
         return {}
     firmware = sorted({p.firmware for p in fabric if p.firmware})
-    said: dict[str, str | int | float] = {"fabric ports": len(fabric)}
+    values: dict[str, str | int | float] = {"fabric ports": len(fabric)}
     if firmware:
-        said["NIC firmware"] = ", ".join(firmware)
+        values["NIC firmware"] = ", ".join(firmware)
     if all(p.port.gbit_s is not None for p in fabric) and len({p.port.gbit_s for p in fabric}) == 1:
-        said["fabric port rate, Gb/s"] = fabric[0].port.gbit_s or 0.0
-    return said
+        values["fabric port rate, Gb/s"] = fabric[0].port.gbit_s or 0.0
+    return values
 
 
 def rates(facts: PortsFacts) -> dict[str, float]:

@@ -34,10 +34,10 @@ class ShellFacts:
 
 def _messages(lines: Lines) -> list[tuple[int, str]]:
     """Messages with their lines: anywhere in a short text, only near the end of a long one (a run that was killed)."""
-    said = [(n, line.strip()) for n, line in lines if line.strip()]
-    if len(said) > _LONGEST_LINES:
-        said = said[-_AT_THE_END:]
-    return [(n, line) for n, line in said if any(m.search(line) for m in _MESSAGES)]
+    entries = [(n, line.strip()) for n, line in lines if line.strip()]
+    if len(entries) > _LONGEST_LINES:
+        entries = entries[-_AT_THE_END:]
+    return [(n, line) for n, line in entries if any(m.search(line) for m in _MESSAGES)]
 
 
 def matches(text: str) -> bool:

@@ -97,10 +97,10 @@ def parse(lines: Lines, file: str) -> GpuStates:
         else:
             width = len(cells)
             gpus.append(Gpu(None, number, dict(_values(columns, cells, number))))
-            said = dict(zip(columns, cells, strict=True)) if columns else {}
-            gpus[-1].pci = address(said.get("pci.bus_id", said.get("gpu_bus_id", "")))
-            gpus[-1].index = int(said["index"]) if said.get("index", "").isdecimal() else None
-            head |= {k: Value(said[c], number) for c, k in _HEAD.items() if c in said}
+            values = dict(zip(columns, cells, strict=True)) if columns else {}
+            gpus[-1].pci = address(values.get("pci.bus_id", values.get("gpu_bus_id", "")))
+            gpus[-1].index = int(values["index"]) if values.get("index", "").isdecimal() else None
+            head |= {k: Value(values[c], number) for c, k in _HEAD.items() if c in values}
         lines.claim(number)
     if not gpus and not lost:
         raise ParseError("no GPU in the output", file=file)

@@ -80,8 +80,8 @@ def kind_of(text: str) -> Kind | None:
     lines = lines_of(text[:20_000])
     if not any(_GPU.match(line) for line in lines):
         return None
-    told = [m["rest"] or "" for line in lines if (m := _GPU.match(line))]
-    for line in [*lines, *told]:
+    entries = [m["rest"] or "" for line in lines if (m := _GPU.match(line))]
+    for line in [*lines, *entries]:
         if _REMOTE.match(line):
             return "remote"
         if _STATUS.match(line) or _INACTIVE.match(line) or _UNSUPPORTED.match(line):

@@ -267,10 +267,10 @@ def _counted(
 
 def _info(output: GpuList, context: Context) -> Iterator[Finding]:
     for what in sorted({name for g in output.gpus for name in g.info}):
-        said = [(g, g.info[what]) for g in output.gpus if what in g.info]
-        usual, count = Counter(v for _, (v, _) in said).most_common(1)[0]
-        for gpu, (value, line) in said:
-            if value != usual or (count * 2 <= len(said) and len(said) > 1):
+        entries = [(g, g.info[what]) for g in output.gpus if what in g.info]
+        usual, count = Counter(v for _, (v, _) in entries).most_common(1)[0]
+        for gpu, (value, line) in entries:
+            if value != usual or (count * 2 <= len(entries) and len(entries) > 1):
                 text = f"{what} is {value}, unlike its peers"
                 place = evidence(output.file, [line])
                 yield Finding("GPU010", "WARN", _target(context, gpu), text, value, evidence=place)

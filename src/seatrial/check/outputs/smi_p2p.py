@@ -61,8 +61,8 @@ def judge(matrix: Matrix, context: Context) -> list[Finding]:
         apart = [matrix.gpus[j] for j, w in enumerate(row) if w not in ("OK", "X")]
         if not apart:
             continue
-        told = ", ".join(sorted({_WORDS[w].lower() for w in row if w not in ("OK", "X")}))
-        text = f"no peer access to GPU{'s' * (len(apart) > 1)} {listed(apart)}: {told}"
+        detail = ", ".join(sorted({_WORDS[w].lower() for w in row if w not in ("OK", "X")}))
+        text = f"no peer access to GPU{'s' * (len(apart) > 1)} {listed(apart)}: {detail}"
         if sku is not None and sku.board in ("switch", "mesh"):
             say("FAIL", text, line, target=Target(gpu=gpu), expected=Expected("OK", source=sku.source))
         elif some and len(apart) == len(row) - 1:

@@ -127,8 +127,8 @@ def parse(lines: Lines, file: str) -> Query:
     lost = [(number, line.strip()) for number, line in lines if LOST.match(line)]
     lines.claim(*(number for number, _ in lost))
     # Driver messages about GPUs go to stderr and may be interleaved anywhere.
-    said = {number for number, _ in (*corrupt, *lost)}
-    query = (_parse_xml if "<nvidia_smi_log" in lines.text else _parse_text)(lines, said, file)
+    seen = {number for number, _ in (*corrupt, *lost)}
+    query = (_parse_xml if "<nvidia_smi_log" in lines.text else _parse_text)(lines, seen, file)
     query.corrupt, query.lost = corrupt, lost
     if not query.gpus and not query.lost:
         raise ParseError("no GPU in the output of nvidia-smi -q", file=file)

@@ -237,18 +237,18 @@ class GpuJudge:
 def alike(states: GpuStates, context: Context) -> Iterator[Finding]:
     """Findings for properties that differ between the GPUs of this node."""
     for what in _ALIKE:
-        told = [
+        entries = [
             (place, said)
             for place, gpu in enumerate(states.gpus)
             if (said := gpu.alike.get(what)) is not None
         ]
-        kinds = Counter(said for _, said in told)
+        kinds = Counter(said for _, said in entries)
         if len(kinds) < 2:
             continue
         usual, count = kinds.most_common(1)[0]
-        for place, said in told:
+        for place, said in entries:
             # Without a majority, as with two and two, all are reported.
-            if said != usual or count * 2 <= len(told):
+            if said != usual or count * 2 <= len(entries):
                 others = usual if said != usual else "others differ"
                 text = f"{what} is {said}, most of its peers have {others}"
                 yield GpuJudge(states, context, place).finding("GPU010", "WARN", text, what, measured=said)

@@ -86,10 +86,10 @@ def _slurm(node: str, finding: Finding) -> Order:
     place = "" if rest == Target() else str(rest)
     message = finding.message.removeprefix(f"{finding.target}: ")
     words = _UNSAFE.sub(" ", f"seatrial {finding.code} {place}: {message}").replace(" :", ":")
-    said = " ".join(words.split())[:_LONGEST].strip()
+    text = " ".join(words.split())[:_LONGEST].strip()
     update = ("scontrol", "update", f"nodename={node}")
     return Order(
-        "slurm", node, finding.code, (*update, "state=drain", f"reason={said}"), (*update, "state=resume")
+        "slurm", node, finding.code, (*update, "state=drain", f"reason={text}"), (*update, "state=resume")
     )
 
 

@@ -30,12 +30,12 @@ def page(report: Report, orders: Sequence[Order] = (), title: str = "Seatrial ch
     """The whole document. `orders` are the commands that remove the failed nodes."""
     check_run = report.check_run
     blames = () if check_run is None else check_run.blames
-    told = {b.target for b in blames}
+    seen = {b.target for b in blames}
     passes = [f for f in report.findings if f.verdict == "PASS"]
     found = [
         f
         for f in report.findings
-        if f.verdict != "PASS" and not (f.target in told and f.code.startswith("BLM"))
+        if f.verdict != "PASS" and not (f.target in seen and f.code.startswith("BLM"))
     ]
     of = {verdict: [n for n, v in report.nodes.items() if v == verdict] for verdict in ORDER}
     nodes = [(name, verdict) for verdict, names in of.items() for name in shortened(names)]
@@ -89,9 +89,9 @@ def _finding(group: Sequence[Finding]) -> dict[str, object]:
 
 def _orders(report: Report, orders: Sequence[Order]) -> list[tuple[str, str, list[str]]]:
     """By scheduler: its name, why --apply would refuse, and the commands with what became of them."""
-    told = []
+    entries = []
     for scheduler in SCHEDULERS:
         if mine := [o for o in orders if o.scheduler == scheduler]:
             lines = [f"{o.text}   # {_DONE[o.done]}" for o in mine]
-            told.append((scheduler.capitalize(), would_refuse(report, mine), lines))
-    return told
+            entries.append((scheduler.capitalize(), would_refuse(report, mine), lines))
+    return entries

@@ -23,12 +23,12 @@ def line(report: Report, *, strict: bool) -> tuple[str, int]:
         state, code = _STATES["FAIL"]
     counts = report.counts
     figures = " ".join(f"{v.lower()}={n}" for v, n in counts.items())
-    told = [f for f in report.findings if f.verdict == report.verdict and report.verdict != "PASS"]
+    entries = [f for f in report.findings if f.verdict == report.verdict and report.verdict != "PASS"]
     text = f"{sum(counts.values())} findings{extent(report)}"
-    if told:
-        first = told[0]
+    if entries:
+        first = entries[0]
         where = "" if str(first.target) == "-" else f"{first.target} "
-        more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
+        more = f" (and {len(entries) - 1} more)" if len(entries) > 1 else ""
         text = f"{where}{first.code} {first.message}{more}"
         if sum(verdict == report.verdict for verdict in report.nodes.values()) > 1:
             text = f"{lead(report)}; {text}"

@@ -31,9 +31,9 @@ def table(report: Report, orders: Sequence[Order] = (), *, width: int = 100) -> 
     lines: list[Line] = []
     if said := lead(report):
         lines = [*_wrapped("", said, width, STYLES[report.verdict], indent=0), ("", "")]
-    told: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str]] = set()
     for group in groups([f for f in report.findings if f.verdict != "PASS"]):
-        lines += _group(group, width, told)
+        lines += _group(group, width, seen)
     lines += _passes([f for f in report.findings if f.verdict == "PASS"], width)
     lines += _measured(report, width)
     lines += _orders(report, orders, width)
@@ -144,14 +144,14 @@ def targets(group: Sequence[Finding]) -> str:
         for part in [_PORT_OF.sub(r"\2 port \1", p.removeprefix("to ")) for p in parts] if blames else parts:
             rest.setdefault(part, []).append(node)
     # Merge nodes with equal targets, ordered by the first node.
-    said: list[tuple[str, int]] = []
+    entries: list[tuple[str, int]] = []
     for part, nodes in rest.items():
         for text, count in pieces(nodes):
-            said.append((f"{text} {part}".strip(), count))
-    said.sort(key=lambda s: natural(s[0].replace("[", "")))
-    said = [s for s in said if s[0]]
-    more = sum(count for _, count in said[_TARGETS_SHOWN:])
-    return ", ".join(text for text, _ in said[:_TARGETS_SHOWN]) + (f" and {more} more" if more else "")
+            entries.append((f"{text} {part}".strip(), count))
+    entries.sort(key=lambda s: natural(s[0].replace("[", "")))
+    entries = [s for s in entries if s[0]]
+    more = sum(count for _, count in entries[_TARGETS_SHOWN:])
+    return ", ".join(text for text, _ in entries[:_TARGETS_SHOWN]) + (f" and {more} more" if more else "")
 
 
 def _parts(about: Sequence[Target]) -> list[str]:

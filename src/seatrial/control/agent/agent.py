@@ -548,9 +548,15 @@ class Agent:
         if self.coordinator is not None:
             self.coordinator.flush()
         self.hardware_monitor.close()
-        self.workers.kill_all()
+        self.workers.kill_ranks()
         mark = os.environ[process.MARK]
-        process.kill_all(lambda: process.descendants(os.getpid()) | process.marked(mark))
+
+        def left() -> set[int]:
+            return process.descendants(os.getpid()) | process.marked(mark)
+
+        # The fork server last: should this agent be killed meanwhile, it kills the rest.
+        process.kill_all(lambda: left() - {self.workers.fork_server})
+        process.kill_all(left)
         process.reap(lambda pid, status: None)
 
 

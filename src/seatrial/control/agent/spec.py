@@ -114,8 +114,8 @@ class AgentSpec:
             dumps=str(self.log.with_name("flight-rank")),
             ports=ports,
         )
-        told = [f"InfiniBand and RoCE: {ports.reason}", *transport_facts()] if cuda else []
-        return NodeEnvironment(node_variables(facts, yours), gpus, told)
+        entries = [f"InfiniBand and RoCE: {ports.reason}", *transport_facts()] if cuda else []
+        return NodeEnvironment(node_variables(facts, yours), gpus, entries)
 
     def worker_environment(
         self,

@@ -222,12 +222,6 @@ class Workers:
         for worker in list(self.workers.values()):
             self._kill(worker)
 
-    def kill_all(self) -> None:
-        """SIGKILL to every worker and the fork server, now."""
-        self.kill_ranks()
-        if self.fork_server is not None:
-            process.signal_group(self.fork_server, signal.SIGKILL)
-
     def _kill(self, worker: Worker) -> None:
         if worker.alive and worker.pid is not None:
             self._signal(worker, signal.SIGKILL)

@@ -42,7 +42,7 @@ class _Reminder:
         self._since: dict[tuple[str, str | None], tuple[float, float]] = {}  # began, last reported
 
     def new(self, found: list[PortFault], now: float) -> list[Message]:
-        told = []
+        entries = []
         keys = {(f.signal, f.where) for f in found}
         self._since = {key: times for key, times in self._since.items() if key in keys}
         for finding in found:
@@ -51,8 +51,8 @@ class _Reminder:
             if now - last >= REMIND_S:
                 self._since[key] = (began, now)
                 evidence = finding.evidence | {"for_s": round(now - began, 1)}
-                told.append({"finding": asdict(finding) | {"evidence": evidence}})
-        return told
+                entries.append({"finding": asdict(finding) | {"evidence": evidence}})
+        return entries
 
 
 def watch_ports(root: Path, interval_s: float) -> Body:

@@ -160,7 +160,7 @@ class Sources:
         message = gated.message
         name, where = ("Xid", "GPU") if message.kind == "xid" else ("SXid", "NVSwitch")
         known = catalogue().get(message.code) if message.kind == "xid" else None
-        said = message.message or (known.meaning if known else "no description is known")
+        text = message.message or (known.meaning if known else "no description is known")
         evidence: dict[str, Any] = {
             "source": gated.source,
             "code": message.code,
@@ -180,7 +180,7 @@ class Sources:
             gated.signal,
             message.pci if message.kind == "xid" else None,
             None,
-            f"{name} {message.code} from {where} {message.pci}: {said}",
+            f"{name} {message.code} from {where} {message.pci}: {text}",
             {key: value for key, value in evidence.items() if value is not None},
             now,
         )

@@ -261,16 +261,16 @@ def _start(
             os.nice(niceness)
         begin = time.monotonic()
         try:
-            told: Answer = {"ok": True, "message": "", **body()}
+            values: Answer = {"ok": True, "message": "", **body()}
         except (OSError, ValueError, KeyError, TypeError, SeatrialError) as error:
-            told = {"ok": False, "message": str(error)}
+            values = {"ok": False, "message": str(error)}
         _alive(0)
-        told["seconds"] = time.monotonic() - begin
-        data = json.dumps(told).encode()
+        values["seconds"] = time.monotonic() - begin
+        data = json.dumps(values).encode()
         os.ftruncate(answer, 0)
         while data:
             data = data[os.write(answer, data) :]
-        return 0 if told["ok"] else 1
+        return 0 if values["ok"] else 1
 
     return Moving(process.fork(child), what, fd, answer)
 

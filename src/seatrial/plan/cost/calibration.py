@@ -129,11 +129,11 @@ class Calibration:
         elif shifts:
             value += statistics.fmean(shifts)
         spread = math.hypot(statistics.fmean(e.spread for e in base), DOUBT["extrapolated"])
-        told = ", ".join(sorted({f"{e.stack} on {e.gpu}" for e in (same or base)}))
+        text = ", ".join(sorted({f"{e.stack} on {e.gpu}" for e in (same or base)}))
         factors = Factors(
             *(math.exp(statistics.fmean(math.log(getattr(e, name)) for e in same or base)) for name in _KINDS)
         )
-        return Pace(math.exp(value), spread, "extrapolated", f"from {told}", factors)
+        return Pace(math.exp(value), spread, "extrapolated", f"from {text}", factors)
 
 
 _KINDS = tuple(f.name for f in fields(Factors))

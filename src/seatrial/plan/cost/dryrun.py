@@ -184,10 +184,10 @@ def _ask(
         )
     if done.returncode:
         last = err.strip().splitlines()
-        told = f"the dry run failed: {last[-1] if last else f'exit code {done.returncode}'}"
+        text = f"the dry run failed: {last[-1] if last else f'exit code {done.returncode}'}"
         if (limit := address_limit()) is not None:
-            raise RunFailed(told, hint=limit)
-        raise InternalError(told, hint="report it, with the job file")
+            raise RunFailed(text, hint=limit)
+        raise InternalError(text, hint="report it, with the job file")
     return dict(json.loads(out))
 
 

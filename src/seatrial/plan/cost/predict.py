@@ -146,27 +146,29 @@ def waterfall(model: Architecture, recipe: Recipe, parts: Parts, peak: float) ->
 
 
 def _provenance(cluster: Cluster, stack: Stack, pace: Pace) -> tuple[str, ...]:
-    told = [
+    entries = [
         f"kernels: {cluster.gpu.name}, {cluster.gpu.source}",
         f"pace {pace.value:.2f}, of operators bound by memory x {pace.factors.operators:.2f}, of attention x "
         f"{pace.factors.attention:.2f} ({pace.kind}): {pace.source}",
         f"stack {stack.name}: {stack.source}",
     ]
     if cluster.gpu.best_bf16_tflops is None:
-        told.append("GEMMs: no measurement of this GPU; 0.75 of its peak is assumed")
-    told.append(f"processors: {PROCESSORS_SOURCE}")
-    told.append(f"operators bound by memory: {MEMORY_SHARE} of the data sheet's bandwidth, {MEMORY_SOURCE}")
-    told.append(
+        entries.append("GEMMs: no measurement of this GPU; 0.75 of its peak is assumed")
+    entries.append(f"processors: {PROCESSORS_SOURCE}")
+    entries.append(
+        f"operators bound by memory: {MEMORY_SHARE} of the data sheet's bandwidth, {MEMORY_SOURCE}"
+    )
+    entries.append(
         f"memory outside torch's allocator: {RUNTIME_SOURCE}; {FRAGMENTATION:.0%} for fragmentation, {FRAGMENTATION_SOURCE}"
     )
-    told.append(_memory_told())
+    entries.append(_memory_told())
     if cluster.network is not None:
-        told.append(f"network {cluster.network.name}: {cluster.network.source}")
-        told.append(
+        entries.append(f"network {cluster.network.name}: {cluster.network.source}")
+        entries.append(
             f"collectives reach {cluster.network.reached:.0%} of its rate: {cluster.network.reached_source}"
         )
-        told.append(f"latency {cluster.network.hop_us:g} us a hop: {cluster.network.hop_source}")
-    return tuple(told)
+        entries.append(f"latency {cluster.network.hop_us:g} us a hop: {cluster.network.hop_source}")
+    return tuple(entries)
 
 
 @cache

@@ -54,7 +54,7 @@ def place_of(job: Job, network: str | None = None) -> Hardware:
     """
     at = job.cluster
     gpu, why_gpu = _gpu(job)
-    chosen, told, why_network = None, "", ""
+    chosen, text, why_network = None, "", ""
     if network is not None:
         chosen = known_network(network)
     elif at.network is not None:
@@ -62,14 +62,14 @@ def place_of(job: Job, network: str | None = None) -> Hardware:
             chosen = known_network(at.network)
     elif gpu is not None and (node := reference_node(gpu.name, at.gpus_per_node)) is not None:
         chosen = find_network(node.network)
-        told = (
+        text = (
             f"{_ASSUMED}, that of a {node.name} ({node.source}); set cluster.network or --network for another"
         )
     if chosen is None:
         why_network = "not given; set cluster.network or --network NAME"
     elif at.nodes == 1:
-        told = ""
-    return Hardware(at.nodes, at.gpus_per_node, gpu, chosen, why_gpu, why_network, (told,) if told else ())
+        text = ""
+    return Hardware(at.nodes, at.gpus_per_node, gpu, chosen, why_gpu, why_network, (text,) if text else ())
 
 
 def known_network(name: str) -> Network:

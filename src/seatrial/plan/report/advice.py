@@ -340,22 +340,22 @@ def short(recipe: Recipe) -> str:
 def difference(a: Recipe, b: Recipe) -> str:
     """What `b` has different from `a`, in the terms of the job file."""
     here, there = a.layout, b.layout
-    told = [
+    entries = [
         f"{name} {getattr(there, name)}"
         for name in ("tensor", "pipeline", "shard", "replicate")
         if getattr(here, name) != getattr(there, name)
     ]
     if a.microbatch != b.microbatch:
-        told.append(f"microbatch {b.microbatch}")
+        entries.append(f"microbatch {b.microbatch}")
     if (here.schedule, here.stages_per_rank) != (there.schedule, there.stages_per_rank):
         many = f" with {there.stages_per_rank} stages a rank" if there.stages_per_rank > 1 else ""
-        told.append(there.schedule + many)
+        entries.append(there.schedule + many)
     if a.recompute != b.recompute:
-        told.append("full recomputation" if b.recompute == "full" else "no recomputation")
+        entries.append("full recomputation" if b.recompute == "full" else "no recomputation")
     if a.reshard != b.reshard:
-        told.append(f"reshard_after_forward = {str(b.reshard).lower()}")
+        entries.append(f"reshard_after_forward = {str(b.reshard).lower()}")
     if a.async_tensor != b.async_tensor:
-        told.append(f"async_tensor = {str(b.async_tensor).lower()}")
+        entries.append(f"async_tensor = {str(b.async_tensor).lower()}")
     if a.compiled != b.compiled:
-        told.append("compile = true" if b.compiled else "compile = false")
-    return ", ".join(told) or "nothing"
+        entries.append("compile = true" if b.compiled else "compile = false")
+    return ", ".join(entries) or "nothing"

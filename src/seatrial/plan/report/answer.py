@@ -152,7 +152,7 @@ def answer(
         except (UnknownNetworkError, UnknownSpeedError):
             found = None  # `mine.why_unknown` says what is not known
     prediction = mine.prediction
-    told: tuple[Target, ...] = ()
+    entries: tuple[Target, ...] = ()
     weak = strong = best = ending = None
     if cluster is not None and prediction is not None:
         sizes = w.nodes or usual_nodes(cluster)
@@ -168,7 +168,7 @@ def answer(
                 job, cluster, nodes=(1, *known), known=known, calibration=calibration, stack=w.stack
             )
         ending = _ending(job, mine.recipe, cluster, prediction, w)
-        told = targets(job, mine.recipe, cluster, found, w.targets, w.stack, calibration)
+        entries = targets(job, mine.recipe, cluster, found, w.targets, w.stack, calibration)
         if w.look_further:
             more = advice(job, mine.recipe, cluster, found, w.stack, calibration)
     return Answer(
@@ -183,7 +183,7 @@ def answer(
         strong=strong,
         best_scaled=best,
         advice=more,
-        targets=told,
+        targets=entries,
         provenance=_provenance(job.architecture, mine, found, ending, place),
     )
 

@@ -92,7 +92,7 @@ def beside(
     pipeline = unlike_ranks(recipe.layout) if ranks is None else list(ranks)
     numbers = [at.rank(Coordinates(p, 0, 0, 0)) for p in pipeline]
     ran = dry_run(wanted, device=device, ranks=numbers, processes=processes or os.cpu_count())
-    told = tuple(
+    entries = tuple(
         Rank(step.rank, step.at.pipeline, _pairs(job.architecture, recipe, shape, step), step.peak_label)
         for step in ran.ranks
     )
@@ -100,7 +100,7 @@ def beside(
     if device == "cpu":
         notes += ("the closed form is of a GPU: on CPU other kernels keep other things",)
     exact = all(len(step.traced) == 1 for step in ran.ranks)
-    return Beside(recipe, told, exact, sum(s.seconds for s in ran.ranks), ran.process_bytes, notes)
+    return Beside(recipe, entries, exact, sum(s.seconds for s in ran.ranks), ran.process_bytes, notes)
 
 
 def _pairs(model: Architecture, recipe: Recipe, shape: Cluster, step: RankStep) -> tuple[Pair, ...]:

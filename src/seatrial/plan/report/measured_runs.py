@@ -81,8 +81,8 @@ def paces(
             continue
         found.setdefault(stack, []).append((run, pace))
     entries = tuple(_entry(stack, gpu, runs) for stack, runs in found.items())
-    told = tuple(f"pace {e.pace:.3g} of {e.stack}: {e.source}" for e in entries)
-    return entries, told, tuple(unused)
+    parts = tuple(f"pace {e.pace:.3g} of {e.stack}: {e.source}" for e in entries)
+    return entries, parts, tuple(unused)
 
 
 def _same_model(folder: Path, job: Job) -> Iterator[RunFolder]:

@@ -94,10 +94,10 @@ class Waterfall:
     def sentence(self) -> str:
         """The chart in one sentence, as alternative text."""
         losses = sorted((b for b in self.bars if b.kind not in ("peak", "result")), key=lambda b: -b.share)
-        told = ", ".join(f"{b.name} {b.share * 100:.1f} %" for b in losses[:3])
+        text = ", ".join(f"{b.name} {b.share * 100:.1f} %" for b in losses[:3])
         rest = len(losses) - 3
         more = f" and {rest} smaller part{'s' if rest > 1 else ''}" if rest > 0 else ""
-        return f"Of the GPUs' dense peak {self.mfu * 100:.1f} % goes into model FLOPs; lost to {told}{more}."
+        return f"Of the GPUs' dense peak {self.mfu * 100:.1f} % goes into model FLOPs; lost to {text}{more}."
 
 
 def waterfall_of(shares: Sequence[Share]) -> Waterfall:

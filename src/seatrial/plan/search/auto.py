@@ -53,7 +53,7 @@ class Candidate:
     def document(self, best: Candidate) -> dict[str, Any]:
         """For plan.json; `slower` is relative to the chosen one, `best`."""
         r = self.recipe
-        told: dict[str, Any] = {
+        values: dict[str, Any] = {
             "layout": r.layout.as_dict(),
             "reshard_after_forward": r.reshard,
             "async_tensor": r.async_tensor,
@@ -64,7 +64,7 @@ class Candidate:
         }
         if self.choice is not None and best.choice is not None:
             p = self.choice.prediction
-            told |= {
+            values |= {
                 "step_s": p.step_s,
                 "step_low_s": p.low_s,
                 "step_high_s": p.high_s,
@@ -74,8 +74,8 @@ class Candidate:
                 "limit": self.choice.limit,
             }
         else:
-            told["idle"] = self.idle
-        return told
+            values["idle"] = self.idle
+        return values
 
 
 @dataclass(frozen=True)
@@ -318,10 +318,10 @@ def _idle_share(
 def _no_layout(job: Job, cluster: Cluster) -> Exception:
     shard = replace(Recipe.of(job), layout=Layout(shard=cluster.gpus), reshard=True, async_tensor=False)
     why = refusal(job, cluster, shard)
-    said = "" if why is None else f"; with shard {cluster.gpus} alone: {why.message}"
+    text = "" if why is None else f"; with shard {cluster.gpus} alone: {why.message}"
     hint = "change the batch or the number of nodes" if why is None else why.hint
     return job.refusal(
-        "parallel", f'parallel = "auto": no layout is legal for these {cluster.gpus} ranks{said}', hint
+        "parallel", f'parallel = "auto": no layout is legal for these {cluster.gpus} ranks{text}', hint
     )
 
 

@@ -66,13 +66,13 @@ class Account:
     def headline(self) -> str:
         """The account in one sentence, decimal GB."""
         bf16 = dict(self.weights)["bf16"]
-        told = (
+        text = (
             f"{self.parameters / 1e9:.3g}B parameters: {_gb(bf16)} of weights in bf16, "
             f"{_gb(self.states)} of states to train them ({self.states / self.parameters:g} bytes a parameter)"
         )
         if self.cluster_bytes is not None and self.gpus is not None:
-            told += f", {_gb(self.cluster_bytes)} in all on {self.gpus} GPU{'s' if self.gpus > 1 else ''}"
-        return told
+            text += f", {_gb(self.cluster_bytes)} in all on {self.gpus} GPU{'s' if self.gpus > 1 else ''}"
+        return text
 
 
 def account(

@@ -251,8 +251,8 @@ def _doublings(known: Sequence[Point]) -> TargetResult:
     if not seen:
         return TargetResult(target, "no two sizes that differ by a factor of two", None)
     worst = min(seen, key=lambda p: _of(p.doubling))
-    told = f"worst {_percent(_of(worst.doubling))}, from {worst.gpus // 2} to {worst.gpus} GPUs"
-    return TargetResult(target, told, _of(worst.doubling) > DOUBLING)
+    text = f"worst {_percent(_of(worst.doubling))}, from {worst.gpus // 2} to {worst.gpus} GPUs"
+    return TargetResult(target, text, _of(worst.doubling) > DOUBLING)
 
 
 def _span(points: Sequence[Point]) -> TargetResult:
@@ -266,11 +266,11 @@ def _span(points: Sequence[Point]) -> TargetResult:
         return TargetResult(target, f"{TO_GPUS} GPUs: {_why(points, TO_GPUS)}", None)
     if start is None:
         first = known[0]
-        told = f"{FROM_GPUS} GPUs: {_why(points, FROM_GPUS)}"
+        text = f"{FROM_GPUS} GPUs: {_why(points, FROM_GPUS)}"
         if first.gpus < TO_GPUS:
             times, ideal = _of(end.tokens_per_s) / _of(first.tokens_per_s), TO_GPUS / first.gpus
-            told += f"; {times:.1f} times from {first.gpus} to {TO_GPUS}, of {ideal:g} ({_percent(times / ideal)})"
-        return TargetResult(target, told, None)
+            text += f"; {times:.1f} times from {first.gpus} to {TO_GPUS}, of {ideal:g} ({_percent(times / ideal)})"
+        return TargetResult(target, text, None)
     times = _of(end.tokens_per_s) / _of(start.tokens_per_s)
     return TargetResult(target, f"{times:.1f} times", times >= low)
 
@@ -294,15 +294,15 @@ def _model_parallel(recipe: Recipe) -> str:
 
 
 def _assumes(cluster: Cluster, mode: Mode) -> tuple[str, ...]:
-    told: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ()
     if cluster.network is not None:
-        told += (
+        entries += (
             f"every node has the full {cluster.network.name} rate at every size: no oversubscription, no other traffic",
         )
-    told += ("no stragglers, no jitter",)
+    entries += ("no stragglers, no jitter",)
     if mode == "weak":
-        told += ("a larger global batch may need other learning rates: tokens/s is not progress",)
-    return told
+        entries += ("a larger global batch may need other learning rates: tokens/s is not progress",)
+    return entries
 
 
 def _percent(share: float) -> str:

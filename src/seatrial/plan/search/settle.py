@@ -79,8 +79,8 @@ def _taken(job: Job, place: Hardware, recorded: Mapping[str, Any]) -> tuple[Job 
     if not isinstance(before, dict):
         return None, "the recorded choice of an earlier start is unreadable"
     if differing := [key for key in now if before.get(key) != now[key]]:
-        told = ", ".join(f"{key} {_shown(before.get(key))} -> {_shown(now[key])}" for key in differing)
-        return None, f"the cluster changed: {told}"
+        text = ", ".join(f"{key} {_shown(before.get(key))} -> {_shown(now[key])}" for key in differing)
+        return None, f"the cluster changed: {text}"
     train: dict[str, Any] = {}
     for key in CHOSEN_TOO:
         value = recorded.get(key)

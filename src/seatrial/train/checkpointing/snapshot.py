@@ -194,7 +194,7 @@ class Snapshots:
         filling.add(head)
         filling.add(raw_bytes(self._copy))
         digest = filling.finish()
-        told = {
+        values = {
             "slot": taken.slot,
             **of,
             "layout": self._layout,
@@ -202,7 +202,7 @@ class Snapshots:
             "hash": digest,
             "index": {"pieces": self._indexed},
         }
-        return {**told, "seconds": time.perf_counter() - begin}
+        return {**values, "seconds": time.perf_counter() - begin}
 
     # -- events
 

@@ -94,7 +94,7 @@ def group_states(
         )
         ended = entry["retired"] or entry["state"] == "completed"
         op = entry["profiling_name"].partition(":")[2]
-        told = {
+        values = {
             "op": op,
             "state": entry["state"],
             "sizes": entry["input_sizes"][:1],
@@ -102,13 +102,13 @@ def group_states(
         }
         if entry["is_p2p"]:
             if not ended and len(state["p2p"]) < _PENDING:
-                state["p2p"].append({**told, "peer": _peer(op, ranks)})
+                state["p2p"].append({**values, "peer": _peer(op, ranks)})
             continue
         sequence = entry["collective_seq_id"]
         if sequence >= state["last"]:
             state["last"], state["op"] = sequence, op
         if not ended and len(state["pending"]) < _PENDING:
-            state["pending"].append({"seq": sequence, **told})
+            state["pending"].append({"seq": sequence, **values})
     return list(states.values())
 
 
