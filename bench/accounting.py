@@ -1,6 +1,6 @@
 """What frontier accounting costs: steps of one run with and without it in turns, and the ratio of their times.
 
-    python bench/accounting.py [--rounds 12] [--steps 20] [--tensor 2] [--pipeline 1] [--shard 1]
+    python bench/accounting.py [--rounds 6] [--steps 5] [--tensor 2] [--pipeline 1] [--shard 1]
 
 The ranks are forked, on gloo. Each turn is of a few steps with the clock counting and the methods of torch wrapped, or
 without both; the order changes from turn to turn, so that a noisy machine disturbs both alike. The ratio is that of the
@@ -170,8 +170,8 @@ def cost_of_a_change_s(times: int = 20_000) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=20, help="steps a turn")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5, help="steps a turn")
     for name, size in (("tensor", 2), ("pipeline", 1), ("shard", 1)):
         parser.add_argument(f"--{name}", type=int, default=size)
     arguments = parser.parse_args()

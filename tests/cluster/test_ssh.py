@@ -80,7 +80,7 @@ def test_three_hosts_train_as_three_local_nodes(
     assert {e["node"] for e in events if e["kind"] == "node_joined"} == {0, 1, 2}
     assert len(over_ssh) == 12
     run.wait_gone(5)
-    assert not cluster.remote()
+    cluster.wait(lambda: not cluster.remote(), "left on the hosts", 10)
     local = start("--fresh", "--set", "cluster.launcher=local")
     assert local.wait(240)[0] == 0
     assert losses(cluster.folder) == over_ssh
