@@ -27,11 +27,11 @@ from pathlib import Path
 from seatrial.base import process
 from seatrial.data.prepare import data_cache, resolve_stores
 from seatrial.drill import weights
-from seatrial.drill.copies import Copy
 from seatrial.drill.expectation import OTHER_WORLD
 from seatrial.drill.reference import Reference, run_reference
 from seatrial.drill.stage import Overdue, Stage, processes_of
 from seatrial.job import Job
+from seatrial.job.changed import Copy
 from seatrial.job.loading import job_from_text
 from seatrial.record.events import read_events
 from seatrial.record.ledger import ledger_gaps, read_ledger

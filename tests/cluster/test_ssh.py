@@ -9,12 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ssh_hosts import SSHD, SshHosts
 
 from conftest import Run, records
 from seatrial.base import process
@@ -26,81 +26,11 @@ from seatrial.record.folder import RunFolder
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
-SSHD = "/usr/sbin/sshd"
 LAUNCHER = 3  # the host that the launcher runs on
-TIMEOUT_S = 90.0
-
-
-class Cluster:
-    """Three hosts that are called n0, n1 and n2 in an ssh configuration, and one to log in from."""
-
-    def __init__(self, hosts: Hosts, folder: Path) -> None:
-        self.hosts, self.folder = hosts, folder
-        self.servers: list[subprocess.Popen[bytes]] = []
-        self.key("user")
-        (folder / "authorized").write_text((folder / "user.pub").read_text())
-        os.makedirs("/run/sshd", exist_ok=True)
-        known = []
-        for n in range(LAUNCHER):
-            self.key(f"host{n}")
-            known.append(f"{hosts.address(n)} {(folder / f'host{n}.pub').read_text()}")
-            (folder / f"sshd{n}").write_text(
-                f"ListenAddress {hosts.address(n)}\nHostKey {folder}/host{n}\nStrictModes no\nUsePAM no\n"
-                f"AuthorizedKeysFile {folder}/authorized\nPidFile none\nPermitRootLogin prohibit-password\n"
-                "PasswordAuthentication no\nMaxStartups 100\n"
-                # A login script that prints.
-                'ForceCommand echo Welcome; eval "$SSH_ORIGINAL_COMMAND"\n'
-            )
-            command = [
-                *hosts.prefix(n),
-                SSHD,
-                "-D",
-                "-f",
-                str(folder / f"sshd{n}"),
-                "-E",
-                str(folder / f"log{n}"),
-            ]
-            self.servers.append(subprocess.Popen(command))
-        (folder / "known").write_text("".join(known))
-        blocks = [f"Host n{n}\n  HostName {hosts.address(n)}\n" for n in range(LAUNCHER)]
-        (folder / "config").write_text(
-            "".join(blocks) + f"Host *\n  User root\n  IdentityFile {folder}/user\n  IdentitiesOnly yes\n"
-            f"  UserKnownHostsFile {folder}/known\n  StrictHostKeyChecking yes\n"
-        )
-        for n in range(LAUNCHER):
-            self.wait(lambda n=n: self.ssh(f"n{n}", "true") == 0, f"no sshd on host {n}")
-
-    def key(self, name: str) -> None:
-        subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)], check=True
-        )
-
-    def ssh(self, host: str, command: str) -> int:
-        options = ["-F", str(self.folder / "config"), "-oBatchMode=yes"]
-        done = subprocess.run(
-            [*self.hosts.prefix(LAUNCHER), "ssh", *options, host, command], capture_output=True, check=False
-        )
-        return done.returncode
-
-    def wait(self, done: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
-        end = time.monotonic() + timeout_s
-        while not done():
-            assert time.monotonic() < end, what
-            time.sleep(0.02)
-
-    def remote(self) -> set[int]:
-        """What runs on the hosts."""
-        return process.marked(*(f"{self.folder}/runs/small/node{n}" for n in range(LAUNCHER)))
-
-    def close(self) -> None:
-        for server in self.servers:
-            server.terminate()
-        for server in self.servers:
-            server.wait()
 
 
 @pytest.fixture
-def cluster(folder: Path) -> Iterator[Cluster]:
+def cluster(folder: Path) -> Iterator[SshHosts]:
     if not os.path.exists(SSHD) or shutil.which("ssh") is None:
         pytest.skip("sshd (openssh-server) or ssh is not installed")
     text = (folder / "job.toml").read_text()
@@ -117,7 +47,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     )
     try:
         with Hosts(LAUNCHER + 1) as hosts:
-            made = Cluster(hosts, folder)
+            made = SshHosts(hosts, folder)
             try:
                 yield made
                 # An agent whose run is over exits by itself, a moment after the launcher.
@@ -130,8 +60,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def train(cluster: Cluster, start: Callable[..., Run]) -> Callable[..., Run]:
-    return lambda *arguments: start(*arguments, prefix=cluster.hosts.prefix(LAUNCHER))
+def train(cluster: SshHosts, start: Callable[..., Run]) -> Callable[..., Run]:
+    return lambda *arguments: start(*arguments, prefix=cluster.prefix)
 
 
 def losses(folder: Path) -> list[float]:
@@ -140,7 +70,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_three_hosts_train_as_three_local_nodes(
-    cluster: Cluster, train: Callable[..., Run], start: Callable[..., Run]
+    cluster: SshHosts, train: Callable[..., Run], start: Callable[..., Run]
 ) -> None:
     run = train()
     code, _, said = run.wait(240)
@@ -150,7 +80,7 @@ def test_three_hosts_train_as_three_local_nodes(
     assert {e["node"] for e in events if e["kind"] == "node_joined"} == {0, 1, 2}
     assert len(over_ssh) == 12
     run.wait_gone(5)
-    assert not cluster.remote()
+    cluster.wait(lambda: not cluster.remote(), "left on the hosts", 10)
     local = start("--fresh", "--set", "cluster.launcher=local")
     assert local.wait(240)[0] == 0
     assert losses(cluster.folder) == over_ssh
@@ -158,7 +88,7 @@ def test_three_hosts_train_as_three_local_nodes(
 
 @pytest.mark.parametrize("victim", ["launcher", pytest.param("everything here", marks=pytest.mark.long)])
 def test_kill_9_of_the_launcher_leaves_nothing(
-    cluster: Cluster, train: Callable[..., Run], victim: str
+    cluster: SshHosts, train: Callable[..., Run], victim: str
 ) -> None:
     run = train("--set", "train.steps=2000")
     run.wait_line("step   ")
@@ -172,7 +102,7 @@ def test_kill_9_of_the_launcher_leaves_nothing(
     cluster.wait(lambda: not cluster.remote(), "left on the hosts", 10)
 
 
-def test_killed_ssh_ends_its_agent_and_the_host_rejoins(cluster: Cluster, train: Callable[..., Run]) -> None:
+def test_killed_ssh_ends_its_agent_and_the_host_rejoins(cluster: SshHosts, train: Callable[..., Run]) -> None:
     run = train("--set", "train.steps=2000")
     run.wait_line("step   ")
     before = process.marked(f"{cluster.folder}/runs/small/node1")
@@ -187,7 +117,7 @@ def test_killed_ssh_ends_its_agent_and_the_host_rejoins(cluster: Cluster, train:
     assert run.wait()[0] == 75
 
 
-def test_a_cut_network_shrinks_and_grows(cluster: Cluster, train: Callable[..., Run]) -> None:
+def test_a_cut_network_shrinks_and_grows(cluster: SshHosts, train: Callable[..., Run]) -> None:
     run = train("--set", "train.steps=4000")
     run.wait_line("step   ")
     before = process.marked(f"{cluster.folder}/runs/small/node1")
@@ -215,7 +145,7 @@ def test_a_cut_network_shrinks_and_grows(cluster: Cluster, train: Callable[..., 
 
 @pytest.mark.long
 def test_launcher_death_during_network_cut_leaves_no_processes(
-    cluster: Cluster, train: Callable[..., Run]
+    cluster: SshHosts, train: Callable[..., Run]
 ) -> None:
     run = train("--set", "train.steps=4000")
     run.wait_line("step   ")
@@ -235,12 +165,12 @@ def clients_host(pid: int) -> str | None:
     return words[-3] if words[0] == "ssh" else None
 
 
-def told(cluster: Cluster, kind: str) -> list[dict[str, Any]]:
+def told(cluster: SshHosts, kind: str) -> list[dict[str, Any]]:
     return [e for e in records(cluster.folder / "runs/small/events.jsonl") if e["kind"] == kind]
 
 
 def test_problems_of_each_host_are_reported_before_starting(
-    cluster: Cluster, train: Callable[..., Run]
+    cluster: SshHosts, train: Callable[..., Run]
 ) -> None:
     other = next(line for line in (cluster.folder / "known").read_text().splitlines() if line)
     wrong = " ".join([cluster.hosts.address(0), *(cluster.folder / "user.pub").read_text().split()[:2]])
@@ -267,7 +197,7 @@ def test_problems_of_each_host_are_reported_before_starting(
     assert said.count(f"{other_python}/bin/python has no Seatrial") == 3
 
 
-def test_a_run_folder_that_a_host_does_not_see(cluster: Cluster, train: Callable[..., Run]) -> None:
+def test_a_run_folder_that_a_host_does_not_see(cluster: SshHosts, train: Callable[..., Run]) -> None:
     """Host 1 has a file system of its own where the runs are."""
     (cluster.folder / "runs").mkdir()
     server = cluster.servers[1]

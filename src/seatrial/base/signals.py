@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -50,3 +51,18 @@ class SignalQueue:
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
     """No-op: the signal is handled through the queue. Not SIG_IGN, which would be inherited through exec."""
+
+
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end what runs inside like Ctrl-C, by KeyboardInterrupt. Main thread only."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    old = {s: signal.signal(s, interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, handler)

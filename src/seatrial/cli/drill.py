@@ -5,26 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from seatrial.base import units
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, InputError
+from seatrial.base.signals import interrupting
+from seatrial.cli.progress import LiveLine
 from seatrial.cli.validate import job_arguments
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.ui.out import Out
 from seatrial.ui.table import print_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from seatrial.drill.conduct import Drill, Progress, Result
-
-_EVERY_S = 15.0  # between two progress lines of a run, without a terminal
 
 _STYLES = {"PASS": "green", "FAIL": "bold red", "UNJUDGED": "yellow"}
 
@@ -79,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     out.pair("folder", str(drill.root))
     out.line()
     interrupted = False
-    with _ended_by_signals(), _Console(out, drill) as console:
+    with interrupting(), _Console(out) as console:
         drill.watch = console.show
         drill.finished = console.finished
         try:
@@ -136,51 +131,24 @@ def _table(out: Out, results: list[Result]) -> None:
 
 
 class _Console:
-    """Output during a drill: one line per scenario, and on a terminal a live progress line."""
+    """Output during a drill: one line per scenario, and the progress of the current run."""
 
-    def __init__(self, out: Out, drill: Drill) -> None:
+    def __init__(self, out: Out) -> None:
         self._out = out
-        self._drill = drill
-        self._began = self._shown_at = time.monotonic()
-        self._name = ""
-        self._live: Any = None
+        self._line = LiveLine(out)
 
     def __enter__(self) -> _Console:
-        if self._out.styled:
-            from rich.live import Live
-
-            # Drawn by `show` alone: no extra thread next to the runs under test.
-            self._live = Live(
-                console=self._out.console, auto_refresh=False, transient=True, redirect_stdout=False
-            )
-            self._live.start()
+        self._line.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._line.__exit__(*exc)
 
     def show(self, progress: Progress) -> None:
         """Show the current run; called many times a second."""
-        now = time.monotonic()
-        if progress.name != self._name:
-            self._name, self._began, self._shown_at = progress.name, now, now
-        elif (self._live is None and now - self._shown_at < _EVERY_S) or (
-            self._live is not None and now - self._shown_at < 0.2
-        ):
-            return
-        self._shown_at = now
         left = "" if progress.eta_s is None else f", about {units.duration(round(progress.eta_s))} left"
-        where = (
-            f"[{progress.number}/{progress.of}] {progress.name}: step {progress.step}/{progress.steps}, "
-            f"{now - self._began:.0f} s{left}"
-        )
-        if self._live is not None:
-            from rich.text import Text
-
-            self._live.update(Text(where, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
-        else:
-            self._out.line(where)
+        begin = f"[{progress.number}/{progress.of}] {progress.name}: step {progress.step}/{progress.steps}"
+        self._line.show(progress.name, begin, left)
 
     def finished(self, result: Result) -> None:
         """Print the verdict on a scenario."""
@@ -194,21 +162,6 @@ class _Console:
         else:
             text += result.judgement.why()
         self._out.line(text, _STYLES[verdict])
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a drill like Ctrl-C: cleanly, with nothing left running."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    old = {s: signal.signal(s, interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for signum, handler in old.items():
-            signal.signal(signum, handler)
 
 
 def _on_this_machine(facts: Facts) -> Iterator[RuleViolation]:

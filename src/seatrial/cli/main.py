@@ -37,6 +37,7 @@ VERBS = {
     "check": ("seatrial.cli.check", "judge whether nodes are fit to train on"),
     "explain": ("seatrial.cli.explain", "explain a finding of a check"),
     "plan": ("seatrial.cli.plan", "predict layout, memory, speed and cost of a job"),
+    "scale": ("seatrial.cli.scale", "measure the job's speed at several numbers of nodes"),
     "data": ("seatrial.cli.data", "prepare text for training"),
     "train": ("seatrial.cli.train", "run a job; the same command again resumes it"),
     "attach": ("seatrial.cli.attach", "follow a run to its end, whatever runs it"),

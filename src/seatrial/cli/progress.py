@@ -11,8 +11,53 @@ from seatrial.base import units
 
 if TYPE_CHECKING:
     from rich import progress as rich_progress
+    from rich.live import Live
+
+    from seatrial.ui.out import Out
 
 PLAIN_EVERY_S = 10.0
+_RUN_EVERY_S = 15.0
+
+
+class LiveLine:
+    """The progress of the current run of several: on a terminal one line that is replaced, otherwise a line now and then."""
+
+    def __init__(self, out: Out) -> None:
+        self._out = out
+        self._began = self._shown_at = time.monotonic()
+        self._name = ""
+        self._live: Live | None = None
+
+    def __enter__(self) -> LiveLine:
+        if self._out.styled:
+            from rich.live import Live
+
+            # Drawn by `show` alone: no extra thread next to the runs under test.
+            self._live = Live(
+                console=self._out.console, auto_refresh=False, transient=True, redirect_stdout=False
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, name: str, text: str, more: str = "") -> None:
+        """Show `text`, the seconds since the run `name` began, and `more`; may be called many times a second."""
+        now = time.monotonic()
+        if name != self._name:
+            self._name, self._began, self._shown_at = name, now, now
+        elif now - self._shown_at < (_RUN_EVERY_S if self._live is None else 0.2):
+            return
+        self._shown_at = now
+        told = f"{text}, {now - self._began:.0f} s{more}"
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.update(Text(told, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
+        else:
+            self._out.line(told)
 
 
 class Progress:

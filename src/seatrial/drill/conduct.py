@@ -16,7 +16,7 @@ from seatrial.base.errors import InputError, SeatrialError
 from seatrial.checkpoint.manifest import Damaged
 from seatrial.data.prepare import blend_of, check_stores, data_cache, resolve_stores
 from seatrial.drill import weights
-from seatrial.drill.copies import LEAST_STEPS, Cadence, Change, Copy, Plan, copy_of
+from seatrial.drill.copies import LEAST_STEPS, Cadence, Plan, copy_of
 from seatrial.drill.evidence import Terms, read_evidence
 from seatrial.drill.injection import Injection, Planted
 from seatrial.drill.judge import Judgement, judge, unjudged
@@ -24,6 +24,7 @@ from seatrial.drill.reference import Reference, longer, run_reference
 from seatrial.drill.scenarios import Scenario, returns_of
 from seatrial.drill.scene import Scene
 from seatrial.drill.stage import Overdue, RunEnded, Stage
+from seatrial.job.changed import Change, Copy
 from seatrial.launch import launcher_for
 from seatrial.launch.netns import Hosts, Unavailable
 from seatrial.storage import is_remote

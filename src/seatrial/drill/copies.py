@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from seatrial.base.errors import InputError
 from seatrial.job import Job
-from seatrial.job.loading import job_from_text
-from seatrial.job.schema import JobFile
+from seatrial.job.changed import Copy, changed_job
 
 DEFAULT_STEPS = 16
 LEAST_STEPS = 12  # two checkpoints and three snapshots before the fault, and steps to recover in after it
 
 _LONGEST_HANG_S = 4.0  # a hang must be detected within the drill, not after the job's half minute
-
-
-@dataclass(frozen=True)
-class Change:
-    """One key whose value differs between the copy and the job."""
-
-    key: str
-    job: Any  # the job's value
-    copy: Any
-    why: str
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A job that only a drill runs, and its differences from the given one."""
-
-    job: Job
-    changes: tuple[Change, ...]
 
 
 @dataclass(frozen=True)
@@ -106,7 +86,7 @@ def copy_of(
     for layout in layouts:
         wanted = _wanted(job, name, stores, plan, spares, max(3, keep, job.checkpoint.keep), layout)
         try:
-            return _changed(job, wanted)
+            return changed_job(job, wanted)
         except InputError as error:
             refused = error
     raise refused or InputError(f"the {job.layout.world_size} ranks of {job.name} cannot hold two replicas")
@@ -192,27 +172,3 @@ def _replicated(job: Job) -> Iterator[dict[str, Any]]:
             "schedule": "1f1b",
             "stages_per_rank": 1,
         }
-
-
-def _changed(job: Job, wanted: Mapping[str, tuple[Any, str]]) -> Copy:
-    sections: dict[str, dict[str, Any]] = {}
-    top: dict[str, Any] = {}
-    changes = []
-    for key, (value, why) in wanted.items():
-        section, _, name = key.rpartition(".")
-        old = getattr(getattr(job.file, section) if section else job.file, name)
-        if section == "parallel" and name == "shard":
-            old = job.layout.shard  # the job file may leave it open
-        if old == value:
-            continue
-        changes.append(Change(key, old, value, why))
-        if section:
-            sections.setdefault(section, {})[name] = value
-        else:
-            top[name] = value
-    update = {s: getattr(job.file, s).model_copy(update=values) for s, values in sections.items()}
-    file: JobFile = job.file.model_copy(update={**top, **update})
-    layout = replace(job.layout, **sections.get("parallel", {}))
-    text = Job(file, job.architecture, layout, job.source).to_toml()
-    # Read again like any job file, so that whatever would be refused there is refused here.
-    return Copy(job_from_text(text, name=f"the copy of {job.source}", base_folder=Path.cwd()), tuple(changes))

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import median
 
 from seatrial.base.errors import RunFailed
-from seatrial.drill.copies import Copy
 from seatrial.drill.evidence import Losses, losses_of, read_metrics_of
 from seatrial.drill.scene import Scene
 from seatrial.drill.stage import Overdue, Stage
+from seatrial.job.changed import Copy
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 

@@ -21,7 +21,9 @@ from seatrial.parallel.loss import token_loss
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.pipeline import Pipeline
 from seatrial.parallel.shard import apply_sharding, set_last_microbatch
+from seatrial.parallel.stage_clock import StageClock
 from seatrial.parallel.tensor import apply_tensor_parallel, split_dimension, tensor_box
+from seatrial.record.stages import BACKWARD, FORWARD
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class ParallelModel:
         self.arch = arch
         self.mesh = mesh
         self.settings = settings
+        self.clock = StageClock(mesh.device)
         layout = mesh.layout
         # bf16 always goes through FSDP, also in a group of one: FSDP keeps the fp32 weights next to the bf16 ones.
         sharded = layout.data_parallel > 1 or settings.precision == "bf16"
@@ -129,7 +132,8 @@ class ParallelModel:
                 f"no gradient for {len(missing)} parameters on rank {self.mesh.rank}, {missing[0]} first",
                 hint="this combination of schedule, sharding and precision must not be used; report it",
             )
-        self._sum_partial_gradients()
+        with self.clock.during(BACKWARD):
+            self._sum_partial_gradients()
         # Every tensor-parallel rank has the same loss; only one of them counts.
         return loss if self.mesh.at.tensor == 0 else torch.zeros_like(loss)
 
@@ -141,14 +145,17 @@ class ParallelModel:
             zip(ids_BT.chunk(n), target_BT.chunk(n), documents, strict=True)
         ):
             set_last_microbatch(model, i == n - 1)
-            loss = self._loss(model(ids, document), target)
-            loss.backward()
+            with self.clock.during(FORWARD):
+                loss = self._loss(model(ids, document), target)
+            with self.clock.during(BACKWARD):
+                loss.backward()
             total += loss.detach()
         return total
 
     def _loss(self, logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
-        summed = token_loss(logits_BTV, target_BT, self.mesh.tensor, self.mesh.at.tensor)
-        return summed / self.settings.global_tokens
+        with self.clock.during(FORWARD):  # a pipeline's schedule calls it after its last stage's pass
+            summed = token_loss(logits_BTV, target_BT, self.mesh.tensor, self.mesh.at.tensor)
+            return summed / self.settings.global_tokens
 
     @torch.no_grad()
     def _sum_partial_gradients(self) -> None:
@@ -172,6 +179,7 @@ class ParallelModel:
             hidden_shape_BTD=(s.microbatch, s.sequence_length // layout.tensor, self.arch.hidden_size),
             compute_dtype=s.compute_dtype,
             loss=self._loss,
+            clock=self.clock,
         )
 
     def _shards(self, stage: Decoder) -> list[Shard]:

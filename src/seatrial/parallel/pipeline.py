@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,32 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from seatrial.job.layout import Layout
 from seatrial.job.schedules import SCHEDULES, schedule_named
 from seatrial.model.decoder import Decoder
+from seatrial.parallel.stage_clock import StageClock
+from seatrial.record.stages import BACKWARD, FORWARD
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class _Stage(PipelineStage):
+    """torch's, whose passes count as forward and backward; what the schedule does between them does not."""
+
+    clock: StageClock
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.during(FORWARD):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.during(BACKWARD):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.during(BACKWARD):
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.during(BACKWARD):
+            return super().perform_reduce_grad(*args, **kwargs)
 
 
 class Pipeline:
@@ -33,6 +58,7 @@ class Pipeline:
         hidden_shape_BTD: tuple[int, int, int],
         compute_dtype: torch.dtype,
         loss: LossFunction,
+        clock: StageClock,
     ) -> None:
         """`hidden_shape_BTD`: shape sent from stage to stage: a microbatch, this rank's positions, the width."""
         last = layout.stages - 1
@@ -45,17 +71,17 @@ class Pipeline:
             logits = torch.empty(
                 (*input_shape_BT, vocabulary), dtype=compute_dtype, device="meta", requires_grad=True
             )
-            stages.append(
-                PipelineStage(
-                    model,
-                    index,
-                    layout.stages,
-                    device,
-                    input_args=ids if index == 0 else hidden,
-                    output_args=logits if index == last else hidden,
-                    group=group,
-                )
+            stage = _Stage(
+                model,
+                index,
+                layout.stages,
+                device,
+                input_args=ids if index == 0 else hidden,
+                output_args=logits if index == last else hidden,
+                group=group,
             )
+            stage.clock = clock
+            stages.append(stage)
         self.holds_first = stages[0].is_first
         self.holds_last = stages[-1].is_last
         self._device = device

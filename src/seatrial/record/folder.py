@@ -109,6 +109,14 @@ class RunFolder:
         """The exception that ended one rank, as JSON; absent if there was none or it could not be written."""
         return self.rank_log(generation, node, rank).with_suffix(".error.json")
 
+    def stages(self, generation: int, rank: int) -> Path:
+        """The seconds that one rank spent in each stage of its steps; see `record.stages`."""
+        return self.ranks / f"{generation:06d}" / f"rank{rank}.stages"
+
+    def connections(self, generation: int, rank: int) -> Path:
+        """What the kernel measured on one rank's TCP connections; see `record.connections`."""
+        return self.ranks / f"{generation:06d}" / f"rank{rank}.tcp.json"
+
     def last_generation(self) -> int:
         """The highest generation ever started here, 0 for none. Log folders make up for a damaged or stale file."""
         entries: list[str] = []

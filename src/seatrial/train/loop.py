@@ -17,7 +17,10 @@ from seatrial.data.loader import Batch, BatchLoader
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
 from seatrial.record.folder import RunFolder
+from seatrial.record.frontier import WARM_UP
 from seatrial.record.messages import Ending, Leaving
+from seatrial.record.stages import DATA, OPTIMIZER, SAVE, STEP_SUM
+from seatrial.train.accounting import Accounting
 from seatrial.train.checkpointing.saver import Saver
 from seatrial.train.health.guard import HINT, Guard, StepDecision
 from seatrial.train.health.replicas import CorruptState, Integrity
@@ -29,8 +32,6 @@ from seatrial.train.records import Records
 from seatrial.train.schedule import learning_rate
 from seatrial.train.step import Contribution, StepResult, StepValues, local_vector, update, vector_length
 from seatrial.train.supervision.supervisor import Rollback, Snapshots, Supervisor
-
-_WARM_UP = 2  # first steps of a generation, whose times mean nothing: compilation, memory, connections
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Loop:
         self._meter = Meter(job, mesh.device, generation)
         self._recorder = Recorder(job, folder, records, loader, self._meter, writes=self._writes)
         self._saver = Saver(job, folder, generation, model, optimizer, loader, records, self._waits)
+        self._accounting = Accounting(folder, generation, model)
         self._clip_norm = job.optimizer.clip_norm or None
         self._guard: Guard | None = None
         self._integrity: Integrity | None = None
@@ -121,6 +123,7 @@ class Loop:
         finally:
             if self._own_time is not None:
                 self._own_time.unwatch()
+            self._accounting.close()
             self._saver.close(at_once=not self._ended)
             self._recorder.close()
 
@@ -138,6 +141,7 @@ class Loop:
             reason = self._guard.leaves_out(step) if self._guard is not None else None
             if reason is None:
                 self._start(step)
+                self._accounting.lap(step)
             saves = self._saver.due(step)
             ends = saves or self._is_boundary(step)
             self._read_results(leave=0 if ends or reason is not None else self._ahead)
@@ -165,6 +169,7 @@ class Loop:
             self._own_time.watch(self.model)
         if self._integrity is not None:
             self._integrity.begin(first_step - 1)
+        self._accounting.begin(first_step)
         self._clock = time.perf_counter()
 
     # -- one step
@@ -180,13 +185,15 @@ class Loop:
             changed=self._changed,
         )
         begin = time.perf_counter()
-        with clock.running() if clock is not None else contextlib.nullcontext():
+        counted = self.model.clock
+        with counted.during(DATA), clock.running() if clock is not None else contextlib.nullcontext():
             batch = self._batch(step)
         data_wait = time.perf_counter() - begin
         values = local_vector(self.model, self.optimizer, batch, own)
         # If a peer is lost during the exchange, this rank can still finish the step: others may have finished it.
         self.ready = step if self.applied == step - 1 else None
-        mesh.sum_over_ranks(values)
+        with counted.during(STEP_SUM):
+            mesh.sum_over_ranks(values)
         if self._cuda:
             self._update(step, values[0], values[1])
             self._started.append(_Started(step, data_wait, StepResult(values)))
@@ -216,8 +223,8 @@ class Loop:
         """Update weights and optimizer state (`made` false: the update is refused). Waits for no other rank."""
         before, self.ready, self.applied = self.applied, None, None
         lr = learning_rate(step, self.job.train.steps, self.job.optimizer)
-        clock = self._own_time
-        with clock.running() if clock is not None else contextlib.nullcontext():
+        clock, counted = self._own_time, self.model.clock
+        with counted.during(OPTIMIZER), clock.running() if clock is not None else contextlib.nullcontext():
             update(self.optimizer, loss, norm_squared, lr=lr, clip_norm=self._clip_norm)
             if self._integrity is not None:
                 self._integrity.at_rest.keep()
@@ -266,7 +273,7 @@ class Loop:
         self.known = known
         self._recorder.step(known)
         self._beat(known)
-        if self._writes and self._stragglers is not None and known.step >= self._first + _WARM_UP:
+        if self._writes and self._stragglers is not None and known.step >= self._first + WARM_UP:
             for slow in self._stragglers.add(known.values.local_seconds, known.seconds):
                 self._finding("straggler", known.step, slow.message, slow.data, [slow.rank])
 
@@ -361,20 +368,22 @@ class Loop:
         busy = self.known is not None and self.known.values.busy
         if self._snapshots is not None and not (last or busy):
             wanted = self._leaving is not None or self._snapshots.due(step)
-            if wanted and self._snapshots.take(step):
-                self._state_was_copied()
+            with self.model.clock.during(SAVE):
+                if wanted and self._snapshots.take(step):
+                    self._state_was_copied()
         overdue = self._saver.overdue
         if not (last or self._leaving or saves or overdue):
             return
-        self._recorder.sync()  # a checkpoint that survives a power loss must not outlive the record of its steps
-        if last or self._leaving:
-            self._saver.finish(step, must=last or self._leaving == "preempted")
-        elif overdue:
-            self._waits(step)
-            self._saver.save_or_stop(step)
-        elif not self._saver.begin(step):
-            return
-        self._state_was_copied()
+        with self.model.clock.during(SAVE):
+            self._recorder.sync()  # a checkpoint that survives a power loss must not outlive the record of its steps
+            if last or self._leaving:
+                self._saver.finish(step, must=last or self._leaving == "preempted")
+            elif overdue:
+                self._waits(step)
+                self._saver.save_or_stop(step)
+            elif not self._saver.begin(step):
+                return
+            self._state_was_copied()
         self._clock = time.perf_counter()  # the save does not count towards the next step's time
 
     def _waits(self, step: int) -> None:

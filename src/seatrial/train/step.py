@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seatrial.parallel.build import ParallelModel
 from seatrial.record.messages import Leaving
+from seatrial.record.stages import OPTIMIZER
 from seatrial.train.meter import OwnTime
 from seatrial.train.optimizer import ShardedOptimizer
 
@@ -169,7 +170,7 @@ def local_vector(
     mesh = model.mesh
     world = mesh.layout.world_size
     loss = model.forward_backward(*batch)
-    with own.clock.running() if own.clock is not None else nullcontext():
+    with model.clock.during(OPTIMIZER), own.clock.running() if own.clock is not None else nullcontext():
         # Replicas along `replicate` hold the same gradients: the sum over all ranks would count them more than once.
         norm_squared = optimizer.squared_norm() / mesh.layout.replicate
         changed = own.changed()

@@ -25,8 +25,8 @@ def scaling_svg(scalings: Sequence[Scaling], *, title: str, alone: bool = True) 
         raise ValueError("no points to draw")
     most = max([1.0, *(p.efficiency for s in scalings for p in s.known if p.efficiency is not None)])
     top = math.ceil(most * 10) / 10 if most > 1.02 else 1.0
-    frame = _Frame(math.log2(sizes[0]), math.log2(sizes[-1]), top)
-    parts = [*_axes(frame, sizes)]
+    frame = Frame(math.log2(sizes[0]), math.log2(sizes[-1]), top)
+    parts = [*axes(frame, sizes)]
     if any(p.efficiency is None for s in scalings for p in s.points):
         detail = "crosses: impossible or unknown"
         parts.append(text(WIDTH - _RIGHT, HEIGHT - 18, detail, "st-soft", "end"))
@@ -38,21 +38,24 @@ def scaling_svg(scalings: Sequence[Scaling], *, title: str, alone: bool = True) 
     )
 
 
-class _Frame:
+class Frame:
     """Maps figures to picture coordinates."""
 
     def __init__(self, low: float, high: float, top: float) -> None:
         self.low, self.high, self.top = low, max(high, low + 1), top
 
-    def x(self, gpus: int) -> float:
+    def x(self, gpus: float) -> float:
+        """The place of a size."""
         share = (math.log2(gpus) - self.low) / (self.high - self.low)
         return _LEFT + share * (WIDTH - _LEFT - _RIGHT)
 
     def y(self, efficiency: float) -> float:
+        """The place of an efficiency, 1 for 100 %."""
         return HEIGHT - _BOTTOM - efficiency / self.top * (HEIGHT - _TOP - _BOTTOM)
 
 
-def _axes(frame: _Frame, sizes: Sequence[int]) -> Iterator[Element]:
+def axes(frame: Frame, sizes: Sequence[int]) -> Iterator[Element]:
+    """Grid and numbers: efficiency in per cent, sizes in GPUs."""
     for i in range(0, round(frame.top * 10) + 1, 2):
         y = frame.y(i / 10)
         yield line([(_LEFT, y), (WIDTH - _RIGHT, y)], "st-grid")
@@ -66,7 +69,7 @@ def _axes(frame: _Frame, sizes: Sequence[int]) -> Iterator[Element]:
     yield text((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 18, "GPUs", "st-soft", "middle")
 
 
-def _line(frame: _Frame, shown: Scaling, ends: list[float]) -> Iterator[Element]:
+def _line(frame: Frame, shown: Scaling, ends: list[float]) -> Iterator[Element]:
     kind, dashes = _LOOKS[shown.name]
     known = shown.known
     places = [(frame.x(p.gpus), frame.y(p.efficiency)) for p in known if p.efficiency is not None]

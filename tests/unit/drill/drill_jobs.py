@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from seatrial.drill.copies import Cadence, Copy, Plan, copy_of
+from seatrial.drill.copies import Cadence, Plan, copy_of
 from seatrial.job import Job, job_from_text, preset_text
+from seatrial.job.changed import Copy
 
 STORE = "/nowhere/store"
 

@@ -12,10 +12,11 @@ from drill_jobs import job
 from seatrial.base.errors import InputError
 from seatrial.drill import report
 from seatrial.drill.conduct import Drill, Result
-from seatrial.drill.copies import Cadence, Change
+from seatrial.drill.copies import Cadence
 from seatrial.drill.injection import Injection
 from seatrial.drill.judge import Check, Judgement, unjudged
 from seatrial.drill.scenarios import SCENARIOS
+from seatrial.job.changed import Change
 from seatrial.record import lock
 from seatrial.record.folder import RunFolder
 

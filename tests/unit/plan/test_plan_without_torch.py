@@ -20,7 +20,8 @@ LOAD = f"""
 import importlib, pkgutil, sys
 for package in ("seatrial.plan", "seatrial.ui"):
     for found in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        importlib.import_module(f"{{package}}.{{found.name}}")
+        if not found.name.startswith("scale_"):  # the report of measurements, whose statistics need numpy
+            importlib.import_module(f"{{package}}.{{found.name}}")
 import seatrial.cli.plan
 print({HEAVY})
 """

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from seatrial.parallel import collectives
+from seatrial.parallel import blocked, collectives
 
 _TORCH = str(Path(torch.__file__).parent)
 _DISTRIBUTED = f"{_TORCH}/distributed/"
@@ -127,6 +127,7 @@ def position(frames: dict[int, FrameType], main_thread: int, *, waiting: bool) -
     `in` is "communication", "device" or "python"; `peers` are the ranks of a send or receive there, None if it is
     neither. `waiting`: some operation of this rank has not ended.
     """
+    frames = {thread: _inside(frame) for thread, frame in frames.items()}
     frame = frames[main_thread]
     file, function = frame.f_code.co_filename, frame.f_code.co_name
     kind, peers = "python", None
@@ -139,6 +140,13 @@ def position(frames: dict[int, FrameType], main_thread: int, *, waiting: bool) -
         elsewhere = waiting and any(_may_wait(f) for t, f in frames.items() if t != main_thread)
         kind = "communication" if elsewhere else "device"
     return {"in": kind, "frame": _place(frame), "caller": _place(_caller(frame)), "peers": peers}
+
+
+def _inside(frame: FrameType) -> FrameType:
+    """The frame that called torch: around it is the one that measures how long that takes."""
+    while frame.f_code.co_filename == blocked.__file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _may_wait(frame: FrameType) -> bool:

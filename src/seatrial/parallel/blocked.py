@@ -1,0 +1,124 @@
+"""Counts the time in which a rank is blocked by a collective for the dimension of the layout that it is along.
+
+torch issues and waits for most collectives itself (FSDP2, pipelines), but always by the methods of two classes,
+`ProcessGroup` and `Work`: these are wrapped. Compiled code calls them from C++; what it waits for cannot be seen here.
+On a GPU only the compute stream counts: for collectives on another one, that is where it waits for their events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+from seatrial.parallel.mesh import Mesh
+from seatrial.parallel.stage_clock import StageClock
+from seatrial.record.stages import PIPELINE, REPLICATE, SAVE, SHARD, STEP_SUM, TENSOR
+
+# As far as this version of torch has them: some were renamed in 2.13.
+_ISSUING = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "reduce_scatter", "barrier"),
+    *("_allgather_base", "all_gather_single", "all_gather_single_coalesced"),
+    *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("send", "recv", "recv_anysource", "_end_coalescing"),
+)
+_WITH_THEIRS = (SAVE, STEP_SUM)  # stages whose collectives are a part of them
+
+
+class Blocked:
+    """While `install`ed, `clock` counts for a dimension what this rank is blocked in a collective along it.
+
+    One at a time in a process. It keeps no reference to a group, which must stay releasable.
+    """
+
+    def __init__(self, clock: StageClock, mesh: Mesh) -> None:
+        self._clock = clock
+        groups = {TENSOR: [mesh.tensor], SHARD: [mesh.shard], REPLICATE: [mesh.replicate]}
+        groups[PIPELINE] = [mesh.pipeline, mesh.ends]
+        self._stages = {
+            g.group_name: stage for stage, of_it in groups.items() for g in of_it if g is not None
+        }
+        # On a GPU FSDP2 has streams of its own, where sums over shards and replicas follow each other.
+        layout = mesh.layout
+        self._gradients = SHARD if layout.shard > 1 else REPLICATE if layout.replicate > 1 else None
+        self._compute = torch.cuda.current_stream(mesh.device) if clock.cuda else None
+        self._under_way: dict[int, int] = {}  # id of a Work -> its stage, until it is waited for
+        self._undo: list[tuple[type, str, Any]] = []
+
+    def install(self) -> None:
+        """Wrap torch's methods."""
+        for name in _ISSUING:
+            if hasattr(ProcessGroup, name):
+                self._wrap(ProcessGroup, name, self._issuing)
+        self._wrap(Work, "wait", self._waiting)
+        if self._clock.cuda and self._gradients is not None:
+            self._wrap(torch.cuda.Stream, "wait_event", self._waiting_for_event)
+
+    def remove(self) -> None:
+        """Restore them."""
+        for owner, name, original in reversed(self._undo):
+            setattr(owner, name, original)
+        self._undo.clear()
+        self._under_way.clear()
+
+    def _wrap(self, owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+        original = vars(owner)[name]  # not what `getattr` returns: that would be no method again
+        setattr(owner, name, wraps(original)(wrapper(original)))
+        self._undo.append((owner, name, original))
+
+    def _issuing(self, call: Any) -> Any:
+        clock, stages, under_way = self._clock, self._stages, self._under_way
+
+        def issue(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            stage = stages.get(group.group_name)
+            if stage is None or clock.stage in _WITH_THEIRS:
+                return call(group, *args, **kwargs)
+            before = clock.enter(stage) if self._computes() else None
+            try:
+                work = call(group, *args, **kwargs)
+            finally:
+                if before is not None:
+                    clock.enter(before)
+            if work is not None:
+                under_way[id(work)] = stage
+            return work
+
+        return issue
+
+    def _waiting(self, call: Any) -> Any:
+        clock, under_way = self._clock, self._under_way
+
+        def wait(work: Work, *args: Any, **kwargs: Any) -> Any:
+            stage = under_way.pop(id(work), None)
+            if stage is None or not self._computes():
+                return call(work, *args, **kwargs)
+            before = clock.enter(stage)
+            try:
+                return call(work, *args, **kwargs)
+            finally:
+                clock.enter(before)
+
+        return wait
+
+    def _waiting_for_event(self, call: Any) -> Any:
+        clock, stage = self._clock, self._gradients
+        assert stage is not None
+
+        def wait_event(stream: torch.cuda.Stream, event: Any) -> None:
+            if stream != self._compute or clock.stage in _WITH_THEIRS:
+                call(stream, event)
+                return
+            before = clock.enter(stage)
+            try:
+                call(stream, event)
+            finally:
+                clock.enter(before)
+
+        return wait_event
+
+    def _computes(self) -> bool:
+        """Whether what is launched now goes to the stream that the clock measures."""
+        return self._compute is None or torch.cuda.current_stream() == self._compute

@@ -1,0 +1,182 @@
+"""What the runs of one size recorded, and the figures from which a cause is told. Pure.
+
+A collective ends for all members at about the same time, so its member that arrives last waits least: that wait is the
+collective itself, and what others wait longer is somebody's lateness. It needs no synchronised clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seatrial.hardware.counters import PortFault
+from seatrial.job.layout import Layout
+from seatrial.record.stages import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    HOST,
+    OPTIMIZER,
+    PIPELINE,
+    REPLICATE,
+    SAVE,
+    SHARD,
+    STAGES,
+    STEP_SUM,
+    TENSOR,
+    RankStages,
+)
+
+_KEPT = 0.9  # of the steps; the slowest are left out: in any run a few are disturbed by something else
+NORMAL = 1.4826  # of a normal distribution: standard deviation / median absolute deviation
+OWN_WORK = {"compute": (FORWARD, BACKWARD, OPTIMIZER), "data": (DATA,), "host": (HOST,)}
+_AXES = {"pipeline": (1,), "replicate": (2,), "shard": (3,), "tensor": (4,), "step_sum": (1, 2, 3, 4)}
+_STAGE = {
+    "pipeline": PIPELINE,
+    "replicate": REPLICATE,
+    "shard": SHARD,
+    "tensor": TENSOR,
+    "step_sum": STEP_SUM,
+}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one dimension; those of a row have equal work.
+
+    They are of the same pipeline rank. Groups along the pipeline are those of the ranks of one tensor group: others
+    may be held back by a slow rank of their own.
+    """
+
+    seconds: NDArray[np.float64]  # rows x groups: mean over steps of the least wait of any member
+    ranks: NDArray[np.int64]  # rows x groups x members
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One size: its steady steps, and what else is known of it."""
+
+    seconds: NDArray[np.float64]  # steps x ranks x STAGES
+    layout: Layout
+    gpus_per_node: int
+    tokens: float  # of a step, all ranks
+    microbatches: int | None = None  # of a pipeline in a step
+    message_bytes: Mapping[str, float] = field(default_factory=dict)  # dimension -> of one collective
+    faults: Mapping[int, Sequence[PortFault]] | None = None  # node -> from counters; None: not read
+    clocks_mhz: NDArray[np.float64] | None = None  # of each rank's device
+    not_separated: Mapping[str, str] = field(default_factory=dict)  # as in RankStages
+
+    def __post_init__(self) -> None:
+        _, ranks, stages = self.seconds.shape
+        if ranks != self.layout.world_size or stages != len(STAGES):
+            raise ValueError(
+                f"{ranks} ranks and {stages} stages; the layout has {self.layout.world_size} ranks"
+            )
+
+    @property
+    def tokens_per_rank(self) -> float:
+        return self.tokens / self.layout.world_size
+
+    @cached_property
+    def _kept(self) -> NDArray[np.bool_]:
+        return self._without_save <= np.quantile(self._without_save, _KEPT)
+
+    @cached_property
+    def _without_save(self) -> NDArray[np.float64]:
+        """Seconds of each step."""
+        return np.asarray(self.seconds.sum(axis=2).max(axis=1) - self._save)
+
+    @property
+    def _save(self) -> NDArray[np.float64]:
+        return np.asarray(self.seconds[:, :, SAVE].max(axis=1))
+
+    @property
+    def save_s(self) -> float:
+        """Of a step, on average over all: most steps save nothing."""
+        return float(self._save.mean())
+
+    @cached_property
+    def step_s(self) -> float:
+        """Of a step, the slowest aside."""
+        return float(self._without_save[self._kept].mean()) + self.save_s
+
+    @property
+    def step_error_s(self) -> float:
+        """Standard error of `step_s`, from the usual steps: those with a stall are no noise."""
+        kept = self._without_save[self._kept]
+        return NORMAL * float(lower_median(np.abs(kept - lower_median(kept)))[0]) / float(np.sqrt(len(kept)))
+
+    def work(self, name: str) -> NDArray[np.float64]:
+        """Seconds of own work of this kind (OWN_WORK), pipeline ranks x the other ranks of each."""
+        own = self.seconds[self._kept][:, :, OWN_WORK[name]].sum(axis=2).mean(axis=0)
+        return np.asarray(own.reshape(self.layout.pipeline, -1))
+
+    @property
+    def variation_s(self) -> float:
+        """What a step loses because another rank is the slowest in each: the mean of the largest less the largest mean."""
+        own = self.seconds[self._kept][:, :, : SAVE + 1].sum(axis=2) - self.seconds[self._kept][:, :, SAVE]
+        return float(own.max(axis=1).mean() - own.mean(axis=0).max())
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds that the rank with least idle time waits for other pipeline stages, or for the end of the step.
+
+        The last stage has its idle time before its first pass and after its last, where it waits in the step's sum.
+        """
+        idle = self.seconds[self._kept][:, :, [PIPELINE, STEP_SUM]].sum(axis=2)
+        return float(idle.min(axis=1).mean())
+
+    def dimensions(self) -> list[str]:
+        """Those with something to wait for."""
+        sizes = {name: getattr(self.layout, name) for name in ("tensor", "shard", "replicate", "pipeline")}
+        found = [name for name, size in sizes.items() if size > 1]
+        if self._merged and "replicate" in found:
+            found.remove("replicate")
+        return found + (["step_sum"] if self.layout.world_size > 1 else [])
+
+    @property
+    def _merged(self) -> bool:
+        """Whether waiting for sums over replicas counts as that for shards."""
+        return "replicate" in self.not_separated and self.layout.shard > 1
+
+    def groups(self, dimension: str) -> Groups:
+        """The groups along `dimension`."""
+        layout = self.layout
+        shape = (layout.pipeline, layout.replicate, layout.shard, layout.tensor)
+        axes = (2, 3) if dimension == "shard" and self._merged else _AXES[dimension]
+        wait = self.seconds[self._kept][:, :, _STAGE[dimension]].reshape(-1, *shape)
+        least = wait.min(axis=axes, keepdims=True).mean(axis=0)
+        ranks = np.arange(layout.world_size).reshape(shape)
+        inside = tuple(a - 1 for a in axes)
+        outside = tuple(a for a in range(4) if a not in inside)
+        rows = layout.pipeline if 0 not in inside else layout.data_parallel if inside == (0,) else 1
+        members = int(np.prod([shape[a] for a in inside]))
+        return Groups(least.reshape(rows, -1), ranks.transpose(*outside, *inside).reshape(rows, -1, members))
+
+    def members(self, dimension: str) -> int:
+        """Ranks of one of its groups."""
+        return int(self.groups(dimension).ranks.shape[2])
+
+
+def steady_steps(found: Mapping[int, RankStages], warm_up: int) -> NDArray[np.float64] | None:
+    """Steps x ranks x STAGES of a generation without its `warm_up` first steps; None unless all ranks have one in common.
+
+    `found`: rank -> its record (`record.stages.read_generation`). Runs of one size can be joined along the steps.
+    """
+    ranks = [found[rank] for rank in sorted(found)]
+    if not ranks or any(each.ranks != len(ranks) for each in ranks):
+        return None
+    common = reduce(np.intersect1d, (each.steps for each in ranks))
+    common = common[common >= max(each.first_step for each in ranks) + warm_up]
+    if not common.size:
+        return None
+    return np.stack([each.seconds[np.searchsorted(each.steps, common)] for each in ranks], axis=1)
+
+
+def lower_median(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Median along the last axis; of an even number the lower of the two in the middle, so that one of two can stand out."""
+    return np.asarray(np.quantile(values, 0.5, axis=-1, method="lower", keepdims=True))

@@ -1,0 +1,230 @@
+"""The results of a measurement as a document for programs, and as rows and lines for people."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from seatrial import __version__
+from seatrial.base import units
+from seatrial.record.jsonl import plain
+from seatrial.record.stages import STAGES
+from seatrial.scale.cause import as_dict as cause_dict
+from seatrial.scale.cause import lines as cause_lines
+from seatrial.scale.conduct import Measurement
+from seatrial.scale.results import Measured, Results
+from seatrial.scale.sizes import in_words
+from seatrial.scale.statistics import LEVEL, Estimate
+from seatrial.scale.steps import Steps
+
+SCHEMA_VERSION = 1
+
+COLUMNS = (
+    "nodes", "GPUs", "batch", "runs", "tokens/s", "tok/s/GPU", "MFU", "efficiency", "of half", "predicted",
+    "GPU s/Mtok",
+)  # fmt: skip
+
+
+def document(results: Results) -> dict[str, Any]:
+    """The whole measurement as plain values."""
+    measurement = results.measurement
+    terms = measurement.terms
+    value = {
+        "schema_version": SCHEMA_VERSION,
+        "job": measurement.job.name,
+        "source": measurement.job.source,
+        "folder": str(measurement.state.folder),
+        "time": time.time(),
+        "machine": {
+            "host": platform.node(),
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "seatrial": __version__,
+        },
+        "scaling": terms.mode,
+        "steps": terms.steps,
+        "precision": terms.precision,
+        "repeats": terms.repeats,
+        "seed": terms.seed,
+        "confidence": LEVEL,
+        "budget_gpu_hours": terms.budget,
+        "spent_gpu_hours": measurement.state.spent,
+        "stopped": measurement.stopped or None,
+        "sizes": [_size(results, size) for size in results.sizes],
+        "gates": [asdict(judgement) for judgement in results.gates],
+        "meets_gates_nodes": results.meets,
+        "losses": [asdict(judgement) for judgement in results.losses],
+        "fits": [asdict(fit) for fit in results.fits],
+        "not_fitted": results.why_not_fitted() or None,
+        "discarded": [
+            {"folder": t.folder, "nodes": t.nodes, "problem": t.problem}
+            for t in measurement.state.trials
+            if t.problem
+        ],
+        "changes": [
+            {"nodes": size.nodes, "changes": [vars(change) for change in size.changes]}
+            for size in measurement.sizes
+        ],
+    }
+    return dict(plain(value))
+
+
+def _size(results: Results, size: Measured) -> dict[str, Any]:
+    point = size.predicted
+    found = None if point is None else point.prediction
+    known = point is not None and point.tokens_per_s is not None and found is not None
+    return {
+        "nodes": size.size.nodes,
+        "gpus": size.size.gpus,
+        "global_batch": size.size.job.train.global_batch,
+        "layout": size.size.job.layout.as_dict(),
+        "runs": size.runs,
+        "warm_up_steps": size.warm_up,
+        "unsettled_runs": size.unsettled,
+        "tokens_per_s": _interval(size.tokens_per_s),
+        "tokens_per_s_per_gpu": size.per_gpu,
+        "mfu": size.mfu,
+        "efficiency": _interval(size.efficiency),
+        "efficiency_of_doubling": _interval(size.doubling),
+        "gpu_s_per_million_tokens": size.gpu_s_per_million,
+        "cost_per_million_tokens": results.cost(size),
+        "predicted": {
+            "tokens_per_s": point.tokens_per_s,
+            "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
+            "low_step_s": found.low_s,
+            "high_step_s": found.high_s,
+            "mfu": found.mfu,
+            "efficiency": point.efficiency,
+        }
+        if known and point is not None and found is not None
+        else None,
+        "why_not_predicted": size.why_not_predicted or None,
+        "problem": size.problem or None,
+        "step_split": None if size.steps is None else size.steps.account.as_dict(),
+        "causes": [cause_dict(cause) for cause in size.causes],
+    }
+
+
+def _interval(value: Estimate | None) -> dict[str, Any] | None:
+    return None if value is None else {"mean": value.mean, "low": value.low, "high": value.high, "n": value.n}
+
+
+def row(size: Measured, results: Results) -> tuple[str, ...]:
+    """The size's row of the table, under `columns`."""
+    speed, point = size.tokens_per_s, size.predicted
+    predicted = None if point is None else point.tokens_per_s
+    cells = [
+        str(size.size.nodes),
+        str(size.size.gpus),
+        str(size.size.job.train.global_batch),
+        str(size.runs),
+        "-" if speed is None else f"{speed.mean:,.0f}{_off(speed)}",
+        "-" if size.per_gpu is None else f"{size.per_gpu:,.0f}",
+        "unknown" if size.mfu is None else f"{size.mfu * 100:.1f} %",
+        share(size.efficiency),
+        share(size.doubling),
+        "unknown" if predicted is None else f"{predicted:,.0f}",
+        "-" if size.gpu_s_per_million is None else f"{size.gpu_s_per_million:,.2f}",
+    ]
+    cost = results.cost(size)
+    return (*cells, *(() if results.price is None else ("-" if cost is None else f"{cost:.4g}",)))
+
+
+def split_rows(results: Results) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings and rows of a table: for each stage its seconds of a step at each size, as far as they are known."""
+    known = [size.steps for size in results.sizes if size.steps is not None]
+    nodes = [size.size.nodes for size in results.sizes if size.steps is not None]
+    stages = [name for name in STAGES if any(name in steps.account.seconds for steps in known)]
+    rows = [
+        (name.replace("_", " "), *(_share(steps.account.seconds.get(name, 0.0), steps) for steps in known))
+        for name in stages
+    ]
+    rows.append(("step", *(units.duration(steps.account.split.step_s) for steps in known)))
+    return ("stage", *map(in_words, nodes)), rows
+
+
+def _share(seconds: float, steps: Steps) -> str:
+    return f"{units.duration(seconds)} {100 * seconds / steps.account.split.step_s:.0f} %"
+
+
+def columns(results: Results) -> tuple[str, ...]:
+    """The headings of the table; with a price, also what a million tokens cost."""
+    return COLUMNS if results.price is None else (*COLUMNS, "cost/Mtok")
+
+
+def share(value: Estimate | None) -> str:
+    """An efficiency: 91.2 % (90.1-92.3)."""
+    if value is None:
+        return "-"
+    if value.low is None or value.high is None:
+        return f"{value.mean * 100:.1f} %"
+    return f"{value.mean * 100:.1f} % ({value.low * 100:.1f}-{value.high * 100:.1f})"
+
+
+def _off(value: Estimate) -> str:
+    return "" if value.half is None else f" ±{value.half * 100:.1f} %"
+
+
+def lines(results: Results) -> Iterator[tuple[str, str]]:
+    """What the table does not say, as pairs of label and text."""
+    for judgement in results.gates:
+        yield judgement.verdict, f"{judgement.name}: {judgement.text}"
+    if results.meets is not None:
+        told = "none of the measured sizes"
+        if results.meets:
+            told = f"smallest {results.meets[0]} nodes, largest {results.meets[-1]}"
+        yield "meets them", f"{told}: every doubling up to a size passes"
+    for judgement in results.losses:
+        yield judgement.verdict, f"{judgement.name}: {judgement.text}"
+    for size in results.sizes:
+        if size.causes and size.size.nodes not in results.passed:
+            for label, text in cause_lines(size.causes):
+                yield label, f"{in_words(size.size.nodes)}: {text}"
+    base = results.sizes[0].size.nodes
+    for fit in results.fits:
+        text = f"contention {fit.contention.value:.2g} ({fit.contention.low:.2g}-{fit.contention.high:.2g})"
+        if fit.coherency is not None:
+            text += (
+                f", coherency {fit.coherency.value:.2g} ({fit.coherency.low:.2g}-{fit.coherency.high:.2g})"
+            )
+        further = (
+            f"{n * base:g} nodes {r.value * 100:.0f} % ({r.low * 100:.0f}-{r.high * 100:.0f})"
+            for n, r in fit.efficiency
+        )
+        yield (
+            "fit",
+            f"{fit.law}: {text}, speeds within {fit.worst * 100:.1f} %; if it holds: {', '.join(further)}",
+        )
+    if not results.fits:
+        yield "fit", results.why_not_fitted()
+    yield from _notes(results.measurement, results)
+
+
+def _notes(measurement: Measurement, results: Results) -> Iterator[tuple[str, str]]:
+    for size in results.sizes:
+        if size.problem:
+            yield "problem", f"{in_words(size.size.nodes)}: {size.problem}"
+        if size.unsettled:
+            text = f"{size.unsettled} of {size.runs} runs may have measured some of the warm-up: more --steps"
+            yield "note", f"{in_words(size.size.nodes)}: {text}"
+    unknown = {s.why_not_predicted for s in results.sizes if s.why_not_predicted}
+    for why in sorted(unknown):
+        yield "prediction", f"unknown: {why}"
+    wide = [
+        str(s.size.nodes)
+        for s in results.sizes
+        if s.efficiency is not None and (s.efficiency.half or 0.0) > measurement.terms.precision
+    ]
+    if wide:
+        text = f"wider than ±{measurement.terms.precision * 100:g} % at {', '.join(wide)} nodes"
+        yield "intervals", f"{text}: more --repeats, --steps or --budget"
+    if measurement.stopped:
+        yield "stopped", measurement.stopped
+    budget = measurement.terms.budget
+    of = "" if budget is None else f" of {budget:g}"
+    yield "spent", f"{measurement.state.spent:.3g}{of} GPU hours in {len(measurement.state.trials)} runs"

@@ -1,0 +1,185 @@
+"""The results of a measurement: each size with its prediction, the gates, the fits, costs. Unknown values are None."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from seatrial.plan.cost.calibration import shipped
+from seatrial.plan.model.place import place_of
+from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.measured import measured_rates
+from seatrial.plan.search.scaling import Point, scaling
+from seatrial.scale.cause import Cause
+from seatrial.scale.conduct import Measurement
+from seatrial.scale.fit import Fit, Law, fit
+from seatrial.scale.judge import Gates, Judgement, judge_gates, judge_losses
+from seatrial.scale.sizes import Size
+from seatrial.scale.statistics import Estimate, ratio
+from seatrial.scale.steps import Steps, causes, steps_of
+
+_LAWS: tuple[Law, ...] = ("Amdahl", "universal scalability law")
+_FURTHER = 3  # doublings beyond the largest measured size
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One size. `tokens_per_s` is of all GPUs; None, with the reason in `problem`, if no run of it counts."""
+
+    size: Size
+    runs: int
+    warm_up: int  # most first steps that a run left out
+    unsettled: int  # runs in which the warm-up may not have ended
+    tokens_per_s: Estimate | None
+    mfu: float | None  # mean over runs
+    efficiency: Estimate | None  # tokens/s/GPU over the first size's; None for the first size
+    doubling: Estimate | None  # over that of half the size
+    predicted: Point | None
+    why_not_predicted: str
+    problem: str
+    steps: Steps | None  # where the time of a step went; None without usable records
+    causes: tuple[Cause, ...]  # why a step takes longer than at half the size, else at the first size
+
+    @property
+    def per_gpu(self) -> float | None:
+        return None if self.tokens_per_s is None else self.tokens_per_s.mean / self.size.gpus
+
+    @property
+    def gpu_s_per_million(self) -> float | None:
+        """GPU seconds that a million tokens take."""
+        return None if self.per_gpu is None else 1e6 / self.per_gpu
+
+
+@dataclass(frozen=True)
+class Results:
+    """The whole measurement."""
+
+    measurement: Measurement
+    sizes: tuple[Measured, ...]
+    gates: tuple[Judgement, ...]
+    losses: tuple[Judgement, ...]
+    fits: tuple[Fit, ...]
+    meets: (
+        tuple[int, ...] | None
+    )  # nodes of the sizes up to which every doubling passes; None without that gate
+    price: float | None  # of a GPU hour, in any currency
+    passed: frozenset[int]  # nodes of the sizes whose doubling passes its gate
+
+    @property
+    def failed(self) -> bool:
+        """Whether a gate or a check of the losses failed, or a size could not be run."""
+        wrong = any(j.verdict == "FAIL" for j in (*self.gates, *self.losses))
+        return wrong or bool(self.measurement.failed)
+
+    def cost(self, size: Measured) -> float | None:
+        """Price of a million tokens at this size; None without a price or a speed."""
+        seconds = size.gpu_s_per_million
+        return None if self.price is None or seconds is None else seconds * self.price / 3600
+
+    def why_not_fitted(self) -> str:
+        """The reason if there is no fit."""
+        return "" if self.fits else "not fitted: it takes three sizes with two runs each"
+
+
+def results_of(measurement: Measurement, gates: Gates, *, price: float | None = None) -> Results:
+    """Judge, predict and fit what has been measured so far."""
+    known = {size.nodes: measurement.speed(size.nodes) for size in measurement.sizes}
+    base = measurement.sizes[0].nodes
+    points, why = _predicted(measurement)
+    steps = {
+        size.nodes: steps_of(measurement.state.folder, size, measurement.state.good(size.nodes))
+        for size in measurement.sizes
+    }
+    sizes = tuple(
+        _measured(measurement, size, steps, points.get(size.nodes), why) for size in measurement.sizes
+    )
+    doublings = {n: measurement.efficiency(n, b) for n, b in measurement.pairs() if 2 * b == n}
+
+    def speedup(nodes: int, of: int) -> Estimate | None:
+        above, below = known[nodes], known[of]
+        return None if above is None or below is None else ratio(above, below)
+
+    judged = judge_gates(gates, [(s.nodes, s.gpus) for s in measurement.sizes], doublings, speedup)
+    losses = {
+        n: [t.figures.losses for t in measurement.state.good(n) if t.figures is not None]
+        for n, speed in known.items()
+        if speed is not None
+    }
+    batches = {size.nodes: size.job.train.global_batch for size in measurement.sizes}
+    job = measurement.job
+    compared = judge_losses(measurement.terms.mode, job.train.precision, batches, losses)
+    meets, passed = None, []
+    if gates.doubling is not None:
+        passed = [n for n, j in zip(doublings, judged, strict=False) if j.verdict == "PASS"]
+        missed = [n for n in doublings if n not in passed]
+        meets = tuple(n for n in passed if n < min(missed, default=n + 1))
+    return Results(
+        measurement,
+        sizes,
+        tuple(judged),
+        tuple(compared),
+        _fits(sizes, base),
+        meets,
+        price,
+        frozenset(passed),
+    )
+
+
+def _measured(
+    measurement: Measurement,
+    size: Size,
+    steps: Mapping[int, Steps | None],
+    point: Point | None,
+    why: str,
+) -> Measured:
+    base = measurement.sizes[0].nodes
+    trials = measurement.state.good(size.nodes)
+    figures = [t.figures for t in trials if t.figures is not None]
+    shares = [f.mfu for f in figures if f.mfu is not None]
+    half = size.nodes // 2 if (size.nodes, size.nodes // 2) in measurement.pairs() else None
+    mine, below = steps[size.nodes], steps[half or base]
+    problem = measurement.failed.get(size.nodes, "" if figures else measurement.stopped or "not measured yet")
+    return Measured(
+        size=size,
+        runs=len(figures),
+        warm_up=max((f.warm_up for f in figures), default=0),
+        unsettled=sum(not f.settled for f in figures),
+        tokens_per_s=measurement.speed(size.nodes),
+        mfu=sum(shares) / len(shares) if figures and len(shares) == len(figures) else None,
+        efficiency=None if size.nodes == base else measurement.efficiency(size.nodes, base),
+        doubling=None if half is None or 2 * half != size.nodes else measurement.efficiency(size.nodes, half),
+        predicted=point,
+        why_not_predicted=(point.why_not or "") if point is not None else why,
+        problem=problem,
+        steps=mine,
+        causes=() if mine is None or below is None else causes(below, mine),
+    )
+
+
+def _predicted(measurement: Measurement) -> tuple[dict[int, Point], str]:
+    """(nodes -> what `seatrial plan` predicts for it, why nothing is predicted)."""
+    job = measurement.job
+    rates = measured_rates(measurement.runs / job.name, job)
+    place = rates.at(place_of(job))
+    if place.cluster is None:
+        return {}, place.why_no_gpu
+    predicted = scaling(
+        job,
+        Recipe.of(job),
+        place.cluster,
+        mode=measurement.terms.mode,
+        nodes=[size.nodes for size in measurement.sizes],
+        calibration=rates.calibration(shipped()),
+    )
+    return {point.nodes: point for point in predicted.points}, ""
+
+
+def _fits(sizes: Sequence[Measured], base: int) -> tuple[Fit, ...]:
+    """Both laws over the measured sizes, which must include the first."""
+    known = [(s.size.nodes / base, s.tokens_per_s) for s in sizes if s.tokens_per_s is not None]
+    if not known or known[0][0] != 1:
+        return ()
+    largest = known[-1][0]
+    at = [largest * 2**i for i in range(1, _FURTHER + 1)]
+    found = (fit(law, [n for n, _ in known], [x for _, x in known], at) for law in _LAWS)
+    return tuple(f for f in found if f is not None)

@@ -1,0 +1,88 @@
+"""Where the time of a step went at one size, from the records that the ranks of its runs left in their run folders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from seatrial.record.connections import read_connections
+from seatrial.record.folder import RunFolder
+from seatrial.record.frontier import Account, account
+from seatrial.record.stages import read_generation
+from seatrial.scale.cause import Cause, find_causes
+from seatrial.scale.links import SlowLink, slow_link
+from seatrial.scale.observed import Observed, steady_steps
+from seatrial.scale.sizes import Size
+from seatrial.scale.trial import Trial
+
+_MOST_OF_IT = 0.5  # a slow link is the cause if it explains this much of a wait
+_OF_NETWORK = ("network", "communication", "small messages", "congestion")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steady steps of one run of a size."""
+
+    account: Account
+    observed: Observed
+    slow_link: SlowLink | None  # slower than all other links; `excess_s` of a step
+
+
+def steps_of(root: Path, size: Size, trials: Sequence[Trial]) -> Steps | None:
+    """Of the run in `root` with the median speed among `trials`; None if its ranks' records cannot be used."""
+    known = sorted((t.figures.tokens_per_s, i) for i, t in enumerate(trials) if t.figures is not None)
+    if not known:
+        return None
+    trial = trials[known[len(known) // 2][1]]
+    assert trial.figures is not None
+    folder = RunFolder(root / trial.folder)
+    stages, _ = read_generation(folder, 1)
+    found = account(stages, first_step=trial.figures.warm_up + 1)
+    seconds = steady_steps(stages, trial.figures.warm_up)
+    if found is None or seconds is None:
+        return None
+    job, ranks_per_node = size.job, size.gpus // size.nodes
+    observed = Observed(
+        seconds,
+        job.layout,
+        ranks_per_node,
+        size.tokens_per_step,
+        microbatches=job.microbatches,
+        not_separated=found.not_separated,
+    )
+    # A measured run has no spares, so its nodes hold consecutive ranks.
+    link = slow_link(
+        read_connections(folder, 1)[0], {rank: rank // ranks_per_node for rank in range(size.gpus)}
+    )
+    if link is not None:
+        count = max(len(each.steps) for each in stages.values())
+        link = replace(link, busy_s=link.busy_s / count, excess_s=link.excess_s / count)
+    return Steps(found, observed, link)
+
+
+def causes(base: Steps, here: Steps) -> tuple[Cause, ...]:
+    """Why `here` is less efficient than `base`, largest first; a wait for the network with the node whose link is slow."""
+    return tuple(_with_link(cause, here) for cause in find_causes(base.observed, here.observed))
+
+
+def _with_link(cause: Cause, here: Steps) -> Cause:
+    link = here.slow_link
+    if link is None or cause.kind not in _OF_NETWORK or link.excess_s < _MOST_OF_IT * cause.seconds:
+        return cause
+    where = f"of node {link.node}" if link.peer is None else f"between nodes {link.node} and {link.peer}"
+    told = (
+        f"TCP connections {where} carry at most {_rate(link.bytes_per_s)} while they have data to send, "
+        f"all others at least {_rate(link.others)}"
+    )
+    return replace(
+        cause,
+        kind="network",
+        nodes=link.nodes,
+        remove_node=link.node if link.peer is None else None,
+        evidence=(told, *cause.evidence),
+    )
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s * 8 / 1e6:,.0f} Mbit/s"

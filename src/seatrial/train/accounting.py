@@ -1,0 +1,88 @@
+"""Records where the time of each step went in this rank; always on."""
+
+from __future__ import annotations
+
+from seatrial.base.complain import complain
+from seatrial.hardware.tcp import connections
+from seatrial.parallel.blocked import Blocked
+from seatrial.parallel.build import ParallelModel
+from seatrial.record.connections import write_connections
+from seatrial.record.folder import RunFolder
+from seatrial.record.stages import REPLICATE, SHARD, STAGES, TENSOR, StageWriter
+
+
+class Accounting:
+    """The stages of this rank's steps, from `model.clock` into the run folder.
+
+    A step's record reaches from the end of the step before it to its own, so a save after step n counts in step n+1.
+    A file that cannot be written ends the record, never the training.
+    """
+
+    def __init__(self, folder: RunFolder, generation: int, model: ParallelModel) -> None:
+        self._folder, self._generation = folder, generation
+        self._mesh, self._clock = model.mesh, model.clock
+        self._not_separated = not_separated(model)
+        self._blocked = Blocked(model.clock, model.mesh)
+        self._writer: StageWriter | None = None
+
+    def begin(self, first_step: int) -> None:
+        """Begin to count: `first_step` begins now."""
+        try:
+            self._writer = StageWriter(
+                self._folder,
+                self._generation,
+                self._mesh.rank,
+                ranks=self._mesh.layout.world_size,
+                clock=self._mesh.device.type,
+                first_step=first_step,
+                not_separated=self._not_separated,
+            )
+        except OSError as error:
+            self._failed(error)
+            return
+        self._blocked.install()
+        self._clock.start()
+
+    def lap(self, step: int) -> None:
+        """`step` has ended."""
+        self._clock.lap(step)
+        self._write()
+
+    def close(self) -> None:
+        """Count no more; write what is known."""
+        self._blocked.remove()
+        self._clock.stop()
+        self._write()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                writer.close()
+                # Now, while the process groups have their connections.
+                write_connections(self._folder, self._generation, self._mesh.rank, connections())
+            except OSError as error:
+                self._failed(error)
+
+    def _write(self) -> None:
+        if self._writer is None:
+            return
+        try:
+            for step, seconds in self._clock.laps():
+                self._writer.add(step, seconds)
+        except OSError as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        self._blocked.remove()
+        self._clock.stop()
+        complain(f"where the time of steps goes is not recorded any more: {error}")
+
+
+def not_separated(model: ParallelModel) -> dict[str, str]:
+    """Stage -> where its time is counted, for what cannot be told apart with these settings."""
+    settings, layout = model.settings, model.mesh.layout
+    unclear = {}
+    if settings.compile and layout.tensor > 1 and not settings.async_tensor:
+        unclear[STAGES[TENSOR]] = "inside compiled blocks it counts as forward and backward"
+    if model.clock.cuda and layout.shard > 1 and layout.replicate > 1:
+        unclear[STAGES[REPLICATE]] = f"waiting for sums over replicas counts as {STAGES[SHARD]}"
+    return unclear

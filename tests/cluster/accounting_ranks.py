@@ -1,0 +1,111 @@
+"""Trains small jobs with delays planted in one rank, and leaves the run folders of their stages.
+
+    python accounting_ranks.py CASES.json OUT_FOLDER
+
+A case is {"name", "layout", "tied", "delay": null or "data" | "forward" | "backward" | "collective", "recorded"}.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import parity_ranks
+from parity_ranks import LENGTH, SEQUENCES, NoisyWeights, batch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from seatrial.job import job_from_text, preset_text
+from seatrial.parallel.mesh import Mesh
+from seatrial.record.folder import RunFolder
+from seatrial.train.loop import Loop
+from seatrial.train.optimizer import build_optimizer
+from seatrial.train.records import into_file
+
+STEPS, DELAY_S = 18, 0.25
+SLOW_RANK = 1
+
+
+def is_delayed(step: int) -> bool:
+    return step > 4 and step % 2 == 0
+
+
+class Batches:
+    """The batches of `parity_ranks`; `step` is the one that was asked for last."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.before: Any = lambda: None
+
+    def samples(self, step: int) -> tuple[int, int]:
+        return (step - 1) * SEQUENCES, step * SEQUENCES
+
+    def batch(self, step: int, first: int, count: int) -> tuple[Tensor, Tensor, None]:
+        self.step = step
+        self.before()
+        rows = batch(step)[first : first + count]
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None
+
+
+def work(case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    layout = mesh.layout
+    root = Path(case["root"])
+    job = job_from_text(
+        preset_text("first-voyage"),
+        name=case["name"],
+        base_folder=root,
+        overrides=[
+            *("cluster.nodes=1", f"cluster.gpus_per_node={layout.world_size}"),
+            *(f"parallel.{n}={getattr(layout, n)}" for n in ("tensor", "pipeline", "shard", "replicate")),
+            *(f"train.steps={STEPS}", f"train.global_batch={SEQUENCES}", "train.microbatch=2"),
+            *(f"train.sequence_length={LENGTH}", "checkpoint.every_steps=1000", "optimizer.warmup_steps=2"),
+        ],
+    )
+    folder = RunFolder(root / case["name"])
+    for path in (folder.checkpoints, folder.control):
+        path.mkdir(parents=True, exist_ok=True)
+    folder.generation_file.write_text("1")
+    model = parity_ranks.build(case, mesh, NoisyWeights(parity_ranks.arch_of(case), seed=1))
+    optimizer = build_optimizer(model.shards, job.optimizer)
+    batches = Batches()
+    loop = Loop(job, folder, into_file(folder, 1, mesh.rank), model, optimizer, batches)  # type: ignore[arg-type]
+    if not case.get("recorded", True):
+        loop._accounting._blocked.install = lambda: None  # type: ignore[method-assign]
+        loop._accounting._clock.start = lambda: None  # type: ignore[method-assign]
+    if mesh.rank == SLOW_RANK:
+        plant(case.get("delay"), loop, batches)
+    loop.run(1)
+    return {"weights": [(s.name, s.box.offsets, s.local.clone()) for s in model.shards]}
+
+
+def plant(what: str | None, loop: Loop, batches: Batches) -> None:
+    """Delay this rank once in each delayed step."""
+    last = [0]
+
+    def delay(*_: Any) -> None:
+        if is_delayed(batches.step) and last[0] != batches.step:
+            last[0] = batches.step
+            time.sleep(DELAY_S)
+
+    if what == "data":
+        batches.before = delay
+    elif what == "forward":
+        loop.model.stages[0].blocks[0].mlp.register_forward_pre_hook(delay)
+    elif what == "backward":
+        loop.model.stages[0].blocks[0].mlp.register_full_backward_pre_hook(delay)
+    elif what == "collective":
+        wait = Work.wait
+
+        def slow(work: Work, *args: Any) -> Any:
+            delay()
+            return wait(work, *args)
+
+        Work.wait = slow  # type: ignore[method-assign]
+    elif what is not None:
+        raise ValueError(what)
+
+
+if __name__ == "__main__":
+    sys.exit(parity_ranks.main(work))

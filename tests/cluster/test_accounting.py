@@ -1,0 +1,102 @@
+"""Where the time of steps goes, in real ranks: the stages add up, and a planted delay is found where it was planted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accounting_ranks import DELAY_S, SLOW_RANK, STEPS, is_delayed
+from numpy.typing import NDArray
+
+from conftest import records, run_cases
+from seatrial.record.folder import RunFolder
+from seatrial.record.frontier import WARM_UP, split_step
+from seatrial.record.stages import STAGES, RankStages, read_generation
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2-pp2": {"tensor": 2, "pipeline": 2},
+    "replicate2-fsdp2": {"replicate": 2, "shard": 2},
+}
+DELAYS = {"data": "data", "forward": "forward", "backward": "backward", "collective": "tensor"}
+# A rank that sleeps leaves its processor to others, which then wait less: where waiting is compared, there are few.
+FEW = {"tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("accounting")
+    common = {"tied": True, "root": str(out)}
+    cases: list[dict[str, Any]] = [
+        *({"name": name, "layout": layout, **common} for name, layout in LAYOUTS.items()),
+        *(
+            {"name": d, "layout": FEW if d == "collective" else LAYOUTS["tp2-pp2"], "delay": d, **common}
+            for d in DELAYS
+        ),
+        {"name": "unrecorded", "layout": LAYOUTS["tp2-pp2"], "recorded": False, **common},
+    ]
+    done = run_cases(cases, out, timeout_s=240, script="accounting_ranks.py")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def recorded(out: Path, name: str) -> dict[int, RankStages]:
+    found, problems = read_generation(RunFolder(out / name), 1)
+    assert not problems
+    assert sorted(found) == list(range(found[0].ranks))
+    for each in found.values():
+        assert each.steps.tolist() == list(range(1, STEPS + 1))
+    return found
+
+
+def splits(out: Path, name: str) -> NDArray[np.float64]:
+    """Steps x STAGES."""
+    cube = np.stack([each.seconds for each in recorded(out, name).values()], axis=1)
+    return np.stack([split_step(table).seconds for table in cube])
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *DELAYS])
+def test_the_stages_add_up_to_the_time_of_the_step(out: Path, name: str) -> None:
+    found = recorded(out, name)
+    totals = np.stack([each.seconds.sum(axis=1) for each in found.values()])
+    assert splits(out, name).sum(axis=1) == pytest.approx(totals.max(axis=0), rel=1e-6)
+    measured = [m["step_time_s"] for m in records(out / name / "metrics.jsonl")]
+    assert totals[0].sum() == pytest.approx(np.sum(measured), rel=0.01)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_dimension_has_its_time_and_no_other(out: Path, name: str) -> None:
+    for each in recorded(out, name).values():
+        spent = {stage for stage, seconds in zip(STAGES, each.seconds.sum(axis=0), strict=True) if seconds}
+        own = {"data", "host", "forward", "backward", "optimizer"}
+        assert spent == own | set(LAYOUTS[name]) | {"step_sum"}
+        assert not each.not_separated
+
+
+@pytest.mark.parametrize(("delay", "stage"), DELAYS.items())
+def test_a_delay_is_charged_to_its_stage_and_its_rank(out: Path, delay: str, stage: str) -> None:
+    split, i = splits(out, delay), STAGES.index(stage)
+    steps = np.arange(1, STEPS + 1)
+    slow = np.array([is_delayed(step) for step in steps])
+    plain = ~slow & (steps > WARM_UP)
+    grown = np.median(split[slow], axis=0) - np.median(split[plain], axis=0)
+    assert grown[i] == pytest.approx(DELAY_S, rel=0.1)
+    assert np.delete(grown, i).max() < 0.3 * DELAY_S
+    cube = np.stack([each.seconds for each in recorded(out, delay).values()])
+    sums = np.median(cube.cumsum(axis=2)[:, slow, i], axis=1)
+    if stage != "tensor":  # there the others of its group wait as long
+        assert int(sums.argmax()) == SLOW_RANK
+
+
+def test_training_has_the_same_bits_without_it(out: Path) -> None:
+    for rank in range(4):
+        ours = torch.load(out / f"tp2-pp2.{rank}.pt", weights_only=True)["weights"]
+        theirs = torch.load(out / f"unrecorded.{rank}.pt", weights_only=True)["weights"]
+        assert [w[:2] for w in ours] == [w[:2] for w in theirs]
+        assert all(torch.equal(a[2], b[2]) for a, b in zip(ours, theirs, strict=True))
+    for each in read_generation(RunFolder(out / "unrecorded"), 1)[0].values():
+        assert not each.steps.size

@@ -1,0 +1,130 @@
+"""`seatrial scale` on four hosts over ssh: a gate fails, and the slow link or the slow rank is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ssh_hosts import SSHD, SshHosts
+
+from conftest import JOB, write_corpus
+from seatrial.launch.netns import Hosts, Unavailable
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timed]
+
+NODES = 4
+SICK = 3  # the node with a fault; not in the smaller size
+TIMEOUT_S = 240.0
+
+Begin = Callable[..., SshHosts]
+
+
+# Python executes this at its start where it is found, and the fault is planted once its module is imported.
+_SLOWER = """
+import importlib.abc, importlib.util, sys, time
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "{module}":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            call = module.{owner}.{method}
+
+            def slower(*args, **kwargs):
+                time.sleep({seconds})
+                return call(*args, **kwargs)
+
+            module.{owner}.{method} = slower
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    if not os.path.exists(SSHD) or shutil.which("ssh") is None:
+        pytest.skip("sshd (openssh-server) or ssh is not installed")
+    write_corpus(tmp_path)
+    text = JOB
+    for old, new in {
+        "nodes = 2\ngpus_per_node = 2": f'launcher = "ssh"\nnodes = {NODES}\ngpus_per_node = 1\ndevice = "cpu"',
+        "tensor = 2\npipeline = 2": f"replicate = {NODES}",
+        "hidden_size = 32\nintermediate_size = 64": "hidden_size = 128\nintermediate_size = 256",
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    names = ", ".join(f'"n{n}"' for n in range(NODES))
+    (tmp_path / "job.toml").write_text(f'{text}\n[ssh]\nhosts = [{names}]\nconfig = "config"\n')
+    (tmp_path / "site").mkdir()
+    with contextlib.ExitStack() as stack:
+
+        def hosts(**slower: object) -> SshHosts:
+            """With a method that is slower on the sick node, where one is given."""
+            exports = {}
+            if slower:
+                (tmp_path / "site/sitecustomize.py").write_text(_SLOWER.format(**slower))
+                exports[SICK] = f"PYTHONPATH={tmp_path}/site"
+            try:
+                made = stack.enter_context(Hosts(NODES + 1))
+            except Unavailable as error:
+                pytest.skip(str(error))
+            found = SshHosts(made, tmp_path, exports)
+            stack.callback(found.close)
+            return found
+
+        yield hosts
+
+
+def measured(hosts: SshHosts) -> dict[str, Any]:
+    """What `scale` says of 2 and 4 nodes; its gate must have failed."""
+    done = subprocess.run(
+        [
+            *hosts.prefix, sys.executable, "-m", "seatrial", "scale", "job.toml", "--nodes", f"{NODES // 2},{NODES}",
+            "--steps", "12", "--repeats", "2", "--min-doubling", "--json",
+        ],
+        cwd=hosts.folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["gates"][0]["verdict"] == "FAIL"
+    return found
+
+
+def test_a_slow_link_is_the_network_of_its_node(begin: Begin) -> None:
+    hosts = begin()
+    hosts.hosts.slow(SICK, 20.0)
+    first = measured(hosts)["sizes"][1]["causes"][0]
+    assert (first["kind"], first["nodes"]) == ("network", [SICK])
+    assert first["remove_node"] == SICK
+    assert first["share"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "owner", "method"),
+    [
+        ("straggler", "seatrial.model.decoder", "Decoder", "forward"),
+        ("data", "seatrial.data.loader", "BatchLoader", "_read"),
+    ],
+)
+def test_a_slow_rank_and_slow_data_are_named(
+    begin: Begin, kind: str, module: str, owner: str, method: str
+) -> None:
+    first = measured(begin(module=module, owner=owner, method=method, seconds=0.3))["sizes"][1]["causes"][0]
+    assert (first["kind"], first["ranks"], first["nodes"]) == (kind, [SICK], [SICK])
+    assert first["share"] > 0.5

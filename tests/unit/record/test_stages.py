@@ -1,0 +1,150 @@
+"""The file of a rank's stages: what is written is read, a torn end is ignored, and damage is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seatrial.record.folder import RunFolder
+from seatrial.record.stages import (
+    BACKWARD,
+    DATA,
+    STAGES,
+    TENSOR,
+    StageWriter,
+    read_generation,
+    read_stages,
+)
+
+
+def writer(folder: RunFolder, rank: int = 3) -> StageWriter:
+    return StageWriter(
+        folder, 2, rank, ranks=4, clock="cpu", first_step=7, not_separated={"tensor": "it is compiled"}
+    )
+
+
+def row(step: int) -> list[float]:
+    return [step + i / 8 for i in range(len(STAGES))]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Steps 7 to 9 of rank 3."""
+    folder = RunFolder(tmp_path)
+    out = writer(folder)
+    for step in (7, 8, 9):
+        out.add(step, row(step))
+    out.close()
+    return folder.stages(2, 3)
+
+
+def test_what_is_written_is_read(file: Path) -> None:
+    read = read_stages(file)
+    assert read is not None
+    assert (read.generation, read.rank, read.ranks, read.clock, read.first_step) == (2, 3, 4, "cpu", 7)
+    assert read.not_separated == {"tensor": "it is compiled"}
+    assert read.steps.tolist() == [7, 8, 9]
+    assert read.seconds.tolist() == [row(7), row(8), row(9)]
+
+
+def test_a_record_is_48_bytes(file: Path) -> None:
+    head = file.read_bytes().index(b"\n") + 1
+    assert file.stat().st_size - head == 3 * 48
+
+
+@pytest.mark.parametrize("lost", [1, 4, 47])
+def test_a_torn_last_record_is_ignored(file: Path, lost: int) -> None:
+    file.write_bytes(file.read_bytes()[:-lost])
+    read = read_stages(file)
+    assert read is not None
+    assert read.steps.tolist() == [7, 8]
+
+
+def test_a_torn_first_line_is_nothing_yet(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:20])
+    assert read_stages(file) is None
+    assert read_generation(RunFolder(file.parents[2]), 2) == ({}, [])
+
+
+def test_only_the_last_records_are_read(file: Path) -> None:
+    read = read_stages(file, most=2)
+    assert read is not None
+    assert read.steps.tolist() == [8, 9]
+    assert read.seconds.tolist() == [row(8), row(9)]
+
+
+def test_a_step_that_was_done_again_counts_once(tmp_path: Path) -> None:
+    out = writer(RunFolder(tmp_path))
+    for step, first in ((7, 1.0), (8, 2.0), (7, 3.0)):
+        out.add(step, [first] + [0.0] * (len(STAGES) - 1))
+    out.close()
+    read = read_stages(RunFolder(tmp_path).stages(2, 3))
+    assert read is not None
+    assert read.steps.tolist() == [7, 8]
+    assert read.seconds[:, DATA].tolist() == [3.0, 2.0]
+
+
+def test_stages_of_a_file_may_be_fewer_and_in_another_order(file: Path) -> None:
+    head = (
+        b'{"seatrial_stages":1,"generation":2,"rank":3,"ranks":4,"clock":"cuda","first_step":1,'
+        b'"stages":["tensor","backward"],"not_separated":{}}\n'
+    )
+    record = np.array([(5, [0.5, 0.25])], dtype=[("step", "<u4"), ("seconds", "<f4", (2,))])
+    file.write_bytes(head + record.tobytes())
+    read = read_stages(file)
+    assert read is not None
+    assert (read.seconds[0, TENSOR], read.seconds[0, BACKWARD], read.seconds.sum()) == (0.5, 0.25, 0.75)
+
+
+def test_it_is_written_about_every_64_steps(tmp_path: Path) -> None:
+    out = writer(RunFolder(tmp_path))
+    file = RunFolder(tmp_path).stages(2, 3)
+    for step in range(7, 7 + 63):
+        out.add(step, row(step))
+    read = read_stages(file)
+    assert read is not None
+    assert not read.steps.size
+    out.add(70, row(70))
+    read = read_stages(file)
+    assert read is not None
+    assert read.steps.size == 64
+    out.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ((b'{"seatrial_stages"', b'{"seatrial_staged"'), "does not begin with the line of such a file"),
+        ((b'{"seatrial_stages":1', b'{"seatrial_stages":9'), "of version 9"),
+        ((b'"clock":"cpu"', b'"clock":12345'), "no clock"),
+        ((b'"tensor","shard"', b'"tensor","shirt"'), r"not those of this version \(shirt\)"),
+        ((b'"tensor","shard"', b'"shard", "shard"'), "repeated"),
+        ((b'{"seatrial', b'<"seatrial'), "line of JSON"),
+        ((np.float32(9.875).tobytes(), np.float32(-8).tobytes()), "step 9 are not times"),
+        ((np.float32(9.875).tobytes(), np.float32("nan").tobytes()), "step 9 are not times"),
+    ],
+)
+def test_what_is_wrong_is_said(file: Path, change: tuple[bytes, bytes], reason: str) -> None:
+    data = file.read_bytes()
+    assert change[0] in data
+    file.write_bytes(data.replace(change[0], change[1], 1))
+    with pytest.raises(ValueError, match=reason):
+        read_stages(file)
+    found, problems = read_generation(RunFolder(file.parents[2]), 2)
+    assert not found
+    assert [problem.file for problem in problems] == ["ranks/000002/rank3.stages"]
+
+
+def test_a_file_of_another_rank_is_not_used(file: Path) -> None:
+    file.rename(file.with_name("rank1.stages"))
+    found, problems = read_generation(RunFolder(file.parents[2]), 2)
+    assert not found
+    assert "is of generation 2, rank 3" in problems[0].message
+
+
+def test_an_old_run_folder_has_none(tmp_path: Path) -> None:
+    assert read_generation(RunFolder(tmp_path), 1) == ({}, [])
+    (tmp_path / "ranks").mkdir()
+    assert read_generation(RunFolder(tmp_path), 1) == ({}, [])
