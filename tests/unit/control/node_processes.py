@@ -81,7 +81,6 @@ class Node:
         return next(v for k, _, r, v in reversed(self.told) if (k, r) == (kind, rank))
 
     def close(self) -> None:
-        self.workers.kill_all()
         process.kill_all(lambda: process.descendants(os.getpid()) - self.before)
         process.reap(lambda pid, status: None)
         self.pump.close()
