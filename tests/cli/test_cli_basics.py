@@ -54,6 +54,7 @@ verbs:
   check        judge whether nodes are fit to train on
   explain      explain a finding of a check
   plan         predict layout, memory, speed and cost of a job
+  scale        measure the job's speed at several numbers of nodes
   data         prepare text for training
   train        run a job; the same command again resumes it
   attach       follow a run to its end, whatever runs it
@@ -123,7 +124,7 @@ def test_help_takes_at_most_a_fifth_of_a_second_of_a_processor(run: Run) -> None
         (("trian",), "error: unknown verb `trian`\n  hint: did you mean `seatrial train`?\n"),
         (
             ("fly",),
-            "error: unknown verb `fly`\n  hint: verbs: init, schema, validate, check, explain, plan, data, train, attach, status, stop, agent, drill, ls, watch, logs, verify, checkpoints, export, completion\n",
+            "error: unknown verb `fly`\n  hint: verbs: init, schema, validate, check, explain, plan, scale, data, train, attach, status, stop, agent, drill, ls, watch, logs, verify, checkpoints, export, completion\n",
         ),
         (
             ("--fast",),
