@@ -78,6 +78,26 @@ def _sequence(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _profile(facts: Facts) -> Iterator[RuleViolation]:
+    train = facts.job.train
+    ranks = train.profile_ranks
+    if ranks is None:
+        return
+    if max(ranks) >= facts.layout.world_size:
+        yield RuleViolation(
+            ("train.profile_ranks",),
+            f"rank {max(ranks)} cannot be profiled: the job has {facts.layout.world_size} ranks",
+            f"use ranks from 0 to {facts.layout.world_size - 1}",
+        )
+    if train.profile_first_step + train.profile_steps - 1 > train.steps:
+        yield RuleViolation(
+            ("train.profile_first_step", "train.profile_steps", "train.profile_ranks"),
+            f"the trace needs steps {train.profile_first_step} to {train.profile_first_step + train.profile_steps - 1}, "
+            f"and the job has {train.steps}",
+            "use an earlier profile_first_step",
+        )
+
+
 def _async_tensor(facts: Facts) -> Iterator[RuleViolation]:
     # There is always something to split: `_sequence` requires an even number of positions on each rank.
     parallel = _parallel(facts)
@@ -217,6 +237,7 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _tensor_vocabulary,
     _tensor_node,
     _sequence,
+    _profile,
     _async_tensor,
     _stages,
     _schedule,

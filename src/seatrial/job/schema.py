@@ -278,6 +278,15 @@ class TrainSection(Section):
         default=None,
         description="what to do if a callback or metric raises an exception; if missing, warn and continue without it",
     )
+    profile_ranks: (
+        Annotated[list[Annotated[int, Field(ge=0, le=999_999)]], Field(min_length=1, max_length=64)] | None
+    ) = Field(
+        default=None, description="ranks that record a torch.profiler trace, to ranks/ of the run folder"
+    )
+    profile_first_step: Count = Field(default=10, description="the first step of these traces")
+    profile_steps: Annotated[int, Field(ge=1, le=20)] = Field(
+        default=2, description="steps in a trace; in each generation one is recorded if it runs these steps"
+    )
 
 
 class OptimizerSection(Section):

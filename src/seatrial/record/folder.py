@@ -117,6 +117,10 @@ class RunFolder:
         """What the kernel measured on one rank's TCP connections; see `record.connections`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.tcp.json"
 
+    def trace(self, generation: int, rank: int) -> Path:
+        """The torch.profiler trace of one rank; see `train.trace`."""
+        return self.ranks / f"{generation:06d}" / f"rank{rank}.trace.json.gz"
+
     def last_generation(self) -> int:
         """The highest generation ever started here, 0 for none. Log folders make up for a damaged or stale file."""
         entries: list[str] = []

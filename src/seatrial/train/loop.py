@@ -32,6 +32,7 @@ from seatrial.train.records import Records
 from seatrial.train.schedule import learning_rate
 from seatrial.train.step import Contribution, StepResult, StepValues, local_vector, update, vector_length
 from seatrial.train.supervision.supervisor import Rollback, Snapshots, Supervisor
+from seatrial.train.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Loop:
         self._recorder = Recorder(job, folder, records, loader, self._meter, writes=self._writes)
         self._saver = Saver(job, folder, generation, model, optimizer, loader, records, self._waits)
         self._accounting = Accounting(folder, generation, model)
+        self._trace = Trace(job, folder, generation, mesh.rank, cuda=self._cuda)
         self._clip_norm = job.optimizer.clip_norm or None
         self._guard: Guard | None = None
         self._integrity: Integrity | None = None
@@ -124,6 +126,7 @@ class Loop:
             if self._own_time is not None:
                 self._own_time.unwatch()
             self._accounting.close()
+            self._trace.close()
             self._saver.close(at_once=not self._ended)
             self._recorder.close()
 
@@ -140,7 +143,8 @@ class Loop:
             self._next += 1
             reason = self._guard.leaves_out(step) if self._guard is not None else None
             if reason is None:
-                self._start(step)
+                with self._trace.step(step):
+                    self._start(step)
                 self._accounting.lap(step)
             saves = self._saver.due(step)
             ends = saves or self._is_boundary(step)

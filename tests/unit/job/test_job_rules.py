@@ -38,6 +38,8 @@ from seatrial.job.schema import JobFile
         (("parallel.pipeline=1", "parallel.schedule=gpipe"), "--set parallel.schedule=gpipe", 'schedule "gpipe" has no effect: pipeline is 1', "parallel.schedule=1f1b"),
         (("parallel.pipeline=1", "parallel.stages_per_rank=2"), "--set parallel.stages_per_rank=2", "stages_per_rank 2 has no effect: pipeline is 1", "parallel.stages_per_rank=1"),
         (("parallel.tensor=1", "parallel.async_tensor=true"), "--set parallel.async_tensor=true", "async_tensor = true has no effect: tensor is 1", "parallel.async_tensor=false"),
+        (("train.profile_ranks=[8]",), "--set train.profile_ranks=[8]", "rank 8 cannot be profiled: the job has 8 ranks", "train.profile_ranks=[7]"),
+        (("train.profile_ranks=[0]", "train.profile_first_step=200"), "--set train.profile_first_step=200", "the trace needs steps 200 to 201, and the job has 200", "train.profile_first_step=199"),
         (("optimizer.warmup_steps=201",), "--set optimizer.warmup_steps=201", "warmup_steps 201 is more than train.steps 200", "optimizer.warmup_steps=200"),
         (("optimizer.decay=wsd", "optimizer.decay_steps=150", "optimizer.warmup_steps=51"), "--set optimizer.decay_steps=150", "warmup_steps 51 + decay_steps 150 is more than train.steps 200", "optimizer.warmup_steps=50"),
         (("optimizer.decay=wsd", "optimizer.warmup_steps=181"), "--set optimizer.warmup_steps=181", "warmup_steps 181 + decay_steps 20 (a tenth of the steps) is more than train.steps 200", "optimizer.warmup_steps=180"),
