@@ -89,8 +89,7 @@ def test_a_virtual_cluster_is_measured_and_nothing_is_left(
     ("signum", "at"),
     [
         (signal.SIGINT, "starting"),
-        # Its agents hear of it as they do where the process is killed.
-        pytest.param(signal.SIGINT, "pairs, round 1", marks=pytest.mark.long),
+        (signal.SIGINT, "pairs, round 1"),
         (signal.SIGTERM, "node stage"),
         (signal.SIGKILL, "pairs, round 1"),
     ],
