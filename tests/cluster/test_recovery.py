@@ -231,6 +231,7 @@ def test_run_without_spare_shrinks_and_grows_on_node_return(begin: Begin, replic
         assert ours[step] == pytest.approx(theirs[step], rel=1e-4)
 
 
+@pytest.mark.long  # test_train's test of a preempted run has the same, and more
 def test_a_preempted_run_is_saved_and_goes_on_bit_for_bit(begin: Begin, reference: Trial) -> None:
     first = begin()
     first.until_step(5)
@@ -261,6 +262,7 @@ def test_a_rank_that_hangs_is_named_and_replaced(begin: Begin, reference: Trial)
     assert_same(trial, reference)
 
 
+@pytest.mark.long  # test_train kills a rank in the same way
 def test_without_restarts_the_first_failure_ends_the_run(begin: Begin) -> None:
     trial = begin("resilience.max_restarts=0")
     trial.until_step(4)

@@ -178,6 +178,7 @@ def test_a_node_that_is_lost_is_replaced_by_the_spare(cluster: Cluster, undistur
     assert_same(trial, undisturbed_long)
 
 
+@pytest.mark.long  # the agents shrink a run by themselves, under any launcher: test_recovery, test_kubernetes_train
 def test_without_a_spare_it_goes_on_smaller(cluster: Cluster, undisturbed_long: Trial) -> None:
     trial = cluster.train(*SLURM, *LONG)
     job = handle(trial)

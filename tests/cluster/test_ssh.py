@@ -102,6 +102,8 @@ def test_kill_9_of_the_launcher_leaves_nothing(
     cluster.wait(lambda: not cluster.remote(), "left on the hosts", 10)
 
 
+# The test before shows that an agent ends with its ssh, the next one that a host rejoins.
+@pytest.mark.long
 def test_killed_ssh_ends_its_agent_and_the_host_rejoins(cluster: SshHosts, train: Callable[..., Run]) -> None:
     run = train("--set", "train.steps=2000")
     run.wait_line("step   ")

@@ -98,6 +98,13 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def one_node(folder: Path) -> Path:
+    """The test's folder, where it is not about nodes: each imports torch once."""
+    (folder / "job.toml").write_text(ONE_NODE)
+    return folder
+
+
+@pytest.fixture
 def short(short_run: Path, folder: Path) -> Path:
     return copied(short_run, folder)
 
@@ -216,24 +223,24 @@ class TestKilled:
         failed = [e for e in records(run_of(folder) / "events.jsonl") if e["kind"] == "run_failed"]
         assert [(e["node"], e["rank"]) for e in failed] == [(1, 3)]
 
-    def test_a_rank_that_raises_is_named_with_its_traceback(self, folder: Path, start: Start) -> None:
+    def test_a_rank_that_raises_is_named_with_its_traceback(self, one_node: Path, start: Start) -> None:
         run = start("--set", "train.steps=100000", *UNSUPERVISED)
         run.wait_line("step      2/")
         # The data goes away under one run: the first rank to read it says which file.
-        for shard in (folder / "runs/.data").glob("*/shard-*.bin"):
+        for shard in (one_node / "runs/.data").glob("*/shard-*.bin"):
             os.truncate(shard, 0)
         code, _, err = run.wait()
         assert code == 2
         assert "shard-00000.bin" in err
         run.wait_gone(within_s=5)
 
-    def test_a_run_that_diverges_says_so_and_what_may_help(self, folder: Path, start: Start) -> None:
+    def test_a_run_that_diverges_says_so_and_what_may_help(self, one_node: Path, start: Start) -> None:
         """With weights that no number of steps mends; the same command would end in the same way."""
         assert start("--set", "train.steps=3", "--set", "name=short").wait()[0] == 0
-        assert seatrial(folder, "export", "runs/short", "--out", "hf").returncode == 0
-        weights = safetensors.torch.load_file(folder / "hf/model.safetensors")
+        assert seatrial(one_node, "export", "runs/short", "--out", "hf").returncode == 0
+        weights = safetensors.torch.load_file(one_node / "hf/model.safetensors")
         weights["model.norm.weight"] *= 1e38
-        safetensors.torch.save_file(weights, folder / "hf/model.safetensors", {"format": "pt"})
+        safetensors.torch.save_file(weights, one_node / "hf/model.safetensors", {"format": "pt"})
         arguments = ["--set", "model.init_from=hf", "--set", "optimizer.clip_norm=0.0"]
         code, out, err = start("--json", *arguments).wait()
         assert code == 1
@@ -250,17 +257,17 @@ class TestKilled:
             == "seatrial train job.toml --set model.init_from=hf --set optimizer.clip_norm=0.0 --set optimizer.lr=0.0033 --fresh"
         )
         assert not any(c.startswith("seatrial train") and "--fresh" not in c for c in commands)
-        assert "steps 1-3 (24 samples)" in seatrial(folder, "watch", "small", "--once").stdout
-        assert "steps 1-3 (24 samples)" in seatrial(folder, "verify", "small", "--ledger").stdout
+        assert "steps 1-3 (24 samples)" in seatrial(one_node, "watch", "small", "--once").stdout
+        assert "steps 1-3 (24 samples)" in seatrial(one_node, "verify", "small", "--ledger").stdout
 
-    def test_an_interrupt_is_not_a_failure(self, folder: Path, start: Start) -> None:
+    def test_an_interrupt_is_not_a_failure(self, one_node: Path, start: Start) -> None:
         run = start("--set", "train.steps=100000")
         run.wait_line("step      2/")
         run.process.send_signal(signal.SIGINT)
         code, _, _err = run.wait()
         assert code == 130
         run.wait_gone(within_s=5)
-        assert records(run_of(folder) / "events.jsonl")[-1]["kind"] == "run_interrupted"
+        assert records(run_of(one_node) / "events.jsonl")[-1]["kind"] == "run_interrupted"
 
     def test_a_preempted_run_has_saved_its_last_step(
         self, whole: tuple[Path, int, str, str], folder: Path, start: Start
@@ -442,23 +449,23 @@ class TestResume:
         assert done.returncode == 0, done.stderr
         assert "resuming after step 4" in done.stderr
 
-    def test_a_run_folder_that_is_moved_away_stops_the_run(self, folder: Path, start: Start) -> None:
+    def test_a_run_folder_that_is_moved_away_stops_the_run(self, one_node: Path, start: Start) -> None:
         run = start("--set", "train.steps=100000")
         run.wait_line("step      2/")
-        run_of(folder).rename(folder / "elsewhere")
+        run_of(one_node).rename(one_node / "elsewhere")
         code, _, err = run.wait()
         assert code == 1
         assert "moved" in err
-        assert len(records(folder / "elsewhere/metrics.jsonl")) >= 2
+        assert len(records(one_node / "elsewhere/metrics.jsonl")) >= 2
 
-    def test_nobody_reads_the_console(self, folder: Path, start: Start) -> None:
+    def test_nobody_reads_the_console(self, one_node: Path, start: Start) -> None:
         run = start()
         run.wait_line("small")
         assert run.process.stderr is not None
         run.process.stderr.close()
         run.process.stderr = None
         assert run.process.wait(timeout=60) == 0
-        assert len(losses(folder)) == 12
+        assert len(losses(one_node)) == 12
 
     def test_fresh_keeps_the_old_run(self, short: Path, start: Start) -> None:
         code, _, err = start("--fresh", "--set", "train.steps=2").wait()
@@ -467,13 +474,13 @@ class TestResume:
         assert (short / "runs/small.old-1/checkpoints/step-00000004/manifest.json").is_file()
         assert len(records(run_of(short) / "metrics.jsonl")) == 2
 
-    def test_fresh_does_not_go_on_from_checkpoints_elsewhere(self, folder: Path, start: Start) -> None:
+    def test_fresh_does_not_go_on_from_checkpoints_elsewhere(self, one_node: Path, start: Start) -> None:
         words = ["--set", "train.steps=2", "--set", "checkpoint.folder=elsewhere"]
         assert start(*words).wait()[0] == 0
         code, _, err = start("--fresh", *words).wait()
         assert code == 0
         assert "step-00000002 belongs to the previous run; quarantined as step-00000002.damaged" in err
-        assert len(records(run_of(folder) / "metrics.jsonl")) == 2
+        assert len(records(run_of(one_node) / "metrics.jsonl")) == 2
 
 
 class TestRefused:
@@ -554,10 +561,10 @@ class TestRefused:
         assert done.returncode == 2
         assert "/proc/runs" in done.stderr
 
-    def test_two_starts_of_one_run(self, folder: Path, start: Start) -> None:
+    def test_two_starts_of_one_run(self, one_node: Path, start: Start) -> None:
         run = start("--set", "train.steps=100000")
         run.wait_line("step      1/")
-        done = seatrial(folder, "train", "job.toml", "--set", "train.steps=100000")
+        done = seatrial(one_node, "train", "job.toml", "--set", "train.steps=100000")
         assert done.returncode == 1
         assert f"process {run.process.pid}" in done.stderr
         run.process.send_signal(signal.SIGINT)
