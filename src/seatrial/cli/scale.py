@@ -96,16 +96,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 no gate failed, 1 a gate or a run failed, 2 bad input, 130 interrupted."""
     from seatrial.scale.conduct import Measurement
+    from seatrial.scale.smaller import smaller_changes, with_changes
 
     job, terms, gates, allocation = _read(args)
     out = Out(plain=args.plain)
-    measurement = Measurement(job, args.runs, terms, allocation)
+    smaller = () if args.model_scale is None else smaller_changes(job, args.model_scale)
+    if smaller:
+        job = with_changes(job, smaller)
+    measurement = Measurement(job, args.runs, terms, allocation, model_changes=smaller)
     measurement.prepare(fresh=args.fresh)
     try:
         out.line(f"{terms.mode} scaling of {job.name} on {', '.join(map(str, terms.nodes))} nodes", "bold")
         if allocation is not None:
             nodes = ", ".join(allocation.nodes)
             out.pair("allocation", f"{allocation.job} of Slurm, {len(allocation.nodes)} nodes: {nodes}")
+        if smaller:
+            out.pair("model", ", ".join(f"{c.key.partition('.')[2]} {c.job} -> {c.copy}" for c in smaller))
         out.pair("folder", str(measurement.state.folder))
         if measurement.resumed:
             out.pair("continues", f"{measurement.resumed} runs are there already; --fresh measures all again")
@@ -186,6 +192,12 @@ def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
         value = getattr(args, name)
         fine = value is None or (math.isfinite(value) and 0 < value < 1e12)
         need(fine, f"--{name} {value} is not a number above 0", f"--{name} 10")
+    factor = args.model_scale
+    need(
+        factor is None or 0 < factor < 1,
+        f"--model-scale {factor} is not between 0 and 1",
+        "--model-scale 0.25",
+    )
     doubling = _number(args.min_doubling)
     need(
         args.min_doubling is None or (doubling is not None and 0 < doubling <= 200),

@@ -18,6 +18,7 @@ from seatrial.plan.search.scaling import Mode
 from seatrial.record import lock, metrics
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import Tail
+from seatrial.scale.groups import Group, compare
 from seatrial.scale.site import Site, site_of
 from seatrial.scale.sizes import Size, in_words, sizes_of
 from seatrial.scale.state import State, identity_of, open_state
@@ -26,6 +27,7 @@ from seatrial.scale.trial import Start, Trial, run_trials
 
 if TYPE_CHECKING:
     from seatrial.job import Job
+    from seatrial.job.changed import Change
     from seatrial.launch.allocation import Allocation
 
 LEAST_STEPS, DEFAULT_STEPS = 12, 30
@@ -69,6 +71,7 @@ class Measurement:
     runs: Path
     terms: Terms
     allocation: Allocation | None = None  # of Slurm, in which every run is a job step
+    model_changes: tuple[Change, ...] = ()  # by which `job` differs from the user's
     watch: Callable[[Progress], None] | None = None
     finished: Callable[[Trial], None] | None = None
     sizes: list[Size] = field(init=False)
@@ -89,6 +92,7 @@ class Measurement:
         stores = resolve_stores(job.data, data_cache(self.runs), Path.cwd())
         addresses = [store.address for store in stores]
         self.sizes = sizes_of(job, terms.nodes, terms.mode, steps=terms.steps, stores=addresses)
+        self.sizes = [replace(size, changes=(*self.model_changes, *size.changes)) for size in self.sizes]
         largest = self.sizes[-1].job
         if self.allocation is None:
             launcher_for(largest).check(largest)
@@ -196,6 +200,10 @@ class Measurement:
                 if b in nodes and (b == nodes[0] or 2 * b == n) and b < n
             )
         )
+
+    def groups(self, nodes: int) -> list[Group]:
+        """The groups of nodes at this size, compared; [] unless they were asked for."""
+        return compare([t for t in self.state.trials if t.nodes == nodes]) if self.terms.groups else []
 
     # -- what is next
 
