@@ -128,3 +128,24 @@ def test_a_slow_rank_and_slow_data_are_named(
     first = measured(begin(module=module, owner=owner, method=method, seconds=0.3))["sizes"][1]["causes"][0]
     assert (first["kind"], first["ranks"], first["nodes"]) == (kind, [SICK], [SICK])
     assert first["share"] > 0.5
+
+
+def test_a_group_with_a_slow_rank_is_the_bad_one(begin: Begin) -> None:
+    """Two groups of two hosts side by side."""
+    hosts = begin(module="seatrial.model.decoder", owner="Decoder", method="forward", seconds=0.1)
+    done = subprocess.run(
+        [
+            *hosts.prefix, sys.executable, "-m", "seatrial", "scale", "job.toml", "--nodes", f"{NODES // 2}", "--groups",
+            "--steps", "12", "--repeats", "2", "--json",
+        ],
+        cwd=hosts.folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    (size,) = found["sizes"]
+    assert [(g["hosts"], g["runs"], g["bad"]) for g in size["groups"]] == [
+        (["n0", "n1"], 2, False),
+        (["n2", "n3"], 2, True),
+    ]
+    judged = found["gates"][-1]
+    assert (judged["verdict"], "bad group n2, n3" in judged["text"]) == ("FAIL", True)

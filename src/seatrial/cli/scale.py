@@ -6,7 +6,10 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import re
+import shlex
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -21,6 +24,7 @@ from seatrial.ui.table import print_table
 
 if TYPE_CHECKING:
     from seatrial.job import Job
+    from seatrial.launch.allocation import Allocation
     from seatrial.scale.conduct import Measurement, Progress, Terms
     from seatrial.scale.judge import Gates
     from seatrial.scale.trial import Trial
@@ -40,6 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", metavar="N,N,...", help="sizes (default: 1, 2, 4, ... up to the job's)")
     parser.add_argument(
         "--strong", action="store_true", help="keep the global batch (default: it grows with the nodes)"
+    )
+    parser.add_argument(
+        "--groups",
+        action="store_true",
+        help="runs side by side on disjoint groups of the nodes; names a group slower than the others",
+    )
+    parser.add_argument(
+        "--model-scale",
+        type=float,
+        metavar="F",
+        help="a smaller model of the same shape: heads, widths and layers times F",
     )
     how = parser.add_argument_group("measurement")
     how.add_argument("--steps", type=int, metavar="N", help="steps of a run (default: 30)")
@@ -81,13 +96,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 no gate failed, 1 a gate or a run failed, 2 bad input, 130 interrupted."""
     from seatrial.scale.conduct import Measurement
+    from seatrial.scale.smaller import smaller_changes, with_changes
 
-    job, terms, gates = _read(args)
+    job, terms, gates, allocation = _read(args)
     out = Out(plain=args.plain)
-    measurement = Measurement(job, args.runs, terms)
+    smaller = () if args.model_scale is None else smaller_changes(job, args.model_scale)
+    if smaller:
+        job = with_changes(job, smaller)
+    measurement = Measurement(job, args.runs, terms, allocation, model_changes=smaller)
     measurement.prepare(fresh=args.fresh)
     try:
         out.line(f"{terms.mode} scaling of {job.name} on {', '.join(map(str, terms.nodes))} nodes", "bold")
+        if allocation is not None:
+            nodes = ", ".join(allocation.nodes)
+            out.pair("allocation", f"{allocation.job} of Slurm, {len(allocation.nodes)} nodes: {nodes}")
+        if smaller:
+            out.pair("model", ", ".join(f"{c.key.partition('.')[2]} {c.job} -> {c.copy}" for c in smaller))
         out.pair("folder", str(measurement.state.folder))
         if measurement.resumed:
             out.pair("continues", f"{measurement.resumed} runs are there already; --fresh measures all again")
@@ -104,15 +128,29 @@ def run(args: argparse.Namespace) -> int:
         measurement.close()
 
 
-def _read(args: argparse.Namespace) -> tuple[Job, Terms, Gates]:
+def _read(args: argparse.Namespace) -> tuple[Job, Terms, Gates, Allocation | None]:
     """Parse the options and check the job. Raises InputError with the problems of both."""
+    from seatrial.launch import launcher_for
+    from seatrial.launch.allocation import allocation_for
     from seatrial.launch.preflight import preflight
+    from seatrial.launch.slurm import SlurmLauncher
 
     problems: list[Diagnostic] = []
-    job, terms, gates = None, None, None
+    job, terms, gates, allocation = None, None, None, None
+
+    def check(job: Job) -> None:
+        nonlocal allocation
+        launcher = launcher_for(job)
+        if isinstance(launcher, SlurmLauncher):
+            most = max(_nodes(args.nodes, job), default=job.cluster.nodes)
+            command = shlex.join(["seatrial", *sys.argv[1:]])
+            allocation = allocation_for(job, most, args.runs, command, os.environ)
+        else:
+            launcher.check(job)
+
     try:
         job = preflight(
-            args.job, args.set, args.runs, ignore_memory=args.ignore_memory, rules=[_attended]
+            args.job, args.set, args.runs, ignore_memory=args.ignore_memory, rules=[_measurable], check=check
         ).job
     except InputError as error:
         problems += error.diagnostics
@@ -122,7 +160,7 @@ def _read(args: argparse.Namespace) -> tuple[Job, Terms, Gates]:
         problems += error.diagnostics
     if job is None or terms is None or gates is None:
         raise InputError(problems)
-    return job, terms, gates
+    return job, terms, gates, allocation
 
 
 def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
@@ -154,6 +192,12 @@ def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
         value = getattr(args, name)
         fine = value is None or (math.isfinite(value) and 0 < value < 1e12)
         need(fine, f"--{name} {value} is not a number above 0", f"--{name} 10")
+    factor = args.model_scale
+    need(
+        factor is None or 0 < factor < 1,
+        f"--model-scale {factor} is not between 0 and 1",
+        "--model-scale 0.25",
+    )
     doubling = _number(args.min_doubling)
     need(
         args.min_doubling is None or (doubling is not None and 0 < doubling <= 200),
@@ -177,6 +221,7 @@ def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
         repeats=args.repeats,
         budget=args.budget,
         seed=args.seed,
+        groups=args.groups,
     )
     asked = None if speedup is None else (int(speedup[1]), int(speedup[2]), float(speedup[3]))
     return terms, Gates(None if doubling is None else doubling / 100, asked)
@@ -269,14 +314,16 @@ class _Console:
         )
 
 
-def _attended(facts: Facts) -> Iterator[RuleViolation]:
+def _measurable(facts: Facts) -> Iterator[RuleViolation]:
     from seatrial.launch import named
     from seatrial.launch.base import Scheduled
+    from seatrial.launch.slurm import SlurmLauncher
 
     with contextlib.suppress(InputError):  # an unknown launcher is reported elsewhere
-        if isinstance(named(facts.job.cluster.launcher), Scheduled):
+        launcher = named(facts.job.cluster.launcher)
+        if isinstance(launcher, Scheduled) and not isinstance(launcher, SlurmLauncher):
             yield RuleViolation(
                 ("cluster.launcher",),
-                "each run would be queued separately, on other nodes than the last",
-                "--set cluster.launcher=ssh, on the hosts of one allocation",
+                "each run would be scheduled separately, on other nodes than the last",
+                "--set cluster.launcher=ssh, with the hosts in [ssh]",
             )

@@ -72,12 +72,14 @@ def preflight(
     fresh: bool = False,
     ignore_memory: bool = False,
     rules: Sequence[Rule] = (),
+    check: Callable[[Job], None] | None = None,
 ) -> Ready:
     """The job of `file` with `--set` overrides, ready to run below `runs`.
 
     Raises InputError with every problem; StorageError if the only one is an object store that cannot be reached. For
     `parallel = "auto"` the layout is that of the existing run, or chosen now (always with `fresh`). `ignore_memory`:
-    too little memory is only a note. `rules`: checked in addition to those of every start.
+    too little memory is only a note. `rules`: checked in addition to those of every start. `check`: instead of
+    the launcher's own.
     """
     file = job_file(file)
     data = _Data(data_cache(runs))
@@ -89,7 +91,7 @@ def preflight(
     account, notes = None, list[str]()
     if job is not None:
         try:
-            launcher_for(job).check(job)
+            (check or launcher_for(job).check)(job)
         except InputError as error:
             problems += error.diagnostics
         try:

@@ -40,7 +40,7 @@ from seatrial.record.run import OpenedRun, add_to_plan, open_run
 if TYPE_CHECKING:
     from seatrial.data.store import TokenStore
     from seatrial.job import Job
-    from seatrial.launch.base import Attended
+    from seatrial.launch.base import Attended, Launcher
 
 _RECORDS_BYTES = 256 << 20
 # How many renames silence_s must cover. Measured: 5 (0.6 s each, 3 s in all) worked, 3 (1 s each) did not, 6 did.
@@ -163,13 +163,19 @@ def put_files(folder: RunFolder, files: Mapping[str, str], generation: int) -> N
 
 
 def prepare_session(
-    job: Job, root: Path, *, fresh: bool = False, progress: Progress | None = None
+    job: Job,
+    root: Path,
+    *,
+    fresh: bool = False,
+    progress: Progress | None = None,
+    launcher: Launcher | None = None,
 ) -> Session:
     """Check everything that can be refused before a rank starts, then open the run folder.
 
-    Data that was not prepared beforehand is prepared now, once for all runs below `root`.
+    Data that was not prepared beforehand is prepared now, once for all runs below `root`. `launcher`: what will start it,
+    by default the job's own.
     """
-    launcher_for(job).check(job)
+    (launcher or launcher_for(job)).check(job)
     device, reason = device_of(job)
     if job.train.compile and job.cluster.launcher == "local":
         private_folder()  # compile cache of the ranks; fail here rather than in each rank

@@ -48,6 +48,8 @@ _QUEUED = (
 )
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _COMMANDS = ("sbatch", "squeue", "scancel", "scontrol")
+# Of a batch script, or chosen anew: the number of nodes.
+_NOT_OF_SALLOC = ("--nodes=", "--array=", "--signal=", "--open-mode=", "--output=", "--no-requeue")
 
 
 class SlurmLauncher:
@@ -58,7 +60,7 @@ class SlurmLauncher:
 
     def check(self, job: Job) -> None:
         """Raise InputError with every reason against a start. If none is found here, ask Slurm too (--test-only)."""
-        section = job.file.slurm or SlurmSection()
+        section = slurm_section(job)
         problems = [job.located(finding) for finding in _findings(section)]
         missing = [name for name in _COMMANDS if shutil.which(name) is None]
         if missing:
@@ -79,7 +81,7 @@ class SlurmLauncher:
     def _test_only(self, job: Job) -> list[Diagnostic]:
         """slurmctld's objections to the job: an unknown partition or account, more nodes than there are."""
         words = ["sbatch", "--test-only", *_options(job, RunFolder(Path("/dev/null"))), "--wrap=true"]
-        done = _run(words)
+        done = run_command(words)
         if done.returncode == 0:
             return []
         said = _said(done)
@@ -93,7 +95,7 @@ class SlurmLauncher:
 
     def render(self, job: Job, folder: RunFolder, generation: int = 1) -> dict[str, str]:
         """The job script."""
-        section = job.file.slurm or SlurmSection()
+        section = slurm_section(job)
         path = folder.path.absolute()
         script = path / "launch" / f"{generation:06d}" / SCRIPT
         array = section.form == "array"
@@ -104,13 +106,7 @@ class SlurmLauncher:
         if container:
             begin = ["srun", "--nodes=1", "--ntasks=1", *container, *begin]
         output = path / "logs" / ("slurm-%A-node%a.log" if array else "slurm-%j-node%t.log")
-        agents = [
-            "srun",
-            *("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--unbuffered", "--open-mode=append"),
-            f"--output={output}",
-            *container,
-            *process.python("seatrial", "agent", *run, interpreter=interpreter),
-        ]
+        agents = agents_command(job, folder, output)
         lines = ["#!/bin/bash"]
         lines += [f"#SBATCH {_quoted(option)}" for option in _options(job, folder)]
         lines += [
@@ -173,7 +169,7 @@ class SlurmLauncher:
 
     def submit(self, files: Mapping[str, Path]) -> str:
         """Submit the script; the id of the job, or of the array."""
-        done = _run(["sbatch", "--parsable", str(files[SCRIPT])])
+        done = run_command(["sbatch", "--parsable", str(files[SCRIPT])])
         if done.returncode != 0:
             raise RunFailed(f"sbatch refused the job: {_said(done)}", hint=f"the job is {files[SCRIPT]}")
         return done.stdout.strip().partition(";")[0]  # ";CLUSTER" follows in a federation
@@ -181,7 +177,7 @@ class SlurmLauncher:
     def status(self, handle: str) -> Status:
         """State from squeue, which knows only pending and running jobs; "unknown" if it does not answer."""
         try:
-            done = _run(["squeue", "--noheader", f"--jobs={handle}", "--format=%T %r"])
+            done = run_command(["squeue", "--noheader", f"--jobs={handle}", "--format=%T %r"])
         except RunFailed as error:
             return Status("unknown", error.message)
         if done.returncode != 0:
@@ -207,7 +203,7 @@ class SlurmLauncher:
             self._cancel(handle)
 
     def _cancel(self, *words: str) -> None:
-        done = _run(["scancel", *words])
+        done = run_command(["scancel", *words])
         if done.returncode != 0 and "Invalid job id" not in done.stderr:
             raise RunFailed(f"scancel failed: {_said(done)}")
 
@@ -217,7 +213,9 @@ class SlurmLauncher:
 
     def warnings(self, grace_s: float) -> Sequence[str]:
         """Warn if KillWait, the time a plain scancel leaves between SIGTERM and SIGKILL, is shorter than `grace_s`."""
-        found = re.search(r"^KillWait\s*=\s*(\d+)", _run(["scontrol", "show", "config"]).stdout, re.MULTILINE)
+        found = re.search(
+            r"^KillWait\s*=\s*(\d+)", run_command(["scontrol", "show", "config"]).stdout, re.MULTILINE
+        )
         if found is None or int(found[1]) >= grace_s:
             return []
         return [
@@ -271,7 +269,7 @@ def _findings(section: SlurmSection) -> list[RuleViolation]:
 
 def _options(job: Job, folder: RunFolder) -> list[str]:
     """The options for sbatch, each as one word."""
-    section, cluster = job.file.slurm or SlurmSection(), job.cluster
+    section, cluster = slurm_section(job), job.cluster
     logs = folder.logs.absolute()
     exclude = ",".join(filter(None, [section.exclude, hostlist(_unfit(folder)).strip()]))
     nodes = cluster.nodes + cluster.spares
@@ -301,6 +299,26 @@ def _options(job: Job, folder: RunFolder) -> list[str]:
     # Both a requeued job and a follow-up job would continue the run.
     options += ["--exclusive", "--no-kill", "--no-requeue", *section.options]
     return options
+
+
+def agents_command(job: Job, folder: RunFolder, output: Path, *where: str) -> list[str]:
+    """The srun that starts one agent on each node of a job, or on those that the options `where` name."""
+    agent = process.python(
+        "seatrial", "agent", "--run", str(folder.path.absolute()), interpreter=job.cluster.python
+    )
+    survive = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--unbuffered", "--open-mode=append")
+    return ["srun", *where, *survive, f"--output={output}", *_container(slurm_section(job)), *agent]
+
+
+def salloc_command(job: Job, folder: RunFolder, nodes: int) -> list[str]:
+    """The salloc that allocates `nodes` nodes with the job's own options."""
+    options = [option for option in _options(job, folder) if not option.startswith(_NOT_OF_SALLOC)]
+    return ["salloc", f"--nodes={nodes}", *options]
+
+
+def slurm_section(job: Job) -> SlurmSection:
+    """The job's [slurm], or its defaults."""
+    return job.file.slurm or SlurmSection()
 
 
 def _quoted(option: str) -> str:
@@ -347,7 +365,8 @@ def _follow_up(script: Path, record: Path, attempt: str, *, array: bool) -> list
     return lines
 
 
-def _run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_command(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """The output of one of Slurm's commands, whatever its exit status. Raises RunFailed if it does not answer."""
     try:
         return subprocess.run(
             words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_TIMEOUT_S, check=False

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from seatrial.base.errors import InputError, RunFailed
@@ -17,13 +18,17 @@ from seatrial.plan.search.scaling import Mode
 from seatrial.record import lock, metrics
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import Tail
+from seatrial.scale.groups import Group, compare
+from seatrial.scale.site import Site, site_of
 from seatrial.scale.sizes import Size, in_words, sizes_of
 from seatrial.scale.state import State, identity_of, open_state
 from seatrial.scale.statistics import Estimate, estimate, ratio
-from seatrial.scale.trial import Trial, run_trial
+from seatrial.scale.trial import Start, Trial, run_trials
 
 if TYPE_CHECKING:
     from seatrial.job import Job
+    from seatrial.job.changed import Change
+    from seatrial.launch.allocation import Allocation
 
 LEAST_STEPS, DEFAULT_STEPS = 12, 30
 # Stopping as soon as the interval is narrow makes it cover less often than 95 times of 100, the more so from few runs.
@@ -44,6 +49,7 @@ class Terms:
     repeats: int = 10
     budget: float | None = None  # GPU hours, those of resumed runs included
     seed: int = 0
+    groups: bool = False  # as many disjoint groups of nodes side by side as there are
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Progress:
 
     nodes: int
     repeat: int  # of this size, from 1
-    step: int
+    step: int  # of the slowest, where several run side by side
     steps: int
     spent: float  # GPU hours before this run
 
@@ -64,13 +70,21 @@ class Measurement:
     job: Job
     runs: Path
     terms: Terms
+    allocation: Allocation | None = None  # of Slurm, in which every run is a job step
+    model_changes: tuple[Change, ...] = ()  # by which `job` differs from the user's
     watch: Callable[[Progress], None] | None = None
     finished: Callable[[Trial], None] | None = None
     sizes: list[Size] = field(init=False)
     state: State = field(init=False)
+    site: Site = field(init=False)
     resumed: int = 0  # runs of an earlier start
     stopped: str = ""  # why it ended before every interval was narrow enough
-    failed: dict[int, str] = field(default_factory=dict)  # nodes -> the problem of this start's run
+    failed: dict[int, str] = field(
+        default_factory=dict
+    )  # nodes -> the problem of this start's run, or of all groups
+    failed_groups: dict[tuple[str, ...], str] = field(
+        default_factory=dict
+    )  # -> the problem of this start's run
 
     def prepare(self, *, fresh: bool = False) -> None:
         """Check what can be checked, and open or make the folder; `close` releases it. Raises InputError, RunFailed."""
@@ -78,8 +92,18 @@ class Measurement:
         stores = resolve_stores(job.data, data_cache(self.runs), Path.cwd())
         addresses = [store.address for store in stores]
         self.sizes = sizes_of(job, terms.nodes, terms.mode, steps=terms.steps, stores=addresses)
+        self.sizes = [replace(size, changes=(*self.model_changes, *size.changes)) for size in self.sizes]
         largest = self.sizes[-1].job
-        launcher_for(largest).check(largest)
+        if self.allocation is None:
+            launcher_for(largest).check(largest)
+        self.site = site_of(job, largest.cluster.nodes, self.allocation)
+        if terms.groups and len(self.site.groups(self.sizes[0].nodes)) < 2:
+            raise InputError(
+                f"--groups compares groups of nodes, and {in_words(self.sizes[0].nodes)} fit only once into the "
+                f"{len(self.site.nodes)} that {job.cluster.launcher} has",
+                hint="name smaller sizes, or more nodes: [ssh] hosts, a larger allocation, or cluster.nodes of a virtual "
+                "cluster",
+            )
         check_stores(
             stores,
             blend_of(job.data),
@@ -89,6 +113,8 @@ class Measurement:
             tokenizer_spec=job.data.tokenizer,
         )
         identity = identity_of(job, terms.mode, terms.steps, [store.digest for store in stores])
+        if terms.groups:  # beside others a run may be slower
+            identity |= {"groups": True}
         self.state = open_state(self.runs, job, identity, fresh=fresh)
         self.resumed = len(self.state.trials)
         folder = self.state.folder
@@ -112,24 +138,51 @@ class Measurement:
     def run_all(self) -> None:
         """Run until nothing is left to measure; the state grows by one run at a time."""
         while (size := self._next()) is not None:
-            room_s = self._room_s(size)
+            groups = self._groups(size)
+            gpus = size.gpus * len(groups)
+            room_s = (
+                None if self.terms.budget is None else (self.terms.budget - self.state.spent) * 3600 / gpus
+            )
             if room_s is not None and room_s <= self._expected_s(size):
-                left = f"{room_s * size.gpus / 3600:.3g} GPU hours left"
+                left = f"{room_s * gpus / 3600:.3g} GPU hours left"
                 self.stopped = f"the budget is spent: {left}, too few for a run on {in_words(size.nodes)}"
                 return
-            trial = self._run(size, _LIMIT_S if room_s is None else room_s)
-            self.state.add(trial)
-            if trial.problem and (self.terms.budget is None or self.state.spent < self.terms.budget):
-                self.failed[size.nodes] = trial.problem
-            if self.finished is not None:
-                self.finished(trial)
+            for trial in self._run(size, groups, _LIMIT_S if room_s is None else room_s):
+                self.state.add(trial)
+                if trial.problem and (self.terms.budget is None or self.state.spent < self.terms.budget):
+                    self._failed(size, trial)
+                if self.finished is not None:
+                    self.finished(trial)
+
+    def _failed(self, size: Size, trial: Trial) -> None:
+        """It is not run again; the groups beside it are."""
+        self.failed_groups[tuple(trial.hosts)] = trial.problem
+        if not self.terms.groups or not self._groups(size):
+            self.failed[size.nodes] = trial.problem
+
+    def _groups(self, size: Size) -> list[tuple[str, ...]]:
+        """The nodes of each run side by side that is next."""
+        if not self.terms.groups:
+            return [self.site.nodes[: size.nodes]]
+        return [group for group in self.site.groups(size.nodes) if group not in self.failed_groups]
 
     # -- what is known
 
     def speed(self, nodes: int) -> Estimate | None:
         """Tokens/s at this size; None if it has no run that counts."""
-        values = [t.figures.tokens_per_s for t in self.state.good(nodes) if t.figures is not None]
-        return estimate(values) if values else None
+        values: dict[int, list[float]] = {}
+        for i, trial in enumerate(self.state.good(nodes)):
+            if trial.figures is not None:
+                # Runs side by side are not independent: the median of their groups is one value.
+                values.setdefault(trial.repeat if self.terms.groups else i, []).append(
+                    trial.figures.tokens_per_s
+                )
+        return estimate([median(each) for each in values.values()]) if values else None
+
+    def repeats(self, nodes: int) -> int:
+        """How often this size has been measured."""
+        good = self.state.good(nodes)
+        return len({trial.repeat for trial in good}) if self.terms.groups else len(good)
 
     def efficiency(self, nodes: int, base: int) -> Estimate | None:
         """Tokens/s/GPU over that at `base` nodes; None if one of them has no run that counts."""
@@ -148,6 +201,10 @@ class Measurement:
             )
         )
 
+    def groups(self, nodes: int) -> list[Group]:
+        """The groups of nodes at this size, compared; [] unless they were asked for."""
+        return compare([t for t in self.state.trials if t.nodes == nodes]) if self.terms.groups else []
+
     # -- what is next
 
     def _next(self) -> Size | None:
@@ -155,12 +212,12 @@ class Measurement:
         wanted = [size for size in self.sizes if self._needs_more(size)]
         if not wanted:
             return None
-        counts = {size.nodes: len(self.state.good(size.nodes)) for size in wanted}
+        counts = {size.nodes: self.repeats(size.nodes) for size in wanted}
         fewest = [size for size in wanted if counts[size.nodes] == min(counts.values())]
         return random.Random(f"{self.terms.seed} {len(self.state.trials)}").choice(fewest)
 
     def _needs_more(self, size: Size) -> bool:
-        count = len(self.state.good(size.nodes))
+        count = self.repeats(size.nodes)
         if size.nodes in self.failed or count >= self.terms.repeats:
             return False
         if count < min(LEAST_REPEATS, self.terms.repeats):
@@ -169,31 +226,48 @@ class Measurement:
         found = [self.efficiency(n, b) for n, b in pairs] or [self.speed(size.nodes)]
         return any(e is not None and (e.half or 0.0) > self.terms.precision for e in found)
 
-    def _room_s(self, size: Size) -> float | None:
-        if self.terms.budget is None:
-            return None
-        return (self.terms.budget - self.state.spent) * 3600 / size.gpus
-
     def _expected_s(self, size: Size) -> float:
         """Seconds that a run of this size took at most, else one of any size; 0 before the first."""
         same = [t.seconds for t in self.state.trials if t.nodes == size.nodes]
         return _SLACK * max(same or [t.seconds for t in self.state.trials] or [0.0])
 
-    def _run(self, size: Size, limit_s: float) -> Trial:
-        repeat, seen = len(self.state.good(size.nodes)) + 1, 0
-        name = f"{size.nodes}-nodes-{len(self.state.trials) + 1}"
-        tail = Tail(RunFolder(self.state.folder / name).metrics, metrics.NOUN)
+    def _run(self, size: Size, groups: Sequence[tuple[str, ...]], limit_s: float) -> list[Trial]:
+        repeat = 1 + max((t.repeat for t in self.state.trials if t.nodes == size.nodes), default=0)
+        first = len(self.state.trials) + 1
+        starts = [
+            Start(
+                size,
+                f"{size.nodes}-nodes-{first + i}",
+                repeat,
+                self.site.job_on(size.job, group),
+                group,
+                None if self.allocation is None else replace(self.allocation, nodes=group),
+                self.site.environment_on(size.job, group) if self.terms.groups else {},
+            )
+            for i, group in enumerate(groups)
+        ]
+        tails = [Tail(RunFolder(self.state.folder / start.name).metrics, metrics.NOUN) for start in starts]
+        seen = [0] * len(tails)
+        shown = self.repeats(size.nodes) + 1
 
         def tick() -> None:
-            nonlocal seen
-            seen += len(tail.poll_numbered())
+            for i, tail in enumerate(tails):
+                seen[i] += len(tail.poll_numbered())
             if self.watch is not None:
-                self.watch(Progress(size.nodes, repeat, seen, self.terms.steps, self.state.spent))
+                self.watch(Progress(size.nodes, shown, min(seen), self.terms.steps, self.state.spent))
 
         began = time.time()
         try:
-            return run_trial(self.state.folder, size, name, limit_s=limit_s, tick=tick)
+            return run_trials(self.state.folder, starts, limit_s=limit_s, tick=tick)
         except KeyboardInterrupt:
-            # It does not count, but its GPU hours do.
-            self.state.add(Trial(size.nodes, size.gpus, began, time.time() - began, name, "interrupted"))
+            # They do not count, but their GPU hours do.
+            seconds = time.time() - began
+            for start in starts:
+                self.state.add(
+                    Trial(
+                        *(size.nodes, size.gpus, began, seconds, start.name, "interrupted"),
+                        hosts=list(start.nodes),
+                        repeat=repeat,
+                    )
+                )
             raise

@@ -106,6 +106,7 @@ def _size(results: Results, size: Measured) -> dict[str, Any]:
         "why_not_predicted": size.why_not_predicted or None,
         "problem": size.problem or None,
         "step_split": None if size.steps is None else size.steps.account.as_dict(),
+        "groups": [asdict(group) for group in results.measurement.groups(size.size.nodes)],
         "causes": [cause_dict(cause) for cause in size.causes],
     }
 
@@ -223,6 +224,14 @@ def _notes(measurement: Measurement, results: Results) -> Iterator[tuple[str, st
     if wide:
         text = f"wider than ±{measurement.terms.precision * 100:g} % at {', '.join(wide)} nodes"
         yield "intervals", f"{text}: more --repeats, --steps or --budget"
+    if not measurement.terms.groups:
+        for size in results.sizes:
+            used = {", ".join(t.hosts) for t in measurement.state.good(size.size.nodes) if t.hosts}
+            if len(used) > 1:
+                yield (
+                    "note",
+                    f"{in_words(size.size.nodes)}: its runs were on different nodes; --fresh measures all again",
+                )
     if measurement.stopped:
         yield "stopped", measurement.stopped
     budget = measurement.terms.budget

@@ -10,6 +10,7 @@ from seatrial.plan.model.place import place_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.measured import measured_rates
 from seatrial.plan.search.scaling import Point, scaling
+from seatrial.scale import groups
 from seatrial.scale.cause import Cause
 from seatrial.scale.conduct import Measurement
 from seatrial.scale.fit import Fit, Law, fit
@@ -105,6 +106,9 @@ def results_of(measurement: Measurement, gates: Gates, *, price: float | None = 
         for n, speed in known.items()
         if speed is not None
     }
+    if measurement.terms.groups:
+        for size in measurement.sizes:
+            judged += groups.judge(size.nodes, measurement.groups(size.nodes))
     batches = {size.nodes: size.job.train.global_batch for size in measurement.sizes}
     job = measurement.job
     compared = judge_losses(measurement.terms.mode, job.train.precision, batches, losses)

@@ -1,4 +1,4 @@
-"""One measured run of one size: started, waited for, read from its records, its checkpoint deleted."""
+"""Measured runs of one size: started, waited for, read from their records, their checkpoints deleted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from seatrial.base import process
 from seatrial.record.events import read_events
@@ -21,8 +22,12 @@ from seatrial.scale import run
 from seatrial.scale.sizes import Size
 from seatrial.scale.statistics import warm_up
 
+if TYPE_CHECKING:
+    from seatrial.job import Job
+    from seatrial.launch.allocation import Allocation
+
 _POLL_S = 0.1
-_ENDING_S = 20.0  # for an interrupted run to end its agents, on other hosts too
+_ENDING_S = 45.0  # for interrupted runs to end their agents, on other hosts too; srun may take 40 s
 _ALARMS = ("recovering", "run_failed", "gave_up", "corruption", "step_skipped")
 
 
@@ -54,60 +59,109 @@ class Trial:
     folder: str  # name of the run folder
     problem: str = ""
     figures: Figures | None = None
+    hosts: list[str] = field(default_factory=list)  # the names of its nodes, as far as they are known
+    repeat: int = 0  # runs of one size side by side have the same, from 1; 0: not recorded
 
     @property
     def gpu_hours(self) -> float:
         return self.gpus * self.seconds / 3600
 
 
-def run_trial(root: Path, size: Size, name: str, *, limit_s: float, tick: Callable[[], None]) -> Trial:
-    """Run `size` in `root`/`name`; after `limit_s` it is interrupted. `tick` is called about ten times a second.
+@dataclass(frozen=True)
+class Start:
+    """One run to start."""
 
-    Nothing of it is left when this returns or raises.
+    size: Size
+    name: str  # of its run folder
+    repeat: int
+    job: Job  # of `size`, on `nodes`
+    nodes: tuple[str, ...]
+    allocation: Allocation | None = None  # Slurm's, with only these nodes
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def run_trials(
+    root: Path, starts: Sequence[Start], *, limit_s: float, tick: Callable[[], None]
+) -> list[Trial]:
+    """Run all `starts` side by side, each in its folder below `root`; what has not ended after `limit_s` is interrupted.
+
+    `tick` is called about ten times a second. Nothing of them is left when this returns or raises.
     """
-    folder = RunFolder(root / name)
-    shutil.rmtree(folder.path, ignore_errors=True)  # of a measurement that was killed: it would be resumed
-    file = root / f"{name}.toml"
-    text = size.job.to_toml()
-    file.write_text(text.replace(f'name = "{size.job.name}"', f'name = "{name}"', 1), encoding="utf-8")
-    began, clock = time.time(), time.monotonic()
-    with open(process.open_log(root / f"{name}.log"), "ab") as log:
-        child = subprocess.Popen(
-            run.command(file, root, parent=os.getpid()),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            process_group=0,
-        )
-    problem = ""
+    running: list[_Running] = []
     try:
-        while child.poll() is None:
-            if time.monotonic() - clock > limit_s:
-                problem = f"it did not end within {limit_s:.0f} s, and was ended"
-                break
+        for start in starts:
+            running.append(_Running(root, start))
+        while not all(each.over(limit_s) for each in running):
             tick()
             time.sleep(_POLL_S)
     finally:
-        _end(child)
-    seconds = time.monotonic() - clock
-    if not problem and child.returncode:
-        problem = f"its run {process.status_text(child.returncode)}: see {root / f'{name}.log'}"
-    trial = Trial(size.nodes, size.gpus, began, seconds, name, problem)
-    if not problem:
-        trial = _read(trial, folder, size)
-    shutil.rmtree(folder.checkpoints, ignore_errors=True)
-    return trial
+        _end([each.child for each in running])
+    return [each.trial() for each in running]
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is not None:
-        return
-    child.send_signal(signal.SIGINT)
-    try:
-        child.wait(_ENDING_S)
-    except subprocess.TimeoutExpired:
-        child.kill()  # its agents on this host end with it
-        child.wait()
+class _Running:
+    """A run whose process has been started."""
+
+    def __init__(self, root: Path, start: Start) -> None:
+        self._root, self._start, name = root, start, start.name
+        self._folder = RunFolder(root / name)
+        # Of a measurement that was killed: it would be resumed.
+        shutil.rmtree(self._folder.path, ignore_errors=True)
+        file = root / f"{name}.toml"
+        text = start.job.to_toml()
+        file.write_text(text.replace(f'name = "{start.job.name}"', f'name = "{name}"', 1), encoding="utf-8")
+        self._began, self._clock = time.time(), time.monotonic()
+        self._seconds = 0.0
+        self._problem = ""
+        with open(process.open_log(root / f"{name}.log"), "ab") as log:
+            self.child = subprocess.Popen(
+                run.command(file, root, start.allocation, parent=os.getpid()),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **start.environment},
+                process_group=0,
+            )
+
+    def over(self, limit_s: float) -> bool:
+        """Whether its process has ended; after `limit_s` seconds, whether or not."""
+        seconds = time.monotonic() - self._clock
+        ended = self.child.poll() is not None
+        if self._seconds == 0 and (ended or seconds > limit_s):
+            self._seconds = seconds
+            self._problem = "" if ended else f"it did not end within {limit_s:.0f} s, and was ended"
+        return self._seconds > 0
+
+    def trial(self) -> Trial:
+        """What it measured. Its process must have ended. Deletes its checkpoints."""
+        start, problem = self._start, self._problem
+        if not problem and self.child.returncode:
+            log = self._root / f"{start.name}.log"
+            problem = f"its run {process.status_text(self.child.returncode)}: see {log}"
+        size, nodes = start.size, list(start.nodes)
+        trial = Trial(
+            *(size.nodes, size.gpus, self._began, self._seconds, start.name, problem),
+            hosts=nodes,
+            repeat=start.repeat,
+        )
+        if not problem:
+            trial = _read(trial, self._folder, size)
+        shutil.rmtree(self._folder.checkpoints, ignore_errors=True)
+        return trial
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Interrupt those that run, and wait for all."""
+    for child in children:
+        if child.poll() is None:
+            child.send_signal(signal.SIGINT)
+    until = time.monotonic() + _ENDING_S
+    for child in children:
+        try:
+            child.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()  # its agents on this host end with it
+            child.wait()
 
 
 def _read(trial: Trial, folder: RunFolder, size: Size) -> Trial:

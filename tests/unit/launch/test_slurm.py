@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 
 from seatrial.base.errors import InputError
 from seatrial.job import Job, job_from_text, preset_text
+from seatrial.launch.allocation import Allocation
 from seatrial.launch.base import Identity
-from seatrial.launch.slurm import SCRIPT, SlurmLauncher
+from seatrial.launch.slurm import SCRIPT, SlurmLauncher, salloc_command
+from seatrial.launch.slurm_step import SlurmStepLauncher
 from seatrial.record.folder import RunFolder
 
 
@@ -154,3 +157,25 @@ def test_save_request_never_cancels_what_may_be_running(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     SlurmLauncher().signal("7", "preempt")
     assert (tmp_path / "cancelled").read_text().splitlines() == cancelled
+
+
+def test_salloc_has_the_options_of_the_job(tmp_path: Path) -> None:
+    settings = ("slurm.form=array", "slurm.partition=gpu", 'slurm.options=["--comment=a b"]')
+    words = salloc_command(job(*settings), RunFolder(tmp_path), 16)
+    assert words[:2] == ["salloc", "--nodes=16"]
+    assert {"--partition=gpu", "--gres=gpu:4", "--comment=a b", "--no-kill"} <= set(words)
+    only_sbatch = ("--array", "--output", "--signal", "--no-requeue", "--open-mode")
+    assert not [word for word in words if word.startswith(only_sbatch)]
+    assert sum(word.startswith("--nodes") for word in words) == 1
+
+
+def test_a_step_is_on_the_first_nodes_of_its_allocation(tmp_path: Path) -> None:
+    own = job("cluster.nodes=2", 'slurm.setup=["module load cuda"]', "slurm.container_image=/i.sqsh")
+    launcher = SlurmStepLauncher(Allocation("7", ("n3", "n4", "n9")))
+    text = launcher.render(own, RunFolder(tmp_path))["step.sh"]
+    setup, step = text.splitlines()[-2:]
+    words = shlex.split(step)
+    assert (setup, words[:2]) == ("module load cuda", ["exec", "srun"])
+    assert {"--jobid=7", "--nodelist=n3,n4", "--nodes=2", "--ntasks=2", "--overlap"} <= set(words)
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--container-image=/i.sqsh"} <= set(words)
+    assert words[-3:] == ["agent", "--run", str(tmp_path)]

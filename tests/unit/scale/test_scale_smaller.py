@@ -1,0 +1,52 @@
+"""--model-scale: the smaller model keeps its shape and fits the layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seatrial.job.models import model_presets
+from seatrial.scale.smaller import smaller
+
+QWEN = model_presets()["qwen2.5-72b"]
+
+
+def test_a_quarter_of_qwen() -> None:
+    less = smaller(QWEN, 0.25, tensor=2, stages=4)
+    assert (less.num_attention_heads, less.num_key_value_heads, less.head_dim) == (16, 2, QWEN.head_dim)
+    assert (less.hidden_size, less.num_hidden_layers) == (QWEN.hidden_size // 4, QWEN.num_hidden_layers // 4)
+    assert less.intermediate_size == QWEN.intermediate_size // 4
+    assert less.vocab_size == QWEN.vocab_size
+
+
+@given(
+    factor=st.floats(0.001, 0.999),
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    stages=st.integers(1, 16),
+    kv=st.integers(1, 8),
+    ratio=st.integers(1, 8),
+    layers=st.integers(16, 100),
+    width=st.integers(1, 3000),
+)
+def test_it_fits_the_layout_and_nothing_grows(
+    factor: float, tensor: int, stages: int, kv: int, ratio: int, layers: int, width: int
+) -> None:
+    kv_heads = kv * tensor
+    model = replace(
+        QWEN,
+        num_key_value_heads=kv_heads,
+        num_attention_heads=kv_heads * ratio,
+        hidden_size=kv_heads * ratio * QWEN.head_dim,
+        intermediate_size=width * tensor,
+        num_hidden_layers=layers,
+    )
+    less = smaller(model, factor, tensor=tensor, stages=stages)
+    assert less.num_key_value_heads % tensor == less.intermediate_size % tensor == 0
+    assert less.num_attention_heads % less.num_key_value_heads == 0
+    assert less.hidden_size == less.num_attention_heads * model.head_dim
+    assert less.num_hidden_layers >= stages
+    assert layers % stages or less.num_hidden_layers % stages == 0
+    old, new = model.as_dict(), less.as_dict()
+    assert all(old[k] == new[k] or 0 < new[k] < old[k] for k in old)
