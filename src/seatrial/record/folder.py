@@ -113,6 +113,10 @@ class RunFolder:
         """The seconds that one rank spent in each stage of its steps; see `record.stages`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.stages"
 
+    def collectives(self, generation: int, rank: int) -> Path:
+        """The number and bytes of one rank's collectives in each step; see `record.collectives`."""
+        return self.ranks / f"{generation:06d}" / f"rank{rank}.collectives.jsonl"
+
     def connections(self, generation: int, rank: int) -> Path:
         """What the kernel measured on one rank's TCP connections; see `record.connections`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.tcp.json"

@@ -6,6 +6,7 @@ from seatrial.base.complain import complain
 from seatrial.hardware.tcp import connections
 from seatrial.parallel.blocked import Blocked
 from seatrial.parallel.build import ParallelModel
+from seatrial.record.collectives import CollectivesWriter
 from seatrial.record.connections import write_connections
 from seatrial.record.folder import RunFolder
 from seatrial.record.stages import REPLICATE, SHARD, STAGES, TENSOR, StageWriter
@@ -24,6 +25,7 @@ class Accounting:
         self._not_separated = not_separated(model)
         self._blocked = Blocked(model.clock, model.mesh)
         self._writer: StageWriter | None = None
+        self._collectives: CollectivesWriter | None = None
 
     def begin(self, first_step: int) -> None:
         """Begin to count: `first_step` begins now."""
@@ -37,6 +39,8 @@ class Accounting:
                 first_step=first_step,
                 not_separated=self._not_separated,
             )
+            sizes = self._mesh.layout.as_dict()
+            self._collectives = CollectivesWriter(self._folder, self._generation, self._mesh.rank, sizes)
         except OSError as error:
             self._failed(error)
             return
@@ -47,6 +51,14 @@ class Accounting:
         """`step` has ended."""
         self._clock.lap(step)
         self._write()
+        if self._collectives is not None:
+            counted = self._blocked.counted()
+            if STAGES[TENSOR] in self._not_separated:
+                counted.pop(STAGES[TENSOR], None)  # only a part of them is seen
+            try:
+                self._collectives.add(step, counted)
+            except OSError as error:
+                self._failed(error)
 
     def close(self) -> None:
         """Count no more; write what is known."""
@@ -54,6 +66,7 @@ class Accounting:
         self._clock.stop()
         self._write()
         writer, self._writer = self._writer, None
+        self._end_collectives()
         if writer is not None:
             try:
                 writer.close()
@@ -71,9 +84,15 @@ class Accounting:
         except OSError as error:
             self._failed(error)
 
+    def _end_collectives(self) -> None:
+        if self._collectives is not None:
+            self._collectives.close()
+            self._collectives = None
+
     def _failed(self, error: OSError) -> None:
         self._blocked.remove()
         self._clock.stop()
+        self._end_collectives()
         complain(f"where the time of steps goes is not recorded any more: {error}")
 
 
