@@ -90,6 +90,15 @@ def test_the_split_adds_up_to_the_measured_step(folder: Path, report: dict[str, 
         assert ("replicate" in split["seconds"]) == (size["nodes"] == 2)
 
 
+def test_the_size_of_messages_is_reported(report: dict[str, Any]) -> None:
+    one, two = report["sizes"]
+    assert one["collectives"].keys() <= {"step_sum"}
+    gradients = two["collectives"]["replicate"]
+    assert gradients["ranks"] == 2
+    assert gradients["calls"] >= 1
+    assert gradients["message_bytes"] == pytest.approx(gradients["bytes"] / gradients["calls"])
+
+
 def test_nothing_is_measured_again(folder: Path, report: dict[str, Any]) -> None:
     before = trials(folder)
     done = seatrial(folder, *SCALE, "--json", "--min-doubling", "199")

@@ -328,10 +328,18 @@ def _grown(d: str, seconds: float, base: Observed, here: Observed, times: float,
     if size is None:
         evidence.append("whether latency or bandwidth: unknown, as is the size of its messages")
         return _Part("communication", seconds, d, (d,), evidence=tuple(evidence))
+    if d in ("pipeline", "step_sum"):  # no rings: sends, and a sum that waits for whoever is late
+        evidence.append(f"{units.memory(size)} in a message, on average")
+        return _Part("communication", seconds, d, (d,), evidence=tuple(evidence))
     part = size / members
-    evidence.append(f"{units.memory(size)} in a collective, {units.memory(part)} at a time in a ring")
+    evidence.append(
+        f"{units.memory(size)} in a collective on average, {units.memory(part)} at a time in a ring"
+    )
     if part <= _SMALL_BYTES:
-        evidence.append("so small that latency decides, which grows with the number of ranks")
+        evidence.append(
+            f"below {units.memory(_SMALL_BYTES)}, which 400 Gb/s send as fast as one hop answers: latency decides, and it "
+            "grows with the number of ranks"
+        )
         return _Part("small messages", seconds, d, (d,), evidence=tuple(evidence))
     if before > 1 and _nodes_of_a_group(base, d) > 1:
         # Sums over replicas are one a step, however few its tokens; those over shards may be.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from seatrial.record.collectives import Issued, of_a_step, read_collectives
 from seatrial.record.connections import read_connections
 from seatrial.record.folder import RunFolder
 from seatrial.record.frontier import Account, account
@@ -27,6 +28,7 @@ class Steps:
     account: Account
     observed: Observed
     slow_link: SlowLink | None  # slower than all other links; `excess_s` of a step
+    collectives: Mapping[str, Issued]  # dimension -> of a rank in a step; nothing where a rank has no record
 
 
 def steps_of(root: Path, size: Size, trials: Sequence[Trial]) -> Steps | None:
@@ -43,12 +45,15 @@ def steps_of(root: Path, size: Size, trials: Sequence[Trial]) -> Steps | None:
     if found is None or seconds is None:
         return None
     job, ranks_per_node = size.job, size.gpus // size.nodes
+    issued, _ = read_collectives(folder, 1)
+    collectives = of_a_step(issued, found.first_step, found.last_step) if len(issued) == size.gpus else {}
     observed = Observed(
         seconds,
         job.layout,
         ranks_per_node,
         size.tokens_per_step,
         microbatches=job.microbatches,
+        message_bytes={name: each.message_bytes for name, each in collectives.items()},
         not_separated=found.not_separated,
     )
     # A measured run has no spares, so its nodes hold consecutive ranks.
@@ -58,7 +63,7 @@ def steps_of(root: Path, size: Size, trials: Sequence[Trial]) -> Steps | None:
     if link is not None:
         count = max(len(each.steps) for each in stages.values())
         link = replace(link, busy_s=link.busy_s / count, excess_s=link.excess_s / count)
-    return Steps(found, observed, link)
+    return Steps(found, observed, link, collectives)
 
 
 def causes(base: Steps, here: Steps) -> tuple[Cause, ...]:

@@ -143,6 +143,14 @@ def test_small_messages_are_told_by_their_size() -> None:
     assert found.kind == "small messages"
     unknown = only(find_causes(BASE, size(FSDP_4, {(-1, SHARD): 0.5})))
     assert unknown.kind == "communication"
+    # What is sent along the pipeline goes to one rank only: no latency of many hops.
+    assert "4.00 KiB in a message" in " ".join(pipeline_waits(message_bytes={"pipeline": 4096}).evidence)
+
+
+def pipeline_waits(**known: Any) -> Cause:
+    base = size(Layout(pipeline=2), {(-1, PIPELINE): 0.1}, microbatches=8)
+    here = size(Layout(pipeline=2, replicate=2), {(-1, PIPELINE): 0.6}, microbatches=8, **known)
+    return only(find_causes(base, here))
 
 
 def test_fewer_microbatches_are_a_bubble() -> None:
