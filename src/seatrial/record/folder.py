@@ -121,6 +121,10 @@ class RunFolder:
         """What the kernel measured on one rank's TCP connections; see `record.connections`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.tcp.json"
 
+    def port_counters(self, node: int) -> Path:
+        """The counters of one node's RDMA ports when its agent started and now; see `record.port_counters`."""
+        return self.path / "nodes" / f"node{node}.ports.json"
+
     def trace(self, generation: int, rank: int) -> Path:
         """The torch.profiler trace of one rank; see `train.trace`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.trace.json.gz"

@@ -308,7 +308,8 @@ def _congestion(outside: Mapping[str, float], signals: _Signals, limit: float) -
     )
     where = max(grown, key=lambda d: grown[d])
     dimensions = tuple(d for d in grown if grown[d] >= limit) or (where,)
-    yield _Part("congestion", sum(grown.values()), where, dimensions, (), tuple(nodes), None, evidence)
+    rail = ports[0] if len(ports) == 1 else None
+    yield _Part("congestion", sum(grown.values()), where, dimensions, (), tuple(nodes), rail, evidence)
 
 
 def _grown(d: str, seconds: float, base: Observed, here: Observed, times: float, signals: _Signals) -> _Part:

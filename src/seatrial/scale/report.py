@@ -108,6 +108,7 @@ def _size(results: Results, size: Measured) -> dict[str, Any]:
         "problem": size.problem or None,
         "step_split": None if size.steps is None else size.steps.account.as_dict(),
         "collectives": _collectives(size.steps),
+        "counters": [node.as_dict() for node in size.steps.counters] if size.steps is not None else [],
         "groups": [asdict(group) for group in results.measurement.groups(size.size.nodes)],
         "causes": [cause_dict(cause) for cause in size.causes],
     }

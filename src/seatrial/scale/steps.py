@@ -12,6 +12,7 @@ from seatrial.record.folder import RunFolder
 from seatrial.record.frontier import Account, account
 from seatrial.record.stages import read_generation
 from seatrial.scale.cause import Cause, find_causes
+from seatrial.scale.counters import NodeCounters, new_faults, read_counters
 from seatrial.scale.links import SlowLink, slow_link
 from seatrial.scale.observed import Observed, steady_steps
 from seatrial.scale.sizes import Size
@@ -29,6 +30,7 @@ class Steps:
     observed: Observed
     slow_link: SlowLink | None  # slower than all other links; `excess_s` of a step
     collectives: Mapping[str, Issued]  # dimension -> of a rank in a step; nothing where a rank has no record
+    counters: tuple[NodeCounters, ...]  # of each node
 
 
 def steps_of(root: Path, size: Size, trials: Sequence[Trial]) -> Steps | None:
@@ -57,18 +59,19 @@ def steps_of(root: Path, size: Size, trials: Sequence[Trial]) -> Steps | None:
         not_separated=found.not_separated,
     )
     # A measured run has no spares, so its nodes hold consecutive ranks.
-    link = slow_link(
-        read_connections(folder, 1)[0], {rank: rank // ranks_per_node for rank in range(size.gpus)}
-    )
+    connections, _ = read_connections(folder, 1)
+    link = slow_link(connections, {rank: rank // ranks_per_node for rank in range(size.gpus)})
     if link is not None:
         count = max(len(each.steps) for each in stages.values())
         link = replace(link, busy_s=link.busy_s / count, excess_s=link.excess_s / count)
-    return Steps(found, observed, link, collectives)
+    counters = read_counters(folder, connections, size.nodes, ranks_per_node)
+    return Steps(found, observed, link, collectives, counters)
 
 
 def causes(base: Steps, here: Steps) -> tuple[Cause, ...]:
     """Why `here` is less efficient than `base`, largest first; a wait for the network with the node whose link is slow."""
-    return tuple(_with_link(cause, here) for cause in find_causes(base.observed, here.observed))
+    observed = replace(here.observed, faults=new_faults(base.counters, here.counters))
+    return tuple(_with_link(cause, here) for cause in find_causes(base.observed, observed))
 
 
 def _with_link(cause: Cause, here: Steps) -> Cause:

@@ -21,7 +21,9 @@ from seatrial.control.hardware import probe, sources
 from seatrial.control.hardware.kernel_log import KernelLog
 from seatrial.control.hardware.sources import KMSG, Signal, Sources, gpu_addresses
 from seatrial.control.hardware.xid_gate import BURST_S, HOLD_S, NVML_HOLD_S, RECORD_BURST_S, XidGate
+from seatrial.hardware.counters import changes
 from seatrial.hardware.xid import XidMessage, parse
+from seatrial.record.port_counters import read_port_counters
 
 NOWHERE = Path("/nowhere at all")
 
@@ -293,7 +295,9 @@ def ports(root: Path, **counters: int) -> None:
 
 def test_counters_are_read_in_a_process_of_their_own(tmp_path: Path, made: list[Sources]) -> None:
     ports(tmp_path, local_ack_timeout_err=5)
-    watched = Sources(None, tmp_path, 0.02, driver=NOWHERE)
+    kept = tmp_path / "run/nodes/node0.ports.json"
+    kept.parent.parent.mkdir()
+    watched = Sources(None, tmp_path, 0.02, driver=NOWHERE, ports_file=kept)
     made.append(watched)
     # Once it has said that it begins the second reading it has made the first.
     while not any(p.doing == "reading the ports' counters" for p in watched._probes):
@@ -303,6 +307,13 @@ def test_counters_are_read_in_a_process_of_their_own(tmp_path: Path, made: list[
     found = until(watched, "retransmissions")[-1]
     assert (found.gpu, found.port) == (None, "mlx5_0/1")
     assert found.evidence["deltas"] == {"local_ack_timeout_err": 1}
+    # The first reading and the newest stay in a file, for whoever compares runs.
+    end = time.monotonic() + 30
+    while (read := read_port_counters(kept)) is None or read.last == read.first:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    changed = changes(read.first, read.last, read.seconds)
+    assert changed["mlx5_0/1"]["deltas"] == {"local_ack_timeout_err": 1}
 
 
 def test_a_probe_that_falls_silent_is_a_finding(tmp_path: Path, made: list[Sources]) -> None:

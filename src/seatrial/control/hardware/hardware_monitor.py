@@ -54,7 +54,8 @@ class HardwareMonitor:
         stand_in = os.environ.get(KERNEL_LOG)
         log = None if stand_in is None else Path(stand_in.replace("{node}", str(spec.node)))
         if spec.device == "cuda":
-            self._sources = Sources(log or KMSG, gpus=gpu_addresses(visible_devices()))
+            gpus, ports_file = gpu_addresses(visible_devices()), spec.folder.port_counters(spec.node)
+            self._sources = Sources(log or KMSG, gpus=gpus, ports_file=ports_file)
         else:
             # This host may have GPUs, but the run does not use them.
             self._sources = Sources(log, None, driver=None)

@@ -6,6 +6,7 @@ the agent. A probe sends `alive`, with what it is about to do, before each opera
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import subprocess
@@ -25,6 +26,7 @@ from seatrial.hardware.counters import (
     read_ports,
 )
 from seatrial.hardware.xid import address
+from seatrial.record.port_counters import PortCounters, write_port_counters
 
 Send = Callable[[Message], bool]
 
@@ -55,13 +57,17 @@ class _Reminder:
         return entries
 
 
-def watch_ports(root: Path, interval_s: float) -> Body:
-    """A probe that reads the ports below `root` every `interval_s` and sends the faults that it finds."""
+def watch_ports(root: Path, interval_s: float, file: Path | None) -> Body:
+    """A probe that reads the ports below `root` every `interval_s` and sends the faults that it finds.
+
+    The first and the newest reading are in `file`.
+    """
 
     def body(send: Send) -> None:
         reminder = _Reminder()
         send({"alive": "the first reading of the ports' counters"})
         before, then = read_ports(root), time.monotonic()
+        first, began, start = before, time.time(), then
         for finding in first_findings(before):
             send({"finding": asdict(finding)})
         while send({"alive": "reading the ports' counters"}):
@@ -70,6 +76,9 @@ def watch_ports(root: Path, interval_s: float) -> Body:
             for message in reminder.new(findings(before, after, now - then), now):
                 send(message)
             before, then = after, now
+            if file is not None and send({"alive": "writing the ports' counters"}):
+                with contextlib.suppress(OSError):  # then there is no file, and they are unknown
+                    write_port_counters(file, PortCounters(began, now - start, first, after))
 
     return body
 

@@ -49,7 +49,8 @@ class Sources:
 
     `kernel_log`, `infiniband` and `driver` are None to disable a source, as where ranks use neither GPU nor RDMA. A log
     other than /dev/kmsg is a substitute and is always followed; /dev/kmsg itself only if NVIDIA's driver is present.
-    `gpus`: the PCI addresses of the GPUs that this node uses, None for all; other jobs' GPUs are ignored.
+    `gpus`: the PCI addresses of the GPUs that this node uses, None for all; other jobs' GPUs are ignored. `ports_file`: where
+    the ports' counters are kept (`record.port_counters`).
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Sources:
         *,
         gpus: Collection[str] | None = None,
         driver: Path | None = DRIVER,
+        ports_file: Path | None = None,
     ) -> None:
         self._interval_s = interval_s
         self._gpus = None if gpus is None else frozenset(gpus)
@@ -78,7 +80,7 @@ class Sources:
         self._infiniband = infiniband
         self._ports = infiniband is not None and infiniband.is_dir() and any(infiniband.iterdir())
         if self._ports and infiniband is not None:
-            self._start("ports", watch_ports(infiniband, interval_s), interval_s)
+            self._start("ports", watch_ports(infiniband, interval_s, ports_file), interval_s)
         self.resume_gpus()
 
     def fileno(self) -> int:
