@@ -177,9 +177,10 @@ def simulate(job: Job, fault: Fault, rng: np.random.Generator, noise: float) -> 
 def observed(
     job: Job, fault: Fault, rng: np.random.Generator, noise: float, tokens: float, **known: Any
 ) -> Observed:
-    calls = {"shard": job.shard_bytes / job.shard_calls, "replicate": job.replicate_bytes / 4}
+    size = {"shard": job.shard_bytes / job.shard_calls, "replicate": job.replicate_bytes / 4}
+    calls = {"shard": job.shard_calls, "replicate": 8}
     return Observed(
-        simulate(job, fault, rng, noise), job.layout, GPUS, tokens, job.microbatches, calls, **known
+        simulate(job, fault, rng, noise), job.layout, GPUS, tokens, job.microbatches, size, calls, **known
     )
 
 

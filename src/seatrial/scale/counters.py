@@ -97,7 +97,8 @@ def of_node(
         ports, faults = changes(first, last, seconds), findings(first, last, seconds)
     if tcp is not None and tcp.retransmitted >= _LEAST_SEGMENTS and tcp.share >= _TCP_SHARE:
         text = f"TCP sent {tcp.retransmitted:,} segments again, about {tcp.share:.2%} of its bytes"
-        faults.append(PortFault("retransmissions", None, text, vars(tcp)))
+        # Never of its link: it sends again what is lost at the other end, or between.
+        faults.append(PortFault("congestion", None, text, vars(tcp)))
     return NodeCounters(node, ports, tcp, tuple(faults))
 
 

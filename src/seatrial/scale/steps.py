@@ -56,6 +56,7 @@ def steps_of(root: Path, size: Size, trials: Sequence[Trial]) -> Steps | None:
         size.tokens_per_step,
         microbatches=job.microbatches,
         message_bytes={name: each.message_bytes for name, each in collectives.items()},
+        calls={name: each.calls for name, each in collectives.items()},
         not_separated=found.not_separated,
     )
     # A measured run has no spares, so its nodes hold consecutive ranks.

@@ -20,7 +20,9 @@ SECONDS, SENT, TICKS = 10.0, 250_000_000_000 // 4, 500_000_000_000 // 8
 
 def node(number: int = 0, *, sent: float = 1.0, tcp: Tcp | None = None, **grown: int) -> NodeCounters:
     """Its port sent `sent` times half of its rate, and its counters grew by `grown`."""
-    first = Port("mlx5_0", 1, None, "ACTIVE", "InfiniBand", 400.0, dict.fromkeys((*grown, "port_xmit_data"), 7))
+    first = Port(
+        "mlx5_0", 1, None, "ACTIVE", "InfiniBand", 400.0, dict.fromkeys((*grown, "port_xmit_data"), 7)
+    )
     added = {"port_xmit_data": int(SENT * sent), **grown}
     last = replace(first, counters={c: v + added[c] for c, v in first.counters.items()})
     return of_node(number, {first.name: first}, {last.name: last}, SECONDS, tcp)
@@ -66,11 +68,11 @@ def test_tcp_counts_by_its_bytes() -> None:
     def tcp(retransmitted: int, sent: int = 10**9) -> NodeCounters:
         return of_node(0, None, None, 0.0, Tcp(sent, retransmitted))
 
-    assert signals(tcp(20), tcp(6000)) == ["retransmissions"]
+    assert signals(tcp(20), tcp(6000)) == ["congestion"]
     assert signals(tcp(20), tcp(300)) == []  # 0.04 %
     assert signals(tcp(2000), tcp(3000)) == []
-    assert signals(tcp(2000), tcp(6000)) == ["retransmissions"]
-    assert signals(of_node(0, None, None, 0.0, None), tcp(6000)) == ["retransmissions"]
+    assert signals(tcp(2000), tcp(6000)) == ["congestion"]
+    assert signals(of_node(0, None, None, 0.0, None), tcp(6000)) == ["congestion"]
     assert signals(tcp(0), tcp(9, sent=1000)) == []  # few segments
 
 
@@ -90,7 +92,7 @@ def test_an_agent_counts_for_the_node_of_its_ranks(tmp_path: Path) -> None:
     assert (first.ports, first.tcp) == (None, Tcp(10**9, 6000))
     assert second.ports is not None
     assert second.ports["mlx5_0/1"]["deltas"] == {"np_cnp_sent": 95_000}
-    assert [f.signal for f in (*first.faults, *second.faults)] == ["retransmissions", "congestion"]
+    assert [f.signal for f in (*first.faults, *second.faults)] == ["congestion", "congestion"]
 
 
 def test_what_a_node_does_not_have_is_not_available() -> None:
