@@ -182,10 +182,17 @@ def test_all_problems_are_reported_at_once(folder: Path) -> None:
     before = measurements(folder)
     done = seatrial(
         folder, "scale", "job.toml", "--nodes", "0,x", "--steps", "3", "--precision", "200",
-        "--min-speedup", "8:4:2", "--set", "optimizer.lr=-1",
+        "--min-speedup", "8:4:2", "--topology", "job.toml", "--set", "optimizer.lr=-1",
     )  # fmt: skip
     assert done.returncode == 2
-    for problem in ("--nodes 0,x", "--steps 3", "--precision 200", "--min-speedup 8:4:2", "optimizer.lr"):
+    for problem in (
+        "--nodes 0,x",
+        "--steps 3",
+        "--precision 200",
+        "--min-speedup 8:4:2",
+        "not a topology",
+        "optimizer.lr",
+    ):
         assert problem in done.stderr
     assert measurements(folder) == before
 

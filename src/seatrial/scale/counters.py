@@ -7,10 +7,12 @@ at the first size, the quiet baseline. What a node does not have is None, never 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from seatrial.check.outputs.topology import Topology
 from seatrial.hardware.counters import LIMITS, PortFault, Ports, changes, findings
 from seatrial.hardware.tcp import Connection
 from seatrial.record.folder import RunFolder
@@ -44,29 +46,35 @@ class NodeCounters:
     ports: Mapping[str, Mapping[str, Any]] | None  # port -> as hardware.counters.changes
     tcp: Tcp | None
     faults: tuple[PortFault, ...] = ()  # beyond the fixed limits
+    host: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON."""
         return {
             "node": self.node,
+            "host": self.host,
             "ports": "not available" if self.ports is None else self.ports,
             "tcp": "not available" if self.tcp is None else {**vars(self.tcp), "share": self.tcp.share},
         }
 
 
 def read_counters(
-    folder: RunFolder, connections: Mapping[int, Sequence[Connection]], nodes: int, ranks_per_node: int
+    folder: RunFolder,
+    connections: Mapping[int, Sequence[Connection]],
+    nodes: int,
+    ranks_per_node: int,
+    hosts: Sequence[str],
 ) -> tuple[NodeCounters, ...]:
-    """Of each node of the run in `folder`. `connections`: rank -> its connections to other hosts."""
+    """Of each node of the run in `folder`. `connections`: rank -> its connections to others; `hosts`: by number of agent."""
     found, agents = [], _agents(folder, nodes, ranks_per_node)
     for node in range(nodes):
-        read = read_port_counters(folder.port_counters(agents[node])) if node in agents else None
+        agent = agents.get(node, nodes)
+        host = hosts[agent] if agent < len(hosts) else None
+        read = None if agent == nodes else read_port_counters(folder.port_counters(agent))
         ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
         tcp = tcp_of(each for rank in ranks for each in connections.get(rank, ()))
-        if read is None:
-            found.append(of_node(node, None, None, 0.0, tcp))
-        else:
-            found.append(of_node(node, read.first, read.last, read.seconds, tcp))
+        first, last, seconds = (None, None, 0.0) if read is None else (read.first, read.last, read.seconds)
+        found.append(replace(of_node(node, first, last, seconds, tcp), host=host))
     return tuple(found)
 
 
@@ -133,6 +141,21 @@ def new_faults(
                 )
                 kept.append(replace(fault, message=fault.message + more))
     return found
+
+
+def leaf_switches(
+    topology: Topology, here: Sequence[NodeCounters], faults: Mapping[int, Sequence[PortFault]]
+) -> str:
+    """The leaf switches of the ports with congestion, those with most of them first; "" if the ports are not known."""
+    hosts = {each.node: each.host for each in here}
+    ports = {
+        (host, fault.where.partition("/")[0])
+        for node, every in faults.items()
+        for fault in every
+        if fault.signal in _CROWDED and fault.where is not None and (host := hosts[node]) is not None
+    }
+    leaves = Counter(topology.leaf(*port) or "unknown" for port in sorted(ports))
+    return ", ".join(f"{leaf} ({count})" for leaf, count in leaves.most_common())
 
 
 def _per_byte(every: Iterable[Mapping[str, Mapping[str, Any]] | None]) -> dict[str, float]:

@@ -156,7 +156,7 @@ def _measured(
         why_not_predicted=(point.why_not or "") if point is not None else why,
         problem=problem,
         steps=mine,
-        causes=() if mine is None or below is None else causes(below, mine),
+        causes=() if mine is None or below is None else causes(below, mine, measurement.terms.topology),
     )
 
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from seatrial.check.outputs.topology import Topology
 from seatrial.record.collectives import Issued, of_a_step, read_collectives
 from seatrial.record.connections import read_connections
 from seatrial.record.folder import RunFolder
 from seatrial.record.frontier import Account, account
 from seatrial.record.stages import read_generation
 from seatrial.scale.cause import Cause, find_causes
-from seatrial.scale.counters import NodeCounters, new_faults, read_counters
+from seatrial.scale.counters import NodeCounters, leaf_switches, new_faults, read_counters
 from seatrial.scale.links import SlowLink, slow_link
 from seatrial.scale.observed import Observed, steady_steps
 from seatrial.scale.sizes import Size
@@ -65,14 +66,18 @@ def steps_of(root: Path, size: Size, trials: Sequence[Trial]) -> Steps | None:
     if link is not None:
         count = max(len(each.steps) for each in stages.values())
         link = replace(link, busy_s=link.busy_s / count, excess_s=link.excess_s / count)
-    counters = read_counters(folder, connections, size.nodes, ranks_per_node)
+    counters = read_counters(folder, connections, size.nodes, ranks_per_node, trial.hosts)
     return Steps(found, observed, link, collectives, counters)
 
 
-def causes(base: Steps, here: Steps) -> tuple[Cause, ...]:
+def causes(base: Steps, here: Steps, topology: Topology | None = None) -> tuple[Cause, ...]:
     """Why `here` is less efficient than `base`, largest first; a wait for the network with the node whose link is slow."""
-    observed = replace(here.observed, faults=new_faults(base.counters, here.counters))
-    return tuple(_with_link(cause, here) for cause in find_causes(base.observed, observed))
+    faults = new_faults(base.counters, here.counters)
+    switches = "" if topology is None else leaf_switches(topology, here.counters, faults or {})
+    told = (f"leaf switches of the ports with congestion: {switches}",) if switches else ()
+    found = find_causes(base.observed, replace(here.observed, faults=faults))
+    found = tuple(replace(c, evidence=c.evidence + told) if c.kind == "congestion" else c for c in found)
+    return tuple(_with_link(cause, here) for cause in found)
 
 
 def _with_link(cause: Cause, here: Steps) -> Cause:

@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 
+from seatrial.check.outputs.topology import Topology
 from seatrial.hardware.counters import Port
 from seatrial.hardware.tcp import Connection
 from seatrial.record.folder import RunFolder
 from seatrial.record.port_counters import PortCounters, write_port_counters
-from seatrial.scale.counters import NodeCounters, Tcp, new_faults, of_node, read_counters, tcp_of
+from seatrial.scale.counters import (
+    NodeCounters,
+    Tcp,
+    leaf_switches,
+    new_faults,
+    of_node,
+    read_counters,
+    tcp_of,
+)
 
 # Ten seconds at half of 400 Gb/s. A tick of port_xmit_wait is 8 bytes, a count of port_xmit_data 4.
 SECONDS, SENT, TICKS = 10.0, 250_000_000_000 // 4, 500_000_000_000 // 8
@@ -88,16 +97,26 @@ def test_an_agent_counts_for_the_node_of_its_ranks(tmp_path: Path) -> None:
         folder.port_counters(0), PortCounters(1.0, 10.0, {port.name: port}, {port.name: last})
     )
     sent = Connection("10.0.0.1", "10.0.0.2", 10**9, 9.0, 0.1, 6000)
-    first, second = read_counters(folder, {1: [sent]}, 2, 2)
+    first, second = read_counters(folder, {1: [sent]}, 2, 2, ["a", "b"])
+    assert (first.host, second.host) == ("b", "a")
     assert (first.ports, first.tcp) == (None, Tcp(10**9, 6000))
     assert second.ports is not None
     assert second.ports["mlx5_0/1"]["deltas"] == {"np_cnp_sent": 95_000}
     assert [f.signal for f in (*first.faults, *second.faults)] == ["congestion", "congestion"]
 
 
+def test_the_switches_of_congested_ports_are_named() -> None:
+    topology = Topology({("a", "mlx5_0"): "leaf-3", ("b", "mlx5_0"): "leaf-3", ("c", "mlx5_0"): "leaf-4"})
+    here = [replace(node(n, np_cnp_sent=90_000), host=host) for n, host in enumerate("abcd")]
+    faults = new_faults([node(sent=0.0)], here) or {}
+    assert leaf_switches(topology, here, faults) == "leaf-3 (2), leaf-4 (1), unknown (1)"
+    assert leaf_switches(topology, here, {0: [], 1: faults[1]}) == "leaf-3 (1)"
+    assert leaf_switches(topology, [replace(each, host=None) for each in here], faults) == ""
+
+
 def test_what_a_node_does_not_have_is_not_available() -> None:
     nothing = of_node(3, None, None, 0.0, None)
-    assert nothing.as_dict() == {"node": 3, "ports": "not available", "tcp": "not available"}
+    assert nothing.as_dict() == {"node": 3, "host": None, "ports": "not available", "tcp": "not available"}
     assert new_faults([nothing], [nothing]) is None
     assert tcp_of([]) is None
     assert tcp_of([Connection("a", "b", 10**6, 1.0, 0.1, 3)] * 2) == Tcp(2 * 10**6, 6)
