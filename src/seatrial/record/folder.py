@@ -122,8 +122,12 @@ class RunFolder:
         return self.ranks / f"{generation:06d}" / f"rank{rank}.tcp.json"
 
     def port_counters(self, node: int) -> Path:
-        """The counters of one node's RDMA ports when its agent started and now; see `record.port_counters`."""
+        """The counters of one node's RDMA ports when its agent started and now; see `record.node_counters`."""
         return self.path / "nodes" / f"node{node}.ports.json"
+
+    def gpu_counters(self, node: int) -> Path:
+        """The clocks and error counters of one node's GPUs; see `record.node_counters`."""
+        return self.path / "nodes" / f"node{node}.gpus.json"
 
     def trace(self, generation: int, rank: int) -> Path:
         """The torch.profiler trace of one rank; see `train.trace`."""

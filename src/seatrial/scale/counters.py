@@ -1,4 +1,4 @@
-"""What the counters of the nodes say of one run, against those of the first size. Pure, but for `read_counters`.
+"""What the counters of the nodes say of one run, against those of the first size. Pure, but for `counters_of`.
 
 RDMA ports by the readings of each node's agent, TCP by what the kernel measured on the ranks' connections. Some CNPs,
 waiting and retransmissions are normal: they are a fault beyond fixed limits, and if a byte meets more of them than
@@ -12,11 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from seatrial.check.outputs.topology import Topology
 from seatrial.hardware.counters import LIMITS, PortFault, Ports, changes, findings
 from seatrial.hardware.tcp import Connection
 from seatrial.record.folder import RunFolder
-from seatrial.record.port_counters import read_port_counters
+from seatrial.record.node_counters import GpuCounters, GpuUse, PortCounters, read_counters
+from seatrial.record.stages import RankStages
 
 _GROWN = 2.0  # times as much for each byte as at the first size
 _CROWDED = ("congestion", "retransmissions")
@@ -47,6 +51,7 @@ class NodeCounters:
     tcp: Tcp | None
     faults: tuple[PortFault, ...] = ()  # beyond the fixed limits
     host: str | None = None
+    gpus: Mapping[str, GpuUse] | None = None  # by PCI address
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -54,11 +59,12 @@ class NodeCounters:
             "node": self.node,
             "host": self.host,
             "ports": "not available" if self.ports is None else self.ports,
+            "gpus": "not available" if self.gpus is None else {p: vars(g) for p, g in self.gpus.items()},
             "tcp": "not available" if self.tcp is None else {**vars(self.tcp), "share": self.tcp.share},
         }
 
 
-def read_counters(
+def counters_of(
     folder: RunFolder,
     connections: Mapping[int, Sequence[Connection]],
     nodes: int,
@@ -70,11 +76,16 @@ def read_counters(
     for node in range(nodes):
         agent = agents.get(node, nodes)
         host = hosts[agent] if agent < len(hosts) else None
-        read = None if agent == nodes else read_port_counters(folder.port_counters(agent))
+        read = read_counters(PortCounters, folder.port_counters(agent))  # none where the agent is not known
+        gpus = read_counters(GpuCounters, folder.gpu_counters(agent))
         ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
         tcp = tcp_of(each for rank in ranks for each in connections.get(rank, ()))
         first, last, seconds = (None, None, 0.0) if read is None else (read.first, read.last, read.seconds)
-        found.append(replace(of_node(node, first, last, seconds, tcp), host=host))
+        found.append(
+            replace(
+                of_node(node, first, last, seconds, tcp), host=host, gpus=None if gpus is None else gpus.gpus
+            )
+        )
     return tuple(found)
 
 
@@ -141,6 +152,20 @@ def new_faults(
                 )
                 kept.append(replace(fault, message=fault.message + more))
     return found
+
+
+def clocks_mhz(
+    counters: Sequence[NodeCounters], stages: Mapping[int, RankStages], ranks_per_node: int
+) -> NDArray[np.float64] | None:
+    """The clock of each rank's GPU while it was busy; None unless all are known."""
+    found = []
+    for rank in range(len(stages)):
+        gpu, gpus = stages[rank].gpu, counters[rank // ranks_per_node].gpus or {}
+        use = gpus.get(gpu) if gpu is not None else None
+        if use is None or use.sm_mhz is None:
+            return None
+        found.append(use.sm_mhz)
+    return np.array(found)
 
 
 def leaf_switches(

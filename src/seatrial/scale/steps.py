@@ -13,7 +13,7 @@ from seatrial.record.folder import RunFolder
 from seatrial.record.frontier import Account, account
 from seatrial.record.stages import read_generation
 from seatrial.scale.cause import Cause, find_causes
-from seatrial.scale.counters import NodeCounters, leaf_switches, new_faults, read_counters
+from seatrial.scale.counters import NodeCounters, clocks_mhz, counters_of, leaf_switches, new_faults
 from seatrial.scale.links import SlowLink, slow_link
 from seatrial.scale.observed import Observed, steady_steps
 from seatrial.scale.sizes import Size
@@ -66,7 +66,8 @@ def steps_of(root: Path, size: Size, trials: Sequence[Trial]) -> Steps | None:
     if link is not None:
         count = max(len(each.steps) for each in stages.values())
         link = replace(link, busy_s=link.busy_s / count, excess_s=link.excess_s / count)
-    counters = read_counters(folder, connections, size.nodes, ranks_per_node, trial.hosts)
+    counters = counters_of(folder, connections, size.nodes, ranks_per_node, trial.hosts)
+    observed = replace(observed, clocks_mhz=clocks_mhz(counters, stages, ranks_per_node))
     return Steps(found, observed, link, collectives, counters)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from seatrial.base.complain import complain
 from seatrial.hardware.tcp import connections
 from seatrial.parallel.blocked import Blocked
@@ -38,6 +40,7 @@ class Accounting:
                 clock=self._mesh.device.type,
                 first_step=first_step,
                 not_separated=self._not_separated,
+                gpu=_gpu(self._mesh.device),
             )
             sizes = self._mesh.layout.as_dict()
             self._collectives = CollectivesWriter(self._folder, self._generation, self._mesh.rank, sizes)
@@ -94,6 +97,17 @@ class Accounting:
         self._clock.stop()
         self._end_collectives()
         complain(f"where the time of steps goes is not recorded any more: {error}")
+
+
+def _gpu(device: torch.device) -> str | None:
+    """The PCI address of a GPU; None on a CPU, or in a version of torch that does not tell."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    domain, bus, slot = (getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
+    if domain is None or bus is None or slot is None:
+        return None
+    return f"{domain:04x}:{bus:02x}:{slot:02x}"
 
 
 def not_separated(model: ParallelModel) -> dict[str, str]:

@@ -23,7 +23,7 @@ from seatrial.control.hardware.sources import KMSG, Signal, Sources, gpu_address
 from seatrial.control.hardware.xid_gate import BURST_S, HOLD_S, NVML_HOLD_S, RECORD_BURST_S, XidGate
 from seatrial.hardware.counters import changes
 from seatrial.hardware.xid import XidMessage, parse
-from seatrial.record.port_counters import read_port_counters
+from seatrial.record.node_counters import GpuCounters, GpuUse, PortCounters, read_counters
 
 NOWHERE = Path("/nowhere at all")
 
@@ -309,7 +309,7 @@ def test_counters_are_read_in_a_process_of_their_own(tmp_path: Path, made: list[
     assert found.evidence["deltas"] == {"local_ack_timeout_err": 1}
     # The first reading and the newest stay in a file, for whoever compares runs.
     end = time.monotonic() + 30
-    while (read := read_port_counters(kept)) is None or read.last == read.first:
+    while (read := read_counters(PortCounters, kept)) is None or read.last == read.first:
         assert time.monotonic() < end
         time.sleep(0.01)
     changed = changes(read.first, read.last, read.seconds)
@@ -364,6 +364,7 @@ class FakeNvml(types.ModuleType):
     def __init__(self, events: list[int], *, broken: bool = False) -> None:
         super().__init__("pynvml")
         self.events = events
+        self.replays = 40
         self.broken = broken
 
     def nvmlInit(self) -> None:
@@ -384,6 +385,19 @@ class FakeNvml(types.ModuleType):
 
     def nvmlDeviceGetPciInfo(self, handle: Any) -> Any:
         return types.SimpleNamespace(busId=[b"00000000:3B:00.0", "00000000:5F:00.0"][handle.value - 0x1000])
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
+        return types.SimpleNamespace(gpu=[100, 3][handle.value - 0x1000])  # the second one idles
+
+    def nvmlDeviceGetClockInfo(self, handle: Any, kind: int) -> int:
+        assert kind == 1
+        return 1410
+
+    def nvmlDeviceGetPcieReplayCounter(self, handle: Any) -> int:
+        if handle.value != 0x1000:
+            raise self.NVMLError(3)  # not supported
+        self.replays += 1
+        return self.replays
 
     def nvmlEventSetWait_v2(self, events: str, milliseconds: int) -> Any:
         if not self.events:
@@ -418,7 +432,8 @@ def test_xid_events_and_nvlink_errors(
     driver: Path, made: list[Sources], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([79]))
-    watched = Sources(None, NOWHERE, 0.01, driver=driver)
+    kept = driver.parent / "nodes/node0.gpus.json"
+    watched = Sources(None, NOWHERE, 0.01, driver=driver, gpus_file=kept)
     made.append(watched)
     seen = until(watched, "nvlink_errors")
     if not any(s.signal == "xid:79" for s in seen):
@@ -430,6 +445,20 @@ def test_xid_events_and_nvlink_errors(
     assert told["nvlink_errors"].gpu == "0000:3b:00"
     assert "recovery errors +1" in told["nvlink_errors"].message
     assert "no RDMA device" in told["not_observable"].message
+    end = time.monotonic() + 30
+    while (read := read_counters(GpuCounters, kept)) is None or read.gpus["0000:3b:00"].nvlink is None:
+        assert time.monotonic() < end
+        watched.poll(time.monotonic())
+        time.sleep(0.01)
+    busy, idle = read.gpus["0000:3b:00"], read.gpus["0000:5f:00"]
+    assert busy.sm_mhz == 1410
+    assert busy.samples >= 1
+    assert busy.pcie_replays is not None
+    assert busy.pcie_replays >= 1
+    assert busy.nvlink is not None
+    assert busy.nvlink["0 recovery errors"] >= 1
+    # What it does not tell is unknown.
+    assert idle == GpuUse(None, 0, None, None)
 
 
 @pytest.mark.parametrize(

@@ -6,20 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from seatrial.check.outputs.topology import Topology
 from seatrial.hardware.counters import Port
 from seatrial.hardware.tcp import Connection
 from seatrial.record.folder import RunFolder
-from seatrial.record.port_counters import PortCounters, write_port_counters
+from seatrial.record.node_counters import GpuUse, PortCounters, write_counters
+from seatrial.record.stages import RankStages
 from seatrial.scale.counters import (
     NodeCounters,
     Tcp,
+    clocks_mhz,
+    counters_of,
     leaf_switches,
     new_faults,
     of_node,
-    read_counters,
     tcp_of,
 )
 
@@ -93,11 +96,9 @@ def test_an_agent_counts_for_the_node_of_its_ranks(tmp_path: Path) -> None:
             log.parent.mkdir(parents=True, exist_ok=True)
             log.touch()
     last = replace(port, counters={"np_cnp_sent": 95_005})
-    write_port_counters(
-        folder.port_counters(0), PortCounters(1.0, 10.0, {port.name: port}, {port.name: last})
-    )
+    write_counters(folder.port_counters(0), PortCounters(1.0, 10.0, {port.name: port}, {port.name: last}))
     sent = Connection("10.0.0.1", "10.0.0.2", 10**9, 9.0, 0.1, 6000)
-    first, second = read_counters(folder, {1: [sent]}, 2, 2, ["a", "b"])
+    first, second = counters_of(folder, {1: [sent]}, 2, 2, ["a", "b"])
     assert (first.host, second.host) == ("b", "a")
     assert (first.ports, first.tcp) == (None, Tcp(10**9, 6000))
     assert second.ports is not None
@@ -114,9 +115,33 @@ def test_the_switches_of_congested_ports_are_named() -> None:
     assert leaf_switches(topology, [replace(each, host=None) for each in here], faults) == ""
 
 
+def test_clocks_belong_to_the_ranks_of_their_gpus() -> None:
+    def stages(rank: int, gpu: str | None) -> RankStages:
+        none = np.zeros(0)
+        return RankStages(1, rank, 4, "cuda", 1, {}, none.astype(np.int64), none.reshape(0, 11), gpu)
+
+    def with_gpus(number: int, **mhz: float | None) -> NodeCounters:
+        return replace(node(number), gpus={pci: GpuUse(value, 9, 0, {}) for pci, value in mhz.items()})
+
+    nodes = [with_gpus(0, a=1980.0, b=1410.0), with_gpus(1, a=1975.0, b=1970.0, c=300.0)]
+    ranks = {rank: stages(rank, gpu) for rank, gpu in enumerate("abba")}
+    found = clocks_mhz(nodes, ranks, 2)
+    assert found is not None
+    assert found.tolist() == [1980.0, 1410.0, 1970.0, 1975.0]
+    assert clocks_mhz(nodes, ranks | {3: stages(3, None)}, 2) is None
+    assert clocks_mhz([nodes[0], with_gpus(1, a=None, b=1970.0)], ranks, 2) is None
+    assert clocks_mhz([nodes[0], node(1)], ranks, 2) is None
+
+
 def test_what_a_node_does_not_have_is_not_available() -> None:
     nothing = of_node(3, None, None, 0.0, None)
-    assert nothing.as_dict() == {"node": 3, "host": None, "ports": "not available", "tcp": "not available"}
+    assert nothing.as_dict() == {
+        "node": 3,
+        "host": None,
+        "ports": "not available",
+        "gpus": "not available",
+        "tcp": "not available",
+    }
     assert new_faults([nothing], [nothing]) is None
     assert tcp_of([]) is None
     assert tcp_of([Connection("a", "b", 10**6, 1.0, 0.1, 3)] * 2) == Tcp(2 * 10**6, 6)
