@@ -316,6 +316,22 @@ def test_counters_are_read_in_a_process_of_their_own(tmp_path: Path, made: list[
     assert changed["mlx5_0/1"]["deltas"] == {"local_ack_timeout_err": 1}
 
 
+def test_a_run_folder_that_hangs_does_not_end_a_probe(
+    tmp_path: Path, made: list[Sources], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "write_counters", lambda *_: time.sleep(60))
+    ports(tmp_path, local_ack_timeout_err=5, symbol_error=0)
+    watched = Sources(None, tmp_path, 0.02, driver=NOWHERE, ports_file=tmp_path / "hangs")
+    made.append(watched)
+    while not any(p.doing == "reading the ports' counters" for p in watched._probes):
+        assert select.select([watched], [], [], 30)[0]
+        assert watched.poll(time.monotonic()) == []
+    ports(tmp_path, local_ack_timeout_err=6, symbol_error=0)
+    until(watched, "retransmissions")  # then it writes, for the first time
+    ports(tmp_path, local_ack_timeout_err=6, symbol_error=99)
+    until(watched, "link_errors")
+
+
 def test_a_probe_that_falls_silent_is_a_finding(tmp_path: Path, made: list[Sources]) -> None:
     watched = Sources(None, NOWHERE, driver=NOWHERE)
     made.append(watched)

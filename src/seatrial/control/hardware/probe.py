@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import importlib
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -60,6 +61,25 @@ class _Reminder:
         return entries
 
 
+class _Keeper:
+    """Writes a file in a second thread: a run folder that hangs must not end the probe. One that fails is left out."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._thread: threading.Thread | None = None
+
+    def write(self, found: PortCounters | GpuCounters) -> None:
+        """Replace the file, unless the last time has not ended yet."""
+        if self._file is None or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._thread = threading.Thread(target=self._write, args=(self._file, found), daemon=True)
+        self._thread.start()
+
+    def _write(self, file: Path, found: PortCounters | GpuCounters) -> None:
+        with contextlib.suppress(OSError):
+            write_counters(file, found)
+
+
 def watch_ports(root: Path, interval_s: float, file: Path | None) -> Body:
     """A probe that reads the ports below `root` every `interval_s` and sends the faults that it finds.
 
@@ -70,7 +90,7 @@ def watch_ports(root: Path, interval_s: float, file: Path | None) -> Body:
         reminder = _Reminder()
         send({"alive": "the first reading of the ports' counters"})
         before, then = read_ports(root), time.monotonic()
-        first, began, start = before, time.time(), then
+        first, began, start, keeper = before, time.time(), then, _Keeper(file)
         for finding in first_findings(before):
             send({"finding": asdict(finding)})
         while send({"alive": "reading the ports' counters"}):
@@ -79,9 +99,7 @@ def watch_ports(root: Path, interval_s: float, file: Path | None) -> Body:
             for message in reminder.new(findings(before, after, now - then), now):
                 send(message)
             before, then = after, now
-            if file is not None and send({"alive": "writing the ports' counters"}):
-                with contextlib.suppress(OSError):  # then there is no file, and they are unknown
-                    write_counters(file, PortCounters(began, now - start, first, after))
+            keeper.write(PortCounters(began, now - start, first, after))
 
     return body
 
@@ -100,7 +118,7 @@ def watch_gpus(interval_s: float, file: Path | None) -> Body:
         addresses = _addresses()
         reminder, before, then, next_reading = _Reminder(), None, 0.0, 0.0
         uses = None if isinstance(events, str) else _Uses(events)
-        next_writing = time.monotonic() + interval_s
+        keeper, next_writing = _Keeper(file), time.monotonic() + interval_s
         while send({"alive": "waiting for NVML events"}):
             if isinstance(events, str):
                 time.sleep(_EVENT_WAIT_MS / 1000)
@@ -113,11 +131,9 @@ def watch_gpus(interval_s: float, file: Path | None) -> Body:
                     send({"xid": {"code": found[0], "pci": found[1]}})
             if uses is not None:
                 uses.sample()
-            if uses is not None and file is not None and time.monotonic() >= next_writing:
-                next_writing = time.monotonic() + interval_s
-                if send({"alive": "writing the GPUs' counters"}):
-                    with contextlib.suppress(OSError):
-                        write_counters(file, uses.counters())
+                if time.monotonic() >= next_writing:
+                    next_writing = time.monotonic() + interval_s
+                    keeper.write(uses.counters())
             if time.monotonic() < next_reading:
                 continue
             next_reading = time.monotonic() + max(interval_s, NVLINK_INTERVAL_S)
