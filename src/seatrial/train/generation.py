@@ -57,7 +57,7 @@ from seatrial.train.recovery.recover import (
 )
 from seatrial.train.recovery.resume import Resume
 from seatrial.train.sample import write_sample
-from seatrial.train.supervision.peers import release_connections, teardown, wait_for_store
+from seatrial.train.supervision.peers import teardown, wait_for_store
 from seatrial.train.supervision.supervisor_client import SupervisorClient
 
 _LOOK_BACK = 64  # ledger lines among which the last step is found: a rollback writes some steps twice
@@ -142,7 +142,6 @@ class TrainWorker:
     def run(self, generation_spec: GenerationSpec) -> Ending:
         """Train according to `generation_spec` until the run is done or all ranks exit early. Raises any error."""
         self._generation_spec = generation_spec
-        release_connections()  # every rank of the previous generation has left it
         job = at_shape(self._job, generation_spec.layout)
         mesh = enter(job, generation_spec.place, self._store(job, generation_spec))
         records = through_agent(self.supervisor_client, generation_spec.generation, mesh.rank)
