@@ -119,7 +119,8 @@ def test_a_slow_link_is_the_network_of_its_node(begin: Begin) -> None:
     ("kind", "module", "owner", "method"),
     [
         ("straggler", "seatrial.model.decoder", "Decoder", "forward"),
-        ("data", "seatrial.data.loader", "BatchLoader", "_read"),
+        # test_scale_cause_real has a slow source of data in real ranks too.
+        pytest.param(*("data", "seatrial.data.loader", "BatchLoader", "_read"), marks=pytest.mark.long),
     ],
 )
 def test_a_slow_rank_and_slow_data_are_named(
