@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,12 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     (tmp_path / "site").mkdir()
     with contextlib.ExitStack() as stack:
 
-        def hosts(**slower: object) -> SshHosts:
-            """With a method that is slower on the sick node, where one is given."""
+        def hosts(*, sick: Sequence[int] = (SICK,), **slower: object) -> SshHosts:
+            """With a method that is slower on some nodes, where one is given."""
             exports = {}
             if slower:
                 (tmp_path / "site/sitecustomize.py").write_text(_SLOWER.format(**slower))
-                exports[SICK] = f"PYTHONPATH={tmp_path}/site"
+                exports = dict.fromkeys(sick, f"PYTHONPATH={tmp_path}/site")
             try:
                 made = stack.enter_context(Hosts(NODES + 1))
             except Unavailable as error:
@@ -134,6 +134,28 @@ def test_a_slow_rank_and_slow_data_are_named(
     if kind == "straggler":
         assert [Path(p).name for p in found["traces"]] == ["rank0.trace.json.gz", f"rank{SICK}.trace.json.gz"]
         assert found["discarded"][-1]["problem"] == "it was traced, and does not count"
+
+
+def test_few_microbatches_are_a_bubble(begin: Begin) -> None:
+    """Two stages, whose work is waiting rather than computing: processors are few here. Four microbatches become two."""
+    work = {"module": "seatrial.model.decoder", "owner": "Decoder", "method": "forward", "seconds": 0.2}
+    hosts = begin(sick=range(NODES), **work)
+    few = {
+        "parallel.pipeline": 2,
+        "parallel.replicate": NODES // 2,
+        "train.global_batch": 4,
+        "train.microbatch": 1,
+    }
+    found = measured(
+        hosts,
+        "--strong",
+        "--min-doubling",
+        "99",
+        *(word for k, v in few.items() for word in ("--set", f"{k}={v}")),
+    )
+    first = found["sizes"][1]["causes"][0]
+    assert (first["kind"], first["dimensions"]) == ("bubble", ["pipeline"])
+    assert first["share"] > 0.5
 
 
 def test_a_group_with_a_slow_rank_is_the_bad_one(begin: Begin) -> None:
