@@ -195,6 +195,7 @@ def test_an_agent_that_is_told_to_leave_is_started_again(
     assert_same(trial, undisturbed_long)
 
 
+@pytest.mark.long  # the stop is that of test_slurm_train, and the other test here shows that pods are managed
 def test_stop_saves_and_the_same_command_goes_on(kubernetes: Kubernetes, undisturbed_long: Trial) -> None:
     trial = kubernetes.train(*LONG)
     trial.until_step(20)

@@ -26,23 +26,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 DELAYS = {"data": "data", "forward": "straggler", "backward": "straggler"}
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cause")
+@pytest.fixture(scope="module", params=["tp2-pp2", pytest.param("replicate2-fsdp2", marks=pytest.mark.long)])
+def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The run folders of all delays, and the layout's name."""
+    name: str = request.param
+    out = tmp_path_factory.mktemp(name)
     cases = [
-        {"name": f"{name}-{delay}", "layout": layout, "delay": delay, "tied": True, "root": str(out)}
-        for name, layout in LAYOUTS.items()
+        {"name": delay, "layout": LAYOUTS[name], "delay": delay, "tied": True, "root": str(out)}
         for delay in DELAYS
     ]
     done = run_cases(cases, out, timeout_s=240, script="accounting_ranks.py")
     assert done.returncode == 0, done.stderr
-    return out
+    return out, name
 
 
 @pytest.mark.parametrize("delay", DELAYS)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_delayed_rank_is_the_first_cause(out: Path, name: str, delay: str) -> None:
-    found, problems = read_generation(RunFolder(out / f"{name}-{delay}"), 1)
+def test_the_delayed_rank_is_the_first_cause(layout: tuple[Path, str], delay: str) -> None:
+    out, name = layout
+    found, problems = read_generation(RunFolder(out / delay), 1)
     assert not problems
     cube = steady_steps(found, WARM_UP)
     assert cube is not None
@@ -53,4 +54,4 @@ def test_the_delayed_rank_is_the_first_cause(out: Path, name: str, delay: str) -
     first = find_causes(base, here)[0]
     assert (first.kind, first.ranks) == (DELAYS[delay], (SLOW_RANK,))
     # Roughly: a rank that sleeps leaves its processor to the others, whose own work then takes less.
-    assert 0.5 * DELAY_S < first.seconds < 1.5 * DELAY_S
+    assert 0.5 * DELAY_S[delay] < first.seconds < 1.5 * DELAY_S[delay]

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,12 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     (tmp_path / "site").mkdir()
     with contextlib.ExitStack() as stack:
 
-        def hosts(**slower: object) -> SshHosts:
-            """With a method that is slower on the sick node, where one is given."""
+        def hosts(*, sick: Sequence[int] = (SICK,), **slower: object) -> SshHosts:
+            """With a method that is slower on some nodes, where one is given."""
             exports = {}
             if slower:
                 (tmp_path / "site/sitecustomize.py").write_text(_SLOWER.format(**slower))
-                exports[SICK] = f"PYTHONPATH={tmp_path}/site"
+                exports = dict.fromkeys(sick, f"PYTHONPATH={tmp_path}/site")
             try:
                 made = stack.enter_context(Hosts(NODES + 1))
             except Unavailable as error:
@@ -91,12 +91,12 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
         yield hosts
 
 
-def measured(hosts: SshHosts) -> dict[str, Any]:
+def measured(hosts: SshHosts, *more: str) -> dict[str, Any]:
     """What `scale` says of 2 and 4 nodes; its gate must have failed."""
     done = subprocess.run(
         [
             *hosts.prefix, sys.executable, "-m", "seatrial", "scale", "job.toml", "--nodes", f"{NODES // 2},{NODES}",
-            "--steps", "12", "--repeats", "2", "--min-doubling", "--json",
+            "--steps", "12", "--repeats", "2", "--min-doubling", "--json", *more,
         ],
         cwd=hosts.folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
@@ -126,14 +126,42 @@ def test_a_slow_link_is_the_network_of_its_node(begin: Begin) -> None:
     ("kind", "module", "owner", "method"),
     [
         ("straggler", "seatrial.model.decoder", "Decoder", "forward"),
-        ("data", "seatrial.data.loader", "BatchLoader", "_read"),
+        # test_scale_cause_real has a slow source of data in real ranks too.
+        pytest.param(*("data", "seatrial.data.loader", "BatchLoader", "_read"), marks=pytest.mark.long),
     ],
 )
 def test_a_slow_rank_and_slow_data_are_named(
     begin: Begin, kind: str, module: str, owner: str, method: str
 ) -> None:
-    first = measured(begin(module=module, owner=owner, method=method, seconds=0.3))["sizes"][1]["causes"][0]
+    hosts = begin(module=module, owner=owner, method=method, seconds=0.3)
+    found = measured(hosts, *["--trace"] * (kind == "straggler"))
+    first = found["sizes"][1]["causes"][0]
     assert (first["kind"], first["ranks"], first["nodes"]) == (kind, [SICK], [SICK])
+    assert first["share"] > 0.5
+    if kind == "straggler":
+        assert [Path(p).name for p in found["traces"]] == ["rank0.trace.json.gz", f"rank{SICK}.trace.json.gz"]
+        assert found["discarded"][-1]["problem"] == "it was traced, and does not count"
+
+
+def test_few_microbatches_are_a_bubble(begin: Begin) -> None:
+    """Two stages, whose work is waiting rather than computing: processors are few here. Four microbatches become two."""
+    work = {"module": "seatrial.model.decoder", "owner": "Decoder", "method": "forward", "seconds": 0.2}
+    hosts = begin(sick=range(NODES), **work)
+    few = {
+        "parallel.pipeline": 2,
+        "parallel.replicate": NODES // 2,
+        "train.global_batch": 4,
+        "train.microbatch": 1,
+    }
+    found = measured(
+        hosts,
+        "--strong",
+        "--min-doubling",
+        "99",
+        *(word for k, v in few.items() for word in ("--set", f"{k}={v}")),
+    )
+    first = found["sizes"][1]["causes"][0]
+    assert (first["kind"], first["dimensions"]) == ("bubble", ["pipeline"])
     assert first["share"] > 0.5
 
 
