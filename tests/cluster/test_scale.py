@@ -114,6 +114,7 @@ def test_nothing_is_measured_again(folder: Path, report: dict[str, Any]) -> None
 def test_the_report_is_one_page(folder: Path, report: dict[str, Any]) -> None:
     page = (measurements(folder)[0] / "report.html").read_text()
     assert "Where the time of a step goes" in page
+    assert "replicate messages" in page
     assert "<svg" in page
     assert "http" not in page.replace("http://www.w3.org", "")
     saved = json.loads((measurements(folder)[0] / "report.json").read_text())
