@@ -9,6 +9,7 @@ from seatrial.plan.cost.calibration import shipped
 from seatrial.plan.model.place import place_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.measured import measured_rates
+from seatrial.plan.report.step_waterfall import StepWaterfall, step_waterfall
 from seatrial.plan.search.scaling import Point, scaling
 from seatrial.scale import groups
 from seatrial.scale.cause import Cause
@@ -18,6 +19,7 @@ from seatrial.scale.judge import Gates, Judgement, judge_gates, judge_losses
 from seatrial.scale.sizes import Size
 from seatrial.scale.statistics import Estimate, ratio
 from seatrial.scale.steps import Steps, causes, steps_of
+from seatrial.scale.trial import Figures
 
 _LAWS: tuple[Law, ...] = ("Amdahl", "universal scalability law")
 _FURTHER = 3  # doublings beyond the largest measured size
@@ -39,6 +41,7 @@ class Measured:
     why_not_predicted: str
     problem: str
     steps: Steps | None  # where the time of a step went; None without usable records
+    waterfall: StepWaterfall | None  # the same in the planner's categories, beside its prediction
     causes: tuple[Cause, ...]  # why a step takes longer than at half the size, else at the first size
 
     @property
@@ -156,7 +159,21 @@ def _measured(
         why_not_predicted=(point.why_not or "") if point is not None else why,
         problem=problem,
         steps=mine,
+        waterfall=None if mine is None else _waterfall(size, mine, figures, point),
         causes=() if mine is None or below is None else causes(below, mine),
+    )
+
+
+def _waterfall(
+    size: Size, steps: Steps, figures: Sequence[Figures], point: Point | None
+) -> StepWaterfall | None:
+    # Every run of a size has the same model FLOPs in a step.
+    mfu = figures[0].mfu
+    return step_waterfall(
+        steps.account,
+        size.job.layout.pipeline,
+        model_flops_s=None if mfu is None else mfu * figures[0].step_s,
+        prediction=None if point is None or point.why_not is not None else point.prediction,
     )
 
 
