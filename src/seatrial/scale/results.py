@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from seatrial.plan.cost.calibration import shipped
 from seatrial.plan.model.place import place_of
 from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.advice import Asker
 from seatrial.plan.report.measured import measured_rates
 from seatrial.plan.report.step_waterfall import StepWaterfall, step_waterfall
 from seatrial.plan.search.scaling import Point, scaling
@@ -15,6 +16,7 @@ from seatrial.scale import groups
 from seatrial.scale.cause import Cause
 from seatrial.scale.conduct import Measurement
 from seatrial.scale.fit import Fit, Law, fit
+from seatrial.scale.gain import gains
 from seatrial.scale.judge import Gates, Judgement, judge_gates, judge_losses
 from seatrial.scale.sizes import Size
 from seatrial.scale.statistics import Estimate, ratio
@@ -89,13 +91,13 @@ def results_of(measurement: Measurement, gates: Gates, *, price: float | None = 
     """Judge, predict and fit what has been measured so far."""
     known = {size.nodes: measurement.speed(size.nodes) for size in measurement.sizes}
     base = measurement.sizes[0].nodes
-    points, why = _predicted(measurement)
+    points, asker, why = _predicted(measurement)
     steps = {
         size.nodes: steps_of(measurement.state.folder, size, measurement.state.good(size.nodes))
         for size in measurement.sizes
     }
     sizes = tuple(
-        _measured(measurement, size, steps, points.get(size.nodes), why) for size in measurement.sizes
+        _measured(measurement, size, steps, points.get(size.nodes), asker, why) for size in measurement.sizes
     )
     doublings = {n: measurement.efficiency(n, b) for n, b in measurement.pairs() if 2 * b == n}
 
@@ -137,6 +139,7 @@ def _measured(
     size: Size,
     steps: Mapping[int, Steps | None],
     point: Point | None,
+    asker: Asker | None,
     why: str,
 ) -> Measured:
     base = measurement.sizes[0].nodes
@@ -145,6 +148,12 @@ def _measured(
     shares = [f.mfu for f in figures if f.mfu is not None]
     half = size.nodes // 2 if (size.nodes, size.nodes // 2) in measurement.pairs() else None
     mine, below = steps[size.nodes], steps[half or base]
+    why = (point.why_not or "") if point is not None else why
+    found = () if mine is None or below is None else causes(below, mine)
+    if mine is not None:
+        at = None if asker is None else replace(asker, cluster=replace(asker.cluster, nodes=size.nodes))
+        own = Recipe.of(size.job)
+        found = tuple(replace(c, gains=gains(c, own, mine.observed, at, why)) for c in found)
     problem = measurement.failed.get(size.nodes, "" if figures else measurement.stopped or "not measured yet")
     return Measured(
         size=size,
@@ -156,11 +165,11 @@ def _measured(
         efficiency=None if size.nodes == base else measurement.efficiency(size.nodes, base),
         doubling=None if half is None or 2 * half != size.nodes else measurement.efficiency(size.nodes, half),
         predicted=point,
-        why_not_predicted=(point.why_not or "") if point is not None else why,
+        why_not_predicted=why,
         problem=problem,
         steps=mine,
         waterfall=None if mine is None else _waterfall(size, mine, figures, point),
-        causes=() if mine is None or below is None else causes(below, mine),
+        causes=found,
     )
 
 
@@ -177,22 +186,24 @@ def _waterfall(
     )
 
 
-def _predicted(measurement: Measurement) -> tuple[dict[int, Point], str]:
-    """(nodes -> what `seatrial plan` predicts for it, why nothing is predicted)."""
+def _predicted(measurement: Measurement) -> tuple[dict[int, Point], Asker | None, str]:
+    """(nodes -> what `seatrial plan` predicts for it, what predicts other layouts, why nothing is predicted)."""
     job = measurement.job
     rates = measured_rates(measurement.runs / job.name, job)
     place = rates.at(place_of(job))
     if place.cluster is None:
-        return {}, place.why_no_gpu
+        return {}, None, place.why_no_gpu
+    calibration = rates.calibration(shipped())
     predicted = scaling(
         job,
         Recipe.of(job),
         place.cluster,
         mode=measurement.terms.mode,
         nodes=[size.nodes for size in measurement.sizes],
-        calibration=rates.calibration(shipped()),
+        calibration=calibration,
     )
-    return {point.nodes: point for point in predicted.points}, ""
+    asker = Asker(job, place.cluster, "seatrial", calibration)
+    return {point.nodes: point for point in predicted.points}, asker, ""
 
 
 def _fits(sizes: Sequence[Measured], base: int) -> tuple[Fit, ...]:
