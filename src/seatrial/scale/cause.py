@@ -67,7 +67,7 @@ class Gain:
     @property
     def words(self) -> str:
         """One line."""
-        told = "gain unknown:" if self.gain is None else f"{self.gain * 100:+.0f} % tokens/s,"
+        told = "gain unknown:" if self.gain is None else f"{round(self.gain * 100):+d} % tokens/s,"
         return f"{self.change}: {told} {self.basis}"
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from seatrial.plan.cost.predict import Prediction, Share
 from seatrial.record.frontier import Account
 
@@ -127,7 +129,7 @@ def step_waterfall(
     """
     seconds = {**dict.fromkeys(("forward", "pipeline"), 0.0), **account.seconds}
     compute = seconds["forward"] + seconds.get("backward", 0.0)
-    busy = account.split.passes_s.reshape(pipeline, -1).max(axis=1)
+    busy = np.median(account.split.passes_s.reshape(pipeline, -1), axis=1)  # a straggler makes no uneven stages
     uneven = min(float(busy.max() - busy.mean()), compute)
     seconds["forward"] -= uneven
     seconds["pipeline"] += uneven
