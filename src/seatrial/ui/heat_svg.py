@@ -10,7 +10,7 @@ from seatrial.ui.waterfall import seconds
 
 _LEFT, _TOP, _ROW, _RIGHT = 100.0, 78.0, 18.0, 16.0
 _LEAST = 0.03  # share of a step that has the full colour at least: less is noise, and looks like it
-_DARKEST = 0.6  # a number stays readable on it
+_PALEST, _DARKEST = 0.06, 0.5  # opacity: a cell can be seen, a number on it be read
 
 
 def heat_svg(heat: Heat, step_s: float, *, title: str, name: str, alone: bool = True) -> Element:
@@ -35,10 +35,10 @@ def heat_svg(heat: Heat, step_s: float, *, title: str, name: str, alone: bool = 
             cell = box(
                 _LEFT + i * wide + 1, y + 1, wide - 2, _ROW - 2, kind, f"{heat.unit} {row}, {stage}: {signed}"
             )
-            cell.set("fill-opacity", f"{_DARKEST * abs(value) / most:.2f}")
+            cell.set("style", f"stroke:none;fill-opacity:{_PALEST + _DARKEST * abs(value) / most:.2f}")
             parts.append(cell)
             if abs(value) >= most / 4:
-                parts.append(text(_LEFT + (i + 0.5) * wide, y + 13, signed, "st-soft st-num", "middle"))
+                parts.append(text(_LEFT + (i + 0.5) * wide, y + 13, signed, "st-num", "middle"))
     worst, most_at = divmod(int(abs(heat.values).argmax()), len(heat.stages))
     sentence = (
         f"{heat.unit} {heat.rows[worst]} differs most from its peers, in {heat.stages[most_at]}, by "

@@ -94,8 +94,8 @@ class StepWaterfall:
         rows = self.shown if self.mfu is not None else self.shown[1:]
         whole = self.predicted_step_s if predicted else self.step_s
         assert whole is not None
-        each = [(r.name, (r.predicted_s if predicted else r.seconds) or 0.0) for r in rows]
-        return tuple(Share(name, seconds / whole, seconds) for name, seconds in each)
+        each = [(r.name, r.predicted_s if predicted else r.seconds) for r in rows]
+        return tuple(Share(name, s / whole, s) for name, s in each if s is not None)
 
     def notes(self) -> Iterator[str]:
         """What is unknown, not separated, or not predicted."""
