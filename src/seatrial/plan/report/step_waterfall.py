@@ -129,7 +129,9 @@ def step_waterfall(
     """
     seconds = {**dict.fromkeys(("forward", "pipeline"), 0.0), **account.seconds}
     compute = seconds["forward"] + seconds.get("backward", 0.0)
-    busy = np.median(account.split.passes_s.reshape(pipeline, -1), axis=1)  # a straggler makes no uneven stages
+    busy = np.median(
+        account.split.passes_s.reshape(pipeline, -1), axis=1
+    )  # a straggler makes no uneven stages
     uneven = min(float(busy.max() - busy.mean()), compute)
     seconds["forward"] -= uneven
     seconds["pipeline"] += uneven
