@@ -53,4 +53,4 @@ def test_the_delayed_rank_is_the_first_cause(out: Path, name: str, delay: str) -
     first = find_causes(base, here)[0]
     assert (first.kind, first.ranks) == (DELAYS[delay], (SLOW_RANK,))
     # Roughly: a rank that sleeps leaves its processor to the others, whose own work then takes less.
-    assert 0.5 * DELAY_S < first.seconds < 1.5 * DELAY_S
+    assert 0.5 * DELAY_S[delay] < first.seconds < 1.5 * DELAY_S[delay]

@@ -91,12 +91,12 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
         yield hosts
 
 
-def measured(hosts: SshHosts) -> dict[str, Any]:
+def measured(hosts: SshHosts, *more: str) -> dict[str, Any]:
     """What `scale` says of 2 and 4 nodes; its gate must have failed."""
     done = subprocess.run(
         [
             *hosts.prefix, sys.executable, "-m", "seatrial", "scale", "job.toml", "--nodes", f"{NODES // 2},{NODES}",
-            "--steps", "12", "--repeats", "2", "--min-doubling", "--json",
+            "--steps", "12", "--repeats", "2", "--min-doubling", "--json", *more,
         ],
         cwd=hosts.folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
@@ -125,9 +125,14 @@ def test_a_slow_link_is_the_network_of_its_node(begin: Begin) -> None:
 def test_a_slow_rank_and_slow_data_are_named(
     begin: Begin, kind: str, module: str, owner: str, method: str
 ) -> None:
-    first = measured(begin(module=module, owner=owner, method=method, seconds=0.3))["sizes"][1]["causes"][0]
+    hosts = begin(module=module, owner=owner, method=method, seconds=0.3)
+    found = measured(hosts, *["--trace"] * (kind == "straggler"))
+    first = found["sizes"][1]["causes"][0]
     assert (first["kind"], first["ranks"], first["nodes"]) == (kind, [SICK], [SICK])
     assert first["share"] > 0.5
+    if kind == "straggler":
+        assert [Path(p).name for p in found["traces"]] == ["rank0.trace.json.gz", f"rank{SICK}.trace.json.gz"]
+        assert found["discarded"][-1]["problem"] == "it was traced, and does not count"
 
 
 def test_a_group_with_a_slow_rank_is_the_bad_one(begin: Begin) -> None:

@@ -73,6 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--fresh", action="store_true", help="measure all again; earlier runs are kept, not used"
     )
+    how.add_argument(
+        "--trace",
+        action="store_true",
+        help="if ranks are named as a cause, one more run with a torch.profiler trace of two of their steps",
+    )
     gates = parser.add_argument_group("gates")
     gates.add_argument(
         "--min-doubling",
@@ -96,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 no gate failed, 1 a gate or a run failed, 2 bad input, 130 interrupted."""
     from seatrial.scale.conduct import Measurement
+    from seatrial.scale.results import results_of
     from seatrial.scale.smaller import smaller_changes, with_changes
 
     job, terms, gates, allocation = _read(args)
@@ -121,6 +127,9 @@ def run(args: argparse.Namespace) -> int:
             measurement.watch, measurement.finished = console.show, console.finished
             try:
                 measurement.run_all()
+                wanted = results_of(measurement, gates).to_trace() if args.trace else None
+                if wanted is not None:
+                    measurement.trace(*wanted)
             except KeyboardInterrupt:
                 interrupted = True
         return _report(args, out, measurement, gates, interrupted)
@@ -197,6 +206,11 @@ def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
         factor is None or 0 < factor < 1,
         f"--model-scale {factor} is not between 0 and 1",
         "--model-scale 0.25",
+    )
+    need(
+        not (args.trace and args.groups),
+        "--trace and --groups exclude each other: a trace is of one run",
+        "run the bad group's nodes alone with --trace",
     )
     doubling = _number(args.min_doubling)
     need(

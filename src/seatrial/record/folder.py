@@ -121,6 +121,10 @@ class RunFolder:
         """The torch.profiler trace of one rank; see `train.trace`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.trace.json.gz"
 
+    def traces(self) -> list[Path]:
+        """Those that were recorded."""
+        return sorted(self.ranks.glob("*/rank*.trace.json.gz"))
+
     def last_generation(self) -> int:
         """The highest generation ever started here, 0 for none. Log folders make up for a damaged or stale file."""
         entries: list[str] = []

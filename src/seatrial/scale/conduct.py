@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from seatrial.base.errors import InputError, RunFailed
 from seatrial.data.prepare import blend_of, check_stores, data_cache, resolve_stores
+from seatrial.job.changed import changed_job
 from seatrial.launch import launcher_for
 from seatrial.plan.search.scaling import Mode
 from seatrial.record import lock, metrics
@@ -140,14 +141,12 @@ class Measurement:
         while (size := self._next()) is not None:
             groups = self._groups(size)
             gpus = size.gpus * len(groups)
-            room_s = (
-                None if self.terms.budget is None else (self.terms.budget - self.state.spent) * 3600 / gpus
-            )
-            if room_s is not None and room_s <= self._expected_s(size):
+            room_s = self._room_s(gpus)
+            if room_s <= self._expected_s(size):
                 left = f"{room_s * gpus / 3600:.3g} GPU hours left"
                 self.stopped = f"the budget is spent: {left}, too few for a run on {in_words(size.nodes)}"
                 return
-            for trial in self._run(size, groups, _LIMIT_S if room_s is None else room_s):
+            for trial in self._run(size, groups, room_s):
                 self.state.add(trial)
                 if trial.problem and (self.terms.budget is None or self.state.spent < self.terms.budget):
                     self._failed(size, trial)
@@ -165,6 +164,36 @@ class Measurement:
         if not self.terms.groups:
             return [self.site.nodes[: size.nodes]]
         return [group for group in self.site.groups(size.nodes) if group not in self.failed_groups]
+
+    def trace(self, nodes: int, ranks: Sequence[int]) -> None:
+        """Trace two late steps of `ranks` in one more run of this size, which does not count; once, within the budget."""
+        if self.traces():
+            return
+        (size,) = (size for size in self.sizes if size.nodes == nodes)
+        why = "the ranks that the causes name, and one more"
+        traced = changed_job(
+            size.job,
+            {
+                "train.profile_ranks": (list(ranks), why),
+                "train.profile_first_step": (self.terms.steps - 2, "after the warm-up"),
+                "train.profile_steps": (2, "bounds its size"),
+            },
+        )
+        room_s = self._room_s(size.gpus)
+        if room_s <= self._expected_s(size):
+            self.stopped = self.stopped or "the budget is spent: no trace was recorded"
+            return
+        for trial in self._run(replace(size, job=traced.job), self._groups(size), room_s):
+            self.state.add(replace(trial, problem=trial.problem or "it was traced, and does not count"))
+
+    def traces(self) -> list[Path]:
+        """The traces that `trace` has recorded."""
+        return [p for t in self.state.trials for p in RunFolder(self.state.folder / t.folder).traces()]
+
+    def _room_s(self, gpus: int) -> float:
+        """Seconds that a run may take."""
+        left = None if self.terms.budget is None else (self.terms.budget - self.state.spent) * 3600 / gpus
+        return _LIMIT_S if left is None else left
 
     # -- what is known
 

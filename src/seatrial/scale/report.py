@@ -56,6 +56,7 @@ def document(results: Results) -> dict[str, Any]:
         "budget_gpu_hours": terms.budget,
         "spent_gpu_hours": measurement.state.spent,
         "stopped": measurement.stopped or None,
+        "traces": [str(path) for path in measurement.traces()],
         "sizes": [_size(results, size) for size in results.sizes],
         "gates": [asdict(judgement) for judgement in results.gates],
         "meets_gates_nodes": results.meets,
@@ -215,6 +216,8 @@ def lines(results: Results) -> Iterator[tuple[str, str]]:
         if size.causes and size.size.nodes not in results.passed:
             for label, text in cause_lines(size.causes):
                 yield label, f"{in_words(size.size.nodes)}: {text}"
+    for path in results.measurement.traces():
+        yield "trace", str(path)
     base = results.sizes[0].size.nodes
     for fit in results.fits:
         text = f"contention {fit.contention.value:.2g} ({fit.contention.low:.2g}-{fit.contention.high:.2g})"

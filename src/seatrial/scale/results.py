@@ -24,6 +24,7 @@ from seatrial.scale.steps import Steps, causes, steps_of
 from seatrial.scale.trial import Figures
 
 _LAWS: tuple[Law, ...] = ("Amdahl", "universal scalability law")
+_MOST_TRACED = 3  # ranks that a cause names
 _FURTHER = 3  # doublings beyond the largest measured size
 
 
@@ -81,6 +82,17 @@ class Results:
         """Price of a million tokens at this size; None without a price or a speed."""
         seconds = size.gpu_s_per_million
         return None if self.price is None or seconds is None else seconds * self.price / 3600
+
+    def to_trace(self) -> tuple[int, list[int]] | None:
+        """(nodes, ranks) that a trace would explain: those named first at the largest size that falls short, and one more."""
+        for size in reversed(self.sizes):
+            if size.size.nodes not in self.passed:
+                for cause in size.causes:
+                    if cause.ranks:
+                        named = list(cause.ranks[:_MOST_TRACED])
+                        peer = next((r for r in range(size.size.gpus) if r not in cause.ranks), None)
+                        return size.size.nodes, sorted(named if peer is None else [*named, peer])
+        return None
 
     def why_not_fitted(self) -> str:
         """The reason if there is no fit."""

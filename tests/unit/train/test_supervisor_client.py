@@ -25,7 +25,12 @@ from seatrial.record import messages as msg
 from seatrial.record.events import read_events
 from seatrial.record.folder import RunFolder
 from seatrial.train.records import into_file, through_agent
-from seatrial.train.supervision.peers import break_connections, teardown, wait_for_store
+from seatrial.train.supervision.peers import (
+    break_connections,
+    release_connections,
+    teardown,
+    wait_for_store,
+)
 from seatrial.train.supervision.supervisor import Supervisor
 from seatrial.train.supervision.supervisor_client import SupervisorClient
 
@@ -276,6 +281,13 @@ def test_sigusr2_writes_the_stacks_to_the_log(tmp_path: Path) -> None:
 # -- peers
 
 
+ESTABLISHED = 1  # linux/tcp_states.h
+
+
+def tcp_state(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+
 def test_only_connections_are_broken() -> None:
     local, far = socket.socketpair()
     with local, far, socket.create_server(("127.0.0.1", 0)) as server:
@@ -296,6 +308,21 @@ def test_a_broken_connection_can_still_be_written() -> None:
         for end in (client, accepted):
             end.sendall(b"announced")
             end.sendall(b"sent")
+
+
+def test_a_peer_can_send_until_it_is_told_the_end() -> None:
+    """gloo's thread here closes a broken connection at once: that must not refuse what the peer sends meanwhile."""
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()) as client:
+        accepted = server.accept()[0]
+        break_connections()
+        accepted.close()
+        client.sendall(b"announced")
+        client.sendall(b"sent")
+        assert tcp_state(client) == ESTABLISHED
+        teardown()
+        assert tcp_state(client) != ESTABLISHED
+        release_connections()
 
 
 def test_teardown_without_groups_does_nothing() -> None:

@@ -25,7 +25,7 @@ from seatrial.record.events import Event
 from seatrial.record.jsonl import plain
 from seatrial.record.messages import Ending, Leaving
 from seatrial.train.supervision import flight
-from seatrial.train.supervision.peers import break_connections
+from seatrial.train.supervision.peers import break_connections, release_connections
 
 NAME = "SEATRIAL_SUPERVISOR"
 TOKEN = "SEATRIAL_SUPERVISOR_TOKEN"
@@ -161,6 +161,7 @@ class SupervisorClient:
                 if order.generation > self._abandoned:
                     self._generation = order.generation
                     self._since_ns = time.time_ns()
+                    release_connections()  # every rank of the generation before has left it
                     return order
                 message = "the generation was abandoned before it began"
                 self.tell(msg.Parked(order.generation, self._step, message))
