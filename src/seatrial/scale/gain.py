@@ -18,7 +18,7 @@ _INTERLEAVED = "interleaved-1f1b"
 
 
 def gains(cause: Cause, own: Recipe, observed: Observed, asker: Asker | None, why: str) -> tuple[Gain, ...]:
-    """Of the changes to `own`, the layout of this size, that fit into memory and that the rules allow.
+    """What each change to `own`, the layout of this size, would gain; of those that the rules allow and that fit into memory.
 
     `asker` predicts on the cluster of this size; None for the reason `why`.
     """

@@ -109,8 +109,9 @@ def results_of(measurement: Measurement, gates: Gates, *, price: float | None = 
         for size in measurement.sizes
     }
     sizes = tuple(
-        _measured(measurement, size, steps, points.get(size.nodes), asker, why) for size in measurement.sizes
+        _measured(measurement, size, steps, points.get(size.nodes), why) for size in measurement.sizes
     )
+    sizes = tuple(replace(size, causes=_with_gains(size, asker)) for size in sizes)
     doublings = {n: measurement.efficiency(n, b) for n, b in measurement.pairs() if 2 * b == n}
 
     def speedup(nodes: int, of: int) -> Estimate | None:
@@ -151,7 +152,6 @@ def _measured(
     size: Size,
     steps: Mapping[int, Steps | None],
     point: Point | None,
-    asker: Asker | None,
     why: str,
 ) -> Measured:
     base = measurement.sizes[0].nodes
@@ -160,12 +160,6 @@ def _measured(
     shares = [f.mfu for f in figures if f.mfu is not None]
     half = size.nodes // 2 if (size.nodes, size.nodes // 2) in measurement.pairs() else None
     mine, below = steps[size.nodes], steps[half or base]
-    why = (point.why_not or "") if point is not None else why
-    found = () if mine is None or below is None else causes(below, mine)
-    if mine is not None:
-        at = None if asker is None else replace(asker, cluster=replace(asker.cluster, nodes=size.nodes))
-        own = Recipe.of(size.job)
-        found = tuple(replace(c, gains=gains(c, own, mine.observed, at, why)) for c in found)
     problem = measurement.failed.get(size.nodes, "" if figures else measurement.stopped or "not measured yet")
     return Measured(
         size=size,
@@ -177,17 +171,24 @@ def _measured(
         efficiency=None if size.nodes == base else measurement.efficiency(size.nodes, base),
         doubling=None if half is None or 2 * half != size.nodes else measurement.efficiency(size.nodes, half),
         predicted=point,
-        why_not_predicted=why,
+        why_not_predicted=(point.why_not or "") if point is not None else why,
         problem=problem,
-        steps=mine,
         waterfall=None if mine is None else _waterfall(size, mine, figures, point),
-        causes=found,
+        steps=mine,
+        causes=() if mine is None or below is None else causes(below, mine),
     )
 
 
-def _waterfall(
-    size: Size, steps: Steps, figures: Sequence[Figures], point: Point | None
-) -> StepWaterfall | None:
+def _with_gains(size: Measured, asker: Asker | None) -> tuple[Cause, ...]:
+    """The causes of a size with what the changes that they suggest would gain."""
+    if size.steps is None:
+        return ()
+    at = None if asker is None else replace(asker, cluster=replace(asker.cluster, nodes=size.size.nodes))
+    own, seen, why = Recipe.of(size.size.job), size.steps.observed, size.why_not_predicted
+    return tuple(replace(cause, gains=gains(cause, own, seen, at, why)) for cause in size.causes)
+
+
+def _waterfall(size: Size, steps: Steps, figures: Sequence[Figures], point: Point | None) -> StepWaterfall:
     # Every run of a size has the same model FLOPs in a step.
     mfu = figures[0].mfu
     return step_waterfall(
