@@ -8,23 +8,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from seatrial.job import Job
 from seatrial.job.layout import Layout
+from seatrial.plan.model.place import place_of
 from seatrial.plan.model.recipe import Recipe
-from seatrial.plan.report.advice import Asker
+from seatrial.plan.report.advice import Asker, allowed
 from seatrial.scale.cause import Cause, Gain, idle_share
 from seatrial.scale.observed import Observed
 
 _INTERLEAVED = "interleaved-1f1b"
 
 
-def gains(cause: Cause, own: Recipe, observed: Observed, asker: Asker | None, why: str) -> tuple[Gain, ...]:
-    """What each change to `own`, the layout of this size, would gain; of those that the rules allow and that fit into memory.
+def gains(cause: Cause, job: Job, observed: Observed, asker: Asker | None, why: str) -> tuple[Gain, ...]:
+    """What each change to `job`, that of this size, would gain; of those that the rules allow and that fit into memory.
 
     `asker` predicts on the cluster of this size; None for the reason `why`.
     """
+    own, shape = Recipe.of(job), place_of(job).shape
     base = None if asker is None else asker.ask(own)
     found = []
     for name, recipe in _changes(cause, own):
+        if allowed(job, shape, recipe) is not None:
+            continue
         if asker is not None and base is not None:
             then = asker.ask(recipe)
             if then is not None:

@@ -184,8 +184,8 @@ def _with_gains(size: Measured, asker: Asker | None) -> tuple[Cause, ...]:
     if size.steps is None:
         return ()
     at = None if asker is None else replace(asker, cluster=replace(asker.cluster, nodes=size.size.nodes))
-    own, seen, why = Recipe.of(size.size.job), size.steps.observed, size.why_not_predicted
-    return tuple(replace(cause, gains=gains(cause, own, seen, at, why)) for cause in size.causes)
+    job, seen, why = size.size.job, size.steps.observed, size.why_not_predicted
+    return tuple(replace(cause, gains=gains(cause, job, seen, at, why)) for cause in size.causes)
 
 
 def _waterfall(size: Size, steps: Steps, figures: Sequence[Figures], point: Point | None) -> StepWaterfall:

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scale_cases import STORE
+from scale_cases import STORE, job
 
 from seatrial.job import job_from_text, preset_text
 from seatrial.job.layout import Layout
-from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.step_waterfall import TABLE
 from seatrial.record.folder import RunFolder
 from seatrial.record.stages import (
@@ -75,9 +74,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         "train.global_batch=32",
         "data.tokenizer=x.json",
     )
-    job = job_from_text(text, name="job.toml", base_folder=folder, overrides=more)
-    made = Measurement(job, folder, Terms((1, 2), "strong", steps=STEPS))
-    made.sizes = sizes_of(job, (1, 2), "strong", steps=STEPS, stores=[STORE])
+    given = job_from_text(text, name="job.toml", base_folder=folder, overrides=more)
+    made = Measurement(given, folder, Terms((1, 2), "strong", steps=STEPS))
+    made.sizes = sizes_of(given, (1, 2), "strong", steps=STEPS, stores=[STORE])
     made.state = State(folder, {}, [run_of(folder, size, 1.2 / size.nodes) for size in made.sizes])
     return results_of(made, Gates())
 
@@ -131,22 +130,39 @@ def cause(kind: Any, *dimensions: str) -> Cause:
     return Cause(kind, 1.0, 0.5, None, dimensions, (), (), None, (), None, ())
 
 
-def test_without_a_known_gpu_only_the_schedule_is_known(results: Results) -> None:
+def test_without_a_known_gpu_only_the_schedule_is_known() -> None:
+    small = job(
+        *("cluster.nodes=1", "cluster.gpus_per_node=2", "parallel.pipeline=2"),
+        *(
+            "parallel.tensor=1",
+            "parallel.shard=1",
+            "train.global_batch=4",
+            "train.microbatch=1",
+            "model.num_hidden_layers=4",
+        ),
+    )
     table = np.zeros((1, 2, len(STAGES)))
     table[:, :, FORWARD], table[:, :, PIPELINE] = 0.8, 0.2
-    own = Recipe(128, 4, layout=Layout(pipeline=2))
-    here = Observed(table, own.layout, 1, 512.0, microbatches=4)
-    found = gains(cause("bubble", "pipeline"), own, here, None, "no GPU")
-    # Idle for 1 of 4 microbatches' time, then 1 of 8, or half of one of 4.
+    here = Observed(table, small.layout, 1, 512.0, microbatches=4)
+    found = gains(cause("bubble", "pipeline"), small, here, None, "no GPU")
+    # Idle for the time of 1 microbatch in 4; then of 1 in 8, or half of that of 1 in 4.
     assert [(g.change.split(" =")[0], g.gain and round(g.gain, 6)) for g in found] == [
         ("train.global_batch", round(1 / 0.9 - 1, 6)),
         ("parallel.schedule", round(1 / 0.9 - 1, 6)),
         ("parallel.pipeline", None),
     ]
     assert found[-1].words.endswith("gain unknown: no GPU")
-    unknown = gains(cause("communication", "shard"), own, here, None, "no GPU")
+    unknown = gains(cause("communication", "shard"), small, here, None, "no GPU")
     assert [g.gain for g in unknown] == [None, None]
-    assert gains(cause("straggler"), own, here, None, "no GPU") == ()
+    assert gains(cause("straggler"), small, here, None, "no GPU") == ()
+
+
+def test_a_change_that_the_rules_refuse_is_not_named() -> None:
+    few = job("parallel.pipeline=2", "model.num_hidden_layers=2")  # too few for two stages on each rank
+    here = Observed(np.ones((1, 8, len(STAGES))), few.layout, 4, 512.0, microbatches=4)
+    found = gains(cause("bubble", "pipeline"), few, here, None, "no GPU")
+    assert found
+    assert not [g.change for g in found if "schedule" in g.change]
 
 
 def observed(layout: Layout, *late: int, per_node: int = 8) -> Observed:
