@@ -12,7 +12,7 @@ from seatrial.scale.heat import heat
 from seatrial.scale.report import columns, lines, row, split_rows, waterfall_rows
 from seatrial.scale.results import Measured, Results
 from seatrial.scale.sizes import in_words
-from seatrial.ui.heat_svg import heat_svg
+from seatrial.ui.scale_heat_svg import heat_svg
 from seatrial.ui.scale_svg import scale_svg
 from seatrial.ui.svg import style, written
 from seatrial.ui.waterfall_svg import waterfall_svg

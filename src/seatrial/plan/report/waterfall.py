@@ -32,6 +32,9 @@ KINDS: dict[str, Kind] = {
     "computation below peak": "kernels",
     "computation below peak, tensor-parallel communication": "kernels",
     "pipeline bubble and communication": "schedule",
+    "waiting for data": "rest",
+    "host": "rest",
+    "sum of loss and gradient norm": "rest",
     "saving checkpoints": "run",
     "failures and recovery": "run",
 }
