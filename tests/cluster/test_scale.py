@@ -99,12 +99,15 @@ def test_the_split_adds_up_to_the_measured_step(folder: Path, report: dict[str, 
 def test_nothing_is_measured_again(folder: Path, report: dict[str, Any]) -> None:
     before = trials(folder)
     done = seatrial(folder, *SCALE, "--json", "--min-doubling", "199")
-    assert done.returncode == 1, done.stderr
     again = json.loads(done.stdout)
     assert trials(folder) == before
     assert len(measurements(folder)) == 1
     assert again["sizes"][1]["efficiency"] == report["sizes"][1]["efficiency"]
-    assert [g["verdict"] for g in again["gates"]] == ["FAIL", "UNJUDGED"]
+    doubling, speedup = (g["verdict"] for g in again["gates"])
+    # On a busy machine the interval of two runs may be too wide to fail.
+    missed = again["sizes"][1]["efficiency"]["high"] < 1.99
+    assert (doubling, done.returncode) == (("FAIL", 1) if missed else ("UNJUDGED", 0)), done.stderr
+    assert speedup == "UNJUDGED"
     assert "6 runs are there already" in done.stderr
 
 
