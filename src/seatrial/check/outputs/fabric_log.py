@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from seatrial.check.judging.findings import Finding, Target, Verdict
+from seatrial.check.outputs.finding_collector import having
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, evidence
 from seatrial.hardware.xid import address
 
@@ -41,18 +42,6 @@ class FabricLog:
     file: str
     lines: int
     entries: tuple[Entry, ...]
-
-
-def matches(text: str) -> bool:
-    """Whether the text has lines of the fabric manager."""
-    return (
-        re.search(
-            r"^\[[A-Z][a-z]{2} [ 0-9][0-9] [0-9]{4} [0-9:]{8}\] \[[A-Z]{4,8}\] \[tid [0-9]+\] ",
-            text[:20_000],
-            re.M,
-        )
-        is not None
-    )
 
 
 def parse(lines: Lines, file: str) -> FabricLog:
@@ -104,4 +93,6 @@ def _entries(log: FabricLog, context: Context) -> Iterator[Finding]:
         yield Finding("NVL007", verdict, target, text, evidence=evidence(log.file, (e.line for e in same)))
 
 
-TOOLS: tuple[Tool[FabricLog], ...] = (Tool("fabric manager log", matches, parse, judge, each=_LINE),)
+TOOLS: tuple[Tool[FabricLog], ...] = (
+    Tool("fabric manager log", having(_LINE.pattern), parse, judge, each=_LINE),
+)

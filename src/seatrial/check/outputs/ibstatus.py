@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from seatrial.check.judging.findings import Finding, Target
+from seatrial.check.outputs.finding_collector import having
 from seatrial.check.outputs.network import at, damaged
 from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
 from seatrial.check.outputs.sysfs import PHYSICAL, RATE, STATE, STATES
@@ -14,9 +15,7 @@ from seatrial.hardware import counters
 
 _TITLE = re.compile(r"^\s*Infiniband device '(?P<device>[^']*)' port (?P<port>\d{1,3}) status:\s*$")
 _FIELD = re.compile(r"^\s+(?P<name>[a-z][a-z_ ]*?):\s*(?P<value>.*?)\s*$")
-_FATAL = re.compile(
-    r"^Fatal error: +(?P<what>No devices|device '[^']*': sys files not found .*)$", re.MULTILINE
-)
+_FATAL = re.compile(r"^Fatal error: +(?P<what>No devices|device '[^']*': sys files not found .*)$")
 _FIELDS = ("default gid", "base lid", "sm lid", "state", "phys state", "rate", "link_layer")
 # What the script prints for an unreadable sysfs file, and as the link layer if the kernel has no such file.
 _UNREAD, _OLD_KERNEL = "unknown", "IB"
@@ -37,14 +36,6 @@ class _Block:
     port: int
     line: int
     fields: dict[str, str] = field(default_factory=dict)
-
-
-def matches(text: str) -> bool:
-    """Whether there is a title "Infiniband device 'mlx5_0' port 1 status:", or the script's own error."""
-    return (
-        re.search(r"^\s*Infiniband device '[^'\n]*' port \d+ status:", text, re.MULTILINE) is not None
-        or _FATAL.search(text) is not None
-    )
 
 
 def parse(lines: Lines, file: str) -> StatusFacts:
@@ -134,5 +125,6 @@ def judge(facts: StatusFacts, context: Context) -> list[Finding]:
     return found
 
 
+_MATCHES = having(rf"^\s*Infiniband device '[^'\n]*' port \d+ status:|{_FATAL.pattern}")
 _BEGINS = re.compile(r"\s*Infiniband device '(?P<device>[^']*' port \d{1,3}) status:|Fatal error: ")
-TOOLS: tuple[Tool[StatusFacts], ...] = (Tool("ibstatus", matches, parse, judge, inventory, begins=_BEGINS),)
+TOOLS: tuple[Tool[StatusFacts], ...] = (Tool("ibstatus", _MATCHES, parse, judge, inventory, begins=_BEGINS),)

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from seatrial.check.judging.findings import Expected, Finding, Target
+from seatrial.check.outputs.finding_collector import having
 from seatrial.check.outputs.network import NetworkContext, at, damaged, gbit
 from seatrial.check.outputs.ports import Block, PortFacts, PortsFacts, inventory, judge_ports, known_rate
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
@@ -24,13 +25,12 @@ _GID = re.compile(
 )
 _SECTION = re.compile(r"^\s+Device ports:\s*$")  # NVIDIA's own builds
 _CODED = re.compile(r"(?P<word>.*?)\s*\((?P<code>\d{1,5})\)")
-_LIST = re.compile(r"^(?P<count>\d{1,3}) HCAs? found:\s*$", re.MULTILINE)
+_LIST = re.compile(r"^(?P<count>\d{1,3}) HCAs? found:\s*$")
 _LISTED = re.compile(r"\s+[\w.-]+\s*")
 # Not "No IB devices found": perftest prints it too, and its reader reports the same.
 _ERROR = re.compile(
     r"^(?:Failed to get IB devices list: .*|IB device '[^']*' wasn't found|Failed to open device"
-    r"|Failed to query device props)\s*$",
-    re.MULTILINE,
+    r"|Failed to query device props)\s*$"
 )
 _DEVICE_FIELDS = (
     "transport",
@@ -72,15 +72,6 @@ class DevinfoFacts(PortsFacts):
     error: str = ""
     error_line: int | None = None
     listed: int | None = None
-
-
-def matches(text: str) -> bool:
-    """Whether there is a line "hca_id: mlx5_0", the list of -l, or the tool's own error."""
-    return (
-        re.search(r"^hca_id:\s", text, re.MULTILINE) is not None
-        or _LIST.search(text) is not None
-        or _ERROR.search(text) is not None
-    )
 
 
 def parse(lines: Lines, file: str) -> DevinfoFacts:
@@ -266,7 +257,8 @@ def judge(facts: DevinfoFacts, context: Context) -> list[Finding]:
     return found
 
 
+_MATCHES = having(rf"^hca_id:\s|{_LIST.pattern}|{_ERROR.pattern}")
 _BEGINS = re.compile(r"hca_id:\s*(?P<device>\S+)|\d{1,3} HCAs? found:")
 TOOLS: tuple[Tool[DevinfoFacts], ...] = (
-    Tool("ibv_devinfo", matches, parse, judge, inventory, begins=_BEGINS),
+    Tool("ibv_devinfo", _MATCHES, parse, judge, inventory, begins=_BEGINS),
 )
