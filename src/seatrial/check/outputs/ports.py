@@ -66,6 +66,16 @@ class Block:
     fields: dict[str, str] = field(default_factory=dict)
     ports: list[Block] = field(default_factory=list)
 
+    def damage(self, where: str, forms: Mapping[str, str]) -> list[tuple[str, int | None]]:
+        """The fields of `forms` (name -> regular expression) that are missing, or have a value of another form."""
+        found: list[tuple[str, int | None]] = []
+        for name, form in forms.items():
+            value = self.fields.get(name)
+            if value is None or not re.fullmatch(form, value):
+                text = f"`{name}` is {value[:40]!r}" if value else f"no `{name}`"
+                found.append((f"{where}: {text}", self.line))
+        return found
+
 
 @dataclass(frozen=True)
 class PortsFacts:
