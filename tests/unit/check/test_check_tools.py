@@ -134,6 +134,7 @@ CHANGED = [
     ("nvbandwidth_h100.txt", r"(?s)^memcpy CE CPU.*?\n\n.*?\n\n", "Error: out of memory\n", "FAIL NOD022 -"),
     ("nvbandwidth_h100.txt", r"\Z", "[CUDA_ERROR_ECC_UNCORRECTABLE] uncorrectable\n", "FAIL NOD022 -"),
     ("perfquery_clean.txt", r"(LinkDownedCounter:\.*)0", r"\g<1>255", "UNJUDGED NET011 Lid 12 port 1"),
+    ("perfquery_clean.txt", r"(LinkDownedCounter:\.*)0", r"\g<1>0990", "UNJUDGED NET011 Lid 12 port 1"),
     ("perfquery_clean.txt", r"^LinkDownedCounter.*\n", "", "UNJUDGED NET011 Lid 12 port 1"),
     ("rdma_link_four.txt", r"(mlx5_2/1 .*)ACTIVE physical_state LINK_UP", r"\1DOWN physical_state POLLING", "FAIL NET001 mlx5_2/1"),
     ("rocm_smi_two.txt", r"^=+ End of ROCm.*\n", "", "UNJUDGED OUT002 -"),
