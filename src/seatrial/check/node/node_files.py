@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-FACTS_VERSION = (
-    2  # of the facts of node_stage.measure(); other versions are from another seatrial and not read
-)
+# Of the facts of node_stage.measure(); other versions are from another seatrial and not read.
+FACTS_VERSION = 2
 _LARGEST_BYTES = 1 << 20  # /proc/cpuinfo of 512 processors
 
 

@@ -32,9 +32,8 @@ _STORAGE_S = 2.0
 _CPU_S = 30.0  # most of it waiting for the machine's lock if several nodes share one machine
 _LOADING_S = 10.0  # torch and CUDA, before the rates' own time begins
 _AFTER_S = 3.0  # reserved of the node's time for what is read after the load
-_LEAST_S = (
-    10.0  # minimum for a part, however little time is left: with less, nothing could be measured there at all
-)
+# Minimum for a part, however little time is left: with less, nothing could be measured there at all.
+_LEAST_S = 10.0
 
 T = TypeVar("T")
 

@@ -26,9 +26,8 @@ from seatrial.check.node.node_inventory import last_level_cache_bytes
 
 _ROWS = 640  # of a product: 0.5 GFLOP, and its three matrices fit into a cache of 5 MiB
 _SMALLEST_COPY, _LARGEST_COPY = 64 << 20, 1 << 30
-_CACHES = (
-    4  # STREAM's rule: each array at least four times the last-level cache (cs.virginia.edu/stream/ref.html)
-)
+# STREAM's rule: each array at least four times the last-level cache (cs.virginia.edu/stream/ref.html).
+_CACHES = 4
 _MEMORY_SHARE = 8  # two arrays take at most a quarter of what is available
 _LEAST_REPEATS, _MOST_REPEATS = 3, 100_000
 _OWN_SHARE = 0.9

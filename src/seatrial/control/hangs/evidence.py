@@ -43,9 +43,8 @@ class Evidence:
     cpu_s: float  # CPU time used between them, all threads
     threads: int
     waits_in: str  # the kernel function that the main thread sleeps in; "" if unknown
-    blocked: (
-        str  # a thread in an uninterruptible wait at both times: its name and kernel function; "" if none
-    )
+    # A thread in an uninterruptible wait at both times: its name and kernel function; "" if none.
+    blocked: str
     tracer: str  # "pid (name)" of a debugger; "" if none
     asked: bool  # SIGUSR2 was sent
     stack: str  # what it wrote then; "" if nothing

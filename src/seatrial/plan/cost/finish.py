@@ -17,9 +17,8 @@ from seatrial.record.interval import Interval, choose_interval
 HOST_GB_S = 20.0
 HOST_SOURCE = "assumption: below the 23 GB/s that one A100 must reach alone"
 NEW_PROCESS_S = 30.0  # assumption: Python, CUDA context, compiled code from its cache, first step
-COMMUNICATORS_S_PER_GPU = (
-    0.01  # 2.5 min above some thousands of GPUs, NVIDIA/nccl#1156; linear from there is an assumption
-)
+# 2.5 min above some thousands of GPUs, NVIDIA/nccl#1156; linear from there is an assumption.
+COMMUNICATORS_S_PER_GPU = 0.01
 
 
 @dataclass(frozen=True)
