@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from seatrial.base.atomic import fsync_folder, write_json, write_text
 from seatrial.base.errors import InputError, RunFailed
-from seatrial.base.files import parse_toml, read_json, read_text
+from seatrial.base.files import flat, parse_toml, read_json, read_text
 from seatrial.record import events, lock
 from seatrial.record.folder import RunFolder
 from seatrial.record.secret import make_secret
@@ -203,7 +203,7 @@ def _job_changes(job: Job, folder: RunFolder) -> dict[str, tuple[Any, Any]]:
         old = parse_toml(read_text(folder.job_toml))
     except (FileNotFoundError, ValueError):  # the first start, or an unreadable file
         return {}
-    return _differences(_flat(old), _flat(tomllib.loads(job.to_toml())))
+    return _differences(flat(old), flat(tomllib.loads(job.to_toml())))
 
 
 def _chosen_before(job: Job, folder: RunFolder) -> dict[str, Any] | None:
@@ -215,16 +215,6 @@ def _chosen_before(job: Job, folder: RunFolder) -> dict[str, Any] | None:
     chosen = plan.get("chosen")
     same = isinstance(chosen, dict) and chosen.get("layout") == job.layout.as_dict()
     return chosen if same else None
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            out |= _flat(value, f"{prefix}{key}.")
-        else:
-            out[prefix + key] = value
-    return out
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from seatrial.base.atomic import finite
 from seatrial.job.job import Job
 from seatrial.plan.cost.memory_fit import shipped_errors
 from seatrial.plan.search.fit import Account, Fit
 from seatrial.ui import figures
-from seatrial.ui.plan_json import SCHEMA_VERSION, finite, recipe
+from seatrial.ui.plan_json import SCHEMA_VERSION, recipe
 from seatrial.ui.plan_words import HEAD, TIGHT, TIGHT_NOTE, Line, brief, data, gib, note, pair, table
 
 

@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from seatrial.check.node.node_files import fields_of, number_of, text_of
+from seatrial.base.kernel_files import fields_of, number_of, text_of
 from seatrial.hardware.host_memory import control_groups, memory_limit, memory_used
 
 _CAP_IPC_LOCK = 14  # linux/capability.h: its holder may lock memory without limit

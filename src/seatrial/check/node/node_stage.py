@@ -18,7 +18,6 @@ from seatrial.base.files import parse_json
 from seatrial.base.process import python
 from seatrial.check.node import node_gpu
 from seatrial.check.node.node_clock import read_clock
-from seatrial.check.node.node_files import FACTS_VERSION
 from seatrial.check.node.node_inventory import read_inventory
 from seatrial.check.node.node_kernel import KMSG, read_kernel_log
 from seatrial.check.node.node_limits import read_limits
@@ -32,6 +31,8 @@ _STORAGE_S = 2.0
 _CPU_S = 30.0  # most of it waiting for the machine's lock if several nodes share one machine
 _LOADING_S = 10.0  # torch and CUDA, before the rates' own time begins
 _AFTER_S = 3.0  # reserved of the node's time for what is read after the load
+# Of the facts of measure(); other versions are from another seatrial and not read.
+FACTS_VERSION = 2
 # Minimum for a part, however little time is left: with less, nothing could be measured there at all.
 _LEAST_S = 10.0
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from seatrial.check.node.node_files import fields_of
+from seatrial.base.kernel_files import fields_of
 from seatrial.check.node.node_inventory import last_level_cache_bytes
 
 _ROWS = 640  # of a product: 0.5 GFLOP, and its three matrices fit into a cache of 5 MiB

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# Of the facts of node_stage.measure(); other versions are from another seatrial and not read.
-FACTS_VERSION = 2
 _LARGEST_BYTES = 1 << 20  # /proc/cpuinfo of 512 processors
 
 
-def text_of(path: Path) -> str | None:
-    """The file's text, stripped; None if it cannot be read."""
+def text_of(path: Path, *, errors: str = "replace") -> str | None:
+    """The file's text, stripped; None if it cannot be read. `errors`: "surrogateescape" for what contains paths."""
     try:
         with path.open("rb") as f:
-            return f.read(_LARGEST_BYTES).decode(errors="replace").strip()
+            return f.read(_LARGEST_BYTES).decode(errors=errors).strip()
     except OSError:
         return None
 
