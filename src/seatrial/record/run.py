@@ -56,7 +56,7 @@ def open_run(
     """Create or find the run folder `root`/NAME of `job`, lock it and begin its next generation.
 
     `data` identifies the tokens (`TokenStore.identity`); with the job's own keys it determines whether two starts are
-    the same run. With `fresh` an existing run is first moved aside, never deleted. `check` may refuse the folder, once
+    the same run. With `fresh` an existing run is first renamed, never deleted. `check` may refuse the folder, once
     it is locked and before anything is changed. Raises InputError if the folder belongs to another job, is something
     else, or cannot be written; RunFailed if another process holds the run.
     """
@@ -137,7 +137,7 @@ def _lock(folder: RunFolder) -> int:
         folder.control.mkdir(parents=True, exist_ok=True)
         try:
             return lock.acquire(folder.lock)
-        except FileNotFoundError:  # moved aside between the two lines by another start with --fresh
+        except FileNotFoundError:  # renamed between the two lines by another start with --fresh
             continue
         except lock.LockHeld as held:
             who = "another process" if held.pid is None else f"process {held.pid}"
@@ -168,7 +168,7 @@ def _move_aside(folder: RunFolder) -> Path:
 def _check_identity(identity: Mapping[str, object], folder: RunFolder) -> None:
     """Raise InputError unless the stored identity is this job's, or there is none yet."""
     fresh_hint = (
-        "start over with --fresh (the old run is moved aside, not deleted), or give the job another `name`"
+        "start over with --fresh (the old run is renamed, not deleted), or give the job another `name`"
     )
     try:
         stored = read_json(folder.identity_json)

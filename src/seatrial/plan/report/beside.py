@@ -98,7 +98,7 @@ def beside(
     )
     notes = ran.notes
     if device == "cpu":
-        notes += ("the closed form is of a GPU: on CPU other kernels keep other things",)
+        notes += ("the closed form is for a GPU: CPU kernels save other tensors",)
     exact = all(len(step.traced) == 1 for step in ran.ranks)
     return Beside(recipe, entries, exact, sum(s.seconds for s in ran.ranks), ran.process_bytes, notes)
 

@@ -5,7 +5,7 @@ same quantity, divided by the share that the model assumes to be reached, so tha
 
     bf16 products                   -> best product                where it differs by more than three shapes can miss
     copy within a GPU's memory      -> memory bandwidth
-    all_reduce inside a node        -> NVLink                      unless switches did the sum: no evidence for gathers
+    all_reduce inside a node        -> NVLink                      unless switches did the reduction, which says nothing about gathers
     all_reduce between nodes, rails -> network cards
     writing to the checkpoint folder-> storage
 
@@ -252,7 +252,7 @@ class _Reader:
                 return rate
             self._leave(
                 what,
-                "more than a ring reaches: the switch did the reduction, which is no evidence for gathers",
+                "more than a ring reaches: the switches did the reduction, which says nothing about gathers",
             )
         copy = _rate(checked.get("p2p"), "GB/s")
         if copy is not None and copy < usual:
