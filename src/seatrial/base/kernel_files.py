@@ -22,6 +22,12 @@ def number_of(path: Path) -> int | None:
     return int(text) if text is not None and text.isascii() and text.isdecimal() else None
 
 
+def bytes_of(field: str | None) -> int | None:
+    """Bytes of a field such as "MemTotal: 1000 kB"; None if there is none."""
+    number = (field or "").removesuffix("kB").strip()
+    return int(number) * 1024 if number.isdecimal() else None
+
+
 def fields_of(path: Path) -> dict[str, str]:
     """Lines "name: value" or "name=value" (unquoted), the first of each name; empty if the file cannot be read."""
     found: dict[str, str] = {}
