@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -55,8 +55,6 @@ class NodeOptions:
     port_gbit_s: float | None = None
     interface: str | None = None  # the network device for ranks if there is no RDMA
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    # Also `dcgmi diag -r LEVEL -j`, in the rest of `seconds`: level 1 takes a minute, 2 a few, 3 half an hour.
-    dcgm_level: int | None = None
 
 
 @dataclass(frozen=True)
@@ -143,9 +141,6 @@ class _Stage:
         facts["load_s"] = round(time.monotonic() - read_at, 3)
         # Last, because the load may have caused driver messages.
         facts["kernel"] = self.part("kernel log", lambda: read_kernel_log(Path(self.places.kernel_log)))
-        if options.dcgm_level is not None and gpus is not None:
-            order = node_gpu.dcgm_order(options.dcgm_level, max(_LEAST_S, self.left()))
-            self._keep(self.part("dcgmi diag", lambda: run_tool(order)), even_failed=True)
         facts["outputs"], facts["calls"] = self.outputs, [c.facts() for c in self.calls]
         facts["parts"], facts["seconds"] = self.parts, round(time.monotonic() - self.begun, 3)
         return facts
@@ -156,12 +151,10 @@ class _Stage:
             inventory["nvidia_driver"] or inventory["gpu_files"] or shutil.which("nvidia-smi") is not None
         )
 
-    def _keep(self, result: Result, *, even_failed: bool = False) -> str | None:
+    def _keep(self, result: Result) -> str | None:
         """Record the call, and its output for the readers; returns the output, None if it is not an answer."""
-        # dcgmi has an exit code of its own if tests fail, and its document is still complete.
-        told = bool(result.out.strip()) and (result.ok or (even_failed and result.ended == "failed"))
-        self.calls.append(replace(result, ended="ok") if told else result)
-        if not told:
+        self.calls.append(result)
+        if not result.ok or not result.out.strip():
             return None
         self.outputs.append({"tool": result.name, "text": result.out})
         return result.out
