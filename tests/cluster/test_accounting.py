@@ -12,6 +12,7 @@ from accounting_ranks import DELAY_S, SLOW_RANK, STEPS, is_delayed
 from numpy.typing import NDArray
 
 from conftest import records, run_cases
+from seatrial.record.collectives import read_collectives
 from seatrial.record.folder import RunFolder
 from seatrial.record.frontier import WARM_UP, split_step
 from seatrial.record.stages import STAGES, RankStages, read_generation
@@ -75,6 +76,23 @@ def test_every_dimension_has_its_time_and_no_other(out: Path, name: str) -> None
         own = {"data", "host", "forward", "backward", "optimizer"}
         assert spent == own | set(LAYOUTS[name]) | {"step_sum"}
         assert not each.not_separated
+
+
+def test_collectives_are_counted_with_their_bytes(out: Path) -> None:
+    for name, layout in LAYOUTS.items():
+        found, problems = read_collectives(RunFolder(out / name), 1)
+        assert not problems
+        assert sorted(found) == [0, 1, 2, 3]
+        for lines in found.values():
+            assert len(lines) <= 2  # at first the pipeline exchanges shapes too
+            usual = lines[-1].issued
+            assert usual.keys() == {*layout, "step_sum"}
+            assert {usual[d].ranks for d in layout} == {2}
+            if "pipeline" in layout:
+                # Eight activations and eight gradients of 2 sequences, half of their 64 positions, 64 features; and the
+                # gradient of half of the tied embedding.
+                assert usual["pipeline"].bytes == 16 * 2 * 32 * 64 * 4 + 264 // 2 * 64 * 4
+                assert usual["pipeline"].calls == 17
 
 
 @pytest.mark.parametrize(("delay", "stage"), DELAYS.items())

@@ -96,6 +96,15 @@ def test_the_split_adds_up_to_the_measured_step(folder: Path, report: dict[str, 
         assert (parts["model FLOPs"], size["waterfall"]["mfu"]) == (None, None)
 
 
+def test_the_size_of_messages_is_reported(report: dict[str, Any]) -> None:
+    one, two = report["sizes"]
+    assert one["collectives"].keys() <= {"step_sum"}
+    gradients = two["collectives"]["replicate"]
+    assert gradients["ranks"] == 2
+    assert gradients["calls"] >= 1
+    assert gradients["message_bytes"] == pytest.approx(gradients["bytes"] / gradients["calls"])
+
+
 def test_nothing_is_measured_again(folder: Path, report: dict[str, Any]) -> None:
     before = trials(folder)
     done = seatrial(folder, *SCALE, "--json", "--min-doubling", "199")
@@ -185,10 +194,17 @@ def test_all_problems_are_reported_at_once(folder: Path) -> None:
     before = measurements(folder)
     done = seatrial(
         folder, "scale", "job.toml", "--nodes", "0,x", "--steps", "3", "--precision", "200",
-        "--min-speedup", "8:4:2", "--set", "optimizer.lr=-1",
+        "--min-speedup", "8:4:2", "--topology", "job.toml", "--set", "optimizer.lr=-1",
     )  # fmt: skip
     assert done.returncode == 2
-    for problem in ("--nodes 0,x", "--steps 3", "--precision 200", "--min-speedup 8:4:2", "optimizer.lr"):
+    for problem in (
+        "--nodes 0,x",
+        "--steps 3",
+        "--precision 200",
+        "--min-speedup 8:4:2",
+        "not a topology",
+        "optimizer.lr",
+    ):
         assert problem in done.stderr
     assert measurements(folder) == before
 

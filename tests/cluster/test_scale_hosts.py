@@ -111,10 +111,17 @@ def measured(hosts: SshHosts, *more: str) -> dict[str, Any]:
 def test_a_slow_link_is_the_network_of_its_node(begin: Begin) -> None:
     hosts = begin()
     hosts.hosts.slow(SICK, 20.0)
-    first = measured(hosts)["sizes"][1]["causes"][0]
+    size = measured(hosts)["sizes"][1]
+    first = size["causes"][0]
     assert (first["kind"], first["nodes"]) == ("network", [SICK])
     assert first["remove_node"] == SICK
     assert first["share"] > 0.5
+    # What these hosts have, and what they do not.
+    assert [node["node"] for node in size["counters"]] == list(range(NODES))
+    for node in size["counters"]:
+        assert node["ports"] == "not available"
+        assert node["tcp"]["sent_bytes"] > 1 << 20
+        assert node["tcp"]["retransmitted"] >= 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seatrial.hardware.counters import PortFault
+from seatrial.hardware.counters import Port
 from seatrial.job.layout import Layout
 from seatrial.job.schedules import schedule_named
 from seatrial.record.stages import (
@@ -31,6 +31,7 @@ from seatrial.record.stages import (
     STEP_SUM,
     TENSOR,
 )
+from seatrial.scale.counters import NodeCounters, new_faults, of_node
 from seatrial.scale.observed import Observed
 
 KINDS = ("slow rail", "straggler", "bubble", "data", "small messages", "congestion", "bad clock", "save")
@@ -177,10 +178,34 @@ def simulate(job: Job, fault: Fault, rng: np.random.Generator, noise: float) -> 
 def observed(
     job: Job, fault: Fault, rng: np.random.Generator, noise: float, tokens: float, **known: Any
 ) -> Observed:
-    calls = {"shard": job.shard_bytes / job.shard_calls, "replicate": job.replicate_bytes / 4}
+    size = {"shard": job.shard_bytes / job.shard_calls, "replicate": job.replicate_bytes / 4}
+    calls = {"shard": job.shard_calls, "replicate": 8}
     return Observed(
-        simulate(job, fault, rng, noise), job.layout, GPUS, tokens, job.microbatches, calls, **known
+        simulate(job, fault, rng, noise), job.layout, GPUS, tokens, job.microbatches, size, calls, **known
     )
+
+
+def counted(
+    nodes: int, grown: dict[tuple[int, int], dict[str, float]], rng: np.random.Generator
+) -> list[NodeCounters]:
+    """Readings of all ports 30 s apart: about half of the rate sent, waiting for 1 %; `grown`: (node, rail) -> what is added.
+
+    Of port_xmit_wait that is a share of the time.
+    """
+    seconds, bytes_s, every = 30.0, 400e9 / 8, []
+    for n in range(nodes):
+        first, last = {}, {}
+        for rail in range(GPUS):
+            more = dict(grown.get((n, rail), {}))
+            wait = rng.uniform(0.005, 0.02) + more.pop("port_xmit_wait", 0.0)
+            counts = {"port_xmit_data": bytes_s * seconds * rng.uniform(0.4, 0.6) / 4}
+            counts |= {"port_xmit_wait": wait * bytes_s * seconds / 8, "packet_seq_err": 0, "symbol_error": 1}
+            port = Port(f"mlx5_{rail}", 1, None, "ACTIVE", "InfiniBand", 400.0, dict.fromkeys(counts, 7))
+            first[port.name] = port
+            now = {c: 7 + int(v + more.get(c, 0)) for c, v in counts.items()}
+            last[port.name] = replace(port, counters=now)
+        every.append(of_node(n, first, last, seconds, None))
+    return every
 
 
 def draw(kind: str, seed: int, *, ranks: int | None = None) -> Draw:
@@ -220,14 +245,12 @@ def draw(kind: str, seed: int, *, ranks: int | None = None) -> Draw:
     node = rank // GPUS
     at = new.coordinates(rank)
     place = (at.pipeline, at.replicate, at.shard, at.tensor)
-    found: dict[int, list[PortFault]] = {n: [] for n in range(nodes)}
+    found: dict[tuple[int, int], dict[str, float]] = {}  # (node, rail) -> what its counters have more
     clocks = rng.normal(_USUAL_MHZ, 8.0, new.world_size)
     one_node = False
     with_counters = bool(rng.random() < 0.5)
     if rng.random() < 0.1:  # what is found on healthy nodes too
-        found[int(rng.integers(nodes))].append(
-            PortFault("retransmissions", "mlx5_3/1", "packet_seq_err +40 in 30 s", {})
-        )
+        found[int(rng.integers(nodes)), 3] = {"packet_seq_err": 40}
     match kind:
         case "straggler" | "bad clock":
             fault.compute[place] = 1 + added / job.compute_s
@@ -259,13 +282,9 @@ def draw(kind: str, seed: int, *, ranks: int | None = None) -> Draw:
             ]
             one_node = with_counters or min(seen) * added / exposed > 0.06 * (total + added)
             if with_counters:
-                found[node].append(
-                    PortFault("link_errors", f"mlx5_{at.tensor}/1", "symbol_error +900 in 30 s", {})
-                )
+                found[node, at.tensor] = {"symbol_error": 900}
                 sender = int(rng.choice([n for n in sorted(set(members)) if n != node]))
-                found[sender].append(
-                    PortFault("congestion", f"mlx5_{at.tensor}/1", "port_xmit_wait: held back for 30%", {})
-                )
+                found[sender, at.tensor] = {"port_xmit_wait": 0.3}
         case "congestion":
             exposed = ring_s(here, new.shard, here.shard_bytes, here.shard_calls)
             exposed += 2 * ring_s(here, new.replicate, here.replicate_bytes, 4)
@@ -274,9 +293,7 @@ def draw(kind: str, seed: int, *, ranks: int | None = None) -> Draw:
             crowded = rng.choice(nodes, max(2, int(nodes * rng.uniform(0.4, 1.0))), replace=False)
             for n in crowded:
                 for rail in rng.choice(GPUS, int(rng.integers(2, GPUS)), replace=False):
-                    found[int(n)].append(
-                        PortFault("congestion", f"mlx5_{rail}/1", "port_xmit_wait: held back for 20%", {})
-                    )
+                    found[int(n), int(rail)] = {"port_xmit_wait": 0.2}
         case "small messages":
             # As many bytes in far more collectives: the latency of each hop decides.
             hops = new.shard - 1 - (old.shard - 1)
@@ -305,8 +322,11 @@ def draw(kind: str, seed: int, *, ranks: int | None = None) -> Draw:
             else:
                 idle = slower + (1 + slower) * (pipeline - 1) / m
                 here = replace(here, microbatches=max(1, int((pipeline - 1) / idle)))
-    then = observed(job, Fault.none(old), rng, noise, base_tokens, faults={} if with_counters else None)
-    now = observed(
-        here, fault, rng, noise, tokens, faults=found if with_counters else None, clocks_mhz=clocks
-    )
+    then = observed(job, Fault.none(old), rng, noise, base_tokens)
+    faults = None
+    if with_counters:
+        traffic = np.random.default_rng([seed, 1])  # of its own: whatever is read, the steps are the same
+        quiet = counted(old.world_size // GPUS, {}, traffic)
+        faults = new_faults(quiet, counted(nodes, found, traffic))
+    now = observed(here, fault, rng, noise, tokens, faults=faults, clocks_mhz=clocks)
     return Draw(kind, then, now, rank if rank >= 0 else None, node if node >= 0 else None, one_node)

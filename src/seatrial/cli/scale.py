@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seatrial.base import units
@@ -94,6 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="speed-up between two numbers of GPUs (8:128:12)",
     )
     parser.add_argument("--price", type=float, metavar="P", help="of a GPU hour, in any currency")
+    parser.add_argument(
+        "--topology", metavar="FILE", help="leaf switches: output of ibnetdiscover, or Slurm's topology.conf"
+    )
     parser.add_argument("--plain", action="store_true", help="lines only, also on a terminal")
     parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout")
 
@@ -174,6 +178,7 @@ def _read(args: argparse.Namespace) -> tuple[Job, Terms, Gates, Allocation | Non
 
 def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
     """Parse the options. Raises InputError with all problems."""
+    from seatrial.check.outputs.topology import read_topology
     from seatrial.scale.conduct import DEFAULT_STEPS, LEAST_STEPS, Terms
     from seatrial.scale.judge import Gates
 
@@ -225,6 +230,12 @@ def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
         f"--min-speedup {args.min_speedup} is not FROM:TO:TIMES, with fewer GPUs first",
         f"--min-speedup {_SPEEDUP}",
     )
+    topology = None
+    if args.topology is not None:
+        try:
+            topology = read_topology(Path(args.topology))
+        except InputError as error:
+            problems += error.diagnostics
     if problems:
         raise InputError(problems)
     terms = Terms(
@@ -236,6 +247,7 @@ def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
         budget=args.budget,
         seed=args.seed,
         groups=args.groups,
+        topology=topology,
     )
     asked = None if speedup is None else (int(speedup[1]), int(speedup[2]), float(speedup[3]))
     return terms, Gates(None if doubling is None else doubling / 100, asked)

@@ -123,7 +123,7 @@ class Port:
     state: str | None  # "ACTIVE", "DOWN", "INIT", ...
     link_layer: str | None
     gbit_s: float | None
-    counters: Mapping[str, int] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -227,8 +227,31 @@ def findings(before: Ports, after: Ports, seconds: float) -> list[PortFault]:
     return found
 
 
+def changes(before: Ports, after: Ports, seconds: float) -> dict[str, dict[str, Any]]:
+    """What happened at each port that both readings have, in the `seconds` between them.
+
+    "deltas" has the counters that grew; one that is neither "unsupported" nor "saturated" did not. "per_gbyte": the same, and
+    port_xmit_wait, for each 10^9 bytes sent; None if how many is not known, or none were.
+    """
+    found = {}
+    for name in before.keys() & after.keys() if seconds > 0 else ():
+        port = after[name]
+        deltas = _deltas(before[name], port)
+        wait = deltas.get("port_xmit_wait")
+        sent = deltas.get("port_xmit_data", 0) * _DATA_BYTES / 1e9
+        counts = {c: d for c, d in deltas.items() if c in _COUNTERS or c == "port_xmit_wait"}
+        found[name] = _evidence(port, deltas, wait_share(wait, port.gbit_s, seconds), seconds) | {
+            "per_gbyte": {c: d / sent for c, d in counts.items()} if sent else None
+        }
+    return found
+
+
+def _deltas(old: Port, new: Port) -> dict[str, int]:
+    return {c: d for c in new.counters if (d := _delta(c, old.counters, new.counters)) is not None}
+
+
 def _of_port(old: Port, new: Port, seconds: float) -> list[PortFault]:
-    deltas = {c: d for c in new.counters if (d := _delta(c, old.counters, new.counters)) is not None}
+    deltas = _deltas(old, new)
     values: dict[str, list[str]] = {}
     for limit in LIMITS:
         delta = deltas.get(limit.counter)

@@ -1,22 +1,27 @@
-"""Counts the time in which a rank is blocked by a collective for the dimension of the layout that it is along.
+"""Counts the time in which a rank is blocked by a collective, and its bytes, for the dimension that it is along.
 
 torch issues and waits for most collectives itself (FSDP2, pipelines), but always by the methods of two classes,
 `ProcessGroup` and `Work`: these are wrapped. Compiled code calls them from C++; what it waits for cannot be seen here.
 On a GPU only the compute stream counts: for collectives on another one, that is where it waits for their events.
+
+While torch.profiler is active, what a collective launches is in a range "DIMENSION METHOD bytes=N ranks=N": gloo's own
+entries in a trace have neither group nor size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
+from torch.autograd import profiler
 
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.stage_clock import StageClock
-from seatrial.record.stages import PIPELINE, REPLICATE, SAVE, SHARD, STEP_SUM, TENSOR
+from seatrial.record.stages import PIPELINE, REPLICATE, SAVE, SHARD, STAGES, STEP_SUM, TENSOR
 
 # As far as this version of torch has them: some were renamed in 2.13.
 _ISSUING = (
@@ -46,6 +51,7 @@ class Blocked:
         self._gradients = SHARD if layout.shard > 1 else REPLICATE if layout.replicate > 1 else None
         self._compute = torch.cuda.current_stream(mesh.device) if clock.cuda else None
         self._under_way: dict[int, int] = {}  # id of a Work -> its stage, until it is waited for
+        self._counts = [[0, 0] for _ in STAGES]  # calls, bytes
         self._undo: list[tuple[type, str, Any]] = []
 
     def install(self) -> None:
@@ -64,17 +70,43 @@ class Blocked:
         self._undo.clear()
         self._under_way.clear()
 
+    def counted(self) -> dict[str, tuple[int, int]]:
+        """Stage -> (calls, bytes) of the collectives issued since the last call; those without bytes do not count.
+
+        Bytes are those of the whole message: what is gathered, what is scattered, what is summed; of a send or receive
+        its tensor.
+        """
+        found = {name: (c[0], c[1]) for name, c in zip(STAGES, self._counts, strict=True) if c[0]}
+        for count in self._counts:
+            count[:] = 0, 0
+        return found
+
     def _wrap(self, owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
         original = vars(owner)[name]  # not what `getattr` returns: that would be no method again
         setattr(owner, name, wraps(original)(wrapper(original)))
         self._undo.append((owner, name, original))
 
     def _issuing(self, call: Any) -> Any:
-        clock, stages, under_way = self._clock, self._stages, self._under_way
+        clock, stages, under_way, counts = self._clock, self._stages, self._under_way, self._counts
 
         def issue(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             stage = stages.get(group.group_name)
-            if stage is None or clock.stage in _WITH_THEIRS:
+            counts_for = clock.stage if clock.stage in _WITH_THEIRS else stage
+            if counts_for is None:
+                return call(group, *args, **kwargs)
+            size = _bytes(args[:2])  # of what is sent and of what is received, whichever is larger
+            if size:
+                count = counts[counts_for]
+                count[0] += 1
+                count[1] += size
+            if profiler._is_profiler_enabled:
+                told = f"{STAGES[counts_for]} {call.__name__} bytes={size} ranks={group.size()}"
+                with profiler.record_function(told):
+                    return begin(stage, counts_for, group, args, kwargs)
+            return begin(stage, counts_for, group, args, kwargs)
+
+        def begin(stage: int | None, counts_for: int, group: ProcessGroup, args: Any, kwargs: Any) -> Any:
+            if stage is None or stage != counts_for:
                 return call(group, *args, **kwargs)
             before = clock.enter(stage) if self._computes() else None
             try:
@@ -122,3 +154,17 @@ class Blocked:
     def _computes(self) -> bool:
         """Whether what is launched now goes to the stream that the clock measures."""
         return self._compute is None or torch.cuda.current_stream() == self._compute
+
+
+def _bytes(values: Sequence[Any]) -> int:
+    """The largest of `values`: of a tensor, or of all in a list; other values have none."""
+    largest = 0
+    for value in values:
+        size = 0
+        if type(value) is list:  # first: asking whether an option is a tensor is slow
+            for each in value:
+                size += each.nbytes if isinstance(each, Tensor) else _bytes((each,))
+        elif isinstance(value, Tensor):
+            size = value.nbytes
+        largest = max(largest, size)
+    return largest

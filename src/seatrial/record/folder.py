@@ -113,9 +113,21 @@ class RunFolder:
         """The seconds that one rank spent in each stage of its steps; see `record.stages`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.stages"
 
+    def collectives(self, generation: int, rank: int) -> Path:
+        """The number and bytes of one rank's collectives in each step; see `record.collectives`."""
+        return self.ranks / f"{generation:06d}" / f"rank{rank}.collectives.jsonl"
+
     def connections(self, generation: int, rank: int) -> Path:
         """What the kernel measured on one rank's TCP connections; see `record.connections`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.tcp.json"
+
+    def port_counters(self, node: int) -> Path:
+        """The counters of one node's RDMA ports when its agent started and now; see `record.node_counters`."""
+        return self.path / "nodes" / f"node{node}.ports.json"
+
+    def gpu_counters(self, node: int) -> Path:
+        """The clocks and error counters of one node's GPUs; see `record.node_counters`."""
+        return self.path / "nodes" / f"node{node}.gpus.json"
 
     def trace(self, generation: int, rank: int) -> Path:
         """The torch.profiler trace of one rank; see `train.trace`."""

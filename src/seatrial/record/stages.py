@@ -49,6 +49,7 @@ class RankStages:
     not_separated: Mapping[str, str]  # stage -> where its time is counted instead
     steps: NDArray[np.int64]  # increasing
     seconds: NDArray[np.float64]  # steps x STAGES
+    gpu: str | None = None  # its PCI address; None on a CPU, and in older records
 
 
 class StageWriter:
@@ -64,6 +65,7 @@ class StageWriter:
         clock: str,
         first_step: int,
         not_separated: Mapping[str, str],
+        gpu: str | None = None,
     ) -> None:
         path = folder.stages(generation, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,6 +83,7 @@ class StageWriter:
             "first_step": first_step,
             "stages": STAGES,
             "not_separated": dict(not_separated),
+            **({} if gpu is None else {"gpu": gpu}),
         }
         self._buffer += json.dumps(head, separators=(",", ":")).encode() + b"\n"
         self.flush()
@@ -194,4 +197,5 @@ def _header(line: bytes) -> dict[str, Any]:
     unknown = [str(name) for name in head["stages"] if name not in STAGES]
     if unknown or not head["stages"] or len(set(head["stages"])) != len(head["stages"]):
         raise ValueError(f"its stages are not those of this version ({', '.join(unknown) or 'repeated'})")
-    return {key: head[key] for key in kinds}
+    gpu = head.get("gpu")
+    return {key: head[key] for key in kinds} | {"gpu": gpu if isinstance(gpu, str) else None}

@@ -48,6 +48,7 @@ _SPREADS = (
 _ERRORS = 3.0  # standard errors of the step times that a loss must exceed
 # Bytes that a member of a ring sends at a time: at 400 Gb/s these take 5 us, no longer than the latency of a hop.
 _SMALL_BYTES = 256 * 1024
+_LONGEST_HOP_S = 1e-3  # TCP answers within 0.1 ms, RDMA within 0.01 ms: what takes longer is not latency
 _SLOWER = (
     1.3  # times that a ring may exceed what its size explains, before its bandwidth is said to have fallen
 )
@@ -324,7 +325,8 @@ def _congestion(outside: Mapping[str, float], signals: _Signals, limit: float) -
     )
     where = max(grown, key=lambda d: grown[d])
     dimensions = tuple(d for d in grown if grown[d] >= limit) or (where,)
-    yield _Part("congestion", sum(grown.values()), where, dimensions, (), tuple(nodes), None, evidence)
+    rail = ports[0] if len(ports) == 1 else None
+    yield _Part("congestion", sum(grown.values()), where, dimensions, (), tuple(nodes), rail, evidence)
 
 
 def _grown(d: str, seconds: float, base: Observed, here: Observed, times: float, signals: _Signals) -> _Part:
@@ -344,16 +346,28 @@ def _grown(d: str, seconds: float, base: Observed, here: Observed, times: float,
     if size is None:
         evidence.append("whether latency or bandwidth: unknown, as is the size of its messages")
         return _Part("communication", seconds, d, (d,), evidence=tuple(evidence))
-    part = size / members
-    evidence.append(f"{units.memory(size)} in a collective, {units.memory(part)} at a time in a ring")
-    if part <= _SMALL_BYTES:
-        evidence.append("so small that latency decides, which grows with the number of ranks")
+    if d in ("pipeline", "step_sum"):  # no rings: sends, and a sum that waits for whoever is late
+        evidence.append(f"{units.memory(size)} in a message, on average")
+        return _Part("communication", seconds, d, (d,), evidence=tuple(evidence))
+    part, took = size / members, float(lower_median(here.groups(d).seconds).max())
+    evidence.append(
+        f"{units.memory(size)} in a collective on average, {units.memory(part)} at a time in a ring"
+    )
+    hop_s = took / calls / (members - 1) if (calls := here.calls.get(d)) else None
+    if hop_s is not None:
+        evidence.append(
+            f"{calls:,.0f} of them a step, in which a rank waits {units.duration(hop_s)} for each hop"
+        )
+    if part <= _SMALL_BYTES and (hop_s is None or hop_s <= _LONGEST_HOP_S):
+        evidence.append(
+            f"below {units.memory(_SMALL_BYTES)}, which 400 Gb/s carry as fast as a hop answers: latency decides, and it "
+            "grows with the number of ranks"
+        )
         return _Part("small messages", seconds, d, (d,), evidence=tuple(evidence))
     if before > 1 and _nodes_of_a_group(base, d) > 1:
         # Sums over replicas are one a step, however few its tokens; those over shards may be.
         usual = max(1.0, times) * lower_median(base.groups(d).seconds).max()
         usual *= ((members - 1) / members) / ((before - 1) / before)
-        took = lower_median(here.groups(d).seconds).max()
         if took > _SLOWER * usual > 0:
             evidence.append(
                 f"{took / usual:.1f} times what a ring of this size would take at the first size's bandwidth; "

@@ -27,6 +27,7 @@ from seatrial.scale.statistics import Estimate, estimate, ratio
 from seatrial.scale.trial import Start, Trial, run_trials
 
 if TYPE_CHECKING:
+    from seatrial.check.outputs.topology import Topology
     from seatrial.job import Job
     from seatrial.job.changed import Change
     from seatrial.launch.allocation import Allocation
@@ -51,6 +52,7 @@ class Terms:
     budget: float | None = None  # GPU hours, those of resumed runs included
     seed: int = 0
     groups: bool = False  # as many disjoint groups of nodes side by side as there are
+    topology: Topology | None = None  # to name the switches of congested ports
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class Observed:
     tokens: float  # of a step, all ranks
     microbatches: int | None = None  # of a pipeline in a step
     message_bytes: Mapping[str, float] = field(default_factory=dict)  # dimension -> of one collective
+    calls: Mapping[str, float] = field(default_factory=dict)  # dimension -> collectives of a rank in a step
     faults: Mapping[int, Sequence[PortFault]] | None = None  # node -> from counters; None: not read
     clocks_mhz: NDArray[np.float64] | None = None  # of each rank's device
     not_separated: Mapping[str, str] = field(default_factory=dict)  # as in RankStages

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from seatrial import __version__
 from seatrial.base import units
 from seatrial.plan.report.step_waterfall import Row, StepWaterfall
+from seatrial.record.collectives import Issued
 from seatrial.record.jsonl import plain
 from seatrial.record.stages import STAGES
 from seatrial.scale.cause import as_dict as cause_dict
@@ -108,10 +109,18 @@ def _size(results: Results, size: Measured) -> dict[str, Any]:
         "why_not_predicted": size.why_not_predicted or None,
         "problem": size.problem or None,
         "step_split": None if size.steps is None else size.steps.account.as_dict(),
+        "collectives": _collectives(size.steps),
+        "counters": [node.as_dict() for node in size.steps.counters] if size.steps is not None else [],
         "groups": [asdict(group) for group in results.measurement.groups(size.size.nodes)],
         "waterfall": None if size.waterfall is None else size.waterfall.as_dict(),
         "causes": [cause_dict(cause) for cause in size.causes],
     }
+
+
+def _collectives(steps: Steps | None) -> dict[str, Any]:
+    """Dimension -> what one rank issues in a step."""
+    every = {} if steps is None else steps.collectives
+    return {name: {**asdict(each), "message_bytes": each.message_bytes} for name, each in every.items()}
 
 
 def _interval(value: Estimate | None) -> dict[str, Any] | None:
@@ -149,7 +158,20 @@ def split_rows(results: Results) -> tuple[tuple[str, ...], list[tuple[str, ...]]
         for name in stages
     ]
     rows.append(("step", *(units.duration(steps.account.split.step_s) for steps in known)))
-    return ("stage", *map(in_words, nodes)), rows
+    return ("stage", *map(in_words, nodes)), rows + _message_rows(known)
+
+
+def _message_rows(known: Sequence[Steps]) -> list[tuple[str, ...]]:
+    """Of each dimension the mean size of a collective's message, and how many there are in a step."""
+
+    def cell(each: Issued | None) -> str:
+        return "-" if each is None else f"{units.memory(each.message_bytes)} x {each.calls:,.0f}"
+
+    names = [n for n in STAGES if any(n in steps.collectives for steps in known)]
+    return [
+        (f"{n.replace('_', ' ')} messages", *(cell(steps.collectives.get(n)) for steps in known))
+        for n in names
+    ]
 
 
 def waterfall_rows(results: Results) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

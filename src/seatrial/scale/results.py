@@ -175,7 +175,7 @@ def _measured(
         problem=problem,
         waterfall=None if mine is None else _waterfall(size, mine, figures, point),
         steps=mine,
-        causes=() if mine is None or below is None else causes(below, mine),
+        causes=() if mine is None or below is None else causes(below, mine, measurement.terms.topology),
     )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from seatrial.check.outputs.topology import Topology
+from seatrial.record.collectives import Issued, of_a_step, read_collectives
 from seatrial.record.connections import read_connections
 from seatrial.record.folder import RunFolder
 from seatrial.record.frontier import Account, account
 from seatrial.record.stages import read_generation
 from seatrial.scale.cause import Cause, find_causes
+from seatrial.scale.counters import NodeCounters, clocks_mhz, counters_of, leaf_switches, new_faults
 from seatrial.scale.links import SlowLink, slow_link
 from seatrial.scale.observed import Observed, steady_steps
 from seatrial.scale.sizes import Size
@@ -27,6 +30,8 @@ class Steps:
     account: Account
     observed: Observed
     slow_link: SlowLink | None  # slower than all other links; `excess_s` of a step
+    collectives: Mapping[str, Issued]  # dimension -> of a rank in a step; nothing where a rank has no record
+    counters: tuple[NodeCounters, ...]  # of each node
 
 
 def steps_of(root: Path, size: Size, trials: Sequence[Trial]) -> Steps | None:
@@ -43,27 +48,37 @@ def steps_of(root: Path, size: Size, trials: Sequence[Trial]) -> Steps | None:
     if found is None or seconds is None:
         return None
     job, ranks_per_node = size.job, size.gpus // size.nodes
+    issued, _ = read_collectives(folder, 1)
+    collectives = of_a_step(issued, found.first_step, found.last_step) if len(issued) == size.gpus else {}
     observed = Observed(
         seconds,
         job.layout,
         ranks_per_node,
         size.tokens_per_step,
         microbatches=job.microbatches,
+        message_bytes={name: each.message_bytes for name, each in collectives.items()},
+        calls={name: each.calls for name, each in collectives.items()},
         not_separated=found.not_separated,
     )
     # A measured run has no spares, so its nodes hold consecutive ranks.
-    link = slow_link(
-        read_connections(folder, 1)[0], {rank: rank // ranks_per_node for rank in range(size.gpus)}
-    )
+    connections, _ = read_connections(folder, 1)
+    link = slow_link(connections, {rank: rank // ranks_per_node for rank in range(size.gpus)})
     if link is not None:
         count = max(len(each.steps) for each in stages.values())
         link = replace(link, busy_s=link.busy_s / count, excess_s=link.excess_s / count)
-    return Steps(found, observed, link)
+    counters = counters_of(folder, connections, size.nodes, ranks_per_node, trial.hosts)
+    observed = replace(observed, clocks_mhz=clocks_mhz(counters, stages, ranks_per_node))
+    return Steps(found, observed, link, collectives, counters)
 
 
-def causes(base: Steps, here: Steps) -> tuple[Cause, ...]:
+def causes(base: Steps, here: Steps, topology: Topology | None = None) -> tuple[Cause, ...]:
     """Why `here` is less efficient than `base`, largest first; a wait for the network with the node whose link is slow."""
-    return tuple(_with_link(cause, here) for cause in find_causes(base.observed, here.observed))
+    faults = new_faults(base.counters, here.counters)
+    switches = "" if topology is None else leaf_switches(topology, here.counters, faults or {})
+    told = (f"leaf switches of the ports with congestion: {switches}",) if switches else ()
+    found = find_causes(base.observed, replace(here.observed, faults=faults))
+    found = tuple(replace(c, evidence=c.evidence + told) if c.kind == "congestion" else c for c in found)
+    return tuple(_with_link(cause, here) for cause in found)
 
 
 def _with_link(cause: Cause, here: Steps) -> Cause:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from seatrial.base.complain import complain
 from seatrial.hardware.tcp import connections
 from seatrial.parallel.blocked import Blocked
 from seatrial.parallel.build import ParallelModel
+from seatrial.record.collectives import CollectivesWriter
 from seatrial.record.connections import write_connections
 from seatrial.record.folder import RunFolder
 from seatrial.record.stages import REPLICATE, SHARD, STAGES, TENSOR, StageWriter
@@ -24,6 +27,7 @@ class Accounting:
         self._not_separated = not_separated(model)
         self._blocked = Blocked(model.clock, model.mesh)
         self._writer: StageWriter | None = None
+        self._collectives: CollectivesWriter | None = None
 
     def begin(self, first_step: int) -> None:
         """Begin to count: `first_step` begins now."""
@@ -36,7 +40,10 @@ class Accounting:
                 clock=self._mesh.device.type,
                 first_step=first_step,
                 not_separated=self._not_separated,
+                gpu=_gpu(self._mesh.device),
             )
+            sizes = self._mesh.layout.as_dict()
+            self._collectives = CollectivesWriter(self._folder, self._generation, self._mesh.rank, sizes)
         except OSError as error:
             self._failed(error)
             return
@@ -47,6 +54,14 @@ class Accounting:
         """`step` has ended."""
         self._clock.lap(step)
         self._write()
+        if self._collectives is not None:
+            counted = self._blocked.counted()
+            if STAGES[TENSOR] in self._not_separated:
+                counted.pop(STAGES[TENSOR], None)  # only a part of them is seen
+            try:
+                self._collectives.add(step, counted)
+            except OSError as error:
+                self._failed(error)
 
     def close(self) -> None:
         """Count no more; write what is known."""
@@ -54,6 +69,7 @@ class Accounting:
         self._clock.stop()
         self._write()
         writer, self._writer = self._writer, None
+        self._end_collectives()
         if writer is not None:
             try:
                 writer.close()
@@ -71,10 +87,27 @@ class Accounting:
         except OSError as error:
             self._failed(error)
 
+    def _end_collectives(self) -> None:
+        if self._collectives is not None:
+            self._collectives.close()
+            self._collectives = None
+
     def _failed(self, error: OSError) -> None:
         self._blocked.remove()
         self._clock.stop()
+        self._end_collectives()
         complain(f"where the time of steps goes is not recorded any more: {error}")
+
+
+def _gpu(device: torch.device) -> str | None:
+    """The PCI address of a GPU; None on a CPU, or in a version of torch that does not tell."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    domain, bus, slot = (getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
+    if domain is None or bus is None or slot is None:
+        return None
+    return f"{domain:04x}:{bus:02x}:{slot:02x}"
 
 
 def not_separated(model: ParallelModel) -> dict[str, str]:

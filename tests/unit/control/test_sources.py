@@ -21,7 +21,9 @@ from seatrial.control.hardware import probe, sources
 from seatrial.control.hardware.kernel_log import KernelLog
 from seatrial.control.hardware.sources import KMSG, Signal, Sources, gpu_addresses
 from seatrial.control.hardware.xid_gate import BURST_S, HOLD_S, NVML_HOLD_S, RECORD_BURST_S, XidGate
+from seatrial.hardware.counters import changes
 from seatrial.hardware.xid import XidMessage, parse
+from seatrial.record.node_counters import GpuCounters, GpuUse, PortCounters, read_counters
 
 NOWHERE = Path("/nowhere at all")
 
@@ -293,7 +295,9 @@ def ports(root: Path, **counters: int) -> None:
 
 def test_counters_are_read_in_a_process_of_their_own(tmp_path: Path, made: list[Sources]) -> None:
     ports(tmp_path, local_ack_timeout_err=5)
-    watched = Sources(None, tmp_path, 0.02, driver=NOWHERE)
+    kept = tmp_path / "run/nodes/node0.ports.json"
+    kept.parent.parent.mkdir()
+    watched = Sources(None, tmp_path, 0.02, driver=NOWHERE, ports_file=kept)
     made.append(watched)
     # Once it has said that it begins the second reading it has made the first.
     while not any(p.doing == "reading the ports' counters" for p in watched._probes):
@@ -303,6 +307,29 @@ def test_counters_are_read_in_a_process_of_their_own(tmp_path: Path, made: list[
     found = until(watched, "retransmissions")[-1]
     assert (found.gpu, found.port) == (None, "mlx5_0/1")
     assert found.evidence["deltas"] == {"local_ack_timeout_err": 1}
+    # The first reading and the newest stay in a file, for whoever compares runs.
+    end = time.monotonic() + 30
+    while (read := read_counters(PortCounters, kept)) is None or read.last == read.first:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    changed = changes(read.first, read.last, read.seconds)
+    assert changed["mlx5_0/1"]["deltas"] == {"local_ack_timeout_err": 1}
+
+
+def test_a_run_folder_that_hangs_does_not_end_a_probe(
+    tmp_path: Path, made: list[Sources], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "write_counters", lambda *_: time.sleep(60))
+    ports(tmp_path, local_ack_timeout_err=5, symbol_error=0)
+    watched = Sources(None, tmp_path, 0.02, driver=NOWHERE, ports_file=tmp_path / "hangs")
+    made.append(watched)
+    while not any(p.doing == "reading the ports' counters" for p in watched._probes):
+        assert select.select([watched], [], [], 30)[0]
+        assert watched.poll(time.monotonic()) == []
+    ports(tmp_path, local_ack_timeout_err=6, symbol_error=0)
+    until(watched, "retransmissions")  # then it writes, for the first time
+    ports(tmp_path, local_ack_timeout_err=6, symbol_error=99)
+    until(watched, "link_errors")
 
 
 def test_a_probe_that_falls_silent_is_a_finding(tmp_path: Path, made: list[Sources]) -> None:
@@ -353,6 +380,7 @@ class FakeNvml(types.ModuleType):
     def __init__(self, events: list[int], *, broken: bool = False) -> None:
         super().__init__("pynvml")
         self.events = events
+        self.replays = 40
         self.broken = broken
 
     def nvmlInit(self) -> None:
@@ -373,6 +401,19 @@ class FakeNvml(types.ModuleType):
 
     def nvmlDeviceGetPciInfo(self, handle: Any) -> Any:
         return types.SimpleNamespace(busId=[b"00000000:3B:00.0", "00000000:5F:00.0"][handle.value - 0x1000])
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
+        return types.SimpleNamespace(gpu=[100, 3][handle.value - 0x1000])  # the second one idles
+
+    def nvmlDeviceGetClockInfo(self, handle: Any, kind: int) -> int:
+        assert kind == 1
+        return 1410
+
+    def nvmlDeviceGetPcieReplayCounter(self, handle: Any) -> int:
+        if handle.value != 0x1000:
+            raise self.NVMLError(3)  # not supported
+        self.replays += 1
+        return self.replays
 
     def nvmlEventSetWait_v2(self, events: str, milliseconds: int) -> Any:
         if not self.events:
@@ -407,7 +448,8 @@ def test_xid_events_and_nvlink_errors(
     driver: Path, made: list[Sources], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([79]))
-    watched = Sources(None, NOWHERE, 0.01, driver=driver)
+    kept = driver.parent / "nodes/node0.gpus.json"
+    watched = Sources(None, NOWHERE, 0.01, driver=driver, gpus_file=kept)
     made.append(watched)
     seen = until(watched, "nvlink_errors")
     if not any(s.signal == "xid:79" for s in seen):
@@ -419,6 +461,20 @@ def test_xid_events_and_nvlink_errors(
     assert told["nvlink_errors"].gpu == "0000:3b:00"
     assert "recovery errors +1" in told["nvlink_errors"].message
     assert "no RDMA device" in told["not_observable"].message
+    end = time.monotonic() + 30
+    while (read := read_counters(GpuCounters, kept)) is None or read.gpus["0000:3b:00"].nvlink is None:
+        assert time.monotonic() < end
+        watched.poll(time.monotonic())
+        time.sleep(0.01)
+    busy, idle = read.gpus["0000:3b:00"], read.gpus["0000:5f:00"]
+    assert busy.sm_mhz == 1410
+    assert busy.samples >= 1
+    assert busy.pcie_replays is not None
+    assert busy.pcie_replays >= 1
+    assert busy.nvlink is not None
+    assert busy.nvlink["0 recovery errors"] >= 1
+    # What it does not tell is unknown.
+    assert idle == GpuUse(None, 0, None, None)
 
 
 @pytest.mark.parametrize(

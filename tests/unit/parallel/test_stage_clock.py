@@ -187,6 +187,31 @@ class TestCollectives:
         finally:
             spans.remove()
 
+    def test_calls_and_bytes_count_for_the_dimension(self, world: Any) -> None:
+        clock = StageClock(CPU)
+        spans = Blocked(clock, self.place(world))
+        spans.install()
+        clock.start()
+        ones = torch.ones(6)
+        try:
+            with torch.profiler.profile() as trace:
+                dist.all_reduce(ones, group=world)  # 24 bytes
+                dist.all_gather_single(torch.empty(6), ones, group=world)
+                dist.all_gather([torch.empty(6)], ones, group=world)
+            dist.reduce_scatter_single(torch.empty(6), ones, group=world)
+            dist.barrier(group=world)
+            dist.all_reduce(ones)  # of a group that is no dimension's
+            clock.enter(STEP_SUM)
+            dist.all_reduce(ones[:2])
+            dist.all_reduce(ones[:3], group=world)
+            assert spans.counted() == {"tensor": (4, 96), "step_sum": (2, 20)}
+            assert spans.counted() == {}
+        finally:
+            spans.remove()
+        ranges = [e.key for e in trace.key_averages() if e.key.startswith("tensor ")]
+        assert len(ranges) == 3
+        assert "tensor allreduce bytes=24 ranks=1" in ranges
+
     def test_torch_is_as_before_afterwards(self, world: Any) -> None:
         def methods() -> dict[str, Any]:
             return {**{f"g{n}": v for n, v in vars(ProcessGroup).items()}, "wait": vars(Work)["wait"]}

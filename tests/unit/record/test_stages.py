@@ -21,7 +21,14 @@ from seatrial.record.stages import (
 
 def writer(folder: RunFolder, rank: int = 3) -> StageWriter:
     return StageWriter(
-        folder, 2, rank, ranks=4, clock="cpu", first_step=7, not_separated={"tensor": "it is compiled"}
+        folder,
+        2,
+        rank,
+        ranks=4,
+        clock="cpu",
+        first_step=7,
+        not_separated={"tensor": "it is compiled"},
+        gpu="0000:3b:00",
     )
 
 
@@ -45,6 +52,7 @@ def test_what_is_written_is_read(file: Path) -> None:
     assert read is not None
     assert (read.generation, read.rank, read.ranks, read.clock, read.first_step) == (2, 3, 4, "cpu", 7)
     assert read.not_separated == {"tensor": "it is compiled"}
+    assert read.gpu == "0000:3b:00"
     assert read.steps.tolist() == [7, 8, 9]
     assert read.seconds.tolist() == [row(7), row(8), row(9)]
 
@@ -95,6 +103,7 @@ def test_stages_of_a_file_may_be_fewer_and_in_another_order(file: Path) -> None:
     file.write_bytes(head + record.tobytes())
     read = read_stages(file)
     assert read is not None
+    assert read.gpu is None  # as in older records
     assert (read.seconds[0, TENSOR], read.seconds[0, BACKWARD], read.seconds.sum()) == (0.5, 0.25, 0.75)
 
 

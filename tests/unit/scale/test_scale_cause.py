@@ -143,6 +143,23 @@ def test_small_messages_are_told_by_their_size() -> None:
     assert found.kind == "small messages"
     unknown = only(find_causes(BASE, size(FSDP_4, {(-1, SHARD): 0.5})))
     assert unknown.kind == "communication"
+    # 0.4 s more for 24 collectives over 3 hops each are no latency; 0.5 ms for each of 1,000 hops may be.
+    few, many = ({"shard": calls} for calls in (24, 333))
+    assert (
+        only(find_causes(BASE, size(FSDP_4, {(-1, SHARD): 0.5}, message_bytes=SMALL, calls=few))).kind
+        == "network"
+    )
+    found = only(find_causes(BASE, size(FSDP_4, {(-1, SHARD): 0.5}, message_bytes=SMALL, calls=many)))
+    assert found.kind == "small messages"
+    assert "333 of them a step" in " ".join(found.evidence)
+    # What is sent along the pipeline goes to one rank only: no latency of many hops.
+    assert "4.00 KiB in a message" in " ".join(pipeline_waits(message_bytes={"pipeline": 4096}).evidence)
+
+
+def pipeline_waits(**known: Any) -> Cause:
+    base = size(Layout(pipeline=2), {(-1, PIPELINE): 0.1}, microbatches=8)
+    here = size(Layout(pipeline=2, replicate=2), {(-1, PIPELINE): 0.6}, microbatches=8, **known)
+    return only(find_causes(base, here))
 
 
 def test_fewer_microbatches_are_a_bubble() -> None:

@@ -196,7 +196,7 @@ class SimulatedBench:
     def _count(self, node: int, rail: int, before: Mapping[str, int], after: Mapping[str, int]) -> None:
         device, _, number = self.devices[rail].partition("/")
         port = (device, int(number), "MT4129", "ACTIVE", "InfiniBand", self.cluster.gbit_s)
-        self._counters[node, rail] = (Port(*port, counters=before), Port(*port, counters=after))
+        self._counters[node, rail] = (Port(*port, counters=dict(before)), Port(*port, counters=dict(after)))
 
     def _tell(self, node: int, told: NodeOverrides) -> None:
         for name, values in told.rates.items():

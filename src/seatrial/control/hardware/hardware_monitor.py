@@ -54,7 +54,12 @@ class HardwareMonitor:
         stand_in = os.environ.get(KERNEL_LOG)
         log = None if stand_in is None else Path(stand_in.replace("{node}", str(spec.node)))
         if spec.device == "cuda":
-            self._sources = Sources(log or KMSG, gpus=gpu_addresses(visible_devices()))
+            self._sources = Sources(
+                log or KMSG,
+                gpus=gpu_addresses(visible_devices()),
+                ports_file=spec.folder.port_counters(spec.node),
+                gpus_file=spec.folder.gpu_counters(spec.node),
+            )
         else:
             # This host may have GPUs, but the run does not use them.
             self._sources = Sources(log, None, driver=None)

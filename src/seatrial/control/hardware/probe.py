@@ -6,17 +6,20 @@ the agent. A probe sends `alive`, with what it is about to do, before each opera
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from seatrial.control.agent.external import Body, Message
 from seatrial.hardware.counters import (
+    Links,
     PortFault,
     findings,
     first_findings,
@@ -25,12 +28,15 @@ from seatrial.hardware.counters import (
     read_ports,
 )
 from seatrial.hardware.xid import address
+from seatrial.record.node_counters import GpuCounters, GpuUse, PortCounters, write_counters
 
 Send = Callable[[Message], bool]
 
 SMI_TIMEOUT_S = 20.0
 NVLINK_INTERVAL_S = 60.0  # nvidia-smi costs a good part of a second of CPU
 _EVENT_WAIT_MS = 1000
+_CLOCK_SM = 1  # NVML_CLOCK_SM
+_BUSY_PERCENT = 50  # of a sample's time with a kernel running; an idle GPU lowers its clock
 # A persisting fault is reported again after this long: one that is tolerated at first then counts as repeated.
 REMIND_S = 300.0
 
@@ -55,13 +61,36 @@ class _Reminder:
         return entries
 
 
-def watch_ports(root: Path, interval_s: float) -> Body:
-    """A probe that reads the ports below `root` every `interval_s` and sends the faults that it finds."""
+class _Keeper:
+    """Writes a file in a second thread: a run folder that hangs must not end the probe. One that fails is left out."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._thread: threading.Thread | None = None
+
+    def write(self, found: PortCounters | GpuCounters) -> None:
+        """Replace the file, unless the last time has not ended yet."""
+        if self._file is None or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._thread = threading.Thread(target=self._write, args=(self._file, found), daemon=True)
+        self._thread.start()
+
+    def _write(self, file: Path, found: PortCounters | GpuCounters) -> None:
+        with contextlib.suppress(OSError):
+            write_counters(file, found)
+
+
+def watch_ports(root: Path, interval_s: float, file: Path | None) -> Body:
+    """A probe that reads the ports below `root` every `interval_s` and sends the faults that it finds.
+
+    The first and the newest reading are in `file`.
+    """
 
     def body(send: Send) -> None:
         reminder = _Reminder()
         send({"alive": "the first reading of the ports' counters"})
         before, then = read_ports(root), time.monotonic()
+        first, began, start, keeper = before, time.time(), then, _Keeper(file)
         for finding in first_findings(before):
             send({"finding": asdict(finding)})
         while send({"alive": "reading the ports' counters"}):
@@ -70,12 +99,16 @@ def watch_ports(root: Path, interval_s: float) -> Body:
             for message in reminder.new(findings(before, after, now - then), now):
                 send(message)
             before, then = after, now
+            keeper.write(PortCounters(began, now - start, first, after))
 
     return body
 
 
-def watch_gpus(interval_s: float) -> Body:
-    """A probe that sends Xid events from NVML and, every minute or `interval_s`, the faults of the NVLinks."""
+def watch_gpus(interval_s: float, file: Path | None) -> Body:
+    """A probe that sends Xid events from NVML and, every minute or `interval_s`, the faults of the NVLinks.
+
+    The clocks and error counters of the GPUs are kept in `file`.
+    """
 
     def body(send: Send) -> None:
         send({"alive": "starting NVML"})
@@ -84,6 +117,8 @@ def watch_gpus(interval_s: float) -> Body:
         send({"alive": "nvidia-smi, the GPUs' addresses"})
         addresses = _addresses()
         reminder, before, then, next_reading = _Reminder(), None, 0.0, 0.0
+        uses = None if isinstance(events, str) else _Uses(events)
+        keeper, next_writing = _Keeper(file), time.monotonic() + interval_s
         while send({"alive": "waiting for NVML events"}):
             if isinstance(events, str):
                 time.sleep(_EVENT_WAIT_MS / 1000)
@@ -94,6 +129,11 @@ def watch_gpus(interval_s: float) -> Body:
                     send({"nvml": events})
                 elif found is not None:
                     send({"xid": {"code": found[0], "pci": found[1]}})
+            if uses is not None:
+                uses.sample()
+                if time.monotonic() >= next_writing:
+                    next_writing = time.monotonic() + interval_s
+                    keeper.write(uses.counters())
             if time.monotonic() < next_reading:
                 continue
             next_reading = time.monotonic() + max(interval_s, NVLINK_INTERVAL_S)
@@ -102,6 +142,8 @@ def watch_gpus(interval_s: float) -> Body:
             if text is None:
                 continue
             after, now = parse_nvlink_errors(text), time.monotonic()
+            if uses is not None:
+                uses.links(after, addresses)
             for message in reminder.new(
                 [] if before is None else nvlink_findings(before, after, now - then), now
             ):
@@ -119,6 +161,7 @@ class _XidEvents:
         self._nvml = nvml
         self._set = nvml.nvmlEventSetCreate()
         self._pci: dict[int | None, str] = {}
+        self.handles: dict[str, Any] = {}  # by PCI address
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._set)
@@ -126,6 +169,7 @@ class _XidEvents:
             text = bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id)
             # Queried now: a GPU that has fallen off the bus no longer reports its address.
             self._pci[_pointer(handle)] = address(text) or text
+            self.handles[address(text) or text] = handle
 
     @classmethod
     def start(cls) -> _XidEvents | str:
@@ -139,6 +183,13 @@ class _XidEvents:
         except nvml.NVMLError as error:
             return f"NVML: {error}"
 
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Call a function of NVML; None if it fails or does not exist."""
+        try:
+            return getattr(self._nvml, name)(*arguments)
+        except (self._nvml.NVMLError, AttributeError):
+            return None
+
     def wait(self) -> tuple[int, str] | str | None:
         """The next event's code and PCI address; None if none came for a second; an error text if NVML failed."""
         try:
@@ -146,6 +197,58 @@ class _XidEvents:
         except self._nvml.NVMLError as error:
             return None if error.value == self._nvml.NVML_ERROR_TIMEOUT else f"NVML: {error}"
         return int(data.eventData), self._pci.get(_pointer(data.device), "unknown")
+
+
+class _Uses:
+    """What happens at the GPUs: their clocks while they are busy, PCIe replays, NVLink errors."""
+
+    def __init__(self, nvml: _XidEvents) -> None:
+        self._ask, self._handles = nvml.ask, nvml.handles
+        self._began, self._start = time.time(), time.monotonic()
+        self._mhz: dict[str, list[int]] = {gpu: [0, 0] for gpu in self._handles}  # sum, samples
+        self._replays = {gpu: self._pcie(handle) for gpu, handle in self._handles.items()}
+        self._links: list[dict[tuple[str, int, str], int]] = []  # the first reading and the newest
+
+    def sample(self) -> None:
+        """Read the clocks of those that are busy."""
+        for gpu, handle in self._handles.items():
+            used = self._ask("nvmlDeviceGetUtilizationRates", handle)
+            mhz = self._ask("nvmlDeviceGetClockInfo", handle, _CLOCK_SM)
+            if used is not None and mhz is not None and used.gpu >= _BUSY_PERCENT:
+                self._mhz[gpu][0] += mhz
+                self._mhz[gpu][1] += 1
+
+    def links(self, links: Links, addresses: Mapping[str, str]) -> None:
+        """The NVLinks' counters now; `addresses`: GPU's UUID -> PCI address."""
+        now = {
+            (addresses.get(gpu, gpu), link, counter): value
+            for (gpu, link), every in links.items()
+            for counter, value in every.items()
+        }
+        self._links = [*self._links[:1], now]
+
+    def counters(self) -> GpuCounters:
+        """Since the start."""
+        uses = {}
+        for gpu, handle in self._handles.items():
+            (total, samples), before, now = self._mhz[gpu], self._replays[gpu], self._pcie(handle)
+            replays = None if before is None or now is None or now < before else now - before
+            uses[gpu] = GpuUse(total / samples if samples else None, samples, replays, self._grown(gpu))
+        return GpuCounters(self._began, time.monotonic() - self._start, uses)
+
+    def _grown(self, gpu: str) -> dict[str, int] | None:
+        if len(self._links) < 2 or not any(key[0] == gpu for key in self._links[1]):
+            return None
+        first, last = self._links
+        return {
+            f"{link} {counter}": value - first[which, link, counter]
+            for (which, link, counter), value in last.items()
+            if which == gpu and value > first.get((which, link, counter), value)
+        }
+
+    def _pcie(self, handle: Any) -> int | None:
+        value = self._ask("nvmlDeviceGetPcieReplayCounter", handle)
+        return None if value is None else int(value)
 
 
 def _pointer(handle: Any) -> int | None:

@@ -49,7 +49,8 @@ class Sources:
 
     `kernel_log`, `infiniband` and `driver` are None to disable a source, as where ranks use neither GPU nor RDMA. A log
     other than /dev/kmsg is a substitute and is always followed; /dev/kmsg itself only if NVIDIA's driver is present.
-    `gpus`: the PCI addresses of the GPUs that this node uses, None for all; other jobs' GPUs are ignored.
+    `gpus`: the PCI addresses of the GPUs that this node uses, None for all; other jobs' GPUs are ignored. `ports_file` and
+    `gpus_file`: where their counters are kept (`record.node_counters`).
     """
 
     def __init__(
@@ -60,9 +61,12 @@ class Sources:
         *,
         gpus: Collection[str] | None = None,
         driver: Path | None = DRIVER,
+        ports_file: Path | None = None,
+        gpus_file: Path | None = None,
     ) -> None:
         self._interval_s = interval_s
         self._gpus = None if gpus is None else frozenset(gpus)
+        self._gpus_file = gpus_file
         self._gate = XidGate()
         self._poller = select.epoll()
         self._nvml: str | None = "no GPU driver"  # why NVML gives no events; None while it does
@@ -78,7 +82,7 @@ class Sources:
         self._infiniband = infiniband
         self._ports = infiniband is not None and infiniband.is_dir() and any(infiniband.iterdir())
         if self._ports and infiniband is not None:
-            self._start("ports", watch_ports(infiniband, interval_s), interval_s)
+            self._start("ports", watch_ports(infiniband, interval_s, ports_file), interval_s)
         self.resume_gpus()
 
     def fileno(self) -> int:
@@ -114,7 +118,7 @@ class Sources:
         """Start to watch the GPUs, at construction and after `release_gpus`."""
         if self._driver and not any(p.name == _GPUS for p in self._probes):
             self._nvml = _NOT_YET
-            self._start(_GPUS, watch_gpus(self._interval_s), 3 * SMI_TIMEOUT_S)
+            self._start(_GPUS, watch_gpus(self._interval_s, self._gpus_file), 3 * SMI_TIMEOUT_S)
 
     def close(self) -> None:
         """End the probes and close the log."""
