@@ -68,7 +68,6 @@ def program(folder: Path, name: str, text: str) -> Path:
 def test_how_calls_end(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_text("no program")
-    lines: list[str] = []
     ok, absent, refused, failed, hung = run_tools(
         [
             Order("ok", ("sh", "-c", "echo one; echo two; printf three"), 30.0),
@@ -76,8 +75,7 @@ def test_how_calls_end(tmp_path: Path) -> None:
             Order("refused", (str(plain),), 30.0),
             Order("failed", ("sh", "-c", "echo half; echo why >&2; exit 3"), 30.0),
             Order("hung", ("sh", "-c", "echo begun; exec sleep 1000"), 1.0),
-        ],
-        lines.append,
+        ]
     )
     assert (ok.ended, ok.exit_code, ok.out, ok.why) == ("ok", 0, "one\ntwo\nthree", "")
     assert (absent.ended, absent.why) == ("absent", "absent: not installed")
@@ -86,7 +84,6 @@ def test_how_calls_end(tmp_path: Path) -> None:
     assert (failed.ended, failed.exit_code, failed.out) == ("failed", 3, "half\n")
     assert failed.why == "failed: ended with exit code 3: why"
     assert (hung.ended, hung.out, hung.why) == ("hung", "begun\n", "hung: did not end within 1 s")
-    assert sorted(lines) == ["begun", "half", "one", "two"]
     assert children() == set()
 
 
@@ -312,21 +309,6 @@ def test_a_driver_that_hangs_is_a_finding_and_holds_up_nothing(
         "nvidia-smi nvlink -e: did not end within 2 s",
     }
     assert any(f.verdict == "UNJUDGED" and "topo" in " ".join(f.evidence) for f in found)
-
-
-def test_dcgmis_document_counts_whatever_its_exit_code(
-    tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    document = Path("tests/fixtures/check/dcgm_mixed.json").resolve()
-    program(tmp_path, "dcgmi", f'[ "$*" = "diag -r 1 -j" ] || exit 9; cat {document}; exit 226')
-    program(tmp_path, "nvidia-smi", "echo no devices were found; exit 6")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    facts = measure(NodeOptions(rates=False, dcgm_level=1), places=places)
-    codes = {f.code for f in judge_stage({"n": facts}).findings}
-    assert any(code.startswith("DIA") for code in codes)
-    told = {f.message for f in judge_stage({"n": facts}).findings if f.code == "NOD001"}
-    assert not any("dcgmi" in text for text in told)
-    assert "nvidia-smi topo -m: ended with exit code 6" in told
 
 
 def test_a_tree_of_ports_is_read_and_judged(tmp_path: Path, places: Places) -> None:

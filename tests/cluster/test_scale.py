@@ -88,6 +88,12 @@ def test_the_split_adds_up_to_the_measured_step(folder: Path, report: dict[str, 
         assert split["step_s"] == pytest.approx(measured, rel=0.05, abs=0.0005)
         assert split["seconds"]["forward"] > 0
         assert ("replicate" in split["seconds"]) == (size["nodes"] == 2)
+        parts = {row["name"]: row["seconds"] for row in size["waterfall"]["rows"]}
+        assert sum(s or 0.0 for s in parts.values()) == pytest.approx(split["step_s"], rel=1e-9)
+        assert parts["forward and backward"] == pytest.approx(
+            split["seconds"]["forward"] + split["seconds"]["backward"]
+        )
+        assert (parts["model FLOPs"], size["waterfall"]["mfu"]) == (None, None)
 
 
 def test_the_size_of_messages_is_reported(report: dict[str, Any]) -> None:
@@ -102,12 +108,15 @@ def test_the_size_of_messages_is_reported(report: dict[str, Any]) -> None:
 def test_nothing_is_measured_again(folder: Path, report: dict[str, Any]) -> None:
     before = trials(folder)
     done = seatrial(folder, *SCALE, "--json", "--min-doubling", "199")
-    assert done.returncode == 1, done.stderr
     again = json.loads(done.stdout)
     assert trials(folder) == before
     assert len(measurements(folder)) == 1
     assert again["sizes"][1]["efficiency"] == report["sizes"][1]["efficiency"]
-    assert [g["verdict"] for g in again["gates"]] == ["FAIL", "UNJUDGED"]
+    doubling, speedup = (g["verdict"] for g in again["gates"])
+    # On a busy machine the interval of two runs may be too wide to fail.
+    missed = again["sizes"][1]["efficiency"]["high"] < 1.99
+    assert (doubling, done.returncode) == (("FAIL", 1) if missed else ("UNJUDGED", 0)), done.stderr
+    assert speedup == "UNJUDGED"
     assert "6 runs are there already" in done.stderr
 
 
@@ -115,6 +124,9 @@ def test_the_report_is_one_page(folder: Path, report: dict[str, Any]) -> None:
     page = (measurements(folder)[0] / "report.html").read_text()
     assert "Where the time of a step goes" in page
     assert "replicate messages" in page
+    assert "2 nodes: where the step goes, measured" in page
+    assert "2 nodes: own work of each rank beside its peers" in page
+    assert "MFU unknown: no dense peak is known" in page
     assert "<svg" in page
     assert "http" not in page.replace("http://www.w3.org", "")
     saved = json.loads((measurements(folder)[0] / "report.json").read_text())

@@ -122,7 +122,17 @@ class TestToTheEnd:
         assert found[12][0] < found[1][0] - 1
         document = json.loads(out)
         assert document["schema_version"] == 1
-        for wanted in ("step   1/12", "step  12/12", "MFU unknown", "runs/small", "2 nodes x 2"):
+        waterfall = document["waterfall"]
+        assert sum(row["seconds"] or 0.0 for row in waterfall["rows"]) == pytest.approx(waterfall["step_s"])
+        assert waterfall["mfu"] is None
+        for wanted in (
+            "no prediction: ranks are CPU processes",
+            "step   1/12",
+            "step  12/12",
+            "MFU unknown",
+            "runs/small",
+            "2 nodes x 2",
+        ):
             assert wanted in err
 
     def test_the_run_folder_is_whole(self, whole: tuple[Path, int, str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,14 @@ def write_json(path: Path, value: Any) -> None:
 def json_text(value: Any) -> str:
     """`value` as indented JSON with a final newline."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """Replace infinities and NaN, which JSON does not have, by null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value

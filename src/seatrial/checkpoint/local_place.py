@@ -39,7 +39,7 @@ from seatrial.checkpoint.manifest import (
 from seatrial.checkpoint.part import Beat, check_whole, describe, mapped, no_beat, read_again, write_file
 from seatrial.checkpoint.retention import Stop
 from seatrial.checkpoint.source import FolderSource
-from seatrial.checkpoint.verified import VerifiedFiles
+from seatrial.checkpoint.verified import verify_source
 from seatrial.storage.errors import as_storage_error
 
 if TYPE_CHECKING:
@@ -80,14 +80,7 @@ class LocalPlace:
         return CheckpointWeights(self._final(step))
 
     def verify(self, step: int, part: int = 0, parts: int = 1, *, stop: Stop | None = None) -> Manifest:
-        folder = self._final(step)
-        manifest = read_manifest(folder)
-        files = VerifiedFiles(FolderSource(folder), manifest.files)
-        try:
-            files.verify(part, parts, stop=stop)
-        finally:
-            files.close()
-        return manifest
+        return verify_source(FolderSource(self._final(step)), self.manifest(step), part, parts, stop=stop)
 
     def is_verified(self, step: int) -> bool:
         return (self._final(step) / VERIFIED).exists() or self.manifest(step).read_back

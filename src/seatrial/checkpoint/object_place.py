@@ -44,7 +44,7 @@ from seatrial.checkpoint.manifest import (
 from seatrial.checkpoint.part import Beat, check_whole, describe, mapped, no_beat, read_again
 from seatrial.checkpoint.retention import Stop
 from seatrial.checkpoint.source import StoreSource
-from seatrial.checkpoint.verified import VerifiedFiles
+from seatrial.checkpoint.verified import verify_source
 from seatrial.storage import Readable, StorageError, Store
 
 if TYPE_CHECKING:
@@ -94,13 +94,7 @@ class ObjectPlace:
         return CheckpointWeights(self._source(step), self.manifest(step))
 
     def verify(self, step: int, part: int = 0, parts: int = 1, *, stop: Stop | None = None) -> Manifest:
-        manifest = self.manifest(step)
-        files = VerifiedFiles(self._source(step), manifest.files)
-        try:
-            files.verify(part, parts, stop=stop)
-        finally:
-            files.close()
-        return manifest
+        return verify_source(self._source(step), self.manifest(step), part, parts, stop=stop)
 
     def is_verified(self, step: int) -> bool:
         return self.store.size(self._key(step, VERIFIED)) is not None or self.manifest(step).read_back

@@ -12,7 +12,7 @@ from seatrial.base.box import Box
 from seatrial.checkpoint.manifest import Damaged, Entry, Manifest, Part, read_manifest
 from seatrial.checkpoint.source import FolderSource, Source
 from seatrial.checkpoint.stream import DTYPES, NAMES, raw_bytes
-from seatrial.checkpoint.verified import CACHE_BYTES, VerifiedFiles
+from seatrial.checkpoint.verified import VerifiedFiles
 from seatrial.job.architecture import Architecture
 
 _BLOCK_BYTES = 1 << 25  # read at once of what cannot be read directly into its target
@@ -23,12 +23,10 @@ class CheckpointWeights:
     """One complete checkpoint as a weight source. No prior verification is needed: reading verifies.
 
     Every read raises Damaged if what it needs does not match the manifest, and StorageError if the storage does not
-    answer. Its memory is bounded by `cache_bytes` and a block, whatever the checkpoint's size. Not thread-safe.
+    answer. Its memory is bounded by a cache (`CACHE_BYTES` of verified.py) and a block, whatever the checkpoint's size. Not thread-safe.
     """
 
-    def __init__(
-        self, source: Path | Source, manifest: Manifest | None = None, *, cache_bytes: int = CACHE_BYTES
-    ) -> None:
+    def __init__(self, source: Path | Source, manifest: Manifest | None = None) -> None:
         """`source`: a checkpoint's folder, or the source of a `Place`; `manifest` avoids reading it again."""
         if isinstance(source, Path):
             manifest = manifest or read_manifest(source)
@@ -36,7 +34,7 @@ class CheckpointWeights:
         assert manifest is not None, "a source other than a folder needs `manifest`"
         self.manifest = manifest
         self.where = source.where  # path or address
-        self._files = VerifiedFiles(source, manifest.files, cache_bytes=cache_bytes)
+        self._files = VerifiedFiles(source, manifest.files)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:

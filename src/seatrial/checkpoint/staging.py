@@ -46,9 +46,8 @@ class AsyncWriter:
         self._rubbish: list[
             tuple[str, int, int]
         ] = []  # parts to be removed once there is a checkpoint elsewhere
-        self._part: tuple[str, int, int] | None = (
-            None  # the last part that was ordered, until it is committed
-        )
+        # The last part that was ordered, until it is committed.
+        self._part: tuple[str, int, int] | None = None
 
     # -- the copy
 

@@ -304,10 +304,16 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
     Raises Damaged, which names the first difference; OtherVersion; StorageError. `part` and `parts` let several callers
     share the files.
     """
-    manifest = read_manifest(folder)
-    files = VerifiedFiles(FolderSource(folder), manifest.files)
+    return verify_source(FolderSource(folder), read_manifest(folder), part, parts)
+
+
+def verify_source(
+    source: Source, manifest: Manifest, part: int = 0, parts: int = 1, *, stop: Stop | None = None
+) -> Manifest:
+    """As `verify`, of the files that `source` has, with their manifest."""
+    files = VerifiedFiles(source, manifest.files)
     try:
-        files.verify(part, parts)
+        files.verify(part, parts, stop=stop)
     finally:
         files.close()
     return manifest

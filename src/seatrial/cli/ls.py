@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="also runs that --fresh moved aside (NAME.old-1), and those of drills",
+        help="also runs that --fresh renamed (NAME.old-1), and those of drills",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     parser.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")

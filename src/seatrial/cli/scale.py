@@ -287,10 +287,10 @@ def _report(
     write_text(folder / "report.html", page(results))
     out.line()
     print_table(out, report.columns(results), [report.row(size, results) for size in results.sizes])
-    headings, rows = report.split_rows(results)
-    if len(headings) > 1:
-        out.line()
-        print_table(out, headings, rows)
+    for headings, rows in (report.split_rows(results), report.waterfall_rows(results)):
+        if len(headings) > 1:
+            out.line()
+            print_table(out, headings, rows)
     out.line()
     for label, text in report.lines(results):
         out.pair(label, text, _STYLES.get(label, ""))

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     job_arguments(parser)
     parser.add_argument(
-        "--fresh", action="store_true", help="start over; an existing run is moved aside, not deleted"
+        "--fresh", action="store_true", help="start over; an existing run is renamed, not deleted"
     )
     parser.add_argument(
         "--render", action="store_true", help="print what would be started, but start nothing"

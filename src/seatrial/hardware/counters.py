@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from seatrial.base.kernel_files import text_of
+
 # A tick of port_xmit_wait is the time of 8 bytes on the link, whatever its width: docs.nvidia.com, ibdiagnet user
 # manual, Congestion Assessment on InfiniBand Links (Quantum and later); for the adapters github.com/NVIDIA/
 # ib-traffic-monitor, issue 3.
@@ -147,12 +149,12 @@ def read_ports(root: Path) -> Ports:
     for folder in sorted(root.glob("*/ports/*")):
         if not folder.name.isdigit():
             continue
-        adapter = _text(folder.parents[1] / "hca_type")
-        state, rate = _text(folder / "state"), _text(folder / "rate")
+        adapter = text_of(folder.parents[1] / "hca_type")
+        state, rate = text_of(folder / "state"), text_of(folder / "rate")
         speed = re.match(r"[0-9.]+", rate or "")
         counters = {}
         for counter in (*_COUNTERS, *_TRAFFIC):
-            value = next((v for f in _FOLDERS if (v := _text(folder / f / counter)) is not None), None)
+            value = next((v for f in _FOLDERS if (v := text_of(folder / f / counter)) is not None), None)
             if value is not None and value.isdecimal():
                 counters[counter] = int(value)
         ports.append(
@@ -161,7 +163,7 @@ def read_ports(root: Path) -> Ports:
                 int(folder.name),
                 adapter,
                 None if state is None else state.rpartition(":")[2].strip(),
-                _text(folder / "link_layer"),
+                text_of(folder / "link_layer"),
                 float(speed[0]) if speed else None,
                 counters,
             )
@@ -348,10 +350,3 @@ def nvlink_findings(before: Links, after: Links, seconds: float) -> list[PortFau
             text = f"NVLink {link} of {gpu}: {'; '.join(told)}"
             found.append(PortFault("nvlink_errors", gpu, text, evidence))
     return found
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # absent, or the device does not respond
-        return None

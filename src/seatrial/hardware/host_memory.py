@@ -6,12 +6,12 @@ charged to the cgroup of the process that wrote them, like its other memory.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from seatrial.base import units
+from seatrial.base.kernel_files import number_of, text_of
 
 # cgroup v1 writes "no limit" as the largest multiple of a page.
 _V1_NO_LIMIT = 1 << 62
@@ -44,7 +44,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory | None:
 def control_groups(root: Path = Path("/")) -> list[Path]:
     """cgroup folders of this process, each with all its visible ancestors."""
     found: dict[Path, None] = {}
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in (text_of(root / "proc/self/cgroup", errors="surrogateescape") or "").splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
         mount = root / "sys/fs/cgroup"
         bases = [mount / names] if names else [mount / "unified", mount]
@@ -65,34 +65,22 @@ def control_groups(root: Path = Path("/")) -> list[Path]:
 def memory_limit(group: Path) -> int | None:
     """Memory limit of a cgroup in bytes; None if it has no limit of its own."""
     # memory.high does not kill: above it processes are throttled until they make no progress.
-    found = [_number(group / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    found = [number_of(group / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
     return min((n for n in found if n is not None and n < _V1_NO_LIMIT), default=None)
 
 
 def memory_used(group: Path) -> int:
     """Memory use of a cgroup in bytes, without reclaimable page cache. Memory files are not reclaimable."""
-    used, prefix = _number(group / "memory.current"), ""
+    used, prefix = number_of(group / "memory.current"), ""
     if used is None:  # cgroup v1
-        used, prefix = _number(group / "memory.usage_in_bytes") or 0, "total_"
+        used, prefix = number_of(group / "memory.usage_in_bytes") or 0, "total_"
     stat = dict(_fields(group / "memory.stat"))
     return max(0, used - sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active")))
 
 
 def _fields(path: Path) -> Iterator[tuple[str, int]]:
     """Parse lines such as "MemTotal:  1000 kB" and "inactive_file 1000"."""
-    for line in _text(path).splitlines():
+    for line in (text_of(path) or "").splitlines():
         words = line.replace(":", " ").split()
         if len(words) > 1 and words[1].isdecimal():
             yield words[0], int(words[1])
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path)
-    return int(text) if text.isdecimal() else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return os.fsdecode(path.read_bytes()).strip()
-    except OSError:
-        return ""

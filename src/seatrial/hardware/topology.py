@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from seatrial.base.kernel_files import text_of
 from seatrial.hardware.devices import visible_devices
 from seatrial.hardware.host_memory import control_groups
 
@@ -32,7 +33,7 @@ def usable_cores(root: Path = _ROOT) -> int:
     """CPUs that this process may use: its affinity, and the quota of its control groups (cgroup v2)."""
     counts = [len(os.sched_getaffinity(0))]
     for group in control_groups(root):
-        quota, period = [*_text(group / "cpu.max").split(), "", ""][:2]
+        quota, period = [*(text_of(group / "cpu.max") or "").split(), "", ""][:2]
         if quota.isdecimal() and period.isdecimal():
             counts.append(math.ceil(int(quota) / int(period)))
     return max(1, min(counts))
@@ -58,7 +59,7 @@ def _driver_gpus(root: Path) -> tuple[list[tuple[str, str]], set[str]]:
     known: list[tuple[str, str]] = []
     models = set()
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
-        lines = (line.partition(":") for line in _text(folder / "information").splitlines())
+        lines = (line.partition(":") for line in (text_of(folder / "information") or "").splitlines())
         values = {key.strip(): value.strip() for key, _, value in lines}
         # In a container the driver lists every GPU of the host, but only ours have a file in /dev.
         if (root / f"dev/nvidia{values.get('Device Minor', '?')}").exists():
@@ -70,10 +71,10 @@ def _driver_gpus(root: Path) -> tuple[list[tuple[str, str]], set[str]]:
 def _placed(device: str, pci: str | None, affinity: Set[int], root: Path) -> Gpu:
     if pci is None:
         return Gpu(device, None, None, frozenset(), f"the PCI address of GPU {device} is not known")
-    node = _text(root / f"sys/bus/pci/devices/{pci}/numa_node")
+    node = text_of(root / f"sys/bus/pci/devices/{pci}/numa_node") or ""
     if not node.isdecimal():  # -1: firmware or hypervisor does not report it
         return Gpu(device, pci, None, frozenset(), f"the NUMA node of {pci} is not known")
-    cpus = frozenset(cpus_of(_text(root / f"sys/devices/system/node/node{node}/cpulist")) & affinity)
+    cpus = frozenset(cpus_of(text_of(root / f"sys/devices/system/node/node{node}/cpulist") or "") & affinity)
     why = "the CPUs of" if cpus else "not bound: no CPU that may be used is in"
     return Gpu(device, pci, int(node), cpus, f"{why} NUMA node {node}, where {pci} is")
 
@@ -111,8 +112,8 @@ def rdma_ports(gpus: Sequence[Gpu], root: Path = _ROOT) -> Ports:
     active: dict[str, list[str]] = {}  # port -> its PCI path
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         device = port.parent.parent
-        up = _text(port / "state").startswith("4:")  # IB_PORT_ACTIVE
-        if up and _text(port / "link_layer") in _LINK_LAYERS:
+        up = (text_of(port / "state") or "").startswith("4:")  # IB_PORT_ACTIVE
+        if up and text_of(port / "link_layer") in _LINK_LAYERS:
             active[f"{device.name}:{port.name}"] = _pci_path(device / "device")
     if not active:
         return Ports((), "no active InfiniBand or RoCE port")
@@ -141,7 +142,7 @@ def _share_switch(a: Sequence[str], b: Sequence[str]) -> bool:
 
 def transport_facts(root: Path = _ROOT) -> list[str]:
     """What this host shows of GPUDirect RDMA and NVLink SHARP; NCCL itself decides whether to use them."""
-    version = _text(root / "proc/driver/nvidia/version")
+    version = text_of(root / "proc/driver/nvidia/version") or ""
     if (root / "sys/module/nvidia_peermem").exists():
         direct = "nvidia_peermem is loaded, so NCCL can use GPUDirect RDMA"
     elif "Open Kernel Module" in version:
@@ -155,10 +156,3 @@ def transport_facts(root: Path = _ROOT) -> list[str]:
         else "no NVSwitch is seen by the driver: whether there is NVLS is not known here"
     )
     return [direct, f"{nvls} (NCCL_DEBUG=INFO tells what it uses)"]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from seatrial.base.errors import Diagnostic, InputError, InternalError
+from seatrial.base.files import flat
 from seatrial.job.architecture import Architecture
 from seatrial.job.finding import RuleViolation
 from seatrial.job.layout import Layout
@@ -132,8 +133,8 @@ class Job:
         """
         train = self.train
         identity: dict[str, object] = {
-            **_flat("model", self.architecture.as_dict()),
-            **_flat("optimizer", self.optimizer.model_dump()),
+            **flat(self.architecture.as_dict(), "model."),
+            **flat(self.optimizer.model_dump(), "optimizer."),
             "train.sequence_length": train.sequence_length,
             "train.global_batch": train.global_batch,
             "train.seed": train.seed,
@@ -196,16 +197,6 @@ def _origin(model: ModelSection) -> str | None:
         if value is not None:
             return f"{key} = {_value(value)}"
     return None
-
-
-def _flat(prefix: str, values: dict[str, Any]) -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(f"{prefix}.{key}", value)
-        else:
-            flat[f"{prefix}.{key}"] = value
-    return flat
 
 
 def _value(value: Any) -> str:

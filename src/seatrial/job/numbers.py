@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
@@ -17,11 +16,6 @@ def shares(weights: Sequence[float]) -> list[Fraction]:
 def divisors(n: int, *, most: int = 128) -> list[int]:
     """The divisors of n up to `most`, in order; bounded so that an absurd n costs nothing."""
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
-
-
-def common_divisors(*numbers: int, most: int = 128) -> list[int]:
-    """The numbers up to `most` that divide each of `numbers`."""
-    return divisors(math.gcd(*numbers), most=most)
 
 
 def next_multiple(n: int, of: int) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.layout import Layout
-from seatrial.job.numbers import common_divisors, divisors, either, near_multiples, next_multiple
+from seatrial.job.numbers import divisors, either, near_multiples, next_multiple
 from seatrial.job.partial import UnreadableError
 from seatrial.job.schedules import schedule_named
 from seatrial.job.schema import ParallelSection
@@ -26,7 +27,9 @@ def _tensor_model(facts: Facts) -> Iterator[RuleViolation]:
     keys = ("parallel.tensor",)
     a = facts.architecture
     heads, kv_heads, intermediate = a.num_attention_heads, a.num_key_value_heads, a.intermediate_size
-    fits = [t for t in common_divisors(heads, kv_heads, intermediate) if t <= facts.job.cluster.gpus_per_node]
+    fits = [
+        t for t in divisors(math.gcd(heads, kv_heads, intermediate)) if t <= facts.job.cluster.gpus_per_node
+    ]
     hint = f"use tensor = {either(fits)}"
     for name, size in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if size % tensor:

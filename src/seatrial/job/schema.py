@@ -373,7 +373,7 @@ class ResilienceSection(Section):
     shrink: bool = Field(
         default=True,
         description="without a node to replace a lost one, continue with fewer data-parallel replicas; "
-        "the global batch stays",
+        "the global batch stays the same",
     )
     grow: bool = Field(default=True, description="take the lost replicas back when nodes return")
     snapshot_every_steps: CountOrNone = Field(

@@ -32,12 +32,10 @@ def write_safetensors(
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
-    *,
-    block_bytes: int = BLOCK_BYTES,
 ) -> None:
     """Write the parameters `names` of `source`, under the names they are mapped to, as the new file `path`, durably.
 
-    Holds one block of `block_bytes` in memory (or one row of a parameter, if that is larger) in addition to what the
+    Holds one block of `BLOCK_BYTES` in memory (or one row of a parameter, if that is larger) in addition to what the
     source needs. Raises OSError, and any error of the source.
     """
     header: dict[str, object] = {
@@ -58,7 +56,7 @@ def write_safetensors(
     with open(path, "xb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            for box in _blocks(shapes[name], block_bytes // dtypes[name].itemsize):
+            for box in _blocks(shapes[name], BLOCK_BYTES // dtypes[name].itemsize):
                 f.write(_bytes_of(source.read(name, box, dtypes[name])))
         f.flush()
         os.fsync(f.fileno())

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from seatrial.record.stages import OWN, STAGES, RankStages
+from seatrial.record.stages import BACKWARD, FORWARD, OWN, STAGES, RankStages
 
 WARM_UP = 2  # first steps of a generation, whose times mean nothing: compilation, memory, connections
 
@@ -28,6 +28,7 @@ class Split:
     seconds: NDArray[np.float64]
     setters: NDArray[np.int64]  # for each stage, the rank (row) whose sum is the frontier at its end
     own_s: NDArray[np.float64]  # of each rank: work that waits for no other
+    passes_s: NDArray[np.float64]  # of each rank: forward and backward
 
     @property
     def step_s(self) -> float:
@@ -48,7 +49,12 @@ def split_step(seconds: NDArray[np.float64]) -> Split:
     """The split of one step from its `seconds`, ranks x STAGES; the slowest rank's step time is their sum."""
     sums = seconds.cumsum(axis=1)
     frontier = sums.max(axis=0)
-    return Split(np.diff(frontier, prepend=0.0), sums.argmax(axis=0), seconds[:, :OWN].sum(axis=1))
+    return Split(
+        np.diff(frontier, prepend=0.0),
+        sums.argmax(axis=0),
+        seconds[:, :OWN].sum(axis=1),
+        seconds[:, [FORWARD, BACKWARD]].sum(axis=1),
+    )
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,7 @@ def account(found: Mapping[int, RankStages], *, first_step: int | None = None) -
         np.mean([each.seconds for each in splits], axis=0),
         np.array(often, dtype=np.int64),
         np.median([each.own_s for each in splits], axis=0),
+        np.mean([each.passes_s for each in splits], axis=0),
     )
     unclear = {stage: text for each in ranks for stage, text in each.not_separated.items()}
     return Account(mean, world_size, len(splits), int(common[0]), int(common[-1]), unclear)

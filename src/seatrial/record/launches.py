@@ -36,9 +36,8 @@ class Launch:
     host: str  # of the process that wrote it
     scheduled: bool  # a scheduler runs it, and no process holds the run's lock
     handle: str | None = None  # the scheduler's job identifier; None: not submitted yet, or no scheduler
-    submitted: int | None = (
-        None  # the first generation of the start that the user submitted; this start is it, or a follow-up of it
-    )
+    # The first generation of the start that the user submitted; this start is it, or a follow-up of it.
+    submitted: int | None = None
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def acquire(path: Path) -> int:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return fd
-            # The folder was moved aside between open and lock: this is the lock of the old one. Retry.
+            # The folder was renamed between open and lock: this is the lock of the old one. Retry.
             os.close(fd)
             continue
         except BlockingIOError:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from seatrial.base.atomic import fsync_folder, write_json, write_text
 from seatrial.base.errors import InputError, RunFailed
-from seatrial.base.files import parse_toml, read_json, read_text
+from seatrial.base.files import flat, parse_toml, read_json, read_text
 from seatrial.record import events, lock
 from seatrial.record.folder import RunFolder
 from seatrial.record.secret import make_secret
@@ -56,7 +56,7 @@ def open_run(
     """Create or find the run folder `root`/NAME of `job`, lock it and begin its next generation.
 
     `data` identifies the tokens (`TokenStore.identity`); with the job's own keys it determines whether two starts are
-    the same run. With `fresh` an existing run is first moved aside, never deleted. `check` may refuse the folder, once
+    the same run. With `fresh` an existing run is first renamed, never deleted. `check` may refuse the folder, once
     it is locked and before anything is changed. Raises InputError if the folder belongs to another job, is something
     else, or cannot be written; RunFailed if another process holds the run.
     """
@@ -137,7 +137,7 @@ def _lock(folder: RunFolder) -> int:
         folder.control.mkdir(parents=True, exist_ok=True)
         try:
             return lock.acquire(folder.lock)
-        except FileNotFoundError:  # moved aside between the two lines by another start with --fresh
+        except FileNotFoundError:  # renamed between the two lines by another start with --fresh
             continue
         except lock.LockHeld as held:
             who = "another process" if held.pid is None else f"process {held.pid}"
@@ -168,7 +168,7 @@ def _move_aside(folder: RunFolder) -> Path:
 def _check_identity(identity: Mapping[str, object], folder: RunFolder) -> None:
     """Raise InputError unless the stored identity is this job's, or there is none yet."""
     fresh_hint = (
-        "start over with --fresh (the old run is moved aside, not deleted), or give the job another `name`"
+        "start over with --fresh (the old run is renamed, not deleted), or give the job another `name`"
     )
     try:
         stored = read_json(folder.identity_json)
@@ -203,7 +203,7 @@ def _job_changes(job: Job, folder: RunFolder) -> dict[str, tuple[Any, Any]]:
         old = parse_toml(read_text(folder.job_toml))
     except (FileNotFoundError, ValueError):  # the first start, or an unreadable file
         return {}
-    return _differences(_flat(old), _flat(tomllib.loads(job.to_toml())))
+    return _differences(flat(old), flat(tomllib.loads(job.to_toml())))
 
 
 def _chosen_before(job: Job, folder: RunFolder) -> dict[str, Any] | None:
@@ -215,16 +215,6 @@ def _chosen_before(job: Job, folder: RunFolder) -> dict[str, Any] | None:
     chosen = plan.get("chosen")
     same = isinstance(chosen, dict) and chosen.get("layout") == job.layout.as_dict()
     return chosen if same else None
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            out |= _flat(value, f"{prefix}{key}.")
-        else:
-            out[prefix + key] = value
-    return out
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

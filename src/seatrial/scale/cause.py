@@ -58,6 +58,21 @@ _OF_CONGESTION = ("congestion", "retransmissions")
 
 
 @dataclass(frozen=True)
+class Gain:
+    """What a change of the job file would gain, as a share of tokens/s; None: unknown, `basis` says why."""
+
+    change: str
+    gain: float | None
+    basis: str
+
+    @property
+    def words(self) -> str:
+        """One line."""
+        told = "gain unknown:" if self.gain is None else f"{round(self.gain * 100):+d} % tokens/s,"
+        return f"{self.change}: {told} {self.basis}"
+
+
+@dataclass(frozen=True)
 class Cause:
     """One cause. No `ranks`: all alike. Several `nodes`: it is one of these, which one cannot be told."""
 
@@ -72,6 +87,7 @@ class Cause:
     evidence: tuple[str, ...]
     remove_node: int | None  # the node without which it would be gone
     tries: tuple[str, ...]
+    gains: tuple[Gain, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -373,7 +389,7 @@ def _bubble(base: Observed, here: Observed, times: float, grown: Mapping[str, fl
 
     Of a rank's passes, including the collectives in them. With unknown microbatches nothing is told apart.
     """
-    now, then = _idle_share(here), _idle_share(base)
+    now, then = idle_share(here), idle_share(base)
     if now is None or then is None:
         return max(0.0, grown["pipeline"]), 0.0
     inside = [d for d in ("tensor", "shard") if here.layout.as_dict()[d] > 1]
@@ -384,7 +400,7 @@ def _bubble(base: Observed, here: Observed, times: float, grown: Mapping[str, fl
     return max(0.0, (now - then) * passes), then * longer
 
 
-def _idle_share(size: Observed) -> float | None:
+def idle_share(size: Observed) -> float | None:
     """Idle time of a rank whose stages take equal time, as a share of its work."""
     layout, microbatches = size.layout, size.microbatches
     if microbatches is None:
@@ -397,7 +413,7 @@ def _idle_share(size: Observed) -> float | None:
 
 def _bubble_part(base: Observed, here: Observed, seconds: float) -> _Part:
     text = "waiting for other pipeline stages; the number of microbatches is not known, so sends may be a part of it"
-    if (now := _idle_share(here)) is not None and (then := _idle_share(base)) is not None:
+    if (now := idle_share(here)) is not None and (then := idle_share(base)) is not None:
         text = (
             f"{here.microbatches} microbatches over {here.layout.pipeline} pipeline ranks leave each idle for "
             f"{now:.0%} of its work; {base.microbatches} at the first size: {then:.0%}"
@@ -468,6 +484,8 @@ def lines(causes: Sequence[Cause]) -> Iterator[tuple[str, str]]:
         yield ("cause" if n == 0 else "also"), "; ".join((f"{head}: {cost}", *cause.evidence))
         for text in cause.tries if n == 0 else ():
             yield "try", text
+        for gain in cause.gains if n == 0 else ():
+            yield "plan", gain.words
 
 
 def as_dict(cause: Cause) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from seatrial import __version__
 from seatrial.base import units
+from seatrial.plan.report.step_waterfall import Row, StepWaterfall
 from seatrial.record.collectives import Issued
 from seatrial.record.jsonl import plain
 from seatrial.record.stages import STAGES
@@ -111,6 +112,7 @@ def _size(results: Results, size: Measured) -> dict[str, Any]:
         "collectives": _collectives(size.steps),
         "counters": [node.as_dict() for node in size.steps.counters] if size.steps is not None else [],
         "groups": [asdict(group) for group in results.measurement.groups(size.size.nodes)],
+        "waterfall": None if size.waterfall is None else size.waterfall.as_dict(),
         "causes": [cause_dict(cause) for cause in size.causes],
     }
 
@@ -172,8 +174,35 @@ def _message_rows(known: Sequence[Steps]) -> list[tuple[str, ...]]:
     ]
 
 
+def waterfall_rows(results: Results) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings and rows of a table: the parts of a step at each size, beside each what `plan` predicts, if anything."""
+    sizes = [(size.size.nodes, size.waterfall) for size in results.sizes if size.waterfall is not None]
+    falls = [fall for _, fall in sizes]
+    beside = any(fall.predicted_step_s is not None for fall in falls)
+    headings = [cell for n, _ in sizes for cell in (in_words(n), *(("plan", "ratio") if beside else ()))]
+    rows = []
+    for same in zip(*(fall.rows for fall in falls), strict=True):
+        if any(row in fall.shown for row, fall in zip(same, falls, strict=True)):
+            cells = [c for row, fall in zip(same, falls, strict=True) for c in _cells(row, fall, beside)]
+            rows.append((same[0].name, *cells))
+    total = [c for fall in falls for c in _cells(fall.total, fall, beside)]
+    return ("part of a step", *headings), [*rows, ("step", *total)]
+
+
+def _cells(row: Row, fall: StepWaterfall, beside: bool) -> Iterator[str]:
+    yield "unknown" if row.seconds is None else _of_step(row.seconds, fall.step_s)
+    if beside:
+        whole = fall.predicted_step_s
+        yield "-" if row.predicted_s is None or whole is None else _of_step(row.predicted_s, whole)
+        yield "-" if row.ratio is None else f"{row.ratio:.2f}"
+
+
+def _of_step(seconds: float, step_s: float) -> str:
+    return f"{units.duration(seconds)} {100 * seconds / step_s:.0f} %"
+
+
 def _share(seconds: float, steps: Steps) -> str:
-    return f"{units.duration(seconds)} {100 * seconds / steps.account.split.step_s:.0f} %"
+    return _of_step(seconds, steps.account.split.step_s)
 
 
 def columns(results: Results) -> tuple[str, ...]:
@@ -238,6 +267,8 @@ def _notes(measurement: Measurement, results: Results) -> Iterator[tuple[str, st
         if size.unsettled:
             text = f"{size.unsettled} of {size.runs} runs may have measured some of the warm-up: more --steps"
             yield "note", f"{in_words(size.size.nodes)}: {text}"
+    for text in dict.fromkeys(text for s in results.sizes if s.waterfall for text in s.waterfall.notes()):
+        yield "parts", text
     unknown = {s.why_not_predicted for s in results.sizes if s.why_not_predicted}
     for why in sorted(unknown):
         yield "prediction", f"unknown: {why}"

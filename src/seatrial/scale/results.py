@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from seatrial.plan.cost.calibration import shipped
 from seatrial.plan.model.place import place_of
 from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.advice import Asker
 from seatrial.plan.report.measured import measured_rates
+from seatrial.plan.report.step_waterfall import StepWaterfall, step_waterfall
 from seatrial.plan.search.scaling import Point, scaling
 from seatrial.scale import groups
 from seatrial.scale.cause import Cause
 from seatrial.scale.conduct import Measurement
 from seatrial.scale.fit import Fit, Law, fit
+from seatrial.scale.gain import gains
 from seatrial.scale.judge import Gates, Judgement, judge_gates, judge_losses
 from seatrial.scale.sizes import Size
 from seatrial.scale.statistics import Estimate, ratio
 from seatrial.scale.steps import Steps, causes, steps_of
+from seatrial.scale.trial import Figures
 
 _LAWS: tuple[Law, ...] = ("Amdahl", "universal scalability law")
 _MOST_TRACED = 3  # ranks that a cause names
@@ -40,6 +44,7 @@ class Measured:
     why_not_predicted: str
     problem: str
     steps: Steps | None  # where the time of a step went; None without usable records
+    waterfall: StepWaterfall | None  # the same in the planner's categories, beside its prediction
     causes: tuple[Cause, ...]  # why a step takes longer than at half the size, else at the first size
 
     @property
@@ -98,7 +103,7 @@ def results_of(measurement: Measurement, gates: Gates, *, price: float | None = 
     """Judge, predict and fit what has been measured so far."""
     known = {size.nodes: measurement.speed(size.nodes) for size in measurement.sizes}
     base = measurement.sizes[0].nodes
-    points, why = _predicted(measurement)
+    points, asker, why = _predicted(measurement)
     steps = {
         size.nodes: steps_of(measurement.state.folder, size, measurement.state.good(size.nodes))
         for size in measurement.sizes
@@ -106,6 +111,7 @@ def results_of(measurement: Measurement, gates: Gates, *, price: float | None = 
     sizes = tuple(
         _measured(measurement, size, steps, points.get(size.nodes), why) for size in measurement.sizes
     )
+    sizes = tuple(replace(size, causes=_with_gains(size, asker)) for size in sizes)
     doublings = {n: measurement.efficiency(n, b) for n, b in measurement.pairs() if 2 * b == n}
 
     def speedup(nodes: int, of: int) -> Estimate | None:
@@ -167,27 +173,50 @@ def _measured(
         predicted=point,
         why_not_predicted=(point.why_not or "") if point is not None else why,
         problem=problem,
+        waterfall=None if mine is None else _waterfall(size, mine, figures, point),
         steps=mine,
         causes=() if mine is None or below is None else causes(below, mine, measurement.terms.topology),
     )
 
 
-def _predicted(measurement: Measurement) -> tuple[dict[int, Point], str]:
-    """(nodes -> what `seatrial plan` predicts for it, why nothing is predicted)."""
+def _with_gains(size: Measured, asker: Asker | None) -> tuple[Cause, ...]:
+    """The causes of a size with what the changes that they suggest would gain."""
+    if size.steps is None:
+        return ()
+    at = None if asker is None else replace(asker, cluster=replace(asker.cluster, nodes=size.size.nodes))
+    job, seen, why = size.size.job, size.steps.observed, size.why_not_predicted
+    return tuple(replace(cause, gains=gains(cause, job, seen, at, why)) for cause in size.causes)
+
+
+def _waterfall(size: Size, steps: Steps, figures: Sequence[Figures], point: Point | None) -> StepWaterfall:
+    # Every run of a size has the same model FLOPs in a step.
+    mfu = figures[0].mfu
+    return step_waterfall(
+        steps.account,
+        size.job.layout.pipeline,
+        model_flops_s=None if mfu is None else mfu * figures[0].step_s,
+        prediction=None if point is None or point.why_not is not None else point.prediction,
+    )
+
+
+def _predicted(measurement: Measurement) -> tuple[dict[int, Point], Asker | None, str]:
+    """(nodes -> what `seatrial plan` predicts for it, what predicts other layouts, why nothing is predicted)."""
     job = measurement.job
     rates = measured_rates(measurement.runs / job.name, job)
     place = rates.at(place_of(job))
     if place.cluster is None:
-        return {}, place.why_no_gpu
+        return {}, None, place.why_no_gpu
+    calibration = rates.calibration(shipped())
     predicted = scaling(
         job,
         Recipe.of(job),
         place.cluster,
         mode=measurement.terms.mode,
         nodes=[size.nodes for size in measurement.sizes],
-        calibration=rates.calibration(shipped()),
+        calibration=calibration,
     )
-    return {point.nodes: point for point in predicted.points}, ""
+    asker = Asker(job, place.cluster, "seatrial", calibration)
+    return {point.nodes: point for point in predicted.points}, asker, ""
 
 
 def _fits(sizes: Sequence[Measured], base: int) -> tuple[Fit, ...]:

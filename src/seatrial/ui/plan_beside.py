@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from seatrial.base.atomic import finite
 from seatrial.plan.report.beside import TOLD, Beside, Pair
-from seatrial.ui.plan_json import finite, recipe
+from seatrial.ui.plan_json import recipe
 from seatrial.ui.plan_words import (
     HEAD,
     Line,

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from seatrial.base.atomic import finite
 from seatrial.job.job import Job
 from seatrial.plan.cost.memory_fit import shipped_errors
 from seatrial.plan.search.fit import Account, Fit
 from seatrial.ui import figures
-from seatrial.ui.plan_json import SCHEMA_VERSION, finite, recipe
+from seatrial.ui.plan_json import SCHEMA_VERSION, recipe
 from seatrial.ui.plan_words import HEAD, TIGHT, TIGHT_NOTE, Line, brief, data, gib, note, pair, table
 
 
@@ -74,8 +75,8 @@ def _clusters(job: Job, fits: Sequence[Fit], width: int) -> Iterator[Line]:
     if any(f.recipe is not None and not f.verdict.sure for f in fits):
         known = shipped_errors()
         text = (
-            f"{TIGHT_NOTE}: 1 in 100 or more of {known.figures} published figures exceeded their prediction by that much; "
-            f"up to {known.full * 100:.0f} % of a GPU's memory fewer did. with margin: the smallest that stays below"
+            f"{TIGHT_NOTE}: 1 in 100 or more of {known.figures} published figures exceeded their prediction by the missing "
+            f"margin. with margin: the smallest cluster that needs at most {known.full * 100:.0f} % of a GPU's memory"
         )
         yield from note(text, width)
     missing = [f for f in fits if f.recipe is not None and f.prediction is None]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from typing import Any
 
+from seatrial.base.atomic import finite
 from seatrial.plan.cost.finish import Finish
 from seatrial.plan.cost.memory import Memory
 from seatrial.plan.cost.predict import Prediction, Share
@@ -68,17 +68,6 @@ def _cautions(answer: Answer) -> list[str]:
     return [] if told is None else [told]
 
 
-def finite(value: Any) -> Any:
-    """Replace infinities and NaN, which JSON does not have, by null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
-    return value
-
-
 def _place(place: Hardware) -> dict[str, Any]:
     return {
         "nodes": place.nodes,
@@ -92,17 +81,8 @@ def _place(place: Hardware) -> dict[str, Any]:
 
 _RECIPE = (
     *("sequence", "global_batch", "microbatch", "tensor", "context", "shard", "replicate", "pipeline"),
-    *(
-        "stages_per_rank",
-        "schedule",
-        "optimizer",
-        "precision",
-        "sharding",
-        "reshard",
-        "recompute",
-        "sequence_parallel",
-    ),
-    *("compiled", "async_tensor"),
+    *("stages_per_rank", "schedule", "optimizer", "precision", "sharding", "reshard", "recompute"),
+    *("sequence_parallel", "compiled", "async_tensor"),
 )
 
 

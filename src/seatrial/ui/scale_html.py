@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from seatrial.base.page import render
-from seatrial.scale.report import columns, lines, row, split_rows
-from seatrial.scale.results import Results
+from seatrial.plan.report.waterfall import waterfall_of
+from seatrial.scale.heat import heat
+from seatrial.scale.report import columns, lines, row, split_rows, waterfall_rows
+from seatrial.scale.results import Measured, Results
+from seatrial.scale.sizes import in_words
+from seatrial.ui.scale_heat_svg import heat_svg
 from seatrial.ui.scale_svg import scale_svg
 from seatrial.ui.svg import style, written
+from seatrial.ui.waterfall_svg import waterfall_svg
 
 LEGEND = (
     "Intervals are 95 %, over runs. efficiency: tokens/s/GPU over the first size's; of half: over that at half the nodes. "
@@ -23,6 +28,7 @@ def page(results: Results) -> str:
     job, terms = results.measurement.job, results.measurement.terms
     where = f"{terms.mode} scaling, {terms.steps} steps a run, {time.strftime('%Y-%m-%d %H:%M')}; in the job {job.layout}"
     split_columns, splits = split_rows(results)
+    part_columns, parts = waterfall_rows(results)
     return render(
         "ui/scale.html",
         picture_style=style(),
@@ -35,9 +41,32 @@ def page(results: Results) -> str:
         legend=LEGEND,
         split_columns=split_columns,
         splits=splits,
+        part_columns=part_columns,
+        parts=parts,
+        pictures=[picture for size in results.sizes for picture in _pictures(size)],
         lines=list(lines(results)),
         changes=list(_changes(results)),
     )
+
+
+def _pictures(size: Measured) -> Iterator[str]:
+    """Of one size: the waterfall of its step, as measured and as predicted, and the heat map of its ranks."""
+    fall, nodes = size.waterfall, size.size.nodes
+    if fall is None or size.steps is None:
+        return
+    for predicted in (False, True) if fall.predicted_step_s is not None else (False,):
+        how = "predicted" if predicted else "measured"
+        svg = waterfall_svg(
+            waterfall_of(fall.shares(predicted=predicted), fall.whole),
+            title=f"{in_words(nodes)}: where the {fall.whole} goes, {how}",
+            subtitle=f"share of {'the dense peak' if fall.mfu is not None else 'a step; no dense peak is known'}",
+            name=f"{how}-{nodes}",
+            alone=False,
+        )
+        yield written(svg)
+    if (found := heat(size.steps.observed)) is not None:
+        title = f"{in_words(nodes)}: own work of each {found.unit} beside its peers'"
+        yield written(heat_svg(found, fall.step_s, title=title, name=f"heat-{nodes}", alone=False))
 
 
 def _changes(results: Results) -> Iterator[tuple[str, ...]]:

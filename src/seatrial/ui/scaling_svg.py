@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 from seatrial.plan.search.scaling import Point, Scaling
@@ -11,6 +12,7 @@ from seatrial.ui.svg import WIDTH, box, framed, line, text
 
 HEIGHT = 380.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 150.0, 52.0, 62.0
+_CAP, _LABEL = 5.0, 17.0  # half the width of an interval's ends; least distance of two labels
 _LOOKS: dict[str, tuple[str, str]] = {
     "weak scaling": ("st-kernels", ""),
     "strong scaling": ("st-communication", "6 4"),
@@ -69,26 +71,52 @@ def axes(frame: Frame, sizes: Sequence[int]) -> Iterator[Element]:
     yield text((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 18, "GPUs", "st-soft", "middle")
 
 
-def _line(frame: Frame, shown: Scaling, ends: list[float]) -> Iterator[Element]:
-    kind, dashes = _LOOKS[shown.name]
-    known = shown.known
-    places = [(frame.x(p.gpus), frame.y(p.efficiency)) for p in known if p.efficiency is not None]
+@dataclass(frozen=True)
+class Mark:
+    """One efficiency, with its interval if it has one."""
+
+    gpus: float
+    value: float
+    hint: str
+    low: float = 0.0
+    high: float = 0.0
+    round: bool = True
+
+
+def curve(
+    frame: Frame, name: str, kind: str, dashes: str, marks: Sequence[Mark], ends: list[float]
+) -> Iterator[Element]:
+    """The marks with their intervals, a line through them, and the name. `ends`: the heights of names so far."""
+    places = [(frame.x(mark.gpus), frame.y(mark.value)) for mark in marks]
     if len(places) > 1:
         yield line(places, kind, dashes, 2.2)
-    for (x, y), point in zip(places, known, strict=True):
-        yield box(x - 4, y - 4, 8, 8, kind, _hint(shown, point), 4 if shown.mode == "weak" else 0)
-    for point in shown.points:
-        if point.efficiency is None:
-            x, y = frame.x(point.gpus), frame.y(0) - 7 - 13 * list(_LOOKS).index(shown.name)
-            cross = [(x - 4, y - 4), (x + 4, y + 4), (x, y), (x + 4, y - 4), (x - 4, y + 4)]
-            yield line(cross, kind, width=2, hint=_hint(shown, point))
+    for (x, y), mark in zip(places, marks, strict=True):
+        if mark.low < mark.high:
+            low, high, left, right = frame.y(max(mark.low, 0.0)), frame.y(mark.high), x - _CAP, x + _CAP
+            bar = [(left, low), (right, low), (x, low), (x, high), (left, high), (right, high)]
+            yield line(bar, kind, width=1.4, hint=mark.hint)
+        yield box(x - 4, y - 4, 8, 8, kind, mark.hint, 4 if mark.round else 0)
     if places:
         x, y = places[-1]
         # Labels of curves that end at the same height are placed one below the other.
-        while any(abs(y - other) < 17 for other in ends):
-            y += 17
+        while any(abs(y - other) < _LABEL for other in ends):
+            y += _LABEL
         ends.append(y)
-        yield text(x + 12, y + 4, shown.name)
+        yield text(min(x + 12, WIDTH - _RIGHT + 12), y + 4, name)
+
+
+def _line(frame: Frame, shown: Scaling, ends: list[float]) -> Iterator[Element]:
+    kind, dashes = _LOOKS[shown.name]
+    marks = []
+    for point in shown.points:
+        hint = _hint(shown, point)
+        if point.efficiency is not None:
+            marks.append(Mark(point.gpus, point.efficiency, hint, round=shown.mode == "weak"))
+        else:
+            x, y = frame.x(point.gpus), frame.y(0) - 7 - 13 * list(_LOOKS).index(shown.name)
+            cross = [(x - 4, y - 4), (x + 4, y + 4), (x, y), (x + 4, y - 4), (x - 4, y + 4)]
+            yield line(cross, kind, width=2, hint=hint)
+    yield from curve(frame, shown.name, kind, dashes, marks, ends)
 
 
 def _hint(shown: Scaling, point: Point) -> str:

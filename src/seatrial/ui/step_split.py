@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from seatrial.base import units
+from seatrial.base.errors import InputError
 from seatrial.record.view import RunView
 from seatrial.ui.out import Pair
 
 if TYPE_CHECKING:
+    from seatrial.plan.cost.predict import Prediction
+    from seatrial.plan.report.step_waterfall import StepWaterfall
     from seatrial.record.frontier import Account
 
 _STEPS = 512  # of the end of a run: as many as matter, and few enough to be read for each of many ranks
@@ -25,6 +28,64 @@ def account_of(view: RunView) -> Account | None:
     found, problems = read_generation(view.folder, view.generation, most=_STEPS)
     view.problems += [problem for problem in problems if problem not in view.problems]
     return account(found)
+
+
+def waterfall_of_run(view: RunView, account: Account | None) -> tuple[StepWaterfall | None, str]:
+    """(the split in the planner's categories beside its prediction, the reason if there is none); None without a split."""
+    if account is None or view.last is None:
+        return None, ""
+    from seatrial.plan.report.step_waterfall import step_waterfall
+    from seatrial.record.run import read_plan
+
+    try:
+        pipeline = int(read_plan(view.folder)["layout"]["pipeline"])
+        if account.ranks % pipeline:
+            raise ValueError(f"a pipeline of {pipeline} for {account.ranks} ranks")
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        return None, f"plan.json cannot be used: {error}"
+    try:
+        prediction, why = _prediction(view, account.ranks)
+    except InputError as error:
+        prediction, why = None, f"job.toml cannot be used: {error.diagnostics[0].message}"
+    last = view.last
+    seconds = None if last.mfu is None else last.mfu * last.step_time_s
+    return step_waterfall(account, pipeline, model_flops_s=seconds, prediction=prediction), why
+
+
+def _prediction(view: RunView, ranks: int) -> tuple[Prediction | None, str]:
+    """(what `seatrial plan` predicts for the run, without what this run measured; why it predicts nothing)."""
+    if view.device == "cpu":  # the planner takes a while to import
+        return None, "ranks are CPU processes, for which speed is not predicted"
+    from seatrial.job.loading import load_job
+    from seatrial.plan.cost.calibration import shipped
+    from seatrial.plan.model.place import place_of
+    from seatrial.plan.model.recipe import Recipe
+    from seatrial.plan.report.advice import Asker
+    from seatrial.plan.report.measured import measured_rates
+
+    job = load_job(view.folder.job_toml)
+    if ranks != job.layout.world_size:
+        return None, f"{ranks} ranks ran of the {job.layout.world_size} in the job"
+    rates = measured_rates(view.folder.path, job, without_itself=True)
+    place = rates.at(place_of(job))
+    if place.cluster is None:
+        return None, place.why_no_gpu
+    found = Asker(job, place.cluster, "seatrial", rates.calibration(shipped())).ask(Recipe.of(job))
+    return found, "" if found is not None else place.why_no_network or "it should not fit into memory"
+
+
+def waterfall_pairs(waterfall: StepWaterfall | None, why: str) -> list[Pair]:
+    """The measured waterfall in percent of a step, each part with the ratio of its seconds to those predicted."""
+    if waterfall is None:
+        return [Pair("waterfall", f"unknown: {why}")] if why else []
+    told = []
+    for row in waterfall.shown:
+        if row.seconds is not None and row.seconds >= _LEAST * waterfall.step_s:
+            ratio = "" if row.ratio is None else f" ({row.ratio:.2f} of plan)"
+            told.append(f"{row.name} {100 * row.seconds / waterfall.step_s:.0f} %{ratio}")
+    planned = waterfall.total.ratio
+    told.append(f"no prediction: {why}" if planned is None else f"step {planned:.2f} of plan")
+    return [Pair("waterfall", "\n".join((", ".join(told), *waterfall.notes())))]
 
 
 def split_pairs(account: Account | None) -> list[Pair]:

@@ -15,7 +15,7 @@ from seatrial.record.view import RunView
 from seatrial.ui import figures
 from seatrial.ui.out import Out, Pair
 from seatrial.ui.recovery import Nodes, Recoveries, message_of
-from seatrial.ui.step_split import account_of, split_pairs
+from seatrial.ui.step_split import account_of, split_pairs, waterfall_of_run, waterfall_pairs
 
 SCHEMA_VERSION = 1
 TRACEBACK_LINES = 15
@@ -39,7 +39,8 @@ def print_summary(out: Out, view: RunView, next_commands: Sequence[str]) -> None
     out.line(
         f"{view.folder.path.name} {view.state}: {steps}{took}", STATE_STYLES.get(view.state, "bold yellow")
     )
-    progress = [*_progress_pairs(view), *split_pairs(account_of(view))]
+    split = account_of(view)
+    progress = [*_progress_pairs(view), *split_pairs(split), *waterfall_pairs(*waterfall_of_run(view, split))]
     out.pairs([Pair("why", view.state_reason), *progress, *recovery_pairs(view)])
     if view.failure is not None:
         _print_failure(out, view.failure)
@@ -140,6 +141,7 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
     first, last, failure, latest = view.first, view.last, view.failure, view.latest
     recoveries, nodes = Recoveries(view.own_events), Nodes(view.own_events)
     split = account_of(view)
+    waterfall, why_not_predicted = waterfall_of_run(view, split)
     document: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "name": view.folder.path.name,
@@ -163,6 +165,9 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
         "tokens_per_s_per_gpu_median": _median(view, "tokens_per_s_per_gpu"),
         "step_time_s_median": _median(view, "step_time_s"),
         "step_split": split.as_dict() if split is not None else None,
+        "waterfall": waterfall.as_dict() | {"why_not_predicted": why_not_predicted or None}
+        if waterfall
+        else None,
         "mfu": last.mfu if last else None,
         "memory_bytes": last.memory_bytes if last else None,
         "last_step_time": last.time if last else None,

@@ -17,8 +17,13 @@ _WRAP = 120  # letters per line of small text
 _LETTER = 7.0  # width of a letter in the widest of the usual fonts
 
 
-def waterfall_svg(shown: Waterfall, *, title: str, subtitle: str = "", alone: bool = True) -> Element:
-    """The picture of `shown`, as a separate file or for a page that has the pictures' style (`svg.style`)."""
+def waterfall_svg(
+    shown: Waterfall, *, title: str, subtitle: str = "", alone: bool = True, name: str = "waterfall"
+) -> Element:
+    """The picture of `shown`, as a separate file or for a page that has the pictures' style (`svg.style`).
+
+    `name` keeps the ids of several on a page apart.
+    """
     top = 74.0 if subtitle else 52.0
     body = _ROW * len(shown.bars)
     legend, y = _legend(shown, top + body + 46)
@@ -31,7 +36,7 @@ def waterfall_svg(shown: Waterfall, *, title: str, subtitle: str = "", alone: bo
     for told in textwrap.wrap(shown.too_small, _WRAP):
         y += 20
         parts.append(text(16, y, told, "st-soft"))
-    return framed(parts, height=y + 18, title=title, sentence=shown.sentence, name="waterfall", alone=alone)
+    return framed(parts, height=y + 18, title=title, sentence=shown.sentence, name=name, alone=alone)
 
 
 def _x(share: float) -> float:
@@ -50,7 +55,7 @@ def _bar(bar: Bar, y: float) -> Iterator[Element]:
     """Name, bar, and its value to the right: there is always room, as a bar ends where the previous one began."""
     middle = y + _BAR / 2 + 4.5
     x, end = _x(bar.low), _x(bar.high)
-    hint = f"{bar.name}: {bar.words} of the peak, {seconds(bar.seconds)}"
+    hint = f"{bar.name}: {bar.words}, {seconds(bar.seconds)}"
     value = max(end, x + 1.5) + 8
     yield text(_LEFT - 12, middle, bar.name, "", "end")
     yield box(x, y, max(1.5, end - x), _BAR, f"st-{bar.kind}", hint, 1.5)

@@ -6,8 +6,7 @@ import copy
 from dataclasses import asdict
 from typing import Any
 
-from seatrial.check.node.node_files import FACTS_VERSION
-from seatrial.check.node.node_stage import NodeOptions
+from seatrial.check.node.node_stage import FACTS_VERSION, NodeOptions
 from seatrial.hardware.counters import Port
 
 GIB = 1 << 30

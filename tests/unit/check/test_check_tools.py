@@ -134,6 +134,7 @@ CHANGED = [
     ("nvbandwidth_h100.txt", r"(?s)^memcpy CE CPU.*?\n\n.*?\n\n", "Error: out of memory\n", "FAIL NOD022 -"),
     ("nvbandwidth_h100.txt", r"\Z", "[CUDA_ERROR_ECC_UNCORRECTABLE] uncorrectable\n", "FAIL NOD022 -"),
     ("perfquery_clean.txt", r"(LinkDownedCounter:\.*)0", r"\g<1>255", "UNJUDGED NET011 Lid 12 port 1"),
+    ("perfquery_clean.txt", r"(LinkDownedCounter:\.*)0", r"\g<1>0990", "UNJUDGED NET011 Lid 12 port 1"),
     ("perfquery_clean.txt", r"^LinkDownedCounter.*\n", "", "UNJUDGED NET011 Lid 12 port 1"),
     ("rdma_link_four.txt", r"(mlx5_2/1 .*)ACTIVE physical_state LINK_UP", r"\1DOWN physical_state POLLING", "FAIL NET001 mlx5_2/1"),
     ("rocm_smi_two.txt", r"^=+ End of ROCm.*\n", "", "UNJUDGED OUT002 -"),
@@ -323,8 +324,8 @@ def test_a_gpu_that_is_on_the_bus_and_not_in_the_driver_is_told() -> None:
 
 # A line or two of each output that is known by its looks alone.
 UNKNOWN = {
-    "nvidia-smi -q, cut off at its head": "    ECC Errors\n        Volatile\n  x\n",
-    "the table of nvidia-smi, cut off at its head": "| N/A   31C    P0    71W / 700W |      0MiB / 81559MiB |      0%      Default |\n",
+    "nvidia-smi -q, without its beginning": "    ECC Errors\n        Volatile\n  x\n",
+    "the table of nvidia-smi, without its beginning": "| N/A   31C    P0    71W / 700W |      0MiB / 81559MiB |      0%      Default |\n",
     "nvidia-smi dmon or pmon": "# gpu    pwr  gtemp  mtemp     sm    mem\n# Idx      W      C      C      %      %\n",
     "nvidia-smi --query-compute-apps": "pid, process_name, used_gpu_memory [MiB]\n4711, python, 512 MiB\n",
     "nvidia-smi nvlink -c or another of its lists": "\t Link 0, P2P is supported: true\n",
@@ -335,12 +336,12 @@ UNKNOWN = {
     "p2pBandwidthLatencyTest": "[P2P (Peer-to-Peer) GPU Bandwidth Latency Test]\n",
     "bandwidthTest of the CUDA samples": "[CUDA Bandwidth Test] - Starting...\n",
     "rccl-tests' file of rows (-x)": "numCycle,name,nranks,size,type,redop,inPlace,time,algBw,busBw\n",
-    "nccl-tests, cut off at its head": "# Avg bus bandwidth\n  8589934592    2147483648     float     sum      -1\n",
+    "nccl-tests, without its beginning": "# Avg bus bandwidth\n  8589934592    2147483648     float     sum      -1\n",
     "OSU micro-benchmarks": "# OSU MPI Bandwidth Test v7.1\n",
     "ucx_perftest": "|    Stage     | # iterations | 50.0%ile | average | overall |\n",
     "iperf": "Connecting to host 10.0.0.2, port 5201\n",
     "an MLPerf or HPL log": ":::MLLOG {\"namespace\": \"\"}\n",
-    "perfquery, cut off at its head": "SymbolErrorCounter:..............0\n",
+    "perfquery, without its beginning": "SymbolErrorCounter:..............0\n",
     "ibqueryerrors": "Errors for \"leaf1\"\n",
     "ibdiagnet": "-I- Using port 1 as the local port.\n",
     "sminfo, ibping or saquery": "sminfo: sm lid 1 sm guid 0x2c90200423e1d, activity count 1 priority 0 state 3 SMINFO_MASTER\n",

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from seatrial.base.kernel_files import fields_of, number_of, text_of
 from seatrial.check.intake.offline import judge_pieces
 from seatrial.check.judging.findings import Finding
 from seatrial.check.node import node_gpu, node_storage, probe_nvml
 from seatrial.check.node.judge_node import pieces_of
 from seatrial.check.node.node_clock import parse_chrony, read_clock
-from seatrial.check.node.node_files import fields_of, number_of, text_of
 from seatrial.check.node.node_inventory import last_level_cache_bytes, read_inventory
 from seatrial.check.node.node_kernel import read_kernel_log
 from seatrial.check.node.node_limits import read_limits

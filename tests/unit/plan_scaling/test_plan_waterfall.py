@@ -15,6 +15,7 @@ from seatrial.plan.cost.finish import finish
 from seatrial.plan.cost.predict import Share, predict
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
+from seatrial.plan.report.step_waterfall import TABLE
 from seatrial.plan.report.waterfall import KINDS, LEAST, waterfall_of
 
 MODEL = model_presets()["qwen2.5-72b"]
@@ -71,13 +72,15 @@ def test_parts_that_do_not_make_the_whole_are_no_picture() -> None:
         waterfall_of([])
 
 
-def test_every_part_of_a_prediction_and_of_a_run_has_a_kind() -> None:
+def test_every_part_of_a_prediction_a_run_or_a_step_has_a_kind() -> None:
     """A part that is added to the waterfall gets a colour and a word, or this fails."""
     found = predict(MODEL, VOYAGE, cluster())
     run = finish(found, MODEL, VOYAGE, cluster(), 24000, rate=RATES[1], storage_gb_s=20.0)
     names = [s.name for s in run.waterfall]
     assert names[0] == "model FLOPs"
-    assert set(names[1:]) == set(KINDS)
+    rows = {name for name, *_ in TABLE}
+    rows.add("computation below peak, tensor-parallel communication")  # of compiled blocks
+    assert {*names[1:], *rows} == set(KINDS)
     assert {s.name for s in found.waterfall[1:]} < set(KINDS)
 
 

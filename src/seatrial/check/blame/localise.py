@@ -40,9 +40,8 @@ from seatrial.check.blame.rounds import (
 from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
 from seatrial.check.outputs.topology import Topology, judge_topology
 
-_AGAIN = (
-    2  # times that a doubtful node measures again, and as many times more if doubts remain; the median counts
-)
+# Times that a doubtful node measures again, and as many times more if doubts remain; the median counts.
+_AGAIN = 2
 _STRIKES = 2  # consecutive times that a node must fail to answer before it counts as dead
 _LOADED = 3  # maximum number of rounds between leaves
 _FEW = 4  # up to this many nodes all pairs are measured: with fewer pairs one end could be in all of them

@@ -57,9 +57,8 @@ class Noise:
     own_outlier: float = 0.0005
     nothing: float = 0.001  # no reading
     silent: float = 0.0002  # a healthy node does not answer in a round
-    harmless: float = (
-        0.02  # nodes with an application's Xid, and as many with counters that look bad and are not
-    )
+    # Nodes with an application's Xid, and as many with counters that look bad and are not.
+    harmless: float = 0.02
     hidden_log: float = 0.005  # nodes whose kernel log cannot be read
 
 

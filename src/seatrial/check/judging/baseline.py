@@ -10,7 +10,7 @@ from typing import Any
 from seatrial.base.atomic import json_text, write_output
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import parse_json, read_named
-from seatrial.check.judging.compare import HIGHER_IS_BETTER, LOWER_IS_BETTER
+from seatrial.check.judging.compare import HIGHER_IS_BETTER, LOWER_IS_BETTER, meaning
 from seatrial.check.judging.findings import Direction, Expected, Finding, Target
 from seatrial.check.judging.floors import judge_share
 from seatrial.check.judging.report import Report
@@ -57,18 +57,8 @@ def compare_baseline(report: Report, path: Path) -> list[Finding]:
         finding, measured = now[key]
         ratio = measured / value if unit in HIGHER_IS_BETTER else value / measured
         text = f"{measured:.4g} {unit}, {value:.4g} in the baseline ({key[0]})"
-        found.append(
-            Finding(
-                "CMP004",
-                judge_share(ratio),
-                target,
-                text,
-                measured,
-                unit,
-                expected,
-                evidence=finding.evidence,
-            )
-        )
+        verdict, places = judge_share(ratio), finding.evidence
+        found.append(Finding("CMP004", verdict, target, text, measured, unit, expected, evidence=places))
     return found
 
 
@@ -83,10 +73,7 @@ def _measured(report: Report) -> Iterator[tuple[Key, Finding, float]]:
         if isinstance(value, str | bool) or value is None or finding.code.startswith("CMP") or not value > 0:
             continue
         if finding.unit in HIGHER_IS_BETTER + LOWER_IS_BETTER:
-            e = finding.expected
-            how = ("", "", None) if e is None else (e.direction, e.algorithm, e.size_bytes)
-            target = tuple(asdict(finding.target).values())
-            yield (finding.code, finding.unit, *how, *target), finding, float(value)
+            yield (*meaning(finding), *asdict(finding.target).values()), finding, float(value)
 
 
 def _load(path: Path) -> dict[Key, tuple[Target, float]]:

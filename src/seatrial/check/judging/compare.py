@@ -140,30 +140,17 @@ def _measurements(named: Sequence[Judged]) -> tuple[list[Finding], dict[int, Fin
             if peers < PEERS:
                 continue
             usual = median_of_others(ordered, value)
-            medians[id(finding)] = (
-                finding if finding.peers_median is not None else replace(finding, peers_median=usual)
-            )
+            median = usual if finding.peers_median is None else finding.peers_median
+            medians[id(finding)] = replace(finding, peers_median=median)
             ratio = value / usual if finding.unit in HIGHER_IS_BETTER else usual / value
             verdict = judge_share(ratio)
             if verdict == "PASS" or finding.verdict in ("FAIL", "WARN"):
                 continue
             text = f"{value:.4g} {finding.unit}, the median of {peers} peers is {usual:.4g} ({finding.code})"
-            expected = replace(
-                finding.expected or Expected(None, finding.unit), value=usual, source="median of the peers"
-            )
-            found.append(
-                Finding(
-                    "CMP002",
-                    verdict,
-                    finding.target,
-                    text,
-                    measured=value,
-                    unit=finding.unit,
-                    expected=expected,
-                    peers_median=usual,
-                    evidence=finding.evidence,
-                )
-            )
+            means = finding.expected or Expected(None, finding.unit)
+            expected = replace(means, value=usual, source="median of the peers")
+            slow = ("CMP002", verdict, finding.target, text, value, finding.unit, expected, usual)
+            found.append(Finding(*slow, evidence=finding.evidence))
     return found, medians
 
 

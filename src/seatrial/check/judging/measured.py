@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from seatrial.base import units
 from seatrial.check.judging.compare import HIGHER_IS_BETTER, meaning
-from seatrial.check.judging.findings import Finding
+from seatrial.check.judging.findings import Expected, Finding
 
 _OF_NODES = "NOD"
+
+
+def rate(
+    values: Sequence[float], unit: str, algorithm: str, direction: str, size_bytes: int | None
+) -> dict[str, Any]:
+    """One rate: median and minimum of `values`, and what they mean."""
+    return {
+        "median": float(f"{median(values):.6g}"),
+        "min": float(f"{min(values):.6g}"),
+        "n": len(values),
+        "unit": unit,
+        "direction": direction,
+        "algorithm": algorithm,
+        "size_bytes": size_bytes,
+    }
 
 
 def of_nodes(findings: Iterable[Finding]) -> list[dict[str, Any]]:
@@ -20,20 +35,12 @@ def of_nodes(findings: Iterable[Finding]) -> list[dict[str, Any]]:
         value = f.measured
         if f.code.startswith(_OF_NODES) and f.unit in HIGHER_IS_BETTER and isinstance(value, int | float):
             alike.setdefault(meaning(f), []).append((f, float(value)))
-    return [
-        {
-            "what": group[0][0].message.partition(":")[0],
-            "code": group[0][0].code,
-            "median": float(f"{median(v for _, v in group):.6g}"),
-            "min": float(f"{min(v for _, v in group):.6g}"),
-            "n": len(group),
-            "unit": group[0][0].unit,
-            "direction": "" if (e := group[0][0].expected) is None else e.direction,
-            "algorithm": "" if e is None else e.algorithm,
-            "size_bytes": None if e is None else e.size_bytes,
-        }
-        for group in alike.values()
-    ]
+    found = []
+    for group in alike.values():
+        (first, _), e = group[0], group[0][0].expected or Expected(None)
+        values = rate([v for _, v in group], first.unit, e.algorithm, e.direction, e.size_bytes)
+        found.append({"what": first.message.partition(":")[0], "code": first.code, **values})
+    return found
 
 
 def lines(measured: Mapping[str, Any]) -> list[str]:

@@ -57,7 +57,7 @@ class Agent:
         self.listening: dict[int, int] = {}  # pid of a tool -> port that it should listen on, until it does
         self.fork_server: Task | None = None
         self.channel: Channel | None = None
-        self.forged: dict[int, float] = {}  # orders in progress in the fork server -> deadline
+        self.forwarded: dict[int, float] = {}  # orders in progress in the fork server -> deadline
         self.terminated = False
         self.signals = SignalQueue((signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
         self.listener = socket.create_server(("", 0), backlog=128)
@@ -160,7 +160,7 @@ class Agent:
         for task in self.tasks.values():
             if task.order == order and task is not self.fork_server:
                 task.kill()
-        if order in self.forged and self.channel is not None:
+        if order in self.forwarded and self.channel is not None:
             self.channel.post({"cancel": order})
 
     # -- fork server
@@ -176,7 +176,7 @@ class Agent:
             self.sources.watch(self.channel, self._fork_server_said)
         if order["do"] == "prepare":
             limit_s = max(limit_s, _FORK_SERVER_START_S)
-        self.forged[number] = time.monotonic() + limit_s + _STUCK_S
+        self.forwarded[number] = time.monotonic() + limit_s + _STUCK_S
         self.channel.post({**order, "limit_s": limit_s})
 
     def _fork_server_said(self) -> None:
@@ -184,9 +184,9 @@ class Agent:
             return
         for message in self.channel.receive():
             number = message["id"]
-            if number in self.forged:  # else it was given up
+            if number in self.forwarded:  # else it was given up
                 if "note" not in message:
-                    del self.forged[number]
+                    del self.forwarded[number]
                 self.conductor.send(message)
         if self.channel.closed:
             self._hang_up()
@@ -201,8 +201,8 @@ class Agent:
         self.fork_server = None
         self._fork_server_said()
         self._hang_up()
-        for number in list(self.forged):
-            del self.forged[number]
+        for number in list(self.forwarded):
+            del self.forwarded[number]
             why = f"the fork server for ranks {process.status_text(status)}: {task.complaint}"
             self._fail(number, why.rstrip(": "))
 
@@ -227,7 +227,7 @@ class Agent:
         self._fail(task.order, f"{text}; stderr: {task.complaint}" if task.err else text)
 
     def _timeout_s(self) -> float | None:
-        times = [t.until for t in self.tasks.values()] + list(self.forged.values())
+        times = [t.until for t in self.tasks.values()] + list(self.forwarded.values())
         if self.listening:
             times.append(time.monotonic() + _LISTEN_POLL_S)
         soonest = min(times, default=float("inf"))
@@ -247,10 +247,12 @@ class Agent:
             else:
                 task.too_late, task.until = True, now + _STUCK_S
                 task.kill()
-        if [number for number, until in self.forged.items() if until <= now] and self.fork_server is not None:
+        if [
+            number for number, until in self.forwarded.items() if until <= now
+        ] and self.fork_server is not None:
             # It missed its own deadlines. When it exits, all its orders fail.
             self.fork_server.kill()
-            self.forged = dict.fromkeys(self.forged, now + _STUCK_S)
+            self.forwarded = dict.fromkeys(self.forwarded, now + _STUCK_S)
 
     # -- output
 

@@ -56,10 +56,10 @@ class Task:
         return last_words(bytes(self.err))
 
 
-def last_words(data: bytes, limit: int = 300) -> str:
-    """The last lines of `data` as one printable line of at most `limit` characters."""
+def last_words(data: bytes) -> str:
+    """The last lines of `data` as one printable line of at most 300 characters."""
     lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
-    text = " / ".join(lines[-3:])[-limit:]
+    text = " / ".join(lines[-3:])[-300:]
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

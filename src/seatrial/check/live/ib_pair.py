@@ -51,7 +51,7 @@ def end_result(reply: Mapping[str, Any], node: str) -> EndResult:
     try:
         runs = perftest.parse(Lines.of(text), file)
     except ParseError:
-        why = f"{TOOL} printed no known output (exit code  {reply.get('rc')})"
+        why = f"{TOOL} printed no known output (exit code {reply.get('rc')})"
         return EndResult(None, (_unjudged(node, why, ""),), blocked=True)
     rates = [
         max(run.rows, key=lambda row: row.size_bytes).gbit_s

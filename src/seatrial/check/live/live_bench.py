@@ -34,9 +34,8 @@ MIB = 1 << 20
 SIZES = {"cpu": (64 << 10, MIB, 8 * MIB), "cuda": (MIB, 64 * MIB, 1024 * MIB)}
 # Duration of a flow, and time limit for the repeats of one all-reduce size. On a GPU a flow of 0.5 s is 25 GB.
 _FLOW_S, _SUM_S = {"cpu": 0.8, "cuda": 0.5}, {"cpu": 0.3, "cuda": 0.5}
-_STALL_S = (
-    15.0  # without a message from a rank group: nothing gets through. Ten times what a healthy flow takes
-)
+# Without a message from a rank group: nothing gets through. Ten times what a healthy flow takes.
+_STALL_S = 15.0
 _NODE_MARGIN_S = 15.0  # beyond the node stage's own time: to start Python, to end what hangs
 _TIMES = 2  # that a host's ranks must fail for their own reasons before the host is at fault
 

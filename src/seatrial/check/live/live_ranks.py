@@ -55,17 +55,16 @@ class Flow:
 
 @dataclass(frozen=True)
 class Sum:
-    """All-reduces of one size. A repeat takes as long as its slowest rank; median: `seconds`, minimum: `best_s`."""
+    """All-reduces of one size. A repeat takes as long as its slowest rank; `seconds` is the median."""
 
     size_bytes: int
     seconds: float
-    best_s: float
     repeats: int
     wrong: int
 
-    def busbw(self, ranks: int, *, best: bool = False) -> float:
+    def busbw(self, ranks: int) -> float:
         """GB/s as nccl-tests counts it: algbw x 2 (n - 1) / n."""
-        return self.size_bytes / (self.best_s if best else self.seconds) * 2 * (ranks - 1) / ranks / 1e9
+        return self.size_bytes / self.seconds * 2 * (ranks - 1) / ranks / 1e9
 
 
 @dataclass
@@ -198,5 +197,5 @@ def outcome(world: RankGroup, replies: Mapping[int, Reply]) -> Outcome:
         # A repeat ends with its slowest rank; a rank that was cut short has fewer repeats.
         slowest = [max(repeat) for repeat in zip(*told, strict=False)]
         if slowest and len(told) == world.size:
-            result.sums.append(Sum(size, median(slowest), min(slowest), len(slowest), wrong[size]))
+            result.sums.append(Sum(size, median(slowest), len(slowest), wrong[size]))
     return result

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from seatrial.check.blame.localise import Report
 from seatrial.check.blame.nodes import RATES, NodeStage
+from seatrial.check.judging.measured import rate
 from seatrial.check.live import ib_pair
 from seatrial.check.live.live_ranks import Outcome
-
-
-def rate(
-    values: Sequence[float], unit: str, algorithm: str, direction: str, size_bytes: int | None
-) -> dict[str, Any]:
-    """One rate: median and minimum of `values`, and what they mean."""
-    return {
-        "median": float(f"{median(values):.6g}"),
-        "min": float(f"{min(values):.6g}"),
-        "n": len(values),
-        "unit": unit,
-        "direction": direction,
-        "algorithm": algorithm,
-        "size_bytes": size_bytes,
-    }
 
 
 def measured(

@@ -48,14 +48,11 @@ def run(spec: dict[str, Any], rank: int, local: int, limit_s: float, channel: Ch
     try:
         _Probe(spec, rank, local, limit_s).measure(channel)
     except (RuntimeError, OSError, ValueError) as error:  # what torch and its backends raise
-        channel.send({"failed": _one_line(f"{type(error).__name__}: {error}")})
+        # The first line is the message; C++ stacks follow.
+        line = f"{type(error).__name__}: {error}".strip().partition("\n")[0][:400]
+        channel.send({"failed": "".join(c if c.isprintable() else "?" for c in line)})
     # No destroy_process_group(): it would wait for partners that may have exited.
     os._exit(0)
-
-
-def _one_line(text: str, limit: int = 400) -> str:
-    # The first line is the message; C++ stacks follow.
-    return "".join(c if c.isprintable() else "?" for c in text.strip().partition("\n")[0][:limit])
 
 
 class _Probe:

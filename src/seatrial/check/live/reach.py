@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import seatrial
+from seatrial.base.kernel_files import text_of
 
 
 def hello(port: int) -> dict[str, Any]:
@@ -28,19 +29,12 @@ def hello(port: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "machine": _text("/proc/sys/kernel/random/boot_id") or socket.gethostname(),
+        "machine": text_of(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname(),
         "port": port,
         "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         "rdma": sorted(_names("/sys/class/infiniband")),
         "executable": sys.executable,
     }
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
 
 
 def _names(folder: str) -> list[str]:

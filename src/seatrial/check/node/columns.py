@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from seatrial.check.blame.nodes import RATES, Floats, NodeStage
-from seatrial.check.node.node_files import FACTS_VERSION
 from seatrial.check.node.node_ports import is_up
+from seatrial.check.node.node_stage import FACTS_VERSION
 from seatrial.check.ranges import natural
 from seatrial.hardware.counters import Links, Port, parse_nvlink_errors
 from seatrial.hardware.xid import address, parse

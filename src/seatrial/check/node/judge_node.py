@@ -17,7 +17,7 @@ from seatrial.check.node.judge_host import judge_interface, judge_limits, judge_
 from seatrial.check.node.judge_load import PAIRS, Peers, judge_gpu_load, judge_gpu_presence, judge_rates
 from seatrial.check.node.judge_pairs import judge_pairs
 from seatrial.check.node.node_clock import judge_clock
-from seatrial.check.node.node_files import FACTS_VERSION
+from seatrial.check.node.node_stage import FACTS_VERSION
 from seatrial.check.outputs.gpu_state import GpuState, GpuStates
 from seatrial.check.outputs.tool import Lines
 

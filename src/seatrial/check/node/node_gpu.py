@@ -41,11 +41,6 @@ def read_after(limit_s: float) -> tuple[dict[str, Any], Result]:
     return _document(nvml), links
 
 
-def dcgm_order(level: int, limit_s: float) -> Order:
-    """`dcgmi diag -r LEVEL -j`."""
-    return Order("dcgmi diag -j", ("dcgmi", "diag", "-r", str(level), "-j"), limit_s)
-
-
 def _smi(name: str, arguments: Sequence[str], limit_s: float) -> Order:
     return Order(name, ("nvidia-smi", *arguments), limit_s)
 

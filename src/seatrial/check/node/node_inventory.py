@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from seatrial.check.node.node_files import fields_of, number_of, text_of
+from seatrial.base.kernel_files import bytes_of, fields_of, number_of, text_of
+from seatrial.hardware.topology import cpus_of
 from seatrial.hardware.xid import address
 
 # Classes of /sys/bus/pci/devices/*/class: display controllers (VGA, 3D) and AMD's processing accelerators.
@@ -35,9 +36,9 @@ def read_inventory(root: Path = Path("/")) -> dict[str, Any]:
         "architecture": system.machine,
         "system": fields_of(root / "etc/os-release").get("PRETTY_NAME"),
         "cpu": processors.get("model name") or processors.get("CPU part"),
-        "cpus_online": len(_listed(text_of(root / "sys/devices/system/cpu/online") or "")) or os.cpu_count(),
+        "cpus_online": len(cpus_of(text_of(root / "sys/devices/system/cpu/online") or "")) or os.cpu_count(),
         "numa_nodes": len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or None,
-        "memory_bytes": _kib(fields_of(root / "proc/meminfo").get("MemTotal")),
+        "memory_bytes": bytes_of(fields_of(root / "proc/meminfo").get("MemTotal")),
         "pci_gpus": gpus,
         "pci_nics": nics,
         "gpu_files": len(files),
@@ -59,21 +60,6 @@ def _pci(devices: Path) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
         elif kind[:6] in _NETWORK_CLASSES:
             nics.append(entry)
     return gpus, nics
-
-
-def _listed(text: str) -> list[int]:
-    """Parse "0-3,8" into numbers."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if first.isdecimal() and (not last or last.isdecimal()):
-            found += range(int(first), int(last or first) + 1)
-    return found
-
-
-def _kib(text: str | None) -> int | None:
-    number = (text or "").removesuffix("kB").strip()
-    return int(number) * 1024 if number.isdecimal() else None
 
 
 def _seconds(text: str | None) -> float | None:

@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from seatrial.check.node.node_files import fields_of, number_of, text_of
+from seatrial.base.kernel_files import bytes_of, fields_of, number_of, text_of
 from seatrial.hardware.host_memory import control_groups, memory_limit, memory_used
 
 _CAP_IPC_LOCK = 14  # linux/capability.h: its holder may lock memory without limit
@@ -34,7 +34,7 @@ def read_limits(root: Path = Path("/"), *, shm: Path = Path("/dev/shm")) -> dict
         "cpu_quota": _lowest(_quota(g) for g in groups),
         "memory_limit_bytes": _lowest(memory_limit(g) for g in groups),
         "memory_used_bytes": _used(groups),
-        "memory_available_bytes": _kib(fields_of(root / "proc/meminfo").get("MemAvailable")),
+        "memory_available_bytes": bytes_of(fields_of(root / "proc/meminfo").get("MemAvailable")),
         "swap_used_bytes": _swap(root),
         "pids_limit": _lowest(number_of(g / "pids.max") for g in groups),
         "overcommit": number_of(root / "proc/sys/vm/overcommit_memory"),
@@ -65,14 +65,9 @@ def _lowest(values: Any) -> Any:
     return min((v for v in values if v is not None), default=None)
 
 
-def _kib(text: str | None) -> int | None:
-    number = (text or "").removesuffix("kB").strip()
-    return int(number) * 1024 if number.isdecimal() else None
-
-
 def _swap(root: Path) -> int | None:
     fields = fields_of(root / "proc/meminfo")
-    total, free = _kib(fields.get("SwapTotal")), _kib(fields.get("SwapFree"))
+    total, free = bytes_of(fields.get("SwapTotal")), bytes_of(fields.get("SwapFree"))
     return None if total is None or free is None else total - free
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from seatrial.base.kernel_files import number_of, text_of
 from seatrial.base.process import python
-from seatrial.check.node.node_files import number_of, text_of
 from seatrial.check.node.probe_ports import ROOT
 from seatrial.check.node.run_tool import Order, Result, run_tool
 from seatrial.check.outputs import sysfs

@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +18,6 @@ from seatrial.base.files import parse_json
 from seatrial.base.process import python
 from seatrial.check.node import node_gpu
 from seatrial.check.node.node_clock import read_clock
-from seatrial.check.node.node_files import FACTS_VERSION
 from seatrial.check.node.node_inventory import read_inventory
 from seatrial.check.node.node_kernel import KMSG, read_kernel_log
 from seatrial.check.node.node_limits import read_limits
@@ -32,9 +31,10 @@ _STORAGE_S = 2.0
 _CPU_S = 30.0  # most of it waiting for the machine's lock if several nodes share one machine
 _LOADING_S = 10.0  # torch and CUDA, before the rates' own time begins
 _AFTER_S = 3.0  # reserved of the node's time for what is read after the load
-_LEAST_S = (
-    10.0  # minimum for a part, however little time is left: with less, nothing could be measured there at all
-)
+# Of the facts of measure(); other versions are from another seatrial and not read.
+FACTS_VERSION = 2
+# Minimum for a part, however little time is left: with less, nothing could be measured there at all.
+_LEAST_S = 10.0
 
 T = TypeVar("T")
 
@@ -55,8 +55,6 @@ class NodeOptions:
     port_gbit_s: float | None = None
     interface: str | None = None  # the network device for ranks if there is no RDMA
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    # Also `dcgmi diag -r LEVEL -j`, in the rest of `seconds`: level 1 takes a minute, 2 a few, 3 half an hour.
-    dcgm_level: int | None = None
 
 
 @dataclass(frozen=True)
@@ -143,9 +141,6 @@ class _Stage:
         facts["load_s"] = round(time.monotonic() - read_at, 3)
         # Last, because the load may have caused driver messages.
         facts["kernel"] = self.part("kernel log", lambda: read_kernel_log(Path(self.places.kernel_log)))
-        if options.dcgm_level is not None and gpus is not None:
-            order = node_gpu.dcgm_order(options.dcgm_level, max(_LEAST_S, self.left()))
-            self._keep(self.part("dcgmi diag", lambda: run_tool(order)), even_failed=True)
         facts["outputs"], facts["calls"] = self.outputs, [c.facts() for c in self.calls]
         facts["parts"], facts["seconds"] = self.parts, round(time.monotonic() - self.begun, 3)
         return facts
@@ -156,12 +151,10 @@ class _Stage:
             inventory["nvidia_driver"] or inventory["gpu_files"] or shutil.which("nvidia-smi") is not None
         )
 
-    def _keep(self, result: Result, *, even_failed: bool = False) -> str | None:
+    def _keep(self, result: Result) -> str | None:
         """Record the call, and its output for the readers; returns the output, None if it is not an answer."""
-        # dcgmi has an exit code of its own if tests fail, and its document is still complete.
-        told = bool(result.out.strip()) and (result.ok or (even_failed and result.ended == "failed"))
-        self.calls.append(replace(result, ended="ok") if told else result)
-        if not told:
+        self.calls.append(result)
+        if not result.ok or not result.out.strip():
             return None
         self.outputs.append({"tool": result.name, "text": result.out})
         return result.out

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from seatrial.base.kernel_files import text_of
 from seatrial.base.process import python
-from seatrial.check.node.node_files import text_of
 from seatrial.check.node.run_tool import Order, run_tool
 
 _PREFIX = ".seatrial-check-"

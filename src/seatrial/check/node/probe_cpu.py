@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 
-from seatrial.check.node.node_files import fields_of
+from seatrial.base.kernel_files import bytes_of, fields_of
 from seatrial.check.node.node_inventory import last_level_cache_bytes
 
 _ROWS = 640  # of a product: 0.5 GFLOP, and its three matrices fit into a cache of 5 MiB
 _SMALLEST_COPY, _LARGEST_COPY = 64 << 20, 1 << 30
-_CACHES = (
-    4  # STREAM's rule: each array at least four times the last-level cache (cs.virginia.edu/stream/ref.html)
-)
+# STREAM's rule: each array at least four times the last-level cache (cs.virginia.edu/stream/ref.html).
+_CACHES = 4
 _MEMORY_SHARE = 8  # two arrays take at most a quarter of what is available
 _LEAST_REPEATS, _MOST_REPEATS = 3, 100_000
 _OWN_SHARE = 0.9
@@ -139,14 +138,9 @@ def _all(work: Callable[[int], None], threads: int) -> None:
 def _copy_bytes() -> int:
     """Size of one array, in whole MiB."""
     wanted = max(_SMALLEST_COPY, min(_LARGEST_COPY, _CACHES * (last_level_cache_bytes() or _SMALLEST_COPY)))
-    kib = _available_kib()
-    available = kib * 1024 if kib is not None else wanted * _MEMORY_SHARE
+    available = bytes_of(fields_of(Path("/proc/meminfo")).get("MemAvailable"))
+    available = wanted * _MEMORY_SHARE if available is None else available
     return max(1 << 20, min(wanted, available // _MEMORY_SHARE) >> 20 << 20)
-
-
-def _available_kib() -> int | None:
-    text = (fields_of(Path("/proc/meminfo")).get("MemAvailable") or "").removesuffix("kB").strip()
-    return int(text) if text.isdecimal() else None
 
 
 @contextmanager

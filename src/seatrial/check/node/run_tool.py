@@ -12,7 +12,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any, Literal
 
@@ -85,11 +85,11 @@ def run_tool(order: Order) -> Result:
     return run_tools([order])[0]
 
 
-def run_tools(orders: Sequence[Order], tell: Callable[[str], None] | None = None) -> list[Result]:
+def run_tools(orders: Sequence[Order]) -> list[Result]:
     """Run all at once; results in the order of `orders`. Takes as long as the slowest, or its limit and a second.
 
-    No shell, no stdin, and LC_ALL=C, because the output is parsed. What a program started ends with it. `tell` gets
-    each line of stdout as it arrives. Call it from a thread that lives as long as the programs: they die with it.
+    No shell, no stdin, and LC_ALL=C, because the output is parsed. What a program started ends with it.
+    Call it from a thread that lives as long as the programs: they die with it.
     """
     calls = [_Call(order) for order in orders]
     with selectors.DefaultSelector() as selector:
@@ -100,10 +100,10 @@ def run_tools(orders: Sequence[Order], tell: Callable[[str], None] | None = None
             nearest = min(call.deadline for call in waiting)
             for key, _ in selector.select(max(0.0, min(nearest - time.monotonic(), _LOOK_S))):
                 call, name = key.data
-                if not call.read(name, tell):
+                if not call.read(name):
                     selector.unregister(key.fileobj)
             for call in waiting:
-                call.step(time.monotonic(), tell)
+                call.step(time.monotonic())
         for call in calls:
             call.close()
     return [call.result() for call in calls]
@@ -147,18 +147,14 @@ class _Call:
         assert self._child.stderr is not None
         return {"out": self._child.stdout, "err": self._child.stderr}
 
-    def read(self, name: str, tell: Callable[[str], None] | None) -> bool:
+    def read(self, name: str) -> bool:
         """Read what is available; False at the end of the stream."""
         data = os.read(self.streams[name].fileno(), _CHUNK)
         kept = self._texts[name]
-        begun = kept.rfind(b"\n") + 1
         kept += data[: max(0, LARGEST_BYTES - len(kept))]
-        if tell is not None and name == "out":
-            for line in kept[begun:].split(b"\n")[:-1]:
-                tell(line.decode(errors="replace"))
         return bool(data)
 
-    def step(self, now: float, tell: Callable[[str], None] | None) -> None:
+    def step(self, now: float) -> None:
         """Check whether it has exited, and kill it at its deadline."""
         child = self._child
         assert child is not None
@@ -166,7 +162,7 @@ class _Call:
         if code is not None:
             # Nothing that it started may hold the pipes open, or keep running.
             process.signal_group(child.pid, signal.SIGKILL)
-            self._drain(tell)
+            self._drain()
             self._done = now
             if self._killed is not None:
                 self.ended = "hung"
@@ -178,11 +174,11 @@ class _Call:
             process.signal_group(child.pid, signal.SIGKILL)
             self._killed, self.deadline = now, now + _GRACE_S
 
-    def _drain(self, tell: Callable[[str], None] | None) -> None:
+    def _drain(self) -> None:
         for name, stream in self.streams.items():
             os.set_blocking(stream.fileno(), False)
             with contextlib.suppress(BlockingIOError):
-                while self.read(name, tell):
+                while self.read(name):
                     pass
 
     def close(self) -> None:

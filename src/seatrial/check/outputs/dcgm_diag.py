@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from seatrial.check.judging.findings import Finding, Target
+from seatrial.check.outputs.finding_collector import FindingCollector
 from seatrial.check.outputs.network import damaged
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, read_json
 from seatrial.check.ranges import listed
@@ -150,56 +151,41 @@ def _gpus(row: dict[str, Any], texts: list[str]) -> list[int | None]:
 
 def judge(run: Diagnostic, context: Context) -> list[Finding]:
     """One finding for each failed result, one for each test that did not run, one for each that passed everywhere."""
-    found = damaged([(text, None) for text in run.damage], run.file, "dcgmi diag")
-    node = Target(node=context.node)
+    say = FindingCollector(run.file, context, "DIA002")
+    say.found += damaged([(text, None) for text in run.damage], run.file, "dcgmi diag")
     if run.error is not None:
-        why = f"dcgmi diag did not run: {run.error[:200]}"
-        found.append(Finding("DIA002", "UNJUDGED", node, why, evidence=(run.file,)))
+        say("UNJUDGED", f"dcgmi diag did not run: {run.error[:200]}")
     for test in dict.fromkeys(r.test for r in run.results):
-        found += _of_test(test, [r for r in run.results if r.test == test], run, context)
+        _of_test(test, [r for r in run.results if r.test == test], say)
     hard = [r for r in run.results if r.test.lower() not in _SOFT and r.status not in ("skip", "notrun")]
     if not hard and run.error is None:
-        why = "no hardware test was run, only tests of software and settings"
-        found.append(Finding("DIA002", "UNJUDGED", node, why, evidence=(run.file,)))
-    return found
+        say("UNJUDGED", "no hardware test was run, only tests of software and settings")
+    return say.found
 
 
-def _of_test(test: str, results: list[Result], run: Diagnostic, context: Context) -> Iterator[Finding]:
-    place = (run.file,)
-    passed = []
+def _of_test(test: str, results: list[Result], say: FindingCollector) -> None:
     for status in dict.fromkeys(r.status for r in results):
         same = [r for r in results if r.status == status]
         gpus = sorted({r.gpu for r in same if r.gpu is not None})
         which = f" (GPU{'s' * (len(gpus) > 1)} {listed(gpus)})" if gpus else ""
-        target = Target(node=context.node, gpu=gpus[0] if len(gpus) == 1 else None)
-        if status == "pass":
-            passed = same
-        elif status in ("skip", "notrun"):
-            why = f"{test}: {'skipped' if status == 'skip' else 'not run'}{which}"
-            yield Finding("DIA002", "UNJUDGED", target, why, evidence=place)
+        target = Target(gpu=gpus[0] if len(gpus) == 1 else None)
+        if status in ("skip", "notrun"):
+            say("UNJUDGED", f"{test}: {'skipped' if status == 'skip' else 'not run'}{which}", target=target)
         elif status == "fail":
-            settings = [r for r in same if r.config]
-            if settings:
-                text = f"{test}: {settings[0].warnings[0]}" + (
-                    f" and {len(settings) - 1} like it" if len(settings) > 1 else ""
-                )
-                yield Finding("DIA003", "WARN", Target(node=context.node), text, evidence=place)
+            if settings := [r for r in same if r.config]:
+                more = f" and {len(settings) - 1} like it" if len(settings) > 1 else ""
+                say("WARN", f"{test}: {settings[0].warnings[0]}{more}", code="DIA003")
             for result in (r for r in same if not r.config):
                 text = f"{test} failed: {'; '.join(result.warnings) or 'no reason given'}"
-                yield Finding(
-                    "DIA001", "FAIL", Target(node=context.node, gpu=result.gpu), text, evidence=place
-                )
+                say("FAIL", text, code="DIA001", target=Target(gpu=result.gpu))
         elif status == "warn":
             for result in same:
                 text = f"{test}: {'; '.join(result.warnings) or 'warning without a reason'}"
-                yield Finding(
-                    "DIA001", "WARN", Target(node=context.node, gpu=result.gpu), text, evidence=place
-                )
-        else:
-            why = f"{test}: {status!r} is an unknown status{which}"
-            yield Finding("DIA002", "UNJUDGED", target, why, evidence=place)
-    if len(passed) == len(results):
-        yield Finding("DIA004", "PASS", Target(node=context.node), f"{test} passed", evidence=place)
+                say("WARN", text, code="DIA001", target=Target(gpu=result.gpu))
+        elif status != "pass":
+            say("UNJUDGED", f"{test}: {status!r} is an unknown status{which}", target=target)
+    if all(r.status == "pass" for r in results):
+        say("PASS", f"{test} passed", code="DIA004")
 
 
 def inventory(run: Diagnostic) -> dict[str, str | int | float]:

@@ -6,9 +6,10 @@ import re
 from dataclasses import replace
 
 from seatrial.check.outputs.dcgm_diag import CONFIG_TEXT, Diagnostic, Result, judge
+from seatrial.check.outputs.finding_collector import having
 from seatrial.check.outputs.tool import Lines, ParseError, Tool
 
-_HEAD = re.compile(r"^\|\s*Diagnostic\s*\|\s*Result\s*\|\s*$", re.MULTILINE)
+_HEAD = re.compile(r"^\|\s*Diagnostic\s*\|\s*Result\s*\|\s*$")
 _ROW = re.compile(r"^\|(?P<name>[^|]*)\|(?P<value>[^|]*)\|\s*$")
 _SUCCESS = re.compile(r"Successfully ran diagnostic for group\.?\s*")
 _SECTION = re.compile(r"^[|+]-{3,}\s+(?P<name>\w[\w ]*?)\s+-{3,}\+-+[|+]\s*$")
@@ -21,16 +22,8 @@ _OLD = re.compile(
 _NEW = re.compile(rf"^(?P<kind>[A-Z]\w*?) ?(?P<id>[0-9]{{1,3}}): (?P<status>{_STATUS})$")
 _TOLD = re.compile(r"^(?P<what>Warning|Error|Info)(?:: ?(?P<who>.*))?$")
 _VERSIONS = ("metadata",)
-_SETTINGS = (
-    "persistence mode",
-    "environment variables",
-    "environmental variables",
-)  # by name, for results without a reason
-
-
-def matches(text: str) -> bool:
-    """Whether the text contains the header of the table."""
-    return _HEAD.search(text) is not None
+# By name, for results without a reason.
+_SETTINGS = ("persistence mode", "environment variables", "environmental variables")
 
 
 def parse(lines: Lines, file: str) -> Diagnostic:
@@ -137,4 +130,6 @@ def inventory(run: Diagnostic) -> dict[str, str | int | float]:
 
 
 _BEGINS = re.compile(r"Successfully ran diagnostic|\|\s*(?P<id>Diagnostic)\s*\|\s*Result\s*\|")
-TOOLS: tuple[Tool[Diagnostic], ...] = (Tool("dcgmi diag", matches, parse, judge, inventory, begins=_BEGINS),)
+TOOLS: tuple[Tool[Diagnostic], ...] = (
+    Tool("dcgmi diag", having(_HEAD.pattern), parse, judge, inventory, begins=_BEGINS),
+)

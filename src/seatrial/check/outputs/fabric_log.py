@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from seatrial.check.judging.findings import Finding, Target, Verdict
-from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, evidence
+from seatrial.check.outputs.finding_collector import FindingCollector, having
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.hardware.xid import address
 
 _LINE = re.compile(
@@ -43,18 +43,6 @@ class FabricLog:
     entries: tuple[Entry, ...]
 
 
-def matches(text: str) -> bool:
-    """Whether the text has lines of the fabric manager."""
-    return (
-        re.search(
-            r"^\[[A-Z][a-z]{2} [ 0-9][0-9] [0-9]{4} [0-9:]{8}\] \[[A-Z]{4,8}\] \[tid [0-9]+\] ",
-            text[:20_000],
-            re.M,
-        )
-        is not None
-    )
-
-
 def parse(lines: Lines, file: str) -> FabricLog:
     """Parse the log. Raises ParseError if no line is the fabric manager's."""
     entries = []
@@ -76,32 +64,27 @@ def parse(lines: Lines, file: str) -> FabricLog:
 
 def judge(log: FabricLog, context: Context) -> list[Finding]:
     """One finding per kind of message; one PASS if there is none."""
-    found = list(_entries(log, context))
-    if not found:
-        text = f"no error in {log.lines} messages of the fabric manager"
-        found.append(Finding("NVL008", "PASS", Target(node=context.node), text, evidence=(log.file,)))
-    return found
-
-
-def _entries(log: FabricLog, context: Context) -> Iterator[Finding]:
+    say = FindingCollector(log.file, context, "NVL007")
     groups: dict[tuple[Verdict, Target, str], list[Entry]] = {}
     for entry in log.entries:
         switch = _SWITCH.search(entry.text)
         if switch is not None:
             verdict: Verdict = "WARN" if switch["severity"].lower() == "non-fatal" else "FAIL"
-            port = None if switch["port"] is None else int(switch["port"])
-            target = Target(node=context.node, pci=address(switch["pci"]), link=port)
+            target = Target(
+                pci=address(switch["pci"]), link=None if switch["port"] is None else int(switch["port"])
+            )
             what = f"NVSwitch {switch['severity'].lower()} error {switch['code']}"
         else:
             # Not stated to be fatal: WARN. A fabric that was never set up shows in the GPUs' fabric state.
             bad = entry.level in ("CRITICAL", "FATAL") or _FATAL.search(entry.text) is not None
-            verdict = "FAIL" if bad else "WARN"
-            target, what = Target(node=context.node), entry.text[:200]
+            verdict, target, what = "FAIL" if bad else "WARN", Target(), entry.text[:200]
         groups.setdefault((verdict, target, what), []).append(entry)
     for (verdict, target, what), same in groups.items():
         times = f", {len(same)} times, the last" if len(same) > 1 else ""
-        text = f"{what}{times} at {same[-1].time}"
-        yield Finding("NVL007", verdict, target, text, evidence=evidence(log.file, (e.line for e in same)))
+        say(verdict, f"{what}{times} at {same[-1].time}", *(e.line for e in same), target=target)
+    return say.all_well(f"no error in {log.lines} messages of the fabric manager", code="NVL008")
 
 
-TOOLS: tuple[Tool[FabricLog], ...] = (Tool("fabric manager log", matches, parse, judge, each=_LINE),)
+TOOLS: tuple[Tool[FabricLog], ...] = (
+    Tool("fabric manager log", having(_LINE.pattern), parse, judge, each=_LINE),
+)

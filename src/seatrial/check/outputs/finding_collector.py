@@ -31,18 +31,19 @@ class FindingCollector:
         code: str = "",
         target: Target | None = None,
         measured: float | str | None = None,
+        unit: str = "",
         expected: Expected | None = None,
         median: float | None = None,
+        why: str = "",
+        action: str = "",
     ) -> None:
-        """Add a finding; `lines` are its places, none for the whole file."""
+        """Add a finding; `lines` are its places, none for the whole file. `unit` is by default that of `expected`."""
         target = target or self.target
         target = replace(target, node=target.node or self.context.node)
-        unit = expected.unit if expected else ""
+        unit = unit or (expected.unit if expected else "")
         places = evidence(self.file, [n for n in lines if n is not None]) or (self.file,)
-        code = code or self.code
-        self.found.append(
-            Finding(code, verdict, target, text, measured, unit, expected, median, evidence=places)
-        )
+        found = (code or self.code, verdict, target, text, measured, unit, expected, median, why, action)
+        self.found.append(Finding(*found, evidence=places))
 
     def all_well(self, text: str, code: str = "") -> list[Finding]:
         """All findings, plus this PASS if none of them is worse than PASS."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from seatrial.check.judging.findings import Expected, Finding, Target
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
 from seatrial.check.judging.floors import Sku
 from seatrial.check.outputs.tool import Context
 from seatrial.check.ranges import listed
@@ -33,22 +33,10 @@ def count_findings(
     elif sku is not None and sku.counts:
         expected = Expected(" or ".join(str(c) for c in sku.counts), "GPUs", sku.source)
         wrong = count not in sku.counts
-        what = (
-            f"{count} {sku.name} GPUs; such a machine shows {expected.value}"
-            if wrong
-            else f"{count} GPU{'s' * (count != 1)}"
-        )
+        what = f"{count} GPU{'s' * (count != 1)}"
+        if wrong:
+            what = f"{count} {sku.name} GPUs; such a machine shows {expected.value}"
     else:
         return []
-    return [
-        Finding(
-            "GPU001",
-            "FAIL" if wrong else "PASS",
-            target,
-            what,
-            measured=count,
-            unit="GPUs",
-            expected=expected,
-            evidence=evidence,
-        )
-    ]
+    verdict: Verdict = "FAIL" if wrong else "PASS"
+    return [Finding("GPU001", verdict, target, what, count, "GPUs", expected, evidence=evidence)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from seatrial.base.errors import InputError
 from seatrial.check.judging.findings import Finding
+from seatrial.check.outputs.finding_collector import having
 from seatrial.check.outputs.network import damaged
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.check.outputs.topology import AGGREGATION, Topology, judge_topology, parse_ibnetdiscover
@@ -28,11 +29,6 @@ class FabricFacts:
     file: str
     topology: Topology
     damage: tuple[tuple[str, int | None], ...]
-
-
-def matches(text: str) -> bool:
-    """Whether there is a line `Switch 64 "S-..."` or `Ca 1 "H-..."`."""
-    return re.search(r'^(?:Switch|Ca)\s+\d+\s+"[SH]-[0-9a-f]+"', text, re.MULTILINE) is not None
 
 
 def parse(lines: Lines, file: str) -> FabricFacts:
@@ -85,5 +81,6 @@ def judge(facts: FabricFacts, context: Context) -> list[Finding]:
     return damaged(facts.damage, facts.file, "ibnetdiscover") + judge_topology(facts.topology)
 
 
+_MATCHES = having(r'^(?:Switch|Ca)\s+\d+\s+"[SH]-[0-9a-f]+"')
 _BEGINS = re.compile(r'# (?P<id>Topology file: generated on)|vendid=0x|(?:Switch|Ca|Rt)\s+\d+\s+"')
-TOOLS: tuple[Tool[FabricFacts], ...] = (Tool("ibnetdiscover", matches, parse, judge, begins=_BEGINS),)
+TOOLS: tuple[Tool[FabricFacts], ...] = (Tool("ibnetdiscover", _MATCHES, parse, judge, begins=_BEGINS),)

@@ -13,39 +13,27 @@ from seatrial.hardware import counters
 _CA = re.compile(r"^\s*CA '(?P<name>[^']*)'\s*$")
 _PORT = re.compile(r"^\s*Port (?P<number>\d+):\s*$")
 _FIELD = re.compile(r"^\s+(?P<name>[A-Z][\w ]*?):(?P<value>.*)$")
-_CA_FIELDS = (
-    "CA type",
-    "Number of ports",
-    "Firmware version",
-    "Hardware version",
-    "Node GUID",
-    "System image GUID",
-)
-_PORT_FIELDS = (
-    "State",
-    "Physical state",
-    "Rate",
-    "Base lid",
-    "LMC",
-    "SM lid",
-    "Capability mask",
-    "Port GUID",
-    "Link layer",
-)
-_STATES = ("Down", "Initializing", "Init", "Armed", "Active", "ActiveDefer")
-_PHYSICAL = (
-    "No state change",
-    "Sleep",
-    "Polling",
-    "Disabled",
-    "PortConfigurationTraining",
-    "LinkUp",
-    "LinkErrorRecovery",
-    "PhyTest",
-    "Phy Test",
-    "<unknown>",
-)
-_LAYERS = ("InfiniBand", "Ethernet", "IB", "Unspecified", "Unknown")
+_HEX, _NUMBER = r"0x[0-9a-f]{1,16}", r"\d{1,6}"
+# Field -> regular expression of its value.
+_CA_FIELDS = {
+    "CA type": r"MT\d{4,5}(?!\d).*|(?!MT\d)[\w. ()/-]*",
+    "Number of ports": ".*",
+    "Firmware version": ".*",
+    "Hardware version": ".*",
+    "Node GUID": _HEX,
+    "System image GUID": _HEX,
+}
+_PORT_FIELDS = {
+    "State": "Down|Initializing|Init|Armed|Active|ActiveDefer",
+    "Physical state": "No state change|Sleep|Polling|Disabled|PortConfigurationTraining|LinkUp|LinkErrorRecovery|Phy ?Test|<unknown>",
+    "Rate": ".*",
+    "Base lid": _NUMBER,
+    "LMC": _NUMBER,
+    "SM lid": _NUMBER,
+    "Capability mask": _HEX,
+    "Port GUID": _HEX,
+    "Link layer": "InfiniBand|Ethernet|IB|Unspecified|Unknown",
+}
 
 
 def matches(text: str) -> bool:
@@ -87,42 +75,20 @@ def parse(lines: Lines, file: str) -> PortsFacts:
 
 
 def _torn_ca(ca: Block) -> list[tuple[str, int | None]]:
-    torn: list[tuple[str, int | None]] = [
-        (f"CA {ca.name}: no `{name}`", ca.line) for name in _CA_FIELDS if name not in ca.fields
-    ]
+    torn = ca.damage(f"CA {ca.name}", _CA_FIELDS)
     if not re.fullmatch(r"[\w.:-]+", ca.name):
         torn.append(("a CA with an invalid name", ca.line))
-    if "CA type" in ca.fields and not re.fullmatch(
-        r"MT\d{4,5}(?!\d).*|(?!MT\d)[\w. ()/-]*", ca.fields["CA type"]
-    ):
-        torn.append((f"CA {ca.name}: an invalid type", ca.line))
-    if ca.fields.get("Number of ports", str(len(ca.ports))) != str(len(ca.ports)):
-        torn.append(
-            (f"CA {ca.name}: {ca.fields['Number of ports']} ports announced, {len(ca.ports)} shown", ca.line)
-        )
-    for name in ("Node GUID", "System image GUID"):
-        if name in ca.fields and not re.fullmatch(r"0x[0-9a-f]{1,16}", ca.fields[name]):
-            torn.append((f"CA {ca.name}: `{name}` is not a number", ca.line))
+    if (count := ca.fields.get("Number of ports", str(len(ca.ports)))) != str(len(ca.ports)):
+        torn.append((f"CA {ca.name}: {count} ports announced, {len(ca.ports)} shown", ca.line))
     return torn
 
 
 def _torn_port(ca: Block, port: Block) -> list[tuple[str, int | None]]:
-    where = f"{ca.name}/{port.name}"
-    torn: list[tuple[str, int | None]] = [
-        (f"{where}: no `{name}`", port.line) for name in _PORT_FIELDS if name not in port.fields
-    ]
-    for name, known in (("State", _STATES), ("Physical state", _PHYSICAL), ("Link layer", _LAYERS)):
-        if name in port.fields and port.fields[name] not in known:
-            torn.append((f"{where}: unknown `{name}`: {port.fields[name][:40]!r}", port.line))
-    for name in ("Capability mask", "Port GUID"):
-        if name in port.fields and not re.fullmatch(r"0x[0-9a-f]{1,16}", port.fields[name]):
-            torn.append((f"{where}: `{name}` is not a number", port.line))
-    for name in ("Base lid", "SM lid", "LMC"):
-        if name in port.fields and not re.fullmatch(r"\d{1,6}", port.fields[name]):
-            torn.append((f"{where}: `{name}` is not a number", port.line))
+    torn = port.damage(f"{ca.name}/{port.name}", _PORT_FIELDS)
     rate = _rate(port)
     if "Rate" in port.fields and (rate is None or not known_rate(rate)):
-        torn.append((f"{where}: no port has the rate {port.fields['Rate'][:20]!r}", port.line))
+        text = f"{ca.name}/{port.name}: no port has the rate {port.fields['Rate'][:20]!r}"
+        torn.append((text, port.line))
     return torn
 
 

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from seatrial.check.judging.findings import Finding, Target
+from seatrial.check.outputs.finding_collector import having
 from seatrial.check.outputs.network import at, damaged
-from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
+from seatrial.check.outputs.ports import Block, PortFacts, PortsFacts, inventory, judge_ports, known_rate
 from seatrial.check.outputs.sysfs import PHYSICAL, RATE, STATE, STATES
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.hardware import counters
 
 _TITLE = re.compile(r"^\s*Infiniband device '(?P<device>[^']*)' port (?P<port>\d{1,3}) status:\s*$")
 _FIELD = re.compile(r"^\s+(?P<name>[a-z][a-z_ ]*?):\s*(?P<value>.*?)\s*$")
-_FATAL = re.compile(
-    r"^Fatal error: +(?P<what>No devices|device '[^']*': sys files not found .*)$", re.MULTILINE
-)
-_FIELDS = ("default gid", "base lid", "sm lid", "state", "phys state", "rate", "link_layer")
-# What the script prints for an unreadable sysfs file, and as the link layer if the kernel has no such file.
-_UNREAD, _OLD_KERNEL = "unknown", "IB"
-_LAYERS = ("InfiniBand", "Ethernet", "Unspecified", _OLD_KERNEL)
+_FATAL = re.compile(r"^Fatal error: +(?P<what>No devices|device '[^']*': sys files not found .*)$")
+_OLD_KERNEL = "IB"  # what the script prints as the link layer if the kernel has no such file
+_LID = r"0x[0-9a-f]{1,8}|unknown"  # "unknown": the script could not read the file
+# Field -> regular expression of its value.
+_FIELDS = {
+    "default gid": ".+",
+    "base lid": _LID,
+    "sm lid": _LID,
+    "state": rf"\d+: (?:{'|'.join(STATES)})",
+    "phys state": PHYSICAL.pattern,
+    "rate": RATE.pattern,
+    "link_layer": f"InfiniBand|Ethernet|Unspecified|{_OLD_KERNEL}",
+}
 
 
 @dataclass(frozen=True)
@@ -31,30 +38,14 @@ class StatusFacts(PortsFacts):
     fatal_line: int | None = None
 
 
-@dataclass
-class _Block:
-    device: str
-    port: int
-    line: int
-    fields: dict[str, str] = field(default_factory=dict)
-
-
-def matches(text: str) -> bool:
-    """Whether there is a title "Infiniband device 'mlx5_0' port 1 status:", or the script's own error."""
-    return (
-        re.search(r"^\s*Infiniband device '[^'\n]*' port \d+ status:", text, re.MULTILINE) is not None
-        or _FATAL.search(text) is not None
-    )
-
-
 def parse(lines: Lines, file: str) -> StatusFacts:
     """Parse all ports. Raises ParseError if there is neither a port nor the script's error. Damage is in `damage`."""
-    blocks: list[_Block] = []
+    blocks: list[Block] = []
     damage: list[tuple[str, int | None]] = []
     fatal, fatal_line = "", None
     for number, line in lines:
         if title := _TITLE.match(line):
-            blocks.append(_Block(title["device"], int(title["port"]), number))
+            blocks.append(Block(f"{title['device']}/{title['port']}", number))
         elif error := _FATAL.match(line):
             fatal, fatal_line = error["what"], number
         elif (pair := _FIELD.match(line)) and blocks and pair["name"] in _FIELDS:
@@ -74,31 +65,12 @@ def parse(lines: Lines, file: str) -> StatusFacts:
     return StatusFacts("ibstatus", file, ports, tuple(damage), fatal, fatal_line)
 
 
-def _torn(block: _Block) -> list[tuple[str, int | None]]:
-    where = f"{block.device}/{block.port}"
-    said = block.fields
-    torn: list[tuple[str, int | None]] = [
-        (f"{where}: no `{name}`", block.line) for name in _FIELDS if not said.get(name)
-    ]
-    torn += [
-        (f"{where}: `{name}` could not be read", block.line)
-        for name in ("state", "phys state", "rate")
-        if said.get(name) == _UNREAD
-    ]
-    state, physical, rate = (said.get(n, "") for n in ("state", "phys state", "rate"))
-    if state not in ("", _UNREAD) and ((m := STATE.fullmatch(state)) is None or m["state"] not in STATES):
-        torn.append((f"{where}: unknown state {state[:40]!r}", block.line))
-    if physical not in ("", _UNREAD) and PHYSICAL.fullmatch(physical) is None:
-        torn.append((f"{where}: unknown physical state {physical[:40]!r}", block.line))
-    if rate not in ("", _UNREAD) and _rate(rate) is None:
-        torn.append((f"{where}: no port has the rate {rate[:40]!r}", block.line))
-    if said.get("link_layer", _OLD_KERNEL) not in _LAYERS:
-        torn.append((f"{where}: unknown link layer {said['link_layer'][:40]!r}", block.line))
-    if not re.fullmatch(r"[\w.-]+", block.device):
-        torn.append(("a device with an invalid name", block.line))
-    for name in ("base lid", "sm lid"):
-        if said.get(name, _UNREAD) != _UNREAD and not re.fullmatch(r"0x[0-9a-f]{1,8}", said[name]):
-            torn.append((f"{where}: `{name}` is not a number", block.line))
+def _torn(port: Block) -> list[tuple[str, int | None]]:
+    torn = port.damage(port.name, _FIELDS)
+    if RATE.fullmatch(rate := port.fields.get("rate", "")) and _rate(rate) is None:
+        torn.append((f"{port.name}: no port has the rate {rate[:40]!r}", port.line))
+    if not re.fullmatch(r"[\w.-]+/\d+", port.name):
+        torn.append(("a device with an invalid name", port.line))
     return torn
 
 
@@ -108,13 +80,14 @@ def _rate(text: str) -> float | None:
     return rate if rate is not None and known_rate(rate) else None
 
 
-def _port(block: _Block) -> PortFacts:
+def _port(block: Block) -> PortFacts:
+    device, _, number = block.name.rpartition("/")
     state = STATE.fullmatch(block.fields.get("state", ""))
     physical = PHYSICAL.fullmatch(block.fields.get("phys state", ""))
     layer = block.fields.get("link_layer")
     port = counters.Port(
-        block.device,
-        block.port,
+        device,
+        int(number),
         None,  # the script does not print the adapter type
         state["state"] if state else None,
         "InfiniBand" if layer == _OLD_KERNEL else layer,
@@ -134,5 +107,6 @@ def judge(facts: StatusFacts, context: Context) -> list[Finding]:
     return found
 
 
+_MATCHES = having(rf"^\s*Infiniband device '[^'\n]*' port \d+ status:|{_FATAL.pattern}")
 _BEGINS = re.compile(r"\s*Infiniband device '(?P<device>[^']*' port \d{1,3}) status:|Fatal error: ")
-TOOLS: tuple[Tool[StatusFacts], ...] = (Tool("ibstatus", matches, parse, judge, inventory, begins=_BEGINS),)
+TOOLS: tuple[Tool[StatusFacts], ...] = (Tool("ibstatus", _MATCHES, parse, judge, inventory, begins=_BEGINS),)

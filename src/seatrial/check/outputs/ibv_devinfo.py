@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from seatrial.check.judging.findings import Expected, Finding, Target
+from seatrial.check.outputs.finding_collector import having
 from seatrial.check.outputs.network import NetworkContext, at, damaged, gbit
 from seatrial.check.outputs.ports import Block, PortFacts, PortsFacts, inventory, judge_ports, known_rate
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
@@ -24,25 +25,34 @@ _GID = re.compile(
 )
 _SECTION = re.compile(r"^\s+Device ports:\s*$")  # NVIDIA's own builds
 _CODED = re.compile(r"(?P<word>.*?)\s*\((?P<code>\d{1,5})\)")
-_LIST = re.compile(r"^(?P<count>\d{1,3}) HCAs? found:\s*$", re.MULTILINE)
+_LIST = re.compile(r"^(?P<count>\d{1,3}) HCAs? found:\s*$")
 _LISTED = re.compile(r"\s+[\w.-]+\s*")
 # Not "No IB devices found": perftest prints it too, and its reader reports the same.
 _ERROR = re.compile(
     r"^(?:Failed to get IB devices list: .*|IB device '[^']*' wasn't found|Failed to open device"
-    r"|Failed to query device props)\s*$",
-    re.MULTILINE,
+    r"|Failed to query device props)\s*$"
 )
-_DEVICE_FIELDS = (
-    "transport",
-    "node_guid",
-    "sys_image_guid",
-    "vendor_id",
-    "vendor_part_id",
-    "hw_ver",
-    "phys_port_cnt",
-)
-_PORT_FIELDS = ("state", "max_mtu", "active_mtu", "sm_lid", "port_lid", "port_lmc", "link_layer")
-_VERBOSE_FIELDS = ("active_width", "active_speed")
+_GUID, _NUMBER, _CODE = r"(?:[0-9a-f]{4}:){3}[0-9a-f]{4}", r"\d{1,6}", r".*?\s*\(\d{1,5}\)"
+# Field -> regular expression of its value.
+_DEVICE_FIELDS = {
+    "transport": r"[\w ]+ \(-?\d{1,3}\)",
+    "node_guid": _GUID,
+    "sys_image_guid": _GUID,
+    "vendor_id": r"0x[0-9a-f]{4,8}",
+    "vendor_part_id": _NUMBER,
+    "hw_ver": r"0x[0-9A-F]{1,8}",
+    "phys_port_cnt": r"\d{1,3}",
+}
+_PORT_FIELDS = {
+    "state": _CODE,
+    "max_mtu": _CODE,
+    "active_mtu": _CODE,
+    "sm_lid": _NUMBER,
+    "port_lid": _NUMBER,
+    "port_lmc": r"0x[0-9a-f]{2}",
+    "link_layer": "InfiniBand|Ethernet|Unspecified|Unknown|IB",
+}
+_VERBOSE_FIELDS = {"active_width": _CODE, "active_speed": _CODE}
 _PLAIN = (*_DEVICE_FIELDS, "fw_ver", "board_id")
 _STATES = {"PORT_DOWN": 1, "PORT_INIT": 2, "PORT_ARMED": 3, "PORT_ACTIVE": 4}
 # Code -> name in devinfo.c (which spells "TRAINNING"), name in ibstat and sysfs.
@@ -55,7 +65,6 @@ _PHYSICAL = {
     6: ("LINK_ERROR_RECOVERY", "LinkErrorRecovery"),
     7: ("PHY TEST", "PhyTest"),
 }
-_LAYERS = ("InfiniBand", "Ethernet", "Unspecified", "Unknown", "IB")
 _LANES = {1: "1X", 2: "4X", 4: "8X", 8: "12X", 16: "2X"}
 # Gb/s per lane by the code of ibv_query_port(3): SDR, DDR, QDR, FDR10, FDR, EDR, HDR, NDR, XDR. Older builds print
 # "invalid speed" for a code that they do not know.
@@ -72,15 +81,6 @@ class DevinfoFacts(PortsFacts):
     error: str = ""
     error_line: int | None = None
     listed: int | None = None
-
-
-def matches(text: str) -> bool:
-    """Whether there is a line "hca_id: mlx5_0", the list of -l, or the tool's own error."""
-    return (
-        re.search(r"^hca_id:\s", text, re.MULTILINE) is not None
-        or _LIST.search(text) is not None
-        or _ERROR.search(text) is not None
-    )
 
 
 def parse(lines: Lines, file: str) -> DevinfoFacts:
@@ -136,27 +136,10 @@ def _take(device: Block, line: str, number: int, verbose: bool) -> bool:
 
 
 def _torn_device(device: Block) -> list[tuple[str, int | None]]:
-    said = device.fields
-    torn: list[tuple[str, int | None]] = [
-        (f"{device.name}: no `{name}`", device.line) for name in _DEVICE_FIELDS if not said.get(name)
-    ]
+    torn = device.damage(device.name, _DEVICE_FIELDS)
     if not re.fullmatch(r"[\w.-]+", device.name):
         torn.append(("a device with an invalid name", device.line))
-    forms = {
-        "node_guid": r"(?:[0-9a-f]{4}:){3}[0-9a-f]{4}",
-        "sys_image_guid": r"(?:[0-9a-f]{4}:){3}[0-9a-f]{4}",
-        "vendor_id": r"0x[0-9a-f]{4,8}",
-        "vendor_part_id": r"\d{1,6}",
-        "hw_ver": r"0x[0-9A-F]{1,8}",
-        "phys_port_cnt": r"\d{1,3}",
-        "transport": r"[\w ]+ \(-?\d{1,3}\)",
-    }
-    torn += [
-        (f"{device.name}: `{name}` is {said[name][:40]!r}", device.line)
-        for name, form in forms.items()
-        if said.get(name) and not re.fullmatch(form, said[name])
-    ]
-    count = said.get("phys_port_cnt", "")
+    count = device.fields.get("phys_port_cnt", "")
     # Also if -i selected one port of several: the others are then unknown.
     if count.isdecimal() and len(device.ports) != int(count):
         text = f"{device.name}: {int(count)} ports announced, {len(device.ports)} shown"
@@ -166,38 +149,23 @@ def _torn_device(device: Block) -> list[tuple[str, int | None]]:
 
 def _torn_port(device: Block, port: Block, verbose: bool) -> list[tuple[str, int | None]]:
     where, said = f"{device.name}/{port.name}", port.fields
-    needed = (*_PORT_FIELDS, *_VERBOSE_FIELDS) if verbose else _PORT_FIELDS
-    if verbose and device.fields.get("transport", "").startswith("InfiniBand"):
-        needed = (*needed, "phys_state")
+    forms = _PORT_FIELDS | (_VERBOSE_FIELDS if verbose else {})
+    if "phys_state" in said or (verbose and device.fields.get("transport", "").startswith("InfiniBand")):
+        forms["phys_state"] = _CODE
     if verbose and said.get("link_layer") == "InfiniBand":
-        needed = (
-            *needed,
-            "GID",
-        )  # the last item printed for a port, and each InfiniBand port has one
-    torn: list[tuple[str, int | None]] = [
-        (f"{where}: no `{name}`", port.line) for name in needed if not said.get(name)
-    ]
-    for name in ("max_mtu", "active_mtu", "active_width", "active_speed", "state", "phys_state"):
-        if said.get(name) and _CODED.fullmatch(said[name]) is None:
-            torn.append((f"{where}: `{name}` is {said[name][:40]!r}", port.line))
-    state = _coded(said, "state")
-    if state is not None and _STATES.get(state[0]) != state[1]:
-        torn.append((f"{where}: unknown state {said['state'][:40]!r}", port.line))
-    physical = _coded(said, "phys_state")
-    if physical is not None and _PHYSICAL.get(physical[1], ("", ""))[0] != physical[0]:
-        torn.append((f"{where}: unknown physical state {said['phys_state'][:40]!r}", port.line))
+        forms["GID"] = ".+"  # the last item printed for a port, and each InfiniBand port has one
+    torn = port.damage(where, forms)
+    state, physical = _coded(said, "state"), _coded(said, "phys_state")
     width, speed = _coded(said, "active_width"), _coded(said, "active_speed")
-    if width is not None and _LANES.get(width[1]) != width[0]:
-        torn.append((f"{where}: unknown width {said['active_width'][:40]!r}", port.line))
-    if speed is not None:
-        lane = _LANE_GBIT_S.get(speed[1])
-        if lane is None or speed[0] not in (f"{lane:.1f} Gbps", "invalid speed"):
-            torn.append((f"{where}: unknown speed {said['active_speed'][:40]!r}", port.line))
-    if said.get("link_layer", "IB") not in _LAYERS:
-        torn.append((f"{where}: unknown link layer {said['link_layer'][:40]!r}", port.line))
-    for name, form in (("sm_lid", r"\d{1,6}"), ("port_lid", r"\d{1,6}"), ("port_lmc", r"0x[0-9a-f]{2}")):
-        if said.get(name) and not re.fullmatch(form, said[name]):
-            torn.append((f"{where}: `{name}` is not a number", port.line))
+    lane = None if speed is None else _LANE_GBIT_S.get(speed[1])
+    for name, right in (
+        ("state", state is None or _STATES.get(state[0]) == state[1]),
+        ("phys_state", physical is None or _PHYSICAL.get(physical[1], ("", ""))[0] == physical[0]),
+        ("active_width", width is None or _LANES.get(width[1]) == width[0]),
+        ("active_speed", speed is None or (lane and speed[0] in (f"{lane:.1f} Gbps", "invalid speed"))),
+    ):
+        if not right:
+            torn.append((f"{where}: unknown `{name}` {said[name][:40]!r}", port.line))
     return torn
 
 
@@ -266,7 +234,8 @@ def judge(facts: DevinfoFacts, context: Context) -> list[Finding]:
     return found
 
 
+_MATCHES = having(rf"^hca_id:\s|{_LIST.pattern}|{_ERROR.pattern}")
 _BEGINS = re.compile(r"hca_id:\s*(?P<device>\S+)|\d{1,3} HCAs? found:")
 TOOLS: tuple[Tool[DevinfoFacts], ...] = (
-    Tool("ibv_devinfo", matches, parse, judge, inventory, begins=_BEGINS),
+    Tool("ibv_devinfo", _MATCHES, parse, judge, inventory, begins=_BEGINS),
 )

@@ -14,153 +14,65 @@ from seatrial.check.judging.findings import Verdict
 Rule = tuple[str, Verdict, re.Pattern[str], str]
 
 
-def _rule(code: str, verdict: Verdict, what: str, pattern: str) -> Rule:
-    return code, verdict, re.compile(pattern, re.IGNORECASE), what
-
-
 # Code, verdict, meaning, pattern. The first rule that a line matches counts.
-OTHERS: tuple[Rule, ...] = (
-    _rule(
-        "SYS002",
-        "WARN",
-        "killed processes: out of memory",
-        r"\bOut of memory: Kill|\boom-kill:|\binvoked oom-killer:|\bMemory cgroup out of memory",
-    ),
-    _rule(
-        "SYS003",
-        "FAIL",
-        "uncorrected hardware error",
-        r"\bAER: .{0,40}Uncorrect(?:ed|able)|severity=Uncorrect(?:ed|able)|\[Hardware Error\]:.{0,60}\b(?:fatal|uncorrected)"
-        r"|\bEDAC \S{1,20}: \d{1,9} UE\b|\bMemory failure: 0x|\bDPC: (?:containment event|unmasked uncorrectable error)"
-        r"|\bamdgpu: [1-9]\d{0,15} uncorrectable hardware errors|\b[Uu]nable to change power state .{0,60}inaccessible\)",
-    ),
-    _rule(
-        "SYS003",
-        "WARN",
-        "hardware error",
-        r"\[Hardware Error\]|\bMachine check events logged|\bAER: .{0,40}Correct(?:ed|able) error|severity=Corrected"
-        r"|\bEDAC \S{1,20}: \d{1,9} CE\b|\bAER: aer_status: ",
-    ),
-    _rule(
-        "SYS003",
-        "WARN",
-        "a PCIe card was removed from its slot",
-        r"\bpciehp: Slot\(\S{1,20}\): (?:Link Down|Card not present)",
-    ),
-    _rule(
-        "SYS003",
-        "WARN",
-        "CPU overheated",
-        r"\btemperature above threshold, cpu clock throttled",
-    ),
-    _rule(
-        "SYS004",
-        "FAIL",
-        "GPU cannot be initialised",
-        r"\bNVRM: .{0,120}(?:RmInitAdapter failed|rm_init_adapter failed|failed to copy vbios|probe routine failed)"
-        r"|\bNVRM: None of the NVIDIA (?:\w{1,20} )?devices were (?:probed|initialized)",
-    ),
-    _rule(
-        "SYS004",
-        "FAIL",
-        "version mismatch between GPU driver components",
-        r"\bNVRM: API mismatch",
-    ),
-    _rule(
-        "SYS004",
-        "FAIL",
-        "the GPU's GSP does not respond",
-        r"\bNVRM: .{0,80}(?:GSP Timeout|_kgspIsHeartbeatTimedOut|Heartbeat timed out|Rate limiting GSP RPC error prints)",
-    ),
-    _rule(
-        "GPU007",
-        "WARN",
-        "GPU overheated",
-        r"\bNVRM: GPU at .{0,60}has overheated",
-    ),
-    _rule(
-        "NVL001",
-        "WARN",
-        "NVLinks of a GPU cannot be found",
-        r"\bNVRM: knvlink\w{0,80}: (?:Failed to update Rx Detect Link mask|Getting peer\d{1,3}\S{0,4} postRxDetLinkMask failed)",
-    ),
-    _rule(
-        "NVL007",
-        "WARN",
-        "the fabric manager has failed",
-        r"\bnv-fabricmanager\[\d+\]: .{0,200}\b(?:failed|error)\b|\bnvidia-fabricmanager\.service: (?:Failed|Main process exited, code=exited, status=[1-9]|Control process exited, code=exited, status=[1-9])",
-    ),
-    _rule(
-        "SYS005",
-        "WARN",
-        "kernel panic or oops",
-        r"\bKernel panic - not syncing|\bBUG: unable to handle|\bOops: [0-9a-f]{4} \[",
-    ),
-    _rule(
-        "SYS006",
-        "WARN",
-        "a process, a CPU or a GPU hung",
-        r"\bsoft lockup - CPU#\d+ stuck|\bhard LOCKUP on cpu|\bblocked for more than \d{2,6} seconds|\bdetected stalls? on CPUs|\bself-detected stall on CPU"
-        r"|\bamdgpu: (?:ring \S{1,30} timeout|GPU reset begin)",
-    ),
-    _rule(
-        "SYS007",
-        "FAIL",
-        "a disk or its file system failed",
-        r"\bRemounting filesystem read-only|\bnvme\d+: Disabling device after reset failure|\bnvme\w+: no available path - failing I/O"
-        r"|\bmd/raid\S{0,20}: Disk failure on|\bnvme nvme\d+: Removing after probe failure",
-    ),
-    _rule(
-        "SYS007",
-        "WARN",
-        "disk errors",
-        r"\b(?:I/O|medium|target) error, dev |\bnvme nvme\d+: controller is down|\bBuffer I/O error on dev |\bnvme nvme\d+: I/O .{0,40}timeout|\bI/O error while writing superblock"
-        r"|\battempt to access beyond end of device|\b(?:EXT4-fs|XFS|BTRFS) ?(?:error| \(\S{1,40}\): (?:Corruption|metadata I/O error))",
-    ),
-    _rule(
-        "SYS007",
-        "WARN",
-        "a file server does not respond",
-        r"\bnfs: server \S{1,120} not responding",
-    ),
-    _rule(
-        "NET013",
-        "FAIL",
-        "adapter firmware failure",
-        r"\bmlx5_core .{0,80}(?:device's health compromised|Health issue observed, firmware internal error|health recovery flow aborted|Fatal error \d+ detected)",
-    ),
-    _rule(
-        "NET013",
-        "WARN",
-        "the adapter does not respond to its driver",
-        r"\bmlx5_core .{0,160}(?:No done completion|timeout\. Will cause a leak of a command resource)|\bNETDEV WATCHDOG: .{0,40}timed out",
-    ),
-    _rule(
-        "NET013",
-        "WARN",
-        "faulty or overheated cable or transceiver",
-        r"\bmlx5_core .{0,60}High temperature on sensors|\bmlx5_core .{0,40}Port module event(?:\[error\]|: module \d+, Cable error)",
-    ),
-    _rule(
-        "NET013",
-        "WARN",
-        "insufficient slot power for the adapter",
-        r"\bDetected insufficient power on the PCIe slot",
-    ),
-    _rule(
-        "NCC005",
-        "WARN",
-        "a program crashed inside NCCL",
-        r"\bsegfault at .{0,120} in libnccl\.so",
-    ),
-    _rule(
-        "NCC005",
-        "WARN",
-        "GPUDirect RDMA memory was invalidated while in use",
-        r"\bnvidia-peermem \S{1,60} ERROR detected invalid context",
-    ),
-    _rule("SYS002", "WARN", "the limit on open files was reached", r"\bVFS: file-max limit \d+ reached"),
+_RULES: tuple[tuple[str, Verdict, str, str], ...] = (
+    ("SYS002", "WARN", "killed processes: out of memory",
+     r"\bOut of memory: Kill|\boom-kill:|\binvoked oom-killer:|\bMemory cgroup out of memory"),
+    ("SYS003", "FAIL", "uncorrected hardware error",
+     r"\bAER: .{0,40}Uncorrect(?:ed|able)|severity=Uncorrect(?:ed|able)|\[Hardware Error\]:.{0,60}\b(?:fatal|uncorrected)"
+     r"|\bEDAC \S{1,20}: \d{1,9} UE\b|\bMemory failure: 0x|\bDPC: (?:containment event|unmasked uncorrectable error)"
+     r"|\bamdgpu: [1-9]\d{0,15} uncorrectable hardware errors|\b[Uu]nable to change power state .{0,60}inaccessible\)"),
+    ("SYS003", "WARN", "hardware error",
+     r"\[Hardware Error\]|\bMachine check events logged|\bAER: .{0,40}Correct(?:ed|able) error|severity=Corrected"
+     r"|\bEDAC \S{1,20}: \d{1,9} CE\b|\bAER: aer_status: "),
+    ("SYS003", "WARN", "a PCIe card was removed from its slot",
+     r"\bpciehp: Slot\(\S{1,20}\): (?:Link Down|Card not present)"),
+    ("SYS003", "WARN", "CPU overheated",
+     r"\btemperature above threshold, cpu clock throttled"),
+    ("SYS004", "FAIL", "GPU cannot be initialised",
+     r"\bNVRM: .{0,120}(?:RmInitAdapter failed|rm_init_adapter failed|failed to copy vbios|probe routine failed)"
+     r"|\bNVRM: None of the NVIDIA (?:\w{1,20} )?devices were (?:probed|initialized)"),
+    ("SYS004", "FAIL", "version mismatch between GPU driver components",
+     r"\bNVRM: API mismatch"),
+    ("SYS004", "FAIL", "the GPU's GSP does not respond",
+     r"\bNVRM: .{0,80}(?:GSP Timeout|_kgspIsHeartbeatTimedOut|Heartbeat timed out|Rate limiting GSP RPC error prints)"),
+    ("GPU007", "WARN", "GPU overheated",
+     r"\bNVRM: GPU at .{0,60}has overheated"),
+    ("NVL001", "WARN", "NVLinks of a GPU cannot be found",
+     r"\bNVRM: knvlink\w{0,80}: (?:Failed to update Rx Detect Link mask|Getting peer\d{1,3}\S{0,4} postRxDetLinkMask failed)"),
+    ("NVL007", "WARN", "the fabric manager has failed",
+     r"\bnv-fabricmanager\[\d+\]: .{0,200}\b(?:failed|error)\b|\bnvidia-fabricmanager\.service: (?:Failed|Main process exited, code=exited, status=[1-9]|Control process exited, code=exited, status=[1-9])"),
+    ("SYS005", "WARN", "kernel panic or oops",
+     r"\bKernel panic - not syncing|\bBUG: unable to handle|\bOops: [0-9a-f]{4} \["),
+    ("SYS006", "WARN", "a process, a CPU or a GPU hung",
+     r"\bsoft lockup - CPU#\d+ stuck|\bhard LOCKUP on cpu|\bblocked for more than \d{2,6} seconds|\bdetected stalls? on CPUs|\bself-detected stall on CPU"
+     r"|\bamdgpu: (?:ring \S{1,30} timeout|GPU reset begin)"),
+    ("SYS007", "FAIL", "a disk or its file system failed",
+     r"\bRemounting filesystem read-only|\bnvme\d+: Disabling device after reset failure|\bnvme\w+: no available path - failing I/O"
+     r"|\bmd/raid\S{0,20}: Disk failure on|\bnvme nvme\d+: Removing after probe failure"),
+    ("SYS007", "WARN", "disk errors",
+     r"\b(?:I/O|medium|target) error, dev |\bnvme nvme\d+: controller is down|\bBuffer I/O error on dev |\bnvme nvme\d+: I/O .{0,40}timeout|\bI/O error while writing superblock"
+     r"|\battempt to access beyond end of device|\b(?:EXT4-fs|XFS|BTRFS) ?(?:error| \(\S{1,40}\): (?:Corruption|metadata I/O error))"),
+    ("SYS007", "WARN", "a file server does not respond",
+     r"\bnfs: server \S{1,120} not responding"),
+    ("NET013", "FAIL", "adapter firmware failure",
+     r"\bmlx5_core .{0,80}(?:device's health compromised|Health issue observed, firmware internal error|health recovery flow aborted|Fatal error \d+ detected)"),
+    ("NET013", "WARN", "the adapter does not respond to its driver",
+     r"\bmlx5_core .{0,160}(?:No done completion|timeout\. Will cause a leak of a command resource)|\bNETDEV WATCHDOG: .{0,40}timed out"),
+    ("NET013", "WARN", "faulty or overheated cable or transceiver",
+     r"\bmlx5_core .{0,60}High temperature on sensors|\bmlx5_core .{0,40}Port module event(?:\[error\]|: module \d+, Cable error)"),
+    ("NET013", "WARN", "insufficient slot power for the adapter",
+     r"\bDetected insufficient power on the PCIe slot"),
+    ("NCC005", "WARN", "a program crashed inside NCCL",
+     r"\bsegfault at .{0,120} in libnccl\.so"),
+    ("NCC005", "WARN", "GPUDirect RDMA memory was invalidated while in use",
+     r"\bnvidia-peermem \S{1,60} ERROR detected invalid context"),
+    ("SYS002", "WARN", "the limit on open files was reached",
+     r"\bVFS: file-max limit \d+ reached"),
 )  # fmt: skip
+OTHERS: tuple[Rule, ...] = tuple(
+    (code, verdict, re.compile(text, re.IGNORECASE), what) for code, verdict, what, text in _RULES
+)
 
 # Subjects of a disk error: a device, a partition, an array member, a file server.
 _DISK = re.compile(

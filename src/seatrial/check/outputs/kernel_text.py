@@ -273,16 +273,11 @@ def _driver(log: KernelText, context: Context) -> Iterator[Finding]:
         key = (node, message.xid.code, xid.kind, xid.pci, xid.code, verdict_of(xid))
         groups.setdefault(key, (xid, []))[1].append(message)
     for (node, code, kind, pci, _, verdict), (first, same) in groups.items():
-        yield Finding(
-            "NVL007" if kind == "sxid" else _code(first, verdict),
-            verdict,
-            Target(node=node, pci=pci, link=_one(m.xid.link for m in same)),
-            _text(same),
-            measured=code,
-            expected=Expected("none", "", _source(first)),
-            action=_action(first, verdict),
-            evidence=evidence(log.file, (m.line for m in same)),
-        )
+        named = "NVL007" if kind == "sxid" else _code(first, verdict)
+        target = Target(node, None, pci, _one(m.xid.link for m in same))
+        places, action = evidence(log.file, (m.line for m in same)), _action(first, verdict)
+        expected, text = Expected("none", "", _source(first)), _text(same)
+        yield Finding(named, verdict, target, text, code, "", expected, action=action, evidence=places)
 
 
 def verdict_of(xid: XidMessage) -> Verdict:
@@ -392,16 +387,9 @@ def _others(log: KernelText, context: Context) -> Iterator[Finding]:
         if last.quote:
             text += f": {quoted(last.quote, _QUOTED)}"
         expected = None if last.expected is None else Expected(last.expected, "Gb/s", "the NIC's driver")
-        yield Finding(
-            last.code,
-            last.verdict,
-            Target(node=node, pci=last.pci, port=last.port),
-            text,
-            last.measured,
-            "Gb/s" if last.measured is not None else "",
-            expected,
-            evidence=evidence(log.file, (o.line for o in same)),
-        )
+        target, unit = Target(node=node, pci=last.pci, port=last.port), "Gb/s" * (last.measured is not None)
+        places = evidence(log.file, (o.line for o in same))
+        yield Finding(last.code, last.verdict, target, text, last.measured, unit, expected, evidence=places)
 
 
 TOOLS: tuple[Tool[KernelText], ...] = (Tool("kernel log", matches, parse, judge, each=LINE),)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from seatrial.check.judging.findings import Expected, Finding, Target
 from seatrial.check.judging.floors import Floor, find_sku, highest, judge_share, shares
+from seatrial.check.outputs.finding_collector import FindingCollector
 from seatrial.check.outputs.nccl_log import BEGINS, NcclLog, Row, is_debug, is_table, parse
-from seatrial.check.outputs.tool import Context, Tool, evidence
+from seatrial.check.outputs.tool import Context, Tool
 from seatrial.check.ranges import listed
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -33,69 +33,41 @@ def judge(log: NcclLog, context: Context) -> list[Finding]:
 
 
 def _run(log: NcclLog, context: Context) -> list[Finding]:
-    found = list(_topology(log, context))
+    say = FindingCollector(log.file, context, "NCC002")
+    _topology(log, say)
     for line, text in log.warnings[:3]:
-        place = evidence(log.file, [line])
-        found.append(
-            Finding("NCC005", "WARN", Target(node=context.node), f"NCCL WARN {text}", evidence=place)
-        )
+        say("WARN", f"NCCL WARN {text}", line, code="NCC005")
     if log.table:
-        found += [*_right(log, context), *_bandwidth(log, context)]
-    elif not found:
-        hosts = f"{len(log.hosts)} host{'s' * (len(log.hosts) != 1)}"
-        why = (
-            ""
-            if log.channels
-            else "no line about channels: NCCL_DEBUG=INFO, and the whole start-up, are needed"
-        )
-        if log.channels and len(log.channels) < log.most_ranks:
+        _right(log, say)
+        _bandwidth(log, say)
+    elif not say.found:
+        hosts, why = f"{len(log.hosts)} host{'s' * (len(log.hosts) != 1)}", ""
+        if not log.channels:
+            why = "no line about channels: NCCL_DEBUG=INFO, and the whole start-up, are needed"
+        elif len(log.channels) < log.most_ranks:
             why = f"lines about channels of {len(log.channels)} of {log.most_ranks} ranks: those of all are needed"
-        if not why:
-            text = f"{hosts}, {len(log.channels)} GPUs with {listed(sorted({c for c, _ in log.channels.values()}))} channels"
-            found.append(Finding("NCC004", "PASS", Target(node=context.node), text, evidence=(log.file,)))
+        if why:
+            say("UNJUDGED", f"{hosts}, {why}", code="NCC004", why=why)
         else:
-            text = f"{hosts}, {why}"
-            found.append(
-                Finding(
-                    "NCC004",
-                    "UNJUDGED",
-                    Target(node=context.node),
-                    text,
-                    why_unjudged=why,
-                    evidence=(log.file,),
-                )
-            )
-    return found
+            channels = listed(sorted({c for c, _ in log.channels.values()}))
+            say("PASS", f"{hosts}, {len(log.channels)} GPUs with {channels} channels", code="NCC004")
+    return say.found
 
 
-def _right(log: NcclLog, context: Context) -> Iterator[Finding]:
-    target = Target(node=context.node)
-    wrong = [r for r in log.rows if r.wrong]
-    if wrong:
+def _right(log: NcclLog, say: FindingCollector) -> None:
+    code = "NCC001"
+    if wrong := [r for r in log.rows if r.wrong]:
         text = f"wrong results at {len(wrong)} message sizes, first at {wrong[0].size} bytes"
-        places = evidence(log.file, (r.line for r in wrong))
-        yield Finding(
-            "NCC001",
-            "FAIL",
-            target,
-            text,
-            wrong[0].wrong,
-            "values",
-            Expected(0, "values", "nccl-tests"),
-            evidence=places,
-        )
+        lines, none = (r.line for r in wrong), Expected(0, "values", "nccl-tests")
+        say("FAIL", text, *lines, code=code, measured=wrong[0].wrong, expected=none)
     failures = list(log.failures)
     if log.out_of_bounds is not None and (log.out_of_bounds[1] or not log.out_of_bounds[2]):
         failures.append((log.out_of_bounds[0], f"{log.out_of_bounds[1]} values out of bounds"))
     if log.average is not None and log.average[2]:
-        failures.append(
-            (
-                log.average[0],
-                "the run reports FAILED for its average bandwidth, against a limit set by its user",
-            )
-        )
+        text = "the run reports FAILED for its average bandwidth, against a limit set by its user"
+        failures.append((log.average[0], text))
     for line, text in sorted(failures)[:3]:
-        yield Finding("NCC001", "FAIL", target, text, evidence=evidence(log.file, [line]))
+        say("FAIL", text, line, code=code)
     last, meant = (log.rows[-1].size if log.rows else 0), log.last_size()
     if not log.rows:
         why = "the table has no readable row"
@@ -105,17 +77,13 @@ def _right(log: NcclLog, context: Context) -> Iterator[Finding]:
         why = f"the run should go up to {meant} bytes but ends at {last}"
     else:
         why = _lost_ranks(log)
+    if not why and not wrong and not failures and all(r.wrong is None for r in log.rows):
+        why = "the results were not checked (-c 0)"
     if why:
-        yield Finding("NCC001", "UNJUDGED", target, why, evidence=(log.file,))
+        say("UNJUDGED", why, code=code)
     elif not wrong and not failures:
-        unchecked = all(r.wrong is None for r in log.rows)
-        if unchecked:
-            why = "the results were not checked (-c 0)"
-            yield Finding("NCC001", "UNJUDGED", target, why, evidence=(log.file,))
-        else:
-            alone = "; one rank: no link was used, so bandwidth cannot be judged" if _ranks(log) == 1 else ""
-            text = f"correct at all {len(log.rows)} message sizes{alone}"
-            yield Finding("NCC001", "PASS", target, text, evidence=(log.file,))
+        alone = "; one rank: no link was used, so bandwidth cannot be judged" if _ranks(log) == 1 else ""
+        say("PASS", f"correct at all {len(log.rows)} message sizes{alone}", code=code)
 
 
 def _ranks(log: NcclLog) -> int | None:
@@ -161,72 +129,43 @@ def _test(log: NcclLog) -> str | None:
     return "sendrecv_perf" if abs(ratio - 1) < _SAME_RATIO else "alltoall_perf"
 
 
-def _bandwidth(log: NcclLog, context: Context) -> Iterator[Finding]:
+def _bandwidth(log: NcclLog, say: FindingCollector) -> None:
     if not log.rows or _ranks(log) == 1:
         return
     row = max(log.rows, key=lambda r: r.size)
-    steady = [r for r in log.rows if r.size >= _STEADY]
-    best = max((r.busbw for r in steady), default=0.0)
-    target = Target(node=context.node)
+    best = max((r.busbw for r in log.rows if r.size >= _STEADY), default=0.0)
     if row.busbw < shares().broken * best:
         text = f"{row.busbw} GB/s busbw at {row.size} bytes, {best} at a smaller message"
-        yield Finding(
-            "NCC003",
-            "WARN",
-            target,
-            text,
-            row.busbw,
-            "GB/s",
-            Expected(best, "GB/s", "the same run", "one direction", "busbw", row.size),
-            evidence=evidence(log.file, [row.line]),
-        )
+        expected = Expected(best, "GB/s", "the same run", "one direction", "busbw", row.size)
+        say("WARN", text, row.line, code="NCC003", measured=row.busbw, expected=expected)
     if row.busbw == 0 and row.size >= _LEAST and (_ranks(log) or 0) > 1:
         text = f"0 GB/s busbw at {row.size} bytes between {_ranks(log)} ranks"
-        place = evidence(log.file, [row.line])
-        yield Finding("NCC002", "FAIL", target, text, row.busbw, "GB/s", evidence=place)
+        say("FAIL", text, row.line, measured=row.busbw, unit="GB/s")
         return
     why, test = "", _test(log)
-    floor, guess = _floor(log, context)
+    floor, guess = _floor(log, say.context)
     if test not in _RING and (test not in _LIKE_RING or len(_hosts(log)) > 1):
         why = f"no floor is known for {log.test or 'this test'}"
     elif row.size < _LEAST:
         why = f"the largest message is {row.size} bytes: below {_LEAST} it is bound by latency, not bandwidth"
     elif floor is None:
         why = "no floor is known for these GPUs"
-    else:
-        if floor.verdict(row.busbw) != "PASS" and test in _LIKE_RING:
-            why = f"{floor.value} is what a ring reaches on these GPUs, and no floor is known for {log.test or 'this test'}"
-        elif floor.verdict(row.busbw) != "PASS":
-            yield from _low(log, row, floor, guess, context)
-            return
-        elif not guess and test in (None, "all_reduce_perf"):
-            why = _maybe_nvls(log, row, floor, context)
+    elif floor.verdict(row.busbw) != "PASS" and test in _LIKE_RING:
+        why = f"{floor.value} is what a ring reaches on these GPUs, and no floor is known for {log.test or 'this test'}"
+    elif floor.verdict(row.busbw) != "PASS":
+        _low(log, row, floor, guess, say)
+        return
+    elif not guess and test in (None, "all_reduce_perf"):
+        why = _maybe_nvls(log, row, floor, say.context)
     if why or floor is None:
-        yield Finding(
-            "NCC002",
-            "UNJUDGED",
-            target,
-            f"{row.busbw} GB/s busbw; {why}",
-            row.busbw,
-            "GB/s",
-            why_unjudged=why,
-            evidence=evidence(log.file, [row.line]),
-        )
+        text = f"{row.busbw} GB/s busbw; {why}"
+        say("UNJUDGED", text, row.line, measured=row.busbw, unit="GB/s", why=why)
         return
     of = "the highest floor of all known GPUs" if guess else "healthy GPUs of this kind"
     text = (
         f"{row.busbw} GB/s busbw at {row.size} bytes; {of} ({floor.algorithm}, one node) read {floor.value}"
     )
-    yield Finding(
-        "NCC002",
-        "PASS",
-        target,
-        text,
-        row.busbw,
-        "GB/s",
-        floor.expected(),
-        evidence=evidence(log.file, [row.line]),
-    )
+    say("PASS", text, row.line, measured=row.busbw, unit="GB/s", expected=floor.expected())
 
 
 def _floor(log: NcclLog, context: Context) -> tuple[Floor | None, bool]:
@@ -267,11 +206,10 @@ def _hosts(log: NcclLog) -> set[str]:
     return {r.host for r in log.ranks} or log.hosts
 
 
-def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, context: Context) -> Iterator[Finding]:
+def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, say: FindingCollector) -> None:
     """Judge a bandwidth below the floor of one node: a fault on one node; over several, compare with the NIC's rate."""
-    target, place = Target(node=context.node), evidence(log.file, [row.line])
-    ranks = _ranks(log)
-    nodes = context.nodes or len(_hosts(log)) or None
+    ranks, nic = _ranks(log), say.context.nic_gbit_s
+    nodes = say.context.nodes or len(_hosts(log)) or None
     detail = f"{row.busbw} GB/s busbw at {row.size} bytes"
     why = ""
     if guess:
@@ -280,97 +218,53 @@ def _low(log: NcclLog, row: Row, floor: Floor, guess: bool, context: Context) ->
         why = f"the message is too small to judge: at least {_PLATEAU} bytes are required"
     elif ranks is None or nodes is None:
         why = "the number of nodes is unknown"
-    elif nodes > 1 and context.nic_gbit_s is None:
+    elif nodes > 1 and nic is None:
         share = row.busbw * 8 * (nodes - 1) / (ranks - 1)
         why = f"over {nodes} nodes the network limits it, {share:.0f} Gb/s a GPU, and the rate of its NIC is unknown"
     elif nodes == 1 and ranks not in (8, 16) and ranks < 8:
         why = f"the floor is for the whole board, this ran on {ranks} GPUs"
     if why or ranks is None or nodes is None:
-        yield Finding(
-            "NCC002",
-            "UNJUDGED",
-            target,
-            f"{detail}; {why}",
-            row.busbw,
-            "GB/s",
-            why_unjudged=why,
-            evidence=place,
-        )
-    elif nodes > 1 and context.nic_gbit_s is not None:
+        say("UNJUDGED", f"{detail}; {why}", row.line, measured=row.busbw, unit="GB/s", why=why)
+    elif nodes > 1 and nic is not None:
         rate = row.busbw * 8 * (nodes - 1) / (ranks - 1)
-        low = judge_share(rate / context.nic_gbit_s) != "PASS"
-        expected = Expected(
-            context.nic_gbit_s,
-            "Gb/s",
-            "the NIC's data sheet",
-            "one direction",
-            "busbw x (nodes - 1) / (GPUs - 1)",
-            row.size,
-        )
+        formula = "busbw x (nodes - 1) / (GPUs - 1)"
+        expected = Expected(nic, "Gb/s", "the NIC's data sheet", "one direction", formula, row.size)
         # Never FAIL: a healthy EFA reaches 74 % in an all-reduce over four nodes; ib_write_bw between two decides.
-        text = f"{detail} over {nodes} nodes: {rate:.0f} Gb/s a GPU of {context.nic_gbit_s:.0f}"
-        yield Finding(
-            "NCC002", "WARN" if low else "PASS", target, text, rate, "Gb/s", expected, evidence=place
-        )
+        low = judge_share(rate / nic) != "PASS"
+        text = f"{detail} over {nodes} nodes: {rate:.0f} Gb/s a GPU of {nic:.0f}"
+        say("WARN" if low else "PASS", text, row.line, measured=rate, expected=expected)
     else:
         text = f"{detail}; healthy GPUs of this model reach {floor.value} ({floor.algorithm})"
-        yield Finding(
-            "NCC002",
-            floor.verdict(row.busbw),
-            target,
-            text,
-            row.busbw,
-            "GB/s",
-            floor.expected(),
-            evidence=place,
-        )
+        verdict, expected = floor.verdict(row.busbw), floor.expected()
+        say(verdict, text, row.line, measured=row.busbw, unit="GB/s", expected=expected)
 
 
-def _topology(log: NcclLog, context: Context) -> Iterator[Finding]:
-    hosts = _hosts(log)
-    node = Target(node=context.node)
+def _topology(log: NcclLog, say: FindingCollector) -> None:
+    code, hosts = "NCC004", _hosts(log)
     for count, line in log.nodes.items():
         if hosts and count > len(hosts):
             text = f"NCCL counts {count} nodes on {len(hosts)} host{'s' * (len(hosts) != 1)}: GPUs without NVLink to the others count as nodes of their own"
-            yield Finding(
-                "NCC004",
-                "FAIL",
-                node,
-                text,
-                count,
-                "nodes",
-                Expected(len(hosts), "nodes", "hosts in the log"),
-                evidence=evidence(log.file, [line]),
-            )
+            expected = Expected(len(hosts), "nodes", "hosts in the log")
+            say("FAIL", text, line, code=code, measured=count, expected=expected)
     for what, table in (("channels", log.channels), ("NVLS channels", log.nvls)):
         usual = Counter(c for c, _ in table.values()).most_common(1)
         top = max((c for c, _ in table.values()), default=0)
+        expected = Expected(top, "channels", "the other ranks")
         for (host, device), (count, line) in sorted(table.items()):
             if count < top:
-                text = f"{count} {what} on {host} GPU {device}, {top} on others"
-                yield Finding(
-                    "NCC004",
-                    "FAIL",
-                    Target(node=host, gpu=device),
-                    text,
-                    count,
-                    "channels",
-                    Expected(top, "channels", "the other ranks"),
-                    float(usual[0][0]),
-                    evidence=evidence(log.file, [line]),
+                text, at = f"{count} {what} on {host} GPU {device}, {top} on others", Target(host, device)
+                median = float(usual[0][0])
+                say(
+                    "FAIL", text, line, code=code, target=at, measured=count, expected=expected, median=median
                 )
     able = log.multicast | {where for where, (count, _) in log.nvls.items() if count > 0}
     for (host, device), line in sorted(log.no_multicast.items()):
         if able:
             text = f"no NVLS on {host} GPU {device}, but others do"
-            yield Finding(
-                "NCC004", "FAIL", Target(node=host, gpu=device), text, evidence=evidence(log.file, [line])
-            )
+            say("FAIL", text, line, code=code, target=Target(host, device))
     if "Socket" in log.network and (max(log.nodes, default=1) > 1 or len(hosts) > 1):
         text = "NCCL uses TCP sockets between nodes, not RDMA"
-        yield Finding(
-            "NCC004", "WARN", node, text, "Socket", evidence=evidence(log.file, [log.network["Socket"]])
-        )
+        say("WARN", text, log.network["Socket"], code=code, measured="Socket")
 
 
 TOOLS: tuple[Tool[NcclLog], ...] = (

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
-from seatrial.check.outputs.network import BROKEN, at, damaged
+from seatrial.check.outputs.finding_collector import FindingCollector
+from seatrial.check.outputs.network import BROKEN, damaged
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.check.ranges import listed
 
@@ -182,56 +183,38 @@ def _check_results(facts: ScoutFacts) -> None:
         return
     listed = {(frozenset((p.a, p.b)), p.gb_s) for p in facts.pairs if p.listed}
     before = {(frozenset((p.a, p.b)), p.gb_s) for p in facts.pairs[:first]}
-    for nodes, gb_s in listed ^ before:
+    for nodes, gb_s in sorted(listed ^ before, key=lambda pair: (sorted(pair[0]), pair[1] or 0.0)):
         text = "failed" if gb_s is None else f"{gb_s:.2f} GB/s"
         facts.damage.append((f"{' and '.join(sorted(nodes))}: {text} is listed once instead of twice", None))
 
 
 def judge(facts: ScoutFacts, context: Context) -> list[Finding]:
     """One finding per node that is slow in its best pair or unreachable; PASS if all are good and accounted for."""
-    found = damaged(facts.damage, facts.file, "ncclscout")
+    say = FindingCollector(
+        facts.file, Context(), "NET009"
+    )  # about pairs: the node that ran it is none of them
+    say.found += damaged(facts.damage, facts.file, "ncclscout")
     measured = [p.gb_s for p in facts.pairs if p.gb_s is not None]
     usual = median(measured) if measured else None
     for node in dict.fromkeys([*facts.unreachable, *facts.lists.get("Unreachable", ())]):
-        place = at(facts.file, facts.unreachable.get(node))
-        found.append(
-            Finding("NET010", "FAIL", Target(node=node), "unreachable, not tested", evidence=(place,))
-        )
+        line = facts.unreachable.get(node)
+        say("FAIL", "unreachable, not tested", line, code="NET010", target=Target(node=node))
     if untested := _untested(facts.counts):
-        why = f"{untested} nodes were reachable and not tested"
-        found.append(Finding("NET009", "UNJUDGED", Target(), why, evidence=(facts.file,)))
+        say("UNJUDGED", f"{untested} nodes were reachable and not tested")
     if facts.floor is None and facts.pairs:
         why = "the output does not state the threshold, and no other floor is known for these GPUs"
-        text = (
-            f"{len(facts.pairs)} pairs, median {usual:.1f} GB/s" if usual is not None else "no pair measured"
-        )
-        found.append(
-            Finding(
-                "NET009", "UNJUDGED", Target(), text, usual, "GB/s", why_unjudged=why, evidence=(facts.file,)
-            )
-        )
+        middle = f"median {usual:.1f} GB/s" if usual is not None else ""
+        text = f"{len(facts.pairs)} pairs, {middle}" if middle else "no pair measured"
+        say("UNJUDGED", text, measured=usual, unit="GB/s", why=why)
     else:
-        found += _nodes(facts, usual)
-    if not found and measured and facts.floor is not None:
+        _nodes(facts, usual, say)
+    if not say.found and measured and facts.floor is not None:
         nodes = len({n for p in facts.pairs for n in (p.a, p.b)})
         text = f"{nodes} nodes in pairs, the slowest {min(measured):.1f} GB/s"
-        found.append(
-            Finding(
-                "NET009",
-                "PASS",
-                Target(),
-                text,
-                min(measured),
-                "GB/s",
-                _expected(facts.floor),
-                usual,
-                evidence=(facts.file,),
-            )
-        )
-    if not found:
-        why = "no pair of nodes was measured"
-        found.append(Finding("NET009", "UNJUDGED", Target(), why, evidence=(facts.file,)))
-    return found
+        say("PASS", text, measured=min(measured), expected=_expected(facts.floor), median=usual)
+    if not say.found:
+        say("UNJUDGED", "no pair of nodes was measured")
+    return say.found
 
 
 def _untested(counts: Mapping[str, int]) -> int:
@@ -245,14 +228,13 @@ def _expected(floor: float) -> Expected:
     )
 
 
-def _nodes(facts: ScoutFacts, usual: float | None) -> list[Finding]:
+def _nodes(facts: ScoutFacts, usual: float | None, say: FindingCollector) -> None:
     """Judge each node by its best pair, as ncclscout does: a good node only shows as good when paired with another."""
     pairs: dict[str, list[Pair]] = {}
     for pair in facts.pairs:
         pairs.setdefault(pair.a, []).append(pair)
         pairs.setdefault(pair.b, []).append(pair)
-    found = []
-    floor = facts.floor or 0.0
+    floor, bad = facts.floor or 0.0, set[str]()
     for node, mine in pairs.items():
         best = max(mine, key=lambda p: p.gb_s or 0.0)
         gb_s = best.gb_s or 0.0
@@ -261,31 +243,20 @@ def _nodes(facts: ScoutFacts, usual: float | None) -> list[Finding]:
         partners = sorted({p.b if p.a == node else p.a for p in mine})
         good = [n for n in partners if any((p.gb_s or 0.0) >= floor for p in pairs[n])]
         if best.gb_s is None:
-            says, verdict = f"every test failed, with {listed(partners)}", "FAIL"
+            says = f"every test failed, with {listed(partners)}"
         else:
             says = f"{gb_s:.1f} GB/s at best, with {listed(partners)}"
-            verdict = "FAIL" if good or gb_s < BROKEN * floor else "WARN"
+        broken = best.gb_s is None or good or gb_s < BROKEN * floor
         if not good:
             says += "; none of these is good with another node, so they may be at fault"
-        checked: Verdict = "FAIL" if verdict == "FAIL" else "WARN"
-        found.append(
-            Finding(
-                "NET009",
-                checked,
-                Target(node=node),
-                says,
-                best.gb_s,
-                "GB/s",
-                _expected(floor),
-                usual,
-                evidence=tuple(at(facts.file, p.line) for p in mine[:4]),
-            )
-        )
+        lines, measured, expected = [p.line for p in mine], best.gb_s, _expected(floor)
+        at = Target(node=node)
+        verdict: Verdict = "FAIL" if broken else "WARN"
+        say(verdict, says, *lines, target=at, measured=measured, expected=expected, median=usual)
+        bad.add(node)
     for node in facts.lists.get("Bad", ()):
-        if node not in {f.target.node for f in found}:
-            text = "listed as bad"
-            found.append(Finding("NET009", "FAIL", Target(node=node), text, evidence=(facts.file,)))
-    return found
+        if node not in bad:
+            say("FAIL", "listed as bad", target=Target(node=node))
 
 
 _BEGINS = re.compile(

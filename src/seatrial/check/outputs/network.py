@@ -23,7 +23,7 @@ class NetworkContext(Context):
 
     rates_gbit_s: Mapping[str, float] = field(
         default_factory=dict
-    )  # "mlx5_0" -> rate of the port, one direction
+    )  # device -> rate of its port, one direction
     port_gbit_s: float | None = None  # rate that every fabric port must have, given by the user
     fabric_ports: int | None = None  # number that the node must have, by the plan or its siblings
 
@@ -46,16 +46,9 @@ def damaged(problems: Sequence[tuple[str, int | None]], file: str, tool: str) ->
     text = "; ".join(dict.fromkeys(p for p, _ in problems[:4]))
     if len(problems) > 4:
         text += f"; and {len(problems) - 4} more"
-    return [
-        Finding(
-            "FILE003",
-            "UNJUDGED",
-            Target(),
-            f"{tool}: {text}",
-            why_unjudged="the output is damaged, so its missing parts are unknown",
-            evidence=tuple(at(file, line) for _, line in problems[:4]),
-        )
-    ]
+    why = "the output is damaged, so its missing parts are unknown"
+    places = tuple(at(file, line) for _, line in problems[:4])
+    return [Finding("FILE003", "UNJUDGED", Target(), f"{tool}: {text}", why_unjudged=why, evidence=places)]
 
 
 def at(file: str, line: int | None) -> str:

@@ -17,7 +17,7 @@ from seatrial.hardware.counters import LIMITS, saturated
 _TITLE = re.compile(
     r"# Port (?P<kind>extended )?counters: (?P<where>.{0,80}?) ?port (?P<port>\d{1,3})(?: \(CapMask: 0x[0-9A-F]+(?: CapMask2: 0x[0-9A-F]+)?\))?\s*"
 )
-_COUNTER = re.compile(r"(?P<name>[A-Z][A-Za-z0-9]{3,40}):\.{2,}(?P<value>0x[0-9a-f]+|\d{1,20})\s*")
+_COUNTER = re.compile(r"(?P<name>[A-Z][A-Za-z0-9]{3,40}):\.{2,}(?P<value>0x[0-9a-f]+|0|[1-9]\d{0,19})\s*")
 _ALL_PORTS = 255
 # Name -> kernel name (drivers/infiniband/core/sysfs.c), for which the limits are defined.
 _NAMES = {

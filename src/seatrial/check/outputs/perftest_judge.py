@@ -45,10 +45,6 @@ def inventory(facts: Runs) -> Mapping[str, str | int | float]:
     return {}
 
 
-def _target(run: Run, context: Context) -> Target:
-    return Target(node=context.node, port=run.device)
-
-
 def _largest(run: Run) -> Row:
     """The row of the largest message. Among several: the slowest, and a single direction before the sum of both."""
     return max(run.rows, key=lambda row: (row.size_bytes, bool(row.direction), -(row.gbit_s or 0.0)))
@@ -74,26 +70,21 @@ def _bandwidth(run: Run, file: str, context: Context) -> Finding:
     each, made = _one_direction(run, row)
     rate = port_rate(context, run.device)
     lowest = next((r for r in FABRIC_RATES_GBIT_S if each <= r * _MEASURED_AT), None)
-    how = f"{run.name}, {row.size_bytes} bytes, {run.queue_pairs} queue pair{'s' * (run.queue_pairs > 1)}"
-    how += made
+    how = (
+        f"{run.name}, {row.size_bytes} bytes, {run.queue_pairs} queue pair{'s' * (run.queue_pairs > 1)}{made}"
+    )
     if run.loopback:
         how += "; both ends are the same adapter, so cable and switch were not tested"
 
     def finding(
         verdict: Verdict, says: str, expected: Expected | None, why: str = "", action: str = ""
     ) -> Finding:
-        return Finding(
-            "NET004",
-            verdict,
-            _target(run, context),
+        text, target = (
             f"{gbit(each)} Gb/s in one direction: {says} ({how})",
-            measured=round(each, 2),
-            unit="Gb/s",
-            expected=expected,
-            why_unjudged=why,
-            action=action,
-            evidence=(at(file, row.line),),
+            Target(node=context.node, port=run.device),
         )
+        measured = ("NET004", verdict, target, text, round(each, 2), "Gb/s", expected, None, why, action)
+        return Finding(*measured, evidence=(at(file, row.line),))
 
     def expect(value: float, source: str) -> Expected:
         return Expected(value, "Gb/s", source, "one direction", run.name, row.size_bytes)
@@ -108,12 +99,8 @@ def _bandwidth(run: Run, file: str, context: Context) -> Finding:
         value, source = rate
         if each > value * _MEASURED_AT:
             text = f"more than the port's {gbit(value)} Gb/s"
-            return finding(
-                "UNJUDGED",
-                text,
-                expect(value, source),
-                "the output and the port's rate do not match",
-            )
+            why = "the output and the port's rate do not match"
+            return finding("UNJUDGED", text, expect(value, source), why)
         verdict = _banded(each / value, reads)
         return finding(
             verdict, f"{each / value:.0%} of {gbit(value)}", expect(value, f"{source}; {TARGET_SOURCE}")
@@ -148,32 +135,20 @@ def _banded(share: float, reads: bool) -> Verdict:
 def _latency(run: Run, file: str) -> Finding:
     row = min(run.rows, key=lambda row: row.size_bytes)
     time = row.times_us.get("typical", row.times_us.get("avg"))
-    target = Target(port=run.device)
-    evidence = (at(file, row.line),)
+    target, place = Target(port=run.device), (at(file, row.line),)
+    text, why = f"{run.name}, {row.size_bytes} bytes: not comparable", ""
     if time is None or row.size_bytes > _LATENCY_BYTES:
         why = f"no floor is known for messages of {row.size_bytes} bytes; measure with -s 2"
-        text = f"{run.name}, {row.size_bytes} bytes: not comparable"
-        return Finding(
-            "NET005", "UNJUDGED", target, text, measured=time, unit="µs", why_unjudged=why, evidence=evidence
-        )
-    text = f"{time:.2f} µs for {row.size_bytes} bytes ({run.name})"
-    if run.settings.get("link type", "").lower() not in ("ib", "infiniband"):
-        why = "no floor is known for RDMA over Ethernet: it depends on the switches and on whether the device is a real adapter"
-        return Finding(
-            "NET005", "UNJUDGED", target, text, measured=time, unit="µs", why_unjudged=why, evidence=evidence
-        )
-    expected = Expected(
-        _LATENCY_US,
-        "µs",
-        "at most; chosen here, four times the latency of two ConnectX-7 servers (1.27 µs)",
-        "one direction",
-        run.name,
-        row.size_bytes,
-    )
+    else:
+        text = f"{time:.2f} µs for {row.size_bytes} bytes ({run.name})"
+        if run.settings.get("link type", "").lower() not in ("ib", "infiniband"):
+            why = "no floor is known for RDMA over Ethernet: it depends on the switches and on whether the device is a real adapter"
+    if time is None or why:
+        return Finding("NET005", "UNJUDGED", target, text, time, "µs", why_unjudged=why, evidence=place)
+    source = "at most; chosen here, four times the latency of two ConnectX-7 servers (1.27 µs)"
+    expected = Expected(_LATENCY_US, "µs", source, "one direction", run.name, row.size_bytes)
     verdict: Verdict = "PASS" if 0 < time <= _LATENCY_US else "WARN"
-    return Finding(
-        "NET005", verdict, target, text, measured=time, unit="µs", expected=expected, evidence=evidence
-    )
+    return Finding("NET005", verdict, target, text, time, "µs", expected, evidence=place)
 
 
 def _errors(facts: Runs, context: Context) -> list[Finding]:
@@ -193,14 +168,8 @@ def _errors(facts: Runs, context: Context) -> list[Finding]:
         port = groups.get("device") or device
         if port is not None and (number := groups.get("number")):
             port = f"{port}/{number}"
-        found.append(
-            Finding(
-                code,
-                error.verdict,
-                Target(node=context.node, port=port, peer=groups.get("peer")),
-                f"{says}: {text[:200]}",
-                why_unjudged=says if error.verdict == "UNJUDGED" else "",
-                evidence=tuple(at(facts.file, n) for n in [*(line for _, line in lines), *after][:4]),
-            )
-        )
+        target, text = Target(node=context.node, port=port, peer=groups.get("peer")), f"{says}: {text[:200]}"
+        why = says if error.verdict == "UNJUDGED" else ""
+        places = tuple(at(facts.file, n) for n in [*(line for _, line in lines), *after][:4])
+        found.append(Finding(code, error.verdict, target, text, why_unjudged=why, evidence=places))
     return found

@@ -19,9 +19,8 @@ class Row:
     iterations: int
     gbit_s: float | None
     messages_m_s: float | None  # millions of messages a second
-    printed_step: (
-        float  # the relative rounding error of both printed figures, which limits how well they agree
-    )
+    # The relative rounding error of both printed figures, which limits how well they agree.
+    printed_step: float
     times_us: Mapping[str, float]  # "min", "max", "typical", "avg", "99", "99.9"
     line: int
     direction: str = ""  # "local" or "remote" if it is one of two (--report-both)

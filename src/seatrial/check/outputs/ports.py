@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from statistics import median_high
 
 from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
-from seatrial.check.outputs.network import BROKEN, SUSPECT, TARGET_SOURCE, NetworkContext, at, gbit
+from seatrial.check.outputs.finding_collector import FindingCollector
+from seatrial.check.outputs.network import BROKEN, SUSPECT, TARGET_SOURCE, NetworkContext, gbit
 from seatrial.check.outputs.tool import Context
 from seatrial.check.ranges import listed
 from seatrial.hardware import counters
@@ -64,6 +65,16 @@ class Block:
     line: int
     fields: dict[str, str] = field(default_factory=dict)
     ports: list[Block] = field(default_factory=list)
+
+    def damage(self, where: str, forms: Mapping[str, str]) -> list[tuple[str, int | None]]:
+        """The fields of `forms` (name -> regular expression) that are missing, or have a value of another form."""
+        found: list[tuple[str, int | None]] = []
+        for name, form in forms.items():
+            value = self.fields.get(name)
+            if value is None or not re.fullmatch(form, value):
+                text = f"`{name}` is {value[:40]!r}" if value else f"no `{name}`"
+                found.append((f"{where}: {text}", self.line))
+        return found
 
 
 @dataclass(frozen=True)
@@ -131,68 +142,46 @@ def _without_likely_bridges(ports: Sequence[PortFacts]) -> list[PortFacts]:
 def judge_ports(facts: PortsFacts, context: Context) -> list[Finding]:
     """State and rate of each fabric port, and one finding about the ports of other networks that are down."""
     fabric = fabric_ports(facts.ports)
-    found: list[Finding] = []
+    say = FindingCollector(facts.file, context, "NET001")
     if fabric:
-        found += _states(facts, fabric, context)
-        found += _rates(facts, fabric, context)
-    found += _others(facts, fabric, context) + _strangers(facts, fabric, context)
+        _states(fabric, say)
+        _rates(fabric, say)
+    _others(facts, fabric, say)
+    _strangers(facts, fabric, say)
     wanted = context.fabric_ports if isinstance(context, NetworkContext) else None
     if wanted is not None and len(fabric) < wanted:
         expected = Expected(wanted, "ports", "the job, or most of the peers")
         text = f"{len(fabric)} fabric ports of {wanted}"
-        found.append(
-            Finding(
-                "NET003",
-                "FAIL",
-                Target(node=context.node),
-                text,
-                len(fabric),
-                "ports",
-                expected,
-                evidence=(facts.file,),
-            )
-        )
-    if fabric and not any(f.verdict in ("FAIL", "WARN") for f in found):
+        say("FAIL", text, code="NET003", measured=len(fabric), expected=expected)
+    if fabric and not any(f.verdict in ("FAIL", "WARN") for f in say.found):
         rates = sorted({p.port.gbit_s for p in fabric if p.port.gbit_s is not None})
         kind = " ".join(x for x in (fabric[0].port.adapter, fabric[0].port.link_layer) if x)
         speed = f"at {', '.join(map(gbit, rates))} Gb/s" if rates else "(rate not in the output)"
         text = f"{len(fabric)} fabric port{'s' * (len(fabric) > 1)} ({kind}) active {speed}"
-        found.append(
-            Finding(
-                "NET001",
-                "PASS",
-                Target(node=context.node),
-                text,
-                len(fabric),
-                "ports",
-                evidence=(facts.file,),
-            )
-        )
-    return found
+        say("PASS", text, measured=len(fabric), unit="ports")
+    return say.found
 
 
-def _strangers(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> list[Finding]:
+def _strangers(facts: PortsFacts, fabric: list[PortFacts], say: FindingCollector) -> None:
     """UNJUDGED for InfiniBand ports of unknown adapters that are slower than the fabric: they may not belong to it."""
     rate = max((p.port.gbit_s or 0.0 for p in fabric), default=0.0)
-    return [
-        Finding(
-            "NET002",
-            "UNJUDGED",
-            Target(node=context.node, port=p.name),
-            f"{gbit(p.port.gbit_s or 0.0)} Gb/s, the fabric {gbit(rate)}; whether {p.port.adapter} belongs to it is unknown",
-            evidence=(at(facts.file, p.line),),
-        )
-        for p in _without_bridges(facts.ports)
-        if p not in fabric and p.port.link_layer == "InfiniBand" and (p.port.gbit_s or 0.0) < rate
-        if re.fullmatch(r"MT\d+", p.port.adapter or "") and p.port.adapter not in (*_ADAPTER_GBIT_S, "MT4126")
-    ]
+    for p in _without_bridges(facts.ports):
+        if p in fabric or p.port.link_layer != "InfiniBand" or (own := p.port.gbit_s or 0.0) >= rate:
+            continue
+        if re.fullmatch(r"MT\d+", p.port.adapter or "") and p.port.adapter not in (
+            *_ADAPTER_GBIT_S,
+            "MT4126",
+        ):
+            unknown = f"whether {p.port.adapter} belongs to it is unknown"
+            text = f"{gbit(own)} Gb/s, the fabric {gbit(rate)}; {unknown}"
+            say("UNJUDGED", text, p.line, code="NET002", target=Target(port=p.name))
 
 
 def _healthy(each: PortFacts) -> bool:
     return each.port.state == "ACTIVE" and each.physical in (None, "LinkUp")
 
 
-def _states(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> list[Finding]:
+def _states(fabric: list[PortFacts], say: FindingCollector) -> None:
     down = [p for p in fabric if not _healthy(p)]
     # A port number that no card uses, such as the second: not cabled.
     numbers = {p.port.number for p in down}
@@ -202,84 +191,48 @@ def _states(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> lis
         and all(p in down for p in fabric if p.port.number in numbers)
         and {p.port.device for p in fabric if p not in down} >= {p.port.device for p in down}
     )
-    found = []
+    healthy = f"{len(fabric) - len(down)} of {len(fabric)} ports like it are"
+    expected = Expected("Active, LinkUp", source=healthy)
     for each in down:
         state = (each.port.state or "unknown").capitalize()
-        verdict: Verdict = "WARN" if unused else "FAIL"
         text = f"{state}, physical state {each.physical or 'unknown'}"
         if state.startswith("Init"):
             text += ": the link is up, but not configured by a subnet manager"
         if unused:
             text += f"; port {each.port.number} is the same on every adapter: not cabled?"
-        found.append(
-            Finding(
-                "NET001",
-                verdict,
-                Target(node=context.node, port=each.name),
-                text,
-                measured=state,
-                expected=Expected(
-                    "Active, LinkUp", source=f"{len(fabric) - len(down)} of {len(fabric)} ports like it are"
-                ),
-                evidence=(at(facts.file, each.line),),
-            )
-        )
-    return found
+        verdict: Verdict = "WARN" if unused else "FAIL"
+        say(verdict, text, each.line, target=Target(port=each.name), measured=state, expected=expected)
 
 
-def _rates(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> list[Finding]:
+def _rates(fabric: list[PortFacts], say: FindingCollector) -> None:
     active = [(p, p.port.gbit_s) for p in fabric if _healthy(p) and p.port.gbit_s is not None]
     if not active:
-        return []
+        return
     usual = median_high([rate for _, rate in active])
-    word = context.port_gbit_s if isinstance(context, NetworkContext) else None
+    word = say.context.port_gbit_s if isinstance(say.context, NetworkContext) else None
     wanted, source = (word, "--port-gbit-s") if word is not None else (usual, "median of the ports like it")
-    found = []
-    for each, rate in active:
-        if rate >= SUSPECT * wanted:
-            continue
-        few = word is not None or sum(r < SUSPECT * wanted for _, r in active) * 2 < len(active)
+    slow = [(p, rate) for p, rate in active if rate < SUSPECT * wanted]
+    few = word is not None or len(slow) * 2 < len(active)
+    expected = Expected(wanted, "Gb/s", f"{source}; {TARGET_SOURCE}", "one direction")
+    for each, rate in slow:
         verdict: Verdict = "FAIL" if rate < BROKEN * wanted and few else "WARN"
-        found.append(
-            Finding(
-                "NET002",
-                verdict,
-                Target(node=context.node, port=each.name),
-                f"trained at {gbit(rate)} Gb/s, {gbit(wanted)} expected",
-                measured=rate,
-                unit="Gb/s",
-                expected=Expected(wanted, "Gb/s", f"{source}; {TARGET_SOURCE}", "one direction"),
-                peers_median=usual,
-                evidence=(at(facts.file, each.line),),
-            )
-        )
-    return found
+        text, target = f"trained at {gbit(rate)} Gb/s, {gbit(wanted)} expected", Target(port=each.name)
+        places = (verdict, text, each.line)
+        say(*places, code="NET002", target=target, measured=rate, expected=expected, median=usual)
 
 
-def _others(facts: PortsFacts, fabric: list[PortFacts], context: Context) -> list[Finding]:
+def _others(facts: PortsFacts, fabric: list[PortFacts], say: FindingCollector) -> None:
     """Down ports outside the fabric: storage, management, unused. A fault only if they would complete it."""
     names = {p.name for p in fabric}
     down = [p for p in _without_bridges(facts.ports) if p.name not in names and not _healthy(p)]
-    if not down:
-        return []
     alike = [p for p in down if fabric and p.port.adapter == fabric[0].port.adapter]
     whole = len(fabric) + len(alike)
     if alike and whole in (2, 4, 8, 16) and len(fabric) not in (2, 4, 8, 16):
         text = f"{_names(alike)} down: the same adapters as the {len(fabric)} fabric ports, on another link layer"
-        return [
-            Finding(
-                "NET001",
-                "WARN",
-                Target(node=context.node, port=p.name),
-                text,
-                evidence=(at(facts.file, p.line),),
-            )
-            for p in alike
-        ]
-    text = f"{_names(down)} down: not the training fabric, so not a fault"
-    return [
-        Finding("NET001", "PASS", Target(node=context.node), text, evidence=(at(facts.file, down[0].line),))
-    ]
+        for p in alike:
+            say("WARN", text, p.line, target=Target(port=p.name))
+    elif down:
+        say("PASS", f"{_names(down)} down: not the training fabric, so not a fault", down[0].line)
 
 
 def _names(ports: Sequence[PortFacts]) -> str:

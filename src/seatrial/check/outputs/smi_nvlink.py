@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from statistics import median, median_low
 
 from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
 from seatrial.check.judging.floors import Sku, find_sku, shares
+from seatrial.check.outputs.finding_collector import FindingCollector
 from seatrial.check.outputs.gpu_count import count_findings
 from seatrial.check.outputs.smi_gpu_list import Gpu, GpuList, Kind, Link, kind_of, parse
 from seatrial.check.outputs.tool import Context, Tool, evidence
@@ -28,27 +29,24 @@ _NAMES: dict[Kind, str] = {
 
 def judge(output: GpuList, context: Context) -> list[Finding]:
     """Faults of GPUs and links; one PASS if there are none."""
-    name = output.tool or _NAMES[output.kind]
-    found = _count(output, context)
+    say = FindingCollector(output.file, context, "NVL008")
+    say.found += _count(output, context)
     for line, text in output.lost:
-        place = evidence(output.file, [line])
-        found.append(Finding("GPU002", "FAIL", Target(node=context.node), text[:200], evidence=place))
+        say("FAIL", text[:200], line, code="GPU002")
     if output.kind in ("status", "remote"):
-        found += _links(output, context)
+        _links(output, say)
     elif output.kind == "errors":
-        found += _counters(output, context)
+        _counters(output, say)
     elif output.kind == "info":
-        found += _info(output, context)
-    if all(f.verdict == "PASS" for f in found):
-        place = evidence(output.file, [output.gpus[0].line])
-        found.append(
-            Finding("NVL008", "PASS", Target(node=context.node), _summary(output, name), evidence=place)
-        )
-    return found
+        _info(output, say)
+    if all(f.verdict == "PASS" for f in say.found):
+        say("PASS", _summary(output, output.tool or _NAMES[output.kind]), output.gpus[0].line)
+    return say.found
 
 
-def _target(context: Context, gpu: Gpu, link: int | None = None) -> Target:
-    return Target(node=context.node, gpu=gpu.index, link=link)
+def _target(gpu: Gpu, links: Sequence[int] = ()) -> Target:
+    """The GPU, and its link if it is a single one."""
+    return Target(gpu=gpu.index, link=links[0] if len(links) == 1 else None)
 
 
 def _sku(context: Context, gpu: Gpu) -> Sku | None:
@@ -75,19 +73,18 @@ def _summary(output: GpuList, name: str) -> str:
 # -- -s and -R
 
 
-def _links(output: GpuList, context: Context) -> Iterator[Finding]:
+def _links(output: GpuList, say: FindingCollector) -> None:
     up = {g.index: [x for x in g.links if x.gb_s is not None or x.device is not None] for g in output.gpus}
     rates = [link.gb_s for g in output.gpus for link in g.links if link.gb_s is not None]
     for gpu in output.gpus:
-        sku = _sku(context, gpu)
+        sku = _sku(say.context, gpu)
         siblings = [g for g in output.gpus if g is not gpu and g.name == gpu.name]
         most = max((len(up[g.index]) for g in siblings), default=0)
         have = len(up[gpu.index])
-        lines = [link.line for link in gpu.links if link.gb_s is None and link.device is None]
-        where = evidence(output.file, lines or [gpu.inactive or gpu.line])
-        off = [link.link for link in gpu.links if link.gb_s is None and link.device is None]
+        dark = [link for link in gpu.links if link.gb_s is None and link.device is None]
+        lines, off = [x.line for x in dark] or [gpu.inactive or gpu.line], [x.link for x in dark]
         if have == 0:
-            yield from _all_off(gpu, sku, output, up, context, where)
+            _all_off(gpu, sku, output, up, lines, say)
             continue
         # A mesh of eight uses all links; how many a smaller one leaves unused depends on the board.
         board = (
@@ -96,24 +93,25 @@ def _links(output: GpuList, context: Context) -> Iterator[Finding]:
         must = sku.links if sku is not None and board in ("switch", "bridge") else None
         must = max(must or 0, most) or None
         if must is not None and have < must:
-            which = f": {listed(off)} inactive" if off else ""
+            text = f"{have} of {must} NVLinks up" + (f": {listed(off)} inactive" if off else "")
             source = sku.source if sku is not None and sku.links == must else "the node's other GPUs"
-            yield Finding(
-                "NVL001",
+            at, expected = _target(gpu, off), Expected(must, "links", source)
+            median_ = float(most) if siblings else None
+            say(
                 "FAIL",
-                _target(context, gpu, off[0] if len(off) == 1 else None),
-                f"{have} of {must} NVLinks up{which}",
-                have,
-                "links",
-                Expected(must, "links", source),
-                float(most) if siblings else None,
-                evidence=where,
+                text,
+                *lines,
+                code="NVL001",
+                target=at,
+                measured=have,
+                expected=expected,
+                median=median_,
             )
         elif (off and sku is None) or (board == "mesh" and sku is not None and have < (sku.links or 0)):
-            dark = f"NVLink {listed(off)} inactive" if off else f"{have} NVLinks up"
-            why = f"{dark}, and how many a {gpu.name} must have up here is unknown"
-            yield Finding("NVL008", "UNJUDGED", _target(context, gpu), why, evidence=where)
-        yield from _rates(gpu, sku, median(rates) if rates else None, output, context)
+            what = f"NVLink {listed(off)} inactive" if off else f"{have} NVLinks up"
+            why = f"{what}, and how many a {gpu.name} must have up here is unknown"
+            say("UNJUDGED", why, *lines, target=_target(gpu))
+        _rates(gpu, sku, median(rates) if rates else None, say)
 
 
 def _all_off(
@@ -121,40 +119,32 @@ def _all_off(
     sku: Sku | None,
     output: GpuList,
     up: dict[int, list[Link]],
-    context: Context,
-    where: tuple[str, ...],
-) -> Iterator[Finding]:
+    lines: list[int],
+    say: FindingCollector,
+) -> None:
     """Findings for a GPU with no link up, which may be by design."""
-    target = _target(context, gpu)
     alike = [g for g in output.gpus if g.name == gpu.name]
     dark = [g for g in alike if not up[g.index]]
+    verdict: Verdict = "UNJUDGED"
+    code, measured, expected = "NVL008", None, None
     if gpu.unsupported is not None and (sku is None or sku.board in ("none", "bridge")):
-        yield Finding("NVL008", "PASS", target, "the driver reports that it has no NVLink", evidence=where)
+        verdict, text = "PASS", "the driver reports that it has no NVLink"
     elif gpu.inactive is None and gpu.unsupported is None and not gpu.links:
-        why = f"no links listed for GPU {gpu.index}"
-        yield Finding("NVL008", "UNJUDGED", target, why, evidence=where)
+        text = f"no links listed for GPU {gpu.index}"
     elif sku is None and len(dark) == len(alike):
-        why = f"no NVLink is up, and whether a {gpu.name} must have some is unknown"
-        yield Finding("NVL008", "UNJUDGED", target, why, evidence=where)
+        text = f"no NVLink is up, and whether a {gpu.name} must have some is unknown"
     elif sku is not None and (sku.board == "none" or (sku.board == "bridge" and _may_be_single(alike, dark))):
-        yield Finding("NVL008", "PASS", target, f"no NVLink up, normal for a {sku.name}", evidence=where)
+        verdict, text = "PASS", f"no NVLink up, normal for a {sku.name}"
     elif sku is not None and sku.board == "switch" and len(output.gpus) == 1 and gpu.index == 0:
-        why = "no NVLink is up on the only GPU shown: normal in a virtual machine with one GPU, otherwise a fault"
-        yield Finding("NVL001", "UNJUDGED", target, why, evidence=where)
+        code = "NVL001"
+        text = "no NVLink is up on the only GPU shown: normal in a virtual machine with one GPU, otherwise a fault"
     else:
         must = sku.links if sku is not None and sku.links else max(len(v) for v in up.values())
-        verdict: Verdict = "WARN" if sku is None or sku.board == "bridge" else "FAIL"
+        verdict = "WARN" if sku is None or sku.board == "bridge" else "FAIL"
         source = sku.source if sku is not None else "the node's other GPUs"
-        yield Finding(
-            "NVL001",
-            verdict,
-            target,
-            f"no NVLink up; {must} expected",
-            0,
-            "links",
-            Expected(must, "links", source),
-            evidence=where,
-        )
+        code, text = "NVL001", f"no NVLink up; {must} expected"
+        measured, expected = 0, Expected(must, "links", source)
+    say(verdict, text, *lines, code=code, target=_target(gpu), measured=measured, expected=expected)
 
 
 def _may_be_single(alike: list[Gpu], dark: list[Gpu]) -> bool:
@@ -162,28 +152,28 @@ def _may_be_single(alike: list[Gpu], dark: list[Gpu]) -> bool:
     return len(dark) == len(alike) or (len(dark) == 1 and len(alike) % 2 == 1)
 
 
-def _rates(
-    gpu: Gpu, sku: Sku | None, usual: float | None, output: GpuList, context: Context
-) -> Iterator[Finding]:
+def _rates(gpu: Gpu, sku: Sku | None, usual: float | None, say: FindingCollector) -> None:
     known = sku.link_gb_s if sku is not None else None
     for must, source in ((known, sku.source if sku is not None else ""), (usual, "the node's other links")):
         if must is None:
             continue
-        slow = [
-            x for x in gpu.links if x.gb_s is not None and (x.gb_s < shares().suspect * must or not x.gb_s)
-        ]
+        slow = [(x, x.gb_s) for x in gpu.links if x.gb_s is not None]
+        slow = [(x, gb_s) for x, gb_s in slow if gb_s < shares().suspect * must or not gb_s]
         if slow:
-            least = min(x.gb_s for x in slow if x.gb_s is not None)
-            yield Finding(
-                "NVL002",
-                "FAIL" if least < shares().broken * must or not least else "WARN",
-                _target(context, gpu, slow[0].link if len(slow) == 1 else None),
-                f"NVLink {listed(x.link for x in slow)} at {least} GB/s instead of {must}",
-                least,
-                "GB/s",
-                Expected(must, "GB/s", source, "one direction", "raw rate of one link"),
-                usual,
-                evidence=evidence(output.file, (x.line for x in slow)),
+            least, links = min(gb_s for _, gb_s in slow), [x.link for x, _ in slow]
+            expected = Expected(must, "GB/s", source, "one direction", "raw rate of one link")
+            text, at = f"NVLink {listed(links)} at {least} GB/s instead of {must}", _target(gpu, links)
+            verdict: Verdict = "FAIL" if least < shares().broken * must or not least else "WARN"
+            lines = [x.line for x, _ in slow]
+            say(
+                verdict,
+                text,
+                *lines,
+                code="NVL002",
+                target=at,
+                measured=least,
+                expected=expected,
+                median=usual,
             )
             return
 
@@ -191,8 +181,8 @@ def _rates(
 # -- -e
 
 
-def _counters(output: GpuList, context: Context) -> Iterator[Finding]:
-    yield from _lacking(output, context)
+def _counters(output: GpuList, say: FindingCollector) -> None:
+    _lacking(output, say)
     for limit in NVLINK_LIMITS:
         seen = {
             (g.index, k[0]): v for g in output.gpus for k, v in g.counters.items() if k[1] == limit.counter
@@ -204,37 +194,34 @@ def _counters(output: GpuList, context: Context) -> Iterator[Finding]:
             own = {link: v for (index, link), v in seen.items() if index == gpu.index}
             ended = {k: v for k, v in own.items() if v[0] in _ENDS and limit.bits is not None}
             if ended:
-                yield _counted("NVL004", gpu, limit.counter, ended, "saturated", output, context)
+                _counted("NVL004", gpu, limit.counter, ended, "saturated", say)
             high = {k: v for k, v in own.items() if v[0] >= limit.least and k not in ended}
             outside = {k: v for k, v in high.items() if v[0] >= _STANDS_OUT * usual}
             if outside:
-                yield _counted("NVL003", gpu, limit.counter, outside, limit.reason, output, context, usual)
+                _counted("NVL003", gpu, limit.counter, outside, limit.reason, say, usual)
             elif high:
                 why = f"{limit.counter} as on the node's other links: one reading does not show whether they increase"
-                place = evidence(output.file, (line for _, line in high.values()))
-                target = _target(context, gpu)
-                yield Finding("NVL003", "UNJUDGED", target, why, evidence=place)
+                lines = (line for _, line in high.values())
+                say("UNJUDGED", why, *lines, code="NVL003", target=_target(gpu))
 
 
-def _lacking(output: GpuList, context: Context) -> Iterator[Finding]:
+def _lacking(output: GpuList, say: FindingCollector) -> None:
     """Links without a counter that the node's other links have: lines are missing."""
     known = {limit.counter for limit in NVLINK_LIMITS}
     names = {k[1] for g in output.gpus for k in g.counters} & known
     if not names and not all(g.inactive or g.unsupported for g in output.gpus):
         why = "none of the error counters that are judged is in the output"
-        yield Finding("NVL003", "UNJUDGED", Target(node=context.node), why)
+        say("UNJUDGED", why, code="NVL003")
     for gpu in output.gpus:
         links = {k[0] for k in gpu.counters}
         lost = [(k, n) for k in sorted(links) for n in sorted(names) if (k, n) not in gpu.counters]
         # Links are numbered from 0 without gaps, inactive ones too.
-        sku = _sku(context, gpu)
+        sku = _sku(say.context, gpu)
         top = sku.links - 1 if links and sku is not None and sku.links else max(links, default=-1)
         gaps = sorted(set(range(top + 1)) - links)
         if lost or gaps or (not links and gpu.inactive is None and gpu.unsupported is None):
             what = f"{lost[0][1]} of NVLink {lost[0][0]}" if lost else f"NVLink {listed(gaps) or 'counters'}"
-            why = f"{what} is missing in the output"
-            place = evidence(output.file, [gpu.line])
-            yield Finding("OUT002", "UNJUDGED", _target(context, gpu), why, evidence=place)
+            say("UNJUDGED", f"{what} is missing in the output", gpu.line, code="OUT002", target=_target(gpu))
 
 
 def _counted(
@@ -243,37 +230,37 @@ def _counted(
     counter: str,
     values: dict[int, tuple[int, int]],
     reason: str,
-    output: GpuList,
-    context: Context,
+    say: FindingCollector,
     usual: float | None = None,
-) -> Finding:
-    links = sorted(values)
+) -> None:
+    links, most = sorted(values), max(v for v, _ in values.values())
     text = f"{counter} on NVLink " + listed(f"{k} ({values[k][0]})" for k in links) + f": {reason}"
-    return Finding(
-        code,
-        "FAIL" if code == "NVL004" else "WARN",
-        _target(context, gpu, links[0] if len(links) == 1 else None),
+    verdict: Verdict = "FAIL" if code == "NVL004" else "WARN"
+    expected = Expected(0, "errors", "docs.nvidia.com, NVML: NVLink error counters")
+    lines = [values[k][1] for k in links]
+    say(
+        verdict,
         text,
-        max(v for v, _ in values.values()),
-        "errors",
-        Expected(0, "errors", "docs.nvidia.com, NVML: NVLink error counters"),
-        usual,
-        evidence=evidence(output.file, (values[k][1] for k in links)),
+        *lines,
+        code=code,
+        target=_target(gpu, links),
+        measured=most,
+        expected=expected,
+        median=usual,
     )
 
 
 # -- info
 
 
-def _info(output: GpuList, context: Context) -> Iterator[Finding]:
+def _info(output: GpuList, say: FindingCollector) -> None:
     for what in sorted({name for g in output.gpus for name in g.info}):
         entries = [(g, g.info[what]) for g in output.gpus if what in g.info]
         usual, count = Counter(v for _, (v, _) in entries).most_common(1)[0]
         for gpu, (value, line) in entries:
             if value != usual or (count * 2 <= len(entries) and len(entries) > 1):
                 text = f"{what} is {value}, unlike its peers"
-                place = evidence(output.file, [line])
-                yield Finding("GPU010", "WARN", _target(context, gpu), text, value, evidence=place)
+                say("WARN", text, line, code="GPU010", target=_target(gpu), measured=value)
 
 
 def inventory(output: GpuList) -> dict[str, str | int | float]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from seatrial.check.judging.findings import Finding, Target
 from seatrial.check.judging.floors import find_sku
+from seatrial.check.outputs.finding_collector import FindingCollector
 from seatrial.check.outputs.gpu_count import count_findings
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, evidence, lines_of
 from seatrial.hardware.xid import address
@@ -167,52 +168,33 @@ def _named(line: str) -> str:
 
 def judge(table: Table, context: Context) -> list[Finding]:
     """Errors, missing GPUs; one PASS for each GPU that shows neither."""
-    found: list[Finding] = []
+    say = FindingCollector(table.file, context, "GPU011")
     for line, text in table.lost:
-        place = evidence(table.file, [line])
         if _NOT_ALLOWED.search(text):
-            node = Target(node=context.node)
-            found.append(Finding("GPU011", "UNJUDGED", node, text, evidence=place))
+            say("UNJUDGED", text, line)
         else:
-            found.append(Finding("GPU002", "FAIL", Target(node=context.node), text, evidence=place))
-    found += inforom_findings(table.corrupt, table.file, context)
-    found += _cut(table, context)
-    names = {r.name for r in table.rows}
-    sku = find_sku(context.gpu) or (find_sku(next(iter(names))) if len(names) == 1 else None)
-    places = evidence(table.file, (r.line for r in table.rows))
-    found += count_findings([r.index for r in table.rows], sku, context, places)
-    for row in table.rows:
-        own = list(_of_row(row, table, context))
-        if not own:
-            text = f"{row.name} responds, no error in the table"
-            target = Target(node=context.node, gpu=row.index, pci=row.pci)
-            own.append(Finding("GPU011", "PASS", target, text, evidence=evidence(table.file, [row.line])))
-        found += own
-    return found
-
-
-def _cut(table: Table, context: Context) -> Iterator[Finding]:
-    """UNJUDGED if the process list is cut off, or is absent and the number of GPUs is not full: there may be more."""
+            say("FAIL", text, line, code="GPU002")
+    say.found += inforom_findings(table.corrupt, table.file, context)
     names = {r.name for r in table.rows}
     sku = find_sku(context.gpu) or (find_sku(next(iter(names))) if len(names) == 1 else None)
     full = context.gpus or max(sku.counts if sku is not None else (), default=None)
+    # Without the list of processes the table may have been cut off after any GPU.
     if table.rows and (table.ended is False or (table.ended is None and len(table.rows) != full)):
-        last = table.rows[-1].line
         why = "the process list below the GPUs is truncated or abridged, so there may be more GPUs"
-        yield Finding(
-            "GPU011", "UNJUDGED", Target(node=context.node), why, evidence=evidence(table.file, [last])
-        )
-
-
-def _of_row(row: Row, table: Table, context: Context) -> Iterator[Finding]:
-    target = Target(node=context.node, gpu=row.index, pci=row.pci)
-    for line, text in row.errors:
-        yield Finding("GPU002", "FAIL", target, text, "ERR!", evidence=evidence(table.file, [line]))
-    if row.uncorrected:
-        count = sum(row.uncorrected.values())
-        text = f"{count} uncorrectable memory errors since the driver was loaded"
-        place = evidence(table.file, row.uncorrected)
-        yield Finding("GPU003", "FAIL", target, text, count, "errors", evidence=place)
+        say("UNJUDGED", why, table.rows[-1].line)
+    places = evidence(table.file, (r.line for r in table.rows))
+    say.found += count_findings([r.index for r in table.rows], sku, context, places)
+    for row in table.rows:
+        target = Target(gpu=row.index, pci=row.pci)
+        for line, text in row.errors:
+            say("FAIL", text, line, code="GPU002", target=target, measured="ERR!")
+        if row.uncorrected:
+            count = sum(row.uncorrected.values())
+            text = f"{count} uncorrectable memory errors since the driver was loaded"
+            say("FAIL", text, *row.uncorrected, code="GPU003", target=target, measured=count, unit="errors")
+        if not row.errors and not row.uncorrected:
+            say("PASS", f"{row.name} responds, no error in the table", row.line, target=target)
+    return say.found
 
 
 def inventory(table: Table) -> dict[str, str | int | float]:

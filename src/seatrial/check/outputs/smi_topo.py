@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from seatrial.check.judging.findings import Expected, Finding, Target
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
 from seatrial.check.judging.floors import find_sku
-from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool, evidence
+from seatrial.check.outputs.finding_collector import FindingCollector
+from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
 from seatrial.check.ranges import listed
 
 # The header is underlined by escape sequences, which lack the escape character if copied from a terminal.
@@ -106,29 +106,31 @@ def parse(lines: Lines, file: str) -> Topology:
 
 def judge(topology: Topology, context: Context) -> list[Finding]:
     """Whether GPUs are missing, and whether all are connected like their siblings."""
-    count = len(topology.gpus)
-    places = evidence(topology.file, topology.lines.values())
-    node = Target(node=context.node)
-    found = [*_missing(topology, context), *_uneven(topology, context)]
-    if any(f.verdict != "PASS" for f in found):
-        return found
+    count, say = len(topology.gpus), FindingCollector(topology.file, context, "NVL006")
+    _missing(topology, say)
+    _uneven(topology, say)
+    if say.found:
+        return say.found
+    lines = topology.lines.values()
     best = {g: max((topology.links(g, o) for o in topology.gpus if o != g), default=0) for g in topology.gpus}
     if count > 1 and not any(best.values()):
         sku = find_sku(context.gpu)
         if sku is not None and sku.board not in ("switch", "mesh"):
-            text = f"{count} {sku.name} GPUs, none connected by NVLink"
-            return [*found, Finding("NVL008", "PASS", node, text, evidence=places)]
-        why = "no NVLink between any GPUs, and the output does not name the GPU model, so it is unknown whether it must have some"
-        return [*found, Finding("NVL006", "UNJUDGED", node, why, evidence=places)]
+            say("PASS", f"{count} {sku.name} GPUs, none connected by NVLink", *lines, code="NVL008")
+        else:
+            why = "no NVLink between any GPUs, and the output does not name the GPU model, so it is unknown whether it must have some"
+            say("UNJUDGED", why, *lines)
+        return say.found
     peers = sorted({sum(topology.links(g, o) > 0 for o in topology.gpus if o != g) for g in topology.gpus})
     text = f"{count} GPU{'s' * (count != 1)}, each connected by NVLink to {listed(peers)} others"
     if peers and max(peers) < count - 1:
         text += ": other paths go over PCIe and the CPUs"
-    return [*found, Finding("NVL008", "PASS", node, text, evidence=places)]
+    say("PASS", text, *lines, code="NVL008")
+    return say.found
 
 
-def _missing(topology: Topology, context: Context) -> Iterator[Finding]:
-    count, sku = len(topology.gpus), find_sku(context.gpu)
+def _missing(topology: Topology, say: FindingCollector) -> None:
+    count, sku, context = len(topology.gpus), find_sku(say.context.gpu), say.context
     full = count > 2 and all(topology.links(a, b) for a in topology.gpus for b in topology.gpus if a != b)
     if context.gpus is not None:
         expected = Expected(context.gpus, "GPUs", "job or peers")
@@ -143,25 +145,20 @@ def _missing(topology: Topology, context: Context) -> Iterator[Finding]:
         return
     holes = set(range(max(topology.gpus) + 1)) - set(topology.gpus)
     if wrong or holes:
-        text = (
-            f"{count} GPUs, all connected by NVLink, {expected.value} are expected"
-            if full
-            else f"{count} GPUs, expected: {expected.value}"
-        )
-        places = evidence(topology.file, topology.lines.values())
-        yield Finding(
-            "GPU001", "FAIL", Target(node=context.node), text, count, "GPUs", expected, evidence=places
-        )
+        text = f"{count} GPUs, expected: {expected.value}"
+        if full:
+            text = f"{count} GPUs, all connected by NVLink, {expected.value} are expected"
+        say("FAIL", text, *topology.lines.values(), code="GPU001", measured=count, expected=expected)
 
 
-def _uneven(topology: Topology, context: Context) -> Iterator[Finding]:
+def _uneven(topology: Topology, say: FindingCollector) -> None:
     """GPUs with fewer NVLinks than their peers have."""
     gpus = topology.gpus
     peers = {g: [o for o in gpus if o != g and topology.links(g, o)] for g in gpus}
     best = {g: max((topology.links(g, o) for o in peers[g]), default=0) for g in gpus}
     total = {g: sum(topology.links(g, o) for o in peers[g]) for g in gpus}
     top = max(best.values(), default=0)
-    sku = find_sku(context.gpu)
+    sku = find_sku(say.context.gpu)
     must = sku.links if sku is not None and sku.board == "switch" and len(gpus) > 1 else None
     most = max(total.values(), default=0)
     if sku is not None and sku.board == "mesh" and len(gpus) > 7:
@@ -184,21 +181,10 @@ def _uneven(topology: Topology, context: Context) -> Iterator[Finding]:
         elif not full and not pairs and total[gpu] < most:
             have, wanted, text = total[gpu], most, f"{total[gpu]} NVLinks in all, {most} expected"
         if text:
-            expected = Expected(
-                wanted or None,
-                "links",
-                sku.source if sku and wanted == sku.links else "the node's other GPUs",
-            )
-            yield Finding(
-                "NVL006",
-                "WARN" if pairs and not have else "FAIL",
-                Target(node=context.node, gpu=gpu),
-                text,
-                have,
-                "links",
-                expected,
-                evidence=evidence(topology.file, [topology.lines[gpu]]),
-            )
+            source = sku.source if sku and wanted == sku.links else "the node's other GPUs"
+            expected = Expected(wanted or None, "links", source)
+            verdict: Verdict = "WARN" if pairs and not have else "FAIL"
+            say(verdict, text, topology.lines[gpu], target=Target(gpu=gpu), measured=have, expected=expected)
 
 
 def _odd_one(peers: dict[int, list[int]]) -> bool:

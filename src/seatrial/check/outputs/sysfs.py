@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from seatrial.check.judging.findings import Finding, Target
+from seatrial.check.outputs.finding_collector import having
 from seatrial.check.outputs.network import damaged
 from seatrial.check.outputs.ports import PortFacts, PortsFacts, inventory, judge_ports, known_rate
 from seatrial.check.outputs.tool import Context, Lines, ParseError, Tool
@@ -58,12 +59,7 @@ def read_tree(folder: Path, file: str) -> PortsFacts:
             except OSError as error:
                 damage.append((f"{device.name}/{name}: {error.strerror}", None))
         files[device.name] = mine
-    return _ports(files, damage, "sysfs", file)
-
-
-def matches(text: str) -> bool:
-    """Whether there are lines such as `/sys/class/infiniband/mlx5_0/ports/1/state:4: ACTIVE`."""
-    return bool(re.search(r"^\S*/ports/\d+/(?:state|phys_state|rate|link_layer):\S", text, re.MULTILINE))
+    return _ports(files, damage, file)
 
 
 def parse(lines: Lines, file: str) -> PortsFacts:
@@ -76,12 +72,10 @@ def parse(lines: Lines, file: str) -> PortsFacts:
         elif not _GREP.match(line):
             continue
         lines.claim(number)
-    return _ports(files, damage, "sysfs", file)
+    return _ports(files, damage, file)
 
 
-def _ports(
-    files: dict[str, dict[str, str]], damage: list[tuple[str, int | None]], tool: str, file: str
-) -> PortsFacts:
+def _ports(files: dict[str, dict[str, str]], damage: list[tuple[str, int | None]], file: str) -> PortsFacts:
     ports = []
     for device, mine in files.items():
         numbers = sorted({int(name.split("/")[1]) for name in mine if re.match(r"ports/\d+/", name)})
@@ -110,27 +104,14 @@ def _ports(
                         counted[name.rpartition("/")[2]] = int(value)
                     elif value:
                         damage.append((f"{where}: {name.rpartition('/')[2]} is not a number", None))
-            port = counters.Port(
-                device,
-                number,
-                mine.get("hca_type") or None,
-                state["state"] if state else None,
-                values["link_layer"] or None,
-                gbit_s,
-                counted,
-            )
-            ports.append(
-                PortFacts(
-                    port,
-                    physical["state"] if physical else None,
-                    mine.get("sys_image_guid"),
-                    mine.get("fw_ver"),
-                    None,
-                )
-            )
+            adapter, layer = mine.get("hca_type") or None, values["link_layer"] or None
+            word = state["state"] if state else None
+            port = counters.Port(device, number, adapter, word, layer, gbit_s, counted)
+            told = physical["state"] if physical else None
+            ports.append(PortFacts(port, told, mine.get("sys_image_guid"), mine.get("fw_ver"), None))
     if not ports:
         raise ParseError("no port in the output", file=file)
-    return PortsFacts(tool, file, tuple(ports), tuple(damage))
+    return PortsFacts("sysfs", file, tuple(ports), tuple(damage))
 
 
 def judge(facts: PortsFacts, context: Context) -> list[Finding]:
@@ -140,20 +121,13 @@ def judge(facts: PortsFacts, context: Context) -> list[Finding]:
         if each.signal != "counter_saturated":
             continue  # counters that RoCE ports lack matter only for monitoring under load
         why = "one reading of lifetime counters proves nothing, and these are saturated; read them before and after a load"
-        found.append(
-            Finding(
-                "NET011",
-                "UNJUDGED",
-                Target(node=context.node),
-                each.message,
-                why_unjudged=why,
-                evidence=(facts.file,),
-            )
-        )
+        target, place = Target(node=context.node), (facts.file,)
+        found.append(Finding("NET011", "UNJUDGED", target, each.message, why_unjudged=why, evidence=place))
     return found
 
 
+_MATCHES = having(r"^\S*/ports/\d+/(?:state|phys_state|rate|link_layer):\S")
 _BEGINS = re.compile(
     r"\S*?[\w.-]+/(?:ports/\d+/[\w/.-]+|hca_type|fw_ver|board_id|sys_image_guid|node_guid|node_type|node_desc):"
 )
-TOOLS = (Tool("sysfs", matches, parse, judge, inventory, begins=_BEGINS),)
+TOOLS = (Tool("sysfs", _MATCHES, parse, judge, inventory, begins=_BEGINS),)

@@ -157,16 +157,9 @@ class Tool(Generic[Facts]):
         except ParseError as error:
             problem = error.diagnostics[0]
             place = file if problem.line is None else f"{file}:{problem.line}"
-            return [
-                Finding(
-                    "OUT001",
-                    "UNJUDGED",
-                    Target(node=context.node),
-                    f"{self.name}: {problem.message}",
-                    why_unjudged=problem.message,
-                    evidence=(place,),
-                )
-            ]
+            text, why = f"{self.name}: {problem.message}", problem.message
+            target = Target(node=context.node)
+            return [Finding("OUT001", "UNJUDGED", target, text, why_unjudged=why, evidence=(place,))]
         return found + left_over(lines.left(), file, context, self.name)
 
     def inventory_of(self, text: str, file: str) -> Mapping[str, str | int | float]:
@@ -184,16 +177,8 @@ def left_over(lines: Lines, file: str, context: Context, tool: str) -> list[Find
         return []
     many = f"{len(numbered)} lines" if len(numbered) > 1 else "a line"
     why = f"{many} not recognised, the first: {quoted(numbered[0][1])}"
-    return [
-        Finding(
-            "OUT002",
-            "UNJUDGED",
-            Target(node=context.node),
-            f"{tool}: {why}",
-            why_unjudged=why,
-            evidence=evidence(file, (n for n, _ in numbered)),
-        )
-    ]
+    target, places = Target(node=context.node), evidence(file, (n for n, _ in numbered))
+    return [Finding("OUT002", "UNJUDGED", target, f"{tool}: {why}", why_unjudged=why, evidence=places)]
 
 
 def read_json(lines: Lines, file: str) -> Any:

@@ -11,9 +11,11 @@ from typing import TypeVar
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.base.files import read_named
-from seatrial.check.judging.findings import Expected, Finding, Target
+from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
 from seatrial.check.judging.floors import shares
 from seatrial.check.names import hostlist
+from seatrial.check.outputs.finding_collector import FindingCollector
+from seatrial.check.outputs.tool import Context
 
 T = TypeVar("T", int, str)
 
@@ -161,48 +163,30 @@ def judge_topology(topology: Topology) -> list[Finding]:
     if not topology.links:
         why = "the source of the topology names no links"
         return [Finding("TOP001", "UNJUDGED", Target(), "uplinks are unknown", why_unjudged=why)]
-    found = []
+    say = FindingCollector(topology.source, Context(), "TOP001")  # about the fabric, not about one node
     leaves = {link.switch for link in topology.links if not link.to_switch}
     uplinks = Counter(link.switch for link in topology.links if link.to_switch and link.peer not in leaves)
     usual = _most_frequent(uplinks[leaf] for leaf in leaves) or 0
+    expected = Expected(usual, "links", "most frequent among the leaf switches")
     for leaf in sorted(leaf for leaf in leaves if uplinks[leaf] < usual):
-        found.append(
-            Finding(
-                "TOP001",
-                "FAIL" if uplinks[leaf] < shares().broken * usual else "WARN",
-                Target(peer=leaf),
-                f"{leaf}: {uplinks[leaf]} links to the switches above, its peers have {usual}",
-                uplinks[leaf],
-                "links",
-                Expected(usual, "links", "most frequent among the leaf switches"),
-                float(usual),
-                evidence=(topology.source,),
-            )
+        verdict: Verdict = "FAIL" if uplinks[leaf] < shares().broken * usual else "WARN"
+        text, have = (
+            f"{leaf}: {uplinks[leaf]} links to the switches above, its peers have {usual}",
+            uplinks[leaf],
         )
+        say(verdict, text, target=Target(peer=leaf), measured=have, expected=expected, median=float(usual))
     for up in (False, True):
         kind = [link for link in topology.links if link.to_switch == up]
         best = _most_frequent(link.rate for link in kind if link.rate)
+        expected = Expected(best, "", "most frequent among links of its kind")
         for link in kind:
             if best is not None and link.rate is not None and _speed(link.rate) < _speed(best):
-                found.append(
-                    Finding(
-                        "TOP002",
-                        "FAIL",
-                        Target(peer=link.switch, port=str(link.port)),
-                        f"{link.switch} port {link.port} to {link.peer}: {link.rate}, others {best}",
-                        link.rate,
-                        "",
-                        Expected(best, "", "most frequent among links of its kind"),
-                        evidence=(topology.source,),
-                    )
-                )
-    if not found:
-        found.append(
-            Finding(
-                "TOP001", "PASS", Target(), f"leaf switches: {len(leaves)}, uplinks of each: {usual}", usual
-            )
-        )
-    return found
+                text = f"{link.switch} port {link.port} to {link.peer}: {link.rate}, others {best}"
+                target = Target(peer=link.switch, port=str(link.port))
+                say("FAIL", text, code="TOP002", target=target, measured=link.rate, expected=expected)
+    if not say.found:
+        say("PASS", f"leaf switches: {len(leaves)}, uplinks of each: {usual}", measured=usual)
+    return say.found
 
 
 def _most_frequent(values: Iterable[T]) -> T | None:

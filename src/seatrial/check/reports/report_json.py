@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from seatrial.base.atomic import finite
 from seatrial.check.judging.findings import Finding
 from seatrial.check.judging.report import Report
 from seatrial.check.reports.adapters import SCHEDULERS, Order
@@ -48,16 +49,8 @@ def document(report: Report, orders: Sequence[Order] = ()) -> dict[str, Any]:
 def text(report: Report, orders: Sequence[Order] = (), *, time: float | None = None) -> str:
     """The document with a final newline, and unix `time` if given. A number that JSON cannot represent becomes null."""
     whole = document(report, orders) | ({} if time is None else {"time": time})
-    return json.dumps(_finite(whole), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(finite(whole), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _finding(f: Finding) -> dict[str, Any]:
     return {**asdict(f), "evidence": list(f.evidence), "deviation": f.deviation}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value

@@ -23,9 +23,8 @@ class Attendance:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._broken = False
-        self._last_heartbeat: float | None = (
-            None  # when the launcher's last heartbeat arrived, if it sends any
-        )
+        # When the launcher's last heartbeat arrived, if it sends any.
+        self._last_heartbeat: float | None = None
         self._next_heartbeat = 0.0
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from seatrial.base.kernel_files import text_of
+
 
 class OomWatch:
     """Compares the kernel's own counters with what they were when it was made.
@@ -32,12 +34,8 @@ class OomWatch:
 
 
 def _counter_file(proc: Path, cgroups: Path) -> Path | None:
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
     candidates = []
-    for line in lines:
+    for line in (text_of(proc / "self/cgroup", errors="surrogateescape") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         inside = path.lstrip("/")
         if "memory" in controllers.split(","):
@@ -52,10 +50,5 @@ def _counter_file(proc: Path, cgroups: Path) -> Path | None:
 
 
 def _oom_kills(path: Path) -> int | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    return next(
-        (int(value) for key, _, value in (line.partition(" ") for line in lines) if key == "oom_kill"), None
-    )
+    lines = (line.partition(" ") for line in (text_of(path) or "").splitlines())
+    return next((int(value) for key, _, value in lines if key == "oom_kill"), None)

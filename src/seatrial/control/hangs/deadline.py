@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-_STEPS = (
-    32  # enough that one slow step does not move the median, few enough to follow a change within minutes
-)
+# Enough that one slow step does not move the median, few enough to follow a change within minutes.
+_STEPS = 32
 
 
 class StepDeadline:

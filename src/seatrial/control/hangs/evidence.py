@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from seatrial.base.files import open_file
+from seatrial.base.kernel_files import fields_of, text_of
 
 _HZ = os.sysconf("SC_CLK_TCK")
 _LONGEST_STACK = 32_000  # characters: the main thread comes last
@@ -43,9 +44,8 @@ class Evidence:
     cpu_s: float  # CPU time used between them, all threads
     threads: int
     waits_in: str  # the kernel function that the main thread sleeps in; "" if unknown
-    blocked: (
-        str  # a thread in an uninterruptible wait at both times: its name and kernel function; "" if none
-    )
+    # A thread in an uninterruptible wait at both times: its name and kernel function; "" if none.
+    blocked: str
     tracer: str  # "pid (name)" of a debugger; "" if none
     asked: bool  # SIGUSR2 was sent
     stack: str  # what it wrote then; "" if nothing
@@ -102,7 +102,7 @@ class Look:
 
     def end(self) -> Evidence:
         """Collect the evidence. A quarter of a second after the beginning is late enough for the stacks."""
-        status = _status(self.pid)
+        status = fields_of(Path(f"/proc/{self.pid}/status"))
         cpu_s = _cpu_s(self.pid)
         stuck = self._blocked.items() & _blocked(self.pid).items()
         return Evidence(
@@ -119,28 +119,14 @@ class Look:
         )
 
 
-def _read(path: str) -> str:
-    """The text of a file of /proc; "" if the process has exited, or we may not read it."""
-    try:
-        with open(path, "rb") as f:
-            return f.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _status(pid: int) -> dict[str, str]:
-    lines = (line.partition(":") for line in _read(f"/proc/{pid}/status").splitlines())
-    return {name: value.strip() for name, _, value in lines}
-
-
 def _cpu_s(pid: int) -> float:
     """CPU time of all its threads so far."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = (text_of(Path(f"/proc/{pid}/stat")) or "").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _HZ if len(fields) > 12 else 0.0
 
 
 def _wchan(folder: str) -> str:
-    name = _read(f"{folder}/wchan").strip()
+    name = text_of(Path(folder) / "wchan") or ""
     return "" if name == "0" else name
 
 
@@ -150,7 +136,7 @@ def _blocked(pid: int) -> dict[str, str]:
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             folder = f"/proc/{pid}/task/{thread}"
-            head, _, rest = _read(f"{folder}/stat").rpartition(")")
+            head, _, rest = (text_of(Path(folder) / "stat") or "").rpartition(")")
             if rest.split()[:1] == ["D"]:
                 name, kernel = head.partition("(")[2], _wchan(folder)
                 found[thread] = f"{name} ({kernel})" if kernel else name
@@ -160,12 +146,12 @@ def _blocked(pid: int) -> dict[str, str]:
 def _tracer(pid: str) -> str:
     if not pid.isdigit() or int(pid) == 0:
         return ""
-    return f"{pid} ({_read(f'/proc/{pid}/comm').strip() or 'unknown'})"
+    return f"{pid} ({text_of(Path(f'/proc/{pid}/comm')) or 'unknown'})"
 
 
 def _catches(pid: int, signum: int) -> bool:
     """Whether it has a handler for `signum`: without one the signal would kill it."""
-    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (signum - 1) & 1)
+    return bool(int(fields_of(Path(f"/proc/{pid}/status")).get("SigCgt", "0"), 16) >> (signum - 1) & 1)
 
 
 def _send(pid: int, signum: int) -> bool:

@@ -15,11 +15,10 @@ from seatrial.record.interval import Interval, choose_interval
 
 # GPU to host memory while all eight copy; `seatrial check` has the lower limits of one alone (23 on A100, 48 on H100).
 HOST_GB_S = 20.0
-HOST_SOURCE = "assumption: below the 23 GB/s that one A100 must reach alone"
+HOST_SOURCE = "assumption: below the 23 GB/s that a single A100 reaches"
 NEW_PROCESS_S = 30.0  # assumption: Python, CUDA context, compiled code from its cache, first step
-COMMUNICATORS_S_PER_GPU = (
-    0.01  # 2.5 min above some thousands of GPUs, NVIDIA/nccl#1156; linear from there is an assumption
-)
+# 2.5 min above some thousands of GPUs, NVIDIA/nccl#1156; linear from there is an assumption.
+COMMUNICATORS_S_PER_GPU = 0.01
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,8 @@ class Recipe:
     recompute: Recompute = "none"
     sequence_parallel: bool = True
     compiled: bool = False
-    async_tensor: bool = (
-        False  # our trainer: overlaps gathers and scatters with products, part by part (`overlap.py`)
-    )
+    # Our trainer: overlaps gathers and scatters with products, part by part (`overlap.py`).
+    async_tensor: bool = False
 
     @classmethod
     def of(cls, job: Job) -> Recipe:

@@ -89,7 +89,9 @@ class Target:
 
 
 @dataclass(frozen=True)
-class _Asker:
+class Asker:
+    """Predicts other recipes of a job."""
+
     job: Job
     cluster: Cluster
     stack: str | Stack
@@ -120,7 +122,7 @@ def advice(
     calibration: Calibration | None = None,
 ) -> Advice:
     """Advice about `own` and about the best of `found`."""
-    asker = _Asker(job, cluster, stack, calibration)
+    asker = Asker(job, cluster, stack, calibration)
     base = predict(job.architecture, own, cluster, stack=stack, calibration=calibration)
     ways = _ways(asker, own, base, found)
     listed = found.choices if found is not None else ()
@@ -144,7 +146,7 @@ def targets(
     if not wishes:
         return ()
     base = predict(job.architecture, own, cluster, stack=stack, calibration=calibration)
-    ways = _ways(_Asker(job, cluster, stack, calibration), own, base, found)
+    ways = _ways(Asker(job, cluster, stack, calibration), own, base, found)
     ways.sort(key=lambda w: (not w.built, w.gain))
     return tuple(
         Target(
@@ -176,7 +178,7 @@ def excess(p: Prediction, best: Prediction) -> Share | None:
     return worst if worst.seconds > 0 else None
 
 
-def _ways(asker: _Asker, own: Recipe, base: Prediction, found: Found | None) -> list[Suggestion]:
+def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> list[Suggestion]:
     ways: list[Suggestion] = []
 
     def add(what: str, recipe: Recipe, p: Prediction | None, *, built: bool = True) -> None:
@@ -242,7 +244,7 @@ def _schedules(layout: Layout) -> Iterator[Layout]:
             yield other
 
 
-def _tuned(asker: _Asker, recipe: Recipe, stack: str) -> tuple[Recipe, Prediction] | None:
+def _tuned(asker: Asker, recipe: Recipe, stack: str) -> tuple[Recipe, Prediction] | None:
     """The fastest settings of a layout on this stack."""
     tried = (
         replace(recipe, microbatch=m, recompute=again, reshard=shard, layout=layout)
@@ -255,7 +257,7 @@ def _tuned(asker: _Asker, recipe: Recipe, stack: str) -> tuple[Recipe, Predictio
     return min(able, key=lambda pair: pair[1].step_s, default=None)
 
 
-def _turns(asker: _Asker, listed: Sequence[Recipe]) -> Iterator[Crossover]:
+def _turns(asker: Asker, listed: Sequence[Recipe]) -> Iterator[Crossover]:
     """Crossovers between the listed layouts, each in the settings that are best at present."""
     if len(listed) < 2:
         return
@@ -292,7 +294,7 @@ def _turns(asker: _Asker, listed: Sequence[Recipe]) -> Iterator[Crossover]:
 
 
 def _turn(
-    asker: _Asker,
+    asker: Asker,
     listed: Sequence[Recipe],
     what: str,
     unit: str,

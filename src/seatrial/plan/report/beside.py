@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -83,14 +82,12 @@ def beside(
     shape: Cluster,
     *,
     device: Device = "cuda",
-    ranks: Sequence[int] | None = None,
     processes: int | None = None,
 ) -> Beside:
-    """Compare `recipe` of `job` on pipeline ranks `ranks` (`unlike_ranks` if None). Raises what `dry_run` raises."""
+    """Compare `recipe` of `job` on the pipeline ranks that differ (`unlike_ranks`). Raises what `dry_run` raises."""
     wanted = job_with(job, recipe)
     at = wanted.layout
-    pipeline = unlike_ranks(recipe.layout) if ranks is None else list(ranks)
-    numbers = [at.rank(Coordinates(p, 0, 0, 0)) for p in pipeline]
+    numbers = [at.rank(Coordinates(p, 0, 0, 0)) for p in unlike_ranks(recipe.layout)]
     ran = dry_run(wanted, device=device, ranks=numbers, processes=processes or os.cpu_count())
     entries = tuple(
         Rank(step.rank, step.at.pipeline, _pairs(job.architecture, recipe, shape, step), step.peak_label)
@@ -98,7 +95,7 @@ def beside(
     )
     notes = ran.notes
     if device == "cpu":
-        notes += ("the closed form is of a GPU: on CPU other kernels keep other things",)
+        notes += ("the closed form is for a GPU: CPU kernels save other tensors",)
     exact = all(len(step.traced) == 1 for step in ran.ranks)
     return Beside(recipe, entries, exact, sum(s.seconds for s in ran.ranks), ran.process_bytes, notes)
 

@@ -5,7 +5,7 @@ same quantity, divided by the share that the model assumes to be reached, so tha
 
     bf16 products                   -> best product                where it differs by more than three shapes can miss
     copy within a GPU's memory      -> memory bandwidth
-    all_reduce inside a node        -> NVLink                      unless switches did the sum: no evidence for gathers
+    all_reduce inside a node        -> NVLink                      unless switches did the reduction, which says nothing about gathers
     all_reduce between nodes, rails -> network cards
     writing to the checkpoint folder-> storage
 
@@ -118,25 +118,25 @@ class Measured:
         return replace(base, nics_per_node=cards, gbps_per_nic=rate, source="measured by `seatrial check`")
 
 
-def measured_rates(folder: Path, job: Job, *, now: float | None = None) -> Measured:
+def measured_rates(folder: Path, job: Job, *, without_itself: bool = False) -> Measured:
     """Measurements of `job`'s cluster from the run folder `folder` (runs/NAME) and its siblings. Bad files never raise.
 
     Rates are of the last check of this job; paces of every run of the same model on the same kind of GPU.
+    `without_itself`: not of the run in `folder`, whose prediction would be its own measurement.
     """
     at = job.cluster
     wanted = None if at.gpu is None else find_gpu(at.gpu)
     if at.device == "cpu":
         return Measured()
-    now = time.time() if now is None else now
-    found = _checked(RunFolder(folder).reports / "check.json", job, wanted, now)
+    found = _checked(RunFolder(folder).reports / "check.json", job, wanted)
     gpu = wanted or found.gpu
     if gpu is None:
         return found
-    entries, told, unused = paces(folder, job, gpu, found.apply)
+    entries, told, unused = paces(folder, job, gpu, found.apply, without_itself=without_itself)
     return replace(found, paces=entries, told=(*found.told, *told), unused=(*found.unused, *unused))
 
 
-def _checked(file: Path, job: Job, wanted: Gpu | None, now: float) -> Measured:
+def _checked(file: Path, job: Job, wanted: Gpu | None) -> Measured:
     try:
         document = read_json(file)
         said = document.get("time") if isinstance(document, dict) else None
@@ -146,7 +146,7 @@ def _checked(file: Path, job: Job, wanted: Gpu | None, now: float) -> Measured:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         return Measured(unused=(f"{file} cannot be used: {reason}",))
-    why = _unusable(document, now - written)
+    why = _unusable(document, time.time() - written)
     if why is not None:
         return Measured(unused=(f"{file} is not used: {why}",))
     when = time.strftime("%Y-%m-%d", time.gmtime(written))
@@ -249,7 +249,7 @@ class _Reader:
                 return rate
             self._leave(
                 what,
-                "more than a ring reaches: the switch did the reduction, which is no evidence for gathers",
+                "more than a ring reaches: the switches did the reduction, which says nothing about gathers",
             )
         copy = _rate(checked.get("p2p"), "GB/s")
         if copy is not None and copy < usual:

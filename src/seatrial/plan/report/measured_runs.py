@@ -63,7 +63,7 @@ class _UnusableError(Exception):
 
 
 def paces(
-    folder: Path, job: Job, gpu: Gpu, apply: Callable[[Cluster], Cluster]
+    folder: Path, job: Job, gpu: Gpu, apply: Callable[[Cluster], Cluster], *, without_itself: bool = False
 ) -> tuple[tuple[Entry, ...], tuple[str, ...], tuple[str, ...]]:
     """(paces by stack, their provenance, unused runs and why), from `folder` and its sibling run folders.
 
@@ -73,6 +73,8 @@ def paces(
     unused = []
     for candidate in _same_model(folder, job):
         name = candidate.path.name
+        if without_itself and name == folder.name:
+            continue
         try:
             run = _read(candidate, gpu)
             stack, pace = _pace(run, gpu, apply)

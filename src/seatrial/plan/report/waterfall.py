@@ -28,6 +28,13 @@ KINDS: dict[str, Kind] = {
     "data-parallel communication": "communication",
     "compute slowed by overlap": "communication",
     "pipeline bubble and uneven stages": "schedule",
+    # Rows of measured steps, in which some of these are not separated (step_waterfall.py).
+    "computation below peak": "kernels",
+    "computation below peak, tensor-parallel communication": "kernels",
+    "pipeline bubble and communication": "schedule",
+    "waiting for data": "rest",
+    "host": "rest",
+    "sum of loss and gradient norm": "rest",
     "saving checkpoints": "run",
     "failures and recovery": "run",
 }
@@ -41,6 +48,7 @@ WORDS: dict[Kind, str] = {
     "rest": "other",
     "result": "model FLOPs (MFU)",
 }
+PEAK = WORDS["peak"]
 # A part below this is not drawn: it would be thinner than its outline.
 LEAST = 0.0005
 
@@ -97,11 +105,15 @@ class Waterfall:
         text = ", ".join(f"{b.name} {b.share * 100:.1f} %" for b in losses[:3])
         rest = len(losses) - 3
         more = f" and {rest} smaller part{'s' if rest > 1 else ''}" if rest > 0 else ""
-        return f"Of the GPUs' dense peak {self.mfu * 100:.1f} % goes into model FLOPs; lost to {text}{more}."
+        first, last = self.bars[0], self.bars[-1]
+        of = "GPUs' dense peak" if first.name == PEAK else first.name
+        return (
+            f"Of the {of} {last.share * 100:.1f} % goes into {last.name}; lost to {text or 'nothing'}{more}."
+        )
 
 
-def waterfall_of(shares: Sequence[Share]) -> Waterfall:
-    """The bars of `Prediction.waterfall` or `Finish.waterfall`: the first share is the MFU, all add up to 1.
+def waterfall_of(shares: Sequence[Share], whole_name: str = PEAK) -> Waterfall:
+    """The bars of `Prediction.waterfall`, `Finish.waterfall` or a measured step: the first share is the result, all add up to 1.
 
     ValueError if they do not: a chart whose parts do not make up the whole would be wrong.
     """
@@ -109,7 +121,7 @@ def waterfall_of(shares: Sequence[Share]) -> Waterfall:
     if not shares or abs(whole - 1) > 1e-6:
         raise ValueError(f"the parts add up to {whole:g} of the whole")
     first, *parts = shares
-    bars = [Bar("dense peak", "peak", 0.0, 1.0, 1.0, sum(s.seconds for s in shares))]
+    bars = [Bar(whole_name, "peak", 0.0, 1.0, 1.0, sum(s.seconds for s in shares))]
     nothing: list[str] = []
     at = 1.0
     for part in parts:

@@ -25,6 +25,6 @@ def too_short(model: Architecture, recipe: Recipe, prediction: Prediction) -> st
     if each >= SHORTEST_LAYER_S:
         return None
     return (
-        f"a layer takes {each * 1e3:.2g} ms for a microbatch, and none below {SHORTEST_LAYER_S * 1e3:g} ms was ever measured: "
-        "launching kernels, which is not predicted, may take longer than that"
+        f"a layer takes {each * 1e3:.2g} ms per microbatch, less than the {SHORTEST_LAYER_S * 1e3:g} ms of any measured run: "
+        "kernel launches, which are not modelled, may take longer"
     )

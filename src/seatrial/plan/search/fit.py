@@ -96,7 +96,7 @@ def account(
 
     lines = [
         line("weights", lambda m: m.parameters, _weights_note(weight, masters), weight),
-        line("gradients", lambda m: m.gradients, "kept from backward pass to update", gradient),
+        line("gradients", lambda m: m.gradients, "held from the backward pass to the update", gradient),
     ]
     if masters:
         note = "fp32 copies that the optimizer updates"
@@ -106,8 +106,8 @@ def account(
         lines.append(line("moments", lambda m: m.optimizer * own / state, note, own))
     if most is not None:
         lines += [
-            line("gathered weights", lambda m: m.gathered, "whole layers, in the precision of products"),
-            line("whole gradients", lambda m: m.unsharded_gradients, "before they are reduced and cut"),
+            line("gathered weights", lambda m: m.gathered, "whole layers, in the precision of GEMMs"),
+            line("whole gradients", lambda m: m.unsharded_gradients, "before the reduce-scatter"),
             line("activations", lambda m: m.activations, "kept for the backward pass"),
             line("logits", lambda m: m.logits, "at the loss"),
             line("stage messages", lambda m: m.messages, "between pipeline stages"),
@@ -116,7 +116,7 @@ def account(
                 lambda m: m.allocated * FRAGMENTATION,
                 f"{FRAGMENTATION * 100:g} %, fragmentation",
             ),
-            line("other streams", lambda m: m.streams, "reserved where nothing else gets it"),
+            line("other streams", lambda m: m.streams, "reserved by streams, not reusable by others"),
             line("runtime", lambda m: m.runtime, "CUDA context, libraries, NCCL's buffers"),
         ]
     return Account(

@@ -159,7 +159,7 @@ def best_scaling(
                 why_not = f"no layout fits: the smallest needs {need:.0f} GiB a GPU of {have:.0f}"
         recipe = None if best is None else best.recipe
         points.append(_point(at, recipe, None if best is None else best.prediction, why_not, points))
-    grows = "the best layout at each size, the global batch stays"
+    grows = "the best layout at each size, with the same global batch"
     return Scaling("strong", tuple(points), grows, _assumes(cluster, "strong"), best=True)
 
 
@@ -281,7 +281,7 @@ def _why(points: Sequence[Point], gpus: int) -> str:
 
 
 def _grows(recipe: Recipe, mode: Mode) -> str:
-    batch = "the global batch with them" if mode == "weak" else "the global batch stays"
+    batch = "the global batch with them" if mode == "weak" else "the global batch stays the same"
     stays = f"{_model_parallel(recipe)} stays"
     if recipe.layout.replicate > 1:
         return f"{stays}; replicas of a shard group of {recipe.layout.shard} are added, {batch}"

@@ -16,9 +16,8 @@ from seatrial.record.recent import recent_metrics
 
 # The prior failure rate, Meta's for Llama 3: the largest run on current hardware that published its interruptions.
 _PRIOR = next(rate for rate in RATES if rate.name == "llama-3")
-_FIRST_STEPS = (
-    10  # steps until the first save of a run that chooses its interval, to measure what a save costs
-)
+# Steps until the first save of a run that chooses its interval, to measure what a save costs.
+_FIRST_STEPS = 10
 _LOOK_BACK = 4096  # recent steps that are searched for those without a checkpoint
 _RETRY_S, _RETRY_MOST = 30.0, 8  # first back-off after a failure; it doubles, up to 1/8 of max_unsaved_s
 _RECENT = 32  # steps whose median is the usual step time

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-FACTS_VERSION = (
-    2  # of the facts of node_stage.measure(); other versions are from another seatrial and not read
-)
 _LARGEST_BYTES = 1 << 20  # /proc/cpuinfo of 512 processors
 
 
-def text_of(path: Path) -> str | None:
-    """The file's text, stripped; None if it cannot be read."""
+def text_of(path: Path, *, errors: str = "replace") -> str | None:
+    """The file's text, stripped; None if it cannot be read. `errors`: "surrogateescape" for what contains paths."""
     try:
         with path.open("rb") as f:
-            return f.read(_LARGEST_BYTES).decode(errors="replace").strip()
+            return f.read(_LARGEST_BYTES).decode(errors=errors).strip()
     except OSError:
         return None
 
@@ -23,6 +20,12 @@ def number_of(path: Path) -> int | None:
     """The whole number in the file; None if there is none ("max") or it cannot be read."""
     text = text_of(path)
     return int(text) if text is not None and text.isascii() and text.isdecimal() else None
+
+
+def bytes_of(field: str | None) -> int | None:
+    """Bytes of a field such as "MemTotal: 1000 kB"; None if there is none."""
+    number = (field or "").removesuffix("kB").strip()
+    return int(number) * 1024 if number.isdecimal() else None
 
 
 def fields_of(path: Path) -> dict[str, str]:
