@@ -158,7 +158,7 @@ def test_a_dry_run_beside_the_closed_form(capsys: Captured) -> None:
         for pair in rank["pairs"]:
             if pair["what"] != "highest point of memory":
                 assert pair["agrees"], pair
-    assert any("on CPU" in note for note in told[0]["notes"])
+    assert any("CPU kernels" in note for note in told[0]["notes"])
 
 
 def test_no_torch_and_an_ordinary_pipe() -> None:
