@@ -202,7 +202,7 @@ def _waterfall(size: Size, steps: Steps, figures: Sequence[Figures], point: Poin
 def _predicted(measurement: Measurement) -> tuple[dict[int, Point], Asker | None, str]:
     """(nodes -> what `seatrial plan` predicts for it, what predicts other layouts, why nothing is predicted)."""
     job = measurement.job
-    rates = measured_rates(measurement.runs / job.name, job)
+    rates = measured_rates(measurement.runs / job.name, job, without=measurement.state.folder)
     place = rates.at(place_of(job))
     if place.cluster is None:
         return {}, None, place.why_no_gpu

@@ -66,7 +66,7 @@ def _prediction(view: RunView, ranks: int) -> tuple[Prediction | None, str]:
     job = load_job(view.folder.job_toml)
     if ranks != job.layout.world_size:
         return None, f"{ranks} ranks ran of the {job.layout.world_size} in the job"
-    rates = measured_rates(view.folder.path, job, without_itself=True)
+    rates = measured_rates(view.folder.path, job, without=view.folder.path)
     place = rates.at(place_of(job))
     if place.cluster is None:
         return None, place.why_no_gpu

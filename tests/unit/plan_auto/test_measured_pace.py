@@ -70,6 +70,16 @@ def test_runs_beside_it_count_and_other_paces_stay(tmp_path: Path) -> None:
     assert entry.spread > 0.08
 
 
+def test_runs_of_a_scaling_test_count_but_not_for_themselves(tmp_path: Path) -> None:
+    scaled = tmp_path / ".scale/auto-20261125-120000"
+    scaled.mkdir(parents=True)
+    (scaled / "scale.json").write_text("{}")
+    made(scaled, job("name=2-nodes-1"), 30.0)
+    (entry,) = measured_rates(tmp_path / "auto", job()).paces
+    assert f"{scaled.relative_to(tmp_path)}/2-nodes-1 (55 steps" in entry.source
+    assert measured_rates(tmp_path / "auto", job(), without=scaled).paces == ()
+
+
 def test_without_compilation_it_is_another_stack(tmp_path: Path) -> None:
     made(tmp_path, job("train.compile=false"), 40.0)
     found = measured_rates(tmp_path / "auto", job())

@@ -118,11 +118,11 @@ class Measured:
         return replace(base, nics_per_node=cards, gbps_per_nic=rate, source="measured by `seatrial check`")
 
 
-def measured_rates(folder: Path, job: Job, *, without_itself: bool = False) -> Measured:
+def measured_rates(folder: Path, job: Job, *, without: Path | None = None) -> Measured:
     """Measurements of `job`'s cluster from the run folder `folder` (runs/NAME) and its siblings. Bad files never raise.
 
-    Rates are of the last check of this job; paces of every run of the same model on the same kind of GPU.
-    `without_itself`: not of the run in `folder`, whose prediction would be its own measurement.
+    Rates are of the last check of this job; paces of every run of the same model on the same kind of GPU, those of `scale` too.
+    `without`: not of runs in or below it, whose prediction would be their own measurement.
     """
     at = job.cluster
     wanted = None if at.gpu is None else find_gpu(at.gpu)
@@ -132,7 +132,7 @@ def measured_rates(folder: Path, job: Job, *, without_itself: bool = False) -> M
     gpu = wanted or found.gpu
     if gpu is None:
         return found
-    entries, told, unused = paces(folder, job, gpu, found.apply, without_itself=without_itself)
+    entries, told, unused = paces(folder, job, gpu, found.apply, without=without)
     return replace(found, paces=entries, told=(*found.told, *told), unused=(*found.unused, *unused))
 
 

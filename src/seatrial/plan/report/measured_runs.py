@@ -63,20 +63,21 @@ class _UnusableError(Exception):
 
 
 def paces(
-    folder: Path, job: Job, gpu: Gpu, apply: Callable[[Cluster], Cluster], *, without_itself: bool = False
+    folder: Path, job: Job, gpu: Gpu, apply: Callable[[Cluster], Cluster], *, without: Path | None = None
 ) -> tuple[tuple[Entry, ...], tuple[str, ...], tuple[str, ...]]:
-    """(paces by stack, their provenance, unused runs and why), from `folder` and its sibling run folders.
+    """(paces by stack, their provenance, unused runs and why), from `folder`, its sibling run folders and those of `scale` there.
 
+    Runs in or below `without` are left out.
     `apply` gives a cluster its measured rates: a pace is valid only with the rates that it was derived with.
     """
     found: dict[str, list[tuple[_Run, float]]] = {}
     unused = []
     for candidate in _same_model(folder, job):
-        name = candidate.path.name
-        if without_itself and name == folder.name:
+        name = str(candidate.path.relative_to(folder.parent))
+        if without is not None and candidate.path.is_relative_to(without):
             continue
         try:
-            run = _read(candidate, gpu)
+            run = _read(candidate, gpu, name)
             stack, pace = _pace(run, gpu, apply)
         except _UnusableError as error:
             unused.append(f"run {name}: {error}")
@@ -91,7 +92,8 @@ def _same_model(folder: Path, job: Job) -> Iterator[RunFolder]:
     """The newest runs below the same root whose plan.json has the same architecture."""
     wanted = json.loads(json.dumps(job.architecture.as_dict()))
     try:
-        near = [RunFolder(p) for p in folder.parent.iterdir() if p.is_dir() and not p.name.startswith(".")]
+        paths = (*folder.parent.iterdir(), *folder.parent.glob(".scale/*/*"))
+        near = [RunFolder(p) for p in paths if p.is_dir() and not p.name.startswith(".")]
     except OSError:
         return
     dated: list[tuple[float, RunFolder]] = []
@@ -106,7 +108,7 @@ def _same_model(folder: Path, job: Job) -> Iterator[RunFolder]:
         yield run
 
 
-def _read(folder: RunFolder, gpu: Gpu) -> _Run:
+def _read(folder: RunFolder, gpu: Gpu, name: str) -> _Run:
     events, _ = read_events(folder)
     device = next((e.data for e in reversed(events) if e.kind == "device" and e.data), {})
     ran_on = find_gpu(str(device.get("device")))
@@ -125,7 +127,7 @@ def _read(folder: RunFolder, gpu: Gpu) -> _Run:
     waiting = median(r.data_wait_s for r in steady) / step
     if waiting > MOST_WAITING:
         raise _UnusableError(f"it spent {waiting:.0%} of the time waiting for data")
-    return _Run(folder.path.name, job, step, len(steady), steady[-1].time)
+    return _Run(name, job, step, len(steady), steady[-1].time)
 
 
 def _steady(records: list[MetricsRecord], ranks: int) -> list[MetricsRecord]:
