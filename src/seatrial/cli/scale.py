@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"PASS": "green", "FAIL": "bold red", "UNJUDGED": "yellow"}
 _MOST_NODES = 100_000
-_DOUBLING, _SPEEDUP = "80", "8:128:12"
+_DOUBLING, _SPEEDUP, _UTILISATION = "80", "8:128:12", "70"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=_SPEEDUP,
         metavar="FROM:TO:TIMES",
         help="speed-up between two numbers of GPUs (8:128:12)",
+    )
+    gates.add_argument(
+        "--min-utilisation",
+        nargs="?",
+        const=_UTILISATION,
+        metavar="P",
+        help="tensor cores busy in more than P %% of the time (70)",
     )
     parser.add_argument("--price", type=float, metavar="P", help="of a GPU hour, in any currency")
     parser.add_argument(
@@ -223,6 +230,12 @@ def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
         f"--min-doubling {args.min_doubling} is not a percentage",
         f"--min-doubling {_DOUBLING}",
     )
+    utilisation = _number(args.min_utilisation)
+    need(
+        args.min_utilisation is None or (utilisation is not None and 0 < utilisation < 100),
+        f"--min-utilisation {args.min_utilisation} is not a percentage",
+        f"--min-utilisation {_UTILISATION}",
+    )
     speedup = re.fullmatch(r"(\d{1,9}):(\d{1,9}):(\d{1,9}(?:\.\d+)?)", args.min_speedup or "")
     fine = speedup is not None and 0 < int(speedup[1]) < int(speedup[2]) and float(speedup[3]) > 0
     need(
@@ -250,7 +263,8 @@ def _options(args: argparse.Namespace, job: Job | None) -> tuple[Terms, Gates]:
         topology=topology,
     )
     asked = None if speedup is None else (int(speedup[1]), int(speedup[2]), float(speedup[3]))
-    return terms, Gates(None if doubling is None else doubling / 100, asked)
+    share = None if utilisation is None else utilisation / 100
+    return terms, Gates(None if doubling is None else doubling / 100, asked, share)
 
 
 def _nodes(text: str | None, job: Job | None) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ class GpuUse:
     samples: int  # so many
     pcie_replays: int | None
     nvlink: dict[str, int] | None  # "LINK COUNTER" -> errors, those that grew
+    tensor_active: float | None = None  # share of the time, 0..1, from its first busy sample to its last
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,14 @@ def clocks_mhz(
     return np.array(found)
 
 
+def tensor_active(folder: RunFolder, nodes: int, gpus: int) -> float | None:
+    """Share of the time in which the tensor cores of the run's `gpus` GPUs were busy, 0..1; None unless all are known."""
+    read = [read_counters(GpuCounters, folder.gpu_counters(agent)) for agent in range(nodes)]
+    used = [use for each in read if each is not None for use in each.gpus.values() if use.samples]
+    known = [use.tensor_active for use in used if use.tensor_active is not None]
+    return sum(known) / gpus if len(used) == len(known) == gpus else None
+
+
 def leaf_switches(
     topology: Topology, here: Sequence[NodeCounters], faults: Mapping[int, Sequence[PortFault]]
 ) -> str:

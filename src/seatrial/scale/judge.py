@@ -29,6 +29,7 @@ class Gates:
 
     doubling: float | None = None  # efficiency at each doubling, above this
     speedup: tuple[int, int, float] | None = None  # from these GPUs to these, at least so many times
+    utilisation: float | None = None  # share of the time in which tensor cores are busy, above this
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,19 @@ def judge_gates(
             found.append(Judgement(name, "UNJUDGED", text))
         else:
             found.append(_against(name, speedup(at[high], at[low]), times, _times, "at least"))
+    return found
+
+
+def judge_utilisation(least: float, active: Mapping[int, Estimate | None]) -> list[Judgement]:
+    """`active`: nodes -> share of the time in which the tensor cores of all GPUs were busy; None if the GPUs do not tell."""
+    found = []
+    for nodes, share in active.items():
+        name = f"tensor cores, {in_words(nodes)}"
+        if share is None:
+            text = f"above {_percent(least)} is asked for, and how busy they are is unknown: it takes Hopper or later and NVML"
+            found.append(Judgement(name, "UNJUDGED", text))
+        else:
+            found.append(_against(name, share, least, _percent, "above"))
     return found
 
 

@@ -92,6 +92,7 @@ def _size(results: Results, size: Measured) -> dict[str, Any]:
         "tokens_per_s": _interval(size.tokens_per_s),
         "tokens_per_s_per_gpu": size.per_gpu,
         "mfu": size.mfu,
+        "tensor_active": _interval(size.tensor_active),
         "efficiency": _interval(size.efficiency),
         "efficiency_of_doubling": _interval(size.doubling),
         "gpu_s_per_million_tokens": size.gpu_s_per_million,
@@ -235,6 +236,9 @@ def lines(results: Results) -> Iterator[tuple[str, str]]:
     for judgement in results.losses:
         yield judgement.verdict, f"{judgement.name}: {judgement.text}"
     for size in results.sizes:
+        if size.tensor_active is not None:
+            text = f"busy in {size.tensor_active.mean * 100:.1f} % of the time"
+            yield "tensor cores", f"{in_words(size.size.nodes)}: {text}"
         if size.causes and size.size.nodes not in results.passed:
             for label, text in cause_lines(size.causes):
                 yield label, f"{in_words(size.size.nodes)}: {text}"

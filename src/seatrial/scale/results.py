@@ -12,14 +12,16 @@ from seatrial.plan.report.advice import Asker
 from seatrial.plan.report.measured import measured_rates
 from seatrial.plan.report.step_waterfall import StepWaterfall, step_waterfall
 from seatrial.plan.search.scaling import Point, scaling
+from seatrial.record.folder import RunFolder
 from seatrial.scale import groups
 from seatrial.scale.cause import Cause
 from seatrial.scale.conduct import Measurement
+from seatrial.scale.counters import tensor_active
 from seatrial.scale.fit import Fit, Law, fit
 from seatrial.scale.gain import gains
-from seatrial.scale.judge import Gates, Judgement, judge_gates, judge_losses
+from seatrial.scale.judge import Gates, Judgement, judge_gates, judge_losses, judge_utilisation
 from seatrial.scale.sizes import Size
-from seatrial.scale.statistics import Estimate, ratio
+from seatrial.scale.statistics import Estimate, estimate, ratio
 from seatrial.scale.steps import Steps, causes, steps_of
 from seatrial.scale.trial import Figures
 
@@ -38,6 +40,9 @@ class Measured:
     unsettled: int  # runs in which the warm-up may not have ended
     tokens_per_s: Estimate | None
     mfu: float | None  # mean over runs
+    tensor_active: (
+        Estimate | None
+    )  # share of the time in which tensor cores are busy; None if the GPUs do not tell
     efficiency: Estimate | None  # tokens/s/GPU over the first size's; None for the first size
     doubling: Estimate | None  # over that of half the size
     predicted: Point | None
@@ -124,6 +129,8 @@ def results_of(measurement: Measurement, gates: Gates, *, price: float | None = 
         for n, speed in known.items()
         if speed is not None
     }
+    if gates.utilisation is not None:
+        judged += judge_utilisation(gates.utilisation, {s.size.nodes: s.tensor_active for s in sizes})
     if measurement.terms.groups:
         for size in measurement.sizes:
             judged += groups.judge(size.nodes, measurement.groups(size.nodes))
@@ -167,6 +174,7 @@ def _measured(
         warm_up=max((f.warm_up for f in figures), default=0),
         unsettled=sum(not f.settled for f in figures),
         tokens_per_s=measurement.speed(size.nodes),
+        tensor_active=_tensor_active(measurement, size),
         mfu=sum(shares) / len(shares) if figures and len(shares) == len(figures) else None,
         efficiency=None if size.nodes == base else measurement.efficiency(size.nodes, base),
         doubling=None if half is None or 2 * half != size.nodes else measurement.efficiency(size.nodes, half),
@@ -197,6 +205,15 @@ def _waterfall(size: Size, steps: Steps, figures: Sequence[Figures], point: Poin
         model_flops_s=None if mfu is None else mfu * figures[0].step_s,
         prediction=None if point is None or point.why_not is not None else point.prediction,
     )
+
+
+def _tensor_active(measurement: Measurement, size: Size) -> Estimate | None:
+    """Over the runs of this size that count; None unless it is known of all."""
+    folders = [RunFolder(measurement.state.folder / t.folder) for t in measurement.state.good(size.nodes)]
+    known = [tensor_active(folder, size.nodes, size.gpus) for folder in folders]
+    # An estimate is of positive values: none is a millionth.
+    values = [max(value, 1e-6) for value in known if value is not None]
+    return estimate(values) if values and len(values) == len(known) else None
 
 
 def _predicted(measurement: Measurement) -> tuple[dict[int, Point], Asker | None, str]:

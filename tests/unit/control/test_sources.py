@@ -381,6 +381,7 @@ class FakeNvml(types.ModuleType):
         super().__init__("pynvml")
         self.events = events
         self.replays = 40
+        self.readings = 0
         self.broken = broken
 
     def nvmlInit(self) -> None:
@@ -408,6 +409,27 @@ class FakeNvml(types.ModuleType):
     def nvmlDeviceGetClockInfo(self, handle: Any, kind: int) -> int:
         assert kind == 1
         return 1410
+
+    class c_nvmlGpmMetricsGet_t:
+        def __init__(self) -> None:
+            self.metrics = [types.SimpleNamespace(metricId=0, nvmlReturn=1, value=0.0)]
+
+    def nvmlGpmQueryDeviceSupport(self, handle: Any) -> Any:
+        return types.SimpleNamespace(isSupportedDevice=1)
+
+    def nvmlGpmSampleAlloc(self) -> list[int]:
+        return [0]
+
+    def nvmlGpmSampleGet(self, handle: Any, sample: list[int]) -> list[int]:
+        self.readings += 1
+        sample[0] = self.readings
+        return sample
+
+    def nvmlGpmMetricsGet(self, request: Any) -> Any:
+        assert (request.version, request.numMetrics, request.metrics[0].metricId) == (1, 1, 5)
+        assert request.sample1[0] < request.sample2[0]
+        request.metrics[0].nvmlReturn, request.metrics[0].value = 0, 62.5
+        return request
 
     def nvmlDeviceGetPcieReplayCounter(self, handle: Any) -> int:
         if handle.value != 0x1000:
@@ -469,6 +491,7 @@ def test_xid_events_and_nvlink_errors(
     busy, idle = read.gpus["0000:3b:00"], read.gpus["0000:5f:00"]
     assert busy.sm_mhz == 1410
     assert busy.samples >= 1
+    assert busy.tensor_active == pytest.approx(0.625)
     assert busy.pcie_replays is not None
     assert busy.pcie_replays >= 1
     assert busy.nvlink is not None

@@ -13,7 +13,7 @@ from seatrial.check.outputs.topology import Topology
 from seatrial.hardware.counters import Port
 from seatrial.hardware.tcp import Connection
 from seatrial.record.folder import RunFolder
-from seatrial.record.node_counters import GpuUse, PortCounters, write_counters
+from seatrial.record.node_counters import GpuCounters, GpuUse, PortCounters, write_counters
 from seatrial.record.stages import RankStages
 from seatrial.scale.counters import (
     NodeCounters,
@@ -24,6 +24,7 @@ from seatrial.scale.counters import (
     new_faults,
     of_node,
     tcp_of,
+    tensor_active,
 )
 
 # Ten seconds at half of 400 Gb/s. A tick of port_xmit_wait is 8 bytes, a count of port_xmit_data 4.
@@ -149,3 +150,20 @@ def test_what_a_node_does_not_have_is_not_available() -> None:
     assert "np_cnp_sent" in lacking["unsupported"]
     assert lacking["xmit_wait_share"] is None
     assert "np_cnp_sent" not in lacking["per_gbyte"]
+
+
+def test_tensor_cores_are_those_of_all_gpus_of_a_run(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+
+    def write(number: int, **shares: float | None) -> None:
+        idle = {"z": GpuUse(None, 0, None, None)}
+        used = {pci: GpuUse(1980.0, 9, 0, {}, share) for pci, share in shares.items()}
+        write_counters(folder.gpu_counters(number), GpuCounters(0.0, 60.0, used | idle))
+
+    write(0, a=0.8, b=0.6)
+    assert tensor_active(folder, 1, 2) == pytest.approx(0.7)
+    assert tensor_active(folder, 2, 4) is None
+    write(1, a=0.4, b=0.2)
+    assert tensor_active(folder, 2, 4) == pytest.approx(0.5)
+    write(1, a=0.4, b=None)
+    assert tensor_active(folder, 2, 4) is None

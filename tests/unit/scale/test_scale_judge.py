@@ -7,7 +7,7 @@ import math
 import pytest
 from scale_cases import speed
 
-from seatrial.scale.judge import Gates, Judgement, judge_gates, judge_losses
+from seatrial.scale.judge import Gates, Judgement, judge_gates, judge_losses, judge_utilisation
 from seatrial.scale.statistics import Estimate, estimate
 
 SIZES = [(1, 8), (2, 16), (16, 128)]
@@ -24,6 +24,16 @@ def test_what_nobody_asked_for_is_not_judged() -> None:
     found = judge_gates(Gates(), SIZES, {2: speed(0.1)}, lambda nodes, of: speed(1))
     assert [j.verdict for j in found] == ["UNJUDGED", "UNJUDGED"]
     assert all("not asked for" in j.text for j in found)
+
+
+def test_utilisation_is_judged_where_the_gpus_tell_it() -> None:
+    found = judge_utilisation(0.7, {1: speed(0.9), 2: speed(0.5), 4: None})
+    assert [(j.name, j.verdict) for j in found] == [
+        ("tensor cores, 1 node", "PASS"),
+        ("tensor cores, 2 nodes", "FAIL"),
+        ("tensor cores, 4 nodes", "UNJUDGED"),
+    ]
+    assert "unknown" in found[2].text
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ SMI_TIMEOUT_S = 20.0
 NVLINK_INTERVAL_S = 60.0  # nvidia-smi costs a good part of a second of CPU
 _EVENT_WAIT_MS = 1000
 _CLOCK_SM = 1  # NVML_CLOCK_SM
+_TENSOR_ACTIVE = 5  # NVML_GPM_METRIC_ANY_TENSOR_UTIL: percent of the time
 _BUSY_PERCENT = 50  # of a sample's time with a kernel running; an idle GPU lowers its clock
 # A persisting fault is reported again after this long: one that is tolerated at first then counts as repeated.
 REMIND_S = 300.0
@@ -199,22 +200,65 @@ class _XidEvents:
         return int(data.eventData), self._pci.get(_pointer(data.device), "unknown")
 
 
+class _TensorActive:
+    """How much of the time a GPU's tensor cores are busy: the driver's GPM counters, of Hopper and later."""
+
+    def __init__(self, ask: Callable[..., Any], handle: Any) -> None:
+        self._ask, self._handle = ask, handle
+        support = ask("nvmlGpmQueryDeviceSupport", handle)
+        samples = [ask("nvmlGpmSampleAlloc"), ask("nvmlGpmSampleAlloc")]
+        known = support is not None and support.isSupportedDevice and None not in samples
+        self._samples = samples if known and self._read(samples[0]) else None
+        # From the first busy sample to the last one: an idle GPU at the ends of a run says nothing about its steps.
+        self._sums, self._since = [0.0, 0], [0.0, 0]
+
+    def sample(self, *, busy: bool) -> None:
+        """Count the time since the last call."""
+        if self._samples is None:
+            return
+        before, now = self._samples
+        request = self._ask("c_nvmlGpmMetricsGet_t")
+        if request is None or not self._read(now):
+            return
+        self._samples = [now, before]
+        request.version, request.numMetrics, request.sample1, request.sample2 = 1, 1, before, now
+        request.metrics[0].metricId = _TENSOR_ACTIVE
+        if self._ask("nvmlGpmMetricsGet", request) is None or request.metrics[0].nvmlReturn:
+            return
+        if busy or self._sums[1]:
+            self._since = [self._since[0] + request.metrics[0].value / 100, self._since[1] + 1]
+        if busy:
+            self._sums = [a + b for a, b in zip(self._sums, self._since, strict=True)]
+            self._since = [0.0, 0]
+
+    @property
+    def mean(self) -> float | None:
+        """0..1; None where it is not known."""
+        return self._sums[0] / self._sums[1] if self._sums[1] else None
+
+    def _read(self, sample: Any) -> bool:
+        return self._ask("nvmlGpmSampleGet", self._handle, sample) is not None
+
+
 class _Uses:
-    """What happens at the GPUs: their clocks while they are busy, PCIe replays, NVLink errors."""
+    """What happens at the GPUs: clocks and tensor cores while they are busy, PCIe replays, NVLink errors."""
 
     def __init__(self, nvml: _XidEvents) -> None:
         self._ask, self._handles = nvml.ask, nvml.handles
         self._began, self._start = time.time(), time.monotonic()
         self._mhz: dict[str, list[int]] = {gpu: [0, 0] for gpu in self._handles}  # sum, samples
+        self._tensor = {gpu: _TensorActive(self._ask, handle) for gpu, handle in self._handles.items()}
         self._replays = {gpu: self._pcie(handle) for gpu, handle in self._handles.items()}
         self._links: list[dict[tuple[str, int, str], int]] = []  # the first reading and the newest
 
     def sample(self) -> None:
-        """Read the clocks of those that are busy."""
+        """Read the clocks of those that are busy, and how busy their tensor cores are."""
         for gpu, handle in self._handles.items():
             used = self._ask("nvmlDeviceGetUtilizationRates", handle)
             mhz = self._ask("nvmlDeviceGetClockInfo", handle, _CLOCK_SM)
-            if used is not None and mhz is not None and used.gpu >= _BUSY_PERCENT:
+            busy = used is not None and used.gpu >= _BUSY_PERCENT
+            self._tensor[gpu].sample(busy=busy)
+            if busy and mhz is not None:
                 self._mhz[gpu][0] += mhz
                 self._mhz[gpu][1] += 1
 
@@ -233,7 +277,8 @@ class _Uses:
         for gpu, handle in self._handles.items():
             (total, samples), before, now = self._mhz[gpu], self._replays[gpu], self._pcie(handle)
             replays = None if before is None or now is None or now < before else now - before
-            uses[gpu] = GpuUse(total / samples if samples else None, samples, replays, self._grown(gpu))
+            clock = total / samples if samples else None
+            uses[gpu] = GpuUse(clock, samples, replays, self._grown(gpu), self._tensor[gpu].mean)
         return GpuCounters(self._began, time.monotonic() - self._start, uses)
 
     def _grown(self, gpu: str) -> dict[str, int] | None:
