@@ -5,6 +5,7 @@ Nearly all steps of a run are alike, so a line holds from its step on until the 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ class StepCollectives:
 
 
 class CollectivesWriter:
-    """Appends to the file of one rank, where a step differs from the one before or is done again. Raises OSError where it cannot."""
+    """Appends to the file of one rank, where a step differs from the one before or is repeated. Raises OSError."""
 
     def __init__(self, folder: RunFolder, generation: int, rank: int, ranks: Mapping[str, int]) -> None:
         """`ranks`: dimension -> size of its groups."""
@@ -68,7 +69,7 @@ class CollectivesWriter:
 def read_collectives(
     folder: RunFolder, generation: int
 ) -> tuple[dict[int, list[StepCollectives]], list[Problem]]:
-    """Rank -> its record, steps increasing, and what cannot be used. A step that was done again counts as done last."""
+    """Rank -> its record, steps increasing, and what cannot be used. A repeated step counts as last recorded."""
     found: dict[int, list[StepCollectives]] = {}
     problems: list[Problem] = []
     try:
@@ -84,13 +85,15 @@ def read_collectives(
         for number, value in values:
             try:
                 line = decode(StepCollectives, value)
+                if not all(0 < i.calls < math.inf and 0 <= i.bytes < math.inf for i in line.issued.values()):
+                    raise ValueError("calls or bytes that cannot be")
             except (ValueError, TypeError) as error:
                 problems.append(Problem(name, number, f"not used: {error}"))
                 continue
             while kept and kept[-1].step >= line.step:
                 kept.pop()
             kept.append(line)
-    return found, problems
+    return {rank: lines for rank, lines in found.items() if lines}, problems
 
 
 def of_a_step(found: Mapping[int, Sequence[StepCollectives]], first: int, last: int) -> dict[str, Issued]:

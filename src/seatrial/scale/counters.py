@@ -1,4 +1,4 @@
-"""What the counters of the nodes say of one run, against those of the first size. Pure, but for `counters_of`.
+"""Counters of the nodes during one run, compared with those of the first size. Pure, except for what reads run folders.
 
 RDMA ports by the readings of each node's agent, TCP by what the kernel measured on the ranks' connections. Some CNPs,
 waiting and retransmissions are normal: they are a fault beyond fixed limits, and if a byte meets more of them than

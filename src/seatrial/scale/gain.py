@@ -37,7 +37,7 @@ def gains(cause: Cause, job: Job, observed: Observed, asker: Asker | None, why: 
                 found.append(Gain(name, more, "predicted by seatrial plan"))
             continue
         more_or_none = _smaller_bubble(recipe, observed) if cause.kind == "bubble" else None
-        text = "the measured idle time, changed as the schedule says"
+        text = "the measured idle time, scaled by the schedule's"
         found.append(Gain(name, more_or_none, text if more_or_none is not None else why or "not predicted"))
     return tuple(found)
 

@@ -40,9 +40,7 @@ class Measured:
     unsettled: int  # runs in which the warm-up may not have ended
     tokens_per_s: Estimate | None
     mfu: float | None  # mean over runs
-    tensor_active: (
-        Estimate | None
-    )  # share of the time in which tensor cores are busy; None if the GPUs do not tell
+    tensor_active: Estimate | None  # share of the time in which tensor cores are busy; None if unknown
     efficiency: Estimate | None  # tokens/s/GPU over the first size's; None for the first size
     doubling: Estimate | None  # over that of half the size
     predicted: Point | None
@@ -89,7 +87,7 @@ class Results:
         return None if self.price is None or seconds is None else seconds * self.price / 3600
 
     def to_trace(self) -> tuple[int, list[int]] | None:
-        """(nodes, ranks) that a trace would explain: those named first at the largest size that falls short, and one more."""
+        """(nodes, ranks) to trace: those of the first cause that names any, at the largest failing size, and one other rank."""
         for size in reversed(self.sizes):
             if size.size.nodes not in self.passed:
                 for cause in size.causes:

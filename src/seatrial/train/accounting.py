@@ -88,9 +88,12 @@ class Accounting:
             self._failed(error)
 
     def _end_collectives(self) -> None:
-        if self._collectives is not None:
-            self._collectives.close()
-            self._collectives = None
+        collectives, self._collectives = self._collectives, None
+        if collectives is not None:
+            try:
+                collectives.close()  # a network file system may report a failed write only now
+            except OSError as error:
+                complain(f"the collectives of the last steps may not be recorded: {error}")
 
     def _failed(self, error: OSError) -> None:
         self._blocked.remove()

@@ -46,7 +46,7 @@ class Trace:
             self._finish()
 
     def close(self) -> None:
-        """End a trace that is under way, and write what there is."""
+        """Stop a running trace, and write what it has recorded."""
         if self._profile is not None:
             self._finish()
 

@@ -61,6 +61,15 @@ def test_a_damaged_line_is_reported_and_the_others_count(folder: RunFolder) -> N
     assert [p.line for p in problems] == [3, 2]
 
 
+@pytest.mark.parametrize("calls", ["0", "-1", "NaN", "1e999"])
+def test_counts_that_cannot_be_are_damage(folder: RunFolder, calls: str) -> None:
+    write(folder, 0, [(1, USUAL)])
+    path = folder.collectives(2, 0)
+    path.write_text(path.read_text().replace('"calls":24', f'"calls":{calls}'))
+    found, problems = read_collectives(folder, 2)
+    assert (found, [p.line for p in problems]) == ({}, [1])
+
+
 def test_an_old_run_folder_has_none(folder: RunFolder) -> None:
     assert read_collectives(folder, 1) == ({}, [])
     assert of_a_step({}, 1, 5) == {}
