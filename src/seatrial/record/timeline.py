@@ -21,6 +21,9 @@ from seatrial.record.step_log import StepLog
 PRODUCTIVE, STRAGGLER, SHRUNK, QUEUE, START, WARM_UP = range(6)
 DETECTION, RECOVERY, REDONE, RESHAPE, WAITING, CHECKPOINT, ENDING, STOPPED, UNKNOWN = range(6, 15)
 
+# Cause -> which time of an interruption it is: none of them, detection, recovery, redone steps.
+_OF_FAILURE = (0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 2, 0, 0, 0, 0)
+
 _JITTER_S = 5e-3  # a record is written this much later than its step ended at times
 _OVERDUE = 3.0  # medians of a step, after which a running step is not taken for work
 _ENDS = ("run_finished", "run_failed", "run_interrupted")
@@ -138,7 +141,7 @@ class _Sweep:
         self._elected = self._begun = False
         self._blamed_for: dict[int, int] = {}  # generation -> the interruption before it, -1
         self._last_owner = -1
-        self._saves = sorted(_step(e) for e in events if e.kind in _SAVES)
+        self._saves = np.array(sorted(_step(e) for e in events if e.kind in _SAVES), np.int64)
         self._saved_at = [e.time for e in events if e.kind in ("checkpoint_saved", "checkpoint_failed")]
         self._bad = sorted(
             (e for e in events if e.kind in ("step_skipped", *_NUMBERS) and _rolls_back(e)),
@@ -344,12 +347,16 @@ class _Sweep:
         if end - first < 2:
             return why, owner
         after = np.concatenate(([-1], self.steps.step[first : end - 1]))  # a save comes after this step
-        saved = np.isin(after, self._saves)
+        known = np.zeros(end - first, np.bool_)
+        if self._saves.size:
+            found = np.minimum(np.searchsorted(self._saves, after), self._saves.size - 1)
+            known = self._saves[found] == after
+        saved = known
         if self._runs:  # the newest one may still be being written
-            saved |= after > (self._saves[-1] if self._saves else -1)
+            saved = known | (after > self._saves.max(initial=-1))
         large = gap > _JITTER_S
         why[large] = np.where(saved[large], CHECKPOINT, UNKNOWN)
-        why[(gap > 0) & saved & np.isin(after, self._saves)] = CHECKPOINT
+        why[(gap > 0) & known] = CHECKPOINT
         times = [e.time for e in self._bad]
         low, high = np.searchsorted(times, before, "right"), np.searchsorted(times, ends, "right")
         for i in np.flatnonzero((high > low) & (gap > 0)):
@@ -404,15 +411,16 @@ def timeline(
         if e.kind == "recovered" and isinstance((e.data or {}).get("step"), int)
     }
     found = _Sweep(events, _Steps.of(log, resumed), queued_from).run(until)
-    lengths = found.lengths(-math.inf, math.inf)
-    for owner, failure in enumerate(found.interruptions):
-        mine = found.owners == owner
-        for name, causes in (
-            ("detection_s", (DETECTION,)),
-            ("recovery_s", (RECOVERY, WAITING, ENDING)),
-            ("redone_s", (REDONE,)),
-        ):
-            setattr(failure, name, float(lengths[mine & np.isin(found.causes, causes)].sum()))
+    lengths, n = found.lengths(-math.inf, math.inf), len(found.interruptions)
+    sums = np.bincount(
+        (found.owners + 1) * len(_OF_FAILURE) + np.array(_OF_FAILURE)[found.causes],
+        lengths,
+        (n + 1) * len(_OF_FAILURE),
+    ).reshape(n + 1, -1)
+    for failure, (_, detection, recovery, redone) in zip(
+        found.interruptions, sums[1:, :4].tolist(), strict=True
+    ):
+        failure.detection_s, failure.recovery_s, failure.redone_s = detection, recovery, redone
     return found
 
 
