@@ -326,7 +326,7 @@ class _Sweep:
         work = np.where(steps.redone[first:end], REDONE, PRODUCTIVE)
         causes = np.stack([np.maximum(why, 0), work, np.where(work == REDONE, REDONE, SHRUNK)], axis=1)
         # Until it is known what made them be done again: the step that did so, below -1.
-        by = np.where(steps.redone[first:end], -2 - steps.by[first:end], -1)
+        by = np.where(steps.redone[first:end], -3 - steps.by[first:end], -1)
         owners = np.stack([owner, by, by], axis=1)
         used = np.diff(table, axis=1, prepend=before[:, None]) > 0
         self._add(table[used], causes[used], owners[used])
@@ -386,10 +386,8 @@ class _Sweep:
         """Replace the step that made others be done again by what made it so."""
         steps = self.steps
         for owners in self._owners:
-            if owners.size < 2 and not (owners < -1).any():
-                continue
             for by in np.unique(owners[owners < -1]):
-                at = -2 - int(by)  # -1: no step yet
+                at = -3 - int(by)  # -1: no step yet
                 blamed = self._last_owner
                 if at >= 0:
                     blamed = self._blamed_for.get(int(steps.generation[at]), -1)
