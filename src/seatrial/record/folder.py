@@ -98,6 +98,11 @@ class RunFolder:
         return self.control / "lease.json"
 
     @property
+    def prometheus_targets(self) -> Path:
+        """Where the agents serve `/metrics`, for Prometheus' file_sd_configs."""
+        return self.control / "prometheus-targets.json"
+
+    @property
     def coordinator_log(self) -> Path:
         """The coordinators' decisions and their reasons, as text lines."""
         return self.control / "coordinator.log"

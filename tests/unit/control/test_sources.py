@@ -336,8 +336,8 @@ def test_a_probe_that_falls_silent_is_a_finding(tmp_path: Path, made: list[Sourc
     watched = Sources(None, NOWHERE, driver=NOWHERE)
     made.append(watched)
 
-    def hang(send: Any) -> None:
-        send({"alive": "nvmlInit"})
+    def hang(channel: Any) -> None:
+        channel.send({"alive": "nvmlInit"})
         select.select([], [], [])
 
     watched._start("GPUs", hang, 5.0)
@@ -358,7 +358,7 @@ def test_a_probe_that_falls_silent_is_a_finding(tmp_path: Path, made: list[Sourc
 def test_a_probe_that_dies_is_a_finding(made: list[Sources]) -> None:
     watched = Sources(None, NOWHERE, driver=NOWHERE)
     made.append(watched)
-    watched._start("ports", lambda send: sys.exit(1), 5.0)
+    watched._start("ports", lambda channel: sys.exit(1), 5.0)
     told = until(watched, "probe_silent")[-1]
     assert "has exited" in told.message
 
@@ -597,7 +597,7 @@ def test_the_agent_can_wait_for_all_of_it(made: list[Sources]) -> None:
     watched = Sources(None, NOWHERE, driver=NOWHERE)
     made.append(watched)
     assert select.select([watched], [], [], 0)[0] == []
-    child = Child(lambda send: None)
+    child = Child(lambda channel: None)
     watched._probes.append(sources._Probe("ports", child, 1.0))
     watched._poller.register(child.fileno(), select.EPOLLIN)
     assert select.select([watched], [], [], 30)[0] == [watched]

@@ -16,7 +16,10 @@ _CORE = 0  # NVML_TEMPERATURE_GPU
 _ERRORS, _SINCE_LOADED = {"corrected": 0, "uncorrected": 1}, 0  # NVML_MEMORY_ERROR_TYPE_*, NVML_VOLATILE_ECC
 _REASONS = dict(zip(THROTTLE_REASONS, (0x04, 0x08, 0x40, 0x80, 0x20), strict=True))  # nvmlClocksEventReason*
 _ALL_LINKS = 0xFFFFFFFF
-_NVLINK_KIB = {"gpu_nvlink_sent_bytes_total": 138, "gpu_nvlink_received_bytes_total": 139}  # NVML_FI_DEV_NVLINK_*
+_NVLINK_KIB = {
+    "gpu_nvlink_sent_bytes_total": 138,
+    "gpu_nvlink_received_bytes_total": 139,
+}  # NVML_FI_DEV_NVLINK_*
 _LINK_ERRORS = frozenset(limit.counter for limit in NVLINK_LIMITS)
 
 

@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from seatrial.base.lines import Channel
 from seatrial.control.telemetry.host import HostLoad
@@ -62,7 +62,7 @@ class NodeSampler:
         host = HostLoad()
         self._every(lambda: self.take("host", host.read()))
         for name, path in settings.storages.items():
-            self._every(lambda name=name, path=path: self.take(name, storage_values(name, path)))
+            self._every(partial(self._storage, name, path))
         self._every(self._record, wait_first=True)
         self._every(self._tidy, every_s=_TIDY_S)
         if settings.port is not None:
@@ -108,6 +108,9 @@ class NodeSampler:
                 time.sleep(max(0.0, period - (time.monotonic() - began)))
 
         threading.Thread(target=loop, daemon=True).start()
+
+    def _storage(self, name: str, path: Path) -> None:
+        self.take(f"storage {name}", storage_values(name, path))
 
     def _record(self) -> None:
         try:

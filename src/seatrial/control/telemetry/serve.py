@@ -19,7 +19,7 @@ from seatrial.record.series import series
 if TYPE_CHECKING:
     from seatrial.control.telemetry.node_sampler import NodeSampler
 
-_RUN_EVERY_S = 5.0
+_RUN_EVERY_S, _RUN_OLD_S = 5.0, 60.0
 
 
 def serve(sampler: NodeSampler, folder: RunFolder, node: int, address: str, port: int) -> None:
@@ -27,14 +27,15 @@ def serve(sampler: NodeSampler, folder: RunFolder, node: int, address: str, port
 
     The coordinator's node serves the series of the run too. Raises OSError, as where the port is taken.
     """
-    run: dict[str, float] = {}
-    info = series("run_info", run=folder.path.name, node=node, host=socket.gethostname(), version=__version__)
+    host = socket.gethostname()
+    info = series("run_info", run=folder.path.absolute().name, node=node, host=host, version=__version__)
+    run: list[tuple[float, dict[str, float]]] = [(-_RUN_OLD_S, {})]  # when it was read, monotonic; what
 
     def read() -> Iterable[Labelled]:
-        values = {info: 1.0, series("run_info_ignored"): 1.0, **sampler.newest()}
-        yield {"node": str(node)}, values
-        if sampler.coordinates.is_set():
-            yield {}, dict(run)
+        yield {"node": str(node)}, {info: 1.0, **sampler.newest()}
+        at, values = run[0]
+        if sampler.coordinates.is_set() and time.monotonic() - at < _RUN_OLD_S:
+            yield {}, values
 
     registry = CollectorRegistry()
     registry.register(SeriesCollector(read))
@@ -44,7 +45,7 @@ def serve(sampler: NodeSampler, folder: RunFolder, node: int, address: str, port
         reader = RunSeries(folder)
         while True:
             sampler.coordinates.wait()
-            run.update(reader.read(time.time()))
+            run[0] = time.monotonic(), reader.read(time.time())
             time.sleep(_RUN_EVERY_S)
 
     threading.Thread(target=follow, daemon=True).start()
