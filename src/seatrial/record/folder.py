@@ -119,6 +119,10 @@ class RunFolder:
         """The seconds that one rank spent in each stage of its steps; see `record.stages`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.stages"
 
+    def packed_stages(self, generation: int, rank: int) -> Path:
+        """The older steps of `stages`, compressed."""
+        return self.stages(generation, rank).with_suffix(".stages.zst")
+
     def collectives(self, generation: int, rank: int) -> Path:
         """The number and bytes of one rank's collectives in each step; see `record.collectives`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.collectives.jsonl"

@@ -52,6 +52,30 @@ def test_a_step_that_was_done_again_counts_as_last(folder: RunFolder) -> None:
     assert [(line.step, "save" in line.issued) for line in found[0]] == [(1, False), (2, False), (3, True)]
 
 
+def test_a_repeated_line_names_only_its_step(folder: RunFolder) -> None:
+    verifying = USUAL | {"step_sum": (2, 128)}
+    write(folder, 0, [(s, USUAL if s % 10 else verifying) for s in range(1, 1001)])
+    text = folder.collectives(2, 0).read_text()
+    assert text.count("\n") == 200
+    assert text.count("issued") == 2
+    assert text.splitlines()[3] == '{"step":20,"like":10}'
+    found, problems = read_collectives(folder, 2)
+    assert not problems
+    assert of_a_step(found, 995, 995)["step_sum"].calls == 1
+    assert of_a_step(found, 990, 990)["step_sum"] == Issued(2, 128, None)
+    folder.collectives(2, 0).write_text(text.replace('"step":10,', '"step":"x",'))
+    found, problems = read_collectives(folder, 2)
+    assert [line.step for line in found[0]] == [1, *range(11, 1000, 10)]
+    assert len(problems) == 100, "what it names is not there"
+
+
+def test_a_line_after_its_step_was_done_otherwise(folder: RunFolder) -> None:
+    write(folder, 0, [(1, USUAL), (2, SAVING), (3, USUAL), (1, SAVING), (2, USUAL), (3, SAVING)])
+    found, problems = read_collectives(folder, 2)
+    assert not problems
+    assert [(line.step, "save" in line.issued) for line in found[0]] == [(1, True), (2, False), (3, True)]
+
+
 def test_a_damaged_line_is_reported_and_the_others_count(folder: RunFolder) -> None:
     write(folder, 0, [(1, USUAL), (4, SAVING)])
     path = folder.collectives(2, 0)
