@@ -3,14 +3,16 @@
 A line of JSON, then one record of fixed size for each step: its number (uint32) and the seconds of each stage of the
 line's "stages" (float32), little-endian. Appended to by one rank; a killed rank loses what it had not written yet.
 
-Every PART records move to rankN.stages.zst, a thousand ranks would write GBs a day otherwise: after the same line, blocks
-of records, each with two numbers (uint32) before it, of its records and its compressed bytes. Seconds are rounded there to
-11 bits, 0.02 %, and all records' first bytes lie beside each other, then all second bytes, and so on, under zstd.
+Every PART records move to rankN.stages.zst, as a thousand ranks would write GBs a day otherwise: after the same line,
+blocks of records, each with two numbers (uint32) before it, of its records and its compressed bytes. Seconds are rounded
+there to 11 bits, 0.02 %, and all records' first bytes lie beside each other, then all second bytes, and so on, under zstd.
+Where many ranks do short steps, a block has a sample of its steps, the same in all ranks.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
@@ -41,6 +43,7 @@ _LONGEST_HEADER = 1 << 16  # bytes
 _AT_ONCE, _AT_LEAST_EVERY_S = 64, 5.0
 _NAME = re.compile(r"rank([0-9]{1,9})\.stages")
 PART = 1024  # records
+_LEAST_S = 3.0 / 1024  # seconds between two steps that are kept, for each rank of the generation
 _BLOCK = struct.Struct("<II")
 _LARGEST_BLOCK = 1 << 24  # bytes
 
@@ -80,6 +83,7 @@ class StageWriter:
         self._record = struct.Struct(f"<I{len(STAGES)}f")
         self._buffer = bytearray()
         self._recent = bytearray()  # records that are not in a block yet
+        self._least_s = ranks * _LEAST_S
         self._packed = folder.packed_stages(generation, rank)
         self._written = time.monotonic()
         # A generation's number is never used again: what is there would be of another process of this rank.
@@ -120,7 +124,7 @@ class StageWriter:
 
     def _pack(self) -> None:
         """Move the records to a block. Killed between the two writes, it leaves them in both files: they count once."""
-        block = _packed(bytes(self._recent), self._record.size)
+        block = _packed(bytes(self._recent), self._record.size, self._least_s)
         fd = open_file(self._packed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             data = (b"" if os.fstat(fd).st_size else self._head) + block
@@ -207,9 +211,13 @@ def read_stages(path: Path, packed: Path | None = None, *, most: int | None = No
     return RankStages(**head, steps=steps, seconds=seconds[::-1][at])
 
 
-def _packed(records: bytes, size: int) -> bytes:
-    """One block of `records`, each of `size` bytes."""
-    words = np.frombuffer(records, "<u4").reshape(-1, size // 4).copy()
+def _packed(records: bytes, size: int, least_s: float) -> bytes:
+    """One block of `records`, each of `size` bytes; of so many that one is left for every `least_s` seconds."""
+    words = np.frombuffer(records, "<u4").reshape(-1, size // 4)
+    mean_s = float(words[:, 1:].view("<f4").sum(axis=1).mean())
+    # By powers of two and a hash of the step: ranks agree even if their clocks do not, and no rhythm of saves is met.
+    one_in = 2 ** max(0, math.ceil(math.log2(least_s / max(mean_s, 1e-6))))
+    words = words[words[:, 0] * np.uint32(0x9E3779B1) < (1 << 32) / one_in].copy()
     # 11 of float32's 23 bits of fraction: the others are noise, which does not compress.
     words[:, 1:] = (words[:, 1:] + np.uint32(0x800)) & np.uint32(0xFFFFF000)
     words[1:, 0] = np.diff(words[:, 0])  # steps mostly grow by 1
@@ -229,7 +237,7 @@ def _blocks(path: Path, line: bytes, kind: np.dtype[Any], most: int | None) -> l
             records, size = _BLOCK.unpack(head)
             if file.tell() + size > end:
                 break  # its rank was killed while it wrote this one
-            if not 0 < records * kind.itemsize <= _LARGEST_BLOCK:
+            if records * kind.itemsize > _LARGEST_BLOCK:
                 raise ValueError(f"{path.name} is damaged")
             places.append((file.tell(), records, size))
             file.seek(size, os.SEEK_CUR)

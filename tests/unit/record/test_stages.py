@@ -189,6 +189,18 @@ class TestPacked:
         assert folder.stages(2, 3).stat().st_size < 101 * 48 + 500
         assert size < self.STEPS * 48 / 3
 
+    def test_short_steps_of_many_ranks_are_sampled(self, tmp_path: Path) -> None:
+        folder, count = RunFolder(tmp_path), 8 * PART
+        for rank, step_s in enumerate((0.9, 0.7)):  # one in 4, one in 8
+            out = StageWriter(folder, 2, rank, ranks=1024, clock="cuda", first_step=1, not_separated={})
+            for step in range(1, count + 1):
+                out.add(step, [0.0] * (len(STAGES) - 1) + [step_s])
+            out.close()
+        first, second = (each.steps for each in read_generation(folder, 2)[0].values())
+        assert 0.9 < len(first) / (count / 4) < 1.1
+        assert 0.9 < len(second) / (count / 8) < 1.1
+        assert np.isin(second, first).all(), "steps that all ranks have"
+
     @pytest.mark.parametrize("most", [1, 100, 101, PART + 100, PART + 101, 10**6])
     def test_the_last_ones(self, folder: RunFolder, most: int) -> None:
         found, _ = read_generation(folder, 2, most=most)
