@@ -235,7 +235,9 @@ def main() -> int:
         for name, volume in found["bytes_a_day"].items():
             print(f"  {name:20} {volume / 1e6:8.1f} MB a day")
         print(f"  {'sum':20} {found['sum'] / 1e6:8.1f} MB a day (limit {LIMIT_BYTES / 1e6:,.0f})")
-        print(f"  {'telemetry, thinned':20} {found['telemetry_thinned'] / 1e6:8.1f} MB of that stay after a day")
+        print(
+            f"  {'telemetry, thinned':20} {found['telemetry_thinned'] / 1e6:8.1f} MB of that stay after a day"
+        )
         print(
             f"  writing: {found['rank_s_a_step'] * 1e6:.0f} us a step and rank, {found['rank_0_s_a_step'] * 1e6:.0f} us in "
             f"rank 0: {found['share_of_step']:.4%} of a step (limit {LIMIT_SHARE:.1%})"

@@ -27,6 +27,7 @@ Values = dict[str, float]
 FRESH = 3.0  # intervals for which a value counts
 _PROBES_S = 10.0  # between two messages of the agent's probes
 _TIDY_S = 3600.0
+_FIRST_S = 1.0  # until the first sample, in which the others read something
 _NICENESS = 10  # ranks come first where processors are scarce
 
 
@@ -51,7 +52,8 @@ class NodeSampler:
         self._writer = TelemetryWriter(self._folder, settings.node, settings.every_s)
         self._read: dict[str, tuple[float, Values]] = {}  # source -> when, monotonic; what
         self._lock = threading.Lock()
-        self._told: set[str] = set()  # what has been reported
+        self._reported: set[str] = set()
+        self._load = HostLoad()
         self.coordinates = threading.Event()
 
     def run(self) -> None:
@@ -59,8 +61,7 @@ class NodeSampler:
         settings = self._settings
         with contextlib.suppress(OSError):
             os.nice(_NICENESS)
-        host = HostLoad()
-        self._every(lambda: self.take("host", host.read()))
+        self._every(self._host)
         for name, path in settings.storages.items():
             self._every(partial(self._storage, name, path))
         self._every(self._record, wait_first=True)
@@ -89,8 +90,8 @@ class NodeSampler:
 
     def report(self, what: str, message: str) -> None:
         """Have the agent record a warning, once for each `what`."""
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._reported:
+            self._reported.add(what)
             self._channel.send({"failed": what, "message": message})
 
     def _every(
@@ -101,13 +102,16 @@ class NodeSampler:
 
         def loop() -> None:
             if wait_first:
-                time.sleep(min(period, 1.0))  # until the others have read something
+                time.sleep(_FIRST_S)
             while True:
                 began = time.monotonic()
                 do()
                 time.sleep(max(0.0, period - (time.monotonic() - began)))
 
         threading.Thread(target=loop, daemon=True).start()
+
+    def _host(self) -> None:
+        self.take("host", self._load.read())
 
     def _storage(self, name: str, path: Path) -> None:
         self.take(f"storage {name}", storage_values(name, path))
