@@ -16,8 +16,6 @@ from seatrial.control.telemetry.targets import metrics_port
 from seatrial.job import Job
 from seatrial.record import messages as msg
 
-FAILED = "telemetry_failed"
-
 
 class Telemetry:
     """Starts the process, passes on what the probes read, and reports its failures as events."""
@@ -77,7 +75,7 @@ class Telemetry:
 
     def _fail(self, what: str, why: str) -> None:
         message = f"node {self._node}: telemetry: {why}; the run is not affected"
-        self._send(msg.ExternalEvent(FAILED, message, {"what": what}))
+        self._send(msg.ExternalEvent("telemetry_failed", message, {"what": what}))
 
 
 def _sample(settings: SamplerSettings, channel: Channel) -> None:
