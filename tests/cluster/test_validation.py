@@ -22,8 +22,8 @@ from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import ByteTokenizer
 from seatrial.data.writer import StoreWriter
 from seatrial.model.generate import load_whole
-from seatrial.record.frontier import account
 from seatrial.record.folder import RunFolder
+from seatrial.record.frontier import account
 from seatrial.record.metrics import read_metrics
 from seatrial.record.stages import STAGES, VALIDATION, read_generation
 

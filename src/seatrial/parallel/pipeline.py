@@ -29,7 +29,10 @@ class _Stage(PipelineStage):
         with self.clock.during(FORWARD):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.is_last and not self.has_backward:
-            self.fwd_cache[fwd_chunk_id] = ((), [])  # logits of all microbatches at once would need much memory
+            self.fwd_cache[fwd_chunk_id] = (
+                (),
+                [],
+            )  # logits of all microbatches at once would need much memory
         return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:

@@ -244,7 +244,11 @@ def validation_pairs(view: RunView) -> list[Pair]:
     found = _validation(view)
     if found is None:
         return []
-    best = "the best" if found["best_step"] == found["step"] else f"best {found['best_loss']:.4f} after step {found['best_step']:,}"
+    best = (
+        "the best"
+        if found["best_step"] == found["step"]
+        else f"best {found['best_loss']:.4f} after step {found['best_step']:,}"
+    )
     return [Pair("validation", f"loss {found['loss']:.4f} after step {found['step']:,}, {best}")]
 
 

@@ -6,7 +6,6 @@ from collections import Counter
 
 from seatrial.control.machine.world import World
 
-
 Done = tuple[
     int, int
 ]  # the last step, 0: none of this generation; the last batch of the validation after it, 0: none
