@@ -34,6 +34,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.reports = path / "reports"
         self.ranks = path / "ranks"
+        self.telemetry = path / "telemetry"
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -128,6 +129,10 @@ class RunFolder:
     def gpu_counters(self, node: int) -> Path:
         """The clocks and error counters of one node's GPUs; see `record.node_counters`."""
         return self.path / "nodes" / f"node{node}.gpus.json"
+
+    def telemetry_of(self, node: int) -> Path:
+        """What the agents of one node read of it; see `record.telemetry`."""
+        return self.telemetry / f"node{node}"
 
     def trace(self, generation: int, rank: int) -> Path:
         """The torch.profiler trace of one rank; see `train.trace`."""

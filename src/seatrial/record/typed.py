@@ -15,7 +15,7 @@ from seatrial.record.jsonl import Problem
 
 Record = TypeVar("Record")
 
-_LAST_TIME = 1e11  # last unix time that a calendar can show; NaN is invalid too
+LAST_TIME = 1e11  # last unix time that a calendar can show; NaN is invalid too
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 _Read = Callable[
@@ -123,7 +123,7 @@ def _float(value: Any) -> float:
 
 def _time(value: Any) -> float:
     time = _float(value)
-    if not 0 <= time < _LAST_TIME:
+    if not 0 <= time < LAST_TIME:
         raise ValueError
     return time
 
