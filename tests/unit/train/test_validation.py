@@ -26,9 +26,10 @@ def losses(folder: RunFolder) -> dict[int, float | None]:
     return {r.step: r.validation_loss for r in found if r.validation_loss is not None}
 
 
-@pytest.fixture
-def good(tmp_path: Path) -> Run:
-    run = Run(tmp_path / "good", *EVERY, validates=True)
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that nothing happens to."""
+    run = Run(tmp_path_factory.mktemp("good"), *EVERY, validates=True)
     run.loop.run(1)
     return run
 
@@ -89,6 +90,7 @@ def test_its_time_counts_for_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [m.step_time_s for m in read_metrics(run.folder)[0]] == [1.0] * 8
 
 
+@pytest.mark.cluster  # slow: saves twice
 @pytest.mark.parametrize("when", ["at the step", "meanwhile"])
 def test_a_rank_that_must_leave_does_not_wait_for_it(tmp_path: Path, good: Run, when: str) -> None:
     """The next generation measures it in the same state."""
