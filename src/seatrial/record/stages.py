@@ -114,11 +114,11 @@ class StageWriter:
 
 
 def read_generation(
-    folder: RunFolder, generation: int, *, most: int | None = None
+    folder: RunFolder, generation: int, *, most: int | None = None, at: int | None = None
 ) -> tuple[dict[int, RankStages], list[Problem]]:
     """Rank -> what it recorded, and the files that cannot be used; nothing where a generation recorded nothing.
 
-    `most`: only the last so many records of each rank.
+    `most`: only the last so many records of each rank, or so many from the one with index `at`.
     """
     found: dict[int, RankStages] = {}
     problems: list[Problem] = []
@@ -133,7 +133,7 @@ def read_generation(
         rank = int(match[1])
         path = folder.stages(generation, rank)
         try:
-            stages = read_stages(path, most=most)
+            stages = read_stages(path, most=most, at=at)
             if stages is not None and (stages.generation, stages.rank) != (generation, rank):
                 raise ValueError(f"is of generation {stages.generation}, rank {stages.rank}")
         except (OSError, ValueError) as error:
@@ -145,10 +145,10 @@ def read_generation(
     return found, problems
 
 
-def read_stages(path: Path, *, most: int | None = None) -> RankStages | None:
+def read_stages(path: Path, *, most: int | None = None, at: int | None = None) -> RankStages | None:
     """What is in one file; None if its rank ended before it had written the first line.
 
-    An incomplete last record is ignored. Raises OSError, or ValueError with what is wrong with the file.
+    `most`, `at`: see `read_generation`. An incomplete last record is ignored. Raises OSError, or ValueError with what is wrong with the file.
     """
     with open(open_file(path), "rb") as file:
         line = file.readline(_LONGEST_HEADER)
@@ -161,7 +161,9 @@ def read_stages(path: Path, *, most: int | None = None) -> RankStages | None:
         kind = np.dtype([("step", "<u4"), ("seconds", "<f4", (len(columns),))])
         whole = (os.fstat(file.fileno()).st_size - len(line)) // kind.itemsize
         wanted = whole if most is None else min(most, whole)
-        file.seek((whole - wanted) * kind.itemsize, os.SEEK_CUR)
+        begin = whole - wanted if at is None else min(at, whole)
+        wanted = min(wanted, whole - begin)
+        file.seek(begin * kind.itemsize, os.SEEK_CUR)
         data = file.read(wanted * kind.itemsize)
     table = np.frombuffer(data, dtype=kind, count=len(data) // kind.itemsize)
     values = table["seconds"].astype(np.float64)
@@ -172,8 +174,8 @@ def read_stages(path: Path, *, most: int | None = None) -> RankStages | None:
     for i, name in enumerate(columns):
         seconds[:, STAGES.index(name)] = values[:, i]
     # `unique` keeps the first of equal ones: the last is the first from the end.
-    steps, at = np.unique(table["step"][::-1].astype(np.int64), return_index=True)
-    return RankStages(**head, steps=steps, seconds=seconds[::-1][at])
+    steps, last = np.unique(table["step"][::-1].astype(np.int64), return_index=True)
+    return RankStages(**head, steps=steps, seconds=seconds[::-1][last])
 
 
 def _header(line: bytes) -> dict[str, Any]:
