@@ -27,6 +27,7 @@ from seatrial.job.optimizers import ADAMW, OPTIMIZERS
 from seatrial.job.schedules import SCHEDULES
 from seatrial.job.schema_base import Section, Text
 from seatrial.job.schema_launchers import KubernetesSection, SlurmSection, SshSection
+from seatrial.job.trackers import TRACKERS
 
 # Every number has limits, far beyond any training run, so that arithmetic, clocks and memory cannot overflow.
 Size = Annotated[int, Field(ge=1, le=10_000_000)]  # a dimension of the model
@@ -472,7 +473,12 @@ class ScaleSection(Section):
 
 
 class WatchSection(Section):
-    """Reserved for the dashboard; no key yet."""
+    """What is recorded and served for those who watch the run."""
+
+    trackers: Annotated[list[Annotated[str, NameIn(TRACKERS)]], Field(min_length=1)] | None = Field(
+        default=None,
+        description="where steps and events are pushed while the run runs: tensorboard, wandb, mlflow, or what installed packages add",
+    )
 
 
 class JobFile(Section):
