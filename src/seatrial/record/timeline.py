@@ -24,7 +24,10 @@ DETECTION, RECOVERY, REDONE, RESHAPE, WAITING, CHECKPOINT, ENDING, STOPPED, UNKN
 # Cause -> which time of an interruption it is: none of them, detection, recovery, redone steps.
 _OF_FAILURE = (0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 2, 0, 0, 0, 0)
 
-_JITTER_S = 5e-3  # a record is written this much later than its step ended at times
+_JITTER_S, _JITTER = (
+    5e-3,
+    0.01,
+)  # a record is made this late, or this share of a step, after its step at times
 _OVERDUE = 3.0  # medians of a step, after which a running step is not taken for work
 _ENDS = ("run_finished", "run_failed", "run_interrupted")
 _FAILED = ("recovering", "gave_up", "run_failed")
@@ -126,6 +129,7 @@ class _Sweep:
         first = np.flatnonzero(np.diff(steps.generation, prepend=-1))
         edges = [*first.tolist(), steps.step.size]
         self._blocks = [*itertools.pairwise(edges)]
+        self._date_late_records()
         known = [e for e in events if math.isfinite(e.time)]
         begun = [e.time for e in known if e.kind == "run_started"] or [e.time for e in known]
         starts = [float(steps.end[0] - steps.seconds[0])] if steps.step.size else []
@@ -149,6 +153,15 @@ class _Sweep:
         )
         self._runs = False
         self._bad_owner: dict[int, int] = {}  # index in `_bad` -> interruption
+
+    def _date_late_records(self) -> None:
+        """A step that rank 0 did not live to record is recorded by the next generation: it ended before that began."""
+        steps = self.steps
+        begun = {e.generation: e.time for e in self.events if e.kind == "generation_started"}
+        for first, end in self._blocks:
+            next_at = begun.get(int(steps.generation[first]) + 1, math.inf)
+            if end - first > 1 and steps.end[end - 1] > next_at:
+                steps.end[end - 1] = min(next_at, steps.end[end - 2] + steps.seconds[end - 1])
 
     def run(self, until: float | None) -> Timeline:
         """`until`: now, of a run that still runs."""
@@ -354,7 +367,7 @@ class _Sweep:
         saved = known
         if self._runs:  # the newest one may still be being written
             saved = known | (after > self._saves.max(initial=-1))
-        large = gap > _JITTER_S
+        large = gap > max(_JITTER_S, _JITTER * (self._median or 0.0))
         why[large] = np.where(saved[large], CHECKPOINT, UNKNOWN)
         why[(gap > 0) & known] = CHECKPOINT
         times = [e.time for e in self._bad]

@@ -207,16 +207,18 @@ def test_a_month_of_steps_takes_a_third_of_a_second() -> None:
             story.now += 10.0
             story.record(story.step, 10.0)
         story.first = first
-        story.done = [(step, 10.0) for step in range(story.step - 20, story.step + 1)]
+        story.done = [(step, 10.0, 1.0) for step in range(story.step - 20, story.step + 1)]
         story.snapshot = story.step // 10 * 10
         story.save()
         story.fail("worker_killed", "memory")
-    began = time.perf_counter()
-    found = timeline(story.events, story.log, None)
-    took = time.perf_counter() - began
+    took = []
+    for _ in range(3):
+        began = time.process_time()
+        found = timeline(story.events, story.log, None)
+        took.append(time.process_time() - began)
     assert len(story.log.times) == 260_000
     assert found.end > found.begin
-    assert took < 0.3
+    assert min(took) < 0.3
 
 
 def test_stragglers_are_measured_on_a_sample(folder: RunFolder) -> None:
