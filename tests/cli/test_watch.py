@@ -6,8 +6,8 @@ import argparse
 import fcntl
 import json
 import os
-import re
 import pty
+import re
 import select
 import struct
 import subprocess

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -46,6 +47,11 @@ class Observed:
         self.began = self.began or (now if "run_started" in kinds else 0.0)
         self.recovering += [now] * (kinds.count("recovering") - len(self.recovering))
 
+    def recovered_from(self, hits: int) -> bool:
+        """Whether so many failures have been detected."""
+        self.look()
+        return len(self.recovering) >= hits
+
     def reached(self, step: int, generation: int) -> bool:
         self.look()
         return any(s >= step and g >= generation for _, g, s in self.steps)
@@ -68,7 +74,7 @@ def test_random_faults_cost_what_was_observed(begin: Begin, seed: int) -> None:
             trial.kill_agent(1)
         else:
             trial.kill_rank(pick.choice([0, 1, 2, 3]))
-        trial.until(lambda n=len(hits): seen.look() or len(seen.recovering) >= n)
+        trial.until(lambda: seen.recovered_from(len(hits)))
     while trial.process.poll() is None:
         seen.look()
         time.sleep(0.005)
@@ -84,7 +90,7 @@ def test_random_faults_cost_what_was_observed(begin: Begin, seed: int) -> None:
     assert total == pytest.approx(found.wall_s, rel=1e-6)
 
     times = [t for t, _, _ in seen.steps]
-    step_s = median(b - a for a, b in zip(times, times[1:], strict=False))
+    step_s = median(b - a for a, b in itertools.pairwise(times))
     slack = _SLACK_S * len(hits) + step_s
     detection = recovery = interrupted = 0.0
     for hit, detected in zip(hits, seen.recovering, strict=True):
@@ -94,7 +100,7 @@ def test_random_faults_cost_what_was_observed(begin: Begin, seed: int) -> None:
         interrupted += detected - last
         recovery += following - detected - step_s
     again, best = 0.0, math.inf
-    for (before, *_), (now, generation, step) in reversed([*zip(seen.steps, seen.steps[1:], strict=False)]):
+    for (before, *_), (now, _, step) in reversed([*itertools.pairwise(seen.steps)]):
         again += (now - before) * (step >= best)
         best = min(best, step)
     assert len(found.interruptions) == len(hits)
