@@ -37,7 +37,7 @@ class Observed:
         self.trial = trial
         self.steps: list[tuple[float, int, int]] = []  # (seen, generation, step)
         self.recovering: list[float] = []
-        self.began = 0.0
+        self.began = self.ended = 0.0
 
     def look(self) -> None:
         now = time.time()
@@ -45,6 +45,7 @@ class Observed:
         self.steps += [(now, r["generation"], r["step"]) for r in records[len(self.steps) :]]
         kinds = self.trial.kinds()
         self.began = self.began or (now if "run_started" in kinds else 0.0)
+        self.ended = self.ended or (now if "run_finished" in kinds else 0.0)
         self.recovering += [now] * (kinds.count("recovering") - len(self.recovering))
 
     def recovered_from(self, hits: int) -> bool:
@@ -78,7 +79,7 @@ def test_random_faults_cost_what_was_observed(begin: Begin, seed: int) -> None:
     while trial.process.poll() is None:
         seen.look()
         time.sleep(0.005)
-    ended = time.time()
+    seen.look()
     code, err = trial.end()
     assert code == 0, err
 
@@ -86,7 +87,7 @@ def test_random_faults_cost_what_was_observed(begin: Begin, seed: int) -> None:
     view = read_view(folder)
     found = goodput(view, time.time(), straggling=straggling(folder, view.log))
     total = math.fsum(found.seconds.values())
-    assert total == pytest.approx(ended - seen.began, rel=0.01, abs=2 * _SLACK_S)
+    assert total == pytest.approx(seen.ended - seen.began, rel=0.01, abs=2 * _SLACK_S)
     assert total == pytest.approx(found.wall_s, rel=1e-6)
 
     times = [t for t, _, _ in seen.steps]

@@ -28,6 +28,7 @@ _JITTER_S, _JITTER = (
     5e-3,
     0.01,
 )  # a record is made this late, or this share of a step, after its step at times
+_UNFINISHED_SAVE_S = 600.0  # a longer pause is not taken for a save that left no event
 _OVERDUE = 3.0  # medians of a step, after which a running step is not taken for work
 _ENDS = ("run_finished", "run_failed", "run_interrupted")
 _FAILED = ("recovering", "gave_up", "run_failed")
@@ -151,7 +152,6 @@ class _Sweep:
             (e for e in events if e.kind in ("step_skipped", *_NUMBERS) and _rolls_back(e)),
             key=lambda e: e.time,
         )
-        self._runs = False
         self._bad_owner: dict[int, int] = {}  # index in `_bad` -> interruption
 
     def _date_late_records(self) -> None:
@@ -165,7 +165,6 @@ class _Sweep:
 
     def run(self, until: float | None) -> Timeline:
         """`until`: now, of a run that still runs."""
-        self._runs = until is not None
         for event in self.events:
             if not math.isfinite(event.time):
                 continue
@@ -364,11 +363,11 @@ class _Sweep:
         if self._saves.size:
             found = np.minimum(np.searchsorted(self._saves, after), self._saves.size - 1)
             known = self._saves[found] == after
-        saved = known
-        if self._runs:  # the newest one may still be being written
-            saved = known | (after > self._saves.max(initial=-1))
         large = gap > max(_JITTER_S, _JITTER * (self._median or 0.0))
-        why[large] = np.where(saved[large], CHECKPOINT, UNKNOWN)
+        why[large] = UNKNOWN
+        # The newest save may still be being written; one that its generation did not live to complete has no event.
+        tail = np.flatnonzero(large & (after > after[known].max(initial=-1)))[:1]
+        why[tail[gap[tail] < _UNFINISHED_SAVE_S]] = CHECKPOINT
         why[(gap > 0) & known] = CHECKPOINT
         times = [e.time for e in self._bad]
         low, high = np.searchsorted(times, before, "right"), np.searchsorted(times, ends, "right")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from seatrial.base.errors import InputError
 from seatrial.cli.main import main
 from seatrial.record import events
 from seatrial.record.folder import RunFolder
