@@ -25,7 +25,7 @@ DETECTION, RECOVERY, REDONE, RESHAPE, WAITING, CHECKPOINT, ENDING, STOPPED, UNKN
 _OF_FAILURE = (0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 2, 0, 0, 0, 0)
 
 _JITTER_S, _JITTER = (
-    5e-3,
+    30e-3,
     0.01,
 )  # a record is made this late, or this share of a step, after its step at times
 _UNFINISHED_SAVE_S = 600.0  # a longer pause is not taken for a save that left no event
@@ -366,8 +366,9 @@ class _Sweep:
         large = gap > max(_JITTER_S, _JITTER * (self._median or 0.0))
         why[large] = UNKNOWN
         # The newest save may still be being written; one that its generation did not live to complete has no event.
-        tail = np.flatnonzero(large & (after > after[known].max(initial=-1)))[:1]
-        why[tail[gap[tail] < _UNFINISHED_SAVE_S]] = CHECKPOINT
+        tail = np.where(large & (after > after[known].max(initial=-1)) & (gap < _UNFINISHED_SAVE_S), gap, 0.0)
+        if tail.any():
+            why[tail.argmax()] = CHECKPOINT
         why[(gap > 0) & known] = CHECKPOINT
         times = [e.time for e in self._bad]
         low, high = np.searchsorted(times, before, "right"), np.searchsorted(times, ends, "right")
