@@ -232,11 +232,27 @@ def test_a_narrower_terminal_and_damage_meanwhile(folder: RunFolder) -> None:
         folder.job_toml.write_bytes(b"\xff")
         with folder.metrics.open("ab") as f:
             f.write(b"damaged\n")
-        watch.wait_for(b"warning: metrics.jsonl:4")
+        watch.wait_for(b"damaged")
         events.append(folder, "run_finished", "all is done", generation=1)
         os.close(fd)
         assert watch.end() == 0
         assert b"a-run finished: step 3" in watch.shown
+        assert b"metrics.jsonl:4" in watch.shown[watch.shown.index(b"a-run finished") :]
+
+
+def test_a_key_chooses_the_view_and_q_leaves(folder: RunFolder) -> None:
+    fd = lock.acquire(folder.lock)
+    with OnTerminal("a-run") as watch:
+        watch.wait_for(b"ledger")
+        os.write(watch.terminal, b"4")
+        watch.wait_for(b"\x1b[7m 4 events")
+        os.write(watch.terminal, b"q")
+        assert watch.end() == 0
+        assert b"a-run finished" not in watch.shown
+        attributes = termios.tcgetattr(watch.terminal)
+        assert attributes[3] & termios.ICANON
+        assert attributes[3] & termios.ECHO
+    os.close(fd)
 
 
 def test_a_folder_that_goes_away_is_not_called_not_started(folder: RunFolder) -> None:

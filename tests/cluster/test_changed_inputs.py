@@ -39,7 +39,11 @@ def replace_data(trial: Trial) -> str:
     return "store was recreated during the run"
 
 
-@pytest.mark.parametrize("edit", [edit_job, edit_plan, replace_data], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "edit",
+    [edit_job, *(pytest.param(edit, marks=pytest.mark.long) for edit in (edit_plan, replace_data))],
+    ids=lambda f: f.__name__,
+)
 def test_a_rank_that_would_read_something_else_refuses(tmp_path: Path, edit: Callable[[Trial], str]) -> None:
     folder = make_folder(tmp_path / "work")
     prepare([str(folder / "corpus")], "bytes", folder / "store")

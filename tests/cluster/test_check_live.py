@@ -135,6 +135,7 @@ def test_only_the_link_at_a_tenth_of_the_rate_is_named(cluster: Cluster) -> None
     assert {r["nodes"] for r in result.measured["all_reduce"]} == {2, 7}
 
 
+@pytest.mark.long  # all but one are well in the test of the slow link
 def test_hosts_that_are_well_are_not_blamed(cluster: Cluster) -> None:
     result = cluster.check()
     assert result.blames == ()
@@ -167,6 +168,7 @@ def test_a_host_that_is_cut_off_before_the_groups_is_named(cluster: Cluster) -> 
     assert failed(result) == {"node1"}
 
 
+@pytest.mark.long  # waits for its silence; one that dies is in the default suite
 def test_an_agent_that_hangs_is_named(cluster: Cluster) -> None:
     options = LiveOptions(OPTIONS.node, timeout_s=10.0)
     result = cluster.check("pairs, round 2", lambda: cluster.signal_agent(3, signal.SIGSTOP), options)

@@ -136,6 +136,7 @@ def test_the_hosts_are_apart(apart: Apart) -> None:
     assert hosts.output(2, "cat new") == "more\n"  # opened
 
 
+@pytest.mark.long  # the tests of lost hosts compare the bits too
 def test_it_trains_to_the_end_with_the_bits_of_a_local_run(apart: Apart, undisturbed: Trial) -> None:
     trial = apart.train()
     trial.until_step(1)
@@ -195,6 +196,7 @@ def test_the_loss_of_the_coordinators_host(apart: Apart, undisturbed: Trial, fau
     check_one_at_a_time(trial)
 
 
+@pytest.mark.long  # in simulation: tests/sim
 def test_a_host_that_the_network_leaves_early_does_not_take_over(apart: Apart) -> None:
     """It sees that the coordinator lives, although it looked for it before there was one."""
     trial = apart.train()

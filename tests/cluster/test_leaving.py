@@ -68,6 +68,7 @@ def test_a_node_that_leaves_hands_over_to_a_spare(begin: Begin, tmp_path: Path, 
     assert_same(trial, undisturbed(tmp_path / "reference", len(done)))
 
 
+@pytest.mark.long  # with ranks that compute nothing: test_supervision
 def test_all_that_leave_are_a_preemption(begin: Begin, tmp_path: Path) -> None:
     steps = 2 * STEPS
     trial = begin(f"train.steps={steps}")

@@ -162,6 +162,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(begin: Begin, reference: Trial) 
     assert_same(trial, reference)
 
 
+@pytest.mark.long  # with ranks that compute nothing: test_supervision; on hosts of its own: test_hosts_apart
 def test_the_node_that_coordinates_is_lost_like_any_other(begin: Begin, reference: Trial) -> None:
     trial = begin("cluster.spares=1", coordinator=0)
     trial.until_step(7)

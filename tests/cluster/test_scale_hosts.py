@@ -108,6 +108,7 @@ def measured(hosts: SshHosts, *more: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long  # planted in simulated records too: tests/sim/test_scaling_causes.py
 def test_a_slow_link_is_the_network_of_its_node(begin: Begin) -> None:
     hosts = begin()
     hosts.hosts.slow(SICK, 20.0)
@@ -124,12 +125,13 @@ def test_a_slow_link_is_the_network_of_its_node(begin: Begin) -> None:
         assert node["tcp"]["retransmitted"] >= 0
 
 
+@pytest.mark.long  # one delayed rank: test_scale_cause_real
 @pytest.mark.parametrize(
     ("kind", "module", "owner", "method"),
     [
         ("straggler", "seatrial.model.decoder", "Decoder", "forward"),
         # test_scale_cause_real has a slow source of data in real ranks too.
-        pytest.param(*("data", "seatrial.data.loader", "BatchLoader", "_read"), marks=pytest.mark.long),
+        ("data", "seatrial.data.loader", "BatchLoader", "_read"),
     ],
 )
 def test_a_slow_rank_and_slow_data_are_named(

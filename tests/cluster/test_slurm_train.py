@@ -167,6 +167,7 @@ def _sets(settings: tuple[str, ...]) -> list[str]:
     return [word for entry in settings for word in ("--set", entry)]
 
 
+@pytest.mark.long  # the agents replace it by themselves: test_hosts_apart; here the follow-up job takes over
 def test_a_node_that_is_lost_is_replaced_by_the_spare(cluster: Cluster, undisturbed_long: Trial) -> None:
     trial = cluster.train(*SLURM, *LONG, "cluster.spares=1")
     job = handle(trial)
@@ -205,6 +206,7 @@ def test_follow_up_job_resumes_after_loss_of_the_batch_node(
     assert trial.samples() == undisturbed_long.samples()
 
 
+@pytest.mark.long  # the wait for a limit in whole minutes; saving on a signal: test_stop_saves_and_leaves_no_job
 def test_time_limit_saves_and_follow_up_job_is_bitwise_identical(cluster: Cluster, tmp_path: Path) -> None:
     trial = cluster.train(*SLURM, *LIMITED, 'slurm.time="1"')
     trial.until(lambda: trial.events("run_interrupted"))
@@ -277,6 +279,7 @@ def test_second_start_is_refused_and_excluded_nodes_are_not_used(cluster: Cluste
     assert re.search(rf"launcher +slurm {job}\n +scheduler +RUNNING", status), status
 
 
+@pytest.mark.long  # without a scheduler: tests/unit/launch
 def test_unrecorded_job_yields_the_run_to_a_later_start(
     cluster: Cluster, undisturbed_long: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +309,7 @@ def test_unrecorded_job_yields_the_run_to_a_later_start(
     assert "the run is over: a later start was submitted" in log.read_text()
 
 
+@pytest.mark.long  # a node that joins later: test_supervision
 def test_a_cold_spare_of_an_array_joins_after_a_node_is_lost(
     cluster: Cluster, undisturbed_long: Trial
 ) -> None:

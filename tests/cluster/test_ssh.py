@@ -119,6 +119,7 @@ def test_killed_ssh_ends_its_agent_and_the_host_rejoins(cluster: SshHosts, train
     assert run.wait()[0] == 75
 
 
+@pytest.mark.long  # a host that is cut off: test_hosts_apart; shrinking and growing: test_recovery
 def test_a_cut_network_shrinks_and_grows(cluster: SshHosts, train: Callable[..., Run]) -> None:
     run = train("--set", "train.steps=4000")
     run.wait_line("step   ")

@@ -182,8 +182,8 @@ class AsyncWriter:
     def poll(self) -> list[Outcome]:
         """Outcomes since the last call, without blocking."""
         self._collect()
-        told, self._received = self._received, []
-        return told
+        received, self._received = self._received, []
+        return received
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there is something to `poll`, or `timeout_s` have passed."""
@@ -198,11 +198,11 @@ class AsyncWriter:
     def wait_removed(self, timeout_s: float) -> list[Outcome]:
         """Outcomes received until old checkpoints have been removed, or `timeout_s` have passed."""
         until = time.monotonic() + timeout_s
-        told = self.poll()
+        received = self.poll()
         while any(what == "removed" for _, what in self._orders) and (left := until - time.monotonic()) > 0:
             self.wait(min(left, LOOK_S))
-            told += self.poll()
-        return told
+            received += self.poll()
+        return received
 
     def _collect(self) -> None:
         process = self._process

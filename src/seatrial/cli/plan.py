@@ -115,21 +115,21 @@ def run(args: argparse.Namespace) -> int:
     if wishes.storage_gb_s is None and measured.storage_gb_s is not None:
         wishes = replace(wishes, storage_gb_s=measured.storage_gb_s, storage_source="measured")
     with _searching(args):
-        told = answer(job, place, wishes, calibration=calibration)
+        result = answer(job, place, wishes, calibration=calibration)
     unused = tuple(f"not used: {text}" for text in measured.unused)
-    told = replace(told, provenance=(*told.provenance, *unused))
+    result = replace(result, provenance=(*result.provenance, *unused))
     # Show the plan before anything slow begins.
     if not args.json:
-        _show(args, plan_lines(told, args))
-    ran = _dry_runs(args, told)
+        _show(args, plan_lines(result, args))
+    ran = _dry_runs(args, result)
     if args.json:
-        _print_json(told, ran)
+        _print_json(result, ran)
     elif ran:
         from seatrial.ui.plan_beside import lines
 
         _show(args, lines(ran, _width()))
-    _pictures(args, told)
-    return EXIT_FAILED if told.own.fits is False else EXIT_DONE
+    _pictures(args, result)
+    return EXIT_FAILED if result.own.fits is False else EXIT_DONE
 
 
 def _settled(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calibration) -> Job:
@@ -150,13 +150,13 @@ def _searching(args: argparse.Namespace) -> Iterator[None]:
     """Show a message on a terminal while it computes: seconds for 128 GPUs, half a minute for a hundred thousand."""
     from seatrial.ui.out import Out
 
-    told = Out(plain=args.plain).styled
-    if told:
+    styled = Out(plain=args.plain).styled
+    if styled:
         print("searching layouts ...", end="\r", file=sys.stderr, flush=True)
     try:
         yield
     finally:
-        if told:
+        if styled:
             print("\x1b[2K", end="\r", file=sys.stderr, flush=True)
 
 
@@ -275,11 +275,11 @@ def _wanted(text: str) -> Wanted | Diagnostic:
     return Wanted(value / 100, "MFU") if match[2] else Wanted(value, "tokens/s/GPU")
 
 
-def plan_lines(told: Answer, args: argparse.Namespace) -> list[tuple[str, str]]:
+def plan_lines(result: Answer, args: argparse.Namespace) -> list[tuple[str, str]]:
     """The plan as lines with their styles."""
     from seatrial.ui.plan_table import lines
 
-    return lines(told, width=_width(), full=args.full)
+    return lines(result, width=_width(), full=args.full)
 
 
 def _width() -> int:
@@ -302,11 +302,11 @@ def _show(args: argparse.Namespace, lines: list[tuple[str, str]]) -> None:
             out.line(*line)
 
 
-def _print_json(told: Answer, ran: list[Beside]) -> None:
+def _print_json(result: Answer, ran: list[Beside]) -> None:
     from seatrial.ui.plan_beside import document as dry_runs
     from seatrial.ui.plan_json import document
 
-    whole = document(told) | {"dry_run": dry_runs(ran)}
+    whole = document(result) | {"dry_run": dry_runs(ran)}
     print(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False))
 
 
@@ -338,32 +338,32 @@ def _fit(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calib
     return EXIT_DONE if any(f.recipe is not None for f in fits) else EXIT_FAILED
 
 
-def _dry_runs(args: argparse.Namespace, told: Answer) -> list[Beside]:
+def _dry_runs(args: argparse.Namespace, result: Answer) -> list[Beside]:
     """Dry-run the job's own layout and the best ones, each once. Progress on stderr: a large one takes a minute."""
     if args.dry_run is None:
         return []
     from seatrial.plan.report.advice import short
     from seatrial.plan.report.beside import beside
 
-    best = [c.recipe for c in told.found.choices[: args.dry_run]] if told.found is not None else []
-    wanted = list(dict.fromkeys([told.own.recipe, *best]))
-    cpu = told.place.gpu is None and told.job.cluster.launcher == "local"
+    best = [c.recipe for c in result.found.choices[: args.dry_run]] if result.found is not None else []
+    wanted = list(dict.fromkeys([result.own.recipe, *best]))
+    cpu = result.place.gpu is None and result.job.cluster.launcher == "local"
     ran = []
     for i, recipe in enumerate(wanted, 1):
         print(f"dry run {i} of {len(wanted)}: {short(recipe)}", file=sys.stderr, flush=True)
-        ran.append(beside(told.job, recipe, told.place.shape, device="cpu" if cpu else "cuda"))
+        ran.append(beside(result.job, recipe, result.place.shape, device="cpu" if cpu else "cuda"))
     return ran
 
 
-def _pictures(args: argparse.Namespace, told: Answer) -> None:
+def _pictures(args: argparse.Namespace, result: Answer) -> None:
     if args.html is not None:
         from seatrial.ui.plan_html import page
         from seatrial.ui.plan_table import target_words, verdict
 
-        text, style = verdict(told)
-        wishes = [target_words(t) for t in told.targets]
+        text, style = verdict(result)
+        wishes = [target_words(t) for t in result.targets]
         tone = {"green": "good", "yellow": "warn", "bold red": "bad"}.get(style, "")
-        _write(args.html, page(told, verdict=text, tone=tone, wishes=wishes).encode())
+        _write(args.html, page(result, verdict=text, tone=tone, wishes=wishes).encode())
     if args.svg is None and args.png is None:
         return
     from seatrial.plan.report.waterfall import waterfall_of
@@ -371,11 +371,11 @@ def _pictures(args: argparse.Namespace, told: Answer) -> None:
     from seatrial.ui.svg import written
     from seatrial.ui.waterfall_svg import waterfall_svg
 
-    if told.waterfall is None:
-        text = f"no chart: the speed is unknown: {told.own.why_unknown}"
+    if result.waterfall is None:
+        text = f"no chart: the speed is unknown: {result.own.why_unknown}"
         raise InputError(text, hint="set GPU and network, or remove --svg and --png")
-    shown = waterfall_of(told.waterfall)
-    title, below = f"Where the FLOPs of {told.job.name} go", f"predicted, {told.job.layout}"
+    shown = waterfall_of(result.waterfall)
+    title, below = f"Where the FLOPs of {result.job.name} go", f"predicted, {result.job.layout}"
     picture = waterfall_svg(shown, title=title, subtitle=below)
     if args.svg is not None:
         _write(args.svg, written(picture).encode())

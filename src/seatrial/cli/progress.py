@@ -51,13 +51,13 @@ class LiveLine:
         elif now - self._shown_at < (_RUN_EVERY_S if self._live is None else 0.2):
             return
         self._shown_at = now
-        told = f"{text}, {now - self._began:.0f} s{more}"
+        shown = f"{text}, {now - self._began:.0f} s{more}"
         if self._live is not None:
             from rich.text import Text
 
-            self._live.update(Text(told, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.update(Text(shown, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
         else:
-            self._out.line(told)
+            self._out.line(shown)
 
 
 class Progress:

@@ -185,8 +185,8 @@ def _after_divergence(args: argparse.Namespace, session: Session, view: RunView,
         f"{train_command(args, '--fresh', lr=lower)}   # starts over with a third of the learning rate; keeps the old run"
     ]
     if view.checkpoints:
-        told = (end.data or {}).get("step")
-        troubled = told if type(told) is int else view.step + 1
+        ended_at = (end.data or {}).get("step")
+        troubled = ended_at if type(ended_at) is int else view.step + 1
         while troubled - 1 in view.skipped_steps:
             troubled -= 1
         steps = [c.step for c in view.checkpoints]

@@ -75,13 +75,21 @@ def _show(view: RunView, args: argparse.Namespace) -> int:
 def _follow(folder: RunFolder, args: argparse.Namespace) -> int:
     from seatrial.ui.console import TrainConsole
 
-    # Exit normally rather than by the signal, so that the cursor is restored.
+    # Exit normally rather than by the signal, so that the terminal is restored.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with TrainConsole(folder, plain=args.plain, json_output=args.json) as console:
-        console.catch_up()
-        while running(folder) is not None:
-            console.poll()
-            time.sleep(POLL_S)
+        if console.out.styled:
+            from seatrial.ui.terminal import Terminal
+
+            with Terminal(folder, console.out.console) as terminal:
+                while running(folder) is not None:
+                    if not terminal.show(POLL_S):
+                        return EXIT_DONE
+        else:
+            console.catch_up()
+            while running(folder) is not None:
+                console.poll()
+                time.sleep(POLL_S)
         check_there(folder)
         view = console.ended()
         console.summary(view)

@@ -127,12 +127,12 @@ def _cut_parquet(file: SourceFile, limit: int) -> Iterator[tuple[Span, int]]:
     except (pa.ArrowException, OSError):
         sizes = []  # its reader will report the error
     total = sum(sizes)
-    begin, told, size = 0, 0, 0
+    begin, taken, size = 0, 0, 0
     for i, group in enumerate(sizes[:-1]):
         size += group
         # A span's size is its share of the file, not its decompressed size.
         share = file.size * size // max(1, total)
-        if share - told >= limit:
-            yield Span(file, begin, i + 1), share - told
-            begin, told = i + 1, share
-    yield Span(file, begin, None), file.size - told
+        if share - taken >= limit:
+            yield Span(file, begin, i + 1), share - taken
+            begin, taken = i + 1, share
+    yield Span(file, begin, None), file.size - taken

@@ -59,10 +59,12 @@ class Here:
         reader = Reader(work.text_key, work.folder)
         for part in parts:
 
-            def told(done: int, name: str, part: Part = part) -> None:
+            def report(done: int, name: str, part: Part = part) -> None:
                 progress(part, done, name)
 
-            yield tokenise_part(part, reader, work.tokenizer, work.folder, told, only_check=self._only_check)
+            yield tokenise_part(
+                part, reader, work.tokenizer, work.folder, report, only_check=self._only_check
+            )
 
 
 class Pool:

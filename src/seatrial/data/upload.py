@@ -104,12 +104,12 @@ def upload_store(
         if name not in arrived or objects.size(name) != size:
             with open(store.folder / name, "rb", buffering=0) as f:
 
-                def told(sent: int, of: int, name: str = name, before: int = done) -> None:
+                def report(sent: int, of: int, name: str = name, before: int = done) -> None:
                     del of
                     if progress is not None:
                         progress(before + sent, total, name)
 
-                objects.upload(name, Readable(f.fileno(), size), progress=told)
+                objects.upload(name, Readable(f.fileno(), size), progress=report)
             arrived.append(name)
             content = json.dumps({"url": url, "files": arrived})
             write_text(store.folder / _ARRIVED, content, durable=False)

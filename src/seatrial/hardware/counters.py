@@ -335,7 +335,7 @@ def nvlink_findings(before: Links, after: Links, seconds: float) -> list[PortFau
         old = before.get((gpu, link))
         if old is None or seconds <= 0:
             continue
-        told, deltas = [], {}
+        grown, deltas = [], {}
         for limit in NVLINK_LIMITS:
             name, top = limit.counter, None if limit.bits is None else (1 << limit.bits) - 1
             if name not in old or name not in new or new[name] == top:
@@ -344,9 +344,9 @@ def nvlink_findings(before: Links, after: Links, seconds: float) -> list[PortFau
             if delta > 0:
                 deltas[name] = delta
             if _exceeds(limit, delta, seconds):
-                told.append(f"{name} +{delta} in {seconds:.0f} s ({limit.reason})")
-        if told:
+                grown.append(f"{name} +{delta} in {seconds:.0f} s ({limit.reason})")
+        if grown:
             evidence = {"gpu": gpu, "link": link, "interval_s": round(seconds, 3), "deltas": deltas}
-            text = f"NVLink {link} of {gpu}: {'; '.join(told)}"
+            text = f"NVLink {link} of {gpu}: {'; '.join(grown)}"
             found.append(PortFault("nvlink_errors", gpu, text, evidence))
     return found

@@ -50,8 +50,8 @@ def allocation_for(
     lines = done.stdout.splitlines() if done.returncode == 0 else []
     state, _, listed = lines[0].partition(" ") if len(lines) == 1 else ("", "", "")
     if state != "RUNNING":
-        told = state or " ".join(done.stderr.split()) or f"{len(lines)} jobs of that number"
-        raise job.refusal(key, f"the allocation {number} cannot be used: {told}", f"in a new one: {line}")
+        answer = state or " ".join(done.stderr.split()) or f"{len(lines)} jobs of that number"
+        raise job.refusal(key, f"the allocation {number} cannot be used: {answer}", f"in a new one: {line}")
     try:
         names = tuple(hostlist(listed.strip()))
     except ValueError as error:

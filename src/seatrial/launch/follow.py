@@ -72,7 +72,7 @@ def follow(folder: RunFolder, tick: Callable[[], None], say: Callable[[str], Non
 
     `report` is called with what only the scheduler knows.
     """
-    ask_at, told, gone_since = time.monotonic(), "", None
+    ask_at, announced, gone_since = time.monotonic(), "", None
     while True:
         tick()
         launch = current_launch(folder)
@@ -86,9 +86,9 @@ def follow(folder: RunFolder, tick: Callable[[], None], say: Callable[[str], Non
             outcome = found.outcome
             if not found.over:
                 gone_since = None
-                if found.status.state == "gone" and found.next is not None and told != found.next.words:
-                    told = found.next.words
-                    say(f"the job has ended; the next one, {follow_up(folder)}, continues: {told}")
+                if found.status.state == "gone" and found.next is not None and announced != found.next.words:
+                    announced = found.next.words
+                    say(f"the job has ended; the next one, {follow_up(folder)}, continues: {announced}")
             elif outcome is not None:
                 break
             else:

@@ -147,11 +147,11 @@ class Session:
             except SeatrialError as error:  # it may have been submitted anyway: its agents must exit
                 record_end(folder, launch, EXIT_FAILED, f"it was not submitted: {error.message}")
                 raise
-            told = record_handle(folder, launch, handle)
+            recorded = record_handle(folder, launch, handle)
             self.opened.close()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return told
+        return recorded
 
 
 def put_files(folder: RunFolder, files: Mapping[str, str], generation: int) -> None:

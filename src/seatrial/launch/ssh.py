@@ -264,10 +264,10 @@ def _torch() -> str | None:
 
 def examine() -> None:
     """Run on the host itself: print what `_compared` compares, and [problem, what to do] of this host alone."""
-    told = json.loads(sys.argv[1])
+    given = json.loads(sys.argv[1])
     problems: list[tuple[str, str]] = []
     device = reason = address = None
-    cluster = ClusterSection(**told["cluster"])
+    cluster = ClusterSection(**given["cluster"])
     try:
         address = ssh_route(cluster, os.environ).address
         device, reason = choose_device(cluster)
@@ -275,9 +275,9 @@ def examine() -> None:
         problems.append((error.message, error.diagnostics[0].hint or ""))
     if _torch() is None:
         problems.append((f"{sys.executable} has no torch", "install it there, or set cluster.python"))
-    if told["run"] is not None:
+    if given["run"] is not None:
         try:
-            check_token(RunFolder(Path(told["run"][0])), told["run"][1], wait_s=_SEEN_S)
+            check_token(RunFolder(Path(given["run"][0])), given["run"][1], wait_s=_SEEN_S)
         except InputError as error:
             problems.append((error.message, error.diagnostics[0].hint or ""))
     found = {"device": device, "reason": reason, "torch": _torch(), "address": address}

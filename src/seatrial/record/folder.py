@@ -34,6 +34,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.reports = path / "reports"
         self.ranks = path / "ranks"
+        self.telemetry = path / "telemetry"
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -97,6 +98,11 @@ class RunFolder:
         return self.control / "lease.json"
 
     @property
+    def prometheus_targets(self) -> Path:
+        """Where the agents serve `/metrics`, for Prometheus' file_sd_configs."""
+        return self.control / "prometheus-targets.json"
+
+    @property
     def coordinator_log(self) -> Path:
         """The coordinators' decisions and their reasons, as text lines."""
         return self.control / "coordinator.log"
@@ -113,6 +119,10 @@ class RunFolder:
         """The seconds that one rank spent in each stage of its steps; see `record.stages`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.stages"
 
+    def packed_stages(self, generation: int, rank: int) -> Path:
+        """The older steps of `stages`, compressed."""
+        return self.stages(generation, rank).with_suffix(".stages.zst")
+
     def collectives(self, generation: int, rank: int) -> Path:
         """The number and bytes of one rank's collectives in each step; see `record.collectives`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.collectives.jsonl"
@@ -128,6 +138,10 @@ class RunFolder:
     def gpu_counters(self, node: int) -> Path:
         """The clocks and error counters of one node's GPUs; see `record.node_counters`."""
         return self.path / "nodes" / f"node{node}.gpus.json"
+
+    def telemetry_of(self, node: int) -> Path:
+        """What the agents of one node read of it; see `record.telemetry`."""
+        return self.telemetry / f"node{node}"
 
     def trace(self, generation: int, rank: int) -> Path:
         """The torch.profiler trace of one rank; see `train.trace`."""

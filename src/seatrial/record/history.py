@@ -8,9 +8,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 
 from seatrial.record.ledger import LedgerRecord
 from seatrial.record.metrics import MetricsRecord
+
+if TYPE_CHECKING:
+    from seatrial.record.bulk import Columns
 
 _COLUMNS = ("loss", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "time")
 
@@ -49,6 +53,21 @@ class History:
         for name, column in self._columns.items():
             column.append(getattr(record, name))
 
+    def take_columns(self, found: Columns, first: MetricsRecord, last: MetricsRecord) -> bool:
+        """Take many records at once, of which `first` and `last` are the first and last; false, without any taken, if they repeat steps."""
+        steps, generations = found["step"], found["generation"]
+        new = not self.steps or (first.step > self.steps[-1] and first.generation >= self.generations[-1])
+        if not new or (steps[1:] <= steps[:-1]).any() or (generations[1:] < generations[:-1]).any():
+            return False
+        if not self.steps:
+            self.first = first
+        self.last = last
+        self.steps += steps.tolist()
+        self.generations += generations.tolist()
+        for name, column in self._columns.items():
+            column.frombytes(found[name].tobytes())
+        return True
+
     def column(self, name: str, since: int = 0) -> Sequence[float]:
         """The field `name` of the steps of generation `since` and later ones, by step."""
         return self._columns[name][bisect_left(self.generations, since) :]
@@ -66,11 +85,21 @@ class Pace:
         self._recent: deque[tuple[int, float]] = deque(maxlen=PACE_WINDOW)  # (generation, seconds)
         self._generation = 0  # of the last record
 
-    def take(self, record: MetricsRecord) -> None:
+    def take(self, generation: int, step_time_s: float) -> None:
         """Take the next record of metrics.jsonl."""
-        began, self._generation = record.generation != self._generation, record.generation
-        if not began and math.isfinite(record.step_time_s):
-            self._recent.append((record.generation, record.step_time_s))
+        began, self._generation = generation != self._generation, generation
+        if not began and math.isfinite(step_time_s):
+            self._recent.append((generation, step_time_s))
+
+    def take_columns(self, found: Columns) -> None:
+        """Take many records at once."""
+        generations, seconds = found["generation"], found["step_time_s"]
+        usable = abs(seconds) < math.inf
+        usable[1:] &= generations[1:] == generations[:-1]
+        usable[0] &= generations[0] == self._generation
+        for i in usable.nonzero()[0][-PACE_WINDOW:]:
+            self._recent.append((int(generations[i]), float(seconds[i])))
+        self._generation = int(generations[-1])
 
     def eta_s(self, steps_left: int, since: int = 0) -> float | None:
         """Seconds for `steps_left` at the pace of generation `since` and later ones; None: not known yet."""
@@ -91,6 +120,27 @@ class LedgerBook:
         self._generations: list[int] = []  # of step n at n - 1
         self._last: dict[int, int] = {}  # generation -> its last step
         self.batch: int | None = None  # samples of its first step
+
+    def take_columns(self, found: Columns) -> bool:
+        """Take many records at once; false, without any taken, if there is anything to judge."""
+        steps, first, end, done = found["step"], found["first_sample"], found["end_sample"], self._generations
+        batch = self.batch or int(end[0] - first[0])
+        generation = int(found["generation"][0])
+        if (
+            found["skipped"].any()
+            or (found["generation"] != generation).any()
+            or (done and generation < done[-1])
+            or steps[0] != len(done) + 1
+            or (steps[1:] != steps[:-1] + 1).any()
+            or (first != (steps - 1) * batch).any()
+            or (end - first != batch).any()
+        ):
+            return False
+        self.batch = batch
+        done += [generation] * len(steps)
+        self.steps = len(done)
+        self._last[generation] = int(steps[-1])
+        return True
 
     def take(self, record: LedgerRecord) -> None:
         """Take the next record of ledger.jsonl."""

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from seatrial.base.files import open_file, parse_json
 
 _LONGEST_LINE = 16 << 20  # bytes; far longer than any record
+_BULK_BYTES = 1 << 20  # from here on it pays to import what parses lines in bulk
 
 
 @dataclass(frozen=True)
@@ -171,11 +172,19 @@ class Tail:
         """As `poll`, each object with its line number (from 1)."""
         return [item for part in self.parts() for item in part]
 
-    def parts(self) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-        """As `poll_numbered`, a few MiB at a time, to bound memory."""
+    def parts(
+        self, bulk: Callable[[bytes], bool] | None = None
+    ) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+        """As `poll_numbered`, a few MiB at a time, to bound memory.
+
+        `bulk` may take much data as a whole: it returns whether it did.
+        """
         while data := self._read():
             end = self._offset
             self._offset += len(data)
+            if bulk is not None and len(data) >= _BULK_BYTES and end >= self._recent and bulk(data):
+                self._lines += self._numbered * data.count(b"\n")
+                continue
             values = []
             for line in data[:-1].split(b"\n"):
                 self._lines += self._numbered

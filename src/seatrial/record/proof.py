@@ -236,10 +236,10 @@ class _Judge:
             self._violations.append(Violation(message, finished))
 
     def _compare_metrics(self) -> None:
-        for generation, told in sorted(self._evidence.trained.items()):
-            if not told:
+        for generation, trained_steps in sorted(self._evidence.trained.items()):
+            if not trained_steps:
                 continue
-            stretch, newest = self._stretches.get(generation), max(told)
+            stretch, newest = self._stretches.get(generation), max(trained_steps)
             if stretch is None or stretch.last < newest:
                 after = 0 if stretch is None else stretch.last
                 self._lost(f"{METRICS} has step {newest}", newest, generation, after)
@@ -247,10 +247,10 @@ class _Judge:
                 continue
             # A generation that rolled back to before its first step has done steps that the ledger already has, but
             # not as its first ones.
-            if self._evidence.metrics_whole and told[0] < stretch.first:
-                message = f"{METRICS} begins with step {told[0]} in generation {generation}, the ledger with {stretch.first}"
-                self._violations.append(Violation(message, told[0], generation))
-            steps = set(told)
+            if self._evidence.metrics_whole and trained_steps[0] < stretch.first:
+                message = f"{METRICS} begins with step {trained_steps[0]} in generation {generation}, the ledger with {stretch.first}"
+                self._violations.append(Violation(message, trained_steps[0], generation))
+            steps = set(trained_steps)
             for step in sorted(steps - stretch.trained):
                 if stretch.covers(step) and not stretch.lacks(step):
                     message = (

@@ -57,11 +57,11 @@ def read_secret(folder: RunFolder) -> bytes:
 def _owned(path: Path) -> str:
     """The text of a file that this user owns and no other user can access. Raises OSError."""
     with open(open_file(path), "rb") as file:
-        told = _whose(file.fileno())
-        if told != (os.geteuid(), 0):
+        owner = _whose(file.fileno())
+        if owner != (os.geteuid(), 0):
             # Some file servers map all owners to another user, or show every mode as open: compare with a new file.
             with tempfile.TemporaryFile(dir=path.parent) as new:
-                if told != _whose(new.fileno()):
+                if owner != _whose(new.fileno()):
                     raise PermissionError(
                         errno.EPERM, "it belongs to another user, or other users can read it", str(path)
                     )

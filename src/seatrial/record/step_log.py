@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING
 
 from seatrial.record.metrics import MetricsRecord
+
+if TYPE_CHECKING:
+    from seatrial.record.bulk import Columns
 
 
 class StepLog:
@@ -20,3 +24,10 @@ class StepLog:
         self.generations.append(record.generation)
         self.times.append(record.time)
         self.seconds.append(record.step_time_s)
+
+    def take_columns(self, found: Columns) -> None:
+        """Take many records at once."""
+        self.steps.frombytes(found["step"].tobytes())
+        self.generations.frombytes(found["generation"].tobytes())
+        self.times.frombytes(found["time"].tobytes())
+        self.seconds.frombytes(found["step_time_s"].tobytes())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from seatrial.base.files import parse_toml, read_text
+from seatrial.base.files import parse_json, parse_toml, read_text
 from seatrial.record import events, ledger, metrics
 from seatrial.record.events import Event
 from seatrial.record.failure import Failure
@@ -21,7 +21,7 @@ from seatrial.record.running import Running, running
 from seatrial.record.saved import CheckpointInfo, read_checkpoints
 from seatrial.record.states import KINDS, Facts, State, diverged, is_failure, state_of
 from seatrial.record.step_log import StepLog
-from seatrial.record.typed import decode_all
+from seatrial.record.typed import decode, decode_all
 
 Record = TypeVar("Record")
 
@@ -165,9 +165,9 @@ class RunReader:
         """
         # Events first: `device` precedes the first step and is needed to show it.
         self._take(self._events, Event, self._take_event, over)
-        self._take(self._metrics, MetricsRecord, self._take_metrics, over)
+        self._take(self._metrics, MetricsRecord, self._take_metrics, over, self._take_metrics_data)
         if not self.brief:
-            self._take(self._ledger, LedgerRecord, self.book.take, over)
+            self._take(self._ledger, LedgerRecord, self.book.take, over, self._take_ledger_data)
         if any(tail.begun > 1 for tail in (self._metrics, self._events, self._ledger)):
             show, self.show = self.show, None
             self._begin()
@@ -242,6 +242,7 @@ class RunReader:
         cls: type[Record],
         take: Callable[[Record], None],
         over: bool,
+        bulk: Callable[[bytes], bool] | None = None,
     ) -> None:
         def all_of(numbered: list[tuple[int, dict[str, Any]]]) -> None:
             records, wrong = decode_all(cls, numbered, file=tail.path.name, noun=tail.noun)
@@ -250,14 +251,35 @@ class RunReader:
             for record in records:
                 take(record)
 
-        for part in tail.parts():
+        for part in tail.parts(bulk if self.show is None else None):
             all_of(part)
         all_of(tail.rest() if over else [])
+
+    def _take_metrics_data(self, data: bytes) -> bool:
+        from seatrial.record import bulk
+
+        found = bulk.columns(MetricsRecord, data)
+        if found is None:
+            return False
+        lines = (data[: data.index(b"\n")], data[data.rfind(b"\n", 0, -1) + 1 :])
+        first, last = (decode(MetricsRecord, parse_json(line.decode())) for line in lines)
+        if not self.history.take_columns(found, first, last):
+            return False
+        self.log.take_columns(found)
+        self.pace.take_columns(found)
+        self._newest = max(self._newest, last.generation)
+        return True
+
+    def _take_ledger_data(self, data: bytes) -> bool:
+        from seatrial.record import bulk
+
+        found = bulk.columns(LedgerRecord, data)
+        return found is not None and self.book.take_columns(found)
 
     def _take_metrics(self, record: MetricsRecord) -> None:
         self.history.take(record)
         self.log.take(record)
-        self.pace.take(record)
+        self.pace.take(record.generation, record.step_time_s)
         self._newest = max(self._newest, record.generation)
         if self.show is not None:
             self.show(record)

@@ -68,8 +68,8 @@ class Gain:
     @property
     def words(self) -> str:
         """One line."""
-        told = "gain unknown:" if self.gain is None else f"{round(self.gain * 100):+d} % tokens/s,"
-        return f"{self.change}: {told} {self.basis}"
+        reported = "gain unknown:" if self.gain is None else f"{round(self.gain * 100):+d} % tokens/s,"
+        return f"{self.change}: {reported} {self.basis}"
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def find_causes(base: Observed, here: Observed) -> tuple[Cause, ...]:
     every = [*_own(base, here, times, limit), *_waiting(base, here, times, limit)]
     every.append(_Part("save", here.save_s - times * base.save_s, "save"))
     varied = here.variation_s - times * base.variation_s
-    told = "each rank's time differs from step to step, and another one is the slowest in each"
-    every.append(_Part("variation", varied, evidence=(told,)))
+    reported = "each rank's time differs from step to step, and another one is the slowest in each"
+    every.append(_Part("variation", varied, evidence=(reported,)))
     parts = sorted((p for p in every if p.seconds >= (limit if p.ranks else wide)), key=lambda p: -p.seconds)
     rest = loss - sum(p.seconds for p in parts)
     if rest >= wide:
@@ -286,10 +286,10 @@ def _slow_link(
         f"more than the others, all members alike"
         for d in which
     ]
-    if told := signals.of(nodes):
-        nodes = [told[0][0]]
-        link = told[0][1].where or link
-        evidence += [f.message for _, f in told]
+    if reported := signals.of(nodes):
+        nodes = [reported[0][0]]
+        link = reported[0][1].where or link
+        evidence += [f.message for _, f in reported]
     elif len(nodes) == 1:
         evidence.append(f"node {nodes[0]} is the only one in all slow groups")
     elif len(nodes) > 1:
@@ -335,10 +335,10 @@ def _grown(d: str, seconds: float, base: Observed, here: Observed, times: float,
     evidence = [
         f"{d}: collectives of {members} ranks (first size: {before}) take longer, in all groups alike"
     ]
-    if told := signals.of(range(here.layout.world_size // here.gpus_per_node)):
-        node, fault = told[0]
+    if reported := signals.of(range(here.layout.world_size // here.gpus_per_node)):
+        node, fault = reported[0]
         alone = here.groups(d).seconds.shape[1] == 1
-        if alone or len(told) > 1:  # else only a part of the groups would be slow
+        if alone or len(reported) > 1:  # else only a part of the groups would be slow
             evidence.append(f"node {node}: {fault.message}")
             ranks = tuple(range(node * here.gpus_per_node, (node + 1) * here.gpus_per_node))
             return _Part("network", seconds, d, (d,), ranks, (node,), fault.where, tuple(evidence))

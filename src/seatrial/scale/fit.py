@@ -65,13 +65,13 @@ def fit(law: Law, sizes: Sequence[float], speeds: Sequence[Estimate], at: Sequen
     drawn = [_solve(law, n, x * np.exp(random.normal(0, wide)), sd) for _ in range(_DRAWS)]
     worst = float(np.max(np.abs(_speed(best, n) / x - 1)))
 
-    def told(value: float, values: Sequence[float]) -> Range:
+    def interval(value: float, values: Sequence[float]) -> Range:
         low, high = np.quantile(np.asarray(values), (0.025, 0.975))
         return Range(value, min(float(low), value), max(float(high), value))
 
-    larger = tuple((m, told(_efficiency(best, m), [_efficiency(d, m) for d in drawn])) for m in at)
-    coherency = told(best[2], [d[2] for d in drawn]) if _TERMS[law] == 3 else None
-    return Fit(law, told(best[1], [d[1] for d in drawn]), coherency, worst, larger)
+    larger = tuple((m, interval(_efficiency(best, m), [_efficiency(d, m) for d in drawn])) for m in at)
+    coherency = interval(best[2], [d[2] for d in drawn]) if _TERMS[law] == 3 else None
+    return Fit(law, interval(best[1], [d[1] for d in drawn]), coherency, worst, larger)
 
 
 def _solve(law: Law, n: np.ndarray, x: np.ndarray, relative: np.ndarray) -> tuple[float, float, float]:

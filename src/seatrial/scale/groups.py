@@ -102,10 +102,10 @@ def judge(nodes: int, groups: Sequence[Group]) -> list[Judgement]:
     if any(g.low is None for g in groups):
         return [Judgement(name, "UNJUDGED", "it takes two repeats in which all groups were measured")]
     worst = max(known, key=lambda g: g.slower or 0.0)
-    told = f"of {len(groups)}, the slowest is {', '.join(worst.hosts)}: {_why(worst)}"
+    summary = f"of {len(groups)}, the slowest is {', '.join(worst.hosts)}: {_why(worst)}"
     if any((g.high or 0.0) > LEAST_LOSS for g in known):
-        return [Judgement(name, "UNJUDGED", f"{told}: more --repeats narrow it")]
-    return [Judgement(name, "PASS", told)]
+        return [Judgement(name, "UNJUDGED", f"{summary}: more --repeats narrow it")]
+    return [Judgement(name, "PASS", summary)]
 
 
 def _why(group: Group) -> str:

@@ -97,12 +97,12 @@ def _against(
         return Judgement(name, "UNJUDGED", f"{wanted} is asked for, and a size was not measured")
     if value.low is None or value.high is None:
         return Judgement(name, "UNJUDGED", f"{words(value.mean)}, with a single run: {wanted} is asked for")
-    told = f"{words(value.mean)} ({words(value.low)} to {words(value.high)}), {wanted} is asked for"
+    summary = f"{words(value.mean)} ({words(value.low)} to {words(value.high)}), {wanted} is asked for"
     if value.low > least:
-        return Judgement(name, "PASS", told)
+        return Judgement(name, "PASS", summary)
     if value.high < least:
-        return Judgement(name, "FAIL", told)
-    return Judgement(name, "UNJUDGED", f"{told}: the interval contains it, more --repeats narrow it")
+        return Judgement(name, "FAIL", summary)
+    return Judgement(name, "UNJUDGED", f"{summary}: the interval contains it, more --repeats narrow it")
 
 
 def _percent(value: float) -> str:

@@ -229,10 +229,10 @@ def lines(results: Results) -> Iterator[tuple[str, str]]:
     for judgement in results.gates:
         yield judgement.verdict, f"{judgement.name}: {judgement.text}"
     if results.meets is not None:
-        told = "none of the measured sizes"
+        met = "none of the measured sizes"
         if results.meets:
-            told = f"smallest {results.meets[0]} nodes, largest {results.meets[-1]}"
-        yield "meets them", f"{told}: every doubling up to a size passes"
+            met = f"smallest {results.meets[0]} nodes, largest {results.meets[-1]}"
+        yield "meets them", f"{met}: every doubling up to a size passes"
     for judgement in results.losses:
         yield judgement.verdict, f"{judgement.name}: {judgement.text}"
     for size in results.sizes:

@@ -75,9 +75,9 @@ def causes(base: Steps, here: Steps, topology: Topology | None = None) -> tuple[
     """Why `here` is less efficient than `base`, largest first; a wait for the network with the node whose link is slow."""
     faults = new_faults(base.counters, here.counters)
     switches = "" if topology is None else leaf_switches(topology, here.counters, faults or {})
-    told = (f"leaf switches of the ports with congestion: {switches}",) if switches else ()
+    note = (f"leaf switches of the ports with congestion: {switches}",) if switches else ()
     found = find_causes(base.observed, replace(here.observed, faults=faults))
-    found = tuple(replace(c, evidence=c.evidence + told) if c.kind == "congestion" else c for c in found)
+    found = tuple(replace(c, evidence=c.evidence + note) if c.kind == "congestion" else c for c in found)
     return tuple(_with_link(cause, here) for cause in found)
 
 
@@ -86,7 +86,7 @@ def _with_link(cause: Cause, here: Steps) -> Cause:
     if link is None or cause.kind not in _OF_NETWORK or link.excess_s < _MOST_OF_IT * cause.seconds:
         return cause
     where = f"of node {link.node}" if link.peer is None else f"between nodes {link.node} and {link.peer}"
-    told = (
+    note = (
         f"TCP connections {where} carry at most {_rate(link.bytes_per_s)} while they have data to send, "
         f"all others at least {_rate(link.others)}"
     )
@@ -95,7 +95,7 @@ def _with_link(cause: Cause, here: Steps) -> Cause:
         kind="network",
         nodes=link.nodes,
         remove_node=link.node if link.peer is None else None,
-        evidence=(told, *cause.evidence),
+        evidence=(note, *cause.evidence),
     )
 
 

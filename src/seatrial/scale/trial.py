@@ -172,13 +172,13 @@ def _read(trial: Trial, folder: RunFolder, size: Size) -> Trial:
     events, _ = read_events(folder)
     job = size.job
     alarm = next((e for e in events if e.kind in _ALARMS), None)
-    told = [str(p) for p in (*problems, *wrong)] + ledger_gaps(ledger, job.train.global_batch)
+    faults = [str(p) for p in (*problems, *wrong)] + ledger_gaps(ledger, job.train.global_batch)
     if alarm is not None:
-        told.insert(0, alarm.message)
+        faults.insert(0, alarm.message)
     if [r.step for r in records] != list(range(1, job.train.steps + 1)):
-        told.append(f"{len(records)} of {job.train.steps} steps are recorded")
-    if told:
-        return replace(trial, problem="; ".join(told))
+        faults.append(f"{len(records)} of {job.train.steps} steps are recorded")
+    if faults:
+        return replace(trial, problem="; ".join(faults))
     return replace(trial, figures=figures_of(records, size.tokens_per_step))
 
 

@@ -82,9 +82,15 @@ def not_removed(bucket_url: str, refused: list[dict[str, Any]]) -> StorageError:
 
     first = refused[0]
     error = ClientError({"Error": {"Code": first.get("Code", ""), "Message": first.get("Message", "")}}, "")
-    told = from_client_error("remove", f"{bucket_url}/{first.get('Key')}", error)
+    first_error = from_client_error("remove", f"{bucket_url}/{first.get('Key')}", error)
     others = f"; nor {len(refused) - 1} others" if len(refused) > 1 else ""
-    return StorageError(told.kind, told.operation, told.url, told.cause + others, hint=told.hint)
+    return StorageError(
+        first_error.kind,
+        first_error.operation,
+        first_error.url,
+        first_error.cause + others,
+        hint=first_error.hint,
+    )
 
 
 def from_boto_error(operation: str, url: str, error: Exception) -> StorageError:

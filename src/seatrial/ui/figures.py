@@ -89,9 +89,12 @@ def steps(numbers: Sequence[int], most: int = 20) -> str:
 
 def spark(values: Sequence[float], width: int = 40) -> str:
     """`values` as a sparkline, each bar the mean of an equal share of them; NaN and infinity show as "!"."""
-    bars = "▁▂▃▄▅▆▇█"
-    if len(values) < 2:
-        return ""
+    return area(values, width, 1)[0] if len(values) > 1 else ""
+
+
+def area(values: Sequence[float], width: int, height: int) -> list[str]:
+    """`values` as an area of `height` lines, each column the mean of an equal share; NaN and infinity show as "!"."""
+    bars = " ▁▂▃▄▅▆▇█"
     width = min(width, len(values))
     edges = [round(i * len(values) / width) for i in range(width + 1)]
     means = [
@@ -100,5 +103,10 @@ def spark(values: Sequence[float], width: int = 40) -> str:
     ]
     finite = [m for m in means if math.isfinite(m)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
-    return "".join("!" if math.isnan(m) else bars[round((m - low) * scale)] for m in means)
+    scale = (8 * height - 1) / (high - low) if high > low else 0.0
+    # In eighths of a line; the least is one, so that it is seen.
+    filled = [None if math.isnan(m) else 1 + round((m - low) * scale) for m in means]
+    return [
+        "".join("!" if f is None else bars[max(0, min(8, f - 8 * line))] for f in filled)
+        for line in reversed(range(height))
+    ]

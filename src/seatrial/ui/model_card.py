@@ -32,35 +32,35 @@ def notes(provenance: dict[str, Any], model: str) -> dict[str, str]:
 def origin(folder: Path) -> str | None:
     """The origin of the weights in an exported folder, on one line; None if unknown."""
     try:
-        told = read_json(folder / PROVENANCE)
+        source = read_json(folder / PROVENANCE)
     except (OSError, ValueError):
         return None
-    if not isinstance(told, dict) or type(told.get("step")) is not int:
+    if not isinstance(source, dict) or type(source.get("step")) is not int:
         return None
-    text = f"step {told['step']} of run {told.get('run') or 'unknown'}"
-    return text if told.get("newest") is not False else f"{text}, not its newest checkpoint"
+    text = f"step {source['step']} of run {source.get('run') or 'unknown'}"
+    return text if source.get("newest") is not False else f"{text}, not its newest checkpoint"
 
 
-def _card(told: dict[str, Any], model: str) -> str:
-    run = "an unknown run" if told["run"] is None else f"the run `{told['run']}`"
-    of_job = "" if told["job_steps"] is None else f" of {told['job_steps']:,}"
+def _card(source: dict[str, Any], model: str) -> str:
+    run = "an unknown run" if source["run"] is None else f"the run `{source['run']}`"
+    of_job = "" if source["job_steps"] is None else f" of {source['job_steps']:,}"
     lines = [
         "---",
         "library_name: transformers",
         "tags:",
         "- seatrial",
         "---",
-        f"# {told['run'] or 'Checkpoint'}, step {told['step']:,}{of_job}",
+        f"# {source['run'] or 'Checkpoint'}, step {source['step']:,}{of_job}",
         "",
-        f"{model}. Written by `seatrial export` {told['seatrial']} from {told['checkpoint']} of {run}.",
-        f"Trained on {units.count(told['tokens'])} tokens.",
+        f"{model}. Written by `seatrial export` {source['seatrial']} from {source['checkpoint']} of {run}.",
+        f"Trained on {units.count(source['tokens'])} tokens.",
     ]
-    if told["left_out_steps"]:
+    if source["left_out_steps"]:
         lines += [
             "",
-            f"Skipped steps, their samples not trained on: {figures.steps(told['left_out_steps'])}.",
+            f"Skipped steps, their samples not trained on: {figures.steps(source['left_out_steps'])}.",
         ]
-    if told["not_taken"]:
-        lines += ["", f"**{NEWEST[told['newest']]}** Not taken:", ""]
-        lines += [f"- {item['checkpoint']}: {item['why']}" for item in told["not_taken"]]
+    if source["not_taken"]:
+        lines += ["", f"**{NEWEST[source['newest']]}** Not taken:", ""]
+        lines += [f"- {item['checkpoint']}: {item['why']}" for item in source["not_taken"]]
     return "\n".join([*lines, "", f"`{PROVENANCE}` has the same in machine-readable form.", ""])

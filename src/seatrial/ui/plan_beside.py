@@ -25,10 +25,10 @@ from seatrial.ui.plan_words import (
 )
 
 
-def lines(told: Sequence[Beside], width: int) -> list[Line]:
+def lines(compared: Sequence[Beside], width: int) -> list[Line]:
     """A table per layout, and every difference above 5 %."""
     out: list[Line] = []
-    for one in told:
+    for one in compared:
         out += [("", ""), (f"dry run of {brief(one.recipe)}", HEAD)]
         rows = [
             [
@@ -68,7 +68,7 @@ def _off(p: Pair) -> str:
     return "in only one of them" if p.off == float("inf") else f"{p.off * 100:+.1f} %"
 
 
-def document(told: Sequence[Beside]) -> list[dict[str, Any]]:
+def document(compared: Sequence[Beside]) -> list[dict[str, Any]]:
     """The `dry_run` entry of the plan's JSON document."""
     return [
         dict(
@@ -91,5 +91,5 @@ def document(told: Sequence[Beside]) -> list[dict[str, Any]]:
                 }
             )
         )
-        for one in told
+        for one in compared
     ]

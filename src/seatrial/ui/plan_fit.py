@@ -16,15 +16,15 @@ from seatrial.ui.plan_json import SCHEMA_VERSION, recipe
 from seatrial.ui.plan_words import HEAD, TIGHT, TIGHT_NOTE, Line, brief, data, gib, note, pair, table
 
 
-def lines(job: Job, told: Account, fits: Sequence[Fit], *, width: int) -> list[Line]:
+def lines(job: Job, memory: Account, fits: Sequence[Fit], *, width: int) -> list[Line]:
     """The memory account, then the clusters from the smallest."""
-    return [*_account(job, told, width), ("", ""), *_clusters(job, fits, width)]
+    return [*_account(job, memory, width), ("", ""), *_clusters(job, fits, width)]
 
 
-def _account(job: Job, told: Account, width: int) -> Iterator[Line]:
+def _account(job: Job, memory: Account, width: int) -> Iterator[Line]:
     yield f"what {job.name} needs", HEAD
-    yield from pair("", told.headline, width)
-    weights = ", ".join(f"{data(n)} in {name}" for name, n in told.weights)
+    yield from pair("", memory.headline, width)
+    weights = ", ".join(f"{data(n)} in {name}" for name, n in memory.weights)
     yield from pair("weights", f"{weights}: one copy, to compute with and nothing else", width)
     yield "", ""
     rows = [
@@ -36,18 +36,18 @@ def _account(job: Job, told: Account, width: int) -> Iterator[Line]:
             "" if line.cluster is None else data(line.cluster),
             line.note,
         ]
-        for line in told.lines
+        for line in memory.lines
         if line.once or line.gpu or line.cluster
     ]
-    total = "" if told.gpu_bytes is None else gib(told.gpu_bytes)
-    whole = "" if told.cluster_bytes is None else data(told.cluster_bytes)
-    rows.append(["in all", "", data(told.states), total, whole, "one copy: states alone"])
+    total = "" if memory.gpu_bytes is None else gib(memory.gpu_bytes)
+    whole = "" if memory.cluster_bytes is None else data(memory.cluster_bytes)
+    rows.append(["in all", "", data(memory.states), total, whole, "one copy: states alone"])
     head = ["to train it", "bytes each", "one copy", "a GPU", "all GPUs", ""]
-    if told.gpus is None:
+    if memory.gpus is None:
         rows = [[*row[:3], row[5]] for row in rows]
         head = [*head[:3], ""]
     yield from table(head, rows, width)
-    if told.gpus is not None:
+    if memory.gpus is not None:
         yield from note(f"a GPU, all GPUs: {brief_layout(job)}; the most loaded GPU, at its peak", width)
 
 
@@ -110,12 +110,12 @@ def _plain(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> li
     )
 
 
-def document(job: Job, told: Account, fits: Sequence[Fit]) -> dict[str, Any]:
+def document(job: Job, memory: Account, fits: Sequence[Fit]) -> dict[str, Any]:
     """The same content as one JSON document."""
     whole = {
         "schema_version": SCHEMA_VERSION,
         "name": job.name,
-        "account": asdict(told) | {"weights": dict(told.weights), "states": told.states},
+        "account": asdict(memory) | {"weights": dict(memory.weights), "states": memory.states},
         "clusters": [
             _fit(f)
             | {"memory_verdict": f.verdict.document(), "safe": None if f.safe is None else _fit(f.safe)}

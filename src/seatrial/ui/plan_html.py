@@ -53,7 +53,7 @@ def page(
     they are within reach. `fits`: the smallest clusters, if they were requested.
     """
     job, own = answer.job, answer.own
-    told = account(job.architecture, own.recipe, stack=answer.stack)
+    held = account(job.architecture, own.recipe, stack=answer.stack)
     scalings = [s for s in (answer.weak, answer.strong, answer.best_scaled) if s is not None]
     return render(
         "ui/plan.html",
@@ -67,7 +67,7 @@ def page(
         layouts=_layouts(answer),
         waterfall=_waterfall(answer),
         changes=[] if answer.advice is None else [_change(way) for way in answer.advice.ways],
-        memory=_memory(told, own.room, f"{told.headline}."),
+        memory=_memory(held, own.room, f"{held.headline}."),
         scaling_picture=_scaling_picture(scalings),
         scalings=[_scaling(s) for s in scalings],
         network=list(_network(answer)),
@@ -76,13 +76,13 @@ def page(
     )
 
 
-def fit_page(job: Job, told: Account, room: float | None, fits: Sequence[Fit]) -> str:
+def fit_page(job: Job, held: Account, room: float | None, fits: Sequence[Fit]) -> str:
     """Memory needs of a job's model, and the smallest clusters that satisfy them; `room` as in `account_svg`."""
     return render(
         "ui/fit.html",
         picture_style=picture_style(),
         name=job.name,
-        memory=_memory(told, room, f"With the job's own layout, {job.layout}:"),
+        memory=_memory(held, room, f"With the job's own layout, {job.layout}:"),
         fits=list(_fits(fits)),
     )
 
@@ -175,23 +175,23 @@ def _change(way: Suggestion) -> Row:
     ]
 
 
-def _memory(told: Account, room: float | None, before: str) -> dict[str, object]:
+def _memory(held: Account, room: float | None, before: str) -> dict[str, object]:
     """`before`: what stands above the picture, which an account without a layout has not."""
     rows: list[Row] = []
-    for li in told.lines:
+    for li in held.lines:
         each = "" if li.per_parameter is None else f"{li.per_parameter:g}"
         once = "" if li.once is None else data(li.once)
         gpu = "" if li.gpu is None else figures.memory(li.gpu)
         whole = "" if li.cluster is None else data(li.cluster)
         rows.append((None, [li.name, each, once, gpu, whole, li.note]))
     picture = ""
-    if told.gpu_bytes is not None:
-        picture = written(account_svg(told, room, title="On the most loaded GPU", alone=False))
-        if told.cluster_bytes is not None:
-            sums = [figures.memory(told.gpu_bytes), data(told.cluster_bytes)]
+    if held.gpu_bytes is not None:
+        picture = written(account_svg(held, room, title="On the most loaded GPU", alone=False))
+        if held.cluster_bytes is not None:
+            sums = [figures.memory(held.gpu_bytes), data(held.cluster_bytes)]
             rows.append(("own", ["in all", "", "", *sums, ""]))
-    weights = ", ".join(f"{name} {data(n)}" for name, n in told.weights)
-    return {"headline": told.headline, "before": before, "picture": picture, "weights": weights, "rows": rows}
+    weights = ", ".join(f"{name} {data(n)}" for name, n in held.weights)
+    return {"headline": held.headline, "before": before, "picture": picture, "weights": weights, "rows": rows}
 
 
 def _scaling_picture(scalings: Sequence[Scaling]) -> str:

@@ -64,8 +64,8 @@ def document(answer: Answer) -> dict[str, Any]:
 
 def _cautions(answer: Answer) -> list[str]:
     p = answer.own.prediction
-    told = None if p is None else too_short(answer.job.architecture, answer.own.recipe, p)
-    return [] if told is None else [told]
+    warning = None if p is None else too_short(answer.job.architecture, answer.own.recipe, p)
+    return [] if warning is None else [warning]
 
 
 def _place(place: Hardware) -> dict[str, Any]:

@@ -235,8 +235,8 @@ def _where(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
 def _sources(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if full and answer.provenance:
         yield "sources", HEAD
-        for told in answer.provenance:
-            yield from pair("", told, width)
+        for source in answer.provenance:
+            yield from pair("", source, width)
         return
     p = answer.own.prediction
     if p is None:
@@ -244,7 +244,7 @@ def _sources(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     text = f"{p.pace.kind} for {answer.stack} on {_gpu(answer)} {p.pace.source}"
     if p.pace.kind == "calibrated":
         text = f"calibrated: {answer.stack} on {_gpu(answer)}, {p.pace.source}"
-    assumed = sum("assum" in told for told in answer.provenance)
+    assumed = sum("assum" in source for source in answer.provenance)
     yield from pair("speeds", f"{text}; {many(assumed, 'number')} assumed: --full", width)
 
 

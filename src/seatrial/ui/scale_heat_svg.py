@@ -17,10 +17,10 @@ def heat_svg(heat: Heat, step_s: float, *, title: str, name: str, alone: bool = 
     """Orange is slower than the peers, blue faster, the more the stronger. `name` keeps the ids of several on a page apart."""
     most = max(float(abs(heat.values).max()), _LEAST * step_s)
     wide = (WIDTH - _LEFT - _RIGHT) / len(heat.stages)
-    told = f"above (orange) or below (blue) the median of the peers; full colour: {seconds(most)}, {most / step_s:.0%} of a step"
+    legend = f"above (orange) or below (blue) the median of the peers; full colour: {seconds(most)}, {most / step_s:.0%} of a step"
     if heat.left_out:
-        told += f"; {heat.left_out} {heat.unit}s that deviate less are not shown"
-    parts = [text(16, 49, told, "st-soft")]
+        legend += f"; {heat.left_out} {heat.unit}s that deviate less are not shown"
+    parts = [text(16, 49, legend, "st-soft")]
     parts += [
         text(_LEFT + (i + 0.5) * wide, _TOP - 8, stage, "st-soft", "middle")
         for i, stage in enumerate(heat.stages)

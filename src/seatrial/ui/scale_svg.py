@@ -41,8 +41,8 @@ def _curves(results: Results) -> Iterator[tuple[str, str, str, list[Mark]]]:
             measured.append(Mark(at, found.mean, f"measured, {at} GPUs: {share(found)}", low, high))
         point = size.predicted
         if point is not None and point.efficiency is not None:
-            told = f"predicted, {at} GPUs: {point.efficiency * 100:.1f} %"
-            predicted.append(Mark(at, point.efficiency, told))
+            label = f"predicted, {at} GPUs: {point.efficiency * 100:.1f} %"
+            predicted.append(Mark(at, point.efficiency, label))
     yield "measured", "st-kernels", "", measured
     yield "predicted", "st-communication", "6 4", predicted
     first = results.sizes[0].size.gpus

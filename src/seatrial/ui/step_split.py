@@ -35,14 +35,11 @@ def waterfall_of_run(view: RunView, account: Account | None) -> tuple[StepWaterf
     if account is None or view.last is None:
         return None, ""
     from seatrial.plan.report.step_waterfall import step_waterfall
-    from seatrial.record.run import read_plan
 
     try:
-        pipeline = int(read_plan(view.folder)["layout"]["pipeline"])
-        if account.ranks % pipeline:
-            raise ValueError(f"a pipeline of {pipeline} for {account.ranks} ranks")
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        return None, f"plan.json cannot be used: {error}"
+        pipeline = pipeline_of(view, account)
+    except InputError as error:
+        return None, error.diagnostics[0].message
     try:
         prediction, why = _prediction(view, account.ranks)
     except InputError as error:
@@ -50,6 +47,19 @@ def waterfall_of_run(view: RunView, account: Account | None) -> tuple[StepWaterf
     last = view.last
     seconds = None if last.mfu is None else last.mfu * last.step_time_s
     return step_waterfall(account, pipeline, model_flops_s=seconds, prediction=prediction), why
+
+
+def pipeline_of(view: RunView, account: Account) -> int:
+    """The pipeline stages of the ranks of `account`. Raises InputError where plan.json does not say."""
+    from seatrial.record.run import read_plan
+
+    try:
+        pipeline = int(read_plan(view.folder)["layout"]["pipeline"])
+        if account.ranks % pipeline:
+            raise ValueError(f"a pipeline of {pipeline} for {account.ranks} ranks")
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise InputError(f"plan.json cannot be used: {error}") from error
+    return pipeline
 
 
 def _prediction(view: RunView, ranks: int) -> tuple[Prediction | None, str]:

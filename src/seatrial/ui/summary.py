@@ -9,13 +9,15 @@ from statistics import median
 from typing import Any
 
 from seatrial.base import units
+from seatrial.record.events import Event
 from seatrial.record.failure import Failure
 from seatrial.record.jsonl import plain
+from seatrial.record.nodes import Nodes
 from seatrial.record.view import RunView
 from seatrial.ui import figures
 from seatrial.ui.goodput_words import goodput_of, goodput_pairs
 from seatrial.ui.out import Out, Pair
-from seatrial.ui.recovery import Nodes, Recoveries, message_of
+from seatrial.ui.recovery import Recoveries, message_of
 from seatrial.ui.step_split import account_of, split_pairs, waterfall_of_run, waterfall_pairs
 
 SCHEMA_VERSION = 1
@@ -103,7 +105,7 @@ def print_headline(out: Out, view: RunView) -> None:
 
 def print_events(out: Out, view: RunView) -> None:
     """Print the last events, one per line."""
-    events = [e for e in view.events if e.kind not in _NOT_SHOWN][-LAST_EVENTS:]
+    events = shown_events(view)[-LAST_EVENTS:]
     if events:
         out.line("  last events")
     for event in events:
@@ -111,6 +113,11 @@ def print_events(out: Out, view: RunView) -> None:
         mark = "" if event.severity == "info" else f"{event.severity}: "
         style = {"error": "red", "warning": "yellow"}.get(event.severity, "")
         out.line(f"    {when}  {event.kind:<18}  {mark}{message_of(event)}", style)
+
+
+def shown_events(view: RunView) -> list[Event]:
+    """The events that are for people."""
+    return [e for e in view.events if e.kind not in _NOT_SHOWN]
 
 
 def ledger_pairs(view: RunView) -> list[Pair]:

@@ -33,9 +33,9 @@ def waterfall_svg(
         parts += _bar(bar, top + i * _ROW)
     parts += _joints(shown, top)
     parts += legend
-    for told in textwrap.wrap(shown.too_small, _WRAP):
+    for wrapped in textwrap.wrap(shown.too_small, _WRAP):
         y += 20
-        parts.append(text(16, y, told, "st-soft"))
+        parts.append(text(16, y, wrapped, "st-soft"))
     return framed(parts, height=y + 18, title=title, sentence=shown.sentence, name=name, alone=alone)
 
 

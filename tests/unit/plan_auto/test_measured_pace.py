@@ -40,7 +40,7 @@ def test_the_prediction_of_a_run_that_was_made_is_what_it_took(tmp_path: Path, f
     assert p.pace.kind == "calibrated"
     assert "auto (55 steps" in p.pace.source
     assert p.high_s / p.low_s < math.exp(2 * 1.44 * 0.1)
-    assert found.told == tuple(t for t in found.told if t.startswith("pace"))
+    assert found.provenance == tuple(t for t in found.provenance if t.startswith("pace"))
 
 
 def test_the_rates_of_a_check_and_the_pace_belong_together(tmp_path: Path) -> None:

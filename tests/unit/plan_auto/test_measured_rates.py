@@ -53,9 +53,9 @@ def test_the_model_reaches_what_was_measured(tmp_path: Path) -> None:
     assert after.network is not None
     assert (after.network.nics_per_node, after.network.name) == (8, NDR.name)
     assert found.storage_gb_s == pytest.approx(4.4)
-    assert len(found.told) == 4
-    assert len(found.told_network) == 1
-    assert all("check.json" in text for text in (*found.told, *found.told_network))
+    assert len(found.provenance) == 4
+    assert len(found.network_provenance) == 1
+    assert all("check.json" in text for text in (*found.provenance, *found.network_provenance))
     assert found.unused == ()
 
 
@@ -73,7 +73,7 @@ def test_a_slow_gpu_among_good_ones_is_told(tmp_path: Path) -> None:
     rates["gemm"]["min"] = 500.0
     report(tmp_path / "auto", {"gpu": rates})
     assert any(
-        "the slowest GPU reaches 500" in text for text in measured_rates(tmp_path / "auto", job()).told
+        "the slowest GPU reaches 500" in text for text in measured_rates(tmp_path / "auto", job()).provenance
     )
 
 
@@ -106,8 +106,8 @@ def test_a_network_that_somebody_asks_about_stays(tmp_path: Path) -> None:
     place = found.at(asked, keep_network=True)
     assert place.network == asked.network
     assert place.gpu != asked.gpu
-    assert not any("network ports" in text for text in place.told)
-    assert any("network ports" in text for text in found.at(asked).told)
+    assert not any("network ports" in text for text in place.provenance)
+    assert any("network ports" in text for text in found.at(asked).provenance)
 
 
 def test_ports_that_do_not_divide_by_nodes_say_too_little(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_job_that_names_no_gpu_gets_the_one_that_was_checked(tmp_path: Path) -
     assert place.gpu is not None
     assert (place.gpu.name, place.why_no_gpu) == ("H200 SXM", "")
     assert place.cluster is not None
-    assert any("600" in text for text in place.told)
+    assert any("600" in text for text in place.provenance)
 
 
 def test_an_assumed_network_that_was_measured_is_no_assumption(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_report_that_does_not_say_when_is_as_old_as_its_file(tmp_path: Path) -
 def test_a_damaged_report_is_said_and_left(tmp_path: Path, content: str) -> None:
     report(tmp_path / "auto", {}).write_text(content)
     found = measured_rates(tmp_path / "auto", job())
-    assert found.told == ()
+    assert found.provenance == ()
     assert len(found.unused) == 1
     assert "check.json" in found.unused[0]
 

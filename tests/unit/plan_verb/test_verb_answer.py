@@ -167,10 +167,10 @@ def test_place() -> None:
     of = job("llama3-8b-h100", "cluster.nodes=2")
     assumed = place_of(of)
     assert assumed.network is not None
-    assert any("assumed" in told for told in assumed.told)
+    assert any("assumed" in told for told in assumed.provenance)
     given = place_of(of, "roce 8X200")
     assert given.network == find_network("RoCE 8x200")
-    assert given.told == ()
+    assert given.provenance == ()
     with pytest.raises(InputError, match="unknown network") as error:
         place_of(of, "Infiniband NDR 8x40")
     assert "did you mean" in (error.value.diagnostics[0].hint or "")

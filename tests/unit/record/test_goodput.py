@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from seatrial.record.goodput import CAUSES, LABELS, NOT_FAILED, Goodput, goodput
 from seatrial.record.mtbf import mtbf
 from seatrial.record.stages import STAGES, StageWriter, read_generation
 from seatrial.record.straggling import straggling
-from seatrial.record.timeline import timeline
 from seatrial.record.view import RunView, read_view
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -195,7 +193,7 @@ def test_without_a_failure_only_a_lower_bound_is_known() -> None:
     assert found.low_s == pytest.approx(1e6 / 2.9957, rel=1e-4)
 
 
-@pytest.mark.timed
+@pytest.mark.long
 def test_a_month_of_steps_takes_a_third_of_a_second() -> None:
     story = Story(8, nodes=128, step_s=10.0)
     story.start("submitted")

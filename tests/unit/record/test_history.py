@@ -124,7 +124,7 @@ def etas(seconds: list[float], generations: list[int] | None = None, total: int 
     for step, (s, generation) in enumerate(
         zip(seconds, generations or [1] * len(seconds), strict=True), start=1
     ):
-        pace.take(record(step, generation, s))
+        pace.take(generation, s)
         eta = pace.eta_s(total - step)
         told += [] if eta is None else [eta]
     return told
@@ -175,10 +175,10 @@ def test_the_eta_follows_a_lasting_change() -> None:
 def test_nothing_is_said_where_nothing_is_known() -> None:
     pace = Pace()
     assert pace.eta_s(10) is None
-    pace.take(record(1, seconds=57.0))
+    pace.take(1, 57.0)
     assert pace.eta_s(10) is None, "a first step tells nothing of those that follow"
-    pace.take(record(2, seconds=2.0))
-    pace.take(record(3, seconds=float("nan")))
+    pace.take(1, 2.0)
+    pace.take(1, float("nan"))
     assert (pace.eta_s(10), pace.eta_s(-3)) == (20.0, 0.0)
     assert pace.eta_s(10, since=2) is None, "another start may be on another machine"
 

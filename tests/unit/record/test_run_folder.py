@@ -48,6 +48,7 @@ def test_paths() -> None:
         "logs": "logs",
         "reports": "reports",
         "ranks": "ranks",
+        "telemetry": "telemetry",
     }
 
 

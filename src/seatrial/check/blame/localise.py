@@ -181,9 +181,9 @@ class _Trial:
                 again.append((doubts, self.bench.nodes(doubts)))
                 self.asked += 1
             self.stage = settle(first, again)
-        told = judge_nodes(self.stage)
+        judged = judge_nodes(self.stage)
         # Nodes that do not answer are reported in any case.
-        self.findings += told if "node" in self.stages else [f for f in told if f.code == "MSR011"]
+        self.findings += judged if "node" in self.stages else [f for f in judged if f.code == "MSR011"]
         if self.topology is not None and self.topology.links:
             self.findings += judge_topology(self.topology)
         self.alive = self.stage.answered.copy()

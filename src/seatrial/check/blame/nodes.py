@@ -276,7 +276,7 @@ def _memory(stage: NodeStage) -> Iterator[Finding]:
 
 def _messages(stage: NodeStage) -> Iterator[Finding]:
     slots = {address(pci): slot for slot, pci in enumerate(stage.slots)}
-    known, told = catalogue(), False
+    known, named = catalogue(), False
     for node, lines in stage.kernel_log.items():
         if lines is None:
             why = "no permission to read the kernel log, or it is not visible in the container"
@@ -288,11 +288,11 @@ def _messages(stage: NodeStage) -> Iterator[Finding]:
             code = known.get(message.code) if message is not None and message.kind == "xid" else None
             if message is None or code is None or code.cls not in _HARDWARE or code.bucket in _HARMLESS:
                 continue
-            told = True
+            named = True
             target = Target(stage.names[node], slots.get(message.pci), message.pci, message.link)
             text = f"Xid {message.code}, {code.meaning}: {message.message}"
             yield Finding("MSR008", "FAIL", target, text, message.code, evidence=(line,))
-    if not told:
+    if not named:
         yield Finding("MSR008", "PASS", Target(), "no driver message caused by the hardware")
 
 

@@ -82,7 +82,7 @@ class Cluster:
     gbit_s: float = 400.0
     seed: int = 0
     noise: Noise = Noise()
-    told: Mapping[int, NodeOverrides] = field(default_factory=dict)
+    overrides: Mapping[int, NodeOverrides] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -163,8 +163,8 @@ class SimulatedBench:
         self.slots = tuple(f"0000:{0x0F + 0x1C * i:02x}:00" for i in range(shape.gpus))
         self.devices = tuple(f"mlx5_{r}/1" for r in range(shape.rails))
         self._strew(rng)
-        for node, told in cluster.told.items():
-            self._tell(node, told)
+        for node, overrides in cluster.overrides.items():
+            self._tell(node, overrides)
         for fault in cluster.faults:
             self._break(fault, gpu, rng)
         self._pair_rounds = 0
@@ -198,14 +198,14 @@ class SimulatedBench:
         port = (device, int(number), "MT4129", "ACTIVE", "InfiniBand", self.cluster.gbit_s)
         self._counters[node, rail] = (Port(*port, counters=dict(before)), Port(*port, counters=dict(after)))
 
-    def _tell(self, node: int, told: NodeOverrides) -> None:
-        for name, values in told.rates.items():
+    def _tell(self, node: int, overrides: NodeOverrides) -> None:
+        for name, values in overrides.rates.items():
             self._rate[name][node] = values
-        if told.rail_gbit_s is not None:
-            self._port[node] = np.array(told.rail_gbit_s) / self.cluster.gbit_s
-        for line in told.kernel_log:
+        if overrides.rail_gbit_s is not None:
+            self._port[node] = np.array(overrides.rail_gbit_s) / self.cluster.gbit_s
+        for line in overrides.kernel_log:
             self._say(node, line)
-        for rail, (before, after) in told.counters.items():
+        for rail, (before, after) in overrides.counters.items():
             self._count(node, rail, before, after)
 
     def _break(self, fault: Fault, gpu: Gpu, rng: np.random.Generator) -> None:

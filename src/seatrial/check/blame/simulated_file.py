@@ -121,10 +121,10 @@ class _Reader:
             self._say("[cluster] topology must be true or false")
         noise = self._noise(table.get("noise", {}))
         faults = self._faults(table.get("fault", []), shape)
-        told = self._told(table.get("node", []), shape)
+        overrides = self._overrides(table.get("node", []), shape)
         if self.problems:
             raise InputError(self.problems)
-        return Scenario(Cluster(shape, faults, gpu, float(rate), seed, noise, told), topology)
+        return Scenario(Cluster(shape, faults, gpu, float(rate), seed, noise, overrides), topology)
 
     def _say(self, text: str, hint: str | None = None) -> None:
         self.problems.append(Diagnostic(text, file=self.file, hint=hint))
@@ -186,7 +186,7 @@ class _Reader:
             self._say(text)
         return tuple(found)
 
-    def _told(self, value: Any, shape: Shape) -> dict[int, NodeOverrides]:
+    def _overrides(self, value: Any, shape: Shape) -> dict[int, NodeOverrides]:
         found: dict[int, NodeOverrides] = {}
         keys = ("node", *_RATES, "rail_gbit_s", "kernel_log", "counters")
         for i, entry in enumerate(self._list(value, "[[node]]"), 1):

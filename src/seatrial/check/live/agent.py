@@ -113,8 +113,8 @@ class Agent:
         elif do == "cancel":
             self._cancel(int(order["order"]))
         elif do == "node":
-            told = json.dumps([order["options"], order["toward"]])
-            self._start(number, process.python("seatrial.check.live.agent", "--node", told), limit_s)
+            arguments = json.dumps([order["options"], order["toward"]])
+            self._start(number, process.python("seatrial.check.live.agent", "--node", arguments), limit_s)
         elif do == "run":
             self._run(number, [str(word) for word in order["argv"]], limit_s, order.get("listen"))
         elif do == "reach":

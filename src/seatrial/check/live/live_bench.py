@@ -73,7 +73,7 @@ class LiveBench:
         self.machines = [str(self.hello.get(n, {}).get("machine", f"host {n}")) for n in range(len(hosts))]
         self.wanted_device, self.wanted_sizes, self.timeout_s = device, sizes, timeout_s
         self.ranks_wanted = ranks_wanted
-        self.told = HostProblems()
+        self.problems = HostProblems()
         self.roll = RollCall(agent_pool, hosts, self.hello)
         self.roll.missed({n: r.problem for n, r in greetings.items() if r.value is None})
         self.facts: dict[str, Facts | None] = {}
@@ -126,7 +126,7 @@ class LiveBench:
         if first:
             self.stage = stage
             self._begin_ranks(stage)
-            stage.able = np.array([n not in self.told.unable for n in range(len(self.hosts))])
+            stage.able = np.array([n not in self.problems.unable for n in range(len(self.hosts))])
         return stage
 
     def _turns(self, which: list[int]) -> list[list[tuple[int, bool]]]:
@@ -165,9 +165,9 @@ class LiveBench:
             if not reply.alive:
                 self.roll.missed({n: reply.problem})
             elif why:
-                self.told.stage[n] = why
+                self.problems.stage[n] = why
             else:
-                self.told.stage.pop(n, None)
+                self.problems.stage.pop(n, None)
         return found
 
     def _begin_ranks(self, stage: NodeStage) -> None:
@@ -189,11 +189,11 @@ class LiveBench:
                 if not reply.alive:
                     self.roll.missed({n: reply.problem})
                 elif reply.value is None:
-                    self.told.unable[n] = reply.problem
+                    self.problems.unable[n] = reply.problem
                 else:
-                    self.told.versions[n] = str(reply.value["torch"])
+                    self.problems.versions[n] = str(reply.value["torch"])
             self._begin_perftest(alive)
-            self._inside([n for n in alive if n not in self.told.unable])
+            self._inside([n for n in alive if n not in self.problems.unable])
 
     def _begin_perftest(self, alive: Sequence[int]) -> None:
         """Find out why hosts without RDMA devices have none, and whether the others have perftest."""
@@ -293,7 +293,7 @@ class LiveBench:
         for result in outcomes:
             self.roll.missed(result.silent)
             for n, why in result.own.items():
-                self.told.failed[n].append(why)
+                self.problems.failed[n].append(why)
         return outcomes
 
     def _reading(self, result: Outcome, absent: set[int]) -> float:
@@ -362,7 +362,7 @@ class LiveBench:
 
     def fails_often(self) -> dict[int, str]:
         """Hosts whose ranks failed for a reason of their own more than once, with the last reason."""
-        return {n: whys[-1] for n, whys in self.told.failed.items() if len(whys) >= _TIMES}
+        return {n: whys[-1] for n, whys in self.problems.failed.items() if len(whys) >= _TIMES}
 
 
 def _hosts(count: int) -> str:

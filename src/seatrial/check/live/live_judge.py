@@ -26,31 +26,31 @@ _PEERS = 3  # nodes needed for a usual value, their median
 
 def hosts(bench: LiveBench, gone: set[str]) -> Iterator[Finding]:
     """Faults of hosts that showed while they were measured. `gone` no longer answer."""
-    told, names = bench.told, [h.name for h in bench.hosts]
+    problems, names = bench.problems, [h.name for h in bench.hosts]
     for n, why in sorted(bench.roll.silent.items()):
         if n not in bench.hello:
             yield Finding("LIV001", "FAIL", Target(node=names[n]), f"{names[n]} is unreachable: {why}")
         else:
             verdict: Verdict = "FAIL" if names[n] in gone else "WARN"
             yield Finding("LIV002", verdict, Target(node=names[n]), f"{names[n]}: {why}")
-    for n, why in sorted(told.stage.items()):
+    for n, why in sorted(problems.stage.items()):
         yield Finding("LIV007", "FAIL", Target(node=names[n]), f"{names[n]}: the node stage {why}")
     for n, times in sorted(bench.roll.cut_off.items()):
         verdict = "FAIL" if names[n] in gone else "WARN"
         text = f"{names[n]} responds to the check, but has no connection to the others ({times} times)"
         yield Finding("LIV003", verdict, Target(node=names[n]), text)
-    for n, why in sorted(told.unable.items()):
+    for n, why in sorted(problems.unable.items()):
         yield Finding("LIV004", "FAIL", Target(node=names[n]), f"{names[n]} cannot run ranks: {why}")
     often = bench.fails_often()
-    for n, whys in sorted(told.failed.items()):
+    for n, whys in sorted(problems.failed.items()):
         text = f"ranks failed on {names[n]} ({len(whys)} times): {whys[-1]}"
         yield Finding("LIV005", "FAIL" if n in often else "WARN", Target(node=names[n]), text)
     versions = {
-        n: f"seatrial {h['version']}, Python {h['python']}, torch {told.versions.get(n, '-')}"
+        n: f"seatrial {h['version']}, Python {h['python']}, torch {problems.versions.get(n, '-')}"
         for n, h in bench.hello.items()
     }
     yield from _versions(
-        {names[n]: v for n, v in versions.items() if n in told.versions or not told.versions}
+        {names[n]: v for n, v in versions.items() if n in problems.versions or not problems.versions}
     )
     yield from _wrong(bench.outcomes, names)
     yield from _failed(bench.outcomes, names)

@@ -193,9 +193,9 @@ def outcome(world: RankGroup, replies: Mapping[int, Reply]) -> Outcome:
     for (sender, receiver), flow in sorted(rates.items()):
         if flow["gbit_s"] is not None:
             result.flows.append(Flow(sender, receiver, flow["gbit_s"], flow["message_bytes"]))
-    for size, told in sorted(times.items()):
+    for size, by_rank in sorted(times.items()):
         # A repeat ends with its slowest rank; a rank that was cut short has fewer repeats.
-        slowest = [max(repeat) for repeat in zip(*told, strict=False)]
-        if slowest and len(told) == world.size:
+        slowest = [max(repeat) for repeat in zip(*by_rank, strict=False)]
+        if slowest and len(by_rank) == world.size:
             result.sums.append(Sum(size, median(slowest), len(slowest), wrong[size]))
     return result

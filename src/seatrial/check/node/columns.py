@@ -30,16 +30,16 @@ def columns(facts: Mapping[str, Facts | None], like: NodeStage | None = None) ->
     likewise by name. Without RDMA anywhere there is one rail: the network device that ranks use.
     """
     # Facts of another version are unusable here; judge_node.judge_stage() reports them.
-    names, told = (
+    names, answers = (
         tuple(facts),
         [f if f is None or f["version"] == FACTS_VERSION else None for f in facts.values()],
     )
-    gpus = [gpus_of(f) for f in told]
+    gpus = [gpus_of(f) for f in answers]
     slots = like.slots if like is not None else _common([list(own) for own in gpus], "slot")
     places = [_places(list(own), slots) for own in gpus]
-    ports = [_ports(f) for f in told]
+    ports = [_ports(f) for f in answers]
     rdma = any(own for own in ports)
-    devices = like.devices if like is not None else _devices(ports, told, rdma=rdma)
+    devices = like.devices if like is not None else _devices(ports, answers, rdma=rdma)
     rails = [_places(list(own), devices) for own in ports]
     up = np.zeros((len(names), len(devices)), dtype=bool)
     counters: dict[tuple[int, int], tuple[Port, Port]] = {}
@@ -53,18 +53,18 @@ def columns(facts: Mapping[str, Facts | None], like: NodeStage | None = None) ->
                 counters[node, rail] = (before, after)
     # Without RDMA ports a node is on the rail through its network device.
     if not rdma and len(devices) == 1:
-        up[:, 0] = [f is not None and is_up(f["interface"]) for f in told]
+        up[:, 0] = [f is not None and is_up(f["interface"]) for f in answers]
     present = np.zeros((len(names), len(slots)), dtype=bool)
     for node, own in enumerate(places):
         present[node, list(own.values())] = True
     links, down = _links(gpus, places, like)
-    load = [float(f["load_s"]) for f in told if f is not None]
+    load = [float(f["load_s"]) for f in answers if f is not None]
     return NodeStage(
         names=names,
-        answered=np.array([f is not None for f in told], dtype=bool),
+        answered=np.array([f is not None for f in answers], dtype=bool),
         slots=slots,
         present=present,
-        rates=_rates(told, places, len(slots)),
+        rates=_rates(answers, places, len(slots)),
         links_down=down,
         links=links,
         uncorrectable={
@@ -79,9 +79,9 @@ def columns(facts: Mapping[str, Facts | None], like: NodeStage | None = None) ->
         nvlink={
             (node, slot): pair
             for node, own in enumerate(places)
-            for slot, pair in _link_errors(told[node], gpus[node], own).items()
+            for slot, pair in _link_errors(answers[node], gpus[node], own).items()
         },
-        kernel_log={node: driver_lines(f) for node, f in enumerate(told) if f is not None},
+        kernel_log={node: driver_lines(f) for node, f in enumerate(answers) if f is not None},
         # Error rates use the shortest time in which they can have been counted.
         load_s=min(load, default=10.0) or 10.0,
         gpu=_kind(gpus) if like is None else like.gpu,
@@ -152,22 +152,22 @@ def _ports(facts: Facts | None) -> dict[str, tuple[Port | None, Port | None]]:
 
 
 def _devices(
-    ports: Sequence[Mapping[str, Any]], told: Sequence[Facts | None], *, rdma: bool
+    ports: Sequence[Mapping[str, Any]], answers: Sequence[Facts | None], *, rdma: bool
 ) -> tuple[str, ...]:
     if rdma:
         return _common([list(own) for own in ports], "port")
-    names = {f["interface"]["name"] for f in told if f is not None and f["interface"]["name"]}
+    names = {f["interface"]["name"] for f in answers if f is not None and f["interface"]["name"]}
     return (names.pop(),) if len(names) == 1 else (NETWORK,)
 
 
 def _rates(
-    told: Sequence[Facts | None], places: Sequence[Mapping[str, int]], slots: int
+    answers: Sequence[Facts | None], places: Sequence[Mapping[str, int]], slots: int
 ) -> dict[str, Floats]:
     found = {
-        q.name: np.full((len(told), slots, slots) if q.name == "p2p" else (len(told), slots), np.nan)
+        q.name: np.full((len(answers), slots, slots) if q.name == "p2p" else (len(answers), slots), np.nan)
         for q in RATES
     }
-    for node, (facts, own) in enumerate(zip(told, places, strict=True)):
+    for node, (facts, own) in enumerate(zip(answers, places, strict=True)):
         rates = (facts or {}).get("rates") or {}
         for pci, gpu in (rates.get("gpus") or {}).items():
             for name, key in _OF_GPU.items():

@@ -35,11 +35,11 @@ def read_kernel_log(kmsg: Path = KMSG) -> dict[str, Any]:
         if len(found) > len(lines or ()):
             lines, source, lost, problem = found, "journalctl -k", False, None
         elif lines is None:
-            told = run_tool(Order("dmesg", ("dmesg",), _TIMEOUT_S))
-            if told.ok and told.out.strip():
-                lines, source, problem = told.out.splitlines(), "dmesg", None
+            dmesg = run_tool(Order("dmesg", ("dmesg",), _TIMEOUT_S))
+            if dmesg.ok and dmesg.out.strip():
+                lines, source, problem = dmesg.out.splitlines(), "dmesg", None
             else:
-                problem = "; ".join(p for p in (problem, told.why or "dmesg prints nothing") if p)
+                problem = "; ".join(p for p in (problem, dmesg.why or "dmesg prints nothing") if p)
     if lines is None:
         return {"source": None, "text": None, "problem": problem, "lost": False, "lines": 0, "cut": False}
     if not lines:

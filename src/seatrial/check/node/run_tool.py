@@ -59,21 +59,21 @@ class Result:
     @property
     def why(self) -> str:
         """Why there is no answer, as text; empty if there is one."""
-        told = next((line.strip() for line in reversed(self.err.splitlines()) if line.strip()), "")
+        last_line = next((line.strip() for line in reversed(self.err.splitlines()) if line.strip()), "")
         match self.ended:
             case "ok":
                 return ""
             case "absent":
                 return f"{self.name}: not installed"
             case "refused":
-                return f"{self.name}: cannot be executed ({told[:200]})"
+                return f"{self.name}: cannot be executed ({last_line[:200]})"
             case "hung":
                 return f"{self.name}: did not end within {self.limit_s:g} s"
             case "stuck":
                 return f"{self.name}: did not end within {self.limit_s:g} s, and survived SIGKILL"
             case "failed":
                 how = process.status_text(self.exit_code or 0)
-                return f"{self.name}: {how}" + (f": {told[:200]}" if told else "")
+                return f"{self.name}: {how}" + (f": {last_line[:200]}" if last_line else "")
 
     def facts(self) -> dict[str, Any]:
         """The node's facts about this call: all but its output."""

@@ -65,8 +65,8 @@ class _Reader:
         """Take one line of the table."""
         if self.section in _VERSIONS:
             self.version = value if name == "DCGM Version" else self.version
-        elif told := _TOLD.match(name):
-            self._tell(told["what"], told["who"] or "", value)
+        elif found_in_name := _TOLD.match(name):
+            self._tell(found_in_name["what"], found_in_name["who"] or "", value)
         elif name:
             if name == "DCGM Version":
                 self.version = value

@@ -70,10 +70,10 @@ def parse(lines: Lines, file: str) -> LinkFacts:
         if "Troubleshooting Info" in sections and name not in fields:
             damage.append((f"no `{name}`", None))
     advice = fields.get("Recommendation")
-    told = advice is not None and (advice[0] or advice[1] is not None)  # in JSON it may be empty
+    advised = advice is not None and (advice[0] or advice[1] is not None)  # in JSON it may be empty
     if (
         advice is not None
-        and told
+        and advised
         and fields.get("Status Opcode", ("", 0))[0] == "0"
         and not _NO_ISSUE.fullmatch(advice[0])
     ):

@@ -159,9 +159,9 @@ def _check(facts: ScoutFacts) -> None:
                 (f"{counts['Good nodes'] + counts['Bad nodes']} nodes tested, {len(nodes)} shown", None)
             )
     for what in ("Good", "Bad", "Unreachable"):
-        told = counts.get(f"{what} nodes", 0)
-        if counts.get(f"{what} list", 0) != told or len(facts.lists.get(what, ())) != told:
-            facts.damage.append((f"the list of {what.lower()} nodes does not contain {told}", None))
+        stated = counts.get(f"{what} nodes", 0)
+        if counts.get(f"{what} list", 0) != stated or len(facts.lists.get(what, ())) != stated:
+            facts.damage.append((f"the list of {what.lower()} nodes does not contain {stated}", None))
     measured = [p.gb_s for p in facts.pairs if p.gb_s is not None]
     for what, value in facts.statistics.items():
         # A retest replaces the first result of a pair, so any of the results may be the extreme.

@@ -43,20 +43,20 @@ def states_of(query: Query, damage: Callable[[Gpu], Iterable[tuple[str, Value | 
 def _state(gpu: Gpu, damage: Sequence[tuple[str, int | None]]) -> GpuState:
     lines: dict[str, int] = {}
 
-    def told(name: str, *paths: str) -> Value | None:
+    def value_of(name: str, *paths: str) -> Value | None:
         value = gpu.get(*paths)
         if value is not None:
             lines[name] = value.line
         return value
 
     def text(name: str, *paths: str) -> str | None:
-        return None if (value := told(name, *paths)) is None else value.text
+        return None if (value := value_of(name, *paths)) is None else value.text
 
     def count(name: str, *paths: str) -> float | None:
-        return number(told(name, *paths))
+        return number(value_of(name, *paths))
 
     def yes(name: str, *paths: str) -> bool | None:
-        return None if (value := told(name, *paths)) is None else value.text == "Yes"
+        return None if (value := value_of(name, *paths)) is None else value.text == "Yes"
 
     alike = {what: said for what, paths in _ALIKE.items() if (said := text(what, *paths)) is not None}
     uncorrectable = {k: v for k, v in gpu.below("ecc_errors.volatile") if _is_uncorrectable(k)}

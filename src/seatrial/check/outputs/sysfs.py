@@ -107,8 +107,8 @@ def _ports(files: dict[str, dict[str, str]], damage: list[tuple[str, int | None]
             adapter, layer = mine.get("hca_type") or None, values["link_layer"] or None
             word = state["state"] if state else None
             port = counters.Port(device, number, adapter, word, layer, gbit_s, counted)
-            told = physical["state"] if physical else None
-            ports.append(PortFacts(port, told, mine.get("sys_image_guid"), mine.get("fw_ver"), None))
+            stated = physical["state"] if physical else None
+            ports.append(PortFacts(port, stated, mine.get("sys_image_guid"), mine.get("fw_ver"), None))
     if not ports:
         raise ParseError("no port in the output", file=file)
     return PortsFacts("sysfs", file, tuple(ports), tuple(damage))

@@ -95,7 +95,7 @@ def _file(f: Finding) -> str:
     )
 
 
-def _group(group: Sequence[Finding], width: int, told: set[tuple[str, str]]) -> Iterator[Line]:
+def _group(group: Sequence[Finding], width: int, shown: set[tuple[str, str]]) -> Iterator[Line]:
     first = group[0]
     head = f"{first.verdict:<{_INDENT}}"
     yield from _wrapped(head, _said(group), width, STYLES[first.verdict])
@@ -113,8 +113,8 @@ def _group(group: Sequence[Finding], width: int, told: set[tuple[str, str]]) -> 
     if (seen := places(group)) and not told_already(first):
         yield from _wrapped(blank, f"evidence  {seen}", width)
     if first.action:
-        again = (first.code, first.action) in told
-        told.add((first.code, first.action))
+        again = (first.code, first.action) in shown
+        shown.add((first.code, first.action))
         yield from _wrapped(blank, f"action    {'as above' if again else first.action}", width)
 
 

@@ -525,12 +525,12 @@ class Machine:
 
     def _stop(self, nodes: Iterable[int]) -> None:
         """Send Stop to those of `nodes` that are connected. The others get it when they rejoin."""
-        s, told = self.settings, dict[int, list[int]]()
+        s, by_generation = self.settings, dict[int, list[int]]()
         for node in sorted(nodes):
             if self.roster.node(node).joined and node not in self.roster.fenced:
-                told.setdefault(self.roster.running[node], []).append(node)
+                by_generation.setdefault(self.roster.running[node], []).append(node)
                 self.roster.stop_sent(node, self._now + s.stop_within_s)
-        for generation, here in sorted(told.items()):
+        for generation, here in sorted(by_generation.items()):
             self._actions.append(Stop(generation, tuple(here), s.stop_grace_s))
 
     def _yield(self, how: Literal["yielded", "preempted"]) -> None:

@@ -25,11 +25,11 @@ class Hardware:
     network: Network | None
     why_no_gpu: str = ""
     why_no_network: str = ""
-    told: tuple[str, ...] = ()  # what was assumed, and what was measured
+    provenance: tuple[str, ...] = ()  # what was assumed, and what was measured
 
     @property
     def network_is_assumed(self) -> bool:
-        return any(text.startswith(_ASSUMED) for text in self.told)
+        return any(text.startswith(_ASSUMED) for text in self.provenance)
 
     @property
     def cluster(self) -> Cluster | None:

@@ -241,12 +241,16 @@ class _Maker:
         whole = REDONE[r.recompute][3]
         again = forward[:-1] if r.recompute == "full" else forward
 
-        def told(p: Pass, exposed: list[float], share: float = 1.0) -> Pass:
+        def with_exposed(p: Pass, exposed: list[float], share: float = 1.0) -> Pass:
             seen = sum(exposed)
             slowed = self.stack.contention * (len(exposed) * parts * c - seen)
             return replace(p, tensor=seen * share, slowed=slowed * share)
 
-        return told(passes[0], forward), told(passes[1], backward), told(passes[2], again, whole)
+        return (
+            with_exposed(passes[0], forward),
+            with_exposed(passes[1], backward),
+            with_exposed(passes[2], again, whole),
+        )
 
     def _backward_gathers(self) -> float:
         """Ratio of communication in the backward pass to that in the forward pass.

@@ -285,17 +285,17 @@ def _ending(
 def _provenance(
     model: Architecture, mine: JobEstimate, found: Found | None, ending: RunForecast | None, place: Hardware
 ) -> tuple[str, ...]:
-    told = place.told
+    sources = place.provenance
     if mine.prediction is not None:
-        told += mine.prediction.provenance
+        sources += mine.prediction.provenance
         chosen = () if found is None else tuple(c.recipe for c in found.choices)
         if any(r.async_tensor for r in (mine.recipe, *chosen)):
-            told += (OVERLAP_SOURCE,)
+            sources += (OVERLAP_SOURCE,)
         if short := too_short(model, mine.recipe, mine.prediction):
-            told += (f"{short}; {SHORTEST_SOURCE}",)
+            sources += (f"{short}; {SHORTEST_SOURCE}",)
     if ending is not None:
-        told += (
+        sources += (
             f"failures: {ending.rate.per_node_day:g} a node and day, {ending.rate.label}: {ending.rate.source}",
             f"storage: {ending.storage_gb_s:g} GB/s, {ending.storage_source}; GPU memory to host: {HOST_SOURCE}",
         )
-    return told
+    return sources

@@ -49,7 +49,7 @@ _MOST = 1e15  # in any unit; above it the file is damaged
 class Measured:
     """Measured rates, decimal, in one direction; None where there is no usable measurement.
 
-    `told` and `told_network` are the provenance of what is used; `unused` is what was found and not used, with reasons.
+    `provenance` and `network_provenance` are the provenance of what is used; `unused` is what was found and not used, with reasons.
     """
 
     gpu: Gpu | None = None  # the kind that was checked, if the catalogue has it
@@ -60,8 +60,8 @@ class Measured:
     cards: int | None = None  # network ports of a node
     storage_gb_s: float | None = None  # all checked nodes together
     paces: tuple[Entry, ...] = ()
-    told: tuple[str, ...] = ()
-    told_network: tuple[str, ...] = ()  # the same of `node_gb_s`
+    provenance: tuple[str, ...] = ()
+    network_provenance: tuple[str, ...] = ()  # the same of `node_gb_s`
     unused: tuple[str, ...] = ()
 
     def apply(self, cluster: Cluster) -> Cluster:
@@ -77,16 +77,16 @@ class Measured:
         if gpu is None:
             return place
         found = self.apply(Cluster(gpu, place.nodes, place.gpus_per_node, place.network))
-        network, told = found.network, self.told_network
-        if keep_network or not told:  # otherwise a measurement replaces the assumption
-            network, told = place.network, place.told
+        network, provenance = found.network, self.network_provenance
+        if keep_network or not provenance:  # otherwise a measurement replaces the assumption
+            network, provenance = place.network, place.provenance
         return replace(
             place,
             gpu=found.gpu,
             network=network,
             why_no_gpu="",
             why_no_network="" if network else place.why_no_network,
-            told=(*told, *self.told),
+            provenance=(*provenance, *self.provenance),
         )
 
     def calibration(self, shipped: Calibration) -> Calibration:
@@ -132,8 +132,10 @@ def measured_rates(folder: Path, job: Job, *, without: Path | None = None) -> Me
     gpu = wanted or found.gpu
     if gpu is None:
         return found
-    entries, told, unused = paces(folder, job, gpu, found.apply, without=without)
-    return replace(found, paces=entries, told=(*found.told, *told), unused=(*found.unused, *unused))
+    entries, provenance, unused = paces(folder, job, gpu, found.apply, without=without)
+    return replace(
+        found, paces=entries, provenance=(*found.provenance, *provenance), unused=(*found.unused, *unused)
+    )
 
 
 def _checked(file: Path, job: Job, wanted: Gpu | None) -> Measured:
@@ -173,8 +175,8 @@ class _Reader:
         nodes = document.get("measured_nodes")
         self._nodes = len(nodes) if isinstance(nodes, list) else 0
         self._job, self._wanted, self._source = job, wanted, source
-        self._told: list[str] = []
-        self._told_network: list[str] = []
+        self._provenance: list[str] = []
+        self._network_provenance: list[str] = []
         self._unused: list[str] = []
 
     def read(self) -> Measured:
@@ -202,12 +204,14 @@ class _Reader:
         )
 
     def _done(self, **values: Any) -> Measured:
-        told, network = tuple(self._told), tuple(self._told_network)
-        return Measured(**values, told=told, told_network=network, unused=tuple(self._unused))
+        provenance, network = tuple(self._provenance), tuple(self._network_provenance)
+        return Measured(
+            **values, provenance=provenance, network_provenance=network, unused=tuple(self._unused)
+        )
 
     def _use(self, what: str, instead: str = "", *, network: bool = False) -> None:
-        told = self._told_network if network else self._told
-        told.append(f"{what}{instead}: measured, {self._source}")
+        provenance = self._network_provenance if network else self._provenance
+        provenance.append(f"{what}{instead}: measured, {self._source}")
 
     def _leave(self, what: str, why: str) -> None:
         self._unused.append(f"{what} ({self._source}): {why}")
@@ -219,7 +223,7 @@ class _Reader:
         what = f"bf16 products {rate:.4g} TFLOP/s"
         least = _number(checked["gemm"].get("min"))
         if least is not None and least < _ALIKE * rate:
-            self._told.append(
+            self._provenance.append(
                 f"the slowest GPU reaches {least:.4g} of {rate:.4g} TFLOP/s; a step waits for it, but the prediction ignores that"
             )
         known = gpu.best_bf16_tflops

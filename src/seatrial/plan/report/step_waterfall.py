@@ -144,8 +144,8 @@ def step_waterfall(
 
     (name, parts, stages), *others = TABLE
     if "tensor" in account.not_separated:
-        told, more, also = others.pop(0)
-        name, parts, stages = f"{name}, {told}", parts + more, stages + also
+        title, more, also = others.pop(0)
+        name, parts, stages = f"{name}, {title}", parts + more, stages + also
     if model_flops_s is None:
         name = name.replace(_BELOW_PEAK, _PASSES)
         first = [Row(RESULT, None, None, (), ()), row(name, (RESULT, *parts), stages)]

@@ -202,7 +202,7 @@ def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibrati
         f"it needs {units.memory(p.memory.reserved)} of the {units.memory(p.room)} of a GPU{_doubt(best, found.sure)}",
         f"its pace is {p.pace.kind}: {p.pace.source}",
         *_written(job),
-        *place.told,
+        *place.provenance,
     ]
     return Chosen(candidates, "speed", tuple(reasons), found.tried, found.too_large, place)
 

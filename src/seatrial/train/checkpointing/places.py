@@ -115,20 +115,20 @@ def last_saved(folder: RunFolder) -> int:
     return max(steps, default=0)
 
 
-def _by_generation(told: Sequence[Event]) -> list[Event]:
+def _by_generation(saved: Sequence[Event]) -> list[Event]:
     """Sort events into the order in which they happened: a node that was partitioned delivers late."""
-    return sorted(told, key=lambda event: event.generation)
+    return sorted(saved, key=lambda event: event.generation)
 
 
 class Distrusted:
     """Checkpoints that should have been quarantined but could not be, by the run's events: none may be resumed from."""
 
-    def __init__(self, told: Sequence[Event]) -> None:
+    def __init__(self, saved: Sequence[Event]) -> None:
         self._after: dict[
             str, int
         ] = {}  # a checkpoint's name -> its step; or a place's address: all its later steps
         self._since: dict[str, int] = {}  # name -> step of checkpoints saved afterwards
-        for event in _by_generation(told):
+        for event in _by_generation(saved):
             data = event.data or {}
             name, step = data.get("distrusted"), data.get("step")
             if name is not None and isinstance(step, int):

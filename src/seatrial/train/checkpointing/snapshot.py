@@ -244,7 +244,7 @@ def restore_from_memory(
     """
     if not checked:
         memory.verify(fd, entry)
-    told, tensors, start = memory.read_header(fd)
+    header, tensors, start = memory.read_header(fd)
     mesh = model.mesh
     whose = entry["rank"] if entry["rank"] in mesh.layout.replicas(mesh.rank) else mesh.rank
     wanted = memory.metadata(
@@ -253,8 +253,8 @@ def restore_from_memory(
         generation=entry["generation"],
         layout=memory.layout_key(mesh.layout.as_dict()),
     )
-    if told != wanted:
-        raise Damaged(f"the memory file holds {told}, not {wanted}")
+    if header != wanted:
+        raise Damaged(f"the memory file holds {header}, not {wanted}")
     lasting = state.lasting_pieces(model, optimizer)
     random = state.random_pieces(mesh.rank, mesh.device) if whose == mesh.rank else []
     places = [_place(piece, tensors) for piece in lasting + random]

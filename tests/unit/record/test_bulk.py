@@ -1,0 +1,89 @@
+"""Records read in bulk: the same view as line by line, whatever is in the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from run_histories import HISTORIES, Run
+from test_history import record, write
+
+from seatrial.record import bulk, jsonl
+from seatrial.record.folder import RunFolder
+from seatrial.record.jsonl import encode
+from seatrial.record.ledger import LedgerRecord
+from seatrial.record.metrics import MetricsRecord
+from seatrial.record.view import RunView, read_view
+
+# What a damaged or a foreign line of metrics.jsonl may be.
+LINE = vars(record(7))
+DAMAGED = [
+    b"", b"{}", b"[]", b"{", b"null", b"\xff", b"torn", b'{"step":', b"{}{}", b"1e999",
+    *(
+        encode({**LINE, name: value})[:-1]
+        for name in ("step", "loss", "mfu", "memory_bytes", "time", "generation")
+        for value in (None, "NaN", "Infinity", True, 1, 1.5, 1e308, 10**30, -1, "x", [], {})
+    ),
+    *(encode({k: v for k, v in LINE.items() if k != name})[:-1] for name in LINE),
+    *(encode(LINE)[:-1].replace(b'"loss":', b'"loss":' + literal) for literal in (b"NaN,", b"NaN,\"x\":", b"-")),
+    encode({**LINE, "extra": {"watts": 1.0}, "unknown": 1})[:-1],
+    b" " + encode(LINE)[:-1] + b" \t",
+]  # fmt: skip
+
+
+def seen(view: RunView) -> list[Any]:
+    """What a view shows of metrics and ledger."""
+    columns = ("loss", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "time")
+    history = view.history
+    return [
+        *(view.state, view.generation, repr(view.first), repr(view.last), view.step, view.tokens, view.eta_s),
+        *(history.steps, history.generations, *(repr(list(history.column(name))) for name in columns)),
+        *map(list, (view.log.steps, view.log.generations, view.log.times)),
+        *(view.ledger_steps, view.ledger_gaps, view.skipped_steps, [str(p) for p in view.problems]),
+    ]
+
+
+def both_ways(folder: RunFolder) -> tuple[list[Any], list[Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonl, "_BULK_BYTES", 1)
+        in_bulk = seen(read_view(folder))
+    return in_bulk, seen(read_view(folder))
+
+
+@settings(max_examples=60)
+@given(history=HISTORIES)
+def test_it_is_the_same_as_line_by_line(
+    tmp_path_factory: pytest.TempPathFactory, history: list[tuple[Any, ...]]
+) -> None:
+    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    for path, data in write(folder, Run().play(history)).items():
+        path.write_bytes(data)
+    in_bulk, by_line = both_ways(folder)
+    assert in_bulk == by_line
+
+
+def test_so_it_is_with_damaged_lines(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    whole = write(folder, Run().play([("train", 9)]))
+    for path, data in whole.items():
+        path.write_bytes(data)
+    before, at = whole[folder.metrics].splitlines(keepends=True), 6
+    for damaged in DAMAGED:
+        folder.metrics.write_bytes(b"".join([*before[:at], damaged + b"\n", *before[at + 1 :]]))
+        in_bulk, by_line = both_ways(folder)
+        assert in_bulk == by_line, damaged
+
+
+def test_regular_data_is_taken_as_columns() -> None:
+    """And so the other tests do not compare line by line with itself."""
+    data = b"".join(encode(vars(record(n))) for n in range(1, 4))
+    found = bulk.columns(MetricsRecord, data)
+    assert found is not None
+    assert found["step"].tolist() == [1, 2, 3]
+    ledger = b"".join(encode(vars(LedgerRecord(n, 8 * n - 8, 8 * n, 1))) for n in range(1, 4))
+    found = bulk.columns(LedgerRecord, ledger)
+    assert found is not None
+    assert not found["skipped"].any()
+    assert bulk.columns(MetricsRecord, data + b"{}\n") is None
