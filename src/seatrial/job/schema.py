@@ -38,6 +38,9 @@ SecondsOrNone = Annotated[float, Field(ge=0, le=2_678_400)]
 Times = Annotated[float, Field(gt=1, le=1_000_000)]  # a ratio
 
 
+VALIDATION_BATCHES = 32  # measured at most, unless the job says how many samples
+
+
 def _one_or_several(value: Any) -> str:
     return "several" if isinstance(value, list) else "one"
 
@@ -142,6 +145,10 @@ class DataSection(Section):
     weights: Annotated[list[Annotated[float, Field(gt=0, le=1e18)]], Field(min_length=1)] | None = Field(
         default=None,
         description="with a list: relative share of the samples from each source, in the same order; they need not sum to 1",
+    )
+    validation: Text | None = Field(
+        default=None,
+        description="one source, of the same kinds, on which the validation loss is measured; nothing of `train` is left out for it",
     )
     tokenizer: Text = Field(default="bytes", description='"bytes", or the path of a tokenizer.json')
     text_key: Text = Field(
@@ -266,6 +273,15 @@ class TrainSection(Section):
     sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
         default=160, description="tokens it generates at the end; 0: none"
     )
+    validate_every_steps: Count | None = Field(
+        default=None,
+        description="steps between measurements of the loss on data.validation; also after the last step",
+    )
+    validate_samples: Count | None = Field(
+        default=None,
+        description="samples of data.validation that are measured, always the same; "
+        f"if missing all of them, at most {VALIDATION_BATCHES} global batches",
+    )
     callbacks: Annotated[list[Annotated[str, NameIn(CALLBACKS)]], Field(min_length=1)] | None = Field(
         default=None,
         description="what rank 0 calls with the record of each step; installed packages add them",
@@ -287,6 +303,10 @@ class TrainSection(Section):
     profile_steps: Annotated[int, Field(ge=1, le=20)] = Field(
         default=2, description="steps in a trace; in each generation one is recorded if it runs these steps"
     )
+
+    def validation_samples(self, available: int) -> int:
+        """How many of the `available` validation samples are measured."""
+        return min(available, self.validate_samples or VALIDATION_BATCHES * self.global_batch)
 
 
 class OptimizerSection(Section):

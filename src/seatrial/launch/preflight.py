@@ -19,7 +19,7 @@ from seatrial.base import units
 from seatrial.base.errors import InputError
 from seatrial.data.manifest import is_store
 from seatrial.data.megatron import find_pair
-from seatrial.data.prepare import data_cache, misfits, resolve_stores, sources_of
+from seatrial.data.prepare import data_cache, misfits, resolve_stores, sources_of, validation_misfits
 from seatrial.data.sources import find
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import Tokenizer, load_tokenizer
@@ -184,6 +184,7 @@ class _Data:
         self._cache = cache
         # Index in data.train -> store, or for data yet to be prepared the maximum number of tokens, if known.
         self._found: dict[int, TokenStore | int | None] = {}
+        self._validation: TokenStore | None = None  # if it is prepared already
         self._tokenizer: Tokenizer | None = None
 
     def tokenizer(self, facts: Facts) -> Iterator[RuleViolation]:
@@ -199,10 +200,16 @@ class _Data:
             yield from _violations(error, "data.tokenizer")
 
     def there(self, facts: Facts) -> Iterator[RuleViolation]:
-        for i, source in enumerate(sources_of(facts.job.data)):
-            keys = (f"data.train.{i}", "data.train")
+        data = facts.job.data
+        for i, source in enumerate([*sources_of(data), *([data.validation] if data.validation else [])]):
+            trains = i < len(sources_of(data))
+            keys = (f"data.train.{i}", "data.train") if trains else ("data.validation",)
             try:
-                self._found[i] = self._look(source, facts.job.data)
+                found = self._look(source, data, "" if trains else "validation: ")
+                if trains:
+                    self._found[i] = found
+                elif isinstance(found, TokenStore):
+                    self._validation = found
             except InputError as error:
                 yield from _violations(error, *keys)
             except StorageError as error:
@@ -211,16 +218,16 @@ class _Data:
             except OSError as error:
                 yield RuleViolation(keys, f"{source}: {error.strerror}", "name another")
 
-    def _look(self, source: str, data: DataSection) -> TokenStore | int | None:
+    def _look(self, source: str, data: DataSection, label: str) -> TokenStore | int | None:
         if is_remote(source) or is_store(Path(source)):
-            (store,) = resolve_stores(data.model_copy(update={"train": source}), self._cache, Path.cwd())
+            (store,) = resolve_stores(data, self._cache, Path.cwd(), sources=[source])
             self.descriptions.append(
-                f"{source}: {units.count(store.n_tokens)} tokens ({store.tokenizer.name})"
+                f"{label}{source}: {units.count(store.n_tokens)} tokens ({store.tokenizer.name})"
             )
             return store
         if not source.startswith("builtin:"):
             if find_pair(Path(source)) is not None:
-                self.descriptions.append(f"{source}: a Megatron pair, imported at the start")
+                self.descriptions.append(f"{label}{source}: a Megatron pair, imported at the start")
                 return None
             if not os.path.exists(source):
                 spec = "TOKENIZER" if PLACEHOLDER.search(data.tokenizer) else shlex.quote(data.tokenizer)
@@ -231,7 +238,7 @@ class _Data:
         files = find([source]).files
         size = sum(f.size for f in files)
         self.descriptions.append(
-            f"{source}: {len(files):,} files, {units.memory(size)}, prepared at the start"
+            f"{label}{source}: {len(files):,} files, {units.memory(size)}, prepared at the start"
         )
         # An invalid UTF-8 byte becomes three, and each document gets an end token.
         return 3 * size + len(files) if all(f.path.suffix in _PLAIN for f in files) else None
@@ -241,7 +248,15 @@ class _Data:
         data, train, vocabulary = facts.job.data, facts.job.train, facts.architecture.vocab_size
         sources = sources_of(data)
         weights = data.weights or [1.0]
-        if len(weights) != len(sources) or self._tokenizer is None:
+        if self._tokenizer is None:
+            return
+        if self._validation is not None:
+            problems = validation_misfits(
+                self._validation, vocabulary, train.sequence_length, train.validate_samples, data.tokenizer
+            )
+            if problems:
+                yield from _violations(InputError(problems), "data.validation")
+        if len(weights) != len(sources):
             return
         for i, share in enumerate(shares(weights)):
             if i not in self._found:

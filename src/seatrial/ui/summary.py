@@ -86,6 +86,7 @@ def live_pairs(view: RunView, now: float) -> list[Pair]:
     """The live lines besides the last step's figures, most important first."""
     return [
         *loss_pairs(view),
+        *validation_pairs(view),
         *_extra_pairs(view),
         *recovery_pairs(view),
         *node_pairs(view),
@@ -164,6 +165,7 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
         "steps": view.job.steps,
         "loss_first": first.loss if first else None,
         "loss_last": last.loss if last else None,
+        "validation": _validation(view),
         "grad_norm": last.grad_norm if last else None,
         "lr": last.lr if last else None,
         "extra": last.extra if last else None,
@@ -227,6 +229,7 @@ def _progress_pairs(view: RunView) -> list[Pair]:
     speed, each = _median(view, "tokens_per_s"), _median(view, "tokens_per_s_per_gpu")
     return [
         *loss_pairs(view),
+        *validation_pairs(view),
         Pair("grad norm", f"{last.grad_norm:.2f}"),
         *_extra_pairs(view),
         Pair("tokens", units.count(view.tokens)),
@@ -244,6 +247,27 @@ def loss_pairs(view: RunView) -> list[Pair]:
         return []
     bars = figures.spark(view.history.column("loss"))
     return [Pair("loss", f"{view.first.loss:.4f} -> {view.last.loss:.4f}" + (f"  {bars}" if bars else ""))]
+
+
+def validation_pairs(view: RunView) -> list[Pair]:
+    """The last and the best validation loss."""
+    found = _validation(view)
+    if found is None:
+        return []
+    best = (
+        "the best"
+        if found["best_step"] == found["step"]
+        else f"best {found['best_loss']:.4f} after step {found['best_step']:,}"
+    )
+    return [Pair("validation", f"loss {found['loss']:.4f} after step {found['step']:,}, {best}")]
+
+
+def _validation(view: RunView) -> dict[str, float] | None:
+    measured = view.history.validation
+    if not measured:
+        return None
+    best_step, best = min(measured, key=lambda m: m[1])
+    return {"step": measured[-1][0], "loss": measured[-1][1], "best_step": best_step, "best_loss": best}
 
 
 def _extra_pairs(view: RunView) -> list[Pair]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from seatrial.record.goodput import CAUSES, LABELS, NOT_FAILED, Goodput, goodput
 from seatrial.record.mtbf import mtbf
 from seatrial.record.stages import STAGES, StageWriter, read_generation
 from seatrial.record.straggling import straggling
+from seatrial.record.timeline import timeline
 from seatrial.record.view import RunView, read_view
 
 DOCS = Path(__file__).parents[3] / "docs"
