@@ -33,6 +33,7 @@ class Story:
         self.log = StepLog()
         self.generation = self.step = self.snapshot = self.saved = 0
         self.shape = nodes
+        self.validated: dict[int, float] = {}
         self.unrecorded: tuple[int, float] | None = None
         self.done: list[
             tuple[int, float, float]
@@ -98,6 +99,12 @@ class Story:
         if self.step % 10 == 0:
             self.snapshot = self.step
 
+    def validate(self) -> None:
+        """After the last step: it is recorded with that."""
+        self.spend(seconds := self.random.uniform(1, 3), "validation")
+        self.log.validation[-1] = seconds
+        self.validated[self.step] = seconds
+
     def record(self, step: int, seconds: float) -> None:
         late = self.random.uniform(0, 1e-3)  # the record is made a little after the step
         self.log.take(
@@ -126,10 +133,12 @@ class Story:
     def throw_away(self, step: int, cls: str | None) -> None:
         """The steps after `step` did not count after all."""
         while self.done and self.done[-1][0] > step:
-            _, seconds, full = self.done.pop()
+            thrown, seconds, full = self.done.pop()
             self.truth["productive"] -= seconds * full
             self.truth["shrunk"] -= seconds * (1 - full)
-            self.truth["redone"] += seconds
+            validated = self.validated.pop(thrown, 0.0)
+            self.truth["validation"] -= validated
+            self.truth["redone"] += (seconds := seconds + validated)
             if cls is not None:
                 self.by_class[cls] += seconds
         self.step = step
@@ -244,6 +253,8 @@ class Story:
             if pick.random() < 0.5:
                 self.save()
                 self.train(pick.randint(1, 5))
+                self.validate()
+                self.train(pick.randint(0, 3))
             match pick.choice(
                 [
                     *("killed", "killed late", "hang", "silent", "again"),
