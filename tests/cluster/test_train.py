@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 
 from conftest import JOB, ONE_NODE, Run, records, seatrial, write_corpus
+from seatrial.base.process import living
 from seatrial.data.prepare import data_cache, resolve_stores, stores_identity
 from seatrial.job import load_job
 from seatrial.record.run import open_run
@@ -316,7 +317,9 @@ class TestKilled:
     def test_an_agent(self, start: Start) -> None:
         run = start("--set", "train.steps=100000", *UNSUPERVISED)
         run.wait_line("step      2/")
-        agents = [p for p in run.processes() if b"seatrial.control.agent" in _command(p)]
+        found = {p for p in run.processes() if b"seatrial.control.agent" in _command(p)}
+        parents = living()
+        agents = [pid for pid in found if parents[pid] not in found]  # not those that they forked
         assert len(agents) == 2
         os.kill(agents[0], signal.SIGKILL)
         code, _, err = run.wait()
