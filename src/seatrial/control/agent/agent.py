@@ -549,6 +549,8 @@ class Agent:
             self.coordinator.flush()
         self.hardware_monitor.close()
         self.workers.kill_ranks()
+        if self.coordinator is not None:
+            self.coordinator.monitor.close()
         mark = os.environ[process.MARK]
 
         def left() -> set[int]:
