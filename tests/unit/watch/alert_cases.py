@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from seatrial.job.alert_rules import rules
 from seatrial.record.alerting import Alert
 from seatrial.record.events import Event
 from seatrial.record.metrics import MetricsRecord
 from seatrial.record.telemetry import Sample
 from seatrial.watch.alerts.conditions import CONDITIONS, Found
-from seatrial.watch.alerts.rules import rules
 from seatrial.watch.alerts.situation import Situation
 
 NOW = 1_800_000_000.0

@@ -8,11 +8,11 @@ from alert_cases import alert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seatrial.job.alert_rules import Rule
 from seatrial.record.alerting import Alert, open_alerts
 from seatrial.record.events import Event
 from seatrial.watch.alerts.book import AlertBook
 from seatrial.watch.alerts.conditions import Found
-from seatrial.watch.alerts.rules import Rule
 
 RULE = Rule("hot", "warning", 60.0, 120.0, "hot", "", "notes", {})
 HOUR_S = 3600.0

@@ -11,9 +11,9 @@ from alert_cases import NOW, event, fired, judge, samples, situation, steps
 
 from seatrial.base.errors import InternalError
 from seatrial.cli.main import declare
+from seatrial.job.alert_rules import load, rules
 from seatrial.record.saved import CheckpointInfo
 from seatrial.watch.alerts.conditions import CONDITIONS, evaluate
-from seatrial.watch.alerts.rules import load, rules
 
 HOT = 'gpu_temperature_celsius{gpu="3"}'
 THERMAL = 'gpu_throttle_ratio{gpu="0",reason="hw_thermal"}'

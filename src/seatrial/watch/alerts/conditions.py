@@ -14,10 +14,10 @@ from statistics import median
 from typing import Any
 
 from seatrial.base import units
+from seatrial.job.alert_rules import Rule
 from seatrial.record.alerting import Alert
 from seatrial.record.events import Event
 from seatrial.record.series import parse_series
-from seatrial.watch.alerts.rules import Rule
 from seatrial.watch.alerts.situation import Situation
 
 _MOST_LISTED = 32  # nodes, or values, that an alert gives numbers of; it names all nodes

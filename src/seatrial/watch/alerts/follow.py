@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from seatrial.job import Job
-from seatrial.record.alerting import Alert, open_alerts
+from seatrial.record.alerting import Alert, last_alerts
 from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
 from seatrial.record.metrics import MetricsRecord
@@ -41,9 +41,9 @@ class Follower:
         self._checkpoint: CheckpointInfo | None = None
         self._files_at = 0.0
 
-    def open_alerts(self) -> list[Alert]:
-        """The alerts that fire according to the record."""
-        return open_alerts(self._reader.events)
+    def alerts(self) -> list[Alert]:
+        """The newest alert of each key according to the record."""
+        return last_alerts(self._reader.events)
 
     def look(self, now: float) -> Situation:
         """The run now."""
