@@ -160,6 +160,9 @@ def test_an_old_run_folder_has_none(tmp_path: Path) -> None:
     assert read_generation(RunFolder(tmp_path), 1) == ({}, [])
 
 
+RECORD = 4 + 4 * len(STAGES)  # bytes
+
+
 class TestPacked:
     """Older records are compressed: PART at a time."""
 
@@ -186,8 +189,8 @@ class TestPacked:
 
     def test_they_take_a_third(self, folder: RunFolder) -> None:
         size = folder.stages(2, 3).stat().st_size + folder.packed_stages(2, 3).stat().st_size
-        assert folder.stages(2, 3).stat().st_size < 101 * 48 + 500
-        assert size < self.STEPS * 48 / 3
+        assert folder.stages(2, 3).stat().st_size < 101 * RECORD + 500
+        assert size < self.STEPS * RECORD / 3
 
     def test_short_steps_of_many_ranks_are_sampled(self, tmp_path: Path) -> None:
         folder, count = RunFolder(tmp_path), 8 * PART
