@@ -24,6 +24,7 @@ from seatrial.job.validate import SECTIONS
 from seatrial.record.events import Event
 from seatrial.record.ledger import LedgerRecord
 from seatrial.record.metrics import MetricsRecord
+from seatrial.record.series import NODE_SERIES, RUN_SERIES, SERVED_SERIES
 from seatrial.record.states import TABLE
 
 ROOT = Path(__file__).parents[2]
@@ -248,6 +249,17 @@ def event_kinds() -> set[str]:
             continue
         found |= Kinds(path).found
     return found
+
+
+def test_every_series_is_documented_as_it_is() -> None:
+    text = read("docs/watch.md")
+    for each in (*NODE_SERIES.values(), *RUN_SERIES.values(), *SERVED_SERIES.values()):
+        labels = ", ".join(
+            f"`{label}`" for label in each.labels if label != "run" or each in SERVED_SERIES.values()
+        )
+        assert f"| `{each.name}` | {each.kind} | {labels} | {each.help} | {each.source} |\n" in text
+    every = len(NODE_SERIES) + len(RUN_SERIES) + len(SERVED_SERIES)
+    assert len(re.findall(r"^\| `\w+` \| (?:gauge|counter) \|", text, re.MULTILINE)) == every
 
 
 @pytest.mark.cluster  # slow

@@ -93,6 +93,11 @@ class Channel:
             self._waiting += _encode(message)
         return self.flush()
 
+    @property
+    def behind(self) -> bool:
+        """Whether something that was posted has not been accepted yet."""
+        return bool(self._waiting)
+
     def flush(self) -> bool:
         """Send what was posted, as far as possible without blocking; False if the peer has closed."""
         with self._sending:

@@ -239,6 +239,25 @@ def _namespaces(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _metrics_ports(facts: Facts) -> Iterator[RuleViolation]:
+    cluster, first = facts.job.cluster, facts.job.watch.metrics_port
+    if first is None:
+        return
+    last = first + (cluster.nodes + cluster.spares - 1 if cluster.launcher == "local" else 0)
+    if last > 65535:
+        yield RuleViolation(
+            ("watch.metrics_port",),
+            f"node {last - first} would serve /metrics on port {last}: on a virtual cluster it is metrics_port plus the node",
+            f"use metrics_port = {65535 - (last - first)} or less",
+        )
+    elif cluster.port is not None and first <= cluster.port <= last:
+        yield RuleViolation(
+            ("watch.metrics_port", "cluster.port"),
+            f"metrics_port {first} takes port {cluster.port}, which is that of the process group's store",
+            "use another port for one of them",
+        )
+
+
 def _checkpoint_places(facts: Facts) -> Iterator[RuleViolation]:
     section = facts.job.checkpoint
     for key in ("folder", "fallback"):
@@ -286,6 +305,7 @@ RULES: tuple[Rule, ...] = (
     _first_step,
     _never_recovers,
     _namespaces,
+    _metrics_ports,
     _checkpoint_places,
     _keep_every,
 )

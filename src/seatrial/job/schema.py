@@ -452,7 +452,16 @@ class ScaleSection(Section):
 
 
 class WatchSection(Section):
-    """Reserved for the dashboard; no key yet."""
+    """What is recorded and served for those who watch the run."""
+
+    telemetry_every_s: Annotated[float, Field(ge=1, le=3600)] = Field(
+        default=10.0, description="seconds between two samples of each node's hardware in telemetry/"
+    )
+    metrics_port: Annotated[int, Field(ge=1024, le=65535)] | None = Field(
+        default=None,
+        description="TCP port on which each node's agent serves /metrics to Prometheus; on a virtual cluster, and where "
+        "ssh.hosts repeats a host, plus the number of the node; if missing, none",
+    )
 
 
 class JobFile(Section):

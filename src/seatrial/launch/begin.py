@@ -115,7 +115,7 @@ def _write_next(folder: RunFolder, last: Launch, handle: str | None) -> Launch:
     launch = Launch(
         last.launcher, generation, time.time(), socket.gethostname(), True, handle, last.submitted
     )
-    events.append(folder, generation=generation, **begin_event(layout))
+    events.append(folder, generation=generation, **begin_event(layout, "continued"))
     write_launch(folder, launch)  # last: an agent that sees it may join
     return launch
 

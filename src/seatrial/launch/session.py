@@ -131,7 +131,7 @@ class Session:
         """Write the files to submit into the run folder and submit them; releases the run's lock. Raises RunFailed."""
         folder, generation = self.opened.folder, self.opened.generation
         put_files(folder, launcher.render(self.job, folder, generation), generation)
-        events.append(folder, generation=generation, **begin_event(self.job.layout))
+        events.append(folder, generation=generation, **begin_event(self.job.layout, "submitted"))
         folder.follow_up.unlink(missing_ok=True)
         launch = Launch(
             launcher.name, generation, time.time(), socket.gethostname(), True, submitted=generation

@@ -1,6 +1,7 @@
 """ranks/GENERATION/rankN.collectives.jsonl: the number and bytes of one rank's collectives in each step, by dimension.
 
-Nearly all steps of a run are alike, so a line holds from its step on until the next line. Absent in older run folders.
+Nearly all steps of a run are alike, so a line holds from its step on until the next line; where every tenth step is
+otherwise, as when weights are compared, it says that too. Absent in older run folders.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from seatrial.record import jsonl
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import LineWriter, Problem
 from seatrial.record.typed import decode
+
+Counted = Mapping[str, tuple[int, int]]  # stage -> (calls, bytes)
 
 _NAME = re.compile(r"rank([0-9]{1,9})\.collectives\.jsonl")
 
@@ -37,30 +41,81 @@ class Issued:
 
 @dataclass(frozen=True)
 class StepCollectives:
-    """The collectives of every step from `step` on."""
+    """The collectives of every step from `step` on, but for the steps that are `at` modulo `every`: there `then`."""
 
     step: int
     issued: dict[str, Issued]  # name of a stage of waiting, or "save"
+    every: int = 0  # 0: there are no such steps
+    at: int = 0
+    then: dict[str, Issued] | None = None
+
+    def among(self, first: int, last: int) -> list[tuple[int, dict[str, Issued]]]:
+        """(how many, what each of them issued) of the steps `first` to `last`."""
+        steps = max(0, last + 1 - first)
+        if not self.every or self.then is None:
+            return [(steps, self.issued)]
+        others = (last - self.at) // self.every - (first - 1 - self.at) // self.every if steps else 0
+        return [(steps - others, self.issued), (others, self.then)]
+
+
+@dataclass(frozen=True)
+class _Rhythm:
+    """Every so many steps one is otherwise."""
+
+    usual: Counted
+    every: int
+    at: int
+    then: Counted
 
 
 class CollectivesWriter:
-    """Appends to the file of one rank, where a step differs from the one before or is repeated. Raises OSError."""
+    """Appends to the file of one rank, where a step is not as expected or is repeated. Raises OSError."""
 
     def __init__(self, folder: RunFolder, generation: int, rank: int, ranks: Mapping[str, int]) -> None:
         """`ranks`: dimension -> size of its groups."""
         self._lines = LineWriter(folder.collectives(generation, rank))
         self._ranks = ranks
-        self._last: Mapping[str, tuple[int, int]] | None = None
+        self._line: Counted | None = None  # what the last line holds
+        self._rhythm: _Rhythm | None = None  # of the last line
+        self._seen: _Rhythm | None = None  # that was seen last: it goes on after a save
+        self._recent: tuple[Counted | None, Counted | None] = (None, None)  # the two steps before
+        self._odd: tuple[int, Counted, Counted] | None = (
+            None  # the last single step that was otherwise; the usual
+        )
         self._step = 0
 
-    def add(self, step: int, counted: Mapping[str, tuple[int, int]]) -> None:
+    def add(self, step: int, counted: Counted) -> None:
         """Stage -> (calls, bytes) of `step`."""
-        again, self._step = step <= self._step, step
-        if counted == self._last and not again:
+        next_one, self._step = step == self._step + 1, step
+        if not next_one:
+            self._recent, self._odd, self._seen = (None, None), None, None
+        older, last = self._recent
+        self._recent = last, counted
+        if last is not None and older == counted != last:
+            self._returned(step - 1, last, counted)
+        rhythm = self._rhythm
+        due = rhythm is not None and step % rhythm.every == rhythm.at
+        expected = rhythm.then if rhythm is not None and due else self._line
+        if next_one and counted == expected:
             return
-        self._last = counted
-        issued = {name: Issued(*count, self._ranks.get(name)) for name, count in counted.items()}
-        self._lines.write(asdict(StepCollectives(step, issued)))
+        if due:
+            self._seen = None
+        self._rhythm = self._seen if self._seen is not None and self._seen.usual == counted else None
+        self._line = counted
+        values: dict[str, Any] = {"step": step, "issued": self._issued(counted)}
+        if (rhythm := self._rhythm) is not None:
+            values |= {"every": rhythm.every, "at": rhythm.at, "then": self._issued(rhythm.then)}
+        self._lines.write(values)
+
+    def _returned(self, step: int, odd: Counted, usual: Counted) -> None:
+        """After `step`, which alone was otherwise, all is as usual again: twice is a rhythm."""
+        last, self._odd = self._odd, (step, odd, usual)
+        if last is not None and last[1:] == (odd, usual) and step - last[0] > 1:
+            every = step - last[0]
+            self._seen = _Rhythm(usual, every, step % every, odd)
+
+    def _issued(self, counted: Counted) -> dict[str, Any]:
+        return {name: asdict(Issued(*count, self._ranks.get(name))) for name, count in counted.items()}
 
     def close(self) -> None:
         self._lines.close()
@@ -85,7 +140,8 @@ def read_collectives(
         for number, value in values:
             try:
                 line = decode(StepCollectives, value)
-                if not all(0 < i.calls < math.inf and 0 <= i.bytes < math.inf for i in line.issued.values()):
+                every = [*line.issued.values(), *(line.then or {}).values()]
+                if not all(0 < i.calls < math.inf and 0 <= i.bytes < math.inf for i in every):
                     raise ValueError("calls or bytes that cannot be")
             except (ValueError, TypeError) as error:
                 problems.append(Problem(name, number, f"not used: {error}"))
@@ -103,8 +159,9 @@ def of_a_step(found: Mapping[int, Sequence[StepCollectives]], first: int, last: 
     for lines in found.values():
         ends = [line.step for line in lines[1:]] + [last + 1]
         for line, end in zip(lines, ends, strict=True):
-            part = share * max(0, min(end, last + 1) - max(line.step, first))
-            for name, each in line.issued.items() if part else ():
-                calls, size, _ = sums.get(name, (0.0, 0.0, None))
-                sums[name] = calls + part * each.calls, size + part * each.bytes, each.ranks
+            for steps, issued in line.among(max(line.step, first), min(end - 1, last)):
+                part = share * steps
+                for name, each in issued.items() if part else ():
+                    calls, size, _ = sums.get(name, (0.0, 0.0, None))
+                    sums[name] = calls + part * each.calls, size + part * each.bytes, each.ranks
     return {name: Issued(*each) for name, each in sums.items()}

@@ -98,6 +98,11 @@ class RunFolder:
         return self.control / "lease.json"
 
     @property
+    def prometheus_targets(self) -> Path:
+        """Where the agents serve `/metrics`, for Prometheus' file_sd_configs."""
+        return self.control / "prometheus-targets.json"
+
+    @property
     def coordinator_log(self) -> Path:
         """The coordinators' decisions and their reasons, as text lines."""
         return self.control / "coordinator.log"
@@ -113,6 +118,10 @@ class RunFolder:
     def stages(self, generation: int, rank: int) -> Path:
         """The seconds that one rank spent in each stage of its steps; see `record.stages`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.stages"
+
+    def packed_stages(self, generation: int, rank: int) -> Path:
+        """The older steps of `stages`, compressed."""
+        return self.stages(generation, rank).with_suffix(".stages.zst")
 
     def collectives(self, generation: int, rank: int) -> Path:
         """The number and bytes of one rank's collectives in each step; see `record.collectives`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from seatrial.base import atomic
 from seatrial.base.complain import complain
@@ -106,10 +106,14 @@ def record_end(folder: RunFolder, launch: Launch, exit_code: int, message: str) 
     atomic.write_bytes(folder.outcome_json, encoded(outcome))
 
 
-def begin_event(layout: Layout) -> dict[str, Any]:
-    """The event that records a start: kind, message, data."""
+def begin_event(layout: Layout, scheduled: Literal["submitted", "continued"] | None = None) -> dict[str, Any]:
+    """The event that records a start: kind, message, data.
+
+    `scheduled`: a scheduler gets it now ("submitted"), or has just begun the job that continues the run ("continued").
+    """
     message = f"{layout.world_size} ranks: {layout}"
-    return {"kind": "run_started", "message": message, "data": {"layout": layout.as_dict()}}
+    data = {"layout": layout.as_dict()} | ({} if scheduled is None else {"scheduled": scheduled})
+    return {"kind": "run_started", "message": message, "data": data}
 
 
 def follow_up(folder: RunFolder) -> str | None:

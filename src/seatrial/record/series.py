@@ -202,7 +202,6 @@ _SERVED = (
         "the agent",
         *("run", "node", "host", "version"),
     ),
-    _gauge("sample_timestamp_seconds", "seconds", "When the values were read, unix time", "the agent"),
 )
 
 NODE_SERIES: Mapping[str, Series] = {each.name: each for each in _NODE}

@@ -2,11 +2,17 @@
 
 A line of JSON, then one record of fixed size for each step: its number (uint32) and the seconds of each stage of the
 line's "stages" (float32), little-endian. Appended to by one rank; a killed rank loses what it had not written yet.
+
+Every PART records move to rankN.stages.zst, as a thousand ranks would write GBs a day otherwise: after the same line,
+blocks of records, each with two numbers (uint32) before it, of its records and its compressed bytes. Seconds are rounded
+there to 11 bits, 0.02 %, and all records' first bytes lie beside each other, then all second bytes, and so on, under zstd.
+Where many ranks do short steps, a block has a sample of its steps, the same in all ranks.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
@@ -17,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
 from seatrial.base.files import open_file, parse_json
@@ -35,6 +42,10 @@ _VERSION = 1
 _LONGEST_HEADER = 1 << 16  # bytes
 _AT_ONCE, _AT_LEAST_EVERY_S = 64, 5.0
 _NAME = re.compile(r"rank([0-9]{1,9})\.stages")
+PART = 1024  # records
+_LEAST_S = 3.0 / 1024  # seconds between two steps that are kept, for each rank of the generation
+_BLOCK = struct.Struct("<III")  # records, bytes, first step
+_LARGEST_BLOCK = 1 << 24  # bytes
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,9 @@ class StageWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._record = struct.Struct(f"<I{len(STAGES)}f")
         self._buffer = bytearray()
+        self._recent = bytearray()  # records that are not in a block yet
+        self._least_s = ranks * _LEAST_S
+        self._packed = folder.packed_stages(generation, rank)
         self._written = time.monotonic()
         # A generation's number is never used again: what is there would be of another process of this rank.
         self._fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
@@ -85,12 +99,19 @@ class StageWriter:
             "not_separated": dict(not_separated),
             **({} if gpu is None else {"gpu": gpu}),
         }
-        self._buffer += json.dumps(head, separators=(",", ":")).encode() + b"\n"
+        self._head = json.dumps(head, separators=(",", ":")).encode() + b"\n"
+        self._buffer += self._head
         self.flush()
+        self._packed.unlink(missing_ok=True)
 
     def add(self, step: int, seconds: Sequence[float]) -> None:
         """Append the seconds of one step, in the order of STAGES."""
-        self._buffer += self._record.pack(step, *seconds)
+        record = self._record.pack(step, *seconds)
+        self._buffer += record
+        self._recent += record
+        if len(self._recent) >= PART * self._record.size:
+            self.flush()
+            self._pack()
         full = len(self._buffer) >= _AT_ONCE * self._record.size
         if full or time.monotonic() - self._written >= _AT_LEAST_EVERY_S:
             self.flush()
@@ -101,6 +122,19 @@ class StageWriter:
         while self._buffer:
             del self._buffer[: os.write(self._fd, self._buffer)]
 
+    def _pack(self) -> None:
+        """Move the records to a block. Killed between the two writes, it leaves them in both files: they count once."""
+        block = _packed(bytes(self._recent), self._record.size, self._least_s)
+        fd = open_file(self._packed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            data = (b"" if os.fstat(fd).st_size else self._head) + block
+            while data:
+                data = data[os.write(fd, data) :]
+        finally:
+            os.close(fd)
+        os.ftruncate(self._fd, len(self._head))
+        self._recent.clear()
+
     def close(self) -> None:
         """Write what is buffered, and close."""
         try:
@@ -110,11 +144,11 @@ class StageWriter:
 
 
 def read_generation(
-    folder: RunFolder, generation: int, *, most: int | None = None
+    folder: RunFolder, generation: int, *, most: int | None = None, until: int | None = None
 ) -> tuple[dict[int, RankStages], list[Problem]]:
     """Rank -> what it recorded, and the files that cannot be used; nothing where a generation recorded nothing.
 
-    `most`: only the last so many records of each rank.
+    `most`: only the last so many records of each rank, or of those up to step `until`.
     """
     found: dict[int, RankStages] = {}
     problems: list[Problem] = []
@@ -129,7 +163,7 @@ def read_generation(
         rank = int(match[1])
         path = folder.stages(generation, rank)
         try:
-            stages = read_stages(path, most=most)
+            stages = read_stages(path, folder.packed_stages(generation, rank), most=most, until=until)
             if stages is not None and (stages.generation, stages.rank) != (generation, rank):
                 raise ValueError(f"is of generation {stages.generation}, rank {stages.rank}")
         except (OSError, ValueError) as error:
@@ -141,10 +175,13 @@ def read_generation(
     return found, problems
 
 
-def read_stages(path: Path, *, most: int | None = None) -> RankStages | None:
-    """What is in one file; None if its rank ended before it had written the first line.
+def read_stages(
+    path: Path, packed: Path | None = None, *, most: int | None = None, until: int | None = None
+) -> RankStages | None:
+    """What is in one file and in `packed`; None if its rank ended before it had written the first line.
 
-    An incomplete last record is ignored. Raises OSError, or ValueError with what is wrong with the file.
+    `most`, `until`: see `read_generation`. An incomplete last record or block is ignored. Raises OSError, or ValueError with what is
+    wrong with a file.
     """
     with open(open_file(path), "rb") as file:
         line = file.readline(_LONGEST_HEADER)
@@ -156,10 +193,16 @@ def read_stages(path: Path, *, most: int | None = None) -> RankStages | None:
         columns = head.pop("stages")
         kind = np.dtype([("step", "<u4"), ("seconds", "<f4", (len(columns),))])
         whole = (os.fstat(file.fileno()).st_size - len(line)) // kind.itemsize
-        wanted = whole if most is None else min(most, whole)
+        wanted = whole if most is None or until is not None else min(most, whole)
         file.seek((whole - wanted) * kind.itemsize, os.SEEK_CUR)
         data = file.read(wanted * kind.itemsize)
     table = np.frombuffer(data, dtype=kind, count=len(data) // kind.itemsize)
+    if until is not None:
+        table = table[table["step"] <= until]
+    # Only now: records that are packed meanwhile are then read twice, which does no harm, and not missed.
+    if packed is not None and (most is None or len(table) < most) and packed.exists():
+        table = np.concatenate([*_blocks(packed, line, kind, most, until, len(table)), table])
+    table = table if most is None else table[max(0, len(table) - most) :]
     values = table["seconds"].astype(np.float64)
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)).all(axis=1))
     if wrong.size:
@@ -170,6 +213,60 @@ def read_stages(path: Path, *, most: int | None = None) -> RankStages | None:
     # `unique` keeps the first of equal ones: the last is the first from the end.
     steps, at = np.unique(table["step"][::-1].astype(np.int64), return_index=True)
     return RankStages(**head, steps=steps, seconds=seconds[::-1][at])
+
+
+def _packed(records: bytes, size: int, least_s: float) -> bytes:
+    """One block of `records`, each of `size` bytes; of so many that one is left for every `least_s` seconds."""
+    words = np.frombuffer(records, "<u4").reshape(-1, size // 4)
+    first = int(words[:, 0].min())
+    mean_s = float(words[:, 1:].view("<f4").sum(axis=1).mean())
+    # By powers of two and a hash of the step: ranks agree even if their clocks do not, and no rhythm of saves is met.
+    one_in = 2 ** max(0, math.ceil(math.log2(least_s / max(mean_s, 1e-6))))
+    words = words[words[:, 0] * np.uint32(0x9E3779B1) < (1 << 32) / one_in].copy()
+    # 11 of float32's 23 bits of fraction: the others are noise, which does not compress.
+    words[:, 1:] = (words[:, 1:] + np.uint32(0x800)) & np.uint32(0xFFFFF000)
+    words[1:, 0] = np.diff(words[:, 0])  # steps mostly grow by 1
+    columns = words.view(np.uint8).T.tobytes()
+    block = zstandard.ZstdCompressor(level=9, write_checksum=True).compress(columns)
+    return _BLOCK.pack(len(words), len(block), first) + block
+
+
+def _blocks(
+    path: Path, line: bytes, kind: np.dtype[Any], most: int | None, until: int | None, known: int
+) -> list[NDArray[Any]]:
+    """The last blocks of a packed file that with `known` records are `most` or more, in order; up to step `until`.
+
+    Raises OSError, ValueError.
+    """
+    found: list[NDArray[Any]] = []
+    with open(open_file(path), "rb") as file:
+        if file.readline(_LONGEST_HEADER) != line:
+            raise ValueError(f"{path.name} does not begin with the same line")
+        places, end = [], os.fstat(file.fileno()).st_size
+        while len(head := file.read(_BLOCK.size)) == _BLOCK.size:
+            records, size, first = _BLOCK.unpack(head)
+            if file.tell() + size > end:
+                break  # its rank was killed while it wrote this one
+            if records * kind.itemsize > _LARGEST_BLOCK:
+                raise ValueError(f"{path.name} is damaged")
+            if until is None or first <= until:
+                places.append((file.tell(), records, size))
+            file.seek(size, os.SEEK_CUR)
+        for place, records, size in reversed(places):
+            if most is not None and known + sum(map(len, found)) >= most:
+                break
+            file.seek(place)
+            try:
+                data = zstandard.ZstdDecompressor().decompress(file.read(size), records * kind.itemsize)
+            except zstandard.ZstdError as error:
+                raise ValueError(f"{path.name} is damaged: {error}") from None
+            if len(data) != records * kind.itemsize:
+                raise ValueError(f"{path.name} is damaged")
+            words = np.frombuffer(data, np.uint8).reshape(-1, records).T.copy().view("<u4")
+            words[:, 0] = np.cumsum(words[:, 0], dtype=np.uint32)
+            block = np.frombuffer(words.tobytes(), kind)
+            found.insert(0, block if until is None else block[block["step"] <= until])
+    return found
 
 
 def _header(line: bytes) -> dict[str, Any]:

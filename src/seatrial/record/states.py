@@ -14,6 +14,7 @@ State = Literal["not started", "queued", "running", "finished", "failed", "preem
 _ENDS = ("run_finished", "run_failed", "run_interrupted")
 _FAILED_PARTS = ("rank_failed", "nursery_failed", "agent_failed")
 _NUMBERS = ("nonfinite", "loss_spike")
+WAIT_REPORTED_S = 5.0  # a wait for nodes becomes an event, `waiting_for_nodes`, after this time
 # All event kinds that decide a state.
 KINDS = (
     *(*_ENDS, *_FAILED_PARTS, *_NUMBERS),

@@ -1,8 +1,8 @@
 """The files of telemetry/nodeN/: tables of fixed-size records, of what an agent read of its node every few seconds.
 
 A chunk `TIME.samples` (unix milliseconds of its start) begins with a line of JSON that names its columns; then each
-sample is one record: time and counters as float64, gauges as float32, little-endian, NaN where a value was not read. A
-chunk that is closed becomes `TIME.samples.zst`: after the line, all records' first bytes, then all second bytes, and so
+sample is one record: time and counters as float64, gauges as float32, rounded to 12 bits, little-endian, NaN where a
+value was not read. A chunk that is closed becomes `TIME.samples.zst`: after the line, all records' first bytes, then all second bytes, and so
 on, compressed with zstd. One older than a day is thinned: one record for every ten, with mean, low and high of gauges.
 
 This is detail for people and alerts. It may be lost or deleted; events, ledger and metrics hold what a run did.

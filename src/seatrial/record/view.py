@@ -20,6 +20,7 @@ from seatrial.record.recent import recent_ledger
 from seatrial.record.running import Running, running
 from seatrial.record.saved import CheckpointInfo, read_checkpoints
 from seatrial.record.states import KINDS, Facts, State, diverged, is_failure, state_of
+from seatrial.record.step_log import StepLog
 from seatrial.record.typed import decode, decode_all
 
 Record = TypeVar("Record")
@@ -57,6 +58,7 @@ class RunView:
     job: JobFacts
     device: str | None  # of rank 0: "cpu" or the GPU name of the driver; None: unknown
     history: History
+    log: StepLog  # also of steps that were done again; of a brief view only recent ones
     eta_s: float | None  # seconds to the job's last step; None: not known, or not yet
     events: list[Event]  # without `rank_started`
     checkpoints: list[CheckpointInfo]  # complete ones, by step
@@ -145,7 +147,7 @@ class RunReader:
     def _begin(self) -> None:
         folder = self.folder
         self.device: str | None = None
-        self.history, self.pace, self.book = History(), Pace(), LedgerBook()
+        self.history, self.log, self.pace, self.book = History(), StepLog(), Pace(), LedgerBook()
         self.events: list[Event] = []
         self.problems: list[Problem] = []  # unreadable lines
         self._started: dict[str, set[int]] = {"run_started": set(), "generation_started": set()}
@@ -222,6 +224,7 @@ class RunReader:
             job=facts,
             device=self.device,
             history=self.history,
+            log=self.log,
             eta_s=self.eta_s(facts.steps),
             events=self.events,
             checkpoints=checkpoints,
@@ -262,6 +265,7 @@ class RunReader:
         first, last = (decode(MetricsRecord, parse_json(line.decode())) for line in lines)
         if not self.history.take_columns(found, first, last):
             return False
+        self.log.take_columns(found)
         self.pace.take_columns(found)
         self._newest = max(self._newest, last.generation)
         return True
@@ -274,6 +278,7 @@ class RunReader:
 
     def _take_metrics(self, record: MetricsRecord) -> None:
         self.history.take(record)
+        self.log.take(record)
         self.pace.take(record.generation, record.step_time_s)
         self._newest = max(self._newest, record.generation)
         if self.show is not None:

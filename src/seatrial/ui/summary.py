@@ -12,10 +12,11 @@ from seatrial.base import units
 from seatrial.record.events import Event
 from seatrial.record.failure import Failure
 from seatrial.record.jsonl import plain
+from seatrial.record.nodes import Nodes
 from seatrial.record.view import RunView
 from seatrial.ui import figures
 from seatrial.ui.out import Out, Pair
-from seatrial.ui.recovery import Nodes, Recoveries, message_of
+from seatrial.ui.recovery import Recoveries, message_of
 from seatrial.ui.step_split import account_of, split_pairs, waterfall_of_run, waterfall_pairs
 
 SCHEMA_VERSION = 1

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from seatrial.base import process
+from seatrial.base.lines import Channel
 from seatrial.control.agent.external import Child, External, ExternalResult
 
 
@@ -79,9 +80,8 @@ def test_a_child_holds_no_files_of_its_parent() -> None:
     reader, writer = os.pipe()
     os.dup2(writer, 200)
 
-    def body(send: object) -> None:
-        assert callable(send)
-        send({"open": sorted(int(n) for n in os.listdir("/proc/self/fd"))})
+    def body(channel: Channel) -> None:
+        channel.send({"open": sorted(int(n) for n in os.listdir("/proc/self/fd"))})
 
     child = Child(body)
     os.close(writer)

@@ -85,7 +85,7 @@ class Node:
         self.pump = pump
         self.told: list[msg.Journalled] = []
         self.hardware_monitor = HardwareMonitor(
-            spec, ResilienceSection(**resilience), self.told.append, pump.watch, pump.unwatch
+            spec, ResilienceSection(**resilience), self.told.append, pump.watch, pump.unwatch, print
         )
         pump.ticks.append(self.hardware_monitor.tick)
 

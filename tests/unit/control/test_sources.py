@@ -336,8 +336,8 @@ def test_a_probe_that_falls_silent_is_a_finding(tmp_path: Path, made: list[Sourc
     watched = Sources(None, NOWHERE, driver=NOWHERE)
     made.append(watched)
 
-    def hang(send: Any) -> None:
-        send({"alive": "nvmlInit"})
+    def hang(channel: Any) -> None:
+        channel.send({"alive": "nvmlInit"})
         select.select([], [], [])
 
     watched._start("GPUs", hang, 5.0)
@@ -358,7 +358,7 @@ def test_a_probe_that_falls_silent_is_a_finding(tmp_path: Path, made: list[Sourc
 def test_a_probe_that_dies_is_a_finding(made: list[Sources]) -> None:
     watched = Sources(None, NOWHERE, driver=NOWHERE)
     made.append(watched)
-    watched._start("ports", lambda send: sys.exit(1), 5.0)
+    watched._start("ports", lambda channel: sys.exit(1), 5.0)
     told = until(watched, "probe_silent")[-1]
     assert "has exited" in told.message
 
@@ -531,6 +531,28 @@ def test_a_gpu_of_another_job_is_none_of_ours(
     assert not any(s.signal.startswith("xid") for s in seen)
 
 
+def test_what_the_probes_read_is_passed_on(
+    driver: Path, made: list[Sources], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([]))
+    ports(tmp_path / "infiniband")
+    read: dict[str, dict[str, float]] = {}
+    watched = Sources(
+        None, tmp_path / "infiniband", 0.01, driver=driver, gpus={"0000:3b:00"}, telemetry=read.__setitem__
+    )
+    made.append(watched)
+    end = time.monotonic() + 30
+    while "ports" not in read or 'gpu_nvlink_errors_total{gpu="0"}' not in read.get("gpus", {}):
+        assert time.monotonic() < end
+        select.select([watched], [], [], 1.0)
+        watched.poll(time.monotonic())
+    assert read["gpus"]['gpu_tensor_active_ratio{gpu="0"}'] == 0.625
+    assert read["gpus"]['gpu_sm_clock_hertz{gpu="0"}'] == 1.41e9
+    assert read["gpus"]['gpu_pcie_replays_total{gpu="0"}'] > 40
+    assert not [name for name in read["gpus"] if 'gpu="1"' in name], "another job's"
+    assert read["ports"]['port_active{port="mlx5_0/1"}'] == 1
+
+
 def test_the_gpus_can_be_let_go_for_a_reset(
     driver: Path, made: list[Sources], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -597,7 +619,7 @@ def test_the_agent_can_wait_for_all_of_it(made: list[Sources]) -> None:
     watched = Sources(None, NOWHERE, driver=NOWHERE)
     made.append(watched)
     assert select.select([watched], [], [], 0)[0] == []
-    child = Child(lambda send: None)
+    child = Child(lambda channel: None)
     watched._probes.append(sources._Probe("ports", child, 1.0))
     watched._poller.register(child.fileno(), select.EPOLLIN)
     assert select.select([watched], [], [], 30)[0] == [watched]

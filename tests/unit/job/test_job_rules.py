@@ -51,6 +51,8 @@ from seatrial.job.schema import JobFile
         (("resilience.silence_s=1.0", "resilience.heartbeat_s=0.5"), "--set resilience.silence_s=1.0", "silence_s 1 is less than 4 x heartbeat_s 0.5", "resilience.silence_s=2.0"),
         (("resilience.heartbeat_s=2.0",), "--set resilience.heartbeat_s=2.0", "silence_s 3 is less than 4 x heartbeat_s 2", "resilience.heartbeat_s=0.75"),
         (("resilience.first_step_s=20.0",), "--set resilience.first_step_s=20.0", "first_step_s 20 is less than hang_min_s 30", "resilience.first_step_s=30.0"),
+        (("watch.metrics_port=65535",), "--set watch.metrics_port=65535", "node 1 would serve /metrics on port 65536", "watch.metrics_port=65534"),
+        (("watch.metrics_port=9400", "cluster.port=9401"), "--set watch.metrics_port=9400", "metrics_port 9400 takes port 9401", None),
         (("model.vocab_size=256",), "--set model.vocab_size=256", "vocab_size 256 is too small for the byte tokenizer", "model.vocab_size=264"),
         (("model.qkv_bias=false",), "--set model.qkv_bias=false", 'qkv_bias = false with family "qwen2"', "model.qkv_bias=true"),
         (

@@ -103,6 +103,7 @@ def test_every_key_is_written() -> None:
         "optimizer",
         "checkpoint",
         "resilience",
+        "watch",
     }
 
 

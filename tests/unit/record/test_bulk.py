@@ -40,6 +40,7 @@ def seen(view: RunView) -> list[Any]:
     return [
         *(view.state, view.generation, repr(view.first), repr(view.last), view.step, view.tokens, view.eta_s),
         *(history.steps, history.generations, *(repr(list(history.column(name))) for name in columns)),
+        *map(list, (view.log.steps, view.log.generations, view.log.times)),
         *(view.ledger_steps, view.ledger_gaps, view.skipped_steps, [str(p) for p in view.problems]),
     ]
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from seatrial.record.collectives import CollectivesWriter, Issued, of_a_step, read_collectives
 from seatrial.record.folder import RunFolder
@@ -50,6 +53,56 @@ def test_a_step_that_was_done_again_counts_as_last(folder: RunFolder) -> None:
     write(folder, 0, [(1, USUAL), (2, SAVING), (3, USUAL), (2, USUAL), (3, SAVING)])
     found, _ = read_collectives(folder, 2)
     assert [(line.step, "save" in line.issued) for line in found[0]] == [(1, False), (2, False), (3, True)]
+
+
+VERIFYING = USUAL | {"step_sum": (2, 128)}
+
+
+def rhythmic(
+    steps: range, every: int = 10, at: int = 1, save: int = 0
+) -> list[tuple[int, dict[str, tuple[int, int]]]]:
+    return [(s, SAVING if save and s % save == 0 else VERIFYING if s % every == at else USUAL) for s in steps]
+
+
+def expanded(folder: RunFolder, last: int) -> list[dict[str, tuple[float, float]]]:
+    """What the record says of each step from 1 to `last`."""
+    found, problems = read_collectives(folder, 2)
+    assert not problems
+    means = [of_a_step(found, step, step) for step in range(1, last + 1)]
+    return [{name: (each.calls, each.bytes) for name, each in mean.items()} for mean in means]
+
+
+@pytest.mark.parametrize(("save", "lines"), [(0, 5), (50, 5 + 2 * 19), (37, None), (11, None)])
+def test_a_rhythm_is_one_line(folder: RunFolder, save: int, lines: int | None) -> None:
+    steps = rhythmic(range(1, 1000), at=3, save=save)
+    write(folder, 0, steps)
+    if lines is not None:
+        assert abs(folder.collectives(2, 0).read_text().count("\n") - lines) <= 2
+    assert expanded(folder, 999) == [counted for _, counted in steps]
+
+
+def test_a_rhythm_that_ends_or_changes(folder: RunFolder) -> None:
+    steps = rhythmic(range(1, 100)) + rhythmic(range(100, 200), every=1000)
+    steps += rhythmic(range(200, 300), every=7, at=2) + rhythmic(range(300, 400), at=4)
+    write(folder, 0, steps)
+    assert expanded(folder, 399) == [counted for _, counted in steps]
+    mean = of_a_step(read_collectives(folder, 2)[0], 30, 89)["step_sum"]
+    assert mean.calls == pytest.approx(1.1)
+
+
+def test_a_rhythm_and_steps_done_again(folder: RunFolder) -> None:
+    write(folder, 0, rhythmic(range(1, 60)) + rhythmic(range(45, 100), at=5))
+    expected = rhythmic(range(1, 45)) + rhythmic(range(45, 100), at=5)
+    assert expanded(folder, 99) == [counted for _, counted in expected]
+
+
+@given(st.lists(st.sampled_from([USUAL, SAVING, VERIFYING]), min_size=1, max_size=60), st.integers(1, 60))
+def test_any_order_of_steps(tmp_path_factory: pytest.TempPathFactory, order: list[Any], again: int) -> None:
+    folder = RunFolder(tmp_path_factory.mktemp("any"))
+    first = list(enumerate(order, 1))
+    steps = first + first[again - 1 :]
+    write(folder, 0, steps)
+    assert expanded(folder, len(order)) == order
 
 
 def test_a_damaged_line_is_reported_and_the_others_count(folder: RunFolder) -> None:

@@ -11,6 +11,7 @@ from seatrial.record.folder import RunFolder
 from seatrial.record.stages import (
     BACKWARD,
     DATA,
+    PART,
     STAGES,
     TENSOR,
     StageWriter,
@@ -157,3 +158,74 @@ def test_an_old_run_folder_has_none(tmp_path: Path) -> None:
     assert read_generation(RunFolder(tmp_path), 1) == ({}, [])
     (tmp_path / "ranks").mkdir()
     assert read_generation(RunFolder(tmp_path), 1) == ({}, [])
+
+
+class TestPacked:
+    """Older records are compressed: PART at a time."""
+
+    STEPS = 2 * PART + 100
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> RunFolder:
+        """Steps 1 to STEPS of rank 3, with noise of a percent."""
+        folder, random = RunFolder(tmp_path), np.random.default_rng(1)
+        out = writer(folder)
+        for step in range(1, self.STEPS + 1):
+            out.add(step, [0.0, *random.normal(1.0, 0.01, len(STAGES) - 1)])
+        out.close()
+        return folder
+
+    def test_old_steps_are_read_to_a_fiftieth_of_a_percent(self, folder: RunFolder) -> None:
+        found, problems = read_generation(folder, 2)
+        assert not problems
+        assert found[3].steps.tolist() == list(range(1, self.STEPS + 1))
+        random = np.random.default_rng(1)
+        exact = random.normal(1.0, 0.01, (self.STEPS, len(STAGES) - 1))
+        assert np.allclose(found[3].seconds[:, 1:], exact, rtol=2**-12)
+        assert not found[3].seconds[:, 0].any()
+
+    def test_they_take_a_third(self, folder: RunFolder) -> None:
+        size = folder.stages(2, 3).stat().st_size + folder.packed_stages(2, 3).stat().st_size
+        assert folder.stages(2, 3).stat().st_size < 101 * 48 + 500
+        assert size < self.STEPS * 48 / 3
+
+    def test_short_steps_of_many_ranks_are_sampled(self, tmp_path: Path) -> None:
+        folder, count = RunFolder(tmp_path), 8 * PART
+        for rank, step_s in enumerate((0.9, 0.7)):  # one in 4, one in 8
+            out = StageWriter(folder, 2, rank, ranks=1024, clock="cuda", first_step=1, not_separated={})
+            for step in range(1, count + 1):
+                out.add(step, [0.0] * (len(STAGES) - 1) + [step_s])
+            out.close()
+        first, second = (each.steps for each in read_generation(folder, 2)[0].values())
+        assert 0.9 < len(first) / (count / 4) < 1.1
+        assert 0.9 < len(second) / (count / 8) < 1.1
+        assert np.isin(second, first).all(), "steps that all ranks have"
+
+    @pytest.mark.parametrize("most", [1, 100, 101, PART + 100, PART + 101, 10**6])
+    def test_the_last_ones(self, folder: RunFolder, most: int) -> None:
+        found, _ = read_generation(folder, 2, most=most)
+        assert found[3].steps.tolist() == list(range(max(1, self.STEPS - most + 1), self.STEPS + 1))
+
+    def test_killed_between_the_two_writes(self, folder: RunFolder) -> None:
+        path = folder.packed_stages(2, 3)
+        path.write_bytes(path.read_bytes()[:-1])
+        found, problems = read_generation(folder, 2)
+        assert not problems
+        assert found[3].steps.tolist() == [*range(1, PART + 1), *range(2 * PART + 1, self.STEPS + 1)]
+
+    def test_damage_is_said(self, folder: RunFolder) -> None:
+        path = folder.packed_stages(2, 3)
+        data = bytearray(path.read_bytes())
+        data[-20] ^= 1
+        path.write_bytes(data)
+        found, problems = read_generation(folder, 2)
+        assert not found
+        assert "rank3.stages.zst is damaged" in problems[0].message
+        path.write_bytes(b"x" * 100)
+        assert "does not begin with the same line" in read_generation(folder, 2)[1][0].message
+
+    def test_a_new_writer_begins_anew(self, folder: RunFolder) -> None:
+        out = writer(folder)
+        out.add(7, row(7))
+        out.close()
+        assert read_generation(folder, 2)[0][3].steps.tolist() == [7]

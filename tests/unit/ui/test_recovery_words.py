@@ -15,11 +15,12 @@ from seatrial.record import lock
 from seatrial.record.events import Event, append
 from seatrial.record.folder import RunFolder
 from seatrial.record.metrics import MetricsRecord
+from seatrial.record.nodes import Nodes
 from seatrial.record.view import read_view
 from seatrial.ui.console import TrainConsole
 from seatrial.ui.live import pane
 from seatrial.ui.out import Out
-from seatrial.ui.recovery import Nodes, Recoveries, message_of
+from seatrial.ui.recovery import Recoveries, message_of
 from seatrial.ui.summary import print_status, summary_json
 
 

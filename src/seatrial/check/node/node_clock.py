@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from seatrial.check.judging.findings import Expected, Finding, Target, Verdict
 from seatrial.check.node.run_tool import Order, run_tools
+from seatrial.hardware.clock import kernel_clock
 
 _TIMEOUT_S = 2.0
 _ENOUGH = 3  # clocks needed for a meaningful median
-# linux/timex.h
-_STA_UNSYNC, _STA_NANO = 0x0040, 0x2000
-_TIME_ERROR = 5
-
 # From here on the logs of two nodes cannot be merged by time.
 SUSPECT_S = 1.0
 # MUNGE_DEFAULT_TTL of munge (src/libcommon/munge_defs.h): from here on Slurm's credentials are rejected.
 BROKEN_S = 300.0
 _SOURCE = "suspect from 1 s: chosen here; from 300 s munge rejects Slurm's credentials (MUNGE_DEFAULT_TTL)"
-
-
-class _Timex(ctypes.Structure):
-    """struct timex of glibc on 64-bit Linux, sys/timex.h."""
-
-    _fields_ = (
-        ("modes", ctypes.c_uint),
-        ("offset", ctypes.c_long),
-        ("freq", ctypes.c_long),
-        ("maxerror", ctypes.c_long),
-        ("esterror", ctypes.c_long),
-        ("status", ctypes.c_int),
-        ("constant", ctypes.c_long),
-        ("precision", ctypes.c_long),
-        ("tolerance", ctypes.c_long),
-        ("time", ctypes.c_long * 2),
-        ("tick", ctypes.c_long),
-        ("ppsfreq", ctypes.c_long),
-        ("jitter", ctypes.c_long),
-        ("shift", ctypes.c_int),
-        ("stabil", ctypes.c_long),
-        ("counts", ctypes.c_long * 4),
-        ("tai", ctypes.c_int),
-        ("rest", ctypes.c_int * 11),
-    )
 
 
 def read_clock() -> dict[str, Any]:
@@ -58,24 +29,12 @@ def read_clock() -> dict[str, Any]:
             Order("timedatectl", ("timedatectl", "show", "-p", "NTPSynchronized", "--value"), _TIMEOUT_S),
         ]
     )
+    kernel = kernel_clock()
     return {
-        "kernel": _kernel(),
+        "kernel": None if kernel is None else asdict(kernel),
         "chrony": parse_chrony(chrony.out) if chrony.ok else None,
         "timedatectl": {"yes": True, "no": False}.get(systemd.out.strip()) if systemd.ok else None,
         "no_answer": [r.facts() for r in (chrony, systemd) if r.ended not in ("ok", "absent")],
-    }
-
-
-def _kernel() -> dict[str, Any] | None:
-    """By adjtimex(2), which needs no privilege as long as it sets nothing."""
-    found = _Timex(modes=0)
-    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(found))
-    if state < 0:
-        return None  # blocked by seccomp in some containers
-    return {
-        "synchronised": state != _TIME_ERROR and not found.status & _STA_UNSYNC,
-        "offset_s": found.offset / (1e9 if found.status & _STA_NANO else 1e6),
-        "max_error_s": found.maxerror / 1e6,
     }
 
 

@@ -46,6 +46,7 @@ from seatrial.control.net.acceptor import Acceptor
 from seatrial.control.net.lease import Hold
 from seatrial.control.net.wire import Incoming, Link, Listener
 from seatrial.control.snapshots.snapshot_service import SnapshotService
+from seatrial.control.telemetry.telemetry import Telemetry
 from seatrial.job import Job
 from seatrial.record import inputs
 from seatrial.record import messages as msg
@@ -122,8 +123,9 @@ class Agent:
             rank_stopped=self._rank_stopped,
             report=self._process_stalled,
         )
+        self.telemetry = Telemetry(spec, self.job, self.journal.send_once, self.watch, self.unwatch)
         self.hardware_monitor = HardwareMonitor(
-            spec, resilience, self.journal.send_once, self.watch, self.unwatch
+            spec, resilience, self.journal.send_once, self.watch, self.unwatch, self.telemetry.take
         )
 
     def _write(self, environment: NodeEnvironment) -> None:
@@ -197,6 +199,7 @@ class Agent:
             self.member.valid_until = time.monotonic() + 1e9
         self._inspect()
         self.hardware_monitor.tick()
+        self.telemetry.coordinates(self.coordinator is not None)
         self.watchdog.tick()
         self.acceptor.tick()
         if self.coordinator is not None:
@@ -548,6 +551,7 @@ class Agent:
         if self.coordinator is not None:
             self.coordinator.flush()
         self.hardware_monitor.close()
+        self.telemetry.close()
         self.workers.kill_ranks()
         mark = os.environ[process.MARK]
 

@@ -20,7 +20,7 @@ from seatrial.base import process
 from seatrial.base.lines import Channel
 
 Message = dict[str, Any]
-Body = Callable[[Callable[[Message], bool]], None]
+Body = Callable[[Channel], None]
 
 _LONGEST_OUTPUT = 4000  # characters kept of what a command prints, from its end
 _GRACE_S = 2.0  # from a command's own time limit until its child is given up
@@ -28,7 +28,7 @@ _REAP_S = 0.5  # a killed process that has not ended by then is left to the reap
 
 
 class Child:
-    """A forked process that runs `body(send)`, and what it has sent. Main thread only.
+    """A forked process that runs `body` with its end of a channel to this one. Main thread only.
 
     It holds none of this process's files, and dies with it.
     """
@@ -40,7 +40,7 @@ class Child:
             keep = theirs.fileno()
             os.closerange(3, keep)
             os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
-            body(theirs.send)
+            body(theirs)
             return 0
 
         self.pid = process.fork(run)
@@ -58,6 +58,11 @@ class Child:
     def receive(self) -> list[Message]:
         """What it has sent since the last call, without waiting."""
         return self._channel.receive()
+
+    def post(self, message: Message) -> None:
+        """Send it one message, without waiting for it to be read; dropped while it has not read earlier ones."""
+        if self._channel.flush() and not self._channel.behind:
+            self._channel.post(message)
 
     def close(self) -> None:
         """Kill it with all that it started. Waits half a second at most."""
@@ -93,7 +98,7 @@ class External:
         self._name = argv[0]
         self._timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s + _GRACE_S
-        self._child = Child(lambda send: _run(list(argv), timeout_s, send))
+        self._child = Child(lambda channel: _run(list(argv), timeout_s, channel.send))
         self._result: ExternalResult | None = None
 
     def fileno(self) -> int:

@@ -35,6 +35,7 @@ from seatrial.control.machine.world import World
 from seatrial.control.net.lease import Hold, Succeeded
 from seatrial.control.net.wire import Link
 from seatrial.control.snapshots.snapshot_map import SnapshotMap
+from seatrial.control.telemetry.targets import write_targets
 from seatrial.job import Job
 from seatrial.job.shapes import shapes
 from seatrial.record import messages as msg
@@ -209,6 +210,8 @@ class Coordinator:
         self.rejoin_probe.came(node)
         self._silent.discard(node)
         self.executor.roster[node] = (peer.address, peer.port)
+        if self.job.file.watch.metrics_port is not None:
+            write_targets(self.folder, self.job, {n: where for n, (where, _) in self.executor.roster.items()})
         self.snapshots.held(node, hello.held)
         if old is None or old.incarnation != incarnation:
             data = {"pid": hello.pid, "incarnation": incarnation, "told": hello.told}

@@ -48,7 +48,9 @@ class HardwareMonitor:
         send: Callable[[msg.Journalled], None],
         watch: Watch,
         unwatch: Callable[[Any], None],
+        telemetry: Callable[[str, dict[str, float]], None],
     ) -> None:
+        """`telemetry` gets the series that a probe has read, with the probe's name."""
         self._spec, self._resilience = spec, resilience
         self._send, self._watch, self._unwatch = send, watch, unwatch
         stand_in = os.environ.get(KERNEL_LOG)
@@ -59,6 +61,7 @@ class HardwareMonitor:
                 gpus=gpu_addresses(visible_devices()),
                 ports_file=spec.folder.port_counters(spec.node),
                 gpus_file=spec.folder.gpu_counters(spec.node),
+                telemetry=telemetry,
             )
         else:
             # This host may have GPUs, but the run does not use them.

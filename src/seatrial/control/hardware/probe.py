@@ -12,12 +12,15 @@ import importlib
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from seatrial.base.lines import Channel
 from seatrial.control.agent.external import Body, Message
+from seatrial.control.telemetry.gpus import GpuSeries
+from seatrial.control.telemetry.ports import port_values
 from seatrial.hardware.counters import (
     Links,
     PortFault,
@@ -29,8 +32,6 @@ from seatrial.hardware.counters import (
 )
 from seatrial.hardware.xid import address
 from seatrial.record.node_counters import GpuCounters, GpuUse, PortCounters, write_counters
-
-Send = Callable[[Message], bool]
 
 SMI_TIMEOUT_S = 20.0
 NVLINK_INTERVAL_S = 60.0  # nvidia-smi costs a good part of a second of CPU
@@ -82,12 +83,13 @@ class _Keeper:
 
 
 def watch_ports(root: Path, interval_s: float, file: Path | None) -> Body:
-    """A probe that reads the ports below `root` every `interval_s` and sends the faults that it finds.
+    """A probe that reads the ports below `root` every `interval_s`, and sends their series and the faults it finds.
 
     The first and the newest reading are in `file`.
     """
 
-    def body(send: Send) -> None:
+    def body(channel: Channel) -> None:
+        send = channel.send
         reminder = _Reminder()
         send({"alive": "the first reading of the ports' counters"})
         before, then = read_ports(root), time.monotonic()
@@ -99,19 +101,22 @@ def watch_ports(root: Path, interval_s: float, file: Path | None) -> Body:
             after, now = read_ports(root), time.monotonic()
             for message in reminder.new(findings(before, after, now - then), now):
                 send(message)
+            send({"source": "ports", "values": port_values(before, after, now - then)})
             before, then = after, now
             keeper.write(PortCounters(began, now - start, first, after))
 
     return body
 
 
-def watch_gpus(interval_s: float, file: Path | None) -> Body:
+def watch_gpus(interval_s: float, file: Path | None, only: Collection[str] | None = None) -> Body:
     """A probe that sends Xid events from NVML and, every minute or `interval_s`, the faults of the NVLinks.
 
-    The clocks and error counters of the GPUs are kept in `file`.
+    The clocks and error counters of the GPUs are kept in `file`. Every `interval_s` it sends the series of those in
+    `only` (PCI addresses), or of all.
     """
 
-    def body(send: Send) -> None:
+    def body(channel: Channel) -> None:
+        send = channel.send
         send({"alive": "starting NVML"})
         events = _XidEvents.start()
         send({"nvml": events if isinstance(events, str) else None})
@@ -119,6 +124,7 @@ def watch_gpus(interval_s: float, file: Path | None) -> Body:
         addresses = _addresses()
         reminder, before, then, next_reading = _Reminder(), None, 0.0, 0.0
         uses = None if isinstance(events, str) else _Uses(events)
+        gpus = None if isinstance(events, str) else GpuSeries(events.ask, events.handles, only)
         keeper, next_writing = _Keeper(file), time.monotonic() + interval_s
         while send({"alive": "waiting for NVML events"}):
             if isinstance(events, str):
@@ -130,11 +136,12 @@ def watch_gpus(interval_s: float, file: Path | None) -> Body:
                     send({"nvml": events})
                 elif found is not None:
                     send({"xid": {"code": found[0], "pci": found[1]}})
-            if uses is not None:
-                uses.sample()
+            if uses is not None and gpus is not None:
+                gpus.sample(uses.sample())
                 if time.monotonic() >= next_writing:
                     next_writing = time.monotonic() + interval_s
                     keeper.write(uses.counters())
+                    send({"source": "gpus", "values": gpus.values()})
             if time.monotonic() < next_reading:
                 continue
             next_reading = time.monotonic() + max(interval_s, NVLINK_INTERVAL_S)
@@ -143,8 +150,9 @@ def watch_gpus(interval_s: float, file: Path | None) -> Body:
             if text is None:
                 continue
             after, now = parse_nvlink_errors(text), time.monotonic()
-            if uses is not None:
+            if uses is not None and gpus is not None:
                 uses.links(after, addresses)
+                gpus.links(after, addresses)
             for message in reminder.new(
                 [] if before is None else nvlink_findings(before, after, now - then), now
             ):
@@ -212,24 +220,26 @@ class _TensorActive:
         # From the first busy sample to the last one: an idle GPU at the ends of a run says nothing about its steps.
         self._sums, self._since = [0.0, 0], [0.0, 0]
 
-    def sample(self, *, busy: bool) -> None:
-        """Count the time since the last call."""
+    def sample(self, *, busy: bool) -> float | None:
+        """Count the time since the last call; the share of it, 0..1, or None."""
         if self._samples is None:
-            return
+            return None
         before, now = self._samples
         request = self._ask("c_nvmlGpmMetricsGet_t")
         if request is None or not self._read(now):
-            return
+            return None
         self._samples = [now, before]
         request.version, request.numMetrics, request.sample1, request.sample2 = 1, 1, before, now
         request.metrics[0].metricId = _TENSOR_ACTIVE
         if self._ask("nvmlGpmMetricsGet", request) is None or request.metrics[0].nvmlReturn:
-            return
+            return None
+        share = float(request.metrics[0].value) / 100
         if busy or self._sums[1]:
-            self._since = [self._since[0] + request.metrics[0].value / 100, self._since[1] + 1]
+            self._since = [self._since[0] + share, self._since[1] + 1]
         if busy:
             self._sums = [a + b for a, b in zip(self._sums, self._since, strict=True)]
             self._since = [0.0, 0]
+        return share
 
     @property
     def mean(self) -> float | None:
@@ -251,16 +261,18 @@ class _Uses:
         self._replays = {gpu: self._pcie(handle) for gpu, handle in self._handles.items()}
         self._links: list[dict[tuple[str, int, str], int]] = []  # the first reading and the newest
 
-    def sample(self) -> None:
-        """Read the clocks of those that are busy, and how busy their tensor cores are."""
+    def sample(self) -> dict[str, float | None]:
+        """Read the clocks of those that are busy, and how busy their tensor cores are: PCI address -> share or None."""
+        active = {}
         for gpu, handle in self._handles.items():
             used = self._ask("nvmlDeviceGetUtilizationRates", handle)
             mhz = self._ask("nvmlDeviceGetClockInfo", handle, _CLOCK_SM)
             busy = used is not None and used.gpu >= _BUSY_PERCENT
-            self._tensor[gpu].sample(busy=busy)
+            active[gpu] = self._tensor[gpu].sample(busy=busy)
             if busy and mhz is not None:
                 self._mhz[gpu][0] += mhz
                 self._mhz[gpu][1] += 1
+        return active
 
     def links(self, links: Links, addresses: Mapping[str, str]) -> None:
         """The NVLinks' counters now; `addresses`: GPU's UUID -> PCI address."""

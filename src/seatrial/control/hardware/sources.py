@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import select
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Sources:
     `kernel_log`, `infiniband` and `driver` are None to disable a source, as where ranks use neither GPU nor RDMA. A log
     other than /dev/kmsg is a substitute and is always followed; /dev/kmsg itself only if NVIDIA's driver is present.
     `gpus`: the PCI addresses of the GPUs that this node uses, None for all; other jobs' GPUs are ignored. `ports_file` and
-    `gpus_file`: where their counters are kept (`record.node_counters`).
+    `gpus_file`: where their counters are kept (`record.node_counters`). `telemetry` gets the series that a probe has read.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class Sources:
         driver: Path | None = DRIVER,
         ports_file: Path | None = None,
         gpus_file: Path | None = None,
+        telemetry: Callable[[str, dict[str, float]], None] = lambda source, values: None,
     ) -> None:
+        self._telemetry = telemetry
         self._interval_s = interval_s
         self._gpus = None if gpus is None else frozenset(gpus)
         self._gpus_file = gpus_file
@@ -118,7 +120,8 @@ class Sources:
         """Start to watch the GPUs, at construction and after `release_gpus`."""
         if self._driver and not any(p.name == _GPUS for p in self._probes):
             self._nvml = _NOT_YET
-            self._start(_GPUS, watch_gpus(self._interval_s, self._gpus_file), 3 * SMI_TIMEOUT_S)
+            body = watch_gpus(self._interval_s, self._gpus_file, self._gpus)
+            self._start(_GPUS, body, 3 * SMI_TIMEOUT_S)
 
     def close(self) -> None:
         """End the probes and close the log."""
@@ -207,6 +210,8 @@ class Sources:
         match message:
             case {"nvml": reason}:
                 self._nvml = reason
+            case {"source": str(source), "values": dict(values)}:
+                self._telemetry(source, values)
             case {"xid": {"code": int(code), "pci": str(pci)}}:
                 xid = XidMessage("xid", code, pci, "")
                 if self._ours(xid):

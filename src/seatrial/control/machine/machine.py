@@ -51,13 +51,13 @@ from seatrial.control.machine.types import (
     Tick,
     Yield,
 )
+from seatrial.record.states import WAIT_REPORTED_S
 
 if TYPE_CHECKING:
     from seatrial.control.machine import policy
 
 FOREVER = float("inf")
 _STORY = 40  # events shown by a failed assertion
-_WAIT_REPORTED_S = 5.0  # a wait for nodes is reported after this time
 _ANYWHERE = 3  # x max_same_failure: limit for one signal from changing ranks or nodes, without progress
 _LOSSES = ("agent_exit", "node_silent")  # each one costs a node, which limits their number
 
@@ -329,13 +329,13 @@ class Machine:
 
     def _report_wait(self, since: float, until: float, usable: int) -> float:
         """Report a wait once, with the missing nodes; return when that is due. Delayed, as nodes join one by one."""
-        if not self._wait_reported and self._now >= since + _WAIT_REPORTED_S:
+        if not self._wait_reported and self._now >= since + WAIT_REPORTED_S:
             self._wait_reported = True
             message = f"waiting for nodes: {self._too_few(usable)}"
             left = None if until == FOREVER else round(until - self._now, 1)
             data = {"usable": usable, "needed": self.settings.least, "until_s": left}
             self._actions.append(Note("waiting_for_nodes", message, "warning", data=data))
-        return FOREVER if self._wait_reported else since + _WAIT_REPORTED_S
+        return FOREVER if self._wait_reported else since + WAIT_REPORTED_S
 
     def _start(self, shape: int) -> None:
         s = self.settings

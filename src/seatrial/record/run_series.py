@@ -1,0 +1,79 @@
+"""The series of a whole run, from its folder: what `/metrics` of the coordinator's agent and of the web process have."""
+
+from __future__ import annotations
+
+from seatrial.record.events import Event
+from seatrial.record.folder import RunFolder
+from seatrial.record.frontier import account
+from seatrial.record.nodes import Nodes
+from seatrial.record.series import series
+from seatrial.record.stages import read_generation
+from seatrial.record.view import RunReader, RunView
+
+_STEPS = 32  # recent ones, whose mean is the split
+
+
+class RunSeries:
+    """Follows one run: each reading costs what was written since the one before."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._reader = RunReader(folder)
+
+    def read(self, now: float) -> dict[str, float]:
+        """`run_values` of the run at unix time `now`."""
+        return run_values(self._reader.view(), now)
+
+
+def run_values(view: RunView, now: float) -> dict[str, float]:
+    """Series -> value of a run at unix time `now`; what is not known is absent."""
+    last, nodes = view.last, Nodes(view.own_events)
+    known: dict[str, float | None] = {
+        "run_running": float(view.state == "running"),
+        "run_generation": view.generation or None,
+        "run_step": view.step,
+        "run_target_step": view.job.steps,
+        "run_eta_seconds": view.eta_s if view.state == "running" else None,
+        "run_checkpoints": len(view.checkpoints),
+        "run_ranks": _ranks(view.own_events),
+        "run_nodes": len([n for n in nodes.training if n not in nodes.gone]) if nodes.training else None,
+        "run_spare_nodes": len(nodes.spares) if nodes.training else None,
+    }
+    if last is not None:
+        known |= {
+            "run_last_step_timestamp_seconds": last.time,
+            "run_loss": last.loss,
+            "run_gradient_norm": last.grad_norm,
+            "run_learning_rate": last.lr,
+            "run_tokens_total": view.tokens,
+            "run_tokens_per_second": last.tokens_per_s,
+            "run_mfu_ratio": last.mfu,
+            "run_memory_bytes": last.memory_bytes,
+            "run_step_seconds": last.step_time_s,
+        }
+    if view.latest is not None:
+        known |= {
+            "run_checkpoint_step": view.latest.step,
+            "run_checkpoint_timestamp_seconds": view.latest.time,
+        }
+    run = view.folder.path.absolute().name
+    found = {series(name, run=run): float(value) for name, value in known.items() if value is not None}
+    for stage, seconds in _split(view).items():
+        found[series("run_step_stage_seconds", run=run, stage=stage)] = seconds
+    return found
+
+
+def _split(view: RunView) -> dict[str, float]:
+    """Stage -> seconds of a recent step; empty until all ranks have recorded one."""
+    stages, _ = read_generation(view.folder, view.generation, most=_STEPS)
+    found = account(stages)
+    return {} if found is None else found.seconds
+
+
+def _ranks(events: list[Event]) -> int | None:
+    """The size of the last generation's layout."""
+    for event in reversed(events):
+        layout = (event.data or {}).get("layout") if event.kind == "generation_started" else None
+        if isinstance(layout, dict):
+            size = layout.get("world_size")
+            return size if type(size) is int else None
+    return None

@@ -1,0 +1,33 @@
+"""When each step ended and how long it took, in file order, with the steps that were done again."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+from seatrial.record.metrics import MetricsRecord
+
+if TYPE_CHECKING:
+    from seatrial.record.bulk import Columns
+
+
+class StepLog:
+    """All records of metrics.jsonl; unlike `History` it keeps those whose steps were done again later."""
+
+    def __init__(self) -> None:
+        self.steps, self.generations = array("q"), array("q")
+        self.times, self.seconds = array("d"), array("d")  # end of the step, unix seconds; its duration
+
+    def take(self, record: MetricsRecord) -> None:
+        """Take the next record of metrics.jsonl."""
+        self.steps.append(record.step)
+        self.generations.append(record.generation)
+        self.times.append(record.time)
+        self.seconds.append(record.step_time_s)
+
+    def take_columns(self, found: Columns) -> None:
+        """Take many records at once."""
+        self.steps.frombytes(found["step"].tobytes())
+        self.generations.frombytes(found["generation"].tobytes())
+        self.times.frombytes(found["time"].tobytes())
+        self.seconds.frombytes(found["step_time_s"].tobytes())

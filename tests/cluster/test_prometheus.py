@@ -1,0 +1,95 @@
+"""A real Prometheus scrapes a live run by the file that the coordinator keeps."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import JOB, Run
+from prometheus_server import Prometheus
+from seatrial.record.folder import RunFolder
+from seatrial.record.series import NODE_SERIES, PREFIX, RUN_SERIES
+from seatrial.record.telemetry import read_latest
+
+pytestmark = pytest.mark.cluster
+
+# Two nodes of one rank each, for as long as the test takes.
+LIVE = JOB.replace("gpus_per_node = 2", "gpus_per_node = 1").replace("tensor = 2\npipeline = 2", "shard = 2")
+LIVE = LIVE.replace("steps = 12", "steps = 100000").replace("every_steps = 4", "every_steps = 50")
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    for _ in range(100):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            first = int(probe.getsockname()[1])
+        try:
+            for port in range(first, first + count):
+                with socket.create_server(("127.0.0.1", port)):
+                    pass
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no free ports")
+
+
+@pytest.fixture
+def live(folder: Path, start: Callable[..., Run]) -> tuple[Run, int]:
+    """A run that serves /metrics from a port on."""
+    port = free_ports(2)
+    watch = f"\n[watch]\ntelemetry_every_s = 1\nmetrics_port = {port}\n"
+    (folder / "job.toml").write_text(LIVE + watch)
+    return start(), port
+
+
+@pytest.fixture
+def prometheus(folder: Path) -> Iterator[Prometheus]:
+    server = Prometheus(folder / "prometheus", folder / "runs/small/control/prometheus-targets.json")
+    yield server
+    server.close()
+
+
+def test_prometheus_scrapes_a_live_run(live: tuple[Run, int], prometheus: Prometheus) -> None:
+    run, port = live
+    assert len(prometheus.wait('up{job="seatrial"} == 1', lambda values: values == [1.0, 1.0])) == 2
+    prometheus.wait('seatrial_run_checkpoint_step{run="small"} >= 50')
+    # The series of a node have no label of the run; `run_info` joins it.
+    joined = prometheus.wait(
+        "seatrial_node_cpus * on (instance) group_left (run) seatrial_run_info",
+        lambda values: len(values) == 2,
+    )
+    assert {(each["metric"]["node"], each["metric"]["run"]) for each in joined} == {
+        ("0", "small"),
+        ("1", "small"),
+    }
+    for name in NODE_SERIES:
+        assert not prometheus.query(f'{PREFIX}{name}{{run!=""}}')
+    steps = prometheus.wait("delta(seatrial_run_step[10s]) > 0")
+    assert len(steps) == 1, "the coordinator's node alone serves the series of the run"
+    prometheus.wait("rate(seatrial_node_tcp_sent_segments_total[10s])", lambda values: len(values) == 2)
+    split = prometheus.query("sum(seatrial_run_step_stage_seconds)")
+    assert 0 < float(split[0]["value"][1]) < 10
+    assert (
+        0 <= float(prometheus.query("time() - seatrial_run_last_step_timestamp_seconds")[0]["value"][1]) < 10
+    )
+    here = {name for name in RUN_SERIES if prometheus.query(PREFIX + name)}
+    # Neither known on a CPU nor recorded without validation.
+    assert set(RUN_SERIES) - here <= {"run_mfu_ratio", "run_validation_loss", "run_goodput_seconds_total"}
+    for node in (0, 1):
+        address = f"http://127.0.0.1:{port + node}/metrics"
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        assert 20 < sum(not line.startswith("#") for line in lines) < 80
+    samples = read_latest(RunFolder(run.folder / "runs/small"))
+    assert sorted(samples) == [0, 1]
+    assert samples[0].values["node_cpus"] == samples[1].values["node_cpus"]
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait()[0] == 75
+    run.wait_gone(5.0)
+    prometheus.wait('up{job="seatrial"} == 0', lambda values: len(values) == 2)
