@@ -94,8 +94,8 @@ class Access:
         """Whether the cookie's value is that of a session."""
         return self.open or (session is not None and session in self._sessions)
 
-    def log_in(self, token: str, address: str) -> str | None:
-        """A new session if `token` is right; None if not. Raises PermissionError after too many wrong ones."""
+    def is_right(self, token: str, address: str) -> bool:
+        """Whether it is the token. Raises PermissionError after too many wrong ones from `address`, or from all."""
         now = time.monotonic()
         for key, most in ((address, _FAILURES), ("", 10 * _FAILURES)):
             failed = self._failed.setdefault(key, deque(maxlen=10 * _FAILURES))
@@ -104,11 +104,17 @@ class Access:
             if len(failed) >= most:
                 raise PermissionError("too many wrong tokens: wait a minute")
         digest = sha256(token.encode("utf-8", errors="replace")).digest()
-        if self._digest is None or not hmac.compare_digest(digest, self._digest):
-            self._failed[address].append(now)
-            self._failed[""].append(now)
-            # Addresses without failures in the window are not kept.
-            self._failed = {key: times for key, times in self._failed.items() if times or key == ""}
+        if self._digest is not None and hmac.compare_digest(digest, self._digest):
+            return True
+        self._failed[address].append(now)
+        self._failed[""].append(now)
+        # Addresses without failures in the window are not kept.
+        self._failed = {key: times for key, times in self._failed.items() if times}
+        return False
+
+    def log_in(self, token: str, address: str) -> str | None:
+        """A new session if `token` is right; None if not. Raises as `is_right`."""
+        if not self.is_right(token, address):
             return None
         while len(self._sessions) >= _MOST_SESSIONS:
             del self._sessions[next(iter(self._sessions))]

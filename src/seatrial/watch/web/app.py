@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from importlib import resources
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
@@ -80,9 +81,16 @@ class Guard:
         if scope["method"] not in ("GET", "HEAD") and not login:
             return PlainTextResponse("this server only reads", 405, {"allow": "GET, HEAD"})
         public = login or path == "/" or path.removeprefix("/static/") in _PUBLIC
-        if not public and not self._access.allows(Request(scope).cookies.get(COOKIE)):
-            return PlainTextResponse("a token is needed: open / to give it", 401)
-        return None
+        if public or self._access.allows(Request(scope).cookies.get(COOKIE)):
+            return None
+        bearer = headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if path == "/metrics" and bearer:  # Prometheus has no cookies
+            try:
+                if self._access.is_right(bearer, _address(Request(scope))):
+                    return None
+            except PermissionError as error:
+                return PlainTextResponse(str(error), 429, {"retry-after": "60"})
+        return PlainTextResponse("a token is needed: open / to give it", 401)
 
 
 class Static:
@@ -148,9 +156,8 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
             data += part
             if len(data) > _LONGEST_LOGIN:
                 raise HTTPException(413, "this is no token")
-        address = request.client.host if request.client is not None else ""
         try:
-            session = access.log_in(data.decode("utf-8", errors="replace").strip(), address)
+            session = access.log_in(data.decode("utf-8", errors="replace").strip(), _address(request))
         except PermissionError as error:
             return PlainTextResponse(str(error), 429, {"retry-after": "60"})
         if session is None:
@@ -214,6 +221,9 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
         known = {name: found for name, found in zip(chosen, columns, strict=True) if found is not None}
         return _answer(request, body_of(await run_in_threadpool(compare.comparison, known)))
 
+    async def metrics(request: Request) -> Response:
+        return Response(await run_in_threadpool(runs_of(request).metrics), media_type=CONTENT_TYPE_LATEST)
+
     async def failed(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             return PlainTextResponse(error.detail, error.status_code, error.headers)
@@ -224,6 +234,7 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
             Route("/", index),
             Route("/login", log_in, methods=["POST"]),
             Route("/static/{name:path}", asset),
+            Route("/metrics", metrics),
             Route("/api/runs", listed),
             Route("/api/compare", compared),
             Route("/api/run/{run}/stream", stream),
@@ -247,6 +258,10 @@ def _answer(
     if body.packed and "gzip" in request.headers.get("accept-encoding", ""):
         return Response(body.packed, media_type=kind, headers={**more, "content-encoding": "gzip"})
     return Response(body.raw, media_type=kind, headers=more)
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client is not None else ""
 
 
 def _number(request: Request, key: str) -> int | None:

@@ -28,13 +28,14 @@ def metrics(moment: Moment) -> list[dict[str, str]]:
     """What can be selected: id, words and group, the deviation of own work first."""
     found = [{"id": OWN_WORK, "name": "own work beside stage peers", "group": "ranks"}]
     if moment.ranks.seconds is not None:
-        there = moment.ranks.seconds.any(axis=0)
+        there = [bool(column.any()) for column in moment.ranks.seconds.T]
         found += [
             {"id": f"stage:{name}", "name": f"{name.replace('_', ' ')} beside stage peers", "group": "ranks"}
             for name, known in zip(STAGES, there, strict=True)
             if known
         ]
     keys = sorted({_kind(key) for sample in moment.telemetry.values() for key in sample.values})
+    keys = [key for key in keys if not _labels(key)[0].endswith("_info")]
     found += [{"id": f"telemetry:{key}", "name": _words(key), "group": "telemetry"} for key in keys]
     return found
 

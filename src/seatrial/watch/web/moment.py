@@ -14,14 +14,18 @@ from seatrial.base.errors import InputError
 from seatrial.plan.report.step_waterfall import StepWaterfall
 from seatrial.record.folder import RunFolder
 from seatrial.record.frontier import Account, account
+from seatrial.record.goodput import Goodput, goodput
+from seatrial.record.nodes import Nodes
 from seatrial.record.stages import RankStages, read_generation
+from seatrial.record.straggling import Straggling, straggling
 from seatrial.record.telemetry import Sample, read_latest
 from seatrial.record.view import RunReader, RunView
-from seatrial.ui.recovery import Nodes, Recoveries
+from seatrial.ui.recovery import Recoveries
 from seatrial.ui.step_split import pipeline_of, waterfall_of_run
 
 _STEPS = 64  # recent ones of every rank, on which split and heat map are based
 _SLOW_S = 5.0  # between two readings of the ranks' records and of telemetry
+_STRAGGLING_S = 120.0  # between two readings of steps from the whole run
 _SHARE = 20  # of the time, at most one part in so many is spent on these readings
 
 
@@ -50,7 +54,9 @@ class Moment:
     now: float
     ranks: Ranks
     telemetry: Mapping[int, Sample] = field(default_factory=dict)
-    complete: bool = False  # whether ranks and telemetry have been read
+    whole: Goodput | None = None  # where the time of the run went
+    today: Goodput | None = None  # since midnight; None: the run was not there
+    complete: bool = False  # whether all but the view has been read
 
     @property
     def nodes(self) -> Nodes:
@@ -71,7 +77,9 @@ class MomentReader:
         self._reader = RunReader(folder)
         self._ranks = Ranks()
         self._telemetry: Mapping[int, Sample] = {}
-        self._due = 0.0  # on the monotonic clock
+        self._goodput: tuple[Goodput | None, Goodput | None] = None, None
+        self._straggling: Straggling | None = None
+        self._due = self._straggling_due = 0.0  # on the monotonic clock
         self._generation = -1
 
     def first(self) -> Moment:
@@ -85,9 +93,31 @@ class MomentReader:
             self._generation = view.generation
             self._ranks = _read_ranks(view)
             self._telemetry = read_latest(view.folder)
+            self._goodput = self._where_time_went(view)
             took = time.monotonic() - began
             self._due = began + max(_SLOW_S, _SHARE * took)
-        return Moment(view, time.time(), self._ranks, self._telemetry, complete=True)
+        return Moment(view, time.time(), self._ranks, self._telemetry, *self._goodput, complete=True)
+
+    def _where_time_went(self, view: RunView) -> tuple[Goodput | None, Goodput | None]:
+        if not view.generation:
+            return None, None
+        began = time.monotonic()
+        if began >= self._straggling_due:
+            self._straggling = straggling(view.folder, view.log)
+            took = time.monotonic() - began
+            self._straggling_due = began + max(_STRAGGLING_S, 10 * _SHARE * took)
+        now = time.time()
+        whole = goodput(view, now, straggling=self._straggling)
+        since = midnight(now)
+        if whole.end <= since:
+            return whole, None
+        return whole, goodput(view, now, since=since, straggling=self._straggling)
+
+
+def midnight(now: float) -> float:
+    """Unix time at which today began on this machine."""
+    today = time.localtime(now)
+    return time.mktime((today.tm_year, today.tm_mon, today.tm_mday, 0, 0, 0, 0, 0, -1))
 
 
 def _read_ranks(view: RunView) -> Ranks:

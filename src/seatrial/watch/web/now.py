@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import time
 from typing import Any
 
+from seatrial.base import units
 from seatrial.record.events import Event
+from seatrial.record.goodput import LABELS
 from seatrial.ui import figures
 from seatrial.ui.recovery import message_of
 from seatrial.ui.summary import shown_events
@@ -27,6 +28,7 @@ def now(moment: Moment) -> dict[str, Any]:
         "state": {"state": view.state, "reason": view.state_reason, "generation": view.generation},
         "moving": _moving(moment),
         "hand": needs_a_hand(moment),
+        "lost": _lost(moment),
         "reserve": _reserve(moment),
         "checkpoint": _checkpoint(moment),
         "heat": heat.heat(moment, heat.OWN_WORK) if moment.complete else {"why": "being read", "values": []},
@@ -65,6 +67,34 @@ def _moving(moment: Moment) -> dict[str, Any]:
         "memory": figures.memory(last.memory_bytes),
         "tokens": view.tokens,
     }
+
+
+def _lost(moment: Moment) -> dict[str, Any] | None:
+    """Seconds of today that no step counts for, by cause; None: not read yet."""
+    whole, today = moment.whole, moment.today
+    if whole is None:
+        return {"why": "no start is recorded"} if moment.complete else None
+    mean, low, high = (_hours(s) for s in (whole.mtbf.mean_s, whole.mtbf.low_s, whole.mtbf.high_s))
+    if mean:
+        mtbf = f"{whole.mtbf.failures} failures of the whole run: one in {mean} ({low} to {high}, 95 %)"
+    else:
+        mtbf = f"no failure yet: at most one in {low} (95 %)" if low else ""
+    if today is None:
+        return {"why": "the run had ended before today", "mtbf": mtbf}
+    causes = [name for name in LABELS if name != "productive"]
+    rows = [{"label": LABELS[name], "value": round(today.seconds[name], 1)} for name in causes]
+    return {
+        "rows": sorted(rows, key=lambda row: -float(str(row["value"]))),
+        "lost_s": round(sum(today.seconds[name] for name in causes), 1),
+        "wall_s": round(today.wall_s, 1),
+        "ettr": today.ettr,
+        "ettr_all": whole.ettr,
+        "mtbf": mtbf,
+    }
+
+
+def _hours(seconds: float | None) -> str:
+    return "" if seconds is None else units.duration(seconds)
 
 
 def needs_a_hand(moment: Moment) -> list[dict[str, Any]]:
@@ -133,6 +163,7 @@ def _reserve(moment: Moment) -> dict[str, Any]:
         "known": bool(nodes.training),
         "training": len([n for n in nodes.training if n not in nodes.gone]),
         "spares": nodes.spares,
+        "idle_s": None if moment.whole is None else round(sum(moment.whole.idle_node_s.values())),
         "gone": [{"node": node, "how": how} for node, how in sorted(nodes.gone.items())],
     }
 
@@ -161,9 +192,3 @@ def event_row(event: Event) -> dict[str, Any]:
         "rank": event.rank,
         "generation": event.generation,
     }
-
-
-def midnight(now: float) -> float:
-    """Unix time at which today began on this machine."""
-    today = time.localtime(now)
-    return time.mktime((today.tm_year, today.tm_mon, today.tm_mday, 0, 0, 0, 0, 0, -1))

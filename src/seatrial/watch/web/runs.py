@@ -7,14 +7,19 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from seatrial.record.exposition import Labelled, exposition
 from seatrial.record.folder import RunFolder
 from seatrial.record.listing import look, run_folders
+from seatrial.record.run_series import run_values
+from seatrial.watch.web.moment import Moment
 from seatrial.watch.web.watched import Watched
 
 _LIST_S = 3.0  # between two looks at all runs
+_OLD, _SLOW_S = 3, 10.0  # samples: from an agent that has ended, and so late this process may read
 
 
 class Runs:
@@ -53,6 +58,17 @@ class Runs:
                 self._listed = (time.monotonic() + max(_LIST_S, 10 * took), document)
             return self._listed[1]
 
+    def metrics(self) -> bytes:
+        """The series of the runs that were named, or that are running, for Prometheus; of one run also those of its nodes."""
+        names = list(self._chosen) or [
+            run["name"] for run in self.listed()["runs"] if run["state"] == "running"
+        ]
+        found = [watched for name in names if (watched := self.get(name)) is not None]
+        parts: list[Labelled] = []
+        for watched in found:
+            parts += watched.use(partial(_series, alone=len(found) == 1)) or []
+        return exposition(parts)
+
     def end(self) -> None:
         """Stop reading, and end all streams. Called in the loop's thread."""
         for watched in self._watched.values():
@@ -65,6 +81,18 @@ class Runs:
             return _named([RunFolder(path) for path in sorted(run_folders(self._root, False))])
         except OSError:  # the folder was removed, or its storage does not answer
             return {}
+
+
+def _series(moment: Moment, alone: bool) -> list[Labelled]:
+    """Device series have no label of the run, so those of several runs could not be told apart."""
+    now = time.time()
+    fresh = [
+        (node, sample)
+        for node, sample in moment.telemetry.items()
+        if alone and now - sample.time < _OLD * sample.every_s + _SLOW_S
+    ]
+    values = run_values(moment.view, now)
+    return [({}, values), *(({"node": str(node)}, sample.values) for node, sample in fresh)]
 
 
 def _named(folders: Sequence[RunFolder]) -> dict[str, RunFolder]:

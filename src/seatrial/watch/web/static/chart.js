@@ -44,7 +44,7 @@ export function chart(block) {
   const observer = new ResizeObserver(draw);
   observer.observe(box);
   charts.add(draw);
-  const unit = block.unit ? h("span", { class: "dim" }, ` ${block.unit}`) : "";
+  const unit = block.unit ? `, ${block.unit}` : "";
   return h("section", {}, h("h2", {}, block.title, unit), box);
 }
 

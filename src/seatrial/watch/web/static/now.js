@@ -18,7 +18,7 @@ function moving(m, state) {
     left === null ? "" : h("progress", { max: 100, value: left, "aria-label": "steps done" }),
     m.underway ? h("p", { class: "warn", role: "status" }, m.underway) : "",
     runs ? "" : h("p", { class: state.state === "failed" ? "bad" : "dim" }, `${state.state}: ${state.reason}`),
-    m.time ? h("dl", { class: "stats" }, stat("loss", number(m.loss, 4)), stat("validation loss", m.validation), stat("gradient norm", short(m.grad_norm)), stat("step time", duration(m.step_s)), stat("tokens/s", short(m.tokens_per_s)), stat(`a ${m.unit}`, short(m.each)), stat("MFU", typeof m.mfu === "number" ? `${number(100 * m.mfu, 1)} %` : "unknown"), stat("memory", m.memory), stat("tokens", short(m.tokens))) : "",
+    m.time ? h("dl", { class: "stats" }, stat("loss", number(m.loss, 4)), stat("validation loss", m.validation), stat("gradient norm", short(m.grad_norm)), stat("step time", duration(m.step_s)), stat("tokens/s", short(m.tokens_per_s)), stat(`tokens/s a ${m.unit}`, short(m.each)), stat("MFU", typeof m.mfu === "number" ? `${number(100 * m.mfu, 1)} %` : "unknown"), stat("memory", m.memory), stat("tokens", short(m.tokens))) : "",
   ];
 }
 
@@ -33,7 +33,7 @@ function hand(items) {
 
 function lost(l) {
   if (!l) return [h("h2", {}, "Time lost today"), h("p", { class: "dim" }, "not known yet")];
-  if (l.why) return [h("h2", {}, "Time lost today"), h("p", { class: "dim" }, l.why)];
+  if (l.why) return [h("h2", {}, "Time lost today"), h("p", { class: "dim" }, l.why), l.mtbf ? h("p", { class: "dim" }, l.mtbf) : ""];
   const ettr = l.ettr === null ? "unknown" : `${number(100 * l.ettr, 1)} %`;
   const rows = l.rows.filter((row) => row.value > 0);
   return [
@@ -46,10 +46,10 @@ function lost(l) {
 
 function reserve(r) {
   if (!r.known) return [h("h2", {}, "Spares and idle nodes"), h("p", { class: "dim" }, "not known: no generation has started")];
-  const list = (nodes) => (nodes.length ? nodes.slice(0, 24).join(", ") + (nodes.length > 24 ? ` and ${nodes.length - 24} more` : "") : "none");
+  const list = (nodes) => (nodes.length ? "node " + nodes.slice(0, 24).join(", ") + (nodes.length > 24 ? ` and ${nodes.length - 24} more` : "") : "none");
   return [
     h("h2", {}, "Spares and idle nodes"),
-    h("dl", { class: "stats" }, stat("with ranks", number(r.training)), stat("spare, held without ranks", list(r.spares)), stat("gone", r.gone.length ? r.gone.slice(0, 12).map((g) => `${g.node} ${g.how}`).join(", ") : "none"), stat("idle in all", r.idle_s === undefined ? null : duration(r.idle_s))),
+    h("dl", { class: "stats" }, stat("with ranks", number(r.training)), stat("spare, held without ranks", list(r.spares)), stat("gone", r.gone.length ? r.gone.slice(0, 12).map((g) => `node ${g.node} ${g.how}`).join(", ") : "none"), stat("node time held idle", r.idle_s === null || r.idle_s === undefined ? null : duration(r.idle_s))),
   ];
 }
 
