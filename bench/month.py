@@ -81,7 +81,12 @@ def write_month(folder: RunFolder, *, steps: int, nodes: int, seed: int, ends: f
         "architecture": job.architecture.as_dict(),
         "parameters": job.architecture.parameters(),
         "microbatches": job.microbatches,
-        "data": {"stores": ["/data/corpus"], "digests": ["0" * 64], "tokens": 15 * 10**12, "tokenizer": "llama"},
+        "data": {
+            "stores": ["/data/corpus"],
+            "digests": ["0" * 64],
+            "tokens": 15 * 10**12,
+            "tokenizer": "llama",
+        },
     }
     folder.plan_json.write_bytes(jsonl.encode(plan))
     layout = job.layout.as_dict()
@@ -97,14 +102,30 @@ def write_month(folder: RunFolder, *, steps: int, nodes: int, seed: int, ends: f
 
         def event(kind: str, message: str, severity: str = "info", **more: object) -> None:
             node, rank, data = more.pop("node", None), more.pop("rank", None), more or None
-            file.write(jsonl.encode(vars(Event(clock, generation, kind, severity, message, node, rank, data))))  # type: ignore[arg-type]
+            file.write(
+                jsonl.encode(vars(Event(clock, generation, kind, severity, message, node, rank, data)))
+            )  # type: ignore[arg-type]
 
         def begin(reason: str) -> None:
             nonlocal generation
             generation += 1
-            event("generation_started", f"generation {generation}: {reason}", layout=layout, slots=dict(slots), reason=reason, in_place=False)
+            event(
+                "generation_started",
+                f"generation {generation}: {reason}",
+                layout=layout,
+                slots=dict(slots),
+                reason=reason,
+                in_place=False,
+            )
             for rank in range(ranks):
-                event("rank_started", f"rank {rank} started", node=slots[str(rank // GPUS)], rank=rank, pid=1000 + rank, in_place=False)
+                event(
+                    "rank_started",
+                    f"rank {rank} started",
+                    node=slots[str(rank // GPUS)],
+                    rank=rank,
+                    pid=1000 + rank,
+                    in_place=False,
+                )
 
         generation = 1
         event("run_started", f"{ranks} ranks", layout=layout)
@@ -123,21 +144,55 @@ def write_month(folder: RunFolder, *, steps: int, nodes: int, seed: int, ends: f
                 f'"step_time_s":{STEP_S},"data_wait_s":0.01,"tokens_per_s":{BATCH * LENGTH / STEP_S:.1f},"tokens_per_s_per_gpu":{BATCH * LENGTH / STEP_S / ranks:.2f},'
                 f'"mfu":0.41,"memory_bytes":68719476736,"time":{clock:.3f},"generation":{generation}}}\n'
             )
-            ledger.write(f'{{"step":{step},"first_sample":{(step - 1) * BATCH},"end_sample":{step * BATCH},"generation":{generation},"skipped":false}}\n')
+            ledger.write(
+                f'{{"step":{step},"first_sample":{(step - 1) * BATCH},"end_sample":{step * BATCH},"generation":{generation},"skipped":false}}\n'
+            )
             if step % 180 == 0:
-                event("checkpoint_saved", f"checkpoint of step {step} saved in 42.0 s", step=step, folder=str(folder.checkpoints / f"step-{step:08d}"), bytes=980 << 30, seconds=42.0, stalled_s=1.9, rank=0)
+                event(
+                    "checkpoint_saved",
+                    f"checkpoint of step {step} saved in 42.0 s",
+                    step=step,
+                    folder=str(folder.checkpoints / f"step-{step:08d}"),
+                    bytes=980 << 30,
+                    seconds=42.0,
+                    stalled_s=1.9,
+                    rank=0,
+                )
             until -= 1
             if until < 0 and step < steps - 2000:
                 until = chance.expovariate(1 / 1080)
                 slot = chance.randrange(nodes)
                 node, rank = slots[str(slot)], slot * GPUS + chance.randrange(GPUS)
                 if chance.random() < 0.33 and spares:
-                    event("node_lost", f"node {node} is unreachable", "error", node=node, cause="silence", certain=False)
+                    event(
+                        "node_lost",
+                        f"node {node} is unreachable",
+                        "error",
+                        node=node,
+                        cause="silence",
+                        certain=False,
+                    )
                     slots[str(slot)] = spares.pop(0)
                     spares.append(node)  # repaired, it comes back as a spare
                 else:
-                    event("rank_failed", f"rank {rank} on node {node}: Xid 79, GPU has fallen off the bus", "error", node=node, rank=rank, cause="xid:79")
-                event("recovering", f"rank {rank}: Xid 79", "warning", node=node, rank=rank, cause="xid:79", signal="xid:79", action="restart")
+                    event(
+                        "rank_failed",
+                        f"rank {rank} on node {node}: Xid 79, GPU has fallen off the bus",
+                        "error",
+                        node=node,
+                        rank=rank,
+                        cause="xid:79",
+                    )
+                event(
+                    "recovering",
+                    f"rank {rank}: Xid 79",
+                    "warning",
+                    node=node,
+                    rank=rank,
+                    cause="xid:79",
+                    signal="xid:79",
+                    action="restart",
+                )
                 clock += 40
                 begin(f"rank {rank}: Xid 79")
                 if spares and spares[-1] == node:
@@ -145,7 +200,12 @@ def write_month(folder: RunFolder, *, steps: int, nodes: int, seed: int, ends: f
                 redone = chance.randrange(1, 10)
                 step = max(0, step - redone)
                 clock += 30
-                event("recovered", f"resuming after step {step} (from the snapshots in memory), {redone} steps to redo", step=step, redone=redone)
+                event(
+                    "recovered",
+                    f"resuming after step {step} (from the snapshots in memory), {redone} steps to redo",
+                    step=step,
+                    redone=redone,
+                )
                 worst = rank
     for kept in range(5):
         last = steps // 180 * 180 - 180 * kept
@@ -158,10 +218,14 @@ def write_month(folder: RunFolder, *, steps: int, nodes: int, seed: int, ends: f
     folder.generation_file.write_text(f"{generation}\n")
 
 
-def _write_stages(folder: RunFolder, generation: int, ranks: int, steps: int, worst: int, chance: random.Random) -> None:
+def _write_stages(
+    folder: RunFolder, generation: int, ranks: int, steps: int, worst: int, chance: random.Random
+) -> None:
     first = steps - 1000
     for rank in range(ranks):
-        writer = StageWriter(folder, generation, rank, ranks=ranks, clock="cuda", first_step=first, not_separated={})
+        writer = StageWriter(
+            folder, generation, rank, ranks=ranks, clock="cuda", first_step=first, not_separated={}
+        )
         slow = 1.06 if rank == worst else chance.gauss(1, 0.004)
         for step in range(first, steps + 1):
             own = [0.01, 0.03, 2.4 * slow, 5.0 * slow, 0.2, 0.0]
@@ -201,7 +265,9 @@ def _write_logs(folder: RunFolder, generation: int, slots: dict[str, int], ranks
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=260_000)
     parser.add_argument("--nodes", type=int, default=128)

@@ -117,6 +117,7 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         app.state.runs = make_runs()
+        app.state.runs.begin()
         server_runs.append(app.state.runs)
         yield
         app.state.runs.end()

@@ -54,8 +54,8 @@ class Feed:
             while not self._ended:
                 news = self._news
                 if seen != self._version:
-                    yield self._since(seen)
-                    seen = self._version
+                    message, seen = self._since(seen), self._version  # more may come while it is sent
+                    yield message
                     continue
                 try:
                     await asyncio.wait_for(news.wait(), _ALIVE_S)

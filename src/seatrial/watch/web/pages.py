@@ -21,7 +21,7 @@ from seatrial.watch.web.moment import Moment
 
 Page = dict[str, Any]
 POINTS = 1200  # of a curve
-_MOST_EVENTS = 2000
+_MOST_EVENTS = 1000
 _MOST_ROWS = 500
 _SEVERITY = {"error": "bad", "warning": "warn"}
 # Besides those of severity warning and error: what happened to the run.
@@ -233,7 +233,7 @@ def _event(event: Event) -> dict[str, Any]:
         "rank": event.rank,
         "generation": event.generation,
         "major": event.severity in _SEVERITY or event.kind in _STEPS_OF_A_RUN,
-        "evidence": "" if not data else json.dumps(data, ensure_ascii=False, indent=1, default=str)[:4000],
+        "evidence": "" if not data else json.dumps(data, ensure_ascii=False, indent=1, default=str)[:1500],
     }
 
 

@@ -19,6 +19,7 @@ from seatrial.watch.web.moment import Moment
 from seatrial.watch.web.watched import Watched
 
 _LIST_S = 3.0  # between two looks at all runs
+_FEW = 4
 _OLD, _SLOW_S = 3, 10.0  # samples: from an agent that has ended, and so late this process may read
 
 
@@ -32,6 +33,11 @@ class Runs:
         self._watched: dict[str, Watched] = {}
         self._lock = threading.Lock()
         self._listed: tuple[float, dict[str, Any]] | None = None
+
+    def begin(self) -> None:
+        """Read the runs that were named at once, if they are few: the first browser then need not wait."""
+        for name in list(self._chosen)[:_FEW]:
+            self.get(name)
 
     def get(self, name: str) -> Watched | None:
         """The run with this name, which is read from now on."""
