@@ -129,10 +129,11 @@ def write_bundle(folder: RunFolder, out: Path, summary: str, environment: Mappin
 def _known_secrets(folder: RunFolder, environment: Mapping[str, str]) -> set[str]:
     """Values that are secret by where they stand: they are removed wherever they occur."""
     found = {value for name, value in environment.items() if is_secret_name(name)}
-    for read in (
+    sources: tuple[Callable[[], set[str]], ...] = (
         lambda: {read_text(folder.secret).strip()},
         lambda: secrets_of(parse_toml(read_text(folder.job_toml))),
-    ):
+    )
+    for read in sources:
         try:
             found |= read()
         except (OSError, ValueError):  # absent, or not readable: patterns remain
