@@ -100,7 +100,10 @@ class CollectivesWriter:
             return
         if due:
             self._seen = None
-        self._rhythm = self._seen if self._seen is not None and self._seen.usual == counted else None
+        seen = self._seen
+        # A line holds for its own step too, so it cannot say that this one is otherwise.
+        goes_on = seen is not None and seen.usual == counted and step % seen.every != seen.at
+        self._rhythm = seen if goes_on else None
         self._line = counted
         values: dict[str, Any] = {"step": step, "issued": self._issued(counted)}
         if (rhythm := self._rhythm) is not None:

@@ -4,9 +4,9 @@ A line of JSON, then one record of fixed size for each step: its number (uint32)
 line's "stages" (float32), little-endian. Appended to by one rank; a killed rank loses what it had not written yet.
 
 Every PART records move to rankN.stages.zst, as a thousand ranks would write GBs a day otherwise: after the same line,
-blocks of records, each with three numbers (uint32) before it: of its records, of how many they are a sample, and of its
-compressed bytes. Seconds are rounded there to 11 bits, 0.02 %, and all records' first bytes lie beside each other, then all
-second bytes, and so on, under zstd. It is a sample, the same in all ranks, where many ranks do short steps.
+blocks of records, each with three numbers (uint32) before it: of its records, of its compressed bytes, and the first step.
+Seconds are rounded there to 11 bits, 0.02 %, and all records' first bytes lie beside each other, then all second bytes, and
+so on, under zstd. Where many ranks do short steps, a block has a sample of its steps, the same in all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -44,7 +44,7 @@ _AT_ONCE, _AT_LEAST_EVERY_S = 64, 5.0
 _NAME = re.compile(r"rank([0-9]{1,9})\.stages")
 PART = 1024  # records
 _LEAST_S = 3.0 / 1024  # seconds between two steps that are kept, for each rank of the generation
-_BLOCK = struct.Struct("<III")
+_BLOCK = struct.Struct("<III")  # records, bytes, first step
 _LARGEST_BLOCK = 1 << 24  # bytes
 
 
@@ -144,11 +144,11 @@ class StageWriter:
 
 
 def read_generation(
-    folder: RunFolder, generation: int, *, most: int | None = None, at: int | None = None
+    folder: RunFolder, generation: int, *, most: int | None = None, until: int | None = None
 ) -> tuple[dict[int, RankStages], list[Problem]]:
     """Rank -> what it recorded, and the files that cannot be used; nothing where a generation recorded nothing.
 
-    `most`: only the last so many records of each rank, or so many from the one with index `at`, as counted when written.
+    `most`: only the last so many records of each rank, or of those up to step `until`.
     """
     found: dict[int, RankStages] = {}
     problems: list[Problem] = []
@@ -163,7 +163,7 @@ def read_generation(
         rank = int(match[1])
         path = folder.stages(generation, rank)
         try:
-            stages = read_stages(path, folder.packed_stages(generation, rank), most=most, at=at)
+            stages = read_stages(path, folder.packed_stages(generation, rank), most=most, until=until)
             if stages is not None and (stages.generation, stages.rank) != (generation, rank):
                 raise ValueError(f"is of generation {stages.generation}, rank {stages.rank}")
         except (OSError, ValueError) as error:
@@ -176,12 +176,12 @@ def read_generation(
 
 
 def read_stages(
-    path: Path, packed: Path | None = None, *, most: int | None = None, at: int | None = None
+    path: Path, packed: Path | None = None, *, most: int | None = None, until: int | None = None
 ) -> RankStages | None:
     """What is in one file and in `packed`; None if its rank ended before it had written the first line.
 
-    `most`, `at`: see `read_generation`. An incomplete last record or block is ignored. Raises OSError, or ValueError with
-    what is wrong with a file.
+    `most`, `until`: see `read_generation`. An incomplete last record or block is ignored. Raises OSError, or ValueError with what is
+    wrong with a file.
     """
     with open(open_file(path), "rb") as file:
         line = file.readline(_LONGEST_HEADER)
@@ -192,21 +192,17 @@ def read_stages(
         head = _header(line)
         columns = head.pop("stages")
         kind = np.dtype([("step", "<u4"), ("seconds", "<f4", (len(columns),))])
-        older = packed is not None and packed.exists()
         whole = (os.fstat(file.fileno()).st_size - len(line)) // kind.itemsize
-        begin, wanted = 0, whole
-        if not older:
-            wanted = whole if most is None else min(most, whole)
-            begin = whole - wanted if at is None else min(at, whole)
-            wanted = min(wanted, whole - begin)
-        file.seek(begin * kind.itemsize, os.SEEK_CUR)
+        wanted = whole if most is None or until is not None else min(most, whole)
+        file.seek((whole - wanted) * kind.itemsize, os.SEEK_CUR)
         data = file.read(wanted * kind.itemsize)
     table = np.frombuffer(data, dtype=kind, count=len(data) // kind.itemsize)
-    if packed is not None and not older and packed.exists():  # meanwhile: some records may have been missed
-        return read_stages(path, packed, most=most, at=at)
-    if packed is not None and older:
-        # After the others: records that are packed meanwhile are then read twice, which does no harm.
-        table = _with_blocks(packed, line, table, most, at)
+    if until is not None:
+        table = table[table["step"] <= until]
+    # Only now: records that are packed meanwhile are then read twice, which does no harm, and not missed.
+    if packed is not None and (most is None or len(table) < most) and packed.exists():
+        table = np.concatenate([*_blocks(packed, line, kind, most, until, len(table)), table])
+    table = table if most is None else table[max(0, len(table) - most) :]
     values = table["seconds"].astype(np.float64)
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)).all(axis=1))
     if wrong.size:
@@ -215,14 +211,14 @@ def read_stages(
     for i, name in enumerate(columns):
         seconds[:, STAGES.index(name)] = values[:, i]
     # `unique` keeps the first of equal ones: the last is the first from the end.
-    steps, last = np.unique(table["step"][::-1].astype(np.int64), return_index=True)
-    return RankStages(**head, steps=steps, seconds=seconds[::-1][last])
+    steps, at = np.unique(table["step"][::-1].astype(np.int64), return_index=True)
+    return RankStages(**head, steps=steps, seconds=seconds[::-1][at])
 
 
 def _packed(records: bytes, size: int, least_s: float) -> bytes:
     """One block of `records`, each of `size` bytes; of so many that one is left for every `least_s` seconds."""
     words = np.frombuffer(records, "<u4").reshape(-1, size // 4)
-    of = len(words)
+    first = int(words[:, 0].min())
     mean_s = float(words[:, 1:].view("<f4").sum(axis=1).mean())
     # By powers of two and a hash of the step: ranks agree even if their clocks do not, and no rhythm of saves is met.
     one_in = 2 ** max(0, math.ceil(math.log2(least_s / max(mean_s, 1e-6))))
@@ -232,61 +228,45 @@ def _packed(records: bytes, size: int, least_s: float) -> bytes:
     words[1:, 0] = np.diff(words[:, 0])  # steps mostly grow by 1
     columns = words.view(np.uint8).T.tobytes()
     block = zstandard.ZstdCompressor(level=9, write_checksum=True).compress(columns)
-    return _BLOCK.pack(len(words), of, len(block)) + block
+    return _BLOCK.pack(len(words), len(block), first) + block
 
 
-def _with_blocks(
-    path: Path, line: bytes, recent: NDArray[Any], most: int | None, at: int | None
-) -> NDArray[Any]:
-    """Those of the blocks of a packed file, and of `recent` after them, that are wanted. Raises OSError, ValueError."""
-    parts: list[NDArray[Any]] = []
+def _blocks(
+    path: Path, line: bytes, kind: np.dtype[Any], most: int | None, until: int | None, known: int
+) -> list[NDArray[Any]]:
+    """The last blocks of a packed file that with `known` records are `most` or more, in order; up to step `until`.
+
+    Raises OSError, ValueError.
+    """
+    found: list[NDArray[Any]] = []
     with open(open_file(path), "rb") as file:
-        places = _places(file, line, recent.itemsize)
-        if at is None:
-            parts.append(recent)
-            for place, (count, _, size) in reversed(places):
-                if most is not None and sum(map(len, parts)) >= most:
-                    break
-                parts.insert(0, _unpacked(file, place, count, size, recent.dtype))
-            found = np.concatenate(parts)
-            return found if most is None else found[max(0, len(found) - most) :]
-        begin = 0
-        for place, (count, of, size) in places:
-            if begin + of > at and (most is None or sum(map(len, parts)) < most):
-                rows = _unpacked(file, place, count, size, recent.dtype)
-                parts.append(rows[max(0, at - begin) * count // of :])
-            begin += of
-    return np.concatenate([*parts, recent[max(0, at - begin) :]])[:most]
-
-
-def _places(file: IO[bytes], line: bytes, record_bytes: int) -> list[tuple[int, tuple[int, int, int]]]:
-    """Where each block's data is, and its numbers."""
-    if file.readline(_LONGEST_HEADER) != line:
-        raise ValueError("its packed file does not begin with the same line")
-    found, end = [], os.fstat(file.fileno()).st_size
-    while len(head := file.read(_BLOCK.size)) == _BLOCK.size:
-        count, of, size = _BLOCK.unpack(head)
-        if not 0 < of * record_bytes <= _LARGEST_BLOCK or count > of:
-            raise ValueError("its packed file is damaged")
-        if file.tell() + size > end:
-            break  # its rank was killed while it wrote this one
-        found.append((file.tell(), (count, of, size)))
-        file.seek(size, os.SEEK_CUR)
+        if file.readline(_LONGEST_HEADER) != line:
+            raise ValueError(f"{path.name} does not begin with the same line")
+        places, end = [], os.fstat(file.fileno()).st_size
+        while len(head := file.read(_BLOCK.size)) == _BLOCK.size:
+            records, size, first = _BLOCK.unpack(head)
+            if file.tell() + size > end:
+                break  # its rank was killed while it wrote this one
+            if records * kind.itemsize > _LARGEST_BLOCK:
+                raise ValueError(f"{path.name} is damaged")
+            if until is None or first <= until:
+                places.append((file.tell(), records, size))
+            file.seek(size, os.SEEK_CUR)
+        for place, records, size in reversed(places):
+            if most is not None and known + sum(map(len, found)) >= most:
+                break
+            file.seek(place)
+            try:
+                data = zstandard.ZstdDecompressor().decompress(file.read(size), records * kind.itemsize)
+            except zstandard.ZstdError as error:
+                raise ValueError(f"{path.name} is damaged: {error}") from None
+            if len(data) != records * kind.itemsize:
+                raise ValueError(f"{path.name} is damaged")
+            words = np.frombuffer(data, np.uint8).reshape(-1, records).T.copy().view("<u4")
+            words[:, 0] = np.cumsum(words[:, 0], dtype=np.uint32)
+            block = np.frombuffer(words.tobytes(), kind)
+            found.insert(0, block if until is None else block[block["step"] <= until])
     return found
-
-
-def _unpacked(file: IO[bytes], place: int, count: int, size: int, kind: np.dtype[Any]) -> NDArray[Any]:
-    """The records of one block."""
-    file.seek(place)
-    try:
-        data = zstandard.ZstdDecompressor().decompress(file.read(size), count * kind.itemsize)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"its packed file is damaged: {error}") from None
-    if len(data) != count * kind.itemsize:
-        raise ValueError("its packed file is damaged")
-    words = np.frombuffer(data, np.uint8).reshape(kind.itemsize, count).T.copy().view("<u4")
-    words[:, 0] = np.cumsum(words[:, 0], dtype=np.uint32)
-    return np.frombuffer(words.tobytes(), kind)
 
 
 def _header(line: bytes) -> dict[str, Any]:

@@ -47,8 +47,8 @@ def straggling(folder: RunFolder, log: StepLog) -> Straggling | None:
     groups = min(max(2, _FILES // max(1, len(first_group))), _MOST_GROUPS, -(-steady.size // _GROUP))
     shares, seconds, excess, pace = [], 0.0, 0.0, Counter[int]()
     for part in np.array_split(steady, groups):
-        at = part[max(0, (part.size - _GROUP) // 2)]
-        found = _group(folder, int(generation[at]), int(index[at]))
+        last = part[min(part.size - 1, (part.size + _GROUP) // 2)]
+        found = _group(folder, int(generation[last]), log.steps[last])
         if found is None:
             continue
         took, ahead, ranks = found
@@ -62,9 +62,9 @@ def straggling(folder: RunFolder, log: StepLog) -> Straggling | None:
     return Straggling(excess / seconds, error, pace.total(), generation.size, rank, often)
 
 
-def _group(folder: RunFolder, generation: int, index: int) -> tuple[float, float, list[int]] | None:
-    """(seconds, of them excess, the rank with most own work of each step) of the steps from this one of a generation."""
-    found, _ = read_generation(folder, generation, most=_GROUP, at=index)
+def _group(folder: RunFolder, generation: int, last: int) -> tuple[float, float, list[int]] | None:
+    """(seconds, of them excess, the rank with most own work of each step) of recorded steps up to `last` of a generation."""
+    found, _ = read_generation(folder, generation, most=_GROUP, until=last)
     if not found or any(each.ranks != len(found) for each in found.values()) or len(found) != max(found) + 1:
         return None
     ranks = [found[rank] for rank in range(len(found))]

@@ -16,6 +16,7 @@ from seatrial.record.jsonl import Problem
 Record = TypeVar("Record")
 
 LAST_TIME = 1e11  # last unix time that a calendar can show; NaN is invalid too
+_LARGEST = 2**63  # readers of records keep integers in eight bytes
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 _Read = Callable[
@@ -88,6 +89,8 @@ def _reader(hint: Any, exact: bool) -> _Read:
         return _anything
     if hint is float:
         return _float
+    if hint is int and not exact:
+        return _int_of_record
     if dataclasses.is_dataclass(hint):
         return _nested(hint, exact)
     return _exactly(hint)
@@ -102,6 +105,12 @@ def _exactly(kind: type) -> _Read:
         return value
 
     return read
+
+
+def _int_of_record(value: Any) -> int:
+    if type(value) is not int or not -_LARGEST <= value < _LARGEST:
+        raise ValueError
+    return value
 
 
 def _anything(value: Any) -> Any:
