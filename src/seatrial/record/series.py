@@ -15,7 +15,7 @@ Kind = Literal["gauge", "counter"]
 PREFIX = "seatrial_"
 
 # Per GPU or port that a node may have in telemetry, so that its number of series has a limit; further ones are left out.
-MOST_GPUS, MOST_PORTS, MOST_STORAGES = 16, 32, 3
+MOST_GPUS, MOST_PORTS = 16, 32
 THROTTLE_REASONS = ("power_cap", "hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
 
 
