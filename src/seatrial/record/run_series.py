@@ -38,7 +38,7 @@ def run_values(view: RunView, now: float, split: Mapping[str, float] | None = No
 
     `split`: that of `recent_split`, which may be of some time ago; None: of now.
     """
-    last, nodes = view.last, Nodes(view.own_events)
+    last, nodes, validated = view.last, Nodes(view.own_events), view.history.validation
     known: dict[str, float | None] = {
         "run_running": float(view.state == "running"),
         "run_generation": view.generation or None,
@@ -54,6 +54,7 @@ def run_values(view: RunView, now: float, split: Mapping[str, float] | None = No
         known |= {
             "run_last_step_timestamp_seconds": last.time,
             "run_loss": last.loss,
+            "run_validation_loss": validated[-1][1] if validated else None,
             "run_gradient_norm": last.grad_norm,
             "run_learning_rate": last.lr,
             "run_tokens": view.tokens,

@@ -86,6 +86,13 @@ def test_values_of_a_run(run: RunFolder) -> None:
     assert not absent & values.keys()
 
 
+def test_the_last_validation_counts(run: RunFolder) -> None:
+    for number, loss in ((6, 2.75), (7, None)):
+        step(run, number, validation_loss=loss)
+    values = run_values(read_view(run), START + 50)
+    assert values['run_validation_loss{run="a-run"}'] == 2.75
+
+
 def test_a_run_that_has_not_begun(folder: RunFolder) -> None:
     values = run_values(read_view(folder), START)
     assert values['run_step{run="a-run"}'] == 0
