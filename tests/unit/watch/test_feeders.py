@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tracked_runs import EVENTS, RECORDS, write
+from tracked_runs import EVENTS, RECORDS, record, write
 
 from installed import install, install_examples
 from seatrial.base import process
 from seatrial.cli.main import main
 from seatrial.record import lock
 from seatrial.record.folder import RunFolder
+from seatrial.record.launches import Launch, StartOutcome, encoded, write_launch
 from seatrial.watch.trackers.feeders import Feeders
 from seatrial.watch.trackers.progress import read_progress
 
@@ -68,7 +69,7 @@ def until(feeders: Feeders, condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         before = time.monotonic()
-        feeders.poll()
+        feeders.poll(0.0)
         assert time.monotonic() - before < 5.0, "it never waits for a tracker"
         time.sleep(0.05)
 
@@ -95,7 +96,7 @@ def test_each_has_a_process_and_none_holds_up_another(folder: RunFolder) -> None
         assert read_progress(folder, "hangs").step == 0
     # The run has ended.
     until(feeders, lambda: all(f.done for f in feeders._feeders if f is not hung))
-    feeders.close(grace_s=0.1)
+    feeders.close(time.monotonic() + 0.1)
     assert sorted(name for name, _ in told) == ["hangs", "raises"], "once each"
     why = dict(told)
     assert why["raises"].startswith("ConnectionError: the tracker's server is gone; again in ")
@@ -108,13 +109,30 @@ def test_each_has_a_process_and_none_holds_up_another(folder: RunFolder) -> None
     assert lines[-1] == "run finished"
 
 
+def test_at_the_end_the_rest_is_pushed_while_the_run_is_still_locked(folder: RunFolder) -> None:
+    folder.events.unlink()
+    write(folder.path, [], EVENTS[:-1])
+    launch = Launch("local", 2, 1000.0, "here", False)
+    write_launch(folder, launch)
+    feeders = Feeders(folder, ["lines"], lambda name, why: None)
+    with open(lock.acquire(folder.lock), "rb"):
+        until(feeders, lambda: read_progress(folder, "lines").step == 8)
+        write(folder.path, [record(9, 2)], [])
+        outcome = StartOutcome(2, 1, 75, "preempted", None, 1040.0)
+        folder.outcome_json.write_bytes(encoded(outcome))
+        feeders.close(time.monotonic() + 20.0)
+    lines = (folder.reports / "lines.txt").read_text().splitlines()
+    assert lines[-2:] == [f"step 9: loss {record(9, 2).loss:.4f}", "run preempted"]
+    assert read_progress(folder, "lines").ended
+
+
 def test_no_program_of_a_tracker_is_left(folder: RunFolder) -> None:
     feeders = Feeders(folder, ["hangs"], lambda name, why: None)
     with open(lock.acquire(folder.lock), "rb"):
         until(feeders, lambda: read_progress(folder, "hangs").id is not None)
         group = feeders._feeders[0].process
         assert group is not None
-        feeders.close(grace_s=0.0)
+        feeders.close(time.monotonic())
     gone = [pid for pid in process.descendants(group.pid) | {group.pid} if pid in process.living()]
     assert gone == []
 
