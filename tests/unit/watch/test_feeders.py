@@ -30,9 +30,9 @@ HANGS = TrackerEntry("broken_trackers:Hangs", "os", "nothing")
 class Raises:
     def __init__(self, run):
         self.id = "raises"
-    def event(self, event, step, count):
+    def log_event(self, event, step, count):
         pass
-    def step(self, record, values):
+    def log_step(self, record, values):
         flag = os.environ["TRACKER_FLAG"]
         if record.step == 3 and not os.path.exists(flag):
             open(flag, "w").close()
@@ -43,7 +43,7 @@ class Raises:
         pass
 
 class Hangs(Raises):
-    def step(self, record, values):
+    def log_step(self, record, values):
         if os.fork() == 0:
             time.sleep(1000)  # trackers have processes of their own
         time.sleep(1000)
@@ -109,7 +109,7 @@ def test_each_has_a_process_and_none_holds_up_another(folder: RunFolder) -> None
     assert lines[-1] == "run finished"
 
 
-def test_at_the_end_the_rest_is_pushed_while_the_run_is_still_locked(folder: RunFolder) -> None:
+def test_the_rest_is_pushed_while_the_run_is_still_locked(folder: RunFolder) -> None:
     folder.events.unlink()
     write(folder.path, [], EVENTS[:-1])
     launch = Launch("local", 2, 1000.0, "here", False)

@@ -182,8 +182,8 @@ class _Feed:
             self._tell_problems(self._metrics, wrong)
             for record in records:
                 while waiting and waiting[0].time <= record.time:
-                    self._event(tracker, waiting.popleft())
-                tracker.step(record, values_of(record))
+                    self._push_event(tracker, waiting.popleft())
+                tracker.log_step(record, values_of(record))
                 p.step = record.step
             self._steps += len(records)
             tracker.flush()
@@ -191,7 +191,7 @@ class _Feed:
             self._write()
             news = True
         while waiting:
-            self._event(tracker, waiting.popleft())
+            self._push_event(tracker, waiting.popleft())
         if news:
             tracker.flush()
             self._write()
@@ -204,13 +204,13 @@ class _Feed:
         skip, self._skip = self._skip, max(0, self._skip - len(found))
         return found[skip:]
 
-    def _event(self, tracker: Tracker, event: Event) -> None:
+    def _push_event(self, tracker: Tracker, event: Event) -> None:
         p = self._progress
         p.events += 1
         if event.severity == "info" and event.kind not in _KINDS:
             return
         p.counts[event.kind] = p.counts.get(event.kind, 0) + 1
-        tracker.event(event, p.step, p.counts[event.kind])
+        tracker.log_event(event, p.step, p.counts[event.kind])
         self._told += 1
 
     def _tell_problems(self, tail: Tail, wrong: list[Problem]) -> None:
