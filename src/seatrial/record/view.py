@@ -30,9 +30,9 @@ _OF_OPENING = ("job_changed", "layout_chosen")
 # One per rank and generation; no view shows them.
 _NOT_KEPT = "rank_started"
 
-# What a brief view reads of metrics and events: the end, and every event that decides the state.
+# What a brief view reads of metrics and events: the end, and every event that decides the state or is an alert.
 _BRIEF_BYTES = 32 << 10
-_BRIEF_EVENTS = re.compile(f'"kind":"(?:{"|".join((*KINDS, "generation_started"))})"'.encode())
+_BRIEF_EVENTS = re.compile(f'"kind":"(?:{"|".join((*KINDS, "generation_started", "alert"))})"'.encode())
 _BRIEF_LEDGER = 64  # records
 
 

@@ -186,8 +186,8 @@ class TestPacked:
 
     def test_they_take_a_third(self, folder: RunFolder) -> None:
         size = folder.stages(2, 3).stat().st_size + folder.packed_stages(2, 3).stat().st_size
-        assert folder.stages(2, 3).stat().st_size < 101 * 48 + 500
-        assert size < self.STEPS * 48 / 3
+        assert folder.stages(2, 3).stat().st_size < 101 * 52 + 500
+        assert size < self.STEPS * 52 / 3
 
     def test_short_steps_of_many_ranks_are_sampled(self, tmp_path: Path) -> None:
         folder, count = RunFolder(tmp_path), 8 * PART

@@ -13,6 +13,7 @@ from installed import install, install_examples
 from seatrial.base import process
 from seatrial.cli.main import main
 from seatrial.record import lock
+from seatrial.record import messages as msg
 from seatrial.record.folder import RunFolder
 from seatrial.record.launches import Launch, StartOutcome, encoded, write_launch
 from seatrial.watch.trackers.feeders import Feeders
@@ -76,11 +77,11 @@ def until(feeders: Feeders, condition: Callable[[], bool]) -> None:
 
 @pytest.mark.timed
 def test_each_has_a_process_and_none_holds_up_another(folder: RunFolder) -> None:
-    told: list[tuple[str, str]] = []
+    told: list[msg.MonitorFailed] = []
     feeders = Feeders(
         folder,
         ["hangs", "raises", "lines"],
-        lambda name, why: told.append((name, why)),
+        told.append,  # type: ignore[arg-type]
         silent_s=6.0,
         again_s=0.1,
     )
@@ -89,7 +90,7 @@ def test_each_has_a_process_and_none_holds_up_another(folder: RunFolder) -> None
             feeders,
             lambda: (
                 read_progress(folder, "lines").step == read_progress(folder, "raises").step == 8
-                and any(name == "hangs" for name, _ in told)
+                and any(t.data["tracker"] == "hangs" for t in told)
             ),
         )
         hung = next(f for f in feeders._feeders if f.name == "hangs")
@@ -97,8 +98,9 @@ def test_each_has_a_process_and_none_holds_up_another(folder: RunFolder) -> None
     # The run has ended.
     until(feeders, lambda: all(f.done for f in feeders._feeders if f is not hung))
     feeders.close(time.monotonic() + 0.1)
-    assert sorted(name for name, _ in told) == ["hangs", "raises"], "once each"
-    why = dict(told)
+    assert sorted(t.data["tracker"] for t in told) == ["hangs", "raises"], "once each"
+    assert {t.kind for t in told} == {"tracker_failed"}
+    why = {t.data["tracker"]: t.message.partition(" failed: ")[2] for t in told}
     assert why["raises"].startswith("ConnectionError: the tracker's server is gone; again in ")
     assert why["hangs"].startswith("it hangs: no sign of life for 6 s")
     assert f"seatrial watch {folder.path} --to hangs" in why["hangs"]
@@ -114,7 +116,7 @@ def test_the_rest_is_pushed_while_the_run_is_still_locked(folder: RunFolder) -> 
     write(folder.path, [], EVENTS[:-1])
     launch = Launch("local", 2, 1000.0, "here", False)
     write_launch(folder, launch)
-    feeders = Feeders(folder, ["lines"], lambda name, why: None)
+    feeders = Feeders(folder, ["lines"], lambda failed: None)
     with open(lock.acquire(folder.lock), "rb"):
         until(feeders, lambda: read_progress(folder, "lines").step == 8)
         write(folder.path, [record(9, 2)], [])
@@ -127,7 +129,7 @@ def test_the_rest_is_pushed_while_the_run_is_still_locked(folder: RunFolder) -> 
 
 
 def test_no_program_of_a_tracker_is_left(folder: RunFolder) -> None:
-    feeders = Feeders(folder, ["hangs"], lambda name, why: None)
+    feeders = Feeders(folder, ["hangs"], lambda failed: None)
     with open(lock.acquire(folder.lock), "rb"):
         until(feeders, lambda: read_progress(folder, "hangs").id is not None)
         group = feeders._feeders[0].process

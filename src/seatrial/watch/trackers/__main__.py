@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         feed(RunFolder.open(arguments.run), arguments.to, poll_s=arguments.poll_s, wait=_Until())
     except SeatrialError as error:
-        complain(error.render())
+        complain(" ".join(error.render().split()))  # one line: the last one is what the monitor reports
         return error.exit_code
     except Exception as error:  # noqa: BLE001  a tracker's package can raise anything, and the process ends here
         traceback.print_exc()

@@ -10,11 +10,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from seatrial.base.process import python
+from seatrial.record import messages as msg
 from seatrial.record.folder import RunFolder
+from seatrial.watch.follows import Tell
 from seatrial.watch.trackers.progress import path_of
 
 _SILENT_S = 180.0  # without a sign of life a process hangs: connecting to a tracker may take minutes
@@ -43,13 +45,13 @@ class Feeders:
         self,
         folder: RunFolder,
         names: Sequence[str],
-        report: Callable[[str, str], None],
+        tell: Tell,
         *,
         silent_s: float = _SILENT_S,
         again_s: float = _AGAIN_S,
     ) -> None:
-        """`report` is called with a tracker's name and what is wrong, once for each time that it fails."""
-        self._folder, self._report = folder, report
+        """`tell` has a tracker's failure recorded, once until it works again."""
+        self._folder, self._record = folder, tell
         self._silent_s, self._again_s = silent_s, again_s
         self._feeders = [_Feeder(name, again_s=again_s) for name in dict.fromkeys(names)]
 
@@ -117,8 +119,11 @@ class Feeders:
     def _tell(self, feeder: _Feeder, why: str) -> None:
         if not feeder.told:
             feeder.told = True
-            later = f"seatrial watch {self._folder.path} --to {feeder.name}"
-            self._report(feeder.name, f"{why}; the run goes on, see {self._log(feeder)}; by hand: {later}")
+            by_hand = f"seatrial watch {self._folder.path} --to {feeder.name}"
+            text = f'the tracker "{feeder.name}" failed: {why}; the run goes on. See {self._log(feeder)}; by hand: {by_hand}'
+            self._record(
+                msg.MonitorFailed("tracker_failed", text, {"tracker": feeder.name, "log": self._log(feeder)})
+            )
 
     def _kill(self, feeder: _Feeder) -> None:
         process, feeder.process = feeder.process, None
