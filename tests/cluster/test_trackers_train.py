@@ -12,6 +12,7 @@ from installed import install, install_examples
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
+ONE_RANK = ("cluster.nodes=1", "cluster.gpus_per_node=1", "parallel.tensor=1", "parallel.pipeline=1")
 RAISES = """
 from seatrial.job.trackers import TrackerEntry
 
@@ -34,7 +35,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
 
 
 def test_trackers_follow_a_live_run_and_harm_nothing(begin: Begin) -> None:
-    trial = begin('watch.trackers=["lines", "raises"]', "train.steps=2000")
+    trial = begin('watch.trackers=["lines", "raises"]', "train.steps=20000", *ONE_RANK)
     pushed = trial.run / "reports" / "lines.txt"
     trial.until(lambda: pushed.exists() and "step 5:" in pushed.read_text())
     trial.until_event("tracker_failed")
