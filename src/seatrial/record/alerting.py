@@ -53,13 +53,16 @@ def alert_of(event: Event) -> Alert | None:
         return None
 
 
-def open_alerts(events: Iterable[Event]) -> list[Alert]:
-    """The alerts that fire according to `events`, the oldest first."""
-    firing: dict[str, Alert] = {}
+def last_alerts(events: Iterable[Event]) -> list[Alert]:
+    """The newest alert of each key according to `events`, that of the oldest condition first."""
+    found: dict[str, Alert] = {}
     for event in events:
         alert = alert_of(event)
         if alert is not None:
-            firing.pop(alert.key, None)
-            if alert.state == "firing":
-                firing[alert.key] = alert
-    return sorted(firing.values(), key=lambda alert: (alert.since, alert.key))
+            found[alert.key] = alert
+    return sorted(found.values(), key=lambda alert: (alert.since, alert.key))
+
+
+def open_alerts(events: Iterable[Event]) -> list[Alert]:
+    """The alerts that fire according to `events`, the oldest first."""
+    return [alert for alert in last_alerts(events) if alert.state == "firing"]

@@ -149,17 +149,18 @@ class Tail:
         recent_bytes: int | None = None,
         always: re.Pattern[bytes] | None = None,
         begin: int = 0,
+        unwanted: bytes | None = None,
     ) -> None:
         """`recent_bytes`: before the last `recent_bytes` bytes, parse only lines that match `always`.
 
         Without `always` that part is not read at all, and the lines have no numbers (0). `begin`: the `offset` of an earlier
-        reader of the same file, to continue there.
+        reader of the same file, to continue there. `unwanted`: of much data at once, lines with it are not parsed.
         """
         self.path = path
         self.noun = noun
         self.problems: list[Problem] = []
         self.begun = 0  # number of files opened so far: a replaced file is read from its beginning
-        self._recent_bytes, self._always = recent_bytes, always
+        self._recent_bytes, self._always, self._unwanted = recent_bytes, always, unwanted
         self._recent = 0  # from this offset on every line is parsed
         self._offset = begin
         self._lines, self._numbered = 0, 0 if begin else 1
@@ -193,10 +194,13 @@ class Tail:
                 self._lines += self._numbered * data.count(b"\n")
                 continue
             values = []
+            unwanted = self._unwanted if len(data) >= _BULK_BYTES else None
             for line in data[:-1].split(b"\n"):
                 self._lines += self._numbered
                 end += len(line) + 1
                 if end <= self._recent and self._always is not None and not self._always.search(line):
+                    continue
+                if unwanted is not None and unwanted in line:
                     continue
                 value, reason = _parse_line(line)
                 if value is not None:

@@ -15,6 +15,7 @@ from seatrial.record.jsonl import plain
 from seatrial.record.nodes import Nodes
 from seatrial.record.view import RunView
 from seatrial.ui import figures
+from seatrial.ui.goodput_words import goodput_of, goodput_pairs
 from seatrial.ui.out import Out, Pair
 from seatrial.ui.recovery import Recoveries, message_of
 from seatrial.ui.step_split import account_of, split_pairs, waterfall_of_run, waterfall_pairs
@@ -43,7 +44,8 @@ def print_summary(out: Out, view: RunView, next_commands: Sequence[str]) -> None
     )
     split = account_of(view)
     progress = [*_progress_pairs(view), *split_pairs(split), *waterfall_pairs(*waterfall_of_run(view, split))]
-    out.pairs([Pair("why", view.state_reason), *progress, *recovery_pairs(view)])
+    ended = [*goodput_pairs(view, time.time()), *recovery_pairs(view)]
+    out.pairs([Pair("why", view.state_reason), *progress, *ended])
     if view.failure is not None:
         _print_failure(out, view.failure)
     _print_places(out, view)
@@ -72,7 +74,7 @@ def print_status(out: Out, view: RunView, now: float) -> None:
         if last is not None:
             parts.append(f"last one {_ago(now - last.time)}")
         out.pair("step", ", ".join(parts))
-    out.pairs([*_progress_pairs(view), *recovery_pairs(view, now)])
+    out.pairs([*_progress_pairs(view), *goodput_pairs(view, now), *recovery_pairs(view, now)])
     if view.failure is not None:
         _print_failure(out, view.failure)
     out.pairs([*node_pairs(view), *checkpoint_pairs(view, now), *ledger_pairs(view)])
@@ -181,6 +183,7 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
         "memory_bytes": last.memory_bytes if last else None,
         "last_step_time": last.time if last else None,
         "wall_time_s": view.wall_time_s(now),
+        "goodput": goodput_of(view, now).as_dict() if view.last is not None else None,
         "eta_s": view.eta_s if view.state == "running" else None,
         "checkpoint": latest and {"step": latest.step, "path": latest.where, "age_s": now - latest.time},
         "checkpoint_steps": [c.step for c in view.checkpoints],

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from seatrial.job.alert_rules import Rule
 from seatrial.record.alerting import Alert
 from seatrial.watch.alerts.conditions import Found
-from seatrial.watch.alerts.rules import Rule
 
 _HOUR_S = 3600.0
 _LEAST_CLEAR_S = 30.0  # that is doubled, where a rule is resolved at once

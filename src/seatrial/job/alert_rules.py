@@ -1,10 +1,10 @@
-"""The alert rules: rules.toml, with a job's own limits, validated when it is loaded."""
+"""The alert rules: alert_rules.toml, with a job's own limits, validated when it is loaded."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -19,7 +19,7 @@ _TIMES = ("for_s", "clear_s")
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule; rules.toml describes the fields."""
+    """One rule; alert_rules.toml describes the fields."""
 
     name: str
     severity: Severity
@@ -30,30 +30,31 @@ class Rule:
     source: str
     limits: Mapping[str, float]  # parameters of its condition
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Everything that a job may change."""
+        return {"for_s": self.for_s, "clear_s": self.clear_s, **self.limits}
+
     def changed(self, own: Mapping[str, float]) -> Rule:
         """With a job's numbers instead of these."""
-        times = {name: own.get(name, getattr(self, name)) for name in _TIMES}
-        limits = {name: own.get(name, value) for name, value in self.limits.items()}
-        return Rule(
-            self.name,
-            self.severity,
-            times["for_s"],
-            times["clear_s"],
-            self.summary,
-            self.command,
-            self.source,
-            limits,
-        )
+        numbers = {**self.numbers, **own}
+        times = {name: numbers.pop(name) for name in _TIMES}
+        return replace(self, limits=numbers, **times)
+
+
+def rules_of(off: Collection[str], own: Mapping[str, Mapping[str, float]]) -> dict[str, Rule]:
+    """The rules of a job: without those turned `off`, with its `own` numbers by rule."""
+    return {name: rule.changed(own.get(name, {})) for name, rule in rules().items() if name not in off}
 
 
 @cache
 def rules() -> dict[str, Rule]:
-    """rules.toml, read and validated once."""
-    return load(files("seatrial.watch.alerts").joinpath("rules.toml").read_text(encoding="utf-8"))
+    """alert_rules.toml, read and validated once."""
+    return load(files("seatrial.job").joinpath("alert_rules.toml").read_text(encoding="utf-8"))
 
 
 def load(text: str) -> dict[str, Rule]:
-    """Parse the text of a rules.toml. Raises InternalError that lists every fault in it."""
+    """Parse the text of a alert_rules.toml. Raises InternalError that lists every fault in it."""
     faults: list[str] = []
     found = {}
     for name, entry in tomllib.loads(text).items():
@@ -62,7 +63,7 @@ def load(text: str) -> dict[str, Rule]:
             known = {key: entry[key] for key in (*_TEXTS, *_TIMES)}
             found[name] = Rule(name=name, limits=limits, **known)
     if faults:
-        raise InternalError("rules.toml: " + "; ".join(faults))
+        raise InternalError("alert_rules.toml: " + "; ".join(faults))
     return found
 
 
