@@ -108,7 +108,7 @@ def expressions(folder: Path) -> Iterator[tuple[str, str]]:
     """(what it needs, PromQL) of every query of every panel."""
     from seatrial.watch.grafana.dashboards import dashboards
 
-    needs = {query: p.needs for d in dashboards() for p in d.panels() for query, _ in p.queries}
+    needs = {query: p.needs for d in dashboards() for _, row in d.rows for p in row for query, _ in p.queries}
     for file in sorted((folder / "grafana").glob("*.json")):
         dashboard = json.loads(file.read_text())
         for panel in dashboard["panels"]:

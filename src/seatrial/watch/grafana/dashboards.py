@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -37,11 +36,6 @@ class Dashboard:
     title: str
     variables: list[str]
     rows: list[tuple[str, list[Panel]]]
-
-    def panels(self) -> Iterator[Panel]:
-        """All of them."""
-        for _, row in self.rows:
-            yield from row
 
     def as_json(self) -> dict[str, Any]:
         """As Grafana imports it."""
