@@ -13,6 +13,7 @@ from seatrial.base.files import parse_toml, read_json, read_text
 from seatrial.record.goodput import Goodput
 from seatrial.record.nodes import Nodes
 from seatrial.record.view import RunView
+from seatrial.ui import figures
 from seatrial.ui.goodput_words import goodput_of
 from seatrial.ui.step_split import account_of, prediction_of, waterfall_of_run
 
@@ -90,7 +91,7 @@ def _plan(view: RunView, ranks: int | None, missing: dict[str, str]) -> list[dic
         ("steps", "", view.job.steps, view.step or None),
         ("time of a step", "s", predicted and predicted.step_s, median(seconds) if seconds else None),
         (
-            "tokens/s a GPU",
+            f"tokens/s a {figures.unit(view.device)}",
             "",
             predicted and predicted.tokens_per_s_per_gpu,
             median(rates) if rates else None,
