@@ -5,6 +5,7 @@ Only what is named here goes in. What is not, and why, is in the archive's MANIF
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -129,14 +130,10 @@ def write_bundle(folder: RunFolder, out: Path, summary: str, environment: Mappin
 def _known_secrets(folder: RunFolder, environment: Mapping[str, str]) -> set[str]:
     """Values that are secret by where they stand: they are removed wherever they occur."""
     found = {value for name, value in environment.items() if is_secret_name(name)}
-    for read in (
-        lambda: {read_text(folder.secret).strip()},
-        lambda: secrets_of(parse_toml(read_text(folder.job_toml))),
-    ):
-        try:
-            found |= read()
-        except (OSError, ValueError):  # absent, or not readable: patterns remain
-            continue
+    with contextlib.suppress(OSError, ValueError):  # a run that never began has none
+        found.add(read_text(folder.secret).strip())
+    with contextlib.suppress(OSError, ValueError):  # names and formats are still found
+        found |= secrets_of(parse_toml(read_text(folder.job_toml)))
     for path in folder.logs.glob("*/node*/environment.json"):
         try:
             variables = parse_json(read_text(path))["variables"]

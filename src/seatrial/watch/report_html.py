@@ -11,10 +11,11 @@ from seatrial.base import units
 from seatrial.base.page import render
 from seatrial.record.goodput import LABELS
 from seatrial.record.mtbf import Mtbf
+from seatrial.record.straggling import Straggling
 from seatrial.ui import figures
 from seatrial.ui.curve_svg import curve_svg
 from seatrial.ui.goodput_svg import goodput_svg
-from seatrial.ui.goodput_words import mtbf_words, percent
+from seatrial.ui.goodput_words import mtbf_words, percent, straggling_words
 from seatrial.ui.svg import style, written
 
 _FAILURES, _CHECKPOINTS, _FINDINGS, _ALERTS = 200, 20, 50, 50
@@ -97,13 +98,8 @@ def _goodput_lines(goodput: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"lost to class {cls}", units.duration(seconds)
     idle = sum(goodput["idle_node_s"].values())
     yield "nodes held without ranks", f"{units.duration(idle)} of node time" if idle else "none"
-    if measured := goodput["straggling"]:
-        error = "" if measured["error"] is None else f" (standard error {100 * measured['error']:.2f})"
-        yield (
-            "stragglers",
-            f"{100 * measured['share']:.2f} % of step time{error}, measured on {measured['steps']:,} of "
-            f"{measured['of_steps']:,} steps; rank {measured['rank']} had most own work in {measured['rank_steps']:,} of them",
-        )
+    if goodput["straggling"]:
+        yield "stragglers", straggling_words(Straggling(**goodput["straggling"]))
     for note in goodput["notes"]:
         yield "note", note
 
