@@ -27,6 +27,7 @@ from seatrial.job.optimizers import ADAMW, OPTIMIZERS
 from seatrial.job.schedules import SCHEDULES
 from seatrial.job.schema_base import Section, Text
 from seatrial.job.schema_launchers import KubernetesSection, SlurmSection, SshSection
+from seatrial.job.trackers import TRACKERS
 
 # Every number has limits, far beyond any training run, so that arithmetic, clocks and memory cannot overflow.
 Size = Annotated[int, Field(ge=1, le=10_000_000)]  # a dimension of the model
@@ -481,6 +482,29 @@ class WatchSection(Section):
         default=None,
         description="TCP port on which each node's agent serves /metrics to Prometheus; on a virtual cluster, and where "
         "ssh.hosts repeats a host, plus the number of the node; if missing, none",
+    )
+    trackers: Annotated[list[Annotated[str, NameIn(TRACKERS)]], Field(min_length=1)] | None = Field(
+        default=None,
+        description="where steps and events are pushed while the run runs: tensorboard, wandb, mlflow, or what installed packages add",
+    )
+    alerts_off: list[Text] = Field(default=[], description="alert rules that are turned off, by name")
+    alerts: dict[Text, dict[Text, float]] = Field(
+        default={},
+        description="other numbers for an alert rule: { throughput_drop = { limit = 0.9, for_s = 30 } }",
+    )
+    alert_command: Annotated[list[Text], Field(min_length=1)] | None = Field(
+        default=None,
+        description="program and arguments, started without a shell for each alert: JSON on stdin, SEATRIAL_ALERT_* in its environment",
+    )
+    alert_webhook_file: Text | None = Field(
+        default=None,
+        description="a file on the coordinator's node whose first line is the address of a webhook; it is secret",
+    )
+    alert_webhook_env: Text | None = Field(
+        default=None, description="the same, in an environment variable of the agents: its name"
+    )
+    alertmanager: Text | None = Field(
+        default=None, description="address of an Alertmanager, such as http://alertmanager:9093"
     )
 
 

@@ -11,6 +11,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ from seatrial.job.preset_files import PLACEHOLDER
 from seatrial.job.rules import HERE_RULES, Rule
 from seatrial.job.schedules import schedule_named
 from seatrial.job.source import read_text
+from seatrial.job.trackers import TRACKERS
 from seatrial.launch import launcher_for
 from seatrial.plan.cost.host import Account, host_need, would_fit
 from seatrial.plan.cost.memory_fit import judge
@@ -84,7 +86,17 @@ def preflight(
     file = job_file(file)
     data = _Data(data_cache(runs))
     named = _named("gpu", known_gpu), _named("network", known_network)
-    rules = (*rules, *HERE_RULES, _unfilled, *named, _folders, data.tokenizer, data.there, data.fits)
+    rules = (
+        *rules,
+        *HERE_RULES,
+        _unfilled,
+        *named,
+        _folders,
+        _trackers,
+        data.tokenizer,
+        data.there,
+        data.fits,
+    )
     job, problems = judged(
         read_text(file), name=str(file), base_folder=file.parent, overrides=overrides, more_rules=rules
     )
@@ -144,6 +156,20 @@ def _named(key: str, known: Callable[[str], object]) -> Rule:
             yield from _violations(error, f"cluster.{key}")
 
     return rule
+
+
+def _trackers(facts: Facts) -> Iterator[RuleViolation]:
+    """What a tracker needs must be installed. Elsewhere than here it is not known, and is told when the run has begun."""
+    if facts.job.cluster.launcher != "local":
+        return
+    for i, name in enumerate(facts.job.watch.trackers or ()):
+        entry = TRACKERS.named(name)
+        if find_spec(entry.needs) is None:
+            yield RuleViolation(
+                (f"watch.trackers.{i}", "watch.trackers"),
+                f'the tracker "{name}" needs the package {entry.needs}, which is not installed',
+                f"{entry.install}, or remove it",
+            )
 
 
 def _violations(error: InputError, *keys: str) -> Iterator[RuleViolation]:
