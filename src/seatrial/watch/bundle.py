@@ -21,7 +21,7 @@ from typing import Any
 
 from seatrial import __version__
 from seatrial.base import atomic
-from seatrial.base.files import open_file, parse_json, parse_toml, read_text
+from seatrial.base.files import flat, open_file, parse_json, parse_toml, read_text
 from seatrial.record.folder import RunFolder
 from seatrial.watch.redact import GONE, Redactor, is_secret_name, secrets_of
 
@@ -133,7 +133,10 @@ def _known_secrets(folder: RunFolder, environment: Mapping[str, str]) -> set[str
     with contextlib.suppress(OSError, ValueError):  # a run that never began has none
         found.add(read_text(folder.secret).strip())
     with contextlib.suppress(OSError, ValueError):  # names and formats are still found
-        found |= secrets_of(parse_toml(read_text(folder.job_toml)))
+        job = parse_toml(read_text(folder.job_toml))
+        found |= secrets_of(job)
+        named = (str(value) for key, value in flat(job).items() if key.endswith("_env"))
+        found |= {environment[name] for name in named if name in environment}
     for path in folder.logs.glob("*/node*/environment.json"):
         try:
             variables = parse_json(read_text(path))["variables"]

@@ -10,6 +10,7 @@ from typing import Any
 
 from seatrial import __version__
 from seatrial.base.files import parse_toml, read_json, read_text
+from seatrial.record.alerting import last_alerts
 from seatrial.record.goodput import Goodput
 from seatrial.record.nodes import Nodes
 from seatrial.record.view import RunView
@@ -273,20 +274,9 @@ def _cost(
 
 def _alerts(view: RunView) -> list[dict[str, Any]]:
     """The newest word on each alert, firing ones first."""
-    newest: dict[str, dict[str, Any]] = {}
-    for event in view.events:
-        data = event.data or {}
-        if event.kind == "alert":
-            newest[str(data.get("key") or event.message)] = {
-                "time": event.time,
-                "state": str(data.get("state") or "unknown"),
-                "rule": data.get("rule"),
-                "severity": event.severity,
-                "message": event.message,
-                "node": event.node,
-                "command": data.get("command"),
-            }
-    return sorted(newest.values(), key=lambda a: (a["state"] != "firing", -a["time"]))
+    return [
+        vars(each) for each in sorted(last_alerts(view.events), key=lambda a: (a.state != "firing", -a.time))
+    ]
 
 
 def _words(error: Exception) -> str:

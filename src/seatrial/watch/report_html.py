@@ -144,9 +144,9 @@ def _failure(each: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _alert(each: dict[str, Any]) -> tuple[str, ...]:
-    node = "-" if each["node"] is None else f"node {each['node']}"
-    command = each["command"] or ""
-    return _moment(each["time"]), f"{each['state']} {each['severity']}", node, each["message"], str(command)
+    nodes = ", ".join(f"node {node}" for node in each["nodes"]) or "the run"
+    state = f"{each['state']} {each['severity']}" if each["state"] == "firing" else each["state"]
+    return _moment(each["time"]), state, nodes, each["message"], each["command"] or ""
 
 
 def _curve(loss: dict[str, Any]) -> str | None:

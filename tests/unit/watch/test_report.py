@@ -75,7 +75,15 @@ def folder(tmp_path: Path) -> RunFolder:
     for n in range(31, 61):
         step(n, 71.0 + n - 30, 2, 4.0 - n / 30 if n % 10 == 0 else None)
     writer.close()
-    alert = {"rule": "hot", "state": "firing", "key": "hot/1", "since": BEGIN, "nodes": [1], "command": EVIL}
+    alert = {
+        "rule": "hot",
+        "state": "firing",
+        "key": "hot/1",
+        "since": BEGIN,
+        "nodes": [1],
+        "command": EVIL,
+        "evidence": {},
+    }
     happened(80, "alert", 2, "warning", node=1, message=EVIL, data=alert)
     happened(103, "run_finished", 2)
     for rank in (0, 1):
