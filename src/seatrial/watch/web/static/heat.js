@@ -6,7 +6,7 @@ const WORDS = ["< -10", "-10 to -5", "-5 to -2", "even", "2 to 5", "5 to 10", ">
 const CLASSES = 7;
 
 export function heatMap() {
-  const canvas = h("canvas", { tabindex: "0", role: "img", class: "heat" });
+  const canvas = h("canvas", { tabindex: "0", role: "img", class: "heat", "aria-label": "heat map" });
   const readout = h("p", { class: "readout", role: "status" });
   const legend = h("p", { class: "legend" });
   const element = h("div", { class: "heatbox" }, canvas, legend, readout);
