@@ -265,10 +265,10 @@ def test_runs_of_a_folder_are_listed_and_compared(run: RunFolder) -> None:
 
 
 def test_pages_are_shared_and_not_sent_twice(client: TestClient, run: RunFolder) -> None:
-    path = f"/api/run/{run.path.name}/page/ranks"
-    first = client.get(path)
+    for path in (f"/api/run/{run.path.name}/page/events", "/static/main.js"):
+        first = client.get(path)
+        assert client.get(path, headers={"if-none-match": first.headers["etag"]}).status_code == 304
     assert first.headers["content-encoding"] == "gzip"
-    assert client.get(path, headers={"if-none-match": first.headers["etag"]}).status_code == 304
 
 
 def test_a_stream_sends_changes_alone_and_ends() -> None:
@@ -333,3 +333,25 @@ def test_a_damaged_folder_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
         assert all(json.loads(encode(document)) for document in documents), number
         shutil.rmtree(path)
     assert noticed > 8
+
+
+def test_an_open_alert_needs_a_hand(tmp_path: Path) -> None:
+    folder = write_run(RunFolder(tmp_path / "run"))
+    folder.events.write_text("".join(folder.events.read_text().splitlines(True)[:-1]))  # it did not fail
+    alert = {
+        "rule": "hot_gpu",
+        "key": "hot",
+        "since": 1e9,
+        "evidence": {"celsius": 91.5},
+        "nodes": [5],
+        "command": "drain 5",
+    }
+    for state in ("firing", "resolved"):
+        moment = MomentReader(folder).poll()
+        moment.view.state = "running"
+        assert [item["what"] for item in now(moment)["hand"]] == ([] if state == "firing" else ["GPU is hot"])
+        events.append(
+            folder, "alert", "GPU is hot", severity="warning", generation=1, data={**alert, "state": state}
+        )
+    assert "celsius 91.5" in str(now(moment)["hand"])
+    assert now(MomentReader(folder).poll())["hand"][0]["what"].startswith("stopped")

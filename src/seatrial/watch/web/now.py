@@ -6,6 +6,7 @@ import shlex
 from typing import Any
 
 from seatrial.base import units
+from seatrial.record.alerting import open_alerts
 from seatrial.record.events import Event
 from seatrial.record.goodput import LABELS
 from seatrial.ui import figures
@@ -76,7 +77,7 @@ def _lost(moment: Moment) -> dict[str, Any] | None:
         return {"why": "no start is recorded"} if moment.complete else None
     mean, low, high = (_hours(s) for s in (whole.mtbf.mean_s, whole.mtbf.low_s, whole.mtbf.high_s))
     if mean:
-        mtbf = f"{whole.mtbf.failures} failures of the whole run: one in {mean} ({low} to {high}, 95 %)"
+        mtbf = f"{whole.mtbf.failures} failure{'s' * (whole.mtbf.failures > 1)} of the whole run: one in {mean} ({low} to {high}, 95 %)"
     else:
         mtbf = f"no failure yet: at most one in {low} (95 %)" if low else ""
     if today is None:
@@ -115,6 +116,16 @@ def needs_a_hand(moment: Moment) -> list[dict[str, Any]]:
     elif view.state in ("failed", "stopped", "preempted"):
         found.append(_item("warning", f"{view.state}: {view.state_reason}", _last_time(moment)))
     if view.state in ("running", "queued"):
+        for alert in open_alerts(view.own_events):
+            nodes = (
+                f"nodes {figures.steps(alert.nodes).removeprefix('steps ')}: " if len(alert.nodes) > 1 else ""
+            )
+            node = alert.nodes[0] if len(alert.nodes) == 1 else None
+            evidence = ", ".join(
+                f"{name} {_short(value)}" for name, value in list(alert.evidence.items())[:6]
+            )
+            what = f"{nodes}{alert.message}"
+            found.append(_item(alert.severity, what, alert.since, node, alert.rank, alert.command, evidence))
         for node, how in sorted(moment.nodes.gone.items()):
             event = _last_event(view.own_events, node)
             what = f"node {node} {how}" if event is None else event.message
@@ -124,7 +135,8 @@ def needs_a_hand(moment: Moment) -> list[dict[str, Any]]:
         _item("error", gap, None, None, None, f"seatrial verify {run}", "the ledger of samples has a gap")
         for gap in view.ledger_gaps[:3]
     ]
-    return sorted(found, key=lambda item: item["severity"] != "error")
+    order = {"error": 0, "warning": 1}
+    return sorted(found, key=lambda item: order.get(item["severity"], 2))
 
 
 def _item(
@@ -145,6 +157,10 @@ def _item(
         "command": command,
         "hint": hint,
     }
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)[:80]
 
 
 def _last_event(events: list[Event], node: int) -> Event | None:
@@ -177,8 +193,23 @@ def _checkpoint(moment: Moment) -> dict[str, Any] | None:
         "time": view.latest.time,
         "where": view.latest.where,
         "kept": len(view.checkpoints),
+        "verified": _verified(moment, view.latest.step),
+        "command": f"seatrial verify {shlex.quote(view.latest.where)}",
         "at_risk": max(0, view.step - view.latest.step),
     }
+
+
+def _verified(moment: Moment, step: int) -> bool | None:
+    """Whether this checkpoint was read back, each byte by its hash, when a start resumed from it; false: it is damaged."""
+    for event in reversed(moment.view.events):
+        if (event.data or {}).get("step") == step:
+            if event.kind == "resumed":
+                return True
+            if event.kind in ("checkpoint_damaged", "checkpoint_set_aside"):
+                return False
+            if event.kind == "checkpoint_saved":
+                return None
+    return None
 
 
 def event_row(event: Event) -> dict[str, Any]:

@@ -170,7 +170,7 @@ async function go() {
   const api = (path) => get(`${base(run)}/${path}`);
   if (kind === "compare") shown = comparePage(query);
   else if (run === null) shown = runsPage();
-  else if (page === "now") shown = nowPage(run, api);
+  else if (page === "now") shown = nowPage(run);
   else if (page === "ranks") shown = ranksPage(run);
   else if (page === "logs") shown = logsPage(run, api);
   else shown = generic(run, page);

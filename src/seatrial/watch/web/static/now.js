@@ -1,5 +1,5 @@
 // The first screen.
-import { ago, cell, command, duration, h, number, short } from "./dom.js";
+import { ago, command, duration, h, number, short } from "./dom.js";
 import { bars, eventRow, missing } from "./blocks.js";
 import { heatMap } from "./heat.js";
 
@@ -28,7 +28,7 @@ function hand(items) {
     h("p", { class: "what" }, h("strong", { class: item.severity === "error" ? "bad" : "warn" }, item.severity), " ", item.what),
     h("p", { class: "dim" }, [item.node === null ? "" : `node ${item.node}`, item.rank === null ? "" : `rank ${item.rank}`].filter(Boolean).join(", "), item.since ? [" for ", ago(item.since, null, "")] : "", item.hint ? ` ${item.hint}` : ""),
     item.command ? command(item.command) : "");
-  return [h("h2", {}, `Needs a hand: ${items.length}`), h("ul", { class: "hand" }, items.map(row))];
+  return [h("h2", {}, `Needs a hand (${items.length})`), h("ul", { class: "hand" }, items.map(row))];
 }
 
 function lost(l) {
@@ -57,12 +57,13 @@ function checkpoint(c) {
   if (!c) return [h("h2", {}, "Newest checkpoint"), h("p", { class: "dim" }, "none yet")];
   return [
     h("h2", {}, "Newest checkpoint"),
-    h("dl", { class: "stats" }, stat("step", number(c.step)), stat("age", ago(c.time)), stat("steps since", number(c.at_risk)), stat("kept", number(c.kept)), stat("verified", c.verified ? cell(c.verified) : null)),
+    h("dl", { class: "stats" }, stat("step", number(c.step)), stat("age", ago(c.time)), stat("steps since", number(c.at_risk)), stat("kept", number(c.kept)), stat("verified", c.verified === true ? h("span", { class: "good" }, "when the run resumed from it") : c.verified === false ? h("span", { class: "bad" }, "damaged") : h("span", {}, "complete; not read back since"))),
     h("p", { class: "dim path" }, c.where),
+    c.verified ? "" : command(c.command),
   ];
 }
 
-export function nowPage(run, api) {
+export function nowPage(run) {
   const parts = Object.fromEntries(["moving", "hand", "lost", "heat", "reserve", "checkpoint", "events", "missing"].map((id) => [id, h("section", { id, class: `card ${id}` })]));
   const map = heatMap();
   parts.heat.append(h("h2", {}, "Own work of each rank beside its stage peers", " ", h("a", { class: "small", href: `#/run/${encodeURIComponent(run)}/ranks` }, "other metrics")), map.element);
