@@ -82,8 +82,9 @@ def month(folder: Path) -> None:
             "heat, own work": "/heat",
             "heat, temperature": "/heat?metric=telemetry:gpu_temperature_celsius",
         }
-        generation = client.get(f"/api/run/{name}/logs").json()["generation"]
-        paths |= {"logs": "/logs", "log of 5 GB": f"/log?generation={generation}&id=0/rank0.log"}
+        logs = client.get(f"/api/run/{name}/logs").json()
+        large = max(logs["logs"], key=lambda log: log["size"])["id"]
+        paths |= {"logs": "/logs", "log of 5 GB": f"/log?generation={logs['generation']}&id={large}"}
         for page, path in paths.items():
             began = time.monotonic()
             if page == "first screen":

@@ -23,7 +23,7 @@ _MOST_PROBLEMS = 5
 
 def now(moment: Moment) -> dict[str, Any]:
     """The document that is pushed to browsers. Times are unix seconds: ages are counted there."""
-    view = moment.view
+    view, known = moment.view, moment.complete or moment.ranks.account is not None
     return {
         "name": view.folder.path.absolute().name,
         "state": {"state": view.state, "reason": view.state_reason, "generation": view.generation},
@@ -32,7 +32,7 @@ def now(moment: Moment) -> dict[str, Any]:
         "lost": _lost(moment),
         "reserve": _reserve(moment),
         "checkpoint": _checkpoint(moment),
-        "heat": heat.heat(moment, heat.OWN_WORK) if moment.complete else {"why": "being read", "values": []},
+        "heat": heat.heat(moment, heat.OWN_WORK) if known else {"why": "being read", "values": []},
         "events": [event_row(event) for event in shown_events(view)[-_LAST_EVENTS:]][::-1],
         "missing": [str(problem) for problem in view.problems[:_MOST_PROBLEMS]],
         "missing_count": len(view.problems),

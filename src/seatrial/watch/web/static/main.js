@@ -79,7 +79,7 @@ function links(run, page) {
 
 // --- pages
 function generic(run, page) {
-  const element = h("div"), path = `${base(run)}/page/${page}`;
+  const element = h("div", {}, h("p", { class: "dim" }, "Reading ...")), path = `${base(run)}/page/${page}`;
   let at = 0, events = -1, text = "";
   async function load() {
     at = Date.now();
@@ -123,7 +123,7 @@ function ranksPage(run) {
 }
 
 function runsPage() {
-  const element = h("div");
+  const element = h("div", {}, h("p", { class: "dim" }, "Reading ..."));
   let timer = null;
   async function load() {
     const found = await get("/api/runs"), chosen = new Set([...element.querySelectorAll("input:checked")].map((box) => box.value));

@@ -64,25 +64,25 @@ function checkpoint(c) {
 }
 
 export function nowPage(run) {
-  const parts = Object.fromEntries(["moving", "hand", "lost", "heat", "reserve", "checkpoint", "events", "missing"].map((id) => [id, h("section", { id, class: `card ${id}` })]));
+  const parts = Object.fromEntries(["moving", "hand", "lost", "heat", "reserve", "checkpoint", "events", "missing"].map((id) => [id, h("section", { id, class: `card ${id}` }, id === "moving" ? h("p", { class: "dim" }, "Reading the run ...") : "")]));
   const map = heatMap();
   parts.heat.append(h("h2", {}, "Own work of each rank beside its stage peers", " ", h("a", { class: "small", href: `#/run/${encodeURIComponent(run)}/ranks` }, "other metrics")), map.element);
+  for (const part of Object.values(parts)) part.hidden = part !== parts.moving;
   const element = h("div", { class: "now" }, Object.values(parts));
-  let state = null;
   const fill = (id, content) => parts[id].replaceChildren(...content.flat(9).filter((c) => c !== "" && c !== null));
   return {
     element,
     redraw: map.draw,
     update(changed, all) {
-      state = all.state ?? state;
       if ((changed.moving || changed.state) && all.moving) fill("moving", moving(all.moving, all.state));
       if (changed.hand) fill("hand", hand(changed.hand));
-      if ("lost" in changed || !parts.lost.childNodes.length) fill("lost", lost(all.lost));
+      if ("lost" in changed) fill("lost", lost(all.lost));
       if (changed.heat) map.show(changed.heat, "own work beside stage peers");
       if (changed.reserve) fill("reserve", reserve(changed.reserve));
       if ("checkpoint" in changed) fill("checkpoint", checkpoint(changed.checkpoint));
       if (changed.events) fill("events", [h("h2", {}, "Last events"), h("ol", { class: "events" }, changed.events.map((event) => eventRow({ ...event, tone: { error: "bad", warning: "warn" }[event.severity] })))]);
       if ("missing" in changed || changed.broken) fill("missing", [missing([...(all.broken ? [all.broken] : []), ...(all.missing ?? [])])]);
+      for (const part of Object.values(parts)) part.hidden = !part.childNodes.length;
       parts.missing.hidden = !all.missing?.length && !all.broken;
     },
   };
