@@ -91,7 +91,7 @@ def write_month(folder: RunFolder, *, steps: int, nodes: int, seed: int, ends: f
     folder.plan_json.write_bytes(jsonl.encode(plan))
     layout = job.layout.as_dict()
     ends = time.time() if ends is None else ends
-    clock, generation, step, worst = ends - steps * STEP_S * 1.02, 0, 0, 0
+    clock, generation, step, worst = ends - steps * STEP_S * 1.0097, 0, 0, 0
     slots = {str(slot): slot for slot in range(nodes)}
     spares = list(range(nodes, nodes + 4))
     with (

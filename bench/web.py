@@ -154,13 +154,13 @@ def live(clients: int, windows: int, window_s: float) -> None:
         for into, first, last in spans:
             into += [r.step_time_s for r in records if first < r.time - r.step_time_s and r.time < last]
         print(f"ended with {clients} streams in {end(process):.2f} s")
+        a, w = statistics.median(alone), statistics.median(watched)
+        print(
+            f"step alone {1000 * a:.1f} ms ({len(alone)}), with {clients} browsers {1000 * w:.1f} ms ({len(watched)}): {w / a:.4f}"
+        )
+        print(f"the server's CPU: {statistics.mean(cpu):.4f} s a second, niced; changes sent: {got}")
         train.send_signal(signal.SIGINT)
-        train.wait(60)
-    a, w = statistics.median(alone), statistics.median(watched)
-    print(
-        f"step alone {1000 * a:.1f} ms ({len(alone)}), with {clients} browsers {1000 * w:.1f} ms ({len(watched)}): {w / a:.4f}"
-    )
-    print(f"the server's CPU: {statistics.mean(cpu):.4f} s a second, niced; changes sent: {got}")
+        train.wait(300)
 
 
 if __name__ == "__main__":

@@ -224,6 +224,10 @@ def test_any_metric_can_be_mapped(client: TestClient, run: RunFolder) -> None:
     found = client.get(f"/api/run/{name}/heat?metric=telemetry:gpu_temperature_celsius").json()
     assert (found["nodes"], found["columns"], found["values"]) == ([5], ["0", "1"], [[61.0, 55.0]])
     assert client.get(f"/api/run/{name}/heat?metric=no").json()["why"]
+    old = client.get(f"/api/run/{name}/series?node=5&metric=telemetry:gpu_temperature_celsius").json()
+    assert old["missing"] == ["node 5 recorded nothing of it in the last 24 hours"]
+    found = heat.over_time(run, 5, "telemetry:gpu_temperature_celsius", 1e9 + 60)["blocks"][0]
+    assert (found["x"], [line["y"] for line in found["series"]]) == ([1e9], [[61.0], [55.0]])
 
 
 def test_a_log_is_read_from_its_end_and_followed(client: TestClient, run: RunFolder) -> None:

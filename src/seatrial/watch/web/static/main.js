@@ -65,7 +65,7 @@ function header() {
     offline ? h("span", { class: "bad", role: "status" }, "server not reachable: what is shown is old") : "",
     h("span", { class: "right" },
       h("button", { type: "button", onclick: theme, title: "Light or dark (t)" }, "light/dark"),
-      h("button", { type: "button", onclick: () => help(), title: "Keys (?)" }, "keys")),
+      h("button", { type: "button", onclick: help, class: "wide", title: "Keys (?)" }, "keys")),
   ];
   top_.replaceChildren(...parts.filter((part) => part !== ""));
 }
@@ -101,11 +101,20 @@ function generic(run, page) {
 }
 
 function ranksPage(run) {
-  const select = h("select", { id: "metric" }), map = heatMap(), rest = h("div");
-  const element = h("div", {}, h("h1", {}, "Ranks"), h("section", { class: "card" }, h("p", { class: "tools" }, h("label", { for: "metric" }, "Metric"), select), map.element), rest);
+  const select = h("select", { id: "metric" }), rest = h("div"), series = h("div", { "aria-live": "polite" });
+  const overTime = async (node) => {
+    if (!select.value.startsWith("telemetry:")) return;
+    series.replaceChildren(...blocks(await get(`${base(run)}/series?node=${node}&metric=${encodeURIComponent(select.value)}`)));
+  };
+  const map = heatMap((node) => overTime(node).catch(fail));
+  const hint = h("p", { class: "dim" }, "A click, or Enter, on a cell shows the last day of this node.");
+  const element = h("div", {}, h("h1", {}, "Ranks"), h("section", { class: "card" }, h("p", { class: "tools" }, h("label", { for: "metric" }, "Metric"), select), map.element, hint), series, rest);
   let at = 0;
   const name = () => select.selectedOptions[0]?.textContent ?? "";
-  const draw = async () => map.show(await get(`${base(run)}/heat?metric=${encodeURIComponent(select.value)}`), name());
+  const draw = async () => {
+    hint.hidden = !select.value.startsWith("telemetry:");
+    map.show(await get(`${base(run)}/heat?metric=${encodeURIComponent(select.value)}`), name());
+  };
   async function load() {
     at = Date.now();
     const found = await get(`${base(run)}/page/ranks`), before = select.value;
@@ -118,7 +127,10 @@ function ranksPage(run) {
     rest.replaceChildren(...blocks(found));
     await draw();
   }
-  select.addEventListener("change", () => draw().catch(fail));
+  select.addEventListener("change", () => {
+    series.replaceChildren();
+    draw().catch(fail);
+  });
   return { element, load, redraw: map.draw, update: (changed) => !document.hidden && changed.counts && Date.now() - at > 1000 * REFRESH_S && load().catch(() => {}) };
 }
 
