@@ -25,7 +25,7 @@ export function heatMap(picked = null) {
     const width = element.clientWidth;
     if (!data || !data.nodes?.length || !width) {
       canvas.hidden = legend.hidden = true;
-      readout.textContent = data?.why || "";
+      if (data?.why) readout.textContent = data.why;
       return;
     }
     canvas.hidden = legend.hidden = false;

@@ -35,7 +35,8 @@ function lost(l) {
   if (!l) return [h("h2", {}, "Time lost today"), h("p", { class: "dim" }, "not known yet")];
   if (l.why) return [h("h2", {}, "Time lost today"), h("p", { class: "dim" }, l.why), l.mtbf ? h("p", { class: "dim" }, l.mtbf) : ""];
   const ettr = l.ettr === null ? "unknown" : `${number(100 * l.ettr, 1)} %`;
-  const rows = l.rows.filter((row) => row.value > 0);
+  const known = l.rows.filter((row) => row.value > 0), rest = known.slice(6).reduce((sum, row) => sum + row.value, 0);
+  const rows = rest ? [...known.slice(0, 6), { label: "everything else", value: rest }] : known;
   return [
     h("h2", {}, "Time lost today"),
     h("p", {}, h("strong", {}, duration(l.lost_s)), ` of ${duration(l.wall_s)}; training ${ettr} of it, of the whole run ${l.ettr_all === null ? "unknown" : `${number(100 * l.ettr_all, 1)} %`}`),
