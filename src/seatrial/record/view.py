@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,9 +31,9 @@ _OF_OPENING = ("job_changed", "layout_chosen")
 _NOT_KEPT = "rank_started"
 _UNWANTED = b'"kind":"rank_started"'
 
-# What a brief view reads of metrics and events: the end, and every event that decides the state.
+# What a brief view reads of metrics and events: the end, and every event that decides the state or is an alert.
 _BRIEF_BYTES = 32 << 10
-_BRIEF_EVENTS = re.compile(f'"kind":"(?:{"|".join((*KINDS, "generation_started"))})"'.encode())
+_BRIEF_EVENTS = (*KINDS, "generation_started", "alert")
 _BRIEF_LEDGER = 64  # records
 
 
@@ -138,11 +138,13 @@ class RunReader:
         show: Callable[[MetricsRecord | Event], None] | None = None,
         *,
         brief: bool = False,
+        also: Sequence[str] = (),
     ) -> None:
-        """`show` is called with each step and event. `brief`: see `read_brief`."""
+        """`show` is called with each step and event. `brief`: see `read_brief`; `also`: kinds of events kept then."""
         self.folder = folder
         self.show = show
         self.brief = brief
+        self._always = re.compile(f'"kind":"(?:{"|".join((*_BRIEF_EVENTS, *also))})"'.encode())
         self._begin()
 
     def _begin(self) -> None:
@@ -157,7 +159,7 @@ class RunReader:
         recent = _BRIEF_BYTES if self.brief else None
         self._metrics = Tail(folder.metrics, metrics.NOUN, recent_bytes=recent)
         self._events = Tail(
-            folder.events, events.NOUN, recent_bytes=recent, always=_BRIEF_EVENTS, unwanted=_UNWANTED
+            folder.events, events.NOUN, recent_bytes=recent, always=self._always, unwanted=_UNWANTED
         )
         self._ledger = Tail(folder.ledger, ledger.NOUN)
 

@@ -24,7 +24,7 @@ from seatrial.record import events
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord, LedgerWriter
 from seatrial.record.metrics import MetricsRecord, MetricsWriter
-from seatrial.record.stages import StageWriter
+from seatrial.record.stages import STAGES, StageWriter
 from seatrial.record.telemetry_writer import TelemetryWriter
 from seatrial.watch.web import heat
 from seatrial.watch.web.access import COOKIE, Access, answers_to, make_token
@@ -58,7 +58,8 @@ def write_run(folder: RunFolder) -> RunFolder:
     for rank in range(4):
         writer = StageWriter(folder, 1, rank, ranks=4, clock="cpu", first_step=1, not_separated={})
         for step in range(1, 9):
-            writer.add(step, [0.0, 0.0, 0.2 if rank == 1 else 0.1, 0.1, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0])
+            of = {"forward": 0.2 if rank == 1 else 0.1, "backward": 0.1, "tensor": 0.1}
+            writer.add(step, [of.get(stage, 0.0) for stage in STAGES])
         writer.close()
         log = folder.rank_log(1, 5 * (rank // 2), rank)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -313,7 +314,7 @@ def test_a_damaged_folder_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
     for rank in range(8):
         writer = StageWriter(whole, 2, rank, ranks=8, clock="cpu", first_step=1, not_separated={})
         for step in range(1, 9):
-            writer.add(step, [0.1] * 11)
+            writer.add(step, [0.1] * len(STAGES))
         writer.close()
     telemetry = TelemetryWriter(whole, 1, 10.0)
     telemetry.add(1e9, {'gpu_power_watts{gpu="0"}': 600.0})
