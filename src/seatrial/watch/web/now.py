@@ -5,11 +5,13 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from seatrial.base import units
+import numpy as np
+
 from seatrial.record.alerting import open_alerts
 from seatrial.record.events import Event
 from seatrial.record.goodput import LABELS
 from seatrial.ui import figures
+from seatrial.ui.goodput_words import mtbf_words
 from seatrial.ui.recovery import message_of
 from seatrial.ui.summary import shown_events
 from seatrial.watch.web import heat
@@ -60,6 +62,7 @@ def _moving(moment: Moment) -> dict[str, Any]:
         "late_s": max(_LEAST_LATE_S, _LATE * last.step_time_s) if runs else None,
         "step_s": last.step_time_s,
         "loss": last.loss,
+        "validation": _validation(moment),
         "grad_norm": last.grad_norm,
         "tokens_per_s": last.tokens_per_s,
         "each": last.tokens_per_s_per_gpu,
@@ -70,16 +73,22 @@ def _moving(moment: Moment) -> dict[str, Any]:
     }
 
 
+def _validation(moment: Moment) -> dict[str, Any] | None:
+    """The newest validation loss and its step; None: not measured."""
+    history = moment.view.history
+    known = np.flatnonzero(np.isfinite(np.asarray(history.column("validation_loss"), np.float64)))
+    if not known.size:
+        return None
+    place = int(known[-1])
+    return {"step": history.steps[place], "loss": history.column("validation_loss")[place]}
+
+
 def _lost(moment: Moment) -> dict[str, Any] | None:
     """Seconds of today that no step counts for, by cause; None: not read yet."""
     whole, today = moment.whole, moment.today
     if whole is None:
         return {"why": "no start is recorded"} if moment.complete else None
-    mean, low, high = (_hours(s) for s in (whole.mtbf.mean_s, whole.mtbf.low_s, whole.mtbf.high_s))
-    if mean:
-        mtbf = f"{whole.mtbf.failures} failure{'s' * (whole.mtbf.failures > 1)} of the whole run: one in {mean} ({low} to {high}, 95 %)"
-    else:
-        mtbf = f"no failure yet: at most one in {low} (95 %)" if low else ""
+    mtbf = f"mean time between failures of the run: {mtbf_words(whole.mtbf)}"
     if today is None:
         return {"why": "the run had ended before today", "mtbf": mtbf}
     causes = [name for name in LABELS if name != "productive"]
@@ -92,10 +101,6 @@ def _lost(moment: Moment) -> dict[str, Any] | None:
         "ettr_all": whole.ettr,
         "mtbf": mtbf,
     }
-
-
-def _hours(seconds: float | None) -> str:
-    return "" if seconds is None else units.duration(seconds)
 
 
 def needs_a_hand(moment: Moment) -> list[dict[str, Any]]:
