@@ -45,6 +45,13 @@ function follow(run) {
   stream.onerror = () => {
     document.body.classList.add("offline");
     header();
+    // Refused, as by a server that was started again and knows no session: the browser does not try again by itself.
+    if (stream?.readyState === EventSource.CLOSED)
+      setTimeout(() => {
+        if (watched !== run) return;
+        watched = undefined;
+        get("/api/runs").catch(() => {}).finally(() => follow(run));
+      }, 3000);
   };
 }
 
