@@ -20,7 +20,7 @@ from seatrial.record import jsonl
 from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
 from seatrial.record.series import series
-from seatrial.record.stages import StageWriter
+from seatrial.record.stages import STAGES, StageWriter
 from seatrial.record.telemetry_writer import TelemetryWriter
 
 GPUS, BATCH, LENGTH, STEP_S = 8, 1024, 8192, 10.0
@@ -91,7 +91,7 @@ def write_month(folder: RunFolder, *, steps: int, nodes: int, seed: int, ends: f
     folder.plan_json.write_bytes(jsonl.encode(plan))
     layout = job.layout.as_dict()
     ends = time.time() if ends is None else ends
-    clock, generation, step, worst = ends - steps * STEP_S * 1.02, 0, 0, 0
+    clock, generation, step, worst = ends - steps * STEP_S * 1.0097, 0, 0, 0
     slots = {str(slot): slot for slot in range(nodes)}
     spares = list(range(nodes, nodes + 4))
     with (
@@ -228,8 +228,10 @@ def _write_stages(
         )
         slow = 1.06 if rank == worst else chance.gauss(1, 0.004)
         for step in range(first, steps + 1):
-            own = [0.01, 0.03, 2.4 * slow, 5.0 * slow, 0.2, 0.0]
-            writer.add(step, [*own, 0.9, 0.6, 0.0, STEP_S - 1.6 - sum(own), 0.1])
+            of = {"data": 0.01, "host": 0.03, "forward": 2.4 * slow, "backward": 5.0 * slow, "optimizer": 0.2}
+            of |= {"tensor": 0.9, "shard": 0.6, "step_sum": 0.1}
+            of["pipeline"] = STEP_S - sum(of.values())
+            writer.add(step, [of.get(stage, 0.0) for stage in STAGES])
         writer.close()
 
 

@@ -266,10 +266,15 @@ class RunReader:
         found = bulk.columns(MetricsRecord, data)
         if found is None:
             return False
-        lines = data.split(b"\n")
 
         def record(place: int) -> MetricsRecord:
-            return decode(MetricsRecord, parse_json(lines[place].decode()))
+            if place == 0:
+                line = data[: data.index(b"\n")]
+            elif place == len(found["step"]) - 1:
+                line = data[data.rfind(b"\n", 0, -1) + 1 :]
+            else:
+                line = data.split(b"\n", place + 1)[place]
+            return decode(MetricsRecord, parse_json(line.decode()))
 
         self.history.take_columns(found, record)
         self.log.take_columns(found)
