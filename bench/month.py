@@ -19,7 +19,7 @@ import resource
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from telemetry import samples
@@ -74,21 +74,33 @@ ALERTS = {
 class Month:
     """The story, step by step; its records are written as it goes."""
 
-    def __init__(self, folder: RunFolder, job: Job, steps: int, seed: int, ends: float) -> None:
+    def __init__(self, folder: RunFolder, job: Job, steps: int, seed: int, begins: float) -> None:
         self.folder, self.job, self.steps = folder, job, steps
         self.nodes = job.cluster.nodes
         self.ranks = self.nodes * GPUS
         self.random = random.Random(seed)
-        self.now = ends - steps * STEP_S - FAILURES * 240 - 1200
+        self.now = begins
         self.generation = self.step = self.snapshot = self.saved = 0
         self.slots = list(range(self.nodes))
         self.spares = list(range(self.nodes, self.nodes + SPARES))
         self.first_steps = {1: 1}  # of each generation
         self.worst = 0
-        self.last_steps: list[float] = []
-        self._events = open(folder.events, "wb")  # noqa: SIM115 - closed by `play`
-        self._metrics = open(folder.metrics, "wb")  # noqa: SIM115
-        self._ledger = open(folder.ledger, "wb")  # noqa: SIM115
+        self._files: dict[Path, BinaryIO] = {}  # none: nothing is written, only the time it takes is found
+
+    def write(self) -> None:
+        """Play it, and write its records."""
+        paths = (self.folder.events, self.folder.metrics, self.folder.ledger)
+        self._files = {path: open(path, "wb") for path in paths}  # noqa: SIM115 - closed below
+        self.play()
+        for file in self._files.values():
+            file.close()
+        self.folder.generation_file.write_text(f"{self.generation}\n")
+
+    def put(self, path: Path, record: Event | MetricsRecord | LedgerRecord) -> None:
+        """One line, as the writers of these records make it."""
+        if path in self._files:
+            values = {key: value for key, value in vars(record).items() if key != "extra"}
+            self._files[path].write(jsonl.encode(values))
 
     def event(
         self,
@@ -97,12 +109,11 @@ class Month:
         severity: Any = "info",
         node: int | None = None,
         rank: int | None = None,
-        more: dict[str, Any] | None = None,  # data whose keys cannot be arguments
+        /,
         **data: Any,
     ) -> None:
-        data |= more or {}
         event = Event(self.now, self.generation, kind, severity, message, node, rank, data or None)
-        self._events.write(jsonl.encode(vars(event)))
+        self.put(self.folder.events, event)
 
     def play(self) -> None:
         chance = self.random
@@ -126,9 +137,6 @@ class Month:
                 self.alert("resolved")
         for _ in range(3):
             self.alert("firing")
-        for file in (self._events, self._metrics, self._ledger):
-            file.close()
-        self.folder.generation_file.write_text(f"{self.generation}\n")
 
     def start(self, how: str | None) -> None:
         self.generation += 1
@@ -140,7 +148,13 @@ class Month:
         )
         self.now += 90
         self.event(
-            "coordinator_elected", "node 0 coordinates (term 1)", node=0, term=1, address="10.0.0.1", port=41000
+            "coordinator_elected",
+            "node 0 coordinates (term 1)",
+            "info",
+            0,
+            term=1,
+            address="10.0.0.1",
+            port=41000,
         )
         for node in sorted([*self.slots, *self.spares]):
             self.join(node, spare=node in self.spares)
@@ -148,10 +162,10 @@ class Month:
 
     def join(self, node: int, *, spare: bool) -> None:
         self.event(
-            "agent_started", f"agent of node {node} started", node=node, pid=900 + node, incarnation=f"{node:x}",
+            "agent_started", f"agent of node {node} started", "info", node, pid=900 + node, incarnation=f"{node:x}",
             told=f"{self.generation}-{node}",
         )  # fmt: skip
-        self.event("node_joined", f"node {node} joined", node=node, spare=spare)
+        self.event("node_joined", f"node {node} joined", "info", node, spare=spare)
 
     def begin(self, reason: str, *, in_place: bool) -> None:
         self.event(
@@ -166,11 +180,19 @@ class Month:
         for rank in range(self.ranks):
             node = self.slots[rank // GPUS]
             self.event(
-                "rank_started", f"rank {rank} on node {node} started", node=node, rank=rank, pid=2000 + rank,
+                "rank_started", f"rank {rank} on node {node} started", "info", node, rank, pid=2000 + rank,
                 in_place=in_place,
             )  # fmt: skip
         if self.step == 0:
-            self.event("device", "NVIDIA B300 SXM6 AC", rank=0, device="NVIDIA B300 SXM6 AC", peak_flops=2.25e15)
+            self.event(
+                "device",
+                "NVIDIA B300 SXM6 AC",
+                "info",
+                None,
+                0,
+                device="NVIDIA B300 SXM6 AC",
+                peak_flops=2.25e15,
+            )
 
     def one_step(self, *, skipped: bool) -> None:
         chance, batch = self.random, self.job.train.global_batch
@@ -186,11 +208,10 @@ class Month:
                 step, step * tokens, loss, chance.uniform(0.2, 0.4), 1.5e-4, took, took / 500, tokens / took,
                 tokens / took / self.ranks, 0.38 + chance.random() / 100, 221_000_000_000, self.now, self.generation,
             )  # fmt: skip
-            values = dict(vars(record))
-            del values["extra"]
-            self._metrics.write(jsonl.encode(values))
-        record = LedgerRecord(step, (step - 1) * batch, step * batch, self.generation, skipped)
-        self._ledger.write(jsonl.encode(vars(record)))
+            self.put(self.folder.metrics, record)
+        self.put(
+            self.folder.ledger, LedgerRecord(step, (step - 1) * batch, step * batch, self.generation, skipped)
+        )
         if step % SNAPSHOT_EVERY == 0:
             self.snapshot = step
 
@@ -198,7 +219,7 @@ class Month:
         reason = f"step {self.step}: the loss is not finite"
         self.event(
             "nonfinite", reason, "warning", signal="nonfinite", action="tolerate", evidence={"action": "skip"},
-            more={"class": "numerics"},
+            **{"class": "numerics"},
         )  # fmt: skip
         self.event("step_skipped", f"step {self.step} was skipped", "warning", step=self.step, reason=reason)
 
@@ -238,14 +259,23 @@ class Month:
         elif signal in ("xid:79", "link_down"):
             self.event(
                 "signal", f"node {node}: {what}", "warning", node, signal=signal, action=action,
-                evidence={"source": "kernel log", "code": 79}, step=self.step, told=f"s{self.step}", more={"class": cls},
+                evidence={"source": "kernel log", "code": 79}, step=self.step, told=f"s{self.step}", **{"class": cls},
             )  # fmt: skip
         else:
             log = str(self.folder.rank_log(self.generation, node, rank))
-            self.event("rank_failed", f"rank {rank} on node {node} {what}", "error", node, rank, status=-9, pid=2000 + rank, log=log)
+            self.event(
+                "rank_failed",
+                f"rank {rank} on node {node} {what}",
+                "error",
+                node,
+                rank,
+                status=-9,
+                pid=2000 + rank,
+                log=log,
+            )
         self.event(
             "recovering", f"rank {rank}: {what}", "warning", node, rank, signal=signal, cause=what, action=action,
-            step=self.step, restarts=self.generation, more={"class": cls, "node": node, "rank": rank},
+            step=self.step, restarts=self.generation, node=node, rank=rank, **{"class": cls},
         )  # fmt: skip
         done = self.step
         source = "disk" if cls == "storage" else "memory"
@@ -253,8 +283,18 @@ class Month:
         self.snapshot = self.step
         self.now += chance.uniform(8, 40)
         if signal == "xid:79":
-            self.event("gpu_reset", f"node {node}: GPU reset", "warning", node, done=True, output="", cause=what)
-            self.event("node_requalified", f"node {node} passed its test", node=node, more={"ok": True, "checks": ["gemm"], "message": ""})
+            self.event(
+                "gpu_reset", f"node {node}: GPU reset", "warning", node, done=True, output="", cause=what
+            )
+            self.event(
+                "node_requalified",
+                f"node {node} passed its test",
+                "info",
+                node,
+                ok=True,
+                checks=["gemm"],
+                message="",
+            )
         self.generation += 1
         self.begin(f"rank {rank}: {what}", in_place=cls == "process")
         self.now += chance.uniform(15, 60)
@@ -286,19 +326,27 @@ class Month:
         }  # fmt: skip
         where = node if alone else None
         command = f"seatrial logs {self.folder.path} --node {node}" if alone else None
-        self.event("alert", message.format(node=node), severity, where, state="firing", command=command, **data)
+        self.event(
+            "alert", message.format(node=node), severity, where, state="firing", command=command, **data
+        )
         if state == "resolved":
-            self.event("alert", message.format(node=node), "info", where, state="resolved", command=None, **data)
+            self.event(
+                "alert", message.format(node=node), "info", where, state="resolved", command=None, **data
+            )
 
 
 def write_month(root: Path, *, steps: int, nodes: int, seed: int, ends: float | None = None) -> RunFolder:
-    """The run ROOT/month; its last step ended about at unix time `ends` (now)."""
+    """The run ROOT/month; its last step ended at unix time `ends` (now)."""
     ends = time.time() if ends is None else ends
     source = root / "month.toml"
     root.mkdir(parents=True, exist_ok=True)
     source.write_text(preset_text(PRESET))
     keys = [f"name={NAME}", f"cluster.nodes={nodes}", f"cluster.spares={SPARES}", "train.steps=500000"]
-    keys += [f"checkpoint.every_steps={SAVE_EVERY}", f"checkpoint.keep={KEPT}", "data.tokenizer=tokenizer.json"]
+    keys += [
+        f"checkpoint.every_steps={SAVE_EVERY}",
+        f"checkpoint.keep={KEPT}",
+        "data.tokenizer=tokenizer.json",
+    ]
     job = load_job(source, keys)
     with open_run(job, root) as opened:
         folder = opened.folder
@@ -306,13 +354,15 @@ def write_month(root: Path, *, steps: int, nodes: int, seed: int, ends: float | 
         "stores": ["/data/tokens"], "digests": ["5e" * 32], "tokens": 15 * 10**12, "tokenizer": "qwen2.5",
     }  # fmt: skip
     add_to_plan(folder, "data", data)
-    month = Month(folder, job, steps, seed, ends)
+    rehearsed = Month(folder, job, steps, seed, 0.0)
+    rehearsed.play()
+    month = Month(folder, job, steps, seed, ends - rehearsed.now)
     write_launch(folder, Launch("local", 1, month.now, "login1", False))
-    month.play()
+    month.write()
     _write_checkpoints(month)
     _write_ranks(month)
     _write_logs(month)
-    _write_telemetry(folder, nodes + SPARES, month.now - steps * STEP_S, month.now)
+    _write_telemetry(folder, nodes + SPARES, ends - rehearsed.now, ends)
     _write_reports(root, folder, nodes, month.now)
     return folder
 
@@ -339,11 +389,17 @@ def _write_ranks(month: Month) -> None:
     job, ranks = month.job, month.ranks
     shares = np.array([0.002, 0.01, 0.25, 0.45, 0.02, 0.001, 0.1, 0.08, 0.0, 0.07, 0.017])
     own, waits = slice(0, 6), STAGES.index("step_sum")
-    usual = {"tensor": (1280, 171_798_691_840), "shard": (320, 36_350_000_000), "pipeline": (64, 8_589_934_592)}
+    usual = {
+        "tensor": (1280, 171_798_691_840),
+        "shard": (320, 36_350_000_000),
+        "pipeline": (64, 8_589_934_592),
+    }
     usual |= {"step_sum": (2, 464)}
     for generation in range(month.generation - RECORDED + 1, month.generation + 1):
         first = month.first_steps[generation]
-        last = month.first_steps.get(generation + 1, month.steps + 1) + SNAPSHOT_EVERY  # those that are redone
+        last = (
+            month.first_steps.get(generation + 1, month.steps + 1) + SNAPSHOT_EVERY
+        )  # those that are redone
         numbers = range(first, min(last, month.steps + 1))
         rows = shares * STEP_S * random.normal(1, 0.01, (len(numbers), len(STAGES)))
         for rank in range(ranks):
@@ -414,11 +470,16 @@ def _write_telemetry(folder: RunFolder, nodes: int, begin: float, end: float) ->
 def _write_reports(root: Path, folder: RunFolder, nodes: int, now: float) -> None:
     """A check of a simulated cluster, by the check itself; the documents of a drill and a scaling test with their keys."""
     shape = Shape(nodes, nodes_per_leaf=32)
-    faults = [Fault("nic_slow", node=3, rail=5, share=0.7), Fault("gpu_slow", node=min(20, nodes - 1), gpu=2, share=0.8)]
+    faults = [
+        Fault("nic_slow", node=3, rail=5, share=0.7),
+        Fault("gpu_slow", node=min(20, nodes - 1), gpu=2, share=0.8),
+    ]
     cluster = Cluster(shape, faults, seed=1, noise=Noise())
     found = localise(SimulatedBench(cluster), cluster.names, cluster.topology(), cluster.gbit_s)
     blames = tuple(blame.record() for blame in found.blames)
-    ran = CheckRun(tuple(cluster.names), asdict(found.rounds), {"total": 95.0}, blames, found.unsettled, {}, "month.toml")
+    ran = CheckRun(
+        tuple(cluster.names), asdict(found.rounds), {"total": 95.0}, blames, found.unsettled, {}, "month.toml"
+    )
     text = report_json.text(Report((), found.findings, ran), time=now - 30 * 86400)
     (folder.reports / "check.json").write_text(text)
     scenarios = [
@@ -429,7 +490,13 @@ def _write_reports(root: Path, folder: RunFolder, nodes: int, now: float) -> Non
         }
         for number in range(30)
     ]  # fmt: skip
-    drill = {"schema_version": 1, "job": NAME, "time": now - 31 * 86400, "seconds": 900.0, "scenarios": scenarios}
+    drill = {
+        "schema_version": 1,
+        "job": NAME,
+        "time": now - 31 * 86400,
+        "seconds": 900.0,
+        "scenarios": scenarios,
+    }
     drill |= {"verdicts": {"PASS": 30, "FAIL": 0, "UNJUDGED": 0}}
     atomic.write_json(folder.reports / "drill-20261020-120000.json", drill)
     sizes = []
