@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from telemetry import samples
 
 from seatrial.base import atomic
 from seatrial.check.blame.faults import Fault, Shape
@@ -46,6 +45,7 @@ from seatrial.record.stages import STAGES, StageWriter
 from seatrial.record.telemetry import read_chunk, thinned
 from seatrial.record.telemetry_format import Header, chunks, packed
 from seatrial.record.telemetry_writer import CHUNK_S, THIN, THIN_AFTER_S, TelemetryWriter
+from telemetry import samples
 
 NAME, PRESET = "month", "qwen2.5-72b-b300"
 GPUS, SPARES, STEP_S = 8, 4, 10.0

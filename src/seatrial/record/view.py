@@ -264,10 +264,15 @@ class RunReader:
         found = bulk.columns(MetricsRecord, data)
         if found is None:
             return False
-        lines = data.split(b"\n")
+        last = len(found["step"]) - 1
 
         def record(place: int) -> MetricsRecord:
-            return decode(MetricsRecord, parse_json(lines[place].decode()))
+            # Mostly the first and the last: all lines of some MiB are as many objects as records.
+            if place == last:
+                line = data[data.rfind(b"\n", 0, -1) + 1 :]
+            else:
+                line = data.split(b"\n", place + 1)[place]
+            return decode(MetricsRecord, parse_json(line.decode()))
 
         self.history.take_columns(found, record)
         self.log.take_columns(found)
@@ -279,7 +284,9 @@ class RunReader:
         from seatrial.record import bulk
 
         found = bulk.columns(LedgerRecord, data)
-        return found is not None and self.book.take_columns(found)
+        if found is not None:
+            self.book.take_columns(found)
+        return found is not None
 
     def _take_metrics(self, record: MetricsRecord) -> None:
         self.history.take(record)

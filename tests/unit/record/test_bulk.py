@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,22 @@ def test_so_it_is_with_damaged_lines(tmp_path: Path) -> None:
         folder.metrics.write_bytes(b"".join([*before[:at], damaged + b"\n", *before[at + 1 :]]))
         in_bulk, by_line = both_ways(folder)
         assert in_bulk == by_line, damaged
+
+
+def test_so_it_is_with_ledgers_of_every_kind(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    lines = write(folder, Run().play([("train", 9)]))[folder.ledger].splitlines(keepends=True)
+    values = json.loads(lines[5])
+    odd = [
+        {**values, "step": 0}, {**values, "step": 3}, {**values, "first_sample": 1}, {**values, "end_sample": 1},
+        {**values, "skipped": True}, {**values, "generation": 0}, {**values, "generation": 2, "step": 3},
+    ]  # fmt: skip
+    del values["skipped"]
+    for other in [*odd, values]:
+        for at in (0, 6, len(lines)):
+            folder.ledger.write_bytes(b"".join([*lines[:at], encode(other), *lines[at:]]))
+            in_bulk, by_line = both_ways(folder)
+            assert in_bulk == by_line, (other, at)
 
 
 def test_regular_data_is_taken_as_columns() -> None:
