@@ -387,7 +387,7 @@ def _write_ranks(month: Month) -> None:
     """Stages and collectives of all ranks: pipeline stages differ, ranks by 0.4 %, one is 6 % slow."""
     random = np.random.default_rng(1)
     job, ranks = month.job, month.ranks
-    shares = np.array([0.002, 0.01, 0.25, 0.45, 0.02, 0.001, 0.1, 0.08, 0.0, 0.07, 0.017])
+    shares = np.array([0.002, 0.01, 0.25, 0.45, 0.02, 0.001, 0.1, 0.08, 0.0, 0.07, 0.017, 0.0])
     own, waits = slice(0, 6), STAGES.index("step_sum")
     usual = {
         "tensor": (1280, 171_798_691_840),

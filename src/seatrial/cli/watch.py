@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from seatrial.base import units
-from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, InputError, RunFailed
+from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, InputError, RunFailed, SeatrialError
 from seatrial.record.folder import RunFolder
 from seatrial.record.running import running
 from seatrial.record.view import RunView, read_view
@@ -34,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--once",
         action="store_true",
         help="show the current state and exit; default: follow the run to its end",
+    )
+    parser.add_argument(
+        "--to",
+        metavar="TRACKER",
+        help="push the run to a tracker (tensorboard, wandb, mlflow) from where it was, and follow it while it runs",
     )
     parser.add_argument("--wait", action="store_true", help="wait for the run to begin, then follow it")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
@@ -72,7 +77,11 @@ def run(args: argparse.Namespace) -> int:
     (name,) = args.run
     if args.wait and args.once:
         raise InputError("--once shows the current state: it cannot --wait")
+    if args.to is not None and (args.once or args.json):
+        raise InputError("--to pushes a run and shows nothing: it takes neither --once nor --json")
     folder = _begun(name) if args.wait else RunFolder.find(name)
+    if args.to is not None:
+        return _push(folder, args.to)
     records = (folder.metrics, folder.events, folder.ledger)
     size = sum(path.stat().st_size for path in records if path.is_file())
     if size > _LARGE_BYTES:
@@ -114,6 +123,23 @@ def _begun(name: str) -> RunFolder:
             print(f"waiting for {name} to begin; Ctrl-C ends it", file=sys.stderr, flush=True)
         waits = True
         time.sleep(POLL_S)
+
+
+def _push(folder: RunFolder, name: str) -> int:
+    """Push a run to a tracker. Raises RunFailed for whatever the tracker's package raises."""
+    from seatrial.watch.trackers.feed import feed
+
+    try:
+        pushed = feed(folder, name, tell=lambda text: print(text, file=sys.stderr, flush=True))
+    except SeatrialError:
+        raise
+    except Exception as error:  # the code of others, which can raise anything
+        raise RunFailed(
+            f"{name} failed: {type(error).__name__}: {error}",
+            hint="the run is not affected; the same command continues where this one stopped",
+        ) from error
+    print(f"pushed {pushed.steps:,} steps and {pushed.events:,} events to {name} as {pushed.id}")
+    return EXIT_DONE
 
 
 def _show(view: RunView, args: argparse.Namespace) -> int:

@@ -88,6 +88,11 @@ class RunFolder:
         return self.control / "secret"
 
     @property
+    def trackers(self) -> Path:
+        """What was pushed to each tracker, and the logs of the processes that do it: see `watch.trackers`."""
+        return self.control / "trackers"
+
+    @property
     def leases(self) -> Path:
         """Past terms of coordinators, and the state the next coordinator takes over: see `control.net.lease`."""
         return self.control / "leases"
@@ -106,6 +111,16 @@ class RunFolder:
     def coordinator_log(self) -> Path:
         """The coordinators' decisions and their reasons, as text lines."""
         return self.control / "coordinator.log"
+
+    @property
+    def monitor_log(self) -> Path:
+        """What the monitor beside the coordinator could not report otherwise, as text lines."""
+        return self.control / "monitor.log"
+
+    @property
+    def alerts_delivered(self) -> Path:
+        """Which alerts have been delivered to whom; see `watch.alerts.delivery`."""
+        return self.control / "alerts_delivered.json"
 
     def rank_log(self, generation: int, node: int, rank: int) -> Path:
         """stdout and stderr of one rank in one generation."""

@@ -17,7 +17,7 @@ from seatrial.record.metrics import MetricsRecord
 if TYPE_CHECKING:
     from seatrial.record.bulk import Columns
 
-_COLUMNS = ("loss", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "time")
+_COLUMNS = ("loss", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "time", "validation_loss")
 
 PACE_WINDOW = 50
 _LONGEST = 3.0  # times the median: longer steps are capped at this
@@ -48,7 +48,8 @@ class History:
         self.steps.append(record.step)
         self.generations.append(record.generation)
         for name, column in self._columns.items():
-            column.append(getattr(record, name))
+            value = getattr(record, name)
+            column.append(math.nan if value is None else value)
 
     def take_columns(self, found: Columns, record: Callable[[int], MetricsRecord]) -> None:
         """Take many records at once, as `take` would one by one; `record` gives the one at a place."""
@@ -78,8 +79,14 @@ class History:
                 del column[keep:]
 
     def column(self, name: str, since: int = 0) -> Sequence[float]:
-        """The field `name` of the steps of generation `since` and later ones, by step."""
+        """The field `name` of the steps of generation `since` and later ones, by step; NaN where it is null."""
         return self._columns[name][bisect_left(self.generations, since) :]
+
+    @property
+    def validation(self) -> list[tuple[int, float]]:
+        """(step, validation loss) where it was measured and is finite, by step."""
+        measured = zip(self.steps, self._columns["validation_loss"], strict=True)
+        return [(step, loss) for step, loss in measured if math.isfinite(loss)]
 
 
 class Pace:

@@ -148,12 +148,13 @@ class Tail:
         *,
         recent_bytes: int | None = None,
         always: re.Pattern[bytes] | None = None,
+        begin: int = 0,
         unwanted: bytes | None = None,
     ) -> None:
         """`recent_bytes`: before the last `recent_bytes` bytes, parse only lines that match `always`.
 
-        Without `always` that part is not read at all, and the lines have no numbers (0). `unwanted`: of much data at
-        once, lines with it are not parsed.
+        Without `always` that part is not read at all, and the lines have no numbers (0). `begin`: the `offset` of an earlier
+        reader of the same file, to continue there. `unwanted`: of much data at once, lines with it are not parsed.
         """
         self.path = path
         self.noun = noun
@@ -161,10 +162,15 @@ class Tail:
         self.begun = 0  # number of files opened so far: a replaced file is read from its beginning
         self._recent_bytes, self._always, self._unwanted = recent_bytes, always, unwanted
         self._recent = 0  # from this offset on every line is parsed
-        self._offset = 0
-        self._lines, self._numbered = 0, 1
+        self._offset = begin
+        self._lines, self._numbered = 0, 0 if begin else 1
         self._inode: int | None = None
         self._unreadable = False
+
+    @property
+    def offset(self) -> int:
+        """Where the lines end that were read so far, in bytes."""
+        return self._offset
 
     def poll(self) -> list[dict[str, Any]]:
         """The objects whose lines were completed since the last call; unusable lines go to `problems`."""
@@ -175,18 +181,20 @@ class Tail:
         return [item for part in self.parts() for item in part]
 
     def parts(
-        self, bulk: Callable[[bytes], bool] | None = None
+        self, bulk: Callable[[bytes, int], bool] | None = None
     ) -> Iterator[list[tuple[int, dict[str, Any]]]]:
         """As `poll_numbered`, a few MiB at a time, to bound memory.
 
-        `bulk` may take much data as a whole: it returns whether it did.
+        `bulk` may take much data, with the number of its lines, as a whole: it returns whether it did.
         """
         while data := self._read():
             end = self._offset
             self._offset += len(data)
-            if bulk is not None and len(data) >= _BULK_BYTES and end >= self._recent and bulk(data):
-                self._lines += self._numbered * data.count(b"\n")
-                continue
+            if bulk is not None and len(data) >= _BULK_BYTES and end >= self._recent:
+                lines = data.count(b"\n")
+                if bulk(data, lines):
+                    self._lines += self._numbered * lines
+                    continue
             values = []
             unwanted = self._unwanted if len(data) >= _BULK_BYTES else None
             for line in data[:-1].split(b"\n"):
@@ -223,7 +231,9 @@ class Tail:
             with open(open_file(self.path), "rb") as f:
                 status = os.fstat(f.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._offset, self._lines, self._inode = 0, 0, status.st_ino
+                    if self._inode is not None or status.st_size < self._offset:
+                        self._offset = 0
+                    self._lines, self._inode = 0, status.st_ino
                     self.begun += 1
                     if self._recent_bytes is not None:
                         self._recent = max(0, status.st_size - self._recent_bytes)

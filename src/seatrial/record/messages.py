@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any, ClassVar, Literal
 
 from seatrial.record import typed
+from seatrial.record.alerting import Alert
 from seatrial.record.alive import Beat as Lease
 from seatrial.record.events import Event
 from seatrial.record.failure import Failure, RankError
@@ -270,6 +271,7 @@ class Beat(Message):
     generation: int  # the one that runs here
     step: int  # the last one that all of them have done, 0: none
     failed: int  # how many have failed
+    validating: int = 0  # the batch of a validation after that step that all of them have begun, 0: none
 
 
 @dataclass(frozen=True)
@@ -597,6 +599,15 @@ class RankBeat(Message):
 
 
 @dataclass(frozen=True)
+class RankValidating(Message):
+    """A batch of the validation after its last step begins."""
+
+    op = "validating"
+    generation: int
+    batch: int  # from 1
+
+
+@dataclass(frozen=True)
 class Parked(Message):
     """It has lost its peers, keeps its state, and waits for the next generation."""
 
@@ -671,7 +682,16 @@ class Dump(Message):
 
 
 FromRank = (
-    RankHello | RankBeat | Parked | Finished | Finding | RankRecord | RankSettle | SnapshotFilled | Dump
+    RankHello
+    | RankBeat
+    | RankValidating
+    | Parked
+    | Finished
+    | Finding
+    | RankRecord
+    | RankSettle
+    | SnapshotFilled
+    | Dump
 )
 
 
@@ -739,6 +759,40 @@ class ForkedExited(Message):
 
 
 FromForkServer = ForkServerReady | Pong | Forked | ForkedExited
+
+
+# -- coordinator -> monitor
+
+
+@dataclass(frozen=True)
+class EndMonitor(Message):
+    """The run is over: deliver what is pending, and exit."""
+
+    op = "end"
+    within_s: float
+
+
+# -- monitor -> coordinator
+
+
+@dataclass(frozen=True)
+class MonitorAlert(Alert, Message):
+    """An alert begins to fire, is resolved, or concerns more nodes than before: to be written to events.jsonl."""
+
+    op = "alert"
+
+
+@dataclass(frozen=True)
+class MonitorFailed(Message):
+    """Something that the monitor does for the run fails, and is given up or tried again later: a warning event."""
+
+    op = "failed"
+    kind: str  # of the event
+    message: str
+    data: dict[str, Any]
+
+
+FromMonitor = MonitorAlert | MonitorFailed
 
 
 # -- launcher -> agent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,9 +31,9 @@ _OF_OPENING = ("job_changed", "layout_chosen")
 _NOT_KEPT = "rank_started"
 _UNWANTED = b'"kind":"rank_started"'
 
-# What a brief view reads of metrics and events: the end, and every event that decides the state.
+# What a brief view reads of metrics and events: the end, and every event that decides the state or is an alert.
 _BRIEF_BYTES = 32 << 10
-_BRIEF_EVENTS = re.compile(f'"kind":"(?:{"|".join((*KINDS, "generation_started"))})"'.encode())
+_BRIEF_EVENTS = (*KINDS, "generation_started", "alert")
 _BRIEF_LEDGER = 64  # records
 
 
@@ -138,11 +138,13 @@ class RunReader:
         show: Callable[[MetricsRecord | Event], None] | None = None,
         *,
         brief: bool = False,
+        also: Sequence[str] = (),
     ) -> None:
-        """`show` is called with each step and event. `brief`: see `read_brief`."""
+        """`show` is called with each step and event. `brief`: see `read_brief`; `also`: kinds of events kept then."""
         self.folder = folder
         self.show = show
         self.brief = brief
+        self._always = re.compile(f'"kind":"(?:{"|".join((*_BRIEF_EVENTS, *also))})"'.encode())
         self._begin()
 
     def _begin(self) -> None:
@@ -157,7 +159,7 @@ class RunReader:
         recent = _BRIEF_BYTES if self.brief else None
         self._metrics = Tail(folder.metrics, metrics.NOUN, recent_bytes=recent)
         self._events = Tail(
-            folder.events, events.NOUN, recent_bytes=recent, always=_BRIEF_EVENTS, unwanted=_UNWANTED
+            folder.events, events.NOUN, recent_bytes=recent, always=self._always, unwanted=_UNWANTED
         )
         self._ledger = Tail(folder.ledger, ledger.NOUN)
 
@@ -245,7 +247,7 @@ class RunReader:
         cls: type[Record],
         take: Callable[[Record], None],
         over: bool,
-        bulk: Callable[[bytes], bool] | None = None,
+        bulk: Callable[[bytes, int], bool] | None = None,
     ) -> None:
         def all_of(numbered: list[tuple[int, dict[str, Any]]]) -> None:
             records, wrong = decode_all(cls, numbered, file=tail.path.name, noun=tail.noun)
@@ -258,17 +260,15 @@ class RunReader:
             all_of(part)
         all_of(tail.rest() if over else [])
 
-    def _take_metrics_data(self, data: bytes) -> bool:
+    def _take_metrics_data(self, data: bytes, lines: int) -> bool:
         from seatrial.record import bulk
 
-        found = bulk.columns(MetricsRecord, data)
+        found = bulk.columns(MetricsRecord, data, lines)
         if found is None:
             return False
-        last = len(found["step"]) - 1
-
         def record(place: int) -> MetricsRecord:
             # Mostly the first and the last: all lines of some MiB are as many objects as records.
-            if place == last:
+            if place == lines - 1:
                 line = data[data.rfind(b"\n", 0, -1) + 1 :]
             else:
                 line = data.split(b"\n", place + 1)[place]
@@ -280,10 +280,10 @@ class RunReader:
         self._newest = max(self._newest, int(found["generation"].max()))
         return True
 
-    def _take_ledger_data(self, data: bytes) -> bool:
+    def _take_ledger_data(self, data: bytes, lines: int) -> bool:
         from seatrial.record import bulk
 
-        found = bulk.columns(LedgerRecord, data)
+        found = bulk.columns(LedgerRecord, data, lines)
         if found is not None:
             self.book.take_columns(found)
         return found is not None

@@ -53,6 +53,16 @@ from seatrial.job.schema import JobFile
         (("resilience.first_step_s=20.0",), "--set resilience.first_step_s=20.0", "first_step_s 20 is less than hang_min_s 30", "resilience.first_step_s=30.0"),
         (("watch.metrics_port=65535",), "--set watch.metrics_port=65535", "node 1 would serve /metrics on port 65536", "watch.metrics_port=65534"),
         (("watch.metrics_port=9400", "cluster.port=9401"), "--set watch.metrics_port=9400", "metrics_port 9400 takes port 9401", None),
+        (('watch.alerts_off=["stragler"]',), '--set watch.alerts_off=["stragler"]', "there is no alert rule `stragler`", 'watch.alerts_off=["straggler"]'),
+        (("watch.alerts={gpu_hot={limit=70}}",), "--set watch.alerts={gpu_hot={limit=70}}", "the alert rule gpu_hot would be resolved at 82 while it fires at 70", "watch.alerts={gpu_hot={limit=70,clear=65}}"),
+        (("watch.alerts={throughput_drop={limit=0.95}}",), "--set watch.alerts={throughput_drop={limit=0.95}}", "would be resolved at 0.93 while it fires at 0.95", "watch.alerts={throughput_drop={limit=0.95,clear=0.97}}"),
+        (("watch.alerts={gpu_hot={max=70}}",), "--set watch.alerts={gpu_hot={max=70}}", "the alert rule gpu_hot has no number `max`", None),
+        (("watch.alerts={gpu_hot={for_s=-1}}",), "--set watch.alerts={gpu_hot={for_s=-1}}", "gpu_hot.for_s is -1", None),
+        (("watch.alert_webhook_env=https://hooks/x",), "--set watch.alert_webhook_env=https://hooks/x", "not the name of an environment variable", "watch.alert_webhook_env=HOOK"),
+        (("watch.alert_webhook_file=https://hooks/x",), "--set watch.alert_webhook_file=https://hooks/x", "is an address, not a file", None),
+        (("watch.alert_webhook_file=/f", "watch.alert_webhook_env=HOOK"), "--set watch.alert_webhook_file=/f", "two sources for one webhook", None),
+        (("watch.alertmanager=alerts:9093",), "--set watch.alertmanager=alerts:9093", "alertmanager is not an HTTP address", "watch.alertmanager=http://alerts:9093"),
+        (("watch.alertmanager=http://u:p@alerts",), "--set watch.alertmanager=http://u:p@alerts", "alertmanager has a password in it", None),
         (("model.vocab_size=256",), "--set model.vocab_size=256", "vocab_size 256 is too small for the byte tokenizer", "model.vocab_size=264"),
         (("model.qkv_bias=false",), "--set model.qkv_bias=false", 'qkv_bias = false with family "qwen2"', "model.qkv_bias=true"),
         (
@@ -104,6 +114,40 @@ def test_an_odd_sequence_is_fine_without_tensor_parallel() -> None:
         load(GOOD, "parallel.tensor=1", "train.sequence_length=255", "train.global_batch=64").layout.shard
         == 4
     )
+
+
+class TestValidation:
+    """[data] validation and the keys that go with it."""
+
+    @pytest.mark.parametrize(
+        ("overrides", "at", "message"),
+        [
+            (("data.validation=b",), "data.validation=b", "validation has no effect: train.validate_every_steps is missing"),
+            (("train.validate_every_steps=5",), "train.validate_every_steps=5", "validate_every_steps has no effect: data.validation is missing"),
+            (("train.validate_samples=5",), "train.validate_samples=5", "validate_samples has no effect: data.validation is missing"),
+            (("data.validation=b", "train.validate_every_steps=201"), "train.validate_every_steps=201", "validate_every_steps 201 is more than train.steps 200"),
+            (("data.validation=builtin:python-library", "train.validate_every_steps=5"), "data.validation=builtin:python-library", "builtin:python-library is also in data.train"),
+        ],
+    )  # fmt: skip
+    def test_a_broken_rule_is_refused(self, overrides: tuple[str, ...], at: str, message: str) -> None:
+        problem = only_problem(*overrides)
+        assert problem.file == f"--set {at}"
+        assert problem.message.startswith(message)
+        assert problem.hint
+
+    def test_all_at_once(self) -> None:
+        found = problems(GOOD, "train.validate_every_steps=5", "train.validate_samples=5")
+        assert len(found) == 2
+
+    def test_how_many_samples(self) -> None:
+        overrides = ("data.validation=/b", "train.validate_every_steps=5")
+        job = load(GOOD, *overrides)
+        assert job.identity() == load(GOOD).identity(), "it may change on resume"
+        assert load(job.to_toml()).data.validation == "/b"
+        batch = job.train.global_batch
+        assert job.train.validation_samples(10 * batch) == 10 * batch
+        assert job.train.validation_samples(1000 * batch) == 32 * batch
+        assert load(GOOD, *overrides, "train.validate_samples=7").train.validation_samples(100) == 7
 
 
 class TestBlend:

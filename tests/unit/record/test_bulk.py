@@ -30,13 +30,14 @@ DAMAGED = [
     *(encode({k: v for k, v in LINE.items() if k != name})[:-1] for name in LINE),
     *(encode(LINE)[:-1].replace(b'"loss":', b'"loss":' + literal) for literal in (b"NaN,", b"NaN,\"x\":", b"-")),
     encode({**LINE, "extra": {"watts": 1.0}, "unknown": 1})[:-1],
+    *(encode({**LINE, "validation_loss": loss})[:-1] for loss in (2.5, None, "NaN", "x")),
     b" " + encode(LINE)[:-1] + b" \t",
 ]  # fmt: skip
 
 
 def seen(view: RunView) -> list[Any]:
     """What a view shows of metrics and ledger."""
-    columns = ("loss", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "time")
+    columns = ("loss", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "time", "validation_loss")
     history = view.history
     return [
         *(view.state, view.generation, repr(view.first), repr(view.last), view.step, view.tokens, view.eta_s),
@@ -96,11 +97,11 @@ def test_so_it_is_with_ledgers_of_every_kind(tmp_path: Path) -> None:
 def test_regular_data_is_taken_as_columns() -> None:
     """And so the other tests do not compare line by line with itself."""
     data = b"".join(encode(vars(record(n))) for n in range(1, 4))
-    found = bulk.columns(MetricsRecord, data)
+    found = bulk.columns(MetricsRecord, data, 3)
     assert found is not None
     assert found["step"].tolist() == [1, 2, 3]
     ledger = b"".join(encode(vars(LedgerRecord(n, 8 * n - 8, 8 * n, 1))) for n in range(1, 4))
-    found = bulk.columns(LedgerRecord, ledger)
+    found = bulk.columns(LedgerRecord, ledger, 3)
     assert found is not None
     assert not found["skipped"].any()
-    assert bulk.columns(MetricsRecord, data + b"{}\n") is None
+    assert bulk.columns(MetricsRecord, data + b"{}\n", 4) is None

@@ -287,10 +287,12 @@ class Agent:
 
     def _beat(self, number: int) -> msg.Beat:
         workers = self.workers.workers.values()
+        step, validating = min(((w.step, w.validating) for w in workers if w.runs), default=(0, 0))
         return msg.Beat(
             number=number,
             generation=self.generation,
-            step=min((w.step for w in workers if w.runs), default=0),
+            step=step,
+            validating=validating,
             failed=sum(w.generation == self.generation and w.failed for w in workers),
         )
 
@@ -553,6 +555,8 @@ class Agent:
         self.hardware_monitor.close()
         self.telemetry.close()
         self.workers.kill_ranks()
+        if self.coordinator is not None:
+            self.coordinator.monitor.close()
         mark = os.environ[process.MARK]
 
         def left() -> set[int]:
