@@ -58,9 +58,9 @@ def cpu(do: Callable[[], object]) -> float:
 
 
 def stages(folder: RunFolder, steps: int, step_s: float) -> None:
-    """Tensor, pipeline and sharded data parallel: ten of the eleven stages take time, with noise of 2 %."""
+    """Tensor, pipeline and sharded data parallel: ten of the twelve stages take time, with noise of 2 %."""
     random = np.random.default_rng(1)
-    shares = np.array([0.002, 0.01, 0.25, 0.45, 0.02, 0.001, 0.1, 0.08, 0.0, 0.07, 0.017])
+    shares = np.array([0.002, 0.01, 0.25, 0.45, 0.02, 0.001, 0.1, 0.08, 0.0, 0.07, 0.017, 0.0])
     noise = random.normal(1.0, 0.02, (steps, len(STAGES)))
     writer = StageWriter(folder, 1, 0, ranks=RANKS, clock="cuda", first_step=1, not_separated={})
     for step, row in enumerate((shares * step_s * noise).tolist(), 1):
