@@ -71,6 +71,17 @@ def read_latest(folder: RunFolder) -> dict[int, Sample]:
     return found
 
 
+def read_names(folder: RunFolder, node: int) -> list[str]:
+    """The series in the newest chunk of one node."""
+    for path in reversed(chunks(folder, node)):
+        try:
+            header, _ = read_chunk(path, most=0)
+        except (OSError, ValueError):
+            continue
+        return sorted(header.gauges + header.counters)
+    return []
+
+
 def read_series(
     folder: RunFolder,
     node: int,
