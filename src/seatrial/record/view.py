@@ -266,6 +266,7 @@ class RunReader:
         found = bulk.columns(MetricsRecord, data, lines)
         if found is None:
             return False
+
         def record(place: int) -> MetricsRecord:
             # Mostly the first and the last: all lines of some MiB are as many objects as records.
             if place == lines - 1:
