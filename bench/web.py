@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import gzip
 import http.client
+import importlib.util
 import itertools
 import json
 import os
@@ -420,10 +421,7 @@ def main() -> int:
         rows.append(command(options.turns, "watch", run, "--once", limit=LIMITS["once"]))
         rows.append(command(options.turns, "watch", run, "--once", "--json", limit=None))
         rows.append(command(options.turns, "ls", "--runs", str(root), limit=None))
-        verbs = subprocess.run(
-            [sys.executable, "-m", "seatrial", "--help"], capture_output=True, text=True, check=True
-        )
-        if re.search(r"^\s+report\b", verbs.stdout, re.MULTILINE):
+        if importlib.util.find_spec("seatrial.cli.report") is not None:
             place = stack.enter_context(tempfile.TemporaryDirectory())
             rows.append(command(1, "report", run, "--out", f"{place}/report.html", limit=None))
         served = Served(folder)
