@@ -60,7 +60,7 @@ class _Field(NamedTuple):
 
 
 @cache
-def _fields(cls: type[Any]) -> list[_Field]:
+def _fields(cls: Any) -> list[_Field]:
     """The fields that are a number, a truth value, or one of these or None."""
     found = []
     for name, hint in typing.get_type_hints(cls).items():
