@@ -10,6 +10,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median
 from typing import Any
 
@@ -20,6 +21,9 @@ from seatrial.record.events import Event
 from seatrial.record.series import parse_series
 from seatrial.watch.alerts.situation import Situation
 
+_parsed = lru_cache(maxsize=1 << 14)(
+    parse_series
+)  # every node has the same names, and they are looked at every second
 _MOST_LISTED = 32  # nodes, or values, that an alert gives numbers of; it names all nodes
 _LEAST_BEFORE = 20  # steps without which nothing is usual
 _STANDSTILL = ("recovering", "waiting_for_nodes", "step_overdue", "hang_blamed", "checkpoint_overdue")
@@ -166,7 +170,7 @@ def _storage_full(s: Situation, rule: Rule, held: Alert | None) -> Found | None:
     where: dict[int, str] = {}
     for node, values in _fresh(s).items():
         for series, total in values.items():
-            name, labels = parse_series(series)
+            name, labels = _parsed(series)
             left = values.get(series.replace("storage_total_bytes", "storage_free_bytes"))
             if name != "storage_total_bytes" or left is None or total <= 0:
                 continue
@@ -194,7 +198,7 @@ def _worst(
     """Node -> its largest value of that series."""
     found = {}
     for node, values in _fresh(s).items():
-        of_node = [v for k, v in values.items() if k.startswith(name + "{") and wanted(parse_series(k)[1])]
+        of_node = [v for k, v in values.items() if k.startswith(name + "{") and wanted(_parsed(k)[1])]
         if of_node:
             found[node] = max(of_node)
     return found
