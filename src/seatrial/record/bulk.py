@@ -28,7 +28,7 @@ def columns(cls: type[Any], data: bytes, lines: int) -> Columns | None:
     import pyarrow as pa
     from pyarrow import json
 
-    fields = _fields(cls)
+    fields = _fields(typing.cast(Any, cls))
     kinds = {int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
     schema = pa.schema([(f.name, kinds[f.kind]) for f in fields])
     try:
@@ -60,7 +60,7 @@ class _Field(NamedTuple):
 
 
 @cache
-def _fields(cls: type[Any]) -> list[_Field]:
+def _fields(cls: Any) -> list[_Field]:
     """The fields that are a number, a truth value, or one of these or None."""
     found = []
     for name, hint in typing.get_type_hints(cls).items():
