@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import socket
 import urllib.request
@@ -12,6 +14,7 @@ import pytest
 
 from conftest import JOB, Run
 from prometheus_server import Prometheus
+from seatrial.base.process import living
 from seatrial.record.folder import RunFolder
 from seatrial.record.series import NODE_SERIES, PREFIX, RUN_SERIES
 from seatrial.record.telemetry import read_latest
@@ -40,12 +43,12 @@ def free_ports(count: int) -> int:
 
 
 @pytest.fixture
-def live(folder: Path, start: Callable[..., Run]) -> tuple[Run, int]:
-    """A run that serves /metrics from a port on."""
-    port = free_ports(2)
+def live(request: pytest.FixtureRequest, folder: Path, start: Callable[..., Run]) -> tuple[Run, int]:
+    """A run that serves /metrics from a port on; the parameter has its further arguments."""
+    port = free_ports(3)  # one for a spare
     watch = f"\n[watch]\ntelemetry_every_s = 1\nmetrics_port = {port}\n"
     (folder / "job.toml").write_text(LIVE + watch)
-    return start(), port
+    return start(*getattr(request, "param", ())), port
 
 
 @pytest.fixture
@@ -93,3 +96,32 @@ def test_prometheus_scrapes_a_live_run(live: tuple[Run, int], prometheus: Promet
     assert run.wait()[0] == 75
     run.wait_gone(5.0)
     prometheus.wait('up{job="seatrial"} == 0', lambda values: len(values) == 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("live", [("--set", "cluster.spares=1")], indirect=True)
+def test_the_next_coordinator_serves_the_run(live: tuple[Run, int], prometheus: Prometheus) -> None:
+    run, port = live
+    lease = run.folder / "runs/small/control/lease.json"
+    prometheus.wait("seatrial_run_spare_nodes == 1")
+    before = json.loads(lease.read_text())["node"]
+    os.kill(agent(run, before), signal.SIGKILL)
+    found = prometheus.wait("seatrial_run_generation >= 2")
+    after = json.loads(lease.read_text())["node"]
+    assert after != before
+    assert [each["metric"]["instance"] for each in found] == [f"127.0.0.1:{port + after}"]
+    prometheus.wait("seatrial_run_spare_nodes == 0")
+    prometheus.wait("delta(seatrial_run_step[5s]) > 0")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait()[0] == 75
+
+
+def agent(run: Run, node: int) -> int:
+    """The process of one node's agent, not one that it has forked."""
+    found = {pid for pid in run.processes() if f"--node\0{node}\0".encode() in command_of(pid)}
+    parents = living()
+    return next(pid for pid in found if parents[pid] not in found)
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ from seatrial.ui.out import Out
 from seatrial.ui.summary import print_status, summary_json
 
 POLL_S = 0.2
+SCHEMA_VERSION = 1
 TOKEN_FILE = Path("~/.seatrial/web-token")
 _LARGE_BYTES = 32 << 20  # of records, which take a second or longer to read
 
@@ -43,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wait", action="store_true", help="wait for the run to begin, then follow it")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     parser.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
+    parser.add_argument(
+        "--grafana",
+        type=Path,
+        metavar="DIR",
+        help="write dashboards for Grafana and alert rules for Prometheus to DIR; needs no RUN",
+    )
     web = parser.add_argument_group("in a browser")
     web.add_argument(
         "--web", action="store_true", help="serve pages for a browser; without RUN of all runs in ./runs"
@@ -70,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0; 1 after following a run that failed. Raises InputError if RUN is not a run folder."""
+    if args.grafana is not None:
+        return _write_grafana(args.grafana, as_json=args.json)
     if args.web:
         return _serve(args)
     if len(args.run) != 1:
@@ -88,6 +98,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"reading {units.memory(size)} of records", file=sys.stderr, flush=True)
     follows = args.wait or (not args.once and running(folder) is not None)
     return _follow(folder, args) if follows else _show(read_view(folder), args)
+
+
+def _write_grafana(folder: Path, *, as_json: bool) -> int:
+    from seatrial.watch.grafana.write import write_grafana
+
+    paths = [str(path) for path in write_grafana(folder)]
+    print(json.dumps({"schema_version": SCHEMA_VERSION, "files": paths}) if as_json else "\n".join(paths))
+    return EXIT_DONE
 
 
 def _serve(args: argparse.Namespace) -> int:

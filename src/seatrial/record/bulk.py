@@ -20,7 +20,7 @@ Columns = dict[str, NDArray[Any]]
 _BLOCK_BYTES = 1 << 20  # parsed by one thread
 
 
-def columns(cls: type[Any], data: bytes, lines: int) -> Columns | None:
+def columns(cls: Any, data: bytes, lines: int) -> Columns | None:
     """Field -> values of the records in `data`, so many complete lines. NaN where an optional number is null; without fields of other types.
 
     None if a line is not a record of dataclass `cls`, or a number is not finite.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from seatrial.cli.main import declare
 from seatrial.job.alert_rules import load, rules
 from seatrial.record.saved import CheckpointInfo
 from seatrial.watch.alerts.conditions import CONDITIONS, evaluate
+from seatrial.watch.grafana.prometheus_rules import expressions
 
 HOT = 'gpu_temperature_celsius{gpu="3"}'
 THERMAL = 'gpu_throttle_ratio{gpu="0",reason="hw_thermal"}'
@@ -216,3 +218,17 @@ def test_every_rule_has_a_condition_and_a_source() -> None:
         InternalError, match="a: `source` is missing; a: `severity` is 'bad'; a: `limit` is not a number"
     ):
         load('[a]\nseverity="bad"\nfor_s=0\nclear_s=0\nsummary="s"\ncommand=""\nlimit="x"')
+
+
+def test_the_table_of_the_document_is_that_of_the_rules() -> None:
+    text = (
+        (Path(__file__).parents[3] / "docs/watch.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Alerts\n")[2]
+    )
+    text = text.partition("\n## ")[0]
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    numbers = {n: ", ".join(f"`{k}` {v:g}" for k, v in rule.numbers.items()) for n, rule in rules().items()}
+    expected = [[f"| `{n}`", rule.severity, numbers[n]] for n, rule in rules().items()]
+    assert [[row[0], row[1], row[3]] for row in rows] == expected
+    assert [row[4] for row in rows] == ["yes |" if name in expressions() else "no |" for name in rules()]

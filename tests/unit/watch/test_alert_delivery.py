@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from alert_cases import NOW, alert
 
+from alertmanager_server import Receiver
 from seatrial.job.schema import WatchSection
 from seatrial.record import messages as msg
 from seatrial.record.alerting import Alert
@@ -32,39 +30,9 @@ def wait(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-class Hook:
-    """A webhook that keeps what it gets and answers as it is told."""
-
-    def __init__(self) -> None:
-        hook, self.got, self.status = self, list[dict[str, Any]](), 200
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if hook.status == 200:
-                    hook.got.append(body)
-                self.send_response(hook.status)
-                if hook.status == 302:
-                    self.send_header("Location", "/elsewhere")
-                self.end_headers()
-
-            def log_message(self, *arguments: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self.server.server_port}"
-        self._thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self._thread.join()
-
-
 @pytest.fixture
-def hook() -> Iterator[Hook]:
-    found = Hook()
+def hook() -> Iterator[Receiver]:
+    found = Receiver()
     yield found
     found.close()
 
@@ -197,7 +165,7 @@ def test_a_damaged_file_of_deliveries_is_no_failure(deliveries: Deliveries, cont
     wait(lambda: to.got)
 
 
-def test_a_webhook_gets_text_and_fields(hook: Hook, tmp_path: Path) -> None:
+def test_a_webhook_gets_text_and_fields(hook: Receiver, tmp_path: Path) -> None:
     file = tmp_path / "address"
     file.write_text(f"{hook.address}/{SECRET}\n")
     (to,) = receivers.receivers(WatchSection(alert_webhook_file=str(file)), "a-run", {})
@@ -211,7 +179,7 @@ def test_a_webhook_gets_text_and_fields(hook: Hook, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [302, 400, 404, 500])
-def test_another_answer_is_a_failure(hook: Hook, status: int) -> None:
+def test_another_answer_is_a_failure(hook: Receiver, status: int) -> None:
     hook.status = status
     with pytest.raises(Undelivered, match=f"HTTP status {status}") as caught:
         receivers.Webhook(lambda: f"{hook.address}/{SECRET}", "a-run").send(HOT, NOW)
