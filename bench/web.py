@@ -291,9 +291,9 @@ def browsers(served: Served, count: int) -> Iterator[None]:
     ]
     process = subprocess.Popen(["nice", "-n", "19", *words], stdout=subprocess.PIPE)
     assert process.stdout is not None
-    if process.stdout.readline().strip() != b"watching":
-        raise RuntimeError("the browsers did not get their first data")
     try:
+        if process.stdout.readline().strip() != b"watching":
+            raise RuntimeError("the browsers did not get their first data")
         yield
     finally:
         process.kill()
@@ -301,7 +301,7 @@ def browsers(served: Served, count: int) -> Iterator[None]:
 
 
 def watch(port: str, name: str, count: str) -> None:
-    """In a process of its own: reads so many streams until it is killed."""
+    """In a process of its own: reads so many streams until it is killed, or they end."""
     import selectors
 
     chosen = selectors.DefaultSelector()
@@ -312,7 +312,7 @@ def watch(port: str, name: str, count: str) -> None:
         opened.setblocking(False)
         chosen.register(opened, selectors.EVENT_READ)
     silent = {key.fd for key in chosen.get_map().values()}
-    while True:
+    while chosen.get_map():
         for key, _ in chosen.select():
             data = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
             if not data:

@@ -28,7 +28,7 @@ def columns(cls: Any, data: bytes, lines: int) -> Columns | None:
     import pyarrow as pa
     from pyarrow import json
 
-    fields = _fields(cls)
+    fields = _fields(typing.cast(Any, cls))
     kinds = {int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
     schema = pa.schema([(f.name, kinds[f.kind]) for f in fields])
     try:
