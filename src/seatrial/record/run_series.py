@@ -5,6 +5,7 @@ from __future__ import annotations
 from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
 from seatrial.record.frontier import account
+from seatrial.record.goodput import goodput
 from seatrial.record.nodes import Nodes
 from seatrial.record.series import series
 from seatrial.record.stages import read_generation
@@ -25,7 +26,7 @@ class RunSeries:
 
 
 def run_values(view: RunView, now: float) -> dict[str, float]:
-    """Series -> value of a run at unix time `now`; what is not known is absent."""
+    """Series -> value of a run at unix time `now`; what is not known is absent. `view` must not be a brief one."""
     last, nodes = view.last, Nodes(view.own_events)
     known: dict[str, float | None] = {
         "run_running": float(view.state == "running"),
@@ -44,7 +45,7 @@ def run_values(view: RunView, now: float) -> dict[str, float]:
             "run_loss": last.loss,
             "run_gradient_norm": last.grad_norm,
             "run_learning_rate": last.lr,
-            "run_tokens_total": view.tokens,
+            "run_tokens": view.tokens,
             "run_tokens_per_second": last.tokens_per_s,
             "run_mfu_ratio": last.mfu,
             "run_memory_bytes": last.memory_bytes,
@@ -55,8 +56,12 @@ def run_values(view: RunView, now: float) -> dict[str, float]:
             "run_checkpoint_step": view.latest.step,
             "run_checkpoint_timestamp_seconds": view.latest.time,
         }
+    spent = goodput(view, now)
+    known |= {"run_ettr_ratio": spent.ettr, "run_mtbf_seconds": spent.mtbf_s}
     run = view.folder.path.absolute().name
     found = {series(name, run=run): float(value) for name, value in known.items() if value is not None}
+    for cause, seconds in spent.seconds.items():
+        found[series("run_goodput_seconds", run=run, cause=cause)] = seconds
     for stage, seconds in _split(view).items():
         found[series("run_step_stage_seconds", run=run, stage=stage)] = seconds
     return found
