@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import signal
 import sys
 import time
+from pathlib import Path
 
 from seatrial.base import units
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, InputError, RunFailed
@@ -22,7 +24,12 @@ _LARGE_BYTES = 32 << 20  # of records, which take a second or longer to read
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
-    parser.add_argument("run", metavar="RUN", help="path of a run folder, or the name of one in ./runs")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="*",
+        help="path of a run folder, or the name of one in ./runs; one without --grafana",
+    )
     parser.add_argument(
         "--once",
         action="store_true",
@@ -31,19 +38,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wait", action="store_true", help="wait for the run to begin, then follow it")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     parser.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
+    parser.add_argument(
+        "--grafana",
+        type=Path,
+        metavar="DIR",
+        help="write Grafana dashboards, Prometheus alert rules and an example configuration, for each RUN named",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0; 1 after following a run that failed. Raises InputError if RUN is not a run folder."""
+    if args.grafana is not None:
+        return _grafana(args)
+    if len(args.run) != 1:
+        raise InputError("name one run", hint="`seatrial ls` lists them")
+    (name,) = args.run
     if args.wait and args.once:
         raise InputError("--once shows the current state: it cannot --wait")
-    folder = _begun(args.run) if args.wait else RunFolder.find(args.run)
+    folder = _begun(name) if args.wait else RunFolder.find(name)
     records = (folder.metrics, folder.events, folder.ledger)
     size = sum(path.stat().st_size for path in records if path.is_file())
     if size > _LARGE_BYTES:
         print(f"reading {units.memory(size)} of records", file=sys.stderr, flush=True)
     follows = args.wait or (not args.once and running(folder) is not None)
     return _follow(folder, args) if follows else _show(read_view(folder), args)
+
+
+def _grafana(args: argparse.Namespace) -> int:
+    """Write the files of --grafana, and say how to load them."""
+    for name in ("once", "wait", "plain"):
+        if getattr(args, name):
+            raise InputError(f"--{name} has no meaning with --grafana")
+    from seatrial.watch.grafana.files import how_to_load, write_files
+
+    try:
+        written = write_files(args.grafana, [RunFolder.find(name) for name in args.run])
+    except OSError as error:
+        reason = f"cannot write to {args.grafana}: {error.strerror}"
+        raise InputError(reason, hint="name a folder that can be written, or one that can be made") from None
+    if args.json:
+        print(json.dumps({"schema_version": 1, "files": [str(path) for path in written]}))
+    else:
+        print("\n".join(f"wrote {path}" for path in written), how_to_load(args.grafana), sep="\n\n", end="")
+    return EXIT_DONE
 
 
 def _begun(name: str) -> RunFolder:

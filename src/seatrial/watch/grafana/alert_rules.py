@@ -14,7 +14,9 @@ from seatrial.watch.grafana.queries import not_scraped, of_node, of_run, with_ru
 # Speed is compared over two windows. Once a drop has lasted for half of the second, the lower speed is the usual one.
 _NOW, _BEFORE = "5m", "6h"
 _SPEED = f"{PREFIX[:-1]}:run_tokens_per_second_per_rank"  # recorded by the rules themselves
-_HELD_BACK = "hw_slowdown|hw_thermal|hw_power_brake|sw_thermal"  # the software's power cap is usual under load
+_HELD_BACK = (
+    "hw_slowdown|hw_thermal|hw_power_brake|sw_thermal"  # the software's power cap is usual under load
+)
 
 # Seatrial's own alerts do not have these.
 _CLOCK = Rule(
@@ -182,7 +184,9 @@ def _of_node(known: dict[str, Rule]) -> Iterator[AlertRule]:
     rule = known["link_errors"]
     # These series are sums: their limit is that of the most common kind. Seatrial itself judges each kind of its own.
     yield alert(
-        "SeatrialNvlinkErrors", rule, *_grown("gpu_nvlink_errors_total", _least("replay errors"), "GPU", "gpu")
+        "SeatrialNvlinkErrors",
+        rule,
+        *_grown("gpu_nvlink_errors_total", _least("replay errors"), "GPU", "gpu"),
     )
     yield alert(
         "SeatrialPcieReplays", rule, *_grown("gpu_pcie_replays_total", rule.limits["limit"], "GPU", "gpu")

@@ -18,7 +18,13 @@ def dashboard(board: Board) -> dict[str, Any]:
     y = 0
     for heading, row in board.rows:
         panels.append(
-            {"type": "row", "title": heading, "collapsed": False, "panels": [], "gridPos": _at(0, y, _WIDTH, 1)}
+            {
+                "type": "row",
+                "title": heading,
+                "collapsed": False,
+                "panels": [],
+                "gridPos": _at(0, y, _WIDTH, 1),
+            }
         )
         x, y, tallest = 0, y + 1, 0
         for panel in row:
@@ -59,13 +65,13 @@ def _at(x: int, y: int, w: int, h: int) -> dict[str, int]:
 
 def _variables(board: Board) -> list[dict[str, Any]]:
     source = {"type": "datasource", "name": "datasource", "label": "Prometheus", "query": "prometheus"}
-    found = [source, _variable("run", f"label_values({INFO}, run)")]
+    found = [source, _variable("run", f"label_values({INFO}, run)", board.several, board.several)]
     if board.of_nodes:
-        found.append(_variable("node", f'label_values({INFO}{{run=~"$run"}}, node)'))
+        found.append(_variable("node", f'label_values({INFO}{{run=~"$run"}}, node)', True, False))
     return found
 
 
-def _variable(name: str, query: str) -> dict[str, Any]:
+def _variable(name: str, query: str, several: bool, all_of_them: bool) -> dict[str, Any]:
     return {
         "type": "query",
         "name": name,
@@ -74,8 +80,8 @@ def _variable(name: str, query: str) -> dict[str, Any]:
         "query": {"query": query, "refId": name},
         "refresh": 2,  # when the period changes
         "sort": 3,  # by number
-        "multi": True,
-        "includeAll": True,
+        "multi": several,
+        "includeAll": all_of_them,  # not of nodes: a browser cannot draw a thousand
     }
 
 
@@ -106,7 +112,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
             "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
             "thresholdsStyle": {"mode": "off" if panel.limit is None else "line"},
         }
-    return {
+    found = {
         "type": panel.kind,
         "title": panel.title,
         "datasource": _SOURCE,
@@ -114,6 +120,10 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": _OPTIONS[panel.kind],
     }
+    if panel.kind == "table":
+        hidden = dict.fromkeys(("Time", "Value", "__name__", "job", "instance"), True)
+        found["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden}}]
+    return found
 
 
 _LAST = {"reduceOptions": {"calcs": ["lastNotNull"], "values": False}}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from seatrial.hardware.counters import WAIT_SHARE
 from seatrial.job.alert_rules import rules
 from seatrial.watch.grafana.queries import not_scraped, of_node, of_run, with_run
 
 Kind = Literal["timeseries", "stat", "bargauge", "table"]
-_RUN, _NODE, _RATE = '{run=~"$run"}', '{node=~"$node"}', "[$__rate_interval]"
+_RUN, _RATE = '{run=~"$run"}', "[$__rate_interval]"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Board:
 
     uid: str
     title: str
+    several: bool  # the variable `run` may stand for several
     of_nodes: bool  # has the variable `node`
     rows: tuple[tuple[str, tuple[Panel, ...]], ...]
 
@@ -49,8 +51,8 @@ def _curve(title: str, unit: str, *names: str) -> Panel:
     return Panel(title, unit, tuple((_run(name), name.replace("_", " ")) for name in names))
 
 
-def _node(name: str, where: str = "") -> str:
-    return of_node(name, f'{{node=~"$node"{where}}}')
+def _node(name: str) -> str:
+    return of_node(name, '{node=~"$node"}')
 
 
 def _rate(name: str) -> str:
@@ -202,9 +204,7 @@ def boards() -> tuple[Board, ...]:
                     ((of_run("step_stage_seconds", _RUN, by="run, stage"), "{{stage}}"),),
                     stacked=True,
                 ),
-                Panel(
-                    "Where the time of the run went", "s", ((f"{_SPENT} > 0", "{{cause}}"),), stacked=True
-                ),
+                Panel("Where the time of the run went", "s", ((f"{_SPENT} > 0", "{{cause}}"),), stacked=True),
             ),
         ),
         (
@@ -217,9 +217,9 @@ def boards() -> tuple[Board, ...]:
         ),
     )
     return (
-        Board("seatrial-cluster", "Seatrial: cluster", False, cluster),
-        Board("seatrial-run", "Seatrial: run", False, run),
-        Board("seatrial-node", "Seatrial: node", True, _of_nodes()),
+        Board("seatrial-cluster", "Seatrial: cluster", True, False, cluster),
+        Board("seatrial-run", "Seatrial: run", False, False, run),
+        Board("seatrial-node", "Seatrial: node", False, True, _of_nodes()),
     )
 
 
@@ -280,7 +280,10 @@ def _of_nodes() -> tuple[tuple[str, tuple[Panel, ...]], ...]:
                     ),
                 ),
                 _devices(
-                    "Waiting to send", "percentunit", (_node("port_transmit_wait_ratio"), _PORT), limit=0.08
+                    "Waiting to send",
+                    "percentunit",
+                    (_node("port_transmit_wait_ratio"), _PORT),
+                    limit=WAIT_SHARE,
                 ),
                 _devices("Links that are up", "none", (_node("port_active"), _PORT)),
                 _devices(
