@@ -125,7 +125,7 @@ def boards() -> tuple[Board, ...]:
                     ((f"{_SPENT} - ({_BEFORE} or 0 * {_SPENT}) > 0", "{{run}}: {{cause}}"),),
                     "bargauge",
                 ),
-                Panel("Tokens/s", "short", ((_run("tokens_per_second"), "{{run}}"),)),
+                Panel("Speed, tokens/s", "short", ((_run("tokens_per_second"), "{{run}}"),)),
                 Panel(
                     "Free storage",
                     "percentunit",
