@@ -14,7 +14,7 @@ import pytest
 from seatrial.cli.main import main
 from seatrial.record.series import NODE_SERIES, PREFIX, RUN_SERIES, SERVED_SERIES
 from seatrial.watch.grafana.alert_rules import alert_rules, rules_yaml
-from seatrial.watch.grafana.dashboards import dashboard
+from seatrial.watch.grafana.board_json import dashboard
 from seatrial.watch.grafana.panels import boards
 
 TABLE = {PREFIX + name for name in (*NODE_SERIES, *RUN_SERIES, *SERVED_SERIES)}

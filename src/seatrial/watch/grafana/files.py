@@ -9,7 +9,7 @@ from pathlib import Path
 from seatrial.base import atomic
 from seatrial.record.folder import RunFolder
 from seatrial.watch.grafana.alert_rules import rules_yaml
-from seatrial.watch.grafana.dashboards import dashboard
+from seatrial.watch.grafana.board_json import dashboard
 from seatrial.watch.grafana.panels import boards
 from seatrial.watch.grafana.queries import JOB
 
