@@ -26,7 +26,9 @@ LIVE = JOB.replace("gpus_per_node = 2", "gpus_per_node = 1").replace("tensor = 2
 LIVE = LIVE.replace("steps = 12", "steps = 100000").replace("every_steps = 4", "every_steps = 50")
 
 # What needs GPUs, RDMA ports, a device whose peak is known, validation data, a failure, a clock that NTP keeps, or an alert.
-NOT_HERE = r"seatrial_(gpu|port)_|run_(mfu_ratio|validation_loss|mtbf_seconds)|node_clock_(offset|max_error)|ALERTS"
+NOT_HERE = (
+    r"seatrial_(gpu|port)_|run_(mfu_ratio|validation_loss|mtbf_seconds)|node_clock_(offset|max_error)|ALERTS"
+)
 if not Path("/proc/pressure").exists():
     NOT_HERE += "|node_pressure"
 

@@ -138,12 +138,16 @@ _BY_METHOD = {
     "Ended": 0,
     "event_of_first": 0,
     "ExternalEvent": 0,
+    "MonitorFailed": 0,
 }
 # Kinds that are passed on: from what, by whom. Their sources are found by the names above.
 _PASSED_ON = {
-    "action.kind": "control/coordinator/executor.py",  # of a Note
-    "failure.event": "control/coordinator/coordinator.py",  # of an Ended
-    "message.kind": "control/coordinator/coordinator.py",  # of an agent's `ExternalEvent`
+    "action.kind": ("control/coordinator/executor.py",),  # of a Note
+    "failure.event": ("control/coordinator/coordinator.py",),  # of an Ended
+    "message.kind": (
+        "control/coordinator/coordinator.py",  # of an agent's `ExternalEvent`
+        "control/coordinator/monitor.py",  # of a `MonitorFailed`
+    ),
 }
 
 
@@ -209,7 +213,7 @@ class Kinds(ast.NodeVisitor):
                     self._resolve(value)
             case ast.Name(id=name) if self._is_parameter_of_a_helper(name):
                 pass  # its callers say it
-            case ast.Attribute() | ast.Subscript() if _PASSED_ON.get(_text(kind)) == self._file:
+            case ast.Attribute() | ast.Subscript() if self._file in _PASSED_ON.get(_text(kind), ()):
                 pass
             case _:
                 place = f"src/seatrial/{self._file}:{kind.lineno}"

@@ -37,7 +37,7 @@ class Rule:
 
     def changed(self, own: Mapping[str, float]) -> Rule:
         """With a job's numbers instead of these."""
-        numbers = self.numbers | own
+        numbers = {**self.numbers, **own}
         times = {name: numbers.pop(name) for name in _TIMES}
         return replace(self, limits=numbers, **times)
 

@@ -6,11 +6,15 @@ the layout of ranks are in `rules_layout.py`, about the data in `rules_data.py`.
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from seatrial.base.errors import InputError
+from seatrial.job.alert_rules import rules
 from seatrial.job.families import FAMILIES, family_named
 from seatrial.job.finding import Facts, RuleViolation
 from seatrial.job.huggingface import read_config
@@ -258,6 +262,65 @@ def _metrics_ports(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _alerts(facts: Facts) -> Iterator[RuleViolation]:
+    watch, known = facts.job.watch, rules()
+    for key, names in (("alerts_off", watch.alerts_off), ("alerts", list(watch.alerts))):
+        for name in names:
+            if name not in known:
+                keys = (f"watch.{key}.{name}", f"watch.{key}")
+                yield RuleViolation(keys, f"there is no alert rule `{name}`", _similar(name, list(known)))
+    for name, own in watch.alerts.items():
+        numbers = known[name].numbers if name in known else {}
+        for number, value in own.items():
+            where = (f"watch.alerts.{name}.{number}", f"watch.alerts.{name}", "watch.alerts")
+            if numbers and number not in numbers:
+                text = f"the alert rule {name} has no number `{number}`"
+                yield RuleViolation(where, text, _similar(number, list(numbers)))
+            elif not 0 <= value <= 1e9:
+                yield RuleViolation(where, f"{name}.{number} is {value:g}", "use a number from 0 to 1e9")
+        if {"limit", "clear"} <= numbers.keys() and {"limit", "clear"} & own.keys():
+            limit, clear = ({**numbers, **own}[key] for key in ("limit", "clear"))
+            if (limit - clear) * (numbers["limit"] - numbers["clear"]) < 0:
+                side = "at most" if numbers["limit"] > numbers["clear"] else "at least"
+                yield RuleViolation(
+                    (f"watch.alerts.{name}.limit", f"watch.alerts.{name}", "watch.alerts"),
+                    f"the alert rule {name} would be resolved at {clear:g} while it fires at {limit:g}",
+                    f"use a `clear` of {side} {limit:g}",
+                )
+
+
+def _alert_delivery(facts: Facts) -> Iterator[RuleViolation]:
+    watch = facts.job.watch
+    if watch.alert_webhook_file is not None and watch.alert_webhook_env is not None:
+        keys = ("watch.alert_webhook_file", "watch.alert_webhook_env")
+        yield RuleViolation(keys, "two sources for one webhook", "remove one of them")
+    if watch.alert_webhook_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", watch.alert_webhook_env):
+        yield RuleViolation(
+            ("watch.alert_webhook_env",),
+            "alert_webhook_env is not the name of an environment variable",
+            "the address itself is a secret: put it into a variable, or a file that alert_webhook_file names",
+        )
+    if watch.alert_webhook_file is not None and "://" in watch.alert_webhook_file:
+        yield RuleViolation(
+            ("watch.alert_webhook_file",),
+            "alert_webhook_file is an address, not a file",
+            "the address is a secret, and job files are copied: write it to a file that only you can read, and name that",
+        )
+    if watch.alertmanager is not None:
+        address = urlsplit(watch.alertmanager)
+        if address.scheme not in ("http", "https") or not address.hostname:
+            hint = 'use alertmanager = "http://HOST:9093"'
+            yield RuleViolation(("watch.alertmanager",), "alertmanager is not an HTTP address", hint)
+        elif address.username or address.password:
+            text, hint = "alertmanager has a password in it, and job files are copied", "remove it"
+            yield RuleViolation(("watch.alertmanager",), text, hint)
+
+
+def _similar(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean `{close[0]}`?" if close else f"there are: {', '.join(known)}"
+
+
 def _checkpoint_places(facts: Facts) -> Iterator[RuleViolation]:
     section = facts.job.checkpoint
     for key in ("folder", "fallback"):
@@ -306,6 +369,8 @@ RULES: tuple[Rule, ...] = (
     _never_recovers,
     _namespaces,
     _metrics_ports,
+    _alerts,
+    _alert_delivery,
     _checkpoint_places,
     _keep_every,
 )

@@ -462,6 +462,25 @@ class WatchSection(Section):
         description="TCP port on which each node's agent serves /metrics to Prometheus; on a virtual cluster, and where "
         "ssh.hosts repeats a host, plus the number of the node; if missing, none",
     )
+    alerts_off: list[Text] = Field(default=[], description="alert rules that are turned off, by name")
+    alerts: dict[Text, dict[Text, float]] = Field(
+        default={},
+        description="other numbers for an alert rule: { throughput_drop = { limit = 0.9, for_s = 30 } }",
+    )
+    alert_command: Annotated[list[Text], Field(min_length=1)] | None = Field(
+        default=None,
+        description="program and arguments, started without a shell for each alert: JSON on stdin, SEATRIAL_ALERT_* in its environment",
+    )
+    alert_webhook_file: Text | None = Field(
+        default=None,
+        description="a file on the coordinator's node whose first line is the address of a webhook; it is secret",
+    )
+    alert_webhook_env: Text | None = Field(
+        default=None, description="the same, in an environment variable of the agents: its name"
+    )
+    alertmanager: Text | None = Field(
+        default=None, description="address of an Alertmanager, such as http://alertmanager:9093"
+    )
 
 
 class JobFile(Section):

@@ -107,6 +107,16 @@ class RunFolder:
         """The coordinators' decisions and their reasons, as text lines."""
         return self.control / "coordinator.log"
 
+    @property
+    def monitor_log(self) -> Path:
+        """What the monitor beside the coordinator could not report otherwise, as text lines."""
+        return self.control / "monitor.log"
+
+    @property
+    def alerts_delivered(self) -> Path:
+        """Which alerts have been delivered to whom; see `watch.alerts.delivery`."""
+        return self.control / "alerts_delivered.json"
+
     def rank_log(self, generation: int, node: int, rank: int) -> Path:
         """stdout and stderr of one rank in one generation."""
         return self.logs / f"{generation:06d}" / f"node{node}" / f"rank{rank}.log"

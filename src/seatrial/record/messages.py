@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any, ClassVar, Literal
 
 from seatrial.record import typed
+from seatrial.record.alerting import Alert
 from seatrial.record.alive import Beat as Lease
 from seatrial.record.events import Event
 from seatrial.record.failure import Failure, RankError
@@ -739,6 +740,40 @@ class ForkedExited(Message):
 
 
 FromForkServer = ForkServerReady | Pong | Forked | ForkedExited
+
+
+# -- coordinator -> monitor
+
+
+@dataclass(frozen=True)
+class EndMonitor(Message):
+    """The run is over: deliver what is pending, and exit."""
+
+    op = "end"
+    within_s: float
+
+
+# -- monitor -> coordinator
+
+
+@dataclass(frozen=True)
+class MonitorAlert(Alert, Message):
+    """An alert begins to fire, is resolved, or concerns more nodes than before: to be written to events.jsonl."""
+
+    op = "alert"
+
+
+@dataclass(frozen=True)
+class MonitorFailed(Message):
+    """Something that the monitor does for the run fails, and is given up or tried again later: a warning event."""
+
+    op = "failed"
+    kind: str  # of the event
+    message: str
+    data: dict[str, Any]
+
+
+FromMonitor = MonitorAlert | MonitorFailed
 
 
 # -- launcher -> agent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,9 +30,9 @@ _OF_OPENING = ("job_changed", "layout_chosen")
 # One per rank and generation; no view shows them.
 _NOT_KEPT = "rank_started"
 
-# What a brief view reads of metrics and events: the end, and every event that decides the state.
+# What a brief view reads of metrics and events: the end, and every event that decides the state or is an alert.
 _BRIEF_BYTES = 32 << 10
-_BRIEF_EVENTS = re.compile(f'"kind":"(?:{"|".join((*KINDS, "generation_started"))})"'.encode())
+_BRIEF_EVENTS = (*KINDS, "generation_started", "alert")
 _BRIEF_LEDGER = 64  # records
 
 
@@ -138,11 +138,13 @@ class RunReader:
         show: Callable[[MetricsRecord | Event], None] | None = None,
         *,
         brief: bool = False,
+        also: Sequence[str] = (),
     ) -> None:
-        """`show` is called with each step and event. `brief`: see `read_brief`."""
+        """`show` is called with each step and event. `brief`: see `read_brief`; `also`: kinds of events kept then."""
         self.folder = folder
         self.show = show
         self.brief = brief
+        self._always = re.compile(f'"kind":"(?:{"|".join((*_BRIEF_EVENTS, *also))})"'.encode())
         self._begin()
 
     def _begin(self) -> None:
@@ -156,7 +158,7 @@ class RunReader:
         self._judged: tuple[int, list[int], list[str]] | None = None  # result for an irregular ledger
         recent = _BRIEF_BYTES if self.brief else None
         self._metrics = Tail(folder.metrics, metrics.NOUN, recent_bytes=recent)
-        self._events = Tail(folder.events, events.NOUN, recent_bytes=recent, always=_BRIEF_EVENTS)
+        self._events = Tail(folder.events, events.NOUN, recent_bytes=recent, always=self._always)
         self._ledger = Tail(folder.ledger, ledger.NOUN)
 
     def poll(self, *, over: bool = False) -> None:

@@ -193,6 +193,7 @@ FIRES: dict[str, list[dict[str, str]]] = {
         {of_run("gradient_norm"): "2x80" + " Inf" * 90},
     ],
     "SeatrialThroughputDrop": [{of_run("tokens_per_second"): "800x80 640x170"}],
+    "SeatrialGradientDrift": [{of_run("gradient_norm"): "1x80 3x170"}],
     "SeatrialCheckpointOverdue": [
         {of_run("checkpoint_step"): "0+15x80 1200x170"},
         {of_run("checkpoint_step"): "_x170"},

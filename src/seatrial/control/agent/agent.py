@@ -553,6 +553,8 @@ class Agent:
         self.hardware_monitor.close()
         self.telemetry.close()
         self.workers.kill_ranks()
+        if self.coordinator is not None:
+            self.coordinator.monitor.close()
         mark = os.environ[process.MARK]
 
         def left() -> set[int]:

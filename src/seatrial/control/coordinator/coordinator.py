@@ -21,6 +21,7 @@ from seatrial.control.coordinator.ending import Ending
 from seatrial.control.coordinator.executor import Executor
 from seatrial.control.coordinator.handover import recall
 from seatrial.control.coordinator.links import RoundTrips
+from seatrial.control.coordinator.monitor import MonitorProcess
 from seatrial.control.coordinator.peers import Peer, Peers
 from seatrial.control.coordinator.recorder import Recorder
 from seatrial.control.coordinator.rejoin_probe import RejoinProbe
@@ -94,6 +95,9 @@ class Coordinator:
         settings = machine_settings(spec, job, self.shapes)
         self.machine = Machine(settings, None if memory is None else memory["machine"], rule_for)
         self.recorder = Recorder(self.folder, spec.generation, lease)
+        self.monitor = MonitorProcess(
+            self.folder.path, self.folder.monitor_log, self.recorder, watch, unwatch
+        )
         self.verdicts = Verdicts(self.folder)
         places = checkpoint_urls(job.checkpoint, job.name, self.folder)
         self.snapshots = SnapshotMap(
@@ -113,6 +117,7 @@ class Coordinator:
             world = World.from_dict(memory["world"], self.shapes, spec.ranks_per_node)
             self.executor.world, self.recorder.generation = world, world.generation
             self.verdicts.began(world.generation)
+            self.monitor.began(time.monotonic())
             self.executor.roster = {
                 int(node): (address, port) for node, (address, port) in memory["roster"].items()
             }
@@ -146,6 +151,7 @@ class Coordinator:
     def deadline(self) -> float | None:
         deadlines = [self.hold.renew_at, self.machine.deadline(), self.hangs.deadline]
         deadlines += [self.peers.deadline, self.rejoin_probe.deadline, self.ending.deadline]
+        deadlines += [self.monitor.deadline]
         if self._peers_gone is not None:
             deadlines.append(self._peers_gone[0])
         return min((d for d in deadlines if d is not None), default=None)
@@ -166,6 +172,7 @@ class Coordinator:
             self._handle(m.Tick(now))
         self._fail_for_hang(self.hangs.tick(now, self.world, self.round_trips.slowest()))
         self.ending.tick(now)
+        self.monitor.tick(now)
 
     def _holds(self, *, since: float | None = None) -> bool:
         """Whether no later term has begun, by a recent proof or, if given, one made after `since`."""
@@ -179,6 +186,7 @@ class Coordinator:
         """Another term has begun: close all connections, change nothing."""
         self.peers.close()
         self.rejoin_probe.close()
+        self.monitor.close()
         for link in self._turned_away.values():
             link.close()
 
@@ -187,7 +195,8 @@ class Coordinator:
         self.peers.flush()
 
     def reaped(self, pid: int, status: int) -> None:
-        self.snapshots.reaped(pid)
+        if not self.monitor.reaped(pid, status):
+            self.snapshots.reaped(pid)
 
     # -- agents
 
@@ -360,6 +369,7 @@ class Coordinator:
             return
         step, now = self._steps.beat(world, peer.node, peer.generation, peer.step), time.monotonic()
         if self.hangs.progress(step, now):
+            self.monitor.stepped(now)
             self._handle(m.Progress(now, world.generation, step))
 
     def _rank_started(self, peer: Peer, started: msg.RankStarted) -> None:
@@ -563,6 +573,7 @@ class Coordinator:
                 self.executor.start(action)
                 self.hangs.began(time.monotonic(), whole=not action.in_place)
                 self.verdicts.began(action.generation)
+                self.monitor.began(time.monotonic())
             case m.Stop():
                 self.executor.stop(action, self._kill)
                 if not self.machine.at_work(self.machine.generation):
@@ -578,6 +589,7 @@ class Coordinator:
                 self.hangs.ended()
                 if action.how == "preempted":
                     self.recorder.event("preempted", action.message, severity="warning")
+                self.monitor.end()
                 self.ending.begin(action)
             case _:
                 self.executor.do(action)

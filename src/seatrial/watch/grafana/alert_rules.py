@@ -13,6 +13,7 @@ from seatrial.watch.grafana.queries import not_scraped, of_node, of_run, with_ru
 
 # Speed is compared over two windows. Once a drop has lasted for half of the second, the lower speed is the usual one.
 _NOW, _BEFORE = "5m", "6h"
+_DRIFT = "[10m]", "[2h] offset 10m"
 _SPEED = f"{PREFIX[:-1]}:run_tokens_per_second_per_rank"  # recorded by the rules themselves
 _HELD_BACK = (
     "hw_slowdown|hw_thermal|hw_power_brake|sw_thermal"  # the software's power cap is usual under load
@@ -137,6 +138,17 @@ and {running}""",
   <= {known["throughput_drop"].limits["limit"]:g}
 and {running}""",
         f"{{{{ $value | humanizePercentage }}}} of the usual tokens/s of a rank: median of {_NOW} against that of {_BEFORE} before",
+    )
+    limits = known["gradient_drift"].limits
+    norm, before = (of_run("gradient_norm", over=f"quantile_over_time(0.5, {{}}{w})") for w in _DRIFT)
+    yield alert(
+        "SeatrialGradientDrift",
+        "gradient_drift",
+        f"""{norm}
+  >= {limits["limit"]:g} * {before}
+and {of_run("step")} > {limits["after_step"]:g}
+and {running}""",
+        "The gradient norm is {{ $value }}",
     )
     saved = f"({of_run('checkpoint_step')} or 0 * {of_run('step')})"
     yield alert(

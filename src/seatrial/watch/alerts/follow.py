@@ -1,0 +1,151 @@
+"""Reads a live run's folder for the rules: each look reads what was added since the one before."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from seatrial.job import Job
+from seatrial.record.alerting import Alert, last_alerts
+from seatrial.record.events import Event
+from seatrial.record.folder import RunFolder
+from seatrial.record.metrics import MetricsRecord
+from seatrial.record.nodes import Nodes
+from seatrial.record.saved import CheckpointInfo, read_checkpoints
+from seatrial.record.telemetry import Sample, read_latest
+from seatrial.record.view import RunReader
+from seatrial.watch.alerts.situation import Situation
+
+_STEPS = 1000  # kept for the rules
+_EVENTS_S = 86_400.0
+_FILES_S = 5.0  # between two looks at telemetry and checkpoints: many small files
+_GROWTH_S = 600.0
+_COUNTED = ("gpu_pcie_replays_total",)
+# Events of this start however old: they say where each node stands, and what is saved.
+_ALSO = (
+    *("node_joined", "node_lost", "node_evicted", "node_left", "node_requalified", "gpu_reset"),
+    *("checkpoint_saved", "checkpoint_set_aside", "checkpoint_interval", "waiting_for_nodes"),
+)
+
+
+class Follower:
+    """One run."""
+
+    def __init__(self, folder: RunFolder, job: Job) -> None:
+        self._folder, self._job = folder, job
+        self._steps: deque[MetricsRecord] = deque(maxlen=_STEPS)
+        self._reader = RunReader(folder, self._take, brief=True, also=_ALSO)
+        self._reader.poll()
+        self._growth = Growth()
+        self._samples: dict[int, Sample] = {}
+        self._checkpoint: CheckpointInfo | None = None
+        self._files_at = 0.0
+
+    def alerts(self) -> list[Alert]:
+        """The newest alert of each key according to the record."""
+        return last_alerts(self._reader.events)
+
+    def look(self, now: float) -> Situation:
+        """The run now."""
+        self._reader.poll()
+        if not now < self._files_at:
+            self._files_at = now + _FILES_S
+            self._samples = read_latest(self._folder)
+            self._growth.take(self._samples)
+            _, self._checkpoint = read_checkpoints(self._folder, self._reader.events)
+        first = self._reader.start
+        own = [e for e in self._reader.events if e.generation >= first]
+        nodes, cluster = Nodes(own), self._job.cluster
+        return Situation(
+            now=now,
+            run=str(self._folder.path),
+            job=str(self._folder.job_toml),
+            started=own[0].time if own else now,
+            events=[e for e in own if e.time > now - _EVENTS_S],
+            steps=list(self._steps),
+            samples=self._samples,
+            grown=self._growth.by_node,
+            training=[n for n in nodes.training if n not in nodes.gone],
+            spares=nodes.spares if nodes.training else [],
+            idle=idle(own, nodes),
+            untested=untested(own, nodes),
+            wanted_spares=cluster.spares,
+            wanted_nodes=cluster.nodes,
+            checkpoint=self._checkpoint,
+            checkpoint_steps=self._interval(own),
+            total_steps=self._job.train.steps,
+        )
+
+    def _interval(self, events: Iterable[Event]) -> int | None:
+        every = self._job.checkpoint.every_steps
+        chosen = [(e.data or {}).get("steps") for e in events if e.kind == "checkpoint_interval"]
+        found = every if every != "auto" else chosen[-1] if chosen else None
+        return found if isinstance(found, int) else None
+
+    def _take(self, record: MetricsRecord | Event) -> None:
+        if isinstance(record, MetricsRecord):
+            while self._steps and self._steps[-1].step >= record.step:
+                self._steps.pop()  # done again
+            self._steps.append(record)
+
+
+class Growth:
+    """How much counters grew in the last ten minutes; a counter that was reset counts from there."""
+
+    def __init__(self) -> None:
+        self._readings: dict[int, deque[tuple[float, dict[str, float]]]] = {}
+
+    def take(self, samples: Mapping[int, Sample]) -> None:
+        """Take the newest samples; those seen before are ignored."""
+        for node, sample in samples.items():
+            readings = self._readings.setdefault(node, deque())
+            if not readings or sample.time > readings[-1][0]:
+                counted = {k: v for k, v in sample.values.items() if k.partition("{")[0] in _COUNTED}
+                readings.append((sample.time, counted))
+            while readings[0][0] < readings[-1][0] - _GROWTH_S:
+                readings.popleft()
+
+    @property
+    def by_node(self) -> dict[int, dict[str, float]]:
+        """Node -> counter -> growth."""
+        found: dict[int, dict[str, float]] = {}
+        for node, readings in self._readings.items():
+            grown = found[node] = {}
+            before: dict[str, float] = {}
+            for _, counted in readings:
+                for series, value in counted.items():
+                    grown[series] = grown.get(series, 0.0) + max(0.0, value - before.get(series, value))
+                before = before | counted
+        return found
+
+
+def idle(events: Iterable[Event], nodes: Nodes) -> dict[int, str]:
+    """The nodes that the run holds and cannot use -> why."""
+    found = {
+        n: "excluded from this start, its agent still runs"
+        for n, how in nodes.gone.items()
+        if how == "evicted"
+    }
+    waiting = False
+    for event in events:
+        waiting = event.kind == "waiting_for_nodes" or (waiting and event.kind != "generation_started")
+    if waiting:
+        found |= dict.fromkeys(nodes.present, "waits for other nodes")
+    return found
+
+
+def untested(events: Iterable[Event], nodes: Nodes) -> list[int]:
+    """The nodes that take part, were lost or had a GPU reset, and did not pass the run's test since."""
+    broken: set[int] = set()
+    for event in events:
+        if event.node is None:
+            continue
+        if event.kind in ("node_lost", "node_evicted") or (event.kind == "gpu_reset" and _done(event)):
+            broken.add(event.node)
+        elif event.kind == "node_left" or (event.kind == "node_requalified" and (event.data or {}).get("ok")):
+            broken.discard(event.node)
+    return sorted(n for n in broken if n in nodes.present)
+
+
+def _done(event: Event) -> bool:
+    return bool((event.data or {}).get("done"))
