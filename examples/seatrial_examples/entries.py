@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from seatrial.job.optimizers import Optimizer
+from seatrial.job.trackers import TrackerEntry
 
 MOMENTUM = Optimizer("momentum", ("velocity",), "seatrial_examples.momentum:Momentum")
+LINES = TrackerEntry("seatrial_examples.lines:Lines", "seatrial_examples", "pip install ./examples")

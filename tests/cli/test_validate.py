@@ -18,6 +18,7 @@ import pytest
 
 import seatrial
 from seatrial.cli.main import main
+from seatrial.data.prepare import prepare
 from seatrial.hardware.host_memory import HostMemory
 from seatrial.job import preset_text, presets
 from seatrial.job.schema import JobFile
@@ -270,6 +271,26 @@ def test_plan_needs_no_data_or_memory_of_the_target_machines(validate: Validate)
         with pytest.MonkeyPatch.context() as nothing:
             nothing.setattr("seatrial.launch.preflight.preflight", None)
             assert validate(text, "--own", verb="plan", gib=0).code == 0
+
+
+def test_validation_data_is_looked_at_like_training_data(validate: Validate, tmp_path: Path) -> None:
+    text = filled(FIRST).replace("[cluster]", 'validation = "other"\n[cluster]', 1)
+    text = text.replace("[optimizer]", "validate_every_steps = 50\nvalidate_samples = 9\n[optimizer]", 1)
+    line = text.splitlines().index('validation = "other"') + 1
+    said = validate(text)
+    assert said.code == 2
+    (message,) = said.at((line, 14))
+    assert message.startswith("there is no ")
+    (tmp_path / "text.md").write_text("too short")
+    other = Path(message.removeprefix("there is no "))
+    prepare([str(tmp_path / "text.md")], "bytes", other)
+    (message,) = validate(text).at((line, 14))
+    assert message.endswith("0 samples of 256: too few of train.validate_samples = 9")
+    (tmp_path / "text.md").write_text("enough text" * 1000)
+    prepare([str(tmp_path / "text.md")], "bytes", other, force=True)
+    said = validate(text)
+    assert said.code == 0
+    assert f"validation: {other}: 11k tokens (bytes)" in json.loads(said.out)["data"]
 
 
 # -- as a command

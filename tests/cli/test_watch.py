@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -58,7 +59,7 @@ def test_once(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert seatrial_watch("a-run", "--once") == 0
     out, err = capsys.readouterr()
     assert err == "warning: metrics.jsonl:4: not a metrics record (not UTF-8 text)\n"
-    lines = [line for line in out.splitlines() if "ago" not in line and "run_started" not in line]
+    lines = [line for line in out.splitlines() if not re.search("ago|run_started|  goodput", line)]
     assert lines == [
         "a-run: stopped, generation 1",
         "  why          it ended without recording an outcome: killed, or the machine went down",
@@ -73,6 +74,7 @@ def test_once(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert "  step         3 of 4 (75 %), last one " in out
     assert "  checkpoint   step 2, " in out
+    assert "  goodput      ETTR " in out
 
 
 def test_once_json(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,6 +100,7 @@ def test_once_json(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> Non
         "skipped_steps": [],
         "skipped_samples": 0,
     }
+    assert sum(document["goodput"]["seconds"].values()) == pytest.approx(document["goodput"]["wall_s"])
     assert [e["kind"] for e in document["events"]] == ["run_started"]
     assert document["problems"] == [
         {

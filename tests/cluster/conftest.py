@@ -179,12 +179,13 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def write_corpus(folder: Path) -> None:
-    """Text that a small model learns quickly, and that is the same everywhere."""
+    """Text that a small model learns quickly, the same everywhere; and other text."""
     corpus = folder / "corpus"
     corpus.mkdir()
     for i in range(4):
         lines = [f"def add_{n}(a, b):\n    return a + b + {n * i}\n" for n in range(200)]
         (corpus / f"part{i}.py").write_text("\n".join(lines))
+    (folder / "other.py").write_text("\n".join(f"def sub_{n}(a):\n    return a - {n}\n" for n in range(800)))
 
 
 @pytest.fixture

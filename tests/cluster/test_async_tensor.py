@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,19 @@ BITWISE: dict[str, dict[str, Any]] = {
     "full-bf16": {"layout": FULL, "precision": "bf16", "tied": True},
     "full-recompute": {"layout": FULL, "activation_checkpointing": "full"},
 }
+# Each part of these is in another one too.
+_LONG = {
+    *("tp2-eights", "replicate2-fsdp2", "compiled-recompute-positions", "interleaved-tied-qwen3"),
+    "full-recompute",
+}
+
+
+def _each(names: Iterable[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in names]
+    )
+
+
 SABOTAGE = {
     "order": ("positions left in the order of parts", 1),
     "weights": ("weight gradients of the first part only", MICROBATCH),
@@ -89,20 +103,24 @@ def _cases() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """Every case, run once."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    """Every case, run once; of the long ones those that a selected test reads."""
     out = tmp_path_factory.mktemp("async")
-    done = run_cases(_cases(), out, timeout_s=600)
+    selected = [item for item in request.session.items if item.path == request.path]
+    wanted = {item.callspec.params.get("name") for item in selected if hasattr(item, "callspec")}
+    unwanted = {f"{kind}-{name}" for name in _LONG - wanted for kind in ("async", "plain")}
+    cases = [case for case in _cases() if case["name"] not in unwanted]
+    done = run_cases(cases, out, timeout_s=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return {
         case["name"]: Ran(
             [torch.load(f, weights_only=True) for f in sorted(out.glob(f"{case['name']}.*.pt"))]
         )
-        for case in _cases()
+        for case in cases
     }
 
 
-@pytest.mark.parametrize("name", ASYNC)
+@_each(ASYNC)
 def test_it_trains_as_one_process(name: str, runs: dict[str, Ran]) -> None:
     ran, peer = runs[f"async-{name}"], ASYNC[name][1]
     loss, norm = _differences(ran, runs[peer])
@@ -113,7 +131,7 @@ def test_it_trains_as_one_process(name: str, runs: dict[str, Ran]) -> None:
     assert gradient <= GRADIENT_OF_LARGEST, whose
 
 
-@pytest.mark.parametrize("name", BITWISE)
+@_each(BITWISE)
 def test_parts_of_sequences_change_no_bit(name: str, runs: dict[str, Ran]) -> None:
     for ours, theirs in zip(runs[f"async-{name}"].ranks, runs[f"plain-{name}"].ranks, strict=True):
         assert ours["history"] == theirs["history"]

@@ -36,6 +36,7 @@ def losses(folder: Path) -> list[float]:
     return [found[step] for step in sorted(found)]
 
 
+@pytest.mark.long  # with documents: test_parity
 def test_a_layout_trains_on_the_same_documents_as_one_process(
     blended: Path, start: Callable[..., Run]
 ) -> None:

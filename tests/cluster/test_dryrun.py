@@ -67,6 +67,8 @@ _LONG = (
     "tp2-pp2-fsdp2",
     "tp2-pp2-fsdp2-recompute",
     "zero-bubble",
+    "pp4-tied",
+    "tp4-async-positions",
 )
 each_case = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in _LONG else ()) for name in CASES]

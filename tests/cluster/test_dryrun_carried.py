@@ -74,6 +74,7 @@ _LONG = (
     "pp2-gpipe",
     "pp2-async",
     "replicate2",
+    "fsdp3-recompute",
 )  # the first two trace many layers and microbatches
 
 

@@ -78,6 +78,7 @@ def test_transformers_computes_what_the_run_computed(folder: Path, start: Callab
     weights.close()
 
 
+@pytest.mark.long  # reading from one: test_s3_checkpoints
 def test_from_an_object_store(tmp_path: Path, s3_url: str) -> None:
     """One that was uploaded there, and a run whose checkpoints are all there."""
     arch = replace(ARCH, num_hidden_layers=1)
@@ -131,6 +132,7 @@ def test_from_an_object_store(tmp_path: Path, s3_url: str) -> None:
     assert f"{s3_url}-gone/runs/cloud" in done.stdout
 
 
+@pytest.mark.long  # a measurement
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """1 GiB of weights in files of half that, through less memory than one of them."""
     small = replace(ARCH, num_hidden_layers=1)

@@ -135,6 +135,7 @@ def test_the_coordinators_host_is_cut_off(start: Callable[..., HostsRun]) -> Non
     assert exactly_once(run)
 
 
+@pytest.mark.long  # the judgement of a slow link: tests/unit/control
 def test_a_link_that_becomes_slow_is_named_and_survived(start: Callable[..., HostsRun]) -> None:
     run = start()
     run.wait_line("step   6/")

@@ -418,6 +418,7 @@ def test_storage_probe_removes_only_stale_leftovers(tmp_path: Path) -> None:
 # -- rates
 
 
+@pytest.mark.long  # waits for three nodes
 def test_one_machine_measures_one_node_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two at once take turns: the second begins its products when the first has told its rates."""
     order: list[str] = []

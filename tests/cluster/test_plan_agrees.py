@@ -61,7 +61,8 @@ LAYOUTS = {
 }
 
 
-_LONG = ("tensor, replicated, recomputed", "interleaved")  # each of their parts is in another layout too
+# Their memory and traffic term by term: tests/unit/plan; the dry run of these: test_dryrun.
+_LONG = ("tensor, replicated, recomputed", "tensor, pipeline", "interleaved", "zero-bubble")
 
 
 @pytest.mark.parametrize(

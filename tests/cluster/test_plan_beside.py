@@ -16,6 +16,7 @@ from seatrial.plan.report.beside import beside, job_with
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.long  # two stages a rank: test_plan_agrees
 def test_four_stages_a_rank() -> None:
     """Weights are gathered seven times and more in a step, not once: most of the layout's data-parallel traffic."""
     preset = Path(str(files("seatrial.job") / "presets" / "qwen2.5-7b-h200.toml"))

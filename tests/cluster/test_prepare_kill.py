@@ -21,7 +21,6 @@ from seatrial.data.store import TokenStore
 pytestmark = pytest.mark.cluster
 
 DRIVER = Path(__file__).with_name("prepare_driver.py")
-KILLS = 40
 
 
 def write_corpus(folder: Path) -> Path:
@@ -70,7 +69,8 @@ def attempt(corpus: Path, out: Path, workers: int, rng: random.Random, within: i
     return False
 
 
-def test_killed_at_random_instants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kills", [12, pytest.param(40, marks=pytest.mark.long)])
+def test_killed_at_random_instants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int) -> None:
     corpus = write_corpus(tmp_path / "corpus")
     monkeypatch.setattr(parts, "_FEWEST_BYTES", 2048)
     monkeypatch.setattr(parts, "_MOST_BYTES", 2048)
@@ -79,7 +79,7 @@ def test_killed_at_random_instants(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     wanted = content(tmp_path / "wanted")
     rng = random.Random(11)
     killed, stores = 0, 0
-    while killed < KILLS:
+    while killed < kills:
         out = tmp_path / f"out-{stores}"
         workers = rng.randrange(1, 4)
         if not attempt(corpus, out, workers, rng, 60):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from recovery_runs import REPLICAS, STEPS, Begin, Trial, assert_same, beginning, make_folder
+from recovery_runs import REPLICAS, STEPS, Begin, Trial, assert_same, beginning, lines, make_folder
 
 from seatrial.base import process
 
@@ -74,6 +74,79 @@ def test_a_replica_gives_its_state_and_no_step_is_lost(begin: Begin, replicas: T
     assert code == 0, err
     assert recovered(trial) == ("replica", 0)
     assert_same(trial, replicas)
+
+
+# -- during a validation
+
+VALIDATION = ("data.validation=other.py", "train.validate_every_steps=8", "train.validate_samples=160")
+
+
+def validating(begin: Begin, *settings: str) -> Trial:
+    """A run that is in the validation after step 8."""
+    trial = begin(*VALIDATION, *settings)
+    trial.until(
+        lambda: any(r["step"] == 8 for r in lines(trial.run / "ledger.jsonl")) and 8 not in trial.steps()
+    )
+    return trial
+
+
+def validation_losses(trial: Trial) -> dict[int, float]:
+    found = {m["step"]: m.get("validation_loss") for m in lines(trial.run / "metrics.jsonl")}
+    return {step: loss for step, loss in found.items() if loss is not None}
+
+
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    """A run with a validation that never failed."""
+    return undisturbed(tmp_path_factory.mktemp("validated") / "job", *VALIDATION)
+
+
+def test_rank_killed_in_a_validation_is_replaced(begin: Begin, reference: Trial) -> None:
+    trial = validating(begin)
+    trial.kill_rank(3)
+    code, err = trial.end()
+    assert code == 0, err
+    assert recovered(trial)[0] == "memory"
+    assert sorted(validation_losses(trial)) == [8, 16]
+    assert_same(trial, reference)  # which validates nothing
+    assert "validation" in err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("in_place", [True, False])
+def test_validation_losses_are_those_of_an_undisturbed_run(
+    begin: Begin, validated: Trial, in_place: bool
+) -> None:
+    trial = validating(begin, f"resilience.in_place={str(in_place).lower()}")
+    trial.kill_rank(0)
+    code, err = trial.end()
+    assert code == 0, err
+    assert validation_losses(trial) == validation_losses(validated)
+    assert_same(trial, validated)
+
+
+@pytest.mark.long
+def test_validation_goes_on_with_fewer_replicas(begin: Begin, validated: Trial) -> None:
+    trial = validating(begin, *REPLICAS)
+    trial.kill_agent(1)
+    code, err = trial.end()
+    assert code == 0, err
+    assert trial.events("shrunk")
+    assert validation_losses(trial) == pytest.approx(validation_losses(validated), abs=1e-4, rel=0)
+
+
+@pytest.mark.long
+def test_preempted_in_a_validation_and_resumed(begin: Begin, validated: Trial) -> None:
+    trial = validating(begin)
+    trial.process.send_signal(signal.SIGTERM)
+    code, err = trial.end()
+    assert code == 75, err
+    assert 8 not in validation_losses(trial)
+    again = begin(*VALIDATION)
+    code, err = again.end()
+    assert code == 0, err
+    assert validation_losses(again) == validation_losses(validated)
+    assert_same(again, validated)
 
 
 # -- with fewer copies in memory than on two nodes

@@ -132,6 +132,7 @@ def test_what_is_not_there(s3_url: str, url: str, tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.long  # the cache: tests/unit/data
 def test_the_ranks_of_a_node_fetch_a_chunk_once(
     url: str, local: TokenStore, tmp_path: Path, line: Line
 ) -> None:

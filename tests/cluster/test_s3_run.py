@@ -53,6 +53,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         run.wait()
 
 
+@pytest.mark.long  # a smaller run on a store: test_s3_checkpoints
 def test_saved_killed_resumed_and_retained_on_a_store(
     s3_url: str, tmp_path: Path, start: Callable[..., Run], whole: dict[int, tuple[float, float]]
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_disk_that_is_full_sends_checkpoints_to_the_fallback(
         subprocess.run(["umount", str(small)], check=True)
 
 
+@pytest.mark.long  # the decision: tests/unit/train
 def test_without_any_place_it_stops_before_more_is_at_risk(tmp_path: Path, start: Callable[..., Run]) -> None:
     place = tmp_path / "gone"
     place.mkdir()

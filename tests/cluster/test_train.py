@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 
 from conftest import JOB, ONE_NODE, Run, records, seatrial, write_corpus
+from seatrial.base.process import living
 from seatrial.data.prepare import data_cache, resolve_stores, stores_identity
 from seatrial.job import load_job
 from seatrial.record.run import open_run
@@ -204,6 +205,7 @@ UNSUPERVISED = ("--set", "resilience.max_restarts=0")
 
 
 class TestKilled:
+    @pytest.mark.long  # TestResume begins from a run that was killed
     def test_everything_at_a_random_step_then_again(
         self, whole: tuple[Path, int, str, str], folder: Path, start: Start
     ) -> None:
@@ -244,6 +246,7 @@ class TestKilled:
         assert "shard-00000.bin" in err
         run.wait_gone(within_s=5)
 
+    @pytest.mark.long  # the words: tests/cli/test_causes.py; the decision: tests/unit/train
     def test_a_run_that_diverges_says_so_and_what_may_help(self, one_node: Path, start: Start) -> None:
         """With weights that no number of steps mends; the same command would end in the same way."""
         assert start("--set", "train.steps=3", "--set", "name=short").wait()[0] == 0
@@ -314,7 +317,9 @@ class TestKilled:
     def test_an_agent(self, start: Start) -> None:
         run = start("--set", "train.steps=100000", *UNSUPERVISED)
         run.wait_line("step      2/")
-        agents = [p for p in run.processes() if b"seatrial.control.agent" in _command(p)]
+        found = {p for p in run.processes() if b"seatrial.control.agent" in _command(p)}
+        parents = living()
+        agents = [pid for pid in found if parents[pid] not in found]  # not those that they forked
         assert len(agents) == 2
         os.kill(agents[0], signal.SIGKILL)
         code, _, err = run.wait()
@@ -346,6 +351,7 @@ def torchrun(folder: Path) -> None:
 class TestTorchrun:
     """Without agents, as docs/training.md says, and bit for bit what they would have trained."""
 
+    @pytest.mark.long  # from a checkpoint it also begins under torchrun
     def test_from_the_beginning(self, folder: Path, whole: tuple[Path, int, str, str]) -> None:
         job = load_job(folder / "job.toml")
         runs = run_of(folder).parent
@@ -484,6 +490,7 @@ class TestResume:
         assert (short / "runs/small.old-1/checkpoints/step-00000004/manifest.json").is_file()
         assert len(records(run_of(short) / "metrics.jsonl")) == 2
 
+    @pytest.mark.long  # test_fresh_keeps_the_old_run
     def test_fresh_does_not_go_on_from_checkpoints_elsewhere(self, one_node: Path, start: Start) -> None:
         words = ["--set", "train.steps=2", "--set", "checkpoint.folder=elsewhere"]
         assert start(*words).wait()[0] == 0

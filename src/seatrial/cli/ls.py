@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 
 from seatrial.base.errors import EXIT_DONE, InputError
 from seatrial.cli.checkpoints import age
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import plain
-from seatrial.record.launches import read_launch
-from seatrial.record.view import RunView, read_brief
+from seatrial.record.listing import UNUSABLE, Listed, look, run_folders
 from seatrial.ui import figures
 from seatrial.ui.out import Out
 from seatrial.ui.summary import STATE_STYLES
@@ -27,31 +22,6 @@ from seatrial.ui.table import print_table
 
 SCHEMA_VERSION = 1
 COLUMNS = ("name", "state", "step", "loss", "tokens/s", "age", "where")
-UNUSABLE = "unusable"  # in place of a state: the folder cannot be read as a run
-
-_SPEED_STEPS = 20  # the speed is their median
-_OLD = re.compile(r"\.old-\d+$")  # renamed by --fresh
-# If a folder has any of these, it is or was a run.
-_TRACES = ("control", "checkpoints", "logs")
-
-
-@dataclass
-class Listed:
-    """One run of the list. None: unknown, or none yet."""
-
-    name: str  # path below the listed folder
-    state: str
-    why: str = ""
-    step: int = 0
-    steps: int | None = None
-    loss: float | None = None
-    tokens_per_s: float | None = None
-    time: float | None = None  # unix seconds of the last record
-    generation: int = 0
-    launcher: str | None = None
-    handle: str | None = None  # the launcher's, such as a job number
-    host: str | None = None  # from which it was started
-    problems: list[str] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if not root.is_dir() and root != Path("runs"):
         raise InputError(f"{root} is not a folder", hint="give the folder that holds run folders")
-    listed = [_look(path, str(path.relative_to(root))) for path in _run_folders(root, args.all)]
+    listed = [look(path, str(path.relative_to(root))) for path in run_folders(root, args.all)]
     # A running run without records counts as the newest.
     unknown = {"running": now}
     listed.sort(key=lambda run: (-(run.time or unknown.get(run.state, 0)), run.name))
@@ -104,61 +74,6 @@ def run(args: argparse.Namespace) -> int:
         for problem in run.problems:
             warn.line(f"warning: {run.name}: {problem}", "yellow")
     return EXIT_DONE
-
-
-def _run_folders(root: Path, everything: bool) -> Iterator[Path]:
-    """Folders with a run or traces of one, including unreadable ones."""
-    places = [root]
-    if everything:
-        places += sorted((root / ".drill").glob("*/"))
-    for place in places:
-        for path in place.iterdir() if place.is_dir() else ():
-            if path.name.startswith(".") or not path.is_dir() or (_OLD.search(path.name) and not everything):
-                continue
-            traces = (path / trace for trace in _TRACES)
-            if not _readable(path) or RunFolder(path).is_run() or any(p.is_dir() for p in traces):
-                yield path
-
-
-def _readable(path: Path) -> bool:
-    return os.access(path, os.R_OK | os.X_OK)
-
-
-def _look(path: Path, name: str) -> Listed:
-    if not _readable(path):
-        return Listed(name, UNUSABLE, problems=["it cannot be read: permission denied"])
-    try:
-        folder = RunFolder.open(path)
-    except InputError as error:
-        return Listed(name, UNUSABLE, problems=[diagnostic.full_message for diagnostic in error.diagnostics])
-    view = read_brief(folder)
-    launch, problems = None, []
-    try:
-        launch = read_launch(folder)
-    except (OSError, ValueError) as error:
-        problems = [f"control/launch.json cannot be used ({error})"]
-    times = [e.time for e in view.events[-1:]] + ([view.last.time] if view.last else [])
-    return Listed(
-        name,
-        view.state,
-        why=view.state_reason,
-        step=view.step,
-        steps=view.job.steps,
-        loss=view.last.loss if view.last else None,
-        tokens_per_s=_speed(view),
-        time=max(times, default=None),
-        generation=view.generation,
-        launcher=launch.launcher if launch is not None else None,
-        handle=launch.handle if launch is not None else None,
-        host=launch.host if launch is not None else None,
-        problems=[*(str(p) for p in view.problems), *problems],
-    )
-
-
-def _speed(view: RunView) -> float | None:
-    since = view.history.generations[-1] if view.history.generations else 0
-    recent = view.history.column("tokens_per_s", since)[-_SPEED_STEPS:]
-    return median(recent) if recent else None
 
 
 def _row(run: Listed, now: float) -> list[str]:

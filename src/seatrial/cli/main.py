@@ -47,6 +47,11 @@ VERBS = {
     "drill": ("seatrial.cli.drill", "inject faults into copies of the job and judge each recovery"),
     "ls": ("seatrial.cli.ls", "list the runs here and their states"),
     "watch": ("seatrial.cli.watch", "show a run from its folder"),
+    "report": (
+        "seatrial.cli.report",
+        "report on a run: plan against reality, where the time went, failures, cost",
+    ),
+    "bundle": ("seatrial.cli.bundle", "archive a run's records and logs for support, without secrets"),
     "logs": ("seatrial.cli.logs", "show the logs of a run's ranks and agents"),
     "verify": ("seatrial.cli.verify", "verify a checkpoint, or a whole run with its samples"),
     "checkpoints": ("seatrial.cli.checkpoints", "list a run's checkpoints and their states"),

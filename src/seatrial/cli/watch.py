@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from seatrial.base import units
-from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, InputError, RunFailed
+from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, InputError, RunFailed, SeatrialError
 from seatrial.record.folder import RunFolder
 from seatrial.record.running import running
 from seatrial.record.view import RunView, read_view
@@ -19,6 +19,7 @@ from seatrial.ui.out import Out
 from seatrial.ui.summary import print_status, summary_json
 
 POLL_S = 0.2
+TOKEN_FILE = Path("~/.seatrial/web-token")
 _LARGE_BYTES = 32 << 20  # of records, which take a second or longer to read
 
 
@@ -28,12 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         metavar="RUN",
         nargs="*",
-        help="path of a run folder, or the name of one in ./runs; one without --grafana",
+        help="path of a run folder, or the name of one in ./runs; one without --web and --grafana",
     )
     parser.add_argument(
         "--once",
         action="store_true",
         help="show the current state and exit; default: follow the run to its end",
+    )
+    parser.add_argument(
+        "--to",
+        metavar="TRACKER",
+        help="push the run to a tracker (tensorboard, wandb, mlflow) from where it was, and follow it while it runs",
     )
     parser.add_argument("--wait", action="store_true", help="wait for the run to begin, then follow it")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
@@ -44,18 +50,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="write Grafana dashboards, Prometheus alert rules and an example configuration, for each RUN named",
     )
+    web = parser.add_argument_group("in a browser")
+    web.add_argument(
+        "--web", action="store_true", help="serve pages for a browser; without RUN of all runs in ./runs"
+    )
+    web.add_argument(
+        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)"
+    )
+    web.add_argument(
+        "--host", default="127.0.0.1", help="address to serve on; another than 127.0.0.1 needs a token"
+    )
+    web.add_argument("--port", type=int, default=8470, help="port to serve on; 0: any (8470)")
+    web.add_argument(
+        "--token",
+        action="store_true",
+        help="require the token on 127.0.0.1 too, on a machine that others use",
+    )
+    web.add_argument(
+        "--token-file",
+        type=Path,
+        default=TOKEN_FILE,
+        metavar="FILE",
+        help=f"where the token is kept ({TOKEN_FILE})",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0; 1 after following a run that failed. Raises InputError if RUN is not a run folder."""
     if args.grafana is not None:
         return _grafana(args)
+    if args.web:
+        return _serve(args)
     if len(args.run) != 1:
-        raise InputError("name one run", hint="`seatrial ls` lists them")
+        raise InputError("name one run", hint="`seatrial ls` lists them; --web shows several")
     (name,) = args.run
     if args.wait and args.once:
         raise InputError("--once shows the current state: it cannot --wait")
+    if args.to is not None and (args.once or args.json):
+        raise InputError("--to pushes a run and shows nothing: it takes neither --once nor --json")
     folder = _begun(name) if args.wait else RunFolder.find(name)
+    if args.to is not None:
+        return _push(folder, args.to)
     records = (folder.metrics, folder.events, folder.ledger)
     size = sum(path.stat().st_size for path in records if path.is_file())
     if size > _LARGE_BYTES:
@@ -66,13 +101,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _grafana(args: argparse.Namespace) -> int:
     """Write the files of --grafana, and say how to load them."""
-    for name in ("once", "wait", "plain"):
+    for name in ("once", "wait", "plain", "web", "to"):
         if getattr(args, name):
             raise InputError(f"--{name} has no meaning with --grafana")
     from seatrial.watch.grafana.files import how_to_load, write_files
 
     try:
-        written = write_files(args.grafana, [RunFolder.find(name) for name in args.run])
+        written = write_files(args.grafana, [RunFolder.find(name, args.runs) for name in args.run])
     except OSError as error:
         reason = f"cannot write to {args.grafana}: {error.strerror}"
         raise InputError(reason, hint="name a folder that can be written, or one that can be made") from None
@@ -80,6 +115,27 @@ def _grafana(args: argparse.Namespace) -> int:
         print(json.dumps({"schema_version": 1, "files": [str(path) for path in written]}))
     else:
         print("\n".join(f"wrote {path}" for path in written), how_to_load(args.grafana), sep="\n\n", end="")
+    return EXIT_DONE
+
+
+def _serve(args: argparse.Namespace) -> int:
+    """Serve pages until interrupted."""
+    for name in ("once", "wait", "json", "plain"):
+        if getattr(args, name):
+            raise InputError(f"--{name} has no meaning with --web")
+    if not 0 <= args.port < 1 << 16:
+        raise InputError(f"--port {args.port} is not a port", hint="use 0 to 65535; 0 takes any that is free")
+    from seatrial.watch.web.access import is_loopback, make_token
+    from seatrial.watch.web.server import listen, serve
+
+    chosen = [RunFolder.find(name, args.runs) for name in args.run]
+    if not chosen and not args.runs.is_dir():
+        raise InputError(f"there is no folder {args.runs}", hint="name runs, or their folder with --runs")
+    kept, token, new = args.token_file.expanduser(), None, False
+    if args.token or not is_loopback(args.host):
+        token, new = make_token(kept)
+    with listen(args.host, args.port) as listening:
+        serve(chosen, args.runs, listening, token, new=new, kept=kept)
     return EXIT_DONE
 
 
@@ -95,6 +151,23 @@ def _begun(name: str) -> RunFolder:
             print(f"waiting for {name} to begin; Ctrl-C ends it", file=sys.stderr, flush=True)
         waits = True
         time.sleep(POLL_S)
+
+
+def _push(folder: RunFolder, name: str) -> int:
+    """Push a run to a tracker. Raises RunFailed for whatever the tracker's package raises."""
+    from seatrial.watch.trackers.feed import feed
+
+    try:
+        pushed = feed(folder, name, tell=lambda text: print(text, file=sys.stderr, flush=True))
+    except SeatrialError:
+        raise
+    except Exception as error:  # the code of others, which can raise anything
+        raise RunFailed(
+            f"{name} failed: {type(error).__name__}: {error}",
+            hint="the run is not affected; the same command continues where this one stopped",
+        ) from error
+    print(f"pushed {pushed.steps:,} steps and {pushed.events:,} events to {name} as {pushed.id}")
+    return EXIT_DONE
 
 
 def _show(view: RunView, args: argparse.Namespace) -> int:

@@ -47,6 +47,9 @@ class DataSection(Protocol):
     def weights(self) -> list[float] | None: ...
 
     @property
+    def validation(self) -> str | None: ...
+
+    @property
     def tokenizer(self) -> str: ...
 
     @property
@@ -189,8 +192,10 @@ def resolve_stores(
     base_folder: Path,
     progress: Progress | None = None,
     note: Note | None = None,
+    *,
+    sources: Sequence[str] | None = None,
 ) -> list[TokenStore]:
-    """The token stores a job trains on, one for each source of `data.train`, in its order.
+    """The token stores a job trains on, one for each source of `data.train`, in its order; or those of `sources`.
 
     A source is itself a store, local or on an object store, or is prepared once into `cache_root` and reused. Relative
     paths are resolved against `base_folder`. The cache's name contains a digest of the source's files (paths, sizes,
@@ -200,7 +205,7 @@ def resolve_stores(
     tokenizer_spec = data.tokenizer if data.tokenizer == "bytes" else str(base_folder / data.tokenizer)
     stores: list[TokenStore] = []
     problems: list[Diagnostic] = []
-    for source in sources_of(data):
+    for source in sources_of(data) if sources is None else sources:
         try:
             store = _resolve(source, data, tokenizer_spec, cache_root, base_folder, progress, note)
             stores.append(_held(store, note))
@@ -209,6 +214,20 @@ def resolve_stores(
     if problems:
         raise InputError(problems)
     return stores
+
+
+def resolve_validation(
+    data: DataSection,
+    cache_root: Path,
+    base_folder: Path,
+    progress: Progress | None = None,
+    note: Note | None = None,
+) -> TokenStore | None:
+    """The store of `data.validation`, as `resolve_stores` finds or prepares it; None if the job names none."""
+    if data.validation is None:
+        return None
+    sources = [data.validation]
+    return resolve_stores(data, cache_root, base_folder, progress, note, sources=sources)[0]
 
 
 def stores_identity(stores: Sequence[TokenStore]) -> dict[str, object]:
@@ -324,6 +343,50 @@ def check_stores(
         problems += misfits(store, vocab_size, sequence_length, wanted, global_batch, tokenizer_spec)
     if problems:
         raise InputError(problems)
+
+
+def check_validation(
+    store: TokenStore,
+    stores: Sequence[TokenStore],
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    samples: int | None,
+    tokenizer_spec: str,
+) -> None:
+    """Raise InputError with every reason why `samples` of `store` cannot be what a model trained on `stores` is validated on.
+
+    `samples` None: as many as there are.
+    """
+    problems = validation_misfits(store, vocab_size, sequence_length, samples, tokenizer_spec)
+    same = next((each for each in stores if each.identity() == store.identity()), None)
+    if same is not None:
+        problems.append(
+            Diagnostic(
+                f"{store.place} has the same tokens as {same.place}, which is trained on",
+                hint="name other data as data.validation",
+            )
+        )
+    if problems:
+        raise InputError(problems)
+
+
+def validation_misfits(
+    store: TokenStore, vocab_size: int, sequence_length: int, samples: int | None, tokenizer_spec: str
+) -> list[Diagnostic]:
+    """What does not fit in the store of the validation data."""
+    problems = misfits(store, vocab_size, sequence_length, 0, 0, tokenizer_spec)
+    available = max(0, store.n_tokens - 1) // sequence_length
+    if available < (samples or 1):
+        wanted = "" if samples is None else f" of train.validate_samples = {samples}"
+        problems.append(
+            Diagnostic(
+                f"{store.place} has {store.n_tokens} tokens, {available} samples of {sequence_length}: too few{wanted}",
+                hint="provide more validation data"
+                + (f", or use train.validate_samples = {available}" if samples and available else ""),
+            )
+        )
+    return problems
 
 
 def misfits(

@@ -92,6 +92,9 @@ def copy_of(
     raise refused or InputError(f"the {job.layout.world_size} ranks of {job.name} cannot hold two replicas")
 
 
+_NO_VALIDATION = "it changes nothing of the training"
+
+
 def _wanted(
     job: Job,
     name: str,
@@ -109,6 +112,9 @@ def _wanted(
             list(stores) if isinstance(job.data.train, list) else stores[0],
             "prepared once for all runs of the drill",
         ),
+        "data.validation": (None, _NO_VALIDATION),
+        "train.validate_every_steps": (None, _NO_VALIDATION),
+        "train.validate_samples": (None, _NO_VALIDATION),
         "cluster.port": (None, "leaves the live run's port free"),
         "cluster.spares": (spares, "what this scenario needs" if spares else "this scenario has none"),
         "train.steps": (plan.steps, "short"),

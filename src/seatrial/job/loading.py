@@ -24,6 +24,7 @@ _PATHS = (
     ("model", "hf"),
     ("model", "init_from"),
     ("data", "train"),
+    ("data", "validation"),
     ("data", "tokenizer"),
     ("checkpoint", "folder"),
     ("checkpoint", "fallback"),

@@ -80,9 +80,40 @@ def _byte_vocabulary(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _validation(facts: Facts) -> Iterator[RuleViolation]:
+    source, train = facts.job.data.validation, facts.job.train
+    every, samples, steps = train.validate_every_steps, train.validate_samples, train.steps
+    if source is not None and every is None:
+        yield RuleViolation(
+            ("data.validation",),
+            "validation has no effect: train.validate_every_steps is missing",
+            f"add validate_every_steps = {max(1, steps // 20)} to [train], or remove it",
+        )
+    for key, value in (("validate_every_steps", every), ("validate_samples", samples)):
+        if source is None and value is not None:
+            yield RuleViolation(
+                (f"train.{key}",),
+                f"{key} has no effect: data.validation is missing",
+                'name the data in [data]: validation = "PATH", or remove it',
+            )
+    if every is not None and every > steps:
+        yield RuleViolation(
+            ("train.validate_every_steps", "train.steps"),
+            f"validate_every_steps {every} is more than train.steps {steps}",
+            f"use validate_every_steps = {steps} to measure once, after the last step",
+        )
+    if source is not None and source in facts.job.data.sources:
+        yield RuleViolation(
+            ("data.validation",),
+            f"{source} is also in data.train: the loss on what is trained on is no validation loss",
+            "name other data",
+        )
+
+
 DATA_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _weights,
     _shares,
     _same_source,
     _byte_vocabulary,
+    _validation,
 )

@@ -27,6 +27,7 @@ from seatrial.job.optimizers import ADAMW, OPTIMIZERS
 from seatrial.job.schedules import SCHEDULES
 from seatrial.job.schema_base import Section, Text
 from seatrial.job.schema_launchers import KubernetesSection, SlurmSection, SshSection
+from seatrial.job.trackers import TRACKERS
 
 # Every number has limits, far beyond any training run, so that arithmetic, clocks and memory cannot overflow.
 Size = Annotated[int, Field(ge=1, le=10_000_000)]  # a dimension of the model
@@ -36,6 +37,9 @@ Ranks = Annotated[int, Field(ge=1, le=1_000_000)]  # along one dimension of the 
 Seconds = Annotated[float, Field(ge=1, le=2_678_400)]  # 31 days
 SecondsOrNone = Annotated[float, Field(ge=0, le=2_678_400)]
 Times = Annotated[float, Field(gt=1, le=1_000_000)]  # a ratio
+
+
+VALIDATION_BATCHES = 32  # measured at most, unless the job says how many samples
 
 
 def _one_or_several(value: Any) -> str:
@@ -142,6 +146,10 @@ class DataSection(Section):
     weights: Annotated[list[Annotated[float, Field(gt=0, le=1e18)]], Field(min_length=1)] | None = Field(
         default=None,
         description="with a list: relative share of the samples from each source, in the same order; they need not sum to 1",
+    )
+    validation: Text | None = Field(
+        default=None,
+        description="one source, of the same kinds, on which the validation loss is measured; nothing of `train` is left out for it",
     )
     tokenizer: Text = Field(default="bytes", description='"bytes", or the path of a tokenizer.json')
     text_key: Text = Field(
@@ -266,6 +274,15 @@ class TrainSection(Section):
     sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
         default=160, description="tokens it generates at the end; 0: none"
     )
+    validate_every_steps: Count | None = Field(
+        default=None,
+        description="steps between measurements of the loss on data.validation; also after the last step",
+    )
+    validate_samples: Count | None = Field(
+        default=None,
+        description="samples of data.validation that are measured, always the same; "
+        f"if missing all of them, at most {VALIDATION_BATCHES} global batches",
+    )
     callbacks: Annotated[list[Annotated[str, NameIn(CALLBACKS)]], Field(min_length=1)] | None = Field(
         default=None,
         description="what rank 0 calls with the record of each step; installed packages add them",
@@ -287,6 +304,10 @@ class TrainSection(Section):
     profile_steps: Annotated[int, Field(ge=1, le=20)] = Field(
         default=2, description="steps in a trace; in each generation one is recorded if it runs these steps"
     )
+
+    def validation_samples(self, available: int) -> int:
+        """How many of the `available` validation samples are measured."""
+        return min(available, self.validate_samples or VALIDATION_BATCHES * self.global_batch)
 
 
 class OptimizerSection(Section):
@@ -461,6 +482,10 @@ class WatchSection(Section):
         default=None,
         description="TCP port on which each node's agent serves /metrics to Prometheus; on a virtual cluster, and where "
         "ssh.hosts repeats a host, plus the number of the node; if missing, none",
+    )
+    trackers: Annotated[list[Annotated[str, NameIn(TRACKERS)]], Field(min_length=1)] | None = Field(
+        default=None,
+        description="where steps and events are pushed while the run runs: tensorboard, wandb, mlflow, or what installed packages add",
     )
     alerts_off: list[Text] = Field(default=[], description="alert rules that are turned off, by name")
     alerts: dict[Text, dict[Text, float]] = Field(

@@ -11,6 +11,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from seatrial.base import units
 from seatrial.base.errors import InputError
 from seatrial.data.manifest import is_store
 from seatrial.data.megatron import find_pair
-from seatrial.data.prepare import data_cache, misfits, resolve_stores, sources_of
+from seatrial.data.prepare import data_cache, misfits, resolve_stores, sources_of, validation_misfits
 from seatrial.data.sources import find
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import Tokenizer, load_tokenizer
@@ -34,6 +35,7 @@ from seatrial.job.preset_files import PLACEHOLDER
 from seatrial.job.rules import HERE_RULES, Rule
 from seatrial.job.schedules import schedule_named
 from seatrial.job.source import read_text
+from seatrial.job.trackers import TRACKERS
 from seatrial.launch import launcher_for
 from seatrial.plan.cost.host import Account, host_need, would_fit
 from seatrial.plan.cost.memory_fit import judge
@@ -84,7 +86,17 @@ def preflight(
     file = job_file(file)
     data = _Data(data_cache(runs))
     named = _named("gpu", known_gpu), _named("network", known_network)
-    rules = (*rules, *HERE_RULES, _unfilled, *named, _folders, data.tokenizer, data.there, data.fits)
+    rules = (
+        *rules,
+        *HERE_RULES,
+        _unfilled,
+        *named,
+        _folders,
+        _trackers,
+        data.tokenizer,
+        data.there,
+        data.fits,
+    )
     job, problems = judged(
         read_text(file), name=str(file), base_folder=file.parent, overrides=overrides, more_rules=rules
     )
@@ -146,6 +158,20 @@ def _named(key: str, known: Callable[[str], object]) -> Rule:
     return rule
 
 
+def _trackers(facts: Facts) -> Iterator[RuleViolation]:
+    """What a tracker needs must be installed. Elsewhere than here it is not known, and is told when the run has begun."""
+    if facts.job.cluster.launcher != "local":
+        return
+    for i, name in enumerate(facts.job.watch.trackers or ()):
+        entry = TRACKERS.named(name)
+        if find_spec(entry.needs) is None:
+            yield RuleViolation(
+                (f"watch.trackers.{i}", "watch.trackers"),
+                f'the tracker "{name}" needs the package {entry.needs}, which is not installed',
+                f"{entry.install}, or remove it",
+            )
+
+
 def _violations(error: InputError, *keys: str) -> Iterator[RuleViolation]:
     for d in error.diagnostics:
         where = "" if d.file is None else f"{d.file}: "
@@ -184,6 +210,7 @@ class _Data:
         self._cache = cache
         # Index in data.train -> store, or for data yet to be prepared the maximum number of tokens, if known.
         self._found: dict[int, TokenStore | int | None] = {}
+        self._validation: TokenStore | None = None  # if it is prepared already
         self._tokenizer: Tokenizer | None = None
 
     def tokenizer(self, facts: Facts) -> Iterator[RuleViolation]:
@@ -199,10 +226,16 @@ class _Data:
             yield from _violations(error, "data.tokenizer")
 
     def there(self, facts: Facts) -> Iterator[RuleViolation]:
-        for i, source in enumerate(sources_of(facts.job.data)):
-            keys = (f"data.train.{i}", "data.train")
+        data = facts.job.data
+        for i, source in enumerate([*sources_of(data), *([data.validation] if data.validation else [])]):
+            trains = i < len(sources_of(data))
+            keys = (f"data.train.{i}", "data.train") if trains else ("data.validation",)
             try:
-                self._found[i] = self._look(source, facts.job.data)
+                found = self._look(source, data, "" if trains else "validation: ")
+                if trains:
+                    self._found[i] = found
+                elif isinstance(found, TokenStore):
+                    self._validation = found
             except InputError as error:
                 yield from _violations(error, *keys)
             except StorageError as error:
@@ -211,16 +244,16 @@ class _Data:
             except OSError as error:
                 yield RuleViolation(keys, f"{source}: {error.strerror}", "name another")
 
-    def _look(self, source: str, data: DataSection) -> TokenStore | int | None:
+    def _look(self, source: str, data: DataSection, label: str) -> TokenStore | int | None:
         if is_remote(source) or is_store(Path(source)):
-            (store,) = resolve_stores(data.model_copy(update={"train": source}), self._cache, Path.cwd())
+            (store,) = resolve_stores(data, self._cache, Path.cwd(), sources=[source])
             self.descriptions.append(
-                f"{source}: {units.count(store.n_tokens)} tokens ({store.tokenizer.name})"
+                f"{label}{source}: {units.count(store.n_tokens)} tokens ({store.tokenizer.name})"
             )
             return store
         if not source.startswith("builtin:"):
             if find_pair(Path(source)) is not None:
-                self.descriptions.append(f"{source}: a Megatron pair, imported at the start")
+                self.descriptions.append(f"{label}{source}: a Megatron pair, imported at the start")
                 return None
             if not os.path.exists(source):
                 spec = "TOKENIZER" if PLACEHOLDER.search(data.tokenizer) else shlex.quote(data.tokenizer)
@@ -231,7 +264,7 @@ class _Data:
         files = find([source]).files
         size = sum(f.size for f in files)
         self.descriptions.append(
-            f"{source}: {len(files):,} files, {units.memory(size)}, prepared at the start"
+            f"{label}{source}: {len(files):,} files, {units.memory(size)}, prepared at the start"
         )
         # An invalid UTF-8 byte becomes three, and each document gets an end token.
         return 3 * size + len(files) if all(f.path.suffix in _PLAIN for f in files) else None
@@ -241,7 +274,15 @@ class _Data:
         data, train, vocabulary = facts.job.data, facts.job.train, facts.architecture.vocab_size
         sources = sources_of(data)
         weights = data.weights or [1.0]
-        if len(weights) != len(sources) or self._tokenizer is None:
+        if self._tokenizer is None:
+            return
+        if self._validation is not None:
+            problems = validation_misfits(
+                self._validation, vocabulary, train.sequence_length, train.validate_samples, data.tokenizer
+            )
+            if problems:
+                yield from _violations(InputError(problems), "data.validation")
+        if len(weights) != len(sources):
             return
         for i, share in enumerate(shares(weights)):
             if i not in self._found:

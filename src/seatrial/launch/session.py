@@ -16,7 +16,15 @@ from seatrial.base.errors import EXIT_FAILED, RunFailed, SeatrialError
 from seatrial.base.private import private_folder
 from seatrial.checkpoint.manifest import Damaged
 from seatrial.checkpoint.place import Place, checkpoint_urls, open_place
-from seatrial.data.prepare import blend_of, check_stores, data_cache, resolve_stores, stores_identity
+from seatrial.data.prepare import (
+    blend_of,
+    check_stores,
+    check_validation,
+    data_cache,
+    resolve_stores,
+    resolve_validation,
+    stores_identity,
+)
 from seatrial.job.optimizers import optimizer_named
 from seatrial.launch import LocalLauncher, launcher_for
 from seatrial.launch.base import Outcome, Scheduled
@@ -58,6 +66,7 @@ class Session:
     stores: list[TokenStore]
     device: str
     device_reason: str
+    validation: TokenStore | None = None
 
     @property
     def resume_step(self) -> int | None:
@@ -189,6 +198,16 @@ def prepare_session(
         global_batch=job.train.global_batch,
         tokenizer_spec=job.data.tokenizer,
     )
+    validation = resolve_validation(job.data, data_cache(root), Path.cwd(), progress, notes.append)
+    if validation is not None:
+        check_validation(
+            validation,
+            stores,
+            vocab_size=job.architecture.vocab_size,
+            sequence_length=job.train.sequence_length,
+            samples=job.train.validate_samples,
+            tokenizer_spec=job.data.tokenizer,
+        )
     if fresh:  # before the old run is moved: unreachable checkpoints could not be quarantined later
         for url in checkpoint_urls(job.checkpoint, job.name, RunFolder(root / job.name)):
             open_place(url).steps()
@@ -213,9 +232,11 @@ def prepare_session(
         "tokens": sum(store.n_tokens for store in stores),
         "tokenizer": stores[0].tokenizer.name,
     }
+    if validation is not None:
+        data["validation"] = {"store": validation.address, "digest": validation.digest}
     add_to_plan(opened.folder, "data", data)
     freeze(opened.folder)
-    session = Session(job, opened, stores, device, reason)
+    session = Session(job, opened, stores, device, reason, validation)
     if fresh:
         session.set_checkpoints_aside()
     return session

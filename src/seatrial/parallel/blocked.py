@@ -21,7 +21,16 @@ from torch.autograd import profiler
 
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.stage_clock import StageClock
-from seatrial.record.stages import PIPELINE, REPLICATE, SAVE, SHARD, STAGES, STEP_SUM, TENSOR
+from seatrial.record.stages import (
+    PIPELINE,
+    REPLICATE,
+    SAVE,
+    SHARD,
+    STAGES,
+    STEP_SUM,
+    TENSOR,
+    VALIDATION,
+)
 
 # As far as this version of torch has them: some were renamed in 2.13.
 _ISSUING = (
@@ -30,7 +39,7 @@ _ISSUING = (
     *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("send", "recv", "recv_anysource", "_end_coalescing"),
 )
-_WITH_THEIRS = (SAVE, STEP_SUM)  # stages whose collectives are a part of them
+_WITH_THEIRS = (SAVE, STEP_SUM, VALIDATION)  # stages whose collectives are a part of them
 
 
 class Blocked:

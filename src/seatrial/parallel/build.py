@@ -17,10 +17,10 @@ from seatrial.base.private import keep_compiler_private
 from seatrial.job.architecture import Architecture
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.source import WeightSource
-from seatrial.parallel.loss import token_loss
+from seatrial.parallel.loss import token_loss, validation_loss
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.pipeline import Pipeline
-from seatrial.parallel.shard import apply_sharding, set_last_microbatch
+from seatrial.parallel.shard import apply_sharding, free_gathered, set_last_microbatch
 from seatrial.parallel.stage_clock import StageClock
 from seatrial.parallel.tensor import apply_tensor_parallel, split_dimension, tensor_box
 from seatrial.record.stages import BACKWARD, FORWARD
@@ -104,6 +104,7 @@ class ParallelModel:
         ]
         self._tied = [s for s in self.shards if s.name == "model.embed_tokens.weight"]
         self._ends = mesh.ends if arch.tie_word_embeddings and self._tied else None
+        self._validates = False
 
     @torch.no_grad()
     def load(self, source: WeightSource) -> None:
@@ -137,6 +138,29 @@ class ParallelModel:
         # Every tensor-parallel rank has the same loss; only one of them counts.
         return loss if self.mesh.at.tensor == 0 else torch.zeros_like(loss)
 
+    @torch.no_grad()
+    def validation_loss(self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None = None) -> Tensor:
+        """This rank's share, fp64, of the loss in nats summed over all targets that are not `loss.NO_TARGET`.
+
+        The arguments are shaped as in `forward_backward`; the sum over all ranks is the sum over the global batch.
+        Weights and gradients stay as they are. All ranks call it.
+        """
+        self._validates = True
+        try:
+            if self._pipeline is not None:
+                loss = self._pipeline.forward(ids_BT, target_BT, document_BT).double()
+            else:
+                n = self.settings.microbatches
+                documents = [None] * n if document_BT is None else document_BT.chunk(n)
+                loss = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
+                for ids, target, document in zip(ids_BT.chunk(n), target_BT.chunk(n), documents, strict=True):
+                    loss += self._loss(self.stages[0](ids, document), target)
+        finally:
+            self._validates = False
+            for stage in self.stages:
+                free_gathered(stage)
+        return loss if self.mesh.at.tensor == 0 else torch.zeros_like(loss)
+
     def _accumulate(self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None) -> Tensor:
         model, n = self.stages[0], self.settings.microbatches
         total = torch.zeros((), device=self.mesh.device)
@@ -153,6 +177,8 @@ class ParallelModel:
         return total
 
     def _loss(self, logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
+        if self._validates:
+            return validation_loss(logits_BTV, target_BT, self.mesh.tensor, self.mesh.at.tensor)
         with self.clock.during(FORWARD):  # a pipeline's schedule calls it after its last stage's pass
             summed = token_loss(logits_BTV, target_BT, self.mesh.tensor, self.mesh.at.tensor)
             return summed / self.settings.global_tokens

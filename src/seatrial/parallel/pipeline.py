@@ -25,9 +25,15 @@ class _Stage(PipelineStage):
 
     clock: StageClock
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.clock.during(FORWARD):
-            return super().forward_one_chunk(*args, **kwargs)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last and not self.has_backward:
+            self.fwd_cache[fwd_chunk_id] = (
+                (),
+                [],
+            )  # logits of all microbatches at once would need much memory
+        return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.clock.during(BACKWARD):
@@ -101,13 +107,22 @@ class Pipeline:
         Every rank of a pipeline has read the same batch, so documents are not sent from stage to stage: the schedule
         passes each stage of this rank its microbatch of them along with the hidden states that it receives.
         """
+        return self._run(self._schedule.step, ids_BT, target_BT, document_BT)
+
+    def forward(self, ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None = None) -> Tensor:
+        """As `forward_backward`, without the backward pass; under torch.no_grad."""
+        return self._run(self._schedule.eval, ids_BT, target_BT, document_BT)
+
+    def _run(
+        self, run: Callable[..., Any], ids_BT: Tensor, target_BT: Tensor, document_BT: Tensor | None
+    ) -> Tensor:
         losses: list[Tensor] = []
         inputs = (ids_BT,) if self.holds_first else ()
         beside = {} if document_BT is None else {"document_BT": document_BT}
         if self.holds_last:
-            self._schedule.step(*inputs, target=target_BT, losses=losses, return_outputs=False, **beside)
+            run(*inputs, target=target_BT, losses=losses, return_outputs=False, **beside)
         else:
-            self._schedule.step(*inputs, return_outputs=False, **beside)
+            run(*inputs, return_outputs=False, **beside)
         if not losses:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()

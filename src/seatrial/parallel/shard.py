@@ -32,6 +32,13 @@ def apply_sharding(
             module.set_gradient_divide_factor(1.0)
 
 
+def free_gathered(model: Decoder) -> None:
+    """Free what forward passes without a backward pass left gathered: it would be wrong once the weights change."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def set_last_microbatch(model: Decoder, last: bool) -> None:
     """Reduce gradients over ranks in the next backward pass, or keep them local until the last microbatch."""
     if isinstance(model, FSDPModule):

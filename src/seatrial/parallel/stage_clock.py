@@ -28,6 +28,7 @@ class StageClock:
         self.cuda = device.type == "cuda"
         self.stage = HOST
         self._running = False
+        self._only = False  # nothing else can be entered
         self._since = 0
         self._ns = [0] * len(STAGES)
         self._laps: list[Lap] = []
@@ -51,7 +52,7 @@ class StageClock:
     def enter(self, stage: int) -> int:
         """From now on time counts for `stage`; returns the one that it counted for."""
         before = self.stage
-        if stage == before or not self._running:
+        if stage == before or self._only or not self._running:
             return before
         self._end(before)
         self.stage = stage
@@ -64,6 +65,17 @@ class StageClock:
         try:
             yield
         finally:
+            self.enter(before)
+
+    @contextmanager
+    def only(self, stage: int) -> Iterator[None]:
+        """All time inside counts for `stage`, also where it enters another."""
+        before = self.enter(stage)
+        self._only = True
+        try:
+            yield
+        finally:
+            self._only = False
             self.enter(before)
 
     def lap(self, step: int) -> None:

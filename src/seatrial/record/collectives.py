@@ -98,9 +98,11 @@ class CollectivesWriter:
         expected = rhythm.then if rhythm is not None and due else self._line
         if next_one and counted == expected:
             return
-        if due:
-            self._seen = None
-        self._rhythm = self._seen if self._seen is not None and self._seen.usual == counted else None
+        seen = self._seen
+        # A line holds from its own step on: not with a rhythm by which this step would be otherwise.
+        if due or (seen is not None and counted == seen.usual and step % seen.every == seen.at):
+            seen = self._seen = None
+        self._rhythm = seen if seen is not None and seen.usual == counted else None
         self._line = counted
         values: dict[str, Any] = {"step": step, "issued": self._issued(counted)}
         if (rhythm := self._rhythm) is not None:

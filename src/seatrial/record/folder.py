@@ -88,6 +88,11 @@ class RunFolder:
         return self.control / "secret"
 
     @property
+    def trackers(self) -> Path:
+        """What was pushed to each tracker, and the logs of the processes that do it: see `watch.trackers`."""
+        return self.control / "trackers"
+
+    @property
     def leases(self) -> Path:
         """Past terms of coordinators, and the state the next coordinator takes over: see `control.net.lease`."""
         return self.control / "leases"

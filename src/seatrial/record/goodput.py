@@ -37,6 +37,7 @@ LABELS = {
     "reshape": "planned change of nodes",
     "waiting": "waiting for nodes",
     "checkpoint": "training stopped for a checkpoint",
+    "validation": "measuring the validation loss",
     "ending": "ending: last records, processes",
     "stopped": "between starts",
     "unknown": "unknown",

@@ -6,7 +6,8 @@ import math
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from seatrial.record.metrics import MetricsRecord
 if TYPE_CHECKING:
     from seatrial.record.bulk import Columns
 
-_COLUMNS = ("loss", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "time")
+_COLUMNS = ("loss", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "time", "validation_loss")
 
 PACE_WINDOW = 50
 _LONGEST = 3.0  # times the median: longer steps are capped at this
@@ -40,37 +41,52 @@ class History:
         """Take the next record of metrics.jsonl."""
         if self.generations and record.generation < self.generations[-1]:
             return  # from an abandoned generation
-        if self.steps and record.step <= self.steps[-1]:
-            keep = bisect_left(self.steps, record.step)
-            del self.steps[keep:], self.generations[keep:]
-            for column in self._columns.values():
-                del column[keep:]
+        self._discard(record.step)
         if not self.steps:
             self.first = record
         self.last = record
         self.steps.append(record.step)
         self.generations.append(record.generation)
         for name, column in self._columns.items():
-            column.append(getattr(record, name))
+            value = getattr(record, name)
+            column.append(math.nan if value is None else value)
 
-    def take_columns(self, found: Columns, first: MetricsRecord, last: MetricsRecord) -> bool:
-        """Take many records at once, of which `first` and `last` are the first and last; false, without any taken, if they repeat steps."""
+    def take_columns(self, found: Columns, record: Callable[[int], MetricsRecord]) -> None:
+        """Take many records at once, as `take` would one by one; `record` gives the one at a place."""
         steps, generations = found["step"], found["generation"]
-        new = not self.steps or (first.step > self.steps[-1] and first.generation >= self.generations[-1])
-        if not new or (steps[1:] <= steps[:-1]).any() or (generations[1:] < generations[:-1]).any():
-            return False
-        if not self.steps:
-            self.first = first
-        self.last = last
-        self.steps += steps.tolist()
-        self.generations += generations.tolist()
-        for name, column in self._columns.items():
-            column.frombytes(found[name].tobytes())
-        return True
+        breaks = (steps[1:] <= steps[:-1]) | (generations[1:] != generations[:-1])
+        last = None
+        for begin, end in pairwise([0, *(breaks.nonzero()[0] + 1).tolist(), len(steps)]):
+            if self.generations and generations[begin] < self.generations[-1]:
+                continue  # from an abandoned generation
+            self._discard(int(steps[begin]))
+            if not self.steps:
+                self.first = record(begin)
+            last = end - 1
+            self.steps += steps[begin:end].tolist()
+            self.generations += generations[begin:end].tolist()
+            for name, column in self._columns.items():
+                column.frombytes(found[name][begin:end].tobytes())
+        if last is not None:
+            self.last = record(last)
+
+    def _discard(self, step: int) -> None:
+        """Discard the steps from `step` on."""
+        if self.steps and step <= self.steps[-1]:
+            keep = bisect_left(self.steps, step)
+            del self.steps[keep:], self.generations[keep:]
+            for column in self._columns.values():
+                del column[keep:]
 
     def column(self, name: str, since: int = 0) -> Sequence[float]:
-        """The field `name` of the steps of generation `since` and later ones, by step."""
+        """The field `name` of the steps of generation `since` and later ones, by step; NaN where it is null."""
         return self._columns[name][bisect_left(self.generations, since) :]
+
+    @property
+    def validation(self) -> list[tuple[int, float]]:
+        """(step, validation loss) where it was measured and is finite, by step."""
+        measured = zip(self.steps, self._columns["validation_loss"], strict=True)
+        return [(step, loss) for step, loss in measured if math.isfinite(loss)]
 
 
 class Pace:
@@ -122,24 +138,34 @@ class LedgerBook:
         self.batch: int | None = None  # samples of its first step
 
     def take_columns(self, found: Columns) -> bool:
-        """Take many records at once; false, without any taken, if there is anything to judge."""
+        """Take many records at once; false, without any taken, if there is anything to judge but that a generation resumed."""
         steps, first, end, done = found["step"], found["first_sample"], found["end_sample"], self._generations
-        batch = self.batch or int(end[0] - first[0])
-        generation = int(found["generation"][0])
+        generations, batch = found["generation"], self.batch or int(end[0] - first[0])
         if (
             found["skipped"].any()
-            or (found["generation"] != generation).any()
-            or (done and generation < done[-1])
-            or steps[0] != len(done) + 1
-            or (steps[1:] != steps[:-1] + 1).any()
+            or steps[0] < 1
             or (first != (steps - 1) * batch).any()
             or (end - first != batch).any()
         ):
             return False
+        breaks = (steps[1:] != steps[:-1] + 1) | (generations[1:] != generations[:-1])
+        parts = list(pairwise([0, *(breaks.nonzero()[0] + 1).tolist(), len(steps)]))
+        count, newest = len(done), done[-1] if done else None
+        for begin, stop in parts:
+            step, generation = int(steps[begin]), int(generations[begin])
+            resumed = newest is not None and generation > newest and 1 <= step <= count
+            if (newest is not None and generation < newest) or not (step == count + 1 or resumed):
+                return False
+            count, newest = step - 1 + stop - begin, generation
         self.batch = batch
-        done += [generation] * len(steps)
+        for begin, stop in parts:
+            step, generation = int(steps[begin]), int(generations[begin])
+            if step <= len(done):
+                del done[step - 1 :]
+                self.skipped = {s for s in self.skipped if s < step}
+            done += [generation] * (stop - begin)
+            self._last[generation] = int(steps[stop - 1])
         self.steps = len(done)
-        self._last[generation] = int(steps[-1])
         return True
 
     def take(self, record: LedgerRecord) -> None:

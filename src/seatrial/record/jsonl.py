@@ -148,21 +148,29 @@ class Tail:
         *,
         recent_bytes: int | None = None,
         always: re.Pattern[bytes] | None = None,
+        begin: int = 0,
+        unwanted: bytes | None = None,
     ) -> None:
         """`recent_bytes`: before the last `recent_bytes` bytes, parse only lines that match `always`.
 
-        Without `always` that part is not read at all, and the lines have no numbers (0).
+        Without `always` that part is not read at all, and the lines have no numbers (0). `begin`: the `offset` of an earlier
+        reader of the same file, to continue there. `unwanted`: of much data at once, lines with it are not parsed.
         """
         self.path = path
         self.noun = noun
         self.problems: list[Problem] = []
         self.begun = 0  # number of files opened so far: a replaced file is read from its beginning
-        self._recent_bytes, self._always = recent_bytes, always
+        self._recent_bytes, self._always, self._unwanted = recent_bytes, always, unwanted
         self._recent = 0  # from this offset on every line is parsed
-        self._offset = 0
-        self._lines, self._numbered = 0, 1
+        self._offset = begin
+        self._lines, self._numbered = 0, 0 if begin else 1
         self._inode: int | None = None
         self._unreadable = False
+
+    @property
+    def offset(self) -> int:
+        """Where the lines end that were read so far, in bytes."""
+        return self._offset
 
     def poll(self) -> list[dict[str, Any]]:
         """The objects whose lines were completed since the last call; unusable lines go to `problems`."""
@@ -186,10 +194,13 @@ class Tail:
                 self._lines += self._numbered * data.count(b"\n")
                 continue
             values = []
+            unwanted = self._unwanted if len(data) >= _BULK_BYTES else None
             for line in data[:-1].split(b"\n"):
                 self._lines += self._numbered
                 end += len(line) + 1
                 if end <= self._recent and self._always is not None and not self._always.search(line):
+                    continue
+                if unwanted is not None and unwanted in line:
                     continue
                 value, reason = _parse_line(line)
                 if value is not None:
@@ -218,7 +229,9 @@ class Tail:
             with open(open_file(self.path), "rb") as f:
                 status = os.fstat(f.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._offset, self._lines, self._inode = 0, 0, status.st_ino
+                    if self._inode is not None or status.st_size < self._offset:
+                        self._offset = 0
+                    self._lines, self._inode = 0, status.st_ino
                     self.begun += 1
                     if self._recent_bytes is not None:
                         self._recent = max(0, status.st_size - self._recent_bytes)

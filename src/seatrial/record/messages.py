@@ -271,6 +271,7 @@ class Beat(Message):
     generation: int  # the one that runs here
     step: int  # the last one that all of them have done, 0: none
     failed: int  # how many have failed
+    validating: int = 0  # the batch of a validation after that step that all of them have begun, 0: none
 
 
 @dataclass(frozen=True)
@@ -598,6 +599,15 @@ class RankBeat(Message):
 
 
 @dataclass(frozen=True)
+class RankValidating(Message):
+    """A batch of the validation after its last step begins."""
+
+    op = "validating"
+    generation: int
+    batch: int  # from 1
+
+
+@dataclass(frozen=True)
 class Parked(Message):
     """It has lost its peers, keeps its state, and waits for the next generation."""
 
@@ -672,7 +682,16 @@ class Dump(Message):
 
 
 FromRank = (
-    RankHello | RankBeat | Parked | Finished | Finding | RankRecord | RankSettle | SnapshotFilled | Dump
+    RankHello
+    | RankBeat
+    | RankValidating
+    | Parked
+    | Finished
+    | Finding
+    | RankRecord
+    | RankSettle
+    | SnapshotFilled
+    | Dump
 )
 
 

@@ -10,6 +10,7 @@ from seatrial.record.jsonl import LineWriter, Problem, read_numbered
 from seatrial.record.typed import decode_all
 
 NOUN = "a metrics record"
+_LEFT_OUT = ("extra", "validation_loss", "validation_time_s")  # where a step has none
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class MetricsRecord:
     time: float  # unix seconds at the end of the step
     generation: int
     extra: dict[str, float] | None = None  # by the name of the metric that another package adds
+    validation_loss: float | None = (
+        None  # mean over the validation samples, measured after this step's update
+    )
+    validation_time_s: float | None = None  # what that took; not a part of any step_time_s
 
 
 class MetricsWriter:
@@ -40,9 +45,7 @@ class MetricsWriter:
 
     def write(self, record: MetricsRecord) -> None:
         """Append one record. Raises OSError if the write fails."""
-        values = dict(vars(record))
-        if record.extra is None:
-            del values["extra"]
+        values = {k: v for k, v in vars(record).items() if v is not None or k not in _LEFT_OUT}
         self._writer.write(values)
 
     def sync(self) -> None:

@@ -30,11 +30,15 @@ from seatrial.base.files import open_file, parse_json
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import Problem
 
-# Work of the rank itself, then waiting for others: the order in which `record.frontier` adds them up.
-DATA, HOST, FORWARD, BACKWARD, OPTIMIZER, SAVE, TENSOR, SHARD, REPLICATE, PIPELINE, STEP_SUM = range(11)
+# Work of the rank itself, then waiting for others, then all of a validation, its waits included: the order in which
+# `record.frontier` adds them up.
+DATA, HOST, FORWARD, BACKWARD, OPTIMIZER, SAVE, TENSOR, SHARD, REPLICATE, PIPELINE, STEP_SUM, VALIDATION = (
+    range(12)
+)
 STAGES = (
     *("data", "host", "forward", "backward", "optimizer", "save"),
     *("tensor", "shard", "replicate", "pipeline", "step_sum"),
+    "validation",
 )
 OWN = SAVE + 1  # the first so many are work of the rank itself
 

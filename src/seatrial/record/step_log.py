@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ class StepLog:
     def __init__(self) -> None:
         self.steps, self.generations = array("q"), array("q")
         self.times, self.seconds = array("d"), array("d")  # end of the step, unix seconds; its duration
+        self.validation = array("d")  # seconds of the validation after it; NaN: none
 
     def take(self, record: MetricsRecord) -> None:
         """Take the next record of metrics.jsonl."""
@@ -24,6 +26,7 @@ class StepLog:
         self.generations.append(record.generation)
         self.times.append(record.time)
         self.seconds.append(record.step_time_s)
+        self.validation.append(math.nan if record.validation_time_s is None else record.validation_time_s)
 
     def take_columns(self, found: Columns) -> None:
         """Take many records at once."""
@@ -31,3 +34,4 @@ class StepLog:
         self.generations.frombytes(found["generation"].tobytes())
         self.times.frombytes(found["time"].tobytes())
         self.seconds.frombytes(found["step_time_s"].tobytes())
+        self.validation.frombytes(found["validation_time_s"].tobytes())

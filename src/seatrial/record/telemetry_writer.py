@@ -72,7 +72,9 @@ class TelemetryWriter:
         gauges = [name for name in names if not is_counter(name)]
         header = Header(self._node, self._every_s, counters, gauges)
         folder = self._folder.telemetry_of(self._node)
-        folder.mkdir(parents=True, exist_ok=True)
+        # Not its parents: a run folder that was moved away must not appear again.
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         self._path = folder / f"{time * 1000:013.0f}{OPEN}"
         self._fd = open_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
         line = header.line()

@@ -19,12 +19,16 @@ from seatrial.record.states import WAIT_REPORTED_S
 from seatrial.record.step_log import StepLog
 
 PRODUCTIVE, STRAGGLER, SHRUNK, QUEUE, START, WARM_UP = range(6)
-DETECTION, RECOVERY, REDONE, RESHAPE, WAITING, CHECKPOINT, ENDING, STOPPED, UNKNOWN = range(6, 15)
+DETECTION, RECOVERY, REDONE, RESHAPE, WAITING, CHECKPOINT, VALIDATION, ENDING, STOPPED, UNKNOWN = range(6, 16)
 
 # Cause -> which time of an interruption it is: none of them, detection, recovery, redone steps.
-_OF_FAILURE = (0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 2, 0, 0, 0, 0)
+_OF_FAILURE = (0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 2, 0, 0, 0, 0, 0)
 
-_JITTER_S = 5e-3  # a record is written this much later than its step ended at times
+_JITTER_S, _JITTER = (
+    30e-3,
+    0.01,
+)  # a record is made this late, or this share of a step, after its step at times
+_UNFINISHED_SAVE_S = 600.0  # a longer pause is not taken for a save that left no event
 _OVERDUE = 3.0  # medians of a step, after which a running step is not taken for work
 _ENDS = ("run_finished", "run_failed", "run_interrupted")
 _FAILED = ("recovering", "gave_up", "run_failed")
@@ -84,6 +88,7 @@ class _Steps:
     generation: NDArray[np.int64]
     end: NDArray[np.float64]
     seconds: NDArray[np.float64]
+    validation: NDArray[np.float64]  # seconds after its end
     redone: NDArray[np.bool_]  # its result was thrown away later
     by: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # the step that did so, -1
 
@@ -91,15 +96,20 @@ class _Steps:
     def of(cls, log: StepLog, resumed: Mapping[int, int]) -> _Steps:
         """`resumed`: generation -> the step that it goes on after."""
         step, generation = np.array(log.steps, np.int64), np.array(log.generations, np.int64)
-        end, seconds = np.array(log.times), np.array(log.seconds)
+        end, seconds, validation = np.array(log.times), np.array(log.seconds), np.array(log.validation)
         if step.size:
             # As `History`: ranks that were not stopped yet still record steps of an abandoned generation.
             good = np.isfinite(end) & np.isfinite(seconds) & (generation >= np.maximum.accumulate(generation))
-            step, generation, end, seconds = (a[good] for a in (step, generation, end, seconds))
+            # A step is recorded again with its validation, if a later generation measured that.
+            good[:-1] &= (np.diff(step) != 0) | (np.diff(end) != 0)
+            step, generation, end, seconds, validation = (
+                each[good] for each in (step, generation, end, seconds, validation)
+            )
         n = step.size
         if not n:
-            return cls(step, generation, end, seconds, np.zeros(0, np.bool_))
+            return cls(step, generation, end, seconds, validation, np.zeros(0, np.bool_))
         end, seconds = np.maximum.accumulate(end), np.maximum(seconds, 0.0)
+        validation = np.maximum(np.nan_to_num(validation, posinf=0.0), 0.0)
         later = np.full(n, np.iinfo(np.int64).max)
         later[:-1] = np.minimum.accumulate(step[::-1])[::-1][1:]
         ahead = [after + 1 for g, after in resumed.items() if g > generation[-1]]
@@ -110,7 +120,7 @@ class _Steps:
             mine = thrown[: np.searchsorted(thrown, at)]
             mine = mine[(step[mine] >= step[at]) & (by[mine] < 0)]
             by[mine] = at
-        return cls(step, generation, end, seconds, redone, by)
+        return cls(step, generation, end, seconds, validation, redone, by)
 
 
 class _Sweep:
@@ -126,6 +136,7 @@ class _Sweep:
         first = np.flatnonzero(np.diff(steps.generation, prepend=-1))
         edges = [*first.tolist(), steps.step.size]
         self._blocks = [*itertools.pairwise(edges)]
+        self._date_late_records()
         known = [e for e in events if math.isfinite(e.time)]
         begun = [e.time for e in known if e.kind == "run_started"] or [e.time for e in known]
         starts = [float(steps.end[0] - steps.seconds[0])] if steps.step.size else []
@@ -136,6 +147,8 @@ class _Sweep:
         self._ended: Event | None = None
         self._seen = self.at  # the last sign of life
         self._started: set[int] = set()  # generations
+        self._validates_s = 0.0  # after the last step of the last generation
+        self._thrown_by = -1  # that step, as in `_block`
         self._median: float | None = None  # seconds of a step
         self._slots = self._most_slots = 0
         self._elected = self._begun = False
@@ -147,12 +160,20 @@ class _Sweep:
             (e for e in events if e.kind in ("step_skipped", *_NUMBERS) and _rolls_back(e)),
             key=lambda e: e.time,
         )
-        self._runs = False
         self._bad_owner: dict[int, int] = {}  # index in `_bad` -> interruption
+
+    def _date_late_records(self) -> None:
+        """A step that rank 0 did not live to record is recorded by the next generation: it ended before that began."""
+        steps = self.steps
+        begun = {e.generation: e.time for e in self.events if e.kind == "generation_started"}
+        for first, end in self._blocks:
+            next_at = begun.get(int(steps.generation[first]) + 1, math.inf)
+            if end - first > 1 and steps.end[end - 1] > next_at:
+                before = steps.end[end - 2] + steps.validation[end - 2]
+                steps.end[end - 1] = min(next_at, before + steps.seconds[end - 1])
 
     def run(self, until: float | None) -> Timeline:
         """`until`: now, of a run that still runs."""
-        self._runs = until is not None
         for event in self.events:
             if not math.isfinite(event.time):
                 continue
@@ -192,6 +213,14 @@ class _Sweep:
         self._causes.append(np.asarray(causes, np.int64))
         self._owners.append(np.full(len(ends), owner, np.int64))
 
+    def _validate(self, until: float) -> None:
+        """The validation after the last step of a generation, of which `until` is known to be later."""
+        if self.training:
+            took, self._validates_s = self._validates_s, 0.0
+            self.owner = self._thrown_by
+            self._to(min(until, self.at + took), VALIDATION if self._thrown_by == -1 else REDONE)
+            self.owner = -1
+
     # -- events
 
     def _take(self, event: Event) -> None:
@@ -204,6 +233,7 @@ class _Sweep:
                     self.phase = START
                 self._elected = True
             case "generation_started":
+                self._validate(event.time)
                 self._generation(event)
             case "waiting_for_nodes":
                 if self.training:  # a node left, and the others wait for another
@@ -212,9 +242,11 @@ class _Sweep:
                     self._to(event.time - WAIT_REPORTED_S)
                     self._around, self.phase = self.phase, WAITING
             case "recovering" | "gave_up":
+                self._validate(event.time)
                 self._fail(event)
                 self.phase = RECOVERY if event.kind == "recovering" else ENDING
             case kind if kind in _ENDS:
+                self._validate(event.time)
                 self._end(event)
 
     def _start(self, event: Event) -> None:
@@ -231,6 +263,7 @@ class _Sweep:
     def _close_start(self) -> None:
         """A start without a recorded end: after its last sign of life nothing is known."""
         if self._ended is None:
+            self._validate(self._seen)
             self._to(self._seen, UNKNOWN if self.training else None)
 
     def _generation(self, event: Event) -> None:
@@ -286,6 +319,8 @@ class _Sweep:
     def _finish(self, until: float | None) -> None:
         if self._empty:
             return
+        if until is not None:
+            self._validate(until)
         if until is None:
             self._close_start()
         elif self.training:
@@ -318,21 +353,31 @@ class _Sweep:
         before = np.concatenate(([self.at], ends[:-1]))
         gap = np.maximum(ends - before - seconds, 0.0)
         gap[0] = 0.0
+        validated = np.minimum(gap, np.concatenate(([0.0], steps.validation[first : end - 1])))
+        thrown = np.concatenate(([False], steps.redone[first : end - 1]))
+        gap -= validated
         why, owner = self._gaps(first, end, before, ends, gap)
         gap[why < 0] = 0.0
-        # Three pieces a step: what was between it and the step before, the step, and what it lost as the run had shrunk.
+        gap += validated
+        # The validation of the step before, and three more pieces a step: what was between it and the step before, the step, and what it lost as the run had shrunk.
         full = self._slots / self._most_slots if self._most_slots else 1.0
-        table = np.stack([before + gap, ends - (1 - full) * (ends - before - gap), ends], axis=1)
+        table = np.stack(
+            [before + validated, before + gap, ends - (1 - full) * (ends - before - gap), ends], axis=1
+        )
         work = np.where(steps.redone[first:end], REDONE, PRODUCTIVE)
-        causes = np.stack([np.maximum(why, 0), work, np.where(work == REDONE, REDONE, SHRUNK)], axis=1)
+        of_validation = np.where(thrown, REDONE, VALIDATION)
+        causes = np.stack(
+            [of_validation, np.maximum(why, 0), work, np.where(work == REDONE, REDONE, SHRUNK)], axis=1
+        )
         # Until it is known what made them be done again: the step that did so, below -1.
         by = np.where(steps.redone[first:end], -3 - steps.by[first:end], -1)
-        owners = np.stack([owner, by, by], axis=1)
+        owners = np.stack([np.where(thrown, np.roll(by, 1), -1), owner, by, by], axis=1)
         used = np.diff(table, axis=1, prepend=before[:, None]) > 0
         self._add(table[used], causes[used], owners[used])
         self.at = float(ends[-1])
+        self._validates_s, self._thrown_by = float(steps.validation[end - 1]), int(by[-1])
         self.training, self.owner, self._last_owner, self._begun = True, -1, -1, True
-        self._seen = max(self._seen, self.at)
+        self._seen = max(self._seen, self.at + self._validates_s)  # a step is recorded after its validation
 
     def _gaps(
         self,
@@ -351,11 +396,12 @@ class _Sweep:
         if self._saves.size:
             found = np.minimum(np.searchsorted(self._saves, after), self._saves.size - 1)
             known = self._saves[found] == after
-        saved = known
-        if self._runs:  # the newest one may still be being written
-            saved = known | (after > self._saves.max(initial=-1))
-        large = gap > _JITTER_S
-        why[large] = np.where(saved[large], CHECKPOINT, UNKNOWN)
+        large = gap > max(_JITTER_S, _JITTER * (self._median or 0.0))
+        why[large] = UNKNOWN
+        # The newest save may still be being written; one that its generation did not live to complete has no event.
+        tail = np.where(large & (after > after[known].max(initial=-1)) & (gap < _UNFINISHED_SAVE_S), gap, 0.0)
+        if tail.any():
+            why[tail.argmax()] = CHECKPOINT
         why[(gap > 0) & known] = CHECKPOINT
         times = [e.time for e in self._bad]
         low, high = np.searchsorted(times, before, "right"), np.searchsorted(times, ends, "right")

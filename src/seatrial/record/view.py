@@ -29,6 +29,7 @@ Record = TypeVar("Record")
 _OF_OPENING = ("job_changed", "layout_chosen")
 # One per rank and generation; no view shows them.
 _NOT_KEPT = "rank_started"
+_UNWANTED = b'"kind":"rank_started"'
 
 # What a brief view reads of metrics and events: the end, and every event that decides the state or is an alert.
 _BRIEF_BYTES = 32 << 10
@@ -158,7 +159,9 @@ class RunReader:
         self._judged: tuple[int, list[int], list[str]] | None = None  # result for an irregular ledger
         recent = _BRIEF_BYTES if self.brief else None
         self._metrics = Tail(folder.metrics, metrics.NOUN, recent_bytes=recent)
-        self._events = Tail(folder.events, events.NOUN, recent_bytes=recent, always=self._always)
+        self._events = Tail(
+            folder.events, events.NOUN, recent_bytes=recent, always=self._always, unwanted=_UNWANTED
+        )
         self._ledger = Tail(folder.ledger, ledger.NOUN)
 
     def poll(self, *, over: bool = False) -> None:
@@ -264,13 +267,15 @@ class RunReader:
         found = bulk.columns(MetricsRecord, data)
         if found is None:
             return False
-        lines = (data[: data.index(b"\n")], data[data.rfind(b"\n", 0, -1) + 1 :])
-        first, last = (decode(MetricsRecord, parse_json(line.decode())) for line in lines)
-        if not self.history.take_columns(found, first, last):
-            return False
+        lines = data.split(b"\n")
+
+        def record(place: int) -> MetricsRecord:
+            return decode(MetricsRecord, parse_json(lines[place].decode()))
+
+        self.history.take_columns(found, record)
         self.log.take_columns(found)
         self.pace.take_columns(found)
-        self._newest = max(self._newest, last.generation)
+        self._newest = max(self._newest, int(found["generation"].max()))
         return True
 
     def _take_ledger_data(self, data: bytes) -> bool:

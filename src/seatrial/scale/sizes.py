@@ -74,6 +74,9 @@ def sizes_of(job: Job, nodes: Sequence[int], mode: Mode, *, steps: int, stores: 
     return sizes
 
 
+_NO_VALIDATION = "steps of training are measured"
+
+
 def in_words(nodes: int) -> str:
     """A number of nodes: 1 node, 2 nodes."""
     return f"{nodes} node{'s' * (nodes != 1)}"
@@ -90,6 +93,9 @@ def _wanted(
             list(stores) if isinstance(job.data.train, list) else stores[0],
             "prepared once for all sizes",
         ),
+        "data.validation": (None, _NO_VALIDATION),
+        "train.validate_every_steps": (None, _NO_VALIDATION),
+        "train.validate_samples": (None, _NO_VALIDATION),
         "cluster.nodes": (nodes, "the size"),
         "cluster.port": (None, "leaves the live run's port free"),
         "cluster.spares": (0, "spares would not train"),

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,16 @@ from seatrial.train.checkpointing.places import Places
 from seatrial.train.checkpointing.snapshot import Snapshots, restore_from_memory
 from seatrial.train.loop import Loop
 from seatrial.train.optimizer import ShardedOptimizer
-from seatrial.train.rank import RankEnvironment, build, build_first, enter, load, make_loader, timeout_of
+from seatrial.train.rank import (
+    RankEnvironment,
+    build,
+    build_first,
+    enter,
+    load,
+    make_loader,
+    make_validation,
+    timeout_of,
+)
 from seatrial.train.recorder import Known
 from seatrial.train.records import Records, through_agent
 from seatrial.train.recovery.carried import Carried, carry, restore_carried, share_state
@@ -59,6 +68,7 @@ from seatrial.train.recovery.resume import Resume
 from seatrial.train.sample import write_sample
 from seatrial.train.supervision.peers import teardown, wait_for_store
 from seatrial.train.supervision.supervisor_client import SupervisorClient
+from seatrial.train.validation import ValidationSet
 
 _LOOK_BACK = 64  # ledger lines among which the last step is found: a rollback writes some steps twice
 
@@ -128,6 +138,7 @@ class TrainWorker:
             first, second = fds.split(",")
             self._fds = (int(first), int(second))
         self._loader: BatchLoader | None = None
+        self._validation: ValidationSet | None = None
         self._loop: Loop | None = None
         self._snapshots: Snapshots | None = None
         self._generation_spec: GenerationSpec | None = None
@@ -148,7 +159,10 @@ class TrainWorker:
         if self._loader is None:
             plan = json.loads(read_unchanged(self.folder.plan_json, generation_spec.inputs))
             self._loader = make_loader(job, self.folder, plan)
-            _check_stores(self._loader.stores, plan)
+            _check_stores(self._loader.stores, plan["data"]["digests"])
+            self._validation = make_validation(job, self.folder, plan, self._loader)
+            if self._validation is not None:
+                _check_stores(self._validation.loader.stores, [plan["data"]["validation"]["digest"]])
         loop, source = self._prepare(job, generation_spec, records, mesh, self._loader)
         self._loop, self._kept = loop, None
         self._announce(records, generation_spec, source)
@@ -359,6 +373,7 @@ class TrainWorker:
             supervisor=self.supervisor_client,
             snapshots=self._snapshots,
             rollback=partial(self._roll_back, model, optimizer) if self._snapshots is not None else None,
+            validation=self._validation,
         )
 
     def _roll_back(self, model: ParallelModel, optimizer: ShardedOptimizer) -> int | None:
@@ -397,9 +412,9 @@ def _unseen(records: Records, source: Source, problem: str) -> None:
     records.event("checkpoints_unseen", message, severity="warning", data={"step": source.step})
 
 
-def _check_stores(stores: Sequence[TokenStore], plan: Mapping[str, Any]) -> None:
+def _check_stores(stores: Sequence[TokenStore], digests: Sequence[str]) -> None:
     """Raise InputError if a store is not the one that the launch started with."""
-    for store, digest in zip(stores, plan["data"]["digests"], strict=True):
+    for store, digest in zip(stores, digests, strict=True):
         if store.digest != digest:
             raise InputError(
                 f"{store.place} was recreated during the run: it holds other data",

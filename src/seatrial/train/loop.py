@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from seatrial.train.schedule import learning_rate
 from seatrial.train.step import Contribution, StepResult, StepValues, local_vector, update, vector_length
 from seatrial.train.supervision.supervisor import Rollback, Snapshots, Supervisor
 from seatrial.train.trace import Trace
+from seatrial.train.validation import Validation, ValidationSet
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Loop:
         supervisor: Supervisor | None = None,
         snapshots: Snapshots | None = None,
         rollback: Rollback | None = None,
+        validation: ValidationSet | None = None,
     ) -> None:
         self.job = job
         self.folder = folder
@@ -98,6 +101,9 @@ class Loop:
             self._stragglers = StragglerWatch(job.layout, job.resilience.straggler_factor)
             if job.resilience.verify_every_steps:
                 self._integrity = Integrity(model, optimizer)
+        self._validation: Validation | None = None
+        if validation is not None:
+            self._validation = Validation(job, validation, model, self._own_time)
         self._saver.doubts = [each for each in (snapshots, self._integrity) if each is not None]
         # On a GPU the host runs one step ahead: reading a step's loss at once would stall the device after each.
         # A refused update also refuses all later ones, so a step that was started too early changes nothing.
@@ -174,6 +180,7 @@ class Loop:
         if self._integrity is not None:
             self._integrity.begin(first_step - 1)
         self._accounting.begin(first_step)
+        self._validate_late(first_step - 1)
         self._clock = time.perf_counter()
 
     # -- one step
@@ -275,7 +282,7 @@ class Loop:
 
     def _accept(self, known: Known) -> None:
         self.known = known
-        self._recorder.step(known)
+        self._recorder.step(known, hold=self._validation is not None and self._validation.due(known.step))
         self._beat(known)
         if self._writes and self._stragglers is not None and known.step >= self._first + WARM_UP:
             for slow in self._stragglers.add(known.values.local_seconds, known.seconds):
@@ -355,19 +362,25 @@ class Loop:
     def _is_boundary(self, step: int) -> bool:
         """Whether anything besides training happens after `step`: no step may be in flight then."""
         resilience = self.job.resilience
-        if step == self.job.train.steps:
+        if step == self.job.train.steps or (self._validation is not None and self._validation.due(step)):
             return True
         if self._integrity is not None and step % resilience.verify_every_steps == 0:
             return True
         return self._snapshots is not None and self._snapshots.due(step)
 
     def _end_step(self, step: int, saves: bool) -> None:
-        """Verify the state, and only then copy it and, with `saves`, begin to save it."""
+        """Verify the state, and only then measure its validation loss, copy it and, with `saves`, begin to save it."""
         if self._integrity is not None:
             # If a peer is lost during the check, no rank may resume from a state that was not verified.
             held, self.applied = self.applied, None
             self._integrity.verify(step)
             self.applied = held
+        trained = self.known is not None and self.known.step == step and not self.known.skipped
+        if self._validation is not None and self._validation.due(step) and trained:
+            if self._leaving:
+                self._recorder.release()  # the next generation measures it
+            else:
+                self._validate(self._validation, step)
         last = step == self.job.train.steps
         busy = self.known is not None and self.known.values.busy
         if self._snapshots is not None and not (last or busy):
@@ -389,6 +402,33 @@ class Loop:
                 return
             self._state_was_copied()
         self._clock = time.perf_counter()  # the save does not count towards the next step's time
+
+    def _validate(self, validation: Validation, step: int) -> None:
+        """Measure the validation loss of the state after `step`, and record it with the step's metrics."""
+        supervisor = self._supervisor
+        measured = validation.measure(
+            supervisor.wants if supervisor is not None else lambda: None,
+            partial(supervisor.validating, step) if supervisor is not None else lambda batch: None,
+        )
+        self._leaving = self._leaving or measured.leaving
+        self._recorder.release(measured.loss, measured.seconds)
+        if measured.loss is not None and not math.isfinite(measured.loss):
+            self._records.event_of_first(
+                "validation_not_finite",
+                f"the validation loss after step {step} is {measured.loss}",
+                severity="warning",
+                data={"step": step},
+            )
+        self._clock = time.perf_counter()  # the next step's time begins now
+
+    def _validate_late(self, step: int) -> None:
+        """Measure the validation loss after `step`, which is in this state, if an earlier generation did not get to it."""
+        if self._validation is None or not self._validation.due(step):
+            return
+        mesh = self.model.mesh
+        lacking = torch.tensor([float(self._recorder.hold_again(step))], device=mesh.device)
+        if mesh.sum_over_ranks(lacking).item():
+            self._validate(self._validation, step)
 
     def _waits(self, step: int) -> None:
         """Report that training waits after `step` for a checkpoint, so that this is not taken for a hang."""

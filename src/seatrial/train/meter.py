@@ -43,11 +43,14 @@ class OwnTime:
         self._cuda = device.type == "cuda"
         self._seconds = 0.0
         self._begun: float | torch.cuda.Event | None = None
+        self._paused = False
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
 
     def start(self) -> None:
+        if self._paused:
+            return
         self._begun = self._mark() if self._cuda else time.perf_counter()
 
     def stop(self) -> None:
@@ -65,6 +68,15 @@ class OwnTime:
             yield
         finally:
             self.stop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing inside counts."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def take(self) -> float:
         """Seconds since the last call."""

@@ -22,9 +22,11 @@ from seatrial.data.loader import BatchLoader
 from seatrial.data.prepare import (
     blend_of,
     check_stores,
+    check_validation,
     data_cache,
     open_stores,
     resolve_stores,
+    resolve_validation,
     stores_identity,
 )
 from seatrial.job import Job, load_job
@@ -43,6 +45,7 @@ from seatrial.train.records import into_file
 from seatrial.train.recovery.recover import Unfilled
 from seatrial.train.recovery.resume import Resume
 from seatrial.train.sample import write_sample
+from seatrial.train.validation import ValidationSet
 
 
 @dataclass(frozen=True)
@@ -87,13 +90,22 @@ def train_rank(folder: RunFolder, generation: int | None, place: RankEnvironment
             hint="start as many ranks as cluster.nodes x cluster.gpus_per_node",
         )
     mesh = enter(job, place)
-    loader = make_loader(job, folder, read_plan(folder))
+    plan = read_plan(folder)
+    loader = make_loader(job, folder, plan)
+    validation = make_validation(job, folder, plan, loader)
     begun = nullcontext(generation) if generation is not None else _unsupervised(job, folder, mesh, loader)
     with begun as number:
-        _train(job, folder, number, mesh, loader)
+        _train(job, folder, number, mesh, loader, validation)
 
 
-def _train(job: Job, folder: RunFolder, generation: int, mesh: Mesh, loader: BatchLoader) -> None:
+def _train(
+    job: Job,
+    folder: RunFolder,
+    generation: int,
+    mesh: Mesh,
+    loader: BatchLoader,
+    validation: ValidationSet | None,
+) -> None:
     records = into_file(folder, generation, mesh.rank)
     resume = Resume(job, folder, records, mesh)
     found = load(job, mesh, resume, loader)
@@ -103,7 +115,7 @@ def _train(job: Job, folder: RunFolder, generation: int, mesh: Mesh, loader: Bat
     else:
         (model, optimizer), first_step = build_first(job, mesh, resume), 1
     del found
-    Loop(job, folder, records, model, optimizer, loader).run(first_step)
+    Loop(job, folder, records, model, optimizer, loader, validation=validation).run(first_step)
     dist.barrier()
     dist.destroy_process_group()
     if mesh.rank == 0:
@@ -259,6 +271,42 @@ def make_loader(job: Job, folder: RunFolder, plan: Mapping[str, Any]) -> BatchLo
         ahead=max(store.ahead for store in stores),
         last_step=train.steps,
     )
+
+
+def make_validation(
+    job: Job, folder: RunFolder, plan: Mapping[str, Any], loader: BatchLoader
+) -> ValidationSet | None:
+    """The validation data of the run, from the store in plan.json, or else prepared here; `loader`: the training data."""
+    cache, train, arch = data_cache(folder.path.parent), job.train, job.architecture
+    known = plan.get("data", {}).get("validation")
+    if known is not None:
+        (store,) = open_stores([known["store"]], cache, job.data.cache_gb)
+    else:
+        found = resolve_validation(job.data, cache, folder.path)
+        if found is None:
+            return None
+        store = found
+        check_validation(
+            store,
+            loader.stores,
+            vocab_size=arch.vocab_size,
+            sequence_length=train.sequence_length,
+            samples=train.validate_samples,
+            tokenizer_spec=job.data.tokenizer,
+        )
+    available = max(0, store.n_tokens - 1) // train.sequence_length
+    samples = train.validation_samples(available)
+    validation = BatchLoader(
+        store,
+        sequence_length=train.sequence_length,
+        global_batch=train.global_batch,
+        seed=0,  # not the run's: runs with other seeds are measured on the same samples
+        vocab_size=arch.vocab_size,
+        attend_across_documents=job.data.attend_across_documents,
+        ahead=store.ahead,
+        last_step=-(-samples // train.global_batch),
+    )
+    return ValidationSet(validation, samples)
 
 
 def first_weights(job: Job) -> WeightSource:

@@ -14,7 +14,7 @@ from seatrial.job.callbacks import CALLBACKS, METRICS
 from seatrial.parallel.mesh import Mesh
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord, LedgerWriter
-from seatrial.record.metrics import MetricsWriter
+from seatrial.record.metrics import MetricsRecord, MetricsWriter
 from seatrial.record.recent import recent_ledger, recent_metrics, skipped_steps
 from seatrial.train.callbacks import Callbacks
 from seatrial.train.health.guard import WINDOW, Guard
@@ -81,14 +81,35 @@ class Recorder:
         self._extra = made(METRICS, job.train.metrics or ()) if writes else None
         self._callbacks = made(CALLBACKS, job.train.callbacks or ()) if writes else None
         self._highest = 0  # step in the ledger, of this generation
+        self._held: MetricsRecord | None = None
 
-    def step(self, known: Known) -> None:
-        """Record a step. One that is replayed after a rollback keeps its ledger line, and gets new metrics."""
+    def step(self, known: Known, *, hold: bool = False) -> None:
+        """Record a step. One that is replayed after a rollback keeps its ledger line, and gets new metrics.
+
+        `hold`: its metrics wait for `release`.
+        """
         # A step that was trained and, after a rollback, skipped gets a second line: readers take the last.
         if known.step > self._highest or known.skipped:
             self._write_ledger(known)
             self._highest = max(self._highest, known.step)
-        self._write_metrics(known)
+        self._write_metrics(known, hold=hold)
+
+    def hold_again(self, step: int) -> bool:
+        """Hold the metrics of `step`, of an earlier generation, if they have no validation loss; whether they do."""
+        recent = recent_metrics(self._folder, 1) if self._metrics is not None else []
+        lacking = [r for r in recent if r.step == step and r.validation_loss is None]
+        self._held = lacking[0] if lacking else None
+        return bool(lacking)
+
+    def release(self, validation_loss: float | None = None, validation_time_s: float | None = None) -> None:
+        """Write what is held, with these values."""
+        held, self._held = self._held, None
+        if held is None or self._metrics is None or self._callbacks is None:
+            return
+        if validation_loss is not None:
+            held = replace(held, validation_loss=validation_loss, validation_time_s=validation_time_s)
+        self._metrics.write(held)
+        self._callbacks.step(held)
 
     def once(self, known: Known) -> None:
         """Record a step of an earlier generation if the rank that writes died before recording it."""
@@ -110,6 +131,7 @@ class Recorder:
             self._records.settle()
 
     def close(self) -> None:
+        self.release()
         for writer in (self._metrics, self._ledger):
             if writer is not None:
                 writer.close()
@@ -119,8 +141,8 @@ class Recorder:
             first, end = self._loader.samples(known.step)
             self._ledger.write(LedgerRecord(known.step, first, end, known.generation, known.skipped))
 
-    def _write_metrics(self, known: Known) -> None:
-        if self._metrics is None or self._extra is None or self._callbacks is None or known.skipped:
+    def _write_metrics(self, known: Known, *, hold: bool = False) -> None:
+        if self._extra is None or known.skipped:
             return  # a skipped step has no values
         values = known.values
         record = self._meter.record(
@@ -135,8 +157,9 @@ class Recorder:
         )
         if extra := self._extra.values(record):
             record = replace(record, extra=extra)
-        self._metrics.write(record)
-        self._callbacks.step(record)
+        self._held = record
+        if not hold:
+            self.release()
 
 
 def make_guard(job: Job, folder: RunFolder, mesh: Mesh, before: int) -> Guard:

@@ -66,7 +66,8 @@ def extra(m: MetricsRecord) -> str:
 
 def step_line(m: MetricsRecord, total: int | None, eta_s: float | None, unit: str) -> str:
     """One step as a plain line."""
-    more = f"{extra(m)}  " if m.extra else ""
+    more = "" if m.validation_loss is None else f"validation {m.validation_loss:.4f}  "
+    more += f"{extra(m)}  " if m.extra else ""
     width = 6 if total is None else max(6, 2 * len(str(total)) + 1)
     return (
         f"step {step_of(m.step, total):>{width}}  loss {m.loss:.4f}  grad {m.grad_norm:.2f}  {speed(m, unit)}  "

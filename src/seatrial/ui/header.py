@@ -50,6 +50,7 @@ def header_pairs(
         *([] if job.model.init_from is None else [("weights", _weights(Path(job.model.init_from)))]),
         ("precision", train.precision),
         ("data", data_summary),
+        *_validation(job),
         ("device", f"{device} ({device_reason})" if device_reason else device),
         (
             "checkpoints",
@@ -64,6 +65,16 @@ def header_pairs(
 def _weights(folder: Path) -> str:
     told = origin(folder)
     return str(folder) if told is None else f"{folder}: {told}"
+
+
+def _validation(job: Job) -> list[tuple[str, str]]:
+    data, train = job.data, job.train
+    if data.validation is None or train.validate_every_steps is None:
+        return []
+    most = train.validation_samples(1 << 62)
+    every = _many(train.validate_every_steps, "step")
+    text = f"{data.validation}, at most {_many(most, 'sample')}, every {every} and at the end"
+    return [("validation", text)]
 
 
 def _checkpoints(job: Job) -> str:

@@ -83,6 +83,7 @@ def _figures(last: MetricsRecord, unit: str) -> Text:
         (f"{last.loss:.4f}", "bold"),
         ("  grad ", "dim"),
         f"{last.grad_norm:.2f}  ",
+        "" if last.validation_loss is None else f"validation {last.validation_loss:.4f}  ",
         figures.speed(last, unit),
         ("  step ", "dim"),
         units.duration(last.step_time_s),

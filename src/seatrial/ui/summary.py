@@ -15,6 +15,7 @@ from seatrial.record.jsonl import plain
 from seatrial.record.nodes import Nodes
 from seatrial.record.view import RunView
 from seatrial.ui import figures
+from seatrial.ui.goodput_words import goodput_of, goodput_pairs
 from seatrial.ui.out import Out, Pair
 from seatrial.ui.recovery import Recoveries, message_of
 from seatrial.ui.step_split import account_of, split_pairs, waterfall_of_run, waterfall_pairs
@@ -43,7 +44,8 @@ def print_summary(out: Out, view: RunView, next_commands: Sequence[str]) -> None
     )
     split = account_of(view)
     progress = [*_progress_pairs(view), *split_pairs(split), *waterfall_pairs(*waterfall_of_run(view, split))]
-    out.pairs([Pair("why", view.state_reason), *progress, *recovery_pairs(view)])
+    ended = [*goodput_pairs(view, time.time()), *recovery_pairs(view)]
+    out.pairs([Pair("why", view.state_reason), *progress, *ended])
     if view.failure is not None:
         _print_failure(out, view.failure)
     _print_places(out, view)
@@ -72,7 +74,7 @@ def print_status(out: Out, view: RunView, now: float) -> None:
         if last is not None:
             parts.append(f"last one {_ago(now - last.time)}")
         out.pair("step", ", ".join(parts))
-    out.pairs([*_progress_pairs(view), *recovery_pairs(view, now)])
+    out.pairs([*_progress_pairs(view), *goodput_pairs(view, now), *recovery_pairs(view, now)])
     if view.failure is not None:
         _print_failure(out, view.failure)
     out.pairs([*node_pairs(view), *checkpoint_pairs(view, now), *ledger_pairs(view)])
@@ -84,6 +86,7 @@ def live_pairs(view: RunView, now: float) -> list[Pair]:
     """The live lines besides the last step's figures, most important first."""
     return [
         *loss_pairs(view),
+        *validation_pairs(view),
         *_extra_pairs(view),
         *recovery_pairs(view),
         *node_pairs(view),
@@ -162,6 +165,7 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
         "steps": view.job.steps,
         "loss_first": first.loss if first else None,
         "loss_last": last.loss if last else None,
+        "validation": _validation(view),
         "grad_norm": last.grad_norm if last else None,
         "lr": last.lr if last else None,
         "extra": last.extra if last else None,
@@ -179,6 +183,7 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
         "memory_bytes": last.memory_bytes if last else None,
         "last_step_time": last.time if last else None,
         "wall_time_s": view.wall_time_s(now),
+        "goodput": goodput_of(view, now).as_dict() if view.last is not None else None,
         "eta_s": view.eta_s if view.state == "running" else None,
         "checkpoint": latest and {"step": latest.step, "path": latest.where, "age_s": now - latest.time},
         "checkpoint_steps": [c.step for c in view.checkpoints],
@@ -224,6 +229,7 @@ def _progress_pairs(view: RunView) -> list[Pair]:
     speed, each = _median(view, "tokens_per_s"), _median(view, "tokens_per_s_per_gpu")
     return [
         *loss_pairs(view),
+        *validation_pairs(view),
         Pair("grad norm", f"{last.grad_norm:.2f}"),
         *_extra_pairs(view),
         Pair("tokens", units.count(view.tokens)),
@@ -241,6 +247,27 @@ def loss_pairs(view: RunView) -> list[Pair]:
         return []
     bars = figures.spark(view.history.column("loss"))
     return [Pair("loss", f"{view.first.loss:.4f} -> {view.last.loss:.4f}" + (f"  {bars}" if bars else ""))]
+
+
+def validation_pairs(view: RunView) -> list[Pair]:
+    """The last and the best validation loss."""
+    found = _validation(view)
+    if found is None:
+        return []
+    best = (
+        "the best"
+        if found["best_step"] == found["step"]
+        else f"best {found['best_loss']:.4f} after step {found['best_step']:,}"
+    )
+    return [Pair("validation", f"loss {found['loss']:.4f} after step {found['step']:,}, {best}")]
+
+
+def _validation(view: RunView) -> dict[str, float] | None:
+    measured = view.history.validation
+    if not measured:
+        return None
+    best_step, best = min(measured, key=lambda m: m[1])
+    return {"step": measured[-1][0], "loss": measured[-1][1], "best_step": best_step, "best_loss": best}
 
 
 def _extra_pairs(view: RunView) -> list[Pair]:

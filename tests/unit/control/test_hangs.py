@@ -132,6 +132,35 @@ def test_the_same_step_again_is_no_progress(watch: Watch) -> None:
     assert watch.hangs.deadline == now + 10.0
 
 
+def test_a_long_validation_is_no_hang_and_one_in_it_is_found(watch: Watch) -> None:
+    now = watch.steps(1, 5, 0.0)
+    watch.hangs.validating((5, 0), now)  # none
+    assert watch.hangs.deadline == now + 10.0
+    watch.hangs.validating((5, 1), now)
+    assert watch.hangs.deadline == now + 100.0, "the first of a generation may be compiled"
+    for batch in range(2, 30):
+        now += 9.0
+        assert watch.tick(now) == []
+        watch.hangs.validating((5, batch), now)
+    assert watch.kinds() == []
+    now = watch.steps(6, 6, now)
+    assert watch.hangs.deadline == now + 10.0, "what it took is no step's time"
+    watch.hangs.validating((6, 1), now)
+    watch.hangs.validating((6, 1), now + 5.0)  # no news
+    watch.tick(now + 10.0)
+    assert watch.kinds() == ["step_overdue"]
+
+
+def test_after_the_last_step_there_is_time_for_a_validation(watch: Watch) -> None:
+    now = watch.steps(40, 50, 0.0)
+    for batch in range(1, 4):
+        now += 99.0
+        assert watch.tick(now) == []
+        watch.hangs.validating((50, batch), now)
+    assert watch.tick(now + 99.0) == [], "the last save follows"
+    assert watch.kinds() == []
+
+
 def test_after_the_last_step_there_is_time_for_the_last_save(watch: Watch) -> None:
     now = watch.steps(40, 50, 0.0)
     assert watch.tick(now + 99.0) == []

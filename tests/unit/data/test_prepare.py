@@ -14,7 +14,7 @@ import pytest
 from seatrial.base.errors import InputError, RunFailed
 from seatrial.data import prepare as prepare_module
 from seatrial.data import readers, tokenise
-from seatrial.data.prepare import check_stores, prepare, resolve_stores
+from seatrial.data.prepare import check_stores, check_validation, prepare, resolve_stores
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import ByteTokenizer
 
@@ -392,3 +392,27 @@ def test_check_stores_says_everything(write_tokenizer: WriteTokenizer, tmp_path:
     ):
         with pytest.raises(InputError):
             check_stores([store], None, **{**fits, key: value})
+
+
+def test_check_validation_says_everything(write_tokenizer: WriteTokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("twelve bytes")
+    store = prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "store")
+    (tmp_path / "a.txt").write_text("other bytes!")
+    other = prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "other")
+    fits = {"vocab_size": 257, "sequence_length": 4, "samples": 3, "tokenizer_spec": "bytes"}
+    check_validation(store, [other], **fits)
+    check_validation(store, [other], **{**fits, "samples": None})
+    bpe = str(write_tokenizer(tmp_path / "t.json"))
+    with pytest.raises(InputError) as e:
+        check_validation(
+            store, [other, store], vocab_size=200, sequence_length=4, samples=4, tokenizer_spec=bpe
+        )
+    text = e.value.render()
+    assert "beyond the vocabulary of 200" in text
+    assert "3 samples of 4: too few of train.validate_samples = 4" in text
+    assert "use train.validate_samples = 3" in text
+    assert "was made with the tokenizer 'bytes'" in text
+    assert f"has the same tokens as {store.place}, which is trained on" in text
+    assert len(e.value.diagnostics) == 4
+    with pytest.raises(InputError, match="too few"):
+        check_validation(store, [], **{**fits, "sequence_length": 13, "samples": None})

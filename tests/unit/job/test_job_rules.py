@@ -116,6 +116,40 @@ def test_an_odd_sequence_is_fine_without_tensor_parallel() -> None:
     )
 
 
+class TestValidation:
+    """[data] validation and the keys that go with it."""
+
+    @pytest.mark.parametrize(
+        ("overrides", "at", "message"),
+        [
+            (("data.validation=b",), "data.validation=b", "validation has no effect: train.validate_every_steps is missing"),
+            (("train.validate_every_steps=5",), "train.validate_every_steps=5", "validate_every_steps has no effect: data.validation is missing"),
+            (("train.validate_samples=5",), "train.validate_samples=5", "validate_samples has no effect: data.validation is missing"),
+            (("data.validation=b", "train.validate_every_steps=201"), "train.validate_every_steps=201", "validate_every_steps 201 is more than train.steps 200"),
+            (("data.validation=builtin:python-library", "train.validate_every_steps=5"), "data.validation=builtin:python-library", "builtin:python-library is also in data.train"),
+        ],
+    )  # fmt: skip
+    def test_a_broken_rule_is_refused(self, overrides: tuple[str, ...], at: str, message: str) -> None:
+        problem = only_problem(*overrides)
+        assert problem.file == f"--set {at}"
+        assert problem.message.startswith(message)
+        assert problem.hint
+
+    def test_all_at_once(self) -> None:
+        found = problems(GOOD, "train.validate_every_steps=5", "train.validate_samples=5")
+        assert len(found) == 2
+
+    def test_how_many_samples(self) -> None:
+        overrides = ("data.validation=/b", "train.validate_every_steps=5")
+        job = load(GOOD, *overrides)
+        assert job.identity() == load(GOOD).identity(), "it may change on resume"
+        assert load(job.to_toml()).data.validation == "/b"
+        batch = job.train.global_batch
+        assert job.train.validation_samples(10 * batch) == 10 * batch
+        assert job.train.validation_samples(1000 * batch) == 32 * batch
+        assert load(GOOD, *overrides, "train.validate_samples=7").train.validation_samples(100) == 7
+
+
 class TestBlend:
     """The sources of [data] and their weights."""
 

@@ -15,7 +15,17 @@ from seatrial.parallel import blocked, stage_clock
 from seatrial.parallel.blocked import Blocked
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.stage_clock import StageClock
-from seatrial.record.stages import BACKWARD, DATA, FORWARD, HOST, REPLICATE, STAGES, STEP_SUM, TENSOR
+from seatrial.record.stages import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    HOST,
+    REPLICATE,
+    STAGES,
+    STEP_SUM,
+    TENSOR,
+    VALIDATION,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -97,6 +107,16 @@ class TestOnTheWallClock:
         one_step(clock, wall, 2)
         assert told(clock) == {1: STEP, 2: STEP}
         assert told(clock) == {}
+
+    def test_all_time_of_a_validation_is_its_own(self, wall: Wall) -> None:
+        clock = StageClock(CPU)
+        clock.start()
+        with clock.only(VALIDATION):
+            with clock.during(FORWARD):
+                wall.ms += 3
+            wall.ms += 4
+        one_step(clock, wall, 1)
+        assert told(clock) == {1: STEP | {"validation": 7.0}}
 
     def test_an_error_inside_a_stage_ends_it(self, wall: Wall) -> None:
         clock = StageClock(CPU)

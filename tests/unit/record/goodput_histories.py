@@ -33,7 +33,11 @@ class Story:
         self.log = StepLog()
         self.generation = self.step = self.snapshot = self.saved = 0
         self.shape = nodes
-        self.done: list[tuple[int, float]] = []  # steps that count so far, and their seconds
+        self.validated: dict[int, float] = {}
+        self.unrecorded: tuple[int, float] | None = None
+        self.done: list[
+            tuple[int, float, float]
+        ] = []  # steps that count: their seconds, and share of the nodes
 
     # -- the records
 
@@ -63,6 +67,11 @@ class Story:
         slots = {str(slot): slot for slot in range(self.shape)}
         self.event("generation_started", slots=slots)
         self.spend(self.random.uniform(1, 10), cause, cls)
+        if self.unrecorded is not None:
+            self.generation -= 1
+            self.record(*self.unrecorded)
+            self.generation += 1
+            self.unrecorded = None
         self.first = cause
         self.first_class = cls
 
@@ -70,7 +79,7 @@ class Story:
         for _ in range(steps):
             self.one_step()
 
-    def one_step(self) -> None:
+    def one_step(self, *, late: bool = False) -> None:
         seconds = self.step_s * self.nodes / self.shape * self.random.uniform(0.98, 1.02)
         extra = 0.0
         if self.first:
@@ -82,10 +91,19 @@ class Story:
         self.truth["productive"] += seconds * full
         self.truth["shrunk"] += seconds * (1 - full)
         self.step += 1
-        self.done.append((self.step, seconds))
-        self.record(self.step, seconds + extra)
+        self.done.append((self.step, seconds, full))
+        if late:  # rank 0 does not live to record it
+            self.unrecorded = (self.step, seconds + extra)
+        else:
+            self.record(self.step, seconds + extra)
         if self.step % 10 == 0:
             self.snapshot = self.step
+
+    def validate(self) -> None:
+        """After the last step: it is recorded with that."""
+        self.spend(seconds := self.random.uniform(1, 3), "validation")
+        self.log.validation[-1] = seconds
+        self.validated[self.step] = seconds
 
     def record(self, step: int, seconds: float) -> None:
         late = self.random.uniform(0, 1e-3)  # the record is made a little after the step
@@ -115,11 +133,12 @@ class Story:
     def throw_away(self, step: int, cls: str | None) -> None:
         """The steps after `step` did not count after all."""
         while self.done and self.done[-1][0] > step:
-            _, seconds = self.done.pop()
-            full = self.shape / self.nodes
+            thrown, seconds, full = self.done.pop()
             self.truth["productive"] -= seconds * full
             self.truth["shrunk"] -= seconds * (1 - full)
-            self.truth["redone"] += seconds
+            validated = self.validated.pop(thrown, 0.0)
+            self.truth["validation"] -= validated
+            self.truth["redone"] += (seconds := seconds + validated)
             if cls is not None:
                 self.by_class[cls] += seconds
         self.step = step
@@ -234,11 +253,19 @@ class Story:
             if pick.random() < 0.5:
                 self.save()
                 self.train(pick.randint(1, 5))
+                self.validate()
+                self.train(pick.randint(0, 3))
             match pick.choice(
-                ["killed", "hang", "silent", "again", "nan", "shrink", "preempt", "vanish", "give up"]
+                [
+                    *("killed", "killed late", "hang", "silent", "again"),
+                    *("nan", "shrink", "preempt", "vanish", "give up"),
+                ]
             ):
                 case "killed":
                     self.fail("worker_killed", pick.choice(["carried", "memory"]))
+                case "killed late":
+                    self.one_step(late=True)
+                    self.fail("worker_killed", "carried")
                 case "hang":
                     self.fail("hang", "memory")
                 case "silent":

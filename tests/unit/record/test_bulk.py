@@ -29,13 +29,14 @@ DAMAGED = [
     *(encode({k: v for k, v in LINE.items() if k != name})[:-1] for name in LINE),
     *(encode(LINE)[:-1].replace(b'"loss":', b'"loss":' + literal) for literal in (b"NaN,", b"NaN,\"x\":", b"-")),
     encode({**LINE, "extra": {"watts": 1.0}, "unknown": 1})[:-1],
+    *(encode({**LINE, "validation_loss": loss})[:-1] for loss in (2.5, None, "NaN", "x")),
     b" " + encode(LINE)[:-1] + b" \t",
 ]  # fmt: skip
 
 
 def seen(view: RunView) -> list[Any]:
     """What a view shows of metrics and ledger."""
-    columns = ("loss", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "time")
+    columns = ("loss", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "time", "validation_loss")
     history = view.history
     return [
         *(view.state, view.generation, repr(view.first), repr(view.last), view.step, view.tokens, view.eta_s),

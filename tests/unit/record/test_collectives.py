@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seatrial.record.collectives import CollectivesWriter, Issued, of_a_step, read_collectives
@@ -96,6 +96,7 @@ def test_a_rhythm_and_steps_done_again(folder: RunFolder) -> None:
     assert expanded(folder, 99) == [counted for _, counted in expected]
 
 
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from([USUAL, SAVING, VERIFYING]), min_size=1, max_size=60), st.integers(1, 60))
 def test_any_order_of_steps(tmp_path_factory: pytest.TempPathFactory, order: list[Any], again: int) -> None:
     folder = RunFolder(tmp_path_factory.mktemp("any"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from seatrial.record.goodput import CAUSES, LABELS, NOT_FAILED, Goodput, goodput
 from seatrial.record.mtbf import mtbf
 from seatrial.record.stages import STAGES, StageWriter, read_generation
 from seatrial.record.straggling import straggling
+from seatrial.record.timeline import timeline
 from seatrial.record.view import RunView, read_view
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -193,7 +195,32 @@ def test_without_a_failure_only_a_lower_bound_is_known() -> None:
     assert found.low_s == pytest.approx(1e6 / 2.9957, rel=1e-4)
 
 
-@pytest.mark.timed
+@pytest.mark.long
+def test_a_month_of_steps_takes_a_third_of_a_second() -> None:
+    story = Story(8, nodes=128, step_s=10.0)
+    story.start("submitted")
+    block = 260_000 // 200
+    for _ in range(200):
+        first, story.first = story.first, ""
+        for _ in range(block):  # as `one_step` does, without its cost
+            story.step += 1
+            story.now += 10.0
+            story.record(story.step, 10.0)
+        story.first = first
+        story.done = [(step, 10.0, 1.0) for step in range(story.step - 20, story.step + 1)]
+        story.snapshot = story.step // 10 * 10
+        story.save()
+        story.fail("worker_killed", "memory")
+    took = []
+    for _ in range(3):
+        began = time.process_time()
+        found = timeline(story.events, story.log, None)
+        took.append(time.process_time() - began)
+    assert len(story.log.times) == 260_000
+    assert found.end > found.begin
+    assert min(took) < 0.3
+
+
 def test_stragglers_are_measured_on_a_sample(folder: RunFolder) -> None:
     story = Story(9)
     story.start()

@@ -34,6 +34,20 @@ def record(step: int, generation: int = 1, seconds: float = 1.0) -> MetricsRecor
 
 # -- the steps
 
+
+def test_validation_losses_of_the_steps_that_led_here() -> None:
+    history = History()
+    for each in (record(1), replace(record(2), validation_loss=3.0), record(3)):
+        history.take(each)
+    history.take(replace(record(4), validation_loss=float("nan")))
+    history.take(record(2, 2))  # done again, before its validation
+    assert history.validation == []
+    history.take(replace(record(2, 2), validation_loss=2.5, validation_time_s=0.5))
+    history.take(replace(record(4, 2), validation_loss=2.25))
+    assert history.validation == [(2, 2.5), (4, 2.25)]
+    assert list(history.column("loss")) == [5.0, 2.5, 1.25], "one of each step"
+
+
 # Each generation goes on from somewhere before where the last one was, and does some steps.
 GENERATIONS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 8)), min_size=1, max_size=6)
 

@@ -49,6 +49,8 @@ def test_metrics_have_exactly_the_fields_of_the_contract() -> None:
         "time",
         "generation",
         "extra",
+        "validation_loss",
+        "validation_time_s",
     ]
 
 

@@ -58,9 +58,9 @@ def test_what_is_written_is_read(file: Path) -> None:
     assert read.seconds.tolist() == [row(7), row(8), row(9)]
 
 
-def test_a_record_is_48_bytes(file: Path) -> None:
+def test_a_record_is_52_bytes(file: Path) -> None:
     head = file.read_bytes().index(b"\n") + 1
-    assert file.stat().st_size - head == 3 * 48
+    assert file.stat().st_size - head == 3 * 52
 
 
 @pytest.mark.parametrize("lost", [1, 4, 47])
@@ -160,6 +160,9 @@ def test_an_old_run_folder_has_none(tmp_path: Path) -> None:
     assert read_generation(RunFolder(tmp_path), 1) == ({}, [])
 
 
+RECORD = 4 + 4 * len(STAGES)  # bytes
+
+
 class TestPacked:
     """Older records are compressed: PART at a time."""
 
@@ -186,8 +189,8 @@ class TestPacked:
 
     def test_they_take_a_third(self, folder: RunFolder) -> None:
         size = folder.stages(2, 3).stat().st_size + folder.packed_stages(2, 3).stat().st_size
-        assert folder.stages(2, 3).stat().st_size < 101 * 48 + 500
-        assert size < self.STEPS * 48 / 3
+        assert folder.stages(2, 3).stat().st_size < 101 * RECORD + 500
+        assert size < self.STEPS * RECORD / 3
 
     def test_short_steps_of_many_ranks_are_sampled(self, tmp_path: Path) -> None:
         folder, count = RunFolder(tmp_path), 8 * PART
@@ -200,11 +203,23 @@ class TestPacked:
         assert 0.9 < len(first) / (count / 4) < 1.1
         assert 0.9 < len(second) / (count / 8) < 1.1
         assert np.isin(second, first).all(), "steps that all ranks have"
+        found, _ = read_generation(folder, 2, most=8, until=3 * PART)
+        for each in found.values():
+            assert 3 * PART - 100 < each.steps[-1] <= 3 * PART
+            assert each.steps.size == 8
 
     @pytest.mark.parametrize("most", [1, 100, 101, PART + 100, PART + 101, 10**6])
     def test_the_last_ones(self, folder: RunFolder, most: int) -> None:
         found, _ = read_generation(folder, 2, most=most)
         assert found[3].steps.tolist() == list(range(max(1, self.STEPS - most + 1), self.STEPS + 1))
+
+    @pytest.mark.parametrize("until", [4, 9, PART - 1, PART + 3, 2 * PART, STEPS - 3])
+    def test_up_to_a_step(self, folder: RunFolder, until: int) -> None:
+        found, _ = read_generation(folder, 2, most=4, until=until)
+        assert found[3].steps.tolist() == [until - 3, until - 2, until - 1, until]
+        found, _ = read_generation(folder, 2, most=2, until=self.STEPS + 9)
+        assert found[3].steps.tolist() == [self.STEPS - 1, self.STEPS]
+        assert not read_generation(folder, 2, most=4, until=0)[0][3].steps.size
 
     def test_killed_between_the_two_writes(self, folder: RunFolder) -> None:
         path = folder.packed_stages(2, 3)
@@ -220,7 +235,7 @@ class TestPacked:
         path.write_bytes(data)
         found, problems = read_generation(folder, 2)
         assert not found
-        assert "rank3.stages.zst is damaged" in problems[0].message
+        assert "is damaged" in problems[0].message
         path.write_bytes(b"x" * 100)
         assert "does not begin with the same line" in read_generation(folder, 2)[1][0].message
 

@@ -182,6 +182,13 @@ def test_hostile_label_value() -> None:
         parse_series('gpu_info{name="a"b="c"}')
 
 
+def test_a_folder_that_was_moved_does_not_appear_again(tmp_path: Path) -> None:
+    writer = TelemetryWriter(RunFolder(tmp_path / "moved"), 3, 10)
+    with pytest.raises(FileNotFoundError):
+        writer.add(START, {POWER: 1.0})
+    assert not list(tmp_path.iterdir())
+
+
 def test_nan_is_absent(folder: RunFolder) -> None:
     TelemetryWriter(folder, 3, 10).add(START, {POWER: math.nan, "node_cpus": 2.0})
     assert read_latest(folder)[3].values == {"node_cpus": 2.0}

@@ -11,6 +11,7 @@ import torch
 from rank_cases import ARCH, SETTINGS, mesh
 from torch import Tensor
 
+from seatrial.data.loader import Batch
 from seatrial.job import Job, job_from_text, preset_text
 from seatrial.model.initialise import RandomWeights
 from seatrial.parallel.build import ParallelModel
@@ -20,6 +21,7 @@ from seatrial.record.messages import Leaving
 from seatrial.train.loop import Loop
 from seatrial.train.optimizer import ShardedAdamW
 from seatrial.train.records import into_file
+from seatrial.train.validation import ValidationSet
 
 BATCH, LENGTH = 4, 16
 
@@ -53,6 +55,15 @@ class Batches:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
+class ValidationBatches(Batches):
+    """Others, in two batches."""
+
+    global_batch, sequence_length = BATCH, LENGTH
+
+    def batch(self, step: int, first: int, count: int) -> Batch:  # type: ignore[override]
+        return Batch(*super().batch(1000 + step, first, count), None)
+
+
 @dataclass
 class Watcher:
     """A supervisor that remembers, and wants what it is told to want."""
@@ -60,6 +71,7 @@ class Watcher:
     leave: dict[int, Leaving] = field(default_factory=dict)  # number of the question -> answer
     beats: list[tuple[int, bool]] = field(default_factory=list)
     findings: list[tuple[str, int, dict[str, Any], list[int]]] = field(default_factory=list)
+    validated: list[tuple[int, int]] = field(default_factory=list)
     asked: int = 0
 
     def wants(self) -> Leaving | None:
@@ -68,6 +80,9 @@ class Watcher:
 
     def beat(self, step: int, seconds: float, first: bool) -> None:
         self.beats.append((step, first))
+
+    def validating(self, step: int, batch: int) -> None:
+        self.validated.append((step, batch))
 
     def finding(
         self, signal: str, step: int, message: str, data: dict[str, Any], blamed: Sequence[int]
@@ -123,6 +138,7 @@ class Run:
         watched: bool = True,
         copies: bool = False,
         late: bool = False,
+        validates: bool = False,
         generation: int = 1,
         place: Mesh | None = None,
         leave: dict[int, Leaving] | None = None,
@@ -150,6 +166,7 @@ class Run:
             supervisor=self.watcher if watched else None,
             snapshots=self.copies if copies else None,
             rollback=self.copies.back if copies else None,
+            validation=ValidationSet(ValidationBatches(), 2 * BATCH - 1) if validates else None,  # type: ignore[arg-type]
         )
         self.passes: list[int] = []  # the steps that were begun, in order
         start = self.loop._start
@@ -196,6 +213,13 @@ class Run:
         """One step, and what is recorded of it."""
         self.loop._start(step)
         self.loop._read_results(leave=self.loop._ahead)
+
+    @torch.no_grad()
+    def resume_from(self, other: Run) -> None:
+        """Take the other's state."""
+        mine, theirs = tensors(self.model, self.optimizer), tensors(other.model, other.optimizer)
+        for own, kept in zip(mine, theirs, strict=True):
+            own.copy_(kept)
 
     def state(self) -> list[Tensor]:
         return [t.clone() for t in tensors(self.model, self.optimizer)]

@@ -287,10 +287,12 @@ class Agent:
 
     def _beat(self, number: int) -> msg.Beat:
         workers = self.workers.workers.values()
+        step, validating = min(((w.step, w.validating) for w in workers if w.runs), default=(0, 0))
         return msg.Beat(
             number=number,
             generation=self.generation,
-            step=min((w.step for w in workers if w.runs), default=0),
+            step=step,
+            validating=validating,
             failed=sum(w.generation == self.generation and w.failed for w in workers),
         )
 

@@ -27,6 +27,7 @@ class Worker:
     how: Ending = "done"  # how it left its generation, once finished
     done: bool = False  # it has reported its end
     step: int = 0  # last step it has reported
+    validating: int = 0  # last batch of the validation after it, 0: none
     status: int | None = None
     signalled: float | None = None  # when we first sent it a signal
     log: Path = field(default_factory=Path)

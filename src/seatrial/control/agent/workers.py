@@ -121,7 +121,8 @@ class Workers:
     def _go_on(self, worker: Worker, generation: int, generation_spec: msg.RankSpec) -> None:
         worker.generation, worker.rank = generation, generation_spec.rank
         worker.generation_spec, worker.log = generation_spec, Path(generation_spec.log)
-        worker.state, worker.how, worker.signalled, worker.step = "running", "done", None, 0
+        worker.state, worker.how, worker.signalled = "running", "done", None
+        worker.step = worker.validating = 0
         self._post_generation_spec(worker)
         self._started(worker, in_place=True)
 
@@ -323,12 +324,14 @@ class Workers:
         for values in messages:
             message: msg.FromRank = msg.decode(values, msg.FromRank)
             match message:
-                case msg.RankBeat() | msg.Parked() | msg.Finished() if (
+                case msg.RankBeat() | msg.RankValidating() | msg.Parked() | msg.Finished() if (
                     message.generation != worker.generation
                 ):
                     continue  # sent before it received its next generation spec
                 case msg.RankBeat():
-                    worker.step = message.step
+                    worker.step, worker.validating = message.step, 0
+                case msg.RankValidating():
+                    worker.validating = message.batch
                 case msg.Parked() if worker.runs:
                     worker.state = "parked"
                 case msg.Finished() if worker.runs:

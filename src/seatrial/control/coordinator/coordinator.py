@@ -346,7 +346,7 @@ class Coordinator:
     # -- messages from agents
 
     def _beat(self, peer: Peer, beat: msg.Beat) -> None:
-        peer.generation, peer.step = beat.generation, beat.step
+        peer.generation, peer.done = beat.generation, (beat.step, beat.validating)
         slow = self.round_trips.add(peer.node, peer.link.round_trip_s)
         if slow is not None:
             rule = rule_for("congestion")
@@ -367,10 +367,11 @@ class Coordinator:
         world = self.world
         if world is None:
             return
-        step, now = self._steps.beat(world, peer.node, peer.generation, peer.step), time.monotonic()
-        if self.hangs.progress(step, now):
+        done, now = self._steps.beat(world, peer.node, peer.generation, peer.done), time.monotonic()
+        if self.hangs.progress(done[0], now):
             self.monitor.stepped(now)
-            self._handle(m.Progress(now, world.generation, step))
+            self._handle(m.Progress(now, world.generation, done[0]))
+        self.hangs.validating(done, now)
 
     def _rank_started(self, peer: Peer, started: msg.RankStarted) -> None:
         self.recorder.event(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from seatrial.base.complain import complain
+from seatrial.control.coordinator.steps import NOTHING, Done
 from seatrial.control.net.wire import Link, Outgoing
 from seatrial.record import messages as msg
 
@@ -36,7 +37,7 @@ class Peer:
     port: int
     offer_port: int  # port for a process-group store that was free at its last report
     incarnation: str  # unique to each agent process with this node number
-    step: int = 0  # last step that all its ranks have completed
+    done: Done = NOTHING  # what all its ranks have done
     generation: int = 0  # the one that it runs
     lost: bool = False
     events: int | None = None  # selector events that its link is watched for; None: not watched

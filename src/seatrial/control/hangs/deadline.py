@@ -34,6 +34,14 @@ class StepDeadline:
         """
         self._since, self._step, self._whole = now, None, whole
 
+    def extend(self, now: float, *, whole: bool = False) -> None:
+        """Ranks do something else between two steps and have come on with it: the limit counts from now.
+
+        `whole`: until the next news the limit is all of `first_step_s`.
+        """
+        if self._since is not None:
+            self._since, self._whole = now, whole
+
     def end(self) -> None:
         """No step is expected until the next generation begins."""
         self._since = self._step = None
@@ -52,7 +60,7 @@ class StepDeadline:
             self._longest_first = max(self._longest_first, gap)
         else:
             self._steps.append(gap / (step - self._step) if seconds is None else seconds)
-        self._since, self._step = now, step
+        self._since, self._step, self._whole = now, step, False
         return True
 
     def _usual(self) -> float | None:
@@ -62,7 +70,7 @@ class StepDeadline:
     def limit_s(self) -> float:
         """Seconds that may pass between the last news and the next."""
         usual = self._usual()
-        if self._step is None or usual is None:
+        if self._step is None or usual is None or self._whole:
             return self._first_limit_s
         return max(self._min_s, self._factor * usual)
 

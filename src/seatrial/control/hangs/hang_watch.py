@@ -61,6 +61,8 @@ class HangWatch:
         self._last_step = last_step
         self._waits_after = 0  # the step after which the ranks wait for a checkpoint to be written
         self._done = 0  # the last one completed by all ranks in this generation: lower after a rollback
+        self._validating = (0, 0)  # the batch of a validation that all ranks began last: step, batch
+        self._validated = False  # one was begun in this generation
         self._number = 0  # of the current inspection
         self._until: float | None = None
         self._missing: set[int] = set()  # nodes that have not answered
@@ -79,7 +81,7 @@ class HangWatch:
 
     def began(self, now: float, *, whole: bool = False) -> None:
         """A generation starts. `whole`: new processes, or an unknown state, which get all of `first_step_s`."""
-        self._until, self._done = None, 0
+        self._until, self._done, self._validated = None, 0, False
         self._deadline.begin(now, whole=whole)
 
     def ended(self) -> None:
@@ -99,6 +101,18 @@ class HangWatch:
             # What follows may take as long as what comes before the first step.
             self._deadline.begin(now, whole=True)
         return True
+
+    def validating(self, done: tuple[int, int], now: float) -> None:
+        """All ranks began a batch of a validation: `done` is the step before it and its number, 0 for none.
+
+        A batch takes less than a step. The first of a generation may be compiled, and after the last step the last save
+        follows: these get `first_step_s`.
+        """
+        if not done[1] or done == self._validating or not self.watching:
+            return
+        self._validating, self._until = done, None
+        self._deadline.extend(now, whole=not self._validated or done[0] >= self._last_step)
+        self._validated = True
 
     def waits_for_storage(self, step: int, now: float) -> None:
         """After `step` the ranks wait until a checkpoint is written. Progress to `step` may be reported after this."""

@@ -39,6 +39,7 @@ TABLE: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("waiting for data", (), ("data",)),
     ("host", (), ("host",)),
     ("sum of loss and gradient norm", (), ("step_sum",)),
+    ("validation", (), ("validation",)),
 )
 
 

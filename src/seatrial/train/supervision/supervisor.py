@@ -19,6 +19,10 @@ class Supervisor(Protocol):
         """Send a heartbeat: `step` is done; `first`: it is this process's first of the generation."""
         ...
 
+    def validating(self, step: int, batch: int) -> None:
+        """Send a heartbeat: all ranks begin `batch`, from 1, of the validation after `step`."""
+        ...
+
     def finding(
         self, signal: str, step: int, message: str, data: dict[str, Any], blamed: Sequence[int]
     ) -> None:

@@ -108,6 +108,11 @@ class SupervisorClient:
         self._step = step
         self.tell(msg.RankBeat(self._current, step, seconds, first))
 
+    def validating(self, step: int, batch: int) -> None:
+        """Send a heartbeat: `batch`, from 1, of the validation after `step` begins."""
+        self._step = step
+        self.tell(msg.RankValidating(self._current, batch))
+
     def finding(
         self, signal: str, step: int, message: str, data: dict[str, Any], blamed: Sequence[int]
     ) -> None:

@@ -1,0 +1,44 @@
+"""`python -m seatrial.watch.trackers RUN --to NAME`: the process that pushes a run to one tracker.
+
+Of a process of its own a tracker may take memory, hang or crash: the run does not notice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from seatrial.base import process
+from seatrial.base.complain import complain
+from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, SeatrialError
+from seatrial.record.folder import RunFolder
+from seatrial.watch.trackers.feed import POLL_S, feed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 at the run's end; 1 if the tracker failed, with the reason in the last line of stderr."""
+    parser = argparse.ArgumentParser(prog="seatrial.watch.trackers", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--to", required=True, metavar="NAME")
+    parser.add_argument("--poll-s", type=float, default=POLL_S)
+    parser.add_argument("--parent", type=int, help="pid of the process to end with")
+    arguments = parser.parse_args(argv)
+    if arguments.parent is not None:
+        process.die_with_parent(arguments.parent)
+    try:
+        feed(RunFolder.open(arguments.run), arguments.to, poll_s=arguments.poll_s)
+    except SeatrialError as error:
+        complain(error.render())
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001  a tracker's package can raise anything, and the process ends here
+        traceback.print_exc()
+        complain(f"{type(error).__name__}: {error}")
+        return EXIT_FAILED
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

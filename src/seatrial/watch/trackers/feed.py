@@ -1,0 +1,205 @@
+"""Push a run into a tracker from its folder, from where an earlier attempt stopped, and follow it while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from seatrial.base.errors import InputError, RunFailed
+from seatrial.base.files import flat, parse_toml, read_text
+from seatrial.job.trackers import TRACKERS
+from seatrial.record import events, lock, metrics
+from seatrial.record.events import Event
+from seatrial.record.folder import RunFolder
+from seatrial.record.jsonl import Problem, Tail
+from seatrial.record.metrics import MetricsRecord
+from seatrial.record.running import running
+from seatrial.record.typed import decode_all
+from seatrial.record.view import read_brief
+from seatrial.watch.trackers.progress import Progress, read_progress, write_progress
+from seatrial.watch.trackers.tracker import TrackedRun, Tracker, values_of
+
+POLL_S = 1.0
+_BEAT_S = 2.0  # at least so often the progress is written, which shows that the process lives
+
+# Besides warnings and errors.
+_KINDS = frozenset(
+    [
+        "run_started",
+        "run_finished",
+        "generation_started",
+        "recovered",
+        "grown",
+        "checkpoint_saved",
+        "alert",
+        "job_changed",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What came of it."""
+
+    steps: int
+    events: int
+    id: str | None
+
+
+def feed(
+    folder: RunFolder, name: str, *, poll_s: float = POLL_S, tell: Callable[[str], None] = print
+) -> Pushed:
+    """Push everything that was not pushed yet to the tracker `name`, and follow the run to its end if it runs.
+
+    Raises InputError if there is no such tracker or its package is missing; RunFailed if another process does the
+    same; whatever the tracker raises.
+    """
+    make = _class_of(name)
+    with _only_one(folder, name):
+        pushing = _Feed(folder, name, read_progress(folder, name), tell)
+        if not pushing.has_news and running(folder) is None:
+            return pushing.pushed
+        pushing.begin(make)
+        while True:
+            alive = running(folder) is not None  # before reading: what was written before the end counts
+            if pushing.push():
+                continue
+            if not alive:
+                break
+            pushing.beat()
+            time.sleep(poll_s)
+        pushing.end()
+        return pushing.pushed
+
+
+def _class_of(name: str) -> Callable[[TrackedRun], Tracker]:
+    entry = TRACKERS.named(name)
+    try:
+        made: Callable[[TrackedRun], Tracker] = TRACKERS.imported(name, entry.path)
+    except InputError as error:
+        raise InputError(error.message, hint=entry.install) from error
+    return made
+
+
+@contextlib.contextmanager
+def _only_one(folder: RunFolder, name: str) -> Iterator[None]:
+    try:
+        folder.trackers.mkdir(parents=True, exist_ok=True)
+        fd = lock.acquire(folder.trackers / f"{name}.lock")
+    except lock.LockHeld as held:
+        raise RunFailed(
+            f"process {held.pid} pushes {folder.path} to {name} already",
+            hint="the run's own monitor does, if the job names it in watch.trackers",
+        ) from None
+    except OSError as error:
+        raise RunFailed(
+            f"{folder.trackers} cannot be written ({error.strerror}): it would be unknown what was pushed",
+            hint="push from a copy of the run folder that can be written",
+        ) from error
+    with open(fd, "rb"):
+        yield
+
+
+class _Feed:
+    """One tracker's process."""
+
+    def __init__(self, folder: RunFolder, name: str, progress: Progress, tell: Callable[[str], None]) -> None:
+        self._folder, self._name, self._progress, self._tell = folder, name, progress, tell
+        self._metrics = Tail(folder.metrics, metrics.NOUN, begin=progress.metrics_bytes)
+        self._events = Tail(folder.events, events.NOUN)
+        self._skip = progress.events
+        self._tracker: Tracker | None = None
+        self._steps = self._told = 0
+        self._written = 0.0
+
+    @property
+    def pushed(self) -> Pushed:
+        return Pushed(self._steps, self._told, self._progress.id)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything was not pushed, or the end was not."""
+        if not self._progress.ended:
+            return True
+        try:
+            size = self._folder.metrics.stat().st_size
+        except OSError:
+            size = 0
+        return size != self._progress.metrics_bytes
+
+    def begin(self, make: Callable[[TrackedRun], Tracker]) -> None:
+        p, folder = self._progress, self._folder
+        config: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):  # a run of another version is still pushed
+            config = flat(parse_toml(read_text(folder.job_toml)))
+        path = folder.path.absolute()
+        self._tracker = make(TrackedRun(path.name, path, config, p.id, p.step))
+        p.id, p.ended = self._tracker.id, False
+        self._write()
+        self._tell(f"pushing {path} to {self._name} as {p.id}, from step {p.step + 1}")
+
+    def push(self) -> bool:
+        """Push what is new; whether anything was."""
+        tracker, p = self._tracker, self._progress
+        assert tracker is not None
+        waiting = deque(self._new_events())
+        news = bool(waiting)
+        for part in self._metrics.parts():
+            records, wrong = decode_all(MetricsRecord, part, file=self._metrics.path.name, noun=metrics.NOUN)
+            self._tell_problems(self._metrics, wrong)
+            for record in records:
+                while waiting and waiting[0].time <= record.time:
+                    self._event(tracker, waiting.popleft())
+                tracker.step(record, values_of(record))
+                p.step = record.step
+            self._steps += len(records)
+            tracker.flush()
+            p.metrics_bytes = self._metrics.offset
+            self._write()
+            news = True
+        while waiting:
+            self._event(tracker, waiting.popleft())
+        if news:
+            tracker.flush()
+            self._write()
+        return news
+
+    def _new_events(self) -> list[Event]:
+        numbered = self._events.poll_numbered()
+        found, wrong = decode_all(Event, numbered, file=self._events.path.name, noun=events.NOUN)
+        self._tell_problems(self._events, wrong)
+        skip, self._skip = self._skip, max(0, self._skip - len(found))
+        return found[skip:]
+
+    def _event(self, tracker: Tracker, event: Event) -> None:
+        p = self._progress
+        p.events += 1
+        if event.severity == "info" and event.kind not in _KINDS:
+            return
+        p.counts[event.kind] = p.counts.get(event.kind, 0) + 1
+        tracker.event(event, p.step, p.counts[event.kind])
+        self._told += 1
+
+    def _tell_problems(self, tail: Tail, wrong: list[Problem]) -> None:
+        for problem in [*tail.problems, *wrong]:
+            self._tell(f"warning: not pushed: {problem}")
+        tail.problems.clear()
+
+    def beat(self) -> None:
+        if time.monotonic() - self._written >= _BEAT_S:
+            self._write()
+
+    def end(self) -> None:
+        assert self._tracker is not None
+        self._tracker.end(read_brief(self._folder).state)
+        self._progress.ended = True
+        self._write()
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        self._progress.time = time.time()
+        write_progress(self._folder, self._name, self._progress)

@@ -1,0 +1,145 @@
+"""The processes that push a live run to its trackers, one each: started, restarted and ended beside the run.
+
+What they have not pushed yet waits in the run folder, so nothing is queued in memory, however slow a tracker is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from seatrial.base.process import python
+from seatrial.record.folder import RunFolder
+from seatrial.watch.trackers.progress import path_of
+
+_SILENT_S = 180.0  # without a sign of life a process hangs: connecting to a tracker may take minutes
+_AGAIN_S, _AGAIN_MOST_S = 30.0, 600.0  # until a failed one is started again: doubled each time
+_GRACE_S = 15.0  # at the end, to push the rest
+_TAIL_BYTES = 4096
+
+
+@dataclass
+class _Feeder:
+    """One tracker's process."""
+
+    name: str
+    process: subprocess.Popen[bytes] | None = None
+    start_at: float = 0.0  # when it is or was started
+    again_s: float = _AGAIN_S
+    seen: int = 0  # mtime of its progress
+    seen_at: float = 0.0
+    told: bool = False  # this failure was reported, and it has pushed nothing since
+    done: bool = False
+
+
+class Feeders:
+    """All trackers of a run. No method blocks, except `close` for its grace period."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        names: Sequence[str],
+        report: Callable[[str, str], None],
+        *,
+        silent_s: float = _SILENT_S,
+        again_s: float = _AGAIN_S,
+    ) -> None:
+        """`report` is called with a tracker's name and what is wrong, once for each time that it fails."""
+        self._folder, self._report = folder, report
+        self._silent_s, self._again_s = silent_s, again_s
+        self._feeders = [_Feeder(name, again_s=again_s) for name in dict.fromkeys(names)]
+
+    def poll(self) -> None:
+        """Start what is to run, and see to what has failed; call it every second or so."""
+        now = time.monotonic()
+        for feeder in self._feeders:
+            if feeder.process is not None:
+                self._watch(feeder, now)
+            elif not feeder.done and now >= feeder.start_at:
+                self._start(feeder, now)
+
+    def close(self, grace_s: float = _GRACE_S) -> None:
+        """The run has ended: let them push the rest, then end them."""
+        end = time.monotonic() + grace_s
+        for feeder in self._feeders:
+            if feeder.process is None:
+                continue
+            try:
+                feeder.process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._kill(feeder)
+                self._tell(feeder, "the end of the run was not pushed")
+
+    def _start(self, feeder: _Feeder, now: float) -> None:
+        command = [str(self._folder.path), "--to", feeder.name, "--parent", str(os.getpid())]
+        try:
+            self._folder.trackers.mkdir(parents=True, exist_ok=True)
+            with open(self._log(feeder), "wb") as log:
+                feeder.process = subprocess.Popen(
+                    python("seatrial.watch.trackers", *command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # with everything that the tracker starts
+                )
+        except OSError as error:
+            self._failed(feeder, f"its process cannot be started: {error}", now)
+            return
+        feeder.seen, feeder.seen_at, feeder.start_at = self._mtime(feeder), now, now
+
+    def _watch(self, feeder: _Feeder, now: float) -> None:
+        assert feeder.process is not None
+        mtime, code = self._mtime(feeder), feeder.process.poll()
+        if mtime != feeder.seen:
+            feeder.seen, feeder.seen_at = mtime, now
+        if code == 0:
+            feeder.process, feeder.done, feeder.told = None, True, False
+        elif code is not None:
+            self._kill(feeder)  # what it had started
+            self._failed(feeder, self._last_line(feeder) or f"its process ended with status {code}", now)
+        elif now - feeder.seen_at > self._silent_s:
+            self._kill(feeder)
+            self._failed(feeder, f"it hangs: no sign of life for {self._silent_s:.0f} s", now)
+        elif feeder.told and feeder.seen_at > feeder.start_at + self._silent_s:
+            feeder.told, feeder.again_s = False, self._again_s  # it works again
+
+    def _failed(self, feeder: _Feeder, why: str, now: float) -> None:
+        feeder.start_at = now + feeder.again_s
+        self._tell(feeder, f"{why}; again in {feeder.again_s:.0f} s, from where it was")
+        feeder.again_s = min(2 * feeder.again_s, _AGAIN_MOST_S)
+
+    def _tell(self, feeder: _Feeder, why: str) -> None:
+        if not feeder.told:
+            feeder.told = True
+            later = f"seatrial watch {self._folder.path} --to {feeder.name}"
+            self._report(feeder.name, f"{why}; the run goes on, see {self._log(feeder)}; by hand: {later}")
+
+    def _kill(self, feeder: _Feeder) -> None:
+        process, feeder.process = feeder.process, None
+        assert process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _log(self, feeder: _Feeder) -> str:
+        return str(self._folder.trackers / f"{feeder.name}.log")
+
+    def _last_line(self, feeder: _Feeder) -> str:
+        try:
+            with open(self._log(feeder), "rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+                lines = log.read().decode(errors="replace").split("\n")
+        except OSError:
+            return ""
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    def _mtime(self, feeder: _Feeder) -> int:
+        try:
+            return path_of(self._folder, feeder.name).stat().st_mtime_ns
+        except OSError:
+            return 0

@@ -1,0 +1,71 @@
+"""What a tracker is given of a run. An adapter to one is a class with these methods, called with a `TrackedRun`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from seatrial.record.events import Event
+from seatrial.record.metrics import MetricsRecord
+from seatrial.record.states import State
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that is pushed."""
+
+    name: str
+    path: Path  # its folder
+    config: dict[str, Any]  # the job file's keys, as "section.key"
+    id: str | None  # what the tracker called it when it was pushed before; None: for the first time
+    step: int  # the last step pushed then
+
+
+class Tracker(Protocol):
+    """A connection to a tracker. It runs in a process of its own, so it may block, fail or print.
+
+    A step that was redone after a recovery comes again, with a lower `step` than the one before it.
+    """
+
+    @property
+    def id(self) -> str:
+        """How to find the same run again after a restart."""
+        ...
+
+    def step(self, record: MetricsRecord, values: dict[str, float]) -> None:
+        """Push a step: `values` by the names under which a tracker shows them."""
+        ...
+
+    def event(self, event: Event, step: int, count: int) -> None:
+        """Push an event that happened after `step`; it is the `count`th of its kind."""
+        ...
+
+    def flush(self) -> None:
+        """Return once everything is where a crash of this process does not lose it."""
+        ...
+
+    def end(self, state: State) -> None:
+        """Close the run."""
+        ...
+
+
+def values_of(record: MetricsRecord) -> dict[str, float]:
+    """The values of a step by the names under which every tracker shows them; what is unknown is left out."""
+    found = {
+        "train/loss": record.loss,
+        "train/grad_norm": record.grad_norm,
+        "train/lr": record.lr,
+        "train/tokens": record.tokens,
+        "validation/loss": record.validation_loss,
+        "validation/time_s": record.validation_time_s,
+        "speed/step_time_s": record.step_time_s,
+        "speed/data_wait_s": record.data_wait_s,
+        "speed/tokens_per_s": record.tokens_per_s,
+        "speed/tokens_per_s_per_gpu": record.tokens_per_s_per_gpu,
+        "speed/mfu": record.mfu,
+        "memory/bytes": record.memory_bytes,
+        "run/generation": record.generation,
+        **{f"metrics/{name}": value for name, value in (record.extra or {}).items()},
+    }
+    return {name: value for name, value in found.items() if value is not None}

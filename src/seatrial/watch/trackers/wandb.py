@@ -1,0 +1,47 @@
+"""Weights & Biases: one run; mode, project, entity and key by its own environment variables (WANDB_MODE=offline, ...)."""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+import wandb
+
+from seatrial.record.events import Event
+from seatrial.record.metrics import MetricsRecord
+from seatrial.record.states import State
+from seatrial.watch.trackers.tracker import TrackedRun
+
+_X = "step"
+
+
+class WeightsAndBiases:
+    """Its history can only grow: a redone step is a further row, with a higher run/generation where a generation redid it."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.id = run.id or uuid.uuid4().hex
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "seatrial"),
+            name=run.name,
+            id=self.id,
+            resume="allow",
+            dir=os.environ.get("WANDB_DIR", run.path),
+            config=run.config,
+            # Not of the training: this process only pushes.
+            settings=wandb.Settings(console="off", x_disable_stats=True, disable_code=True, disable_git=True),
+        )
+        self._run.define_metric("*", step_metric=_X)
+
+    def step(self, record: MetricsRecord, values: dict[str, float]) -> None:
+        self._run.log({_X: record.step, "_timestamp": record.time, **values})
+
+    def event(self, event: Event, step: int, count: int) -> None:
+        text = f"{event.severity}: {event.message}"
+        told = {"event": event.kind, "event_text": text, f"events/{event.kind}": count}
+        self._run.log({_X: step, "_timestamp": event.time, **told})
+
+    def flush(self) -> None:
+        pass  # a process of its own writes what was logged, also after this one has crashed
+
+    def end(self, state: State) -> None:
+        self._run.finish(exit_code=0 if state == "finished" else 1)

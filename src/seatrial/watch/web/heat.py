@@ -1,0 +1,149 @@
+"""The heat map: a cell for each rank, or GPU, of each node, of any metric that ranks or telemetry recorded. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from seatrial.record.frontier import beside_peers
+from seatrial.record.series import NODE_SERIES, is_counter, parse_series
+from seatrial.record.stages import STAGES
+from seatrial.watch.web.moment import Moment, Ranks
+
+OWN_WORK = "own-work"
+_UNITS = {
+    "ratio": "%",
+    "hertz": "Hz",
+    "watts": "W",
+    "celsius": "°C",
+    "bytes": "B",
+    "seconds": "s",
+    "bytes_per_second": "B/s",
+}
+
+
+def metrics(moment: Moment) -> list[dict[str, str]]:
+    """What can be selected: id, words and group, the deviation of own work first."""
+    found = [{"id": OWN_WORK, "name": "own work beside stage peers", "group": "ranks"}]
+    if moment.ranks.seconds is not None:
+        there = [bool(column.any()) for column in moment.ranks.seconds.T]
+        found += [
+            {"id": f"stage:{name}", "name": f"{name.replace('_', ' ')} beside stage peers", "group": "ranks"}
+            for name, known in zip(STAGES, there, strict=True)
+            if known
+        ]
+    keys = sorted({_kind(key) for sample in moment.telemetry.values() for key in sample.values})
+    keys = [key for key in keys if not _labels(key)[0].endswith("_info")]
+    found += [{"id": f"telemetry:{key}", "name": _words(key), "group": "telemetry"} for key in keys]
+    return found
+
+
+def heat(moment: Moment, metric: str) -> dict[str, Any]:
+    """Rows of nodes with a value for each of `columns`; null where nothing was recorded. `why`: nothing is there at all."""
+    kind, _, name = metric.partition(":")
+    if metric == OWN_WORK or (kind == "stage" and name in STAGES):
+        return {"metric": metric, **_of_ranks(moment.ranks, name)}
+    if kind == "telemetry":
+        return {"metric": metric, **_of_telemetry(moment, name)}
+    return {"metric": metric, **_nothing("this metric is not known")}
+
+
+def _nothing(why: str) -> dict[str, Any]:
+    return {"why": why, "nodes": [], "columns": [], "values": []}
+
+
+def _of_ranks(ranks: Ranks, stage: str) -> dict[str, Any]:
+    if ranks.account is None or ranks.seconds is None:
+        return _nothing("not recorded: not all ranks have recorded steps of this generation yet")
+    step_s = ranks.account.split.step_s
+    seconds = ranks.seconds[:, STAGES.index(stage)] if stage else ranks.own_s
+    share = 100 * beside_peers(seconds, ranks.pipeline) / step_s
+    slots = len(ranks.nodes) or 1
+    rows = share.reshape(slots, -1)
+    return {
+        "unit": "% of a step",
+        "centred": True,
+        "rank": True,
+        "nodes": list(ranks.nodes) or ["?"],
+        "columns": list(range(rows.shape[1])),
+        "values": np.round(rows, 2).tolist(),
+        "seconds": np.round(seconds.reshape(slots, -1), 6).tolist(),
+        "steps": [ranks.account.first_step, ranks.account.last_step],
+        "step_s": step_s,
+    }
+
+
+def _of_telemetry(moment: Moment, kind: str) -> dict[str, Any]:
+    """The newest values of `kind`; of a counter its growth a second."""
+    rate = is_counter(kind)
+    rows: dict[int, dict[str, float]] = {}
+    for node, sample in sorted(moment.telemetry.items()):
+        values = sample.rates if rate else sample.values
+        rows[node] = {
+            column: value for key, value in values.items() if (column := _column(key, kind)) is not None
+        }
+    columns = sorted({c for row in rows.values() for c in row}, key=lambda c: (len(c), c))
+    if not columns:
+        return _nothing("not recorded: no node has recorded this series")
+    unit, factor = _unit(kind)
+    return {
+        "unit": unit + ("/s" if rate else ""),
+        "centred": False,
+        "rank": False,
+        "nodes": list(rows),
+        "columns": columns,
+        "values": [[_scaled(row.get(column), factor) for column in columns] for row in rows.values()],
+        "times": [moment.telemetry[node].time for node in rows],
+    }
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else float(f"{value * factor:.6g}")
+
+
+def _labels(key: str) -> tuple[str, dict[str, str]]:
+    try:
+        return parse_series(key)
+    except ValueError:  # of another version
+        return key, {}
+
+
+def _kind(key: str) -> str:
+    """The series without the label of the device: `gpu_throttle_ratio{reason="power_cap"}`."""
+    name, labels = _labels(key)
+    rest = ",".join(f'{label}="{value}"' for label, value in labels.items() if label not in ("gpu", "port"))
+    return f"{name}{{{rest}}}" if rest else name
+
+
+def _column(key: str, kind: str) -> str | None:
+    """The device of a series of this kind; "" where it is of the whole node; None: of another kind."""
+    if _kind(key) != kind:
+        return None
+    labels = _labels(key)[1]
+    return labels.get("gpu", labels.get("port", "node"))
+
+
+def _words(kind: str) -> str:
+    name, labels = _labels(kind)
+    return " ".join([name.removesuffix("_total").replace("_", " "), *labels.values()])
+
+
+def _unit(kind: str) -> tuple[str, float]:
+    """(what values are shown in, and the factor to it)."""
+    known = NODE_SERIES.get(_labels(kind)[0])
+    unit = "" if known is None else known.unit
+    return _UNITS.get(unit, ""), 100.0 if unit == "ratio" else 1.0
+
+
+def worst(moment: Moment, most: int) -> Iterator[tuple[int, int | str, float, float]]:
+    """(rank, node, seconds of own work, percent of a step beside its peers) of the ranks that differ most."""
+    ranks = moment.ranks
+    if ranks.account is None:
+        return
+    share = 100 * beside_peers(ranks.own_s, ranks.pipeline) / ranks.account.split.step_s
+    each = ranks.account.ranks // (len(ranks.nodes) or 1)
+    for rank in np.argsort(-np.abs(share), kind="stable")[:most].tolist():
+        node = ranks.nodes[rank // each] if ranks.nodes else "?"
+        yield rank, node, float(ranks.own_s[rank]), float(share[rank])

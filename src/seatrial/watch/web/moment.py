@@ -1,0 +1,153 @@
+"""What one poll of a run's folder found; all pages are made from it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seatrial.base.errors import InputError
+from seatrial.plan.report.step_waterfall import StepWaterfall
+from seatrial.record.folder import RunFolder
+from seatrial.record.frontier import Account, account
+from seatrial.record.goodput import Goodput, goodput
+from seatrial.record.nodes import Nodes
+from seatrial.record.stages import RankStages, read_generation
+from seatrial.record.straggling import Straggling, straggling
+from seatrial.record.telemetry import Sample, read_latest
+from seatrial.record.view import RunReader, RunView
+from seatrial.ui.recovery import Recoveries
+from seatrial.ui.step_split import pipeline_of, waterfall_of_run
+
+_STEPS = 64  # recent ones of every rank, on which split and heat map are based
+_SLOW_S = 5.0  # between two readings of the ranks' records and of telemetry
+_STRAGGLING_S = 120.0  # between two readings of steps from the whole run
+_SHARE = 20  # of the time, at most one part in so many is spent on these readings
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The recent steps of the last generation, of all ranks that recorded them."""
+
+    account: Account | None = None
+    pipeline: int = 1  # stages, among whose ranks own work is compared
+    nodes: tuple[int, ...] = ()  # of each slot; empty: not known
+    seconds: NDArray[np.float64] | None = None  # ranks x STAGES, the median of recent steps
+    waterfall: StepWaterfall | None = None
+    why_no_prediction: str = ""
+
+    @property
+    def own_s(self) -> NDArray[np.float64]:
+        assert self.account is not None
+        return self.account.split.own_s
+
+
+@dataclass
+class Moment:
+    """A run as it was at `now` (unix seconds)."""
+
+    view: RunView
+    now: float
+    ranks: Ranks
+    telemetry: Mapping[int, Sample] = field(default_factory=dict)
+    whole: Goodput | None = None  # where the time of the run went
+    today: Goodput | None = None  # since midnight; None: the run was not there
+    complete: bool = False  # whether all but the view has been read
+
+    @property
+    def nodes(self) -> Nodes:
+        return Nodes(self.view.own_events)
+
+    @property
+    def underway(self) -> str | None:
+        """The recovery in progress."""
+        if self.view.state != "running":
+            return None
+        return Recoveries(self.view.own_events).underway(self.now)
+
+
+class MomentReader:
+    """Follows one run; a poll costs what was written since the one before."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._reader = RunReader(folder)
+        self._ranks = Ranks()
+        self._telemetry: Mapping[int, Sample] = {}
+        self._goodput: tuple[Goodput | None, Goodput | None] = None, None
+        self._straggling: Straggling | None = None
+        self._due = self._straggling_due = 0.0  # on the monotonic clock
+        self._generation = -1
+
+    def first(self) -> Moment:
+        """Without what every rank recorded, which takes longest."""
+        return Moment(self._reader.view(), time.time(), self._ranks)
+
+    def poll(self) -> Moment:
+        """Raises nothing for a damaged folder: what is damaged is a problem of the view."""
+        view, began = self._reader.view(), time.monotonic()
+        if began >= self._due or view.generation != self._generation:
+            self._generation = view.generation
+            self._ranks = _read_ranks(view)
+            self._telemetry = read_latest(view.folder)
+            self._goodput = self._where_time_went(view)
+            took = time.monotonic() - began
+            self._due = began + max(_SLOW_S, _SHARE * took)
+        return Moment(view, time.time(), self._ranks, self._telemetry, *self._goodput, complete=True)
+
+    def _where_time_went(self, view: RunView) -> tuple[Goodput | None, Goodput | None]:
+        if not view.generation:
+            return None, None
+        began = time.monotonic()
+        if began >= self._straggling_due:
+            self._straggling = straggling(view.folder, view.log)
+            took = time.monotonic() - began
+            self._straggling_due = began + max(_STRAGGLING_S, 10 * _SHARE * took)
+        now = time.time()
+        whole = goodput(view, now, straggling=self._straggling)
+        since = midnight(now)
+        if whole.end <= since:
+            return whole, None
+        return whole, goodput(view, now, since=since, straggling=self._straggling)
+
+
+def midnight(now: float) -> float:
+    """Unix time at which today began on this machine."""
+    today = time.localtime(now)
+    return time.mktime((today.tm_year, today.tm_mon, today.tm_mday, 0, 0, 0, 0, 0, -1))
+
+
+def _read_ranks(view: RunView) -> Ranks:
+    found, problems = read_generation(view.folder, view.generation, most=_STEPS)
+    view.problems += [problem for problem in problems if problem not in view.problems]
+    split = account(found)
+    if split is None:
+        return Ranks()
+    waterfall, why = waterfall_of_run(view, split)
+    pipeline = 1
+    with contextlib.suppress(InputError):  # `why` says it
+        pipeline = pipeline_of(view, split)
+    return Ranks(split, pipeline, _slots(view, split.ranks), _medians(found, split), waterfall, why)
+
+
+def _medians(found: Mapping[int, RankStages], split: Account) -> NDArray[np.float64]:
+    """Of each rank and stage the median over the steps of `split`."""
+    rows = []
+    for rank in range(split.ranks):
+        each = found[rank]
+        inside = (each.steps >= split.first_step) & (each.steps <= split.last_step)
+        rows.append(np.median(each.seconds[inside], axis=0))
+    return np.stack(rows)
+
+
+def _slots(view: RunView, ranks: int) -> tuple[int, ...]:
+    """The node of each slot in the current generation; empty if that is not known, or ranks do not fit it."""
+    for event in reversed(view.events):
+        slots = (event.data or {}).get("slots")
+        if event.kind == "generation_started" and isinstance(slots, dict):
+            nodes = tuple(n for n in slots.values() if type(n) is int)
+            return nodes if nodes and ranks % len(nodes) == 0 else ()
+    return ()

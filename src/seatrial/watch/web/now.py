@@ -1,0 +1,194 @@
+"""The first screen: is it moving, what needs a hand, where today's time went, which ranks deviate, what is in reserve."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from seatrial.base import units
+from seatrial.record.events import Event
+from seatrial.record.goodput import LABELS
+from seatrial.ui import figures
+from seatrial.ui.recovery import message_of
+from seatrial.ui.summary import shown_events
+from seatrial.watch.web import heat
+from seatrial.watch.web.moment import Moment
+
+_LATE = 5.0  # mean step times without a new step
+_LEAST_LATE_S = 10.0
+_LAST_EVENTS = 8
+_MOST_PROBLEMS = 5
+
+
+def now(moment: Moment) -> dict[str, Any]:
+    """The document that is pushed to browsers. Times are unix seconds: ages are counted there."""
+    view = moment.view
+    return {
+        "name": view.folder.path.absolute().name,
+        "state": {"state": view.state, "reason": view.state_reason, "generation": view.generation},
+        "moving": _moving(moment),
+        "hand": needs_a_hand(moment),
+        "lost": _lost(moment),
+        "reserve": _reserve(moment),
+        "checkpoint": _checkpoint(moment),
+        "heat": heat.heat(moment, heat.OWN_WORK) if moment.complete else {"why": "being read", "values": []},
+        "events": [event_row(event) for event in shown_events(view)[-_LAST_EVENTS:]][::-1],
+        "missing": [str(problem) for problem in view.problems[:_MOST_PROBLEMS]],
+        "missing_count": len(view.problems),
+        "counts": {"events": len(view.events), "steps": view.step},
+    }
+
+
+def _moving(moment: Moment) -> dict[str, Any]:
+    view, last, waterfall = moment.view, moment.view.last, moment.ranks.waterfall
+    runs = view.state == "running"
+    left = None if view.job.steps is None else max(0, view.job.steps - view.step)
+    planned = None if waterfall is None else waterfall.predicted_step_s
+    found: dict[str, Any] = {
+        "step": view.step,
+        "steps": view.job.steps,
+        "eta_s": view.eta_s if runs else None,
+        "planned_s": None if planned is None or left is None or not runs else planned * left,
+        "why_no_plan": moment.ranks.why_no_prediction,
+        "underway": moment.underway,
+    }
+    if last is None:
+        return found
+    return found | {
+        "time": last.time,
+        "late_s": max(_LEAST_LATE_S, _LATE * last.step_time_s) if runs else None,
+        "step_s": last.step_time_s,
+        "loss": last.loss,
+        "grad_norm": last.grad_norm,
+        "tokens_per_s": last.tokens_per_s,
+        "each": last.tokens_per_s_per_gpu,
+        "unit": figures.unit(view.device),
+        "mfu": last.mfu,
+        "memory": figures.memory(last.memory_bytes),
+        "tokens": view.tokens,
+    }
+
+
+def _lost(moment: Moment) -> dict[str, Any] | None:
+    """Seconds of today that no step counts for, by cause; None: not read yet."""
+    whole, today = moment.whole, moment.today
+    if whole is None:
+        return {"why": "no start is recorded"} if moment.complete else None
+    mean, low, high = (_hours(s) for s in (whole.mtbf.mean_s, whole.mtbf.low_s, whole.mtbf.high_s))
+    if mean:
+        mtbf = f"{whole.mtbf.failures} failures of the whole run: one in {mean} ({low} to {high}, 95 %)"
+    else:
+        mtbf = f"no failure yet: at most one in {low} (95 %)" if low else ""
+    if today is None:
+        return {"why": "the run had ended before today", "mtbf": mtbf}
+    causes = [name for name in LABELS if name != "productive"]
+    rows = [{"label": LABELS[name], "value": round(today.seconds[name], 1)} for name in causes]
+    return {
+        "rows": sorted(rows, key=lambda row: -float(str(row["value"]))),
+        "lost_s": round(sum(today.seconds[name] for name in causes), 1),
+        "wall_s": round(today.wall_s, 1),
+        "ettr": today.ettr,
+        "ettr_all": whole.ettr,
+        "mtbf": mtbf,
+    }
+
+
+def _hours(seconds: float | None) -> str:
+    return "" if seconds is None else units.duration(seconds)
+
+
+def needs_a_hand(moment: Moment) -> list[dict[str, Any]]:
+    """What somebody should do something about, worst first, with node and command where they are known."""
+    view = moment.view
+    run = shlex.quote(str(view.folder.path))
+    found = []
+    if view.failure is not None:
+        failure = view.failure
+        logs = f"seatrial logs {run}"
+        if failure.rank is not None:
+            logs += f" --rank {failure.rank}"
+        elif failure.node is not None:
+            logs += f" --node {failure.node}"
+        found.append(
+            _item("error", failure.message, failure.time, failure.node, failure.rank, logs, failure.hint)
+        )
+    elif view.state in ("failed", "stopped", "preempted"):
+        found.append(_item("warning", f"{view.state}: {view.state_reason}", _last_time(moment)))
+    if view.state in ("running", "queued"):
+        for node, how in sorted(moment.nodes.gone.items()):
+            event = _last_event(view.own_events, node)
+            what = f"node {node} {how}" if event is None else event.message
+            since = None if event is None else event.time
+            found.append(_item("warning", what, since, node, None, f"seatrial logs {run} --node {node}"))
+    found += [
+        _item("error", gap, None, None, None, f"seatrial verify {run}", "the ledger of samples has a gap")
+        for gap in view.ledger_gaps[:3]
+    ]
+    return sorted(found, key=lambda item: item["severity"] != "error")
+
+
+def _item(
+    severity: str,
+    what: str,
+    since: float | None,
+    node: int | None = None,
+    rank: int | None = None,
+    command: str | None = None,
+    hint: str = "",
+) -> dict[str, Any]:
+    return {
+        "severity": severity,
+        "what": what,
+        "since": since,
+        "node": node,
+        "rank": rank,
+        "command": command,
+        "hint": hint,
+    }
+
+
+def _last_event(events: list[Event], node: int) -> Event | None:
+    kinds = ("node_lost", "node_evicted", "node_left")
+    return next((e for e in reversed(events) if e.node == node and e.kind in kinds), None)
+
+
+def _last_time(moment: Moment) -> float | None:
+    events = moment.view.events
+    return events[-1].time if events else None
+
+
+def _reserve(moment: Moment) -> dict[str, Any]:
+    nodes = moment.nodes
+    return {
+        "known": bool(nodes.training),
+        "training": len([n for n in nodes.training if n not in nodes.gone]),
+        "spares": nodes.spares,
+        "idle_s": None if moment.whole is None else round(sum(moment.whole.idle_node_s.values())),
+        "gone": [{"node": node, "how": how} for node, how in sorted(nodes.gone.items())],
+    }
+
+
+def _checkpoint(moment: Moment) -> dict[str, Any] | None:
+    view = moment.view
+    if view.latest is None:
+        return None
+    return {
+        "step": view.latest.step,
+        "time": view.latest.time,
+        "where": view.latest.where,
+        "kept": len(view.checkpoints),
+        "at_risk": max(0, view.step - view.latest.step),
+    }
+
+
+def event_row(event: Event) -> dict[str, Any]:
+    """One event for a list."""
+    return {
+        "time": event.time,
+        "severity": event.severity if event.severity in ("warning", "error") else "info",
+        "kind": event.kind,
+        "text": message_of(event),
+        "node": event.node,
+        "rank": event.rank,
+        "generation": event.generation,
+    }

@@ -1,0 +1,88 @@
+// The first screen.
+import { ago, cell, command, duration, h, number, short } from "./dom.js";
+import { bars, eventRow, missing } from "./blocks.js";
+import { heatMap } from "./heat.js";
+
+const stat = (label, value) => (value === null || value === undefined ? "" : h("div", {}, h("dt", {}, label), h("dd", {}, value)));
+
+function moving(m, state) {
+  const left = m.steps ? Math.min(100, (100 * m.step) / m.steps) : null;
+  const runs = state.state === "running";
+  const age = m.time ? ago(m.time, m.late_s) : h("span", { class: "dim" }, "no step yet");
+  const eta = m.eta_s === null || m.eta_s === undefined ? (runs ? "unknown" : null) : duration(m.eta_s);
+  const plan = m.planned_s === null || m.planned_s === undefined ? null : h("span", {}, duration(m.planned_s), h("span", { class: m.eta_s > 1.1 * m.planned_s ? "warn" : "dim" }, ` (${(m.eta_s / m.planned_s).toFixed(2)} of plan)`));
+  return [
+    h("h2", {}, "Is it moving"),
+    h("div", { class: "big" },
+      h("dl", {}, stat("last step", age), stat("step", h("span", {}, number(m.step), m.steps ? h("span", { class: "dim" }, ` / ${number(m.steps)}`) : "")), stat("ETA", eta), runs ? stat("by the plan", plan ?? h("span", { class: "dim small" }, m.why_no_plan ? `unknown: ${m.why_no_plan}` : "unknown")) : "")),
+    left === null ? "" : h("progress", { max: 100, value: left, "aria-label": "steps done" }),
+    m.underway ? h("p", { class: "warn", role: "status" }, m.underway) : "",
+    runs ? "" : h("p", { class: state.state === "failed" ? "bad" : "dim" }, `${state.state}: ${state.reason}`),
+    m.time ? h("dl", { class: "stats" }, stat("loss", number(m.loss, 4)), stat("validation loss", m.validation), stat("gradient norm", short(m.grad_norm)), stat("step time", duration(m.step_s)), stat("tokens/s", short(m.tokens_per_s)), stat(`tokens/s a ${m.unit}`, short(m.each)), stat("MFU", typeof m.mfu === "number" ? `${number(100 * m.mfu, 1)} %` : "unknown"), stat("memory", m.memory), stat("tokens", short(m.tokens))) : "",
+  ];
+}
+
+function hand(items) {
+  if (!items.length) return [h("h2", {}, "Needs a hand"), h("p", { class: "good" }, "Nothing.")];
+  const row = (item) => h("li", { class: item.severity },
+    h("p", { class: "what" }, h("strong", { class: item.severity === "error" ? "bad" : "warn" }, item.severity), " ", item.what),
+    h("p", { class: "dim" }, [item.node === null ? "" : `node ${item.node}`, item.rank === null ? "" : `rank ${item.rank}`].filter(Boolean).join(", "), item.since ? [" for ", ago(item.since, null, "")] : "", item.hint ? ` ${item.hint}` : ""),
+    item.command ? command(item.command) : "");
+  return [h("h2", {}, `Needs a hand: ${items.length}`), h("ul", { class: "hand" }, items.map(row))];
+}
+
+function lost(l) {
+  if (!l) return [h("h2", {}, "Time lost today"), h("p", { class: "dim" }, "not known yet")];
+  if (l.why) return [h("h2", {}, "Time lost today"), h("p", { class: "dim" }, l.why), l.mtbf ? h("p", { class: "dim" }, l.mtbf) : ""];
+  const ettr = l.ettr === null ? "unknown" : `${number(100 * l.ettr, 1)} %`;
+  const rows = l.rows.filter((row) => row.value > 0);
+  return [
+    h("h2", {}, "Time lost today"),
+    h("p", {}, h("strong", {}, duration(l.lost_s)), ` of ${duration(l.wall_s)}; training ${ettr} of it, of the whole run ${l.ettr_all === null ? "unknown" : `${number(100 * l.ettr_all, 1)} %`}`),
+    rows.length ? bars({ rows: rows.map((row) => ({ ...row, text: duration(row.value) })) }) : h("p", { class: "good" }, "None."),
+    l.mtbf ? h("p", { class: "dim" }, l.mtbf) : "",
+  ];
+}
+
+function reserve(r) {
+  if (!r.known) return [h("h2", {}, "Spares and idle nodes"), h("p", { class: "dim" }, "not known: no generation has started")];
+  const list = (nodes) => (nodes.length ? "node " + nodes.slice(0, 24).join(", ") + (nodes.length > 24 ? ` and ${nodes.length - 24} more` : "") : "none");
+  return [
+    h("h2", {}, "Spares and idle nodes"),
+    h("dl", { class: "stats" }, stat("with ranks", number(r.training)), stat("spare, held without ranks", list(r.spares)), stat("gone", r.gone.length ? r.gone.slice(0, 12).map((g) => `node ${g.node} ${g.how}`).join(", ") : "none"), stat("node time held idle", r.idle_s === null || r.idle_s === undefined ? null : duration(r.idle_s))),
+  ];
+}
+
+function checkpoint(c) {
+  if (!c) return [h("h2", {}, "Newest checkpoint"), h("p", { class: "dim" }, "none yet")];
+  return [
+    h("h2", {}, "Newest checkpoint"),
+    h("dl", { class: "stats" }, stat("step", number(c.step)), stat("age", ago(c.time)), stat("steps since", number(c.at_risk)), stat("kept", number(c.kept)), stat("verified", c.verified ? cell(c.verified) : null)),
+    h("p", { class: "dim path" }, c.where),
+  ];
+}
+
+export function nowPage(run, api) {
+  const parts = Object.fromEntries(["moving", "hand", "lost", "heat", "reserve", "checkpoint", "events", "missing"].map((id) => [id, h("section", { id, class: `card ${id}` })]));
+  const map = heatMap();
+  parts.heat.append(h("h2", {}, "Own work of each rank beside its stage peers", " ", h("a", { class: "small", href: `#/run/${encodeURIComponent(run)}/ranks` }, "other metrics")), map.element);
+  const element = h("div", { class: "now" }, Object.values(parts));
+  let state = null;
+  const fill = (id, content) => parts[id].replaceChildren(...content.flat(9).filter((c) => c !== "" && c !== null));
+  return {
+    element,
+    redraw: map.draw,
+    update(changed, all) {
+      state = all.state ?? state;
+      if ((changed.moving || changed.state) && all.moving) fill("moving", moving(all.moving, all.state));
+      if (changed.hand) fill("hand", hand(changed.hand));
+      if ("lost" in changed || !parts.lost.childNodes.length) fill("lost", lost(all.lost));
+      if (changed.heat) map.show(changed.heat, "own work beside stage peers");
+      if (changed.reserve) fill("reserve", reserve(changed.reserve));
+      if ("checkpoint" in changed) fill("checkpoint", checkpoint(changed.checkpoint));
+      if (changed.events) fill("events", [h("h2", {}, "Last events"), h("ol", { class: "events" }, changed.events.map((event) => eventRow({ ...event, tone: { error: "bad", warning: "warn" }[event.severity] })))]);
+      if ("missing" in changed || changed.broken) fill("missing", [missing([...(all.broken ? [all.broken] : []), ...(all.missing ?? [])])]);
+      parts.missing.hidden = !all.missing?.length && !all.broken;
+    },
+  };
+}

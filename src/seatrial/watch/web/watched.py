@@ -1,0 +1,142 @@
+"""One run, read by one thread for all browsers, and its pages as bytes that all of them share."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from seatrial.record.folder import RunFolder
+from seatrial.watch.web.feed import Feed, encode
+from seatrial.watch.web.moment import Moment, MomentReader
+from seatrial.watch.web.now import now
+
+Result = TypeVar("Result")
+
+POLL_S = 0.5
+_SHARE = 4  # of the time, at most one part in so many is spent reading
+_IDLE_S = 30.0  # without a browser: the folder is read no more until one asks
+_FORGET_S = 900.0  # and what was read is dropped: it can be some hundred MB
+_PAGE_S, _PAGE_SHARE = 1.0, 20  # a page is made at most so often
+_LEAST_TO_PACK = 1400  # bytes: less fits a packet as it is
+
+
+@dataclass(frozen=True)
+class Body:
+    """A response, also compressed; `tag` identifies its content."""
+
+    raw: bytes
+    packed: bytes
+    tag: str
+
+
+def body_of(value: Any) -> Body:
+    """`value` as JSON."""
+    raw = encode(value)
+    packed = gzip.compress(raw, 1, mtime=0) if len(raw) >= _LEAST_TO_PACK else b""
+    return Body(raw, packed, f'"{hashlib.blake2b(raw, digest_size=12).hexdigest()}"')
+
+
+class Watched:
+    """Reads the run while somebody watches. Everything but the feed may be called by any thread."""
+
+    def __init__(self, name: str, folder: RunFolder, loop: asyncio.AbstractEventLoop) -> None:
+        self.name, self.folder = name, folder
+        self.feed = Feed(loop)
+        self._lock = threading.Lock()  # of the reader and what it has read
+        self._wanted, self._ending = threading.Event(), threading.Event()
+        self._read = threading.Event()  # there is a moment
+        self._asked = time.monotonic()
+        self._reader: MomentReader | None = None
+        self._moment: Moment | None = None
+        self._bodies: dict[tuple[str, ...], tuple[float, Body]] = {}
+        self._problem = ""
+        self._thread = threading.Thread(target=self._follow, name=f"watch {name}", daemon=True)
+
+    def want(self) -> None:
+        """Somebody watches: read, and go on for a while."""
+        self._asked = time.monotonic()
+        if not self._wanted.is_set():
+            self._read.clear()
+            self._wanted.set()
+        if not self._thread.is_alive() and not self._ending.is_set():
+            with self._lock:
+                if self._thread.ident is None:
+                    self._thread.start()
+
+    def end(self) -> None:
+        """Stop reading, and end the streams. Called in the loop's thread."""
+        self._ending.set()
+        self._wanted.set()
+        self.feed.end()
+
+    def body(
+        self, key: tuple[str, ...], make: Callable[[Moment], Mapping[str, Any]], wait_s: float = 30.0
+    ) -> Body:
+        """The page `key`, made at most once a second for all. Raises TimeoutError if the run cannot be read in time."""
+        self.want()
+        if not self._read.wait(wait_s):
+            raise TimeoutError(f"{self.name} is still being read")
+        with self._lock:
+            until, body = self._bodies.get(key, (0.0, None))
+            began = time.monotonic()
+            if body is not None and began < until:
+                return body
+            if self._moment is None:
+                return body_of({"blocks": [], "missing": [self._problem]})
+            body = body_of(make(self._moment))
+            if len(self._bodies) > 200:  # as many metrics and logs as can be asked for
+                self._bodies.clear()
+            took = time.monotonic() - began
+            self._bodies[key] = (began + took + max(_PAGE_S, _PAGE_SHARE * took), body)
+            return body
+
+    def use(self, take: Callable[[Moment], Result], wait_s: float = 30.0) -> Result | None:
+        """What `take` makes of the newest moment; None if the run could not be read. Raises as `body`."""
+        self.want()
+        if not self._read.wait(wait_s):
+            raise TimeoutError(f"{self.name} is still being read")
+        with self._lock:
+            return None if self._moment is None else take(self._moment)
+
+    def _follow(self) -> None:
+        while not self._ending.is_set():
+            began = time.monotonic()
+            if self.feed.readers:
+                self._asked = began
+            if began - self._asked > _IDLE_S:
+                self._wanted.clear()
+                if not self._wanted.wait(_FORGET_S):
+                    with self._lock:
+                        self._reader = self._moment = None
+                        self._bodies.clear()
+                    self._wanted.wait()
+                continue
+            try:
+                self._poll()
+            except Exception:  # noqa: BLE001 - the thread's last frame: the page says it, and the next poll tries again
+                self._problem = f"reading it failed, a bug in Seatrial: {traceback.format_exc(limit=-3)}"
+                self.feed.publish({"name": self.name, "broken": self._problem})
+                self._reader = None
+                self._read.set()
+            took = time.monotonic() - began
+            self._ending.wait(max(POLL_S - took, (_SHARE - 1) * took))
+
+    def _poll(self) -> None:
+        with self._lock:
+            if self._reader is None:
+                self._reader = MomentReader(self.folder)
+                self._moment = self._reader.first()
+                self.feed.publish(now(self._moment))
+                self._read.set()
+            self._moment = self._reader.poll()
+            self._problem = ""
+            document = now(self._moment)
+        self.feed.publish(document)
+        self._read.set()

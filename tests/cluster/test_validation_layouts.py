@@ -1,0 +1,161 @@
+"""The validation loss: equal in every layout, equal to a plain computation, and of no effect on the training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from parity_ranks import ARCH, LENGTH
+from validation_ranks import EVERY, SAMPLES, SEED, STEPS
+
+from conftest import records, run_cases
+from seatrial.checkpoint.manifest import named
+from seatrial.checkpoint.read import CheckpointWeights
+from seatrial.data.order import sample_index
+from seatrial.data.store import TokenStore
+from seatrial.data.tokenizer import ByteTokenizer
+from seatrial.data.writer import StoreWriter
+from seatrial.model.generate import load_whole
+from seatrial.record.folder import RunFolder
+from seatrial.record.frontier import account
+from seatrial.record.metrics import read_metrics
+from seatrial.record.stages import STAGES, VALIDATION, read_generation
+
+pytestmark = pytest.mark.cluster
+
+FULL = {"tensor": 2, "pipeline": 2, "shard": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor": 2},
+    "pp2": {"pipeline": 2},
+    "fsdp2": {"shard": 2},
+    "replicate2": {"replicate": 2},
+    "tp2-pp2-fsdp2": FULL,
+    "pp2-interleaved": {"pipeline": 2, "stages_per_rank": 2, "schedule": "interleaved-1f1b"},
+    "pp2-zero-bubble": {"pipeline": 2, "stages_per_rank": 2, "schedule": "zero-bubble"},
+    "replicate2-fsdp2": {"replicate": 2, "shard": 2},
+    "pp4": {"pipeline": 4},
+    "pp2-gpipe-fsdp2": {"pipeline": 2, "schedule": "gpipe", "shard": 2},
+}
+LONG = ("pp2-gpipe-fsdp2", "replicate2-fsdp2", "pp4", "pp2-interleaved")
+
+
+def write_store(folder: Path, documents: int, seed: int) -> str:
+    generator = np.random.default_rng(seed)
+    with StoreWriter(folder, ByteTokenizer()) as writer:
+        for _ in range(documents):
+            start, stride, length = generator.integers((0, 1, 30), (257, 5, 200))
+            writer.append((start + stride * np.arange(length)) % 257, np.array([0]))
+        writer.finish({})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("validation")
+    stores = [write_store(out / "training", 60, 1), write_store(out / "other", 40, 2)]
+    selected = [item for item in request.session.items if item.path == request.path]
+    wanted = {item.callspec.params.get("name") for item in selected if hasattr(item, "callspec")}
+    common = {"tied": True, "root": str(out), "stores": stores}
+    cases = [
+        {"name": "one", "layout": {}, **common},
+        {"name": "one-documents", "layout": {}, "documents": True, **common},
+        {"name": "full-documents", "layout": FULL, "documents": True, **common},
+        *({"name": n, "layout": at, **common} for n, at in LAYOUTS.items() if n not in LONG or n in wanted),
+        *(
+            {"name": f"{n}-without", "layout": LAYOUTS[n], "validates": False, **common}
+            for n in ("tp2-pp2-fsdp2", "pp2-zero-bubble")
+        ),
+    ]
+    done = run_cases(cases, out, timeout_s=240, script="validation_ranks.py")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def losses(out: Path, name: str) -> dict[int, float]:
+    found, problems = read_metrics(RunFolder(out / name))
+    assert not problems
+    assert [r.step for r in found] == list(range(1, STEPS + 1))
+    return {r.step: r.validation_loss for r in found if r.validation_loss is not None}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in LAYOUTS]
+)
+def test_a_layout_measures_the_loss_of_one_process(name: str, out: Path) -> None:
+    found, one = losses(out, name), losses(out, "one")
+    assert found.keys() == one.keys() == {EVERY, STEPS}
+    print(name, {step: abs(found[step] - one[step]) for step in one})  # pytest -rP shows it
+    assert found == pytest.approx(one, abs=1e-5, rel=0)
+    assert one[EVERY] - one[STEPS] > 1e-3, "what does not change can tell nothing apart"
+
+
+def test_documents_are_masked_as_in_training(out: Path) -> None:
+    one, full = losses(out, "one-documents"), losses(out, "full-documents")
+    assert full == pytest.approx(one, abs=1e-5, rel=0)
+    assert abs(one[STEPS] - losses(out, "one")[STEPS]) > 1e-3
+
+
+def test_it_is_the_loss_of_these_samples_plainly_computed(out: Path) -> None:
+    """The last step's model from its checkpoint, over each sample alone."""
+    (folder,) = named(RunFolder(out / "one").checkpoints)
+    model = load_whole(replace(ARCH, tie_word_embeddings=True), CheckpointWeights(folder))
+    store = TokenStore.open(out / "other")
+    available = (store.n_tokens - 1) // LENGTH
+    assert available > SAMPLES
+    samples = [sample_index(i, seed=SEED, samples_per_epoch=available)[1] for i in range(SAMPLES)]
+    assert len(set(samples)) == SAMPLES
+    each = []
+    with torch.no_grad():
+        for sample in samples:
+            tokens = torch.from_numpy(store.read(sample * LENGTH, LENGTH + 1).astype(np.int64))
+            each.append(F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:]).item())
+    assert losses(out, "one")[STEPS] == pytest.approx(math.fsum(each) / SAMPLES, abs=1e-6, rel=0)
+
+
+@pytest.mark.parametrize("layout", ["tp2-pp2-fsdp2", "pp2-zero-bubble"])
+def test_training_is_the_same_to_the_last_bit_without_it(layout: str, out: Path) -> None:
+    ranks = sorted(out.glob(f"{layout}.*.pt"))
+    assert len(ranks) == len(sorted(out.glob(f"{layout}-without.*.pt"))) > 1
+    for path in ranks:
+        ours, theirs = (
+            torch.load(out / f"{name}{path.name.removeprefix(layout)}", weights_only=True)
+            for name in (layout, f"{layout}-without")
+        )
+        for (name, _, mine), (_, _, other) in zip(ours["weights"], theirs["weights"], strict=True):
+            assert torch.equal(mine, other), name
+        assert torch.equal(ours["random"], theirs["random"])
+    mine, other = (records(out / n / "metrics.jsonl") for n in (layout, f"{layout}-without"))
+    for a, b in zip(mine, other, strict=True):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+    assert saved(out / layout) == saved(out / f"{layout}-without")
+
+
+def saved(run: Path) -> dict[str, bytes]:
+    (folder,) = named(RunFolder(run).checkpoints)
+    found = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix == ".safetensors"}
+    assert found
+    return found
+
+
+def test_its_time_is_a_stage_of_its_own(out: Path) -> None:
+    found, _ = read_generation(RunFolder(out / "tp2-pp2-fsdp2"), 1)
+    metrics = {m["step"]: m for m in records(out / "tp2-pp2-fsdp2/metrics.jsonl")}
+    took = metrics[EVERY]["validation_time_s"]
+    for each in found.values():
+        spent = dict(zip(each.steps.tolist(), each.seconds[:, VALIDATION].tolist(), strict=True))
+        assert spent.pop(EVERY + 1) == pytest.approx(took, rel=0.2, abs=0.02)
+        assert set(spent.values()) == {0.0}
+        after = each.seconds[each.steps.tolist().index(EVERY + 1)]
+        # No part of the step's time: the other stages of the step add up to it.
+        assert after.sum() - after[VALIDATION] == pytest.approx(
+            metrics[EVERY + 1]["step_time_s"], rel=0.25, abs=0.05
+        )
+    whole = account(found, first_step=1)
+    assert whole is not None
+    assert whole.seconds[STAGES[VALIDATION]] > 0
