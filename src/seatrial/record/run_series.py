@@ -28,7 +28,7 @@ class RunSeries:
 def run_values(view: RunView, now: float) -> dict[str, float]:
     """Series -> value of a run at unix time `now`; what is not known is absent. `view` must not be a brief one."""
     last, own = view.last, view.own_events
-    nodes = Nodes(own)
+    nodes, validation = Nodes(own), view.history.validation
     known: dict[str, float | None] = {
         "run_running": float(view.state == "running"),
         "run_start_timestamp_seconds": own[0].time if own else None,
@@ -46,6 +46,7 @@ def run_values(view: RunView, now: float) -> dict[str, float]:
         known |= {
             "run_last_step_timestamp_seconds": last.time,
             "run_loss": last.loss,
+            "run_validation_loss": validation[-1][1] if validation else None,
             "run_gradient_norm": last.grad_norm,
             "run_learning_rate": last.lr,
             "run_tokens": view.tokens,
