@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 150.0  # on a busy machine
 
 
 class Prometheus:
