@@ -374,8 +374,12 @@ def read_job_facts(folder: RunFolder) -> tuple[JobFacts, list[Problem]]:
         value = values.get(key) if isinstance(values, dict) else None
         return value if type(value) is int and value > 0 else None
 
-    train = [whole("train", key) for key in ("steps", "global_batch", "sequence_length")]
-    return JobFacts(*train, whole("checkpoint", "every_steps")), []
+    return JobFacts(
+        whole("train", "steps"),
+        whole("train", "global_batch"),
+        whole("train", "sequence_length"),
+        whole("checkpoint", "every_steps"),
+    ), []
 
 
 def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Failure | None:
