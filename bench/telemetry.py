@@ -6,6 +6,9 @@ One rank, one node and one rank 0 write what they write in a run of that many da
 values that vary as measured ones do; what is on disk afterwards is multiplied by the number of ranks and nodes. The
 step times: the reference voyage (Qwen2.5-72B on B300, `seatrial plan`) with a batch that grows with its GPUs; with the
 same batch on eight times the GPUs; and a small model. Times are CPU seconds of this machine.
+
+Then the process that samples a node runs for `--live` seconds, a sample a second, with the same series of 8 GPUs and 8
+ports, and is scraped each second.
 """
 
 from __future__ import annotations
@@ -13,14 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+from seatrial.control.agent.external import Child
 from seatrial.control.telemetry.host import HostLoad
+from seatrial.control.telemetry.node_sampler import NodeSampler, SamplerSettings
 from seatrial.hardware.tcp import Connection
 from seatrial.record.collectives import CollectivesWriter
 from seatrial.record.connections import write_connections
@@ -51,9 +58,9 @@ def cpu(do: Callable[[], object]) -> float:
 
 
 def stages(folder: RunFolder, steps: int, step_s: float) -> None:
-    """Tensor, pipeline and sharded data parallel: ten of the eleven stages take time, with noise of 2 %."""
+    """Tensor, pipeline and sharded data parallel: ten of the twelve stages take time, with noise of 2 %."""
     random = np.random.default_rng(1)
-    shares = np.array([0.002, 0.01, 0.25, 0.45, 0.02, 0.001, 0.1, 0.08, 0.0, 0.07, 0.017])
+    shares = np.array([0.002, 0.01, 0.25, 0.45, 0.02, 0.001, 0.1, 0.08, 0.0, 0.07, 0.017, 0.0])
     noise = random.normal(1.0, 0.02, (steps, len(STAGES)))
     writer = StageWriter(folder, 1, 0, ranks=RANKS, clock="cuda", first_step=1, not_separated={})
     for step, row in enumerate((shares * step_s * noise).tolist(), 1):
@@ -215,12 +222,43 @@ def of_day(step_s: float, days: float) -> dict[str, object]:
     }
 
 
+def live(seconds: int) -> tuple[float, float, int, float]:
+    """CPU seconds of the sampling process a sample without and with a scrape, lines of the answer, MiB of its memory."""
+    rows = [row for _, row in samples(0.01)]
+    with tempfile.TemporaryDirectory() as name, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+        probe.close()
+        settings = SamplerSettings(Path(name), 0, 1.0, {"run": Path(name)}, "127.0.0.1", port)
+        child = Child(lambda channel: NodeSampler(settings, channel).run())
+        lines, took = 0, []
+        for scraped in (False, True):
+            time.sleep(2.0)  # until it has started
+            began = _cpu_of(child.pid)
+            for row in rows[:seconds]:
+                child.post({"source": "gpus", "values": row})
+                if scraped:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                        lines = len(answer.read().splitlines())
+                time.sleep(1.0)
+            took.append((_cpu_of(child.pid) - began) / seconds)
+        memory = int(Path(f"/proc/{child.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        child.close()
+    return took[0], took[1], lines, memory / 2**20
+
+
+def _cpu_of(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps-s", nargs="+", type=float, default=[33.8, 5.5, 1.0])
     parser.add_argument("--days", type=float, default=1.0)
+    parser.add_argument("--live", type=int, default=20, help="seconds; 0: not at all")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     os.nice(10)
@@ -244,6 +282,13 @@ def main() -> int:
         )
         print(
             f"  {found['series_a_node']} series a node; sampling: {found['node_cpu_share']:.3%} of one core"
+        )
+    if args.live:
+        plain, scraped, lines, memory = live(args.live)
+        share = plain / EVERY_S
+        print(
+            f"sampling process: {plain * 1e3:.1f} ms of CPU a sample, {scraped * 1e3:.1f} with a scrape of {lines} lines; "
+            f"every {EVERY_S:g} s {share:.3%} of one core; {memory:.0f} MiB, shared with its agent where unchanged"
         )
     return 0 if good else 1
 

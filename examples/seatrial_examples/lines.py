@@ -13,10 +13,10 @@ class Lines:
         self.id = run.id or run.name
         self._file = (run.path / "reports" / "lines.txt").open("a", buffering=1)
 
-    def step(self, record: MetricsRecord, values: dict[str, float]) -> None:
+    def log_step(self, record: MetricsRecord, values: dict[str, float]) -> None:
         self._file.write(f"step {record.step}: loss {values['train/loss']:.4f}\n")
 
-    def event(self, event: Event, step: int, count: int) -> None:
+    def log_event(self, event: Event, step: int, count: int) -> None:
         self._file.write(f"after step {step}: {event.message}\n")
 
     def flush(self) -> None:

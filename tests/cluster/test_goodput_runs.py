@@ -64,7 +64,7 @@ class Observed:
 def test_random_faults_cost_what_was_observed(begin: Begin, seed: int) -> None:
     pick = random.Random(seed)
     layout = pick.choice([REPLICAS, ()])  # a replica's state, or snapshots in memory: steps are done again
-    trial = begin(*layout, "cluster.spares=1", "train.steps=30", "checkpoint.every_steps=10")
+    trial = begin(*layout, "cluster.spares=1", "train.steps=50", "checkpoint.every_steps=10")
     seen, hits = Observed(trial), []
     at = 0
     for generation in range(1, 1 + pick.choice([1, 2])):

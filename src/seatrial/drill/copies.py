@@ -151,6 +151,7 @@ def _wanted(
         ),
         "resilience.allow_gpu_reset": (False, "a drill resets no GPU"),
         "resilience.allow_node_drain": (False, "a drill drains no node"),
+        "watch.metrics_port": (None, "leaves the live run's ports free"),
     }
     if not own.snapshot_every_steps:
         wanted["resilience.snapshot_every_steps"] = (0, "off in the job")

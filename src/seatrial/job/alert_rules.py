@@ -38,8 +38,8 @@ class Rule:
     def changed(self, own: Mapping[str, float]) -> Rule:
         """With a job's numbers instead of these."""
         numbers = {**self.numbers, **own}
-        times = {name: numbers.pop(name) for name in _TIMES}
-        return replace(self, limits=numbers, **times)
+        for_s, clear_s = (numbers.pop(name) for name in _TIMES)
+        return replace(self, for_s=for_s, clear_s=clear_s, limits=numbers)
 
 
 def rules_of(off: Collection[str], own: Mapping[str, Mapping[str, float]]) -> dict[str, Rule]:

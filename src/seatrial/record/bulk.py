@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 import typing
+from functools import cache
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -19,8 +20,8 @@ Columns = dict[str, NDArray[Any]]
 _BLOCK_BYTES = 1 << 20  # parsed by one thread
 
 
-def columns(cls: type[Any], data: bytes) -> Columns | None:
-    """Field -> values of the records in `data`, complete lines. NaN where an optional number is null; without fields of other types.
+def columns(cls: type[Any], data: bytes, lines: int) -> Columns | None:
+    """Field -> values of the records in `data`, so many complete lines. NaN where an optional number is null; without fields of other types.
 
     None if a line is not a record of dataclass `cls`, or a number is not finite.
     """
@@ -39,7 +40,7 @@ def columns(cls: type[Any], data: bytes) -> Columns | None:
     except pa.ArrowInvalid:
         return None
     # Arrow also takes objects over several lines, and several on one.
-    if table.num_rows != data.count(b"\n"):
+    if table.num_rows != lines:
         return None
     for f in fields:
         nulls = table[f.name].null_count and not f.optional
@@ -58,6 +59,7 @@ class _Field(NamedTuple):
     optional: bool  # may be left out
 
 
+@cache
 def _fields(cls: type[Any]) -> list[_Field]:
     """The fields that are a number, a truth value, or one of these or None."""
     found = []

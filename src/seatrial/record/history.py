@@ -137,36 +137,34 @@ class LedgerBook:
         self._last: dict[int, int] = {}  # generation -> its last step
         self.batch: int | None = None  # samples of its first step
 
-    def take_columns(self, found: Columns) -> bool:
-        """Take many records at once; false, without any taken, if there is anything to judge but that a generation resumed."""
+    def take_columns(self, found: Columns) -> None:
+        """Take many records at once, as `take` would one by one."""
         steps, first, end, done = found["step"], found["first_sample"], found["end_sample"], self._generations
-        generations, batch = found["generation"], self.batch or int(end[0] - first[0])
-        if (
-            found["skipped"].any()
-            or steps[0] < 1
-            or (first != (steps - 1) * batch).any()
-            or (end - first != batch).any()
-        ):
-            return False
+        generations, skipped = (
+            found["generation"],
+            found["skipped"].astype(bool),
+        )  # left out by older versions
+        batch = self.batch or int(end[0] - first[0])
+        plain = (steps > 0) & (first == (steps - 1) * batch) & (end - first == batch) & ~skipped & (batch > 0)
         breaks = (steps[1:] != steps[:-1] + 1) | (generations[1:] != generations[:-1])
-        parts = list(pairwise([0, *(breaks.nonzero()[0] + 1).tolist(), len(steps)]))
-        count, newest = len(done), done[-1] if done else None
-        for begin, stop in parts:
-            step, generation = int(steps[begin]), int(generations[begin])
-            resumed = newest is not None and generation > newest and 1 <= step <= count
-            if (newest is not None and generation < newest) or not (step == count + 1 or resumed):
-                return False
-            count, newest = step - 1 + stop - begin, generation
-        self.batch = batch
-        for begin, stop in parts:
-            step, generation = int(steps[begin]), int(generations[begin])
-            if step <= len(done):
-                del done[step - 1 :]
-                self.skipped = {s for s in self.skipped if s < step}
-            done += [generation] * (stop - begin)
-            self._last[generation] = int(steps[stop - 1])
-        self.steps = len(done)
-        return True
+        breaks |= ~plain[1:] | ~plain[:-1]
+        for begin, stop in pairwise([0, *(breaks.nonzero()[0] + 1).tolist(), len(steps)]):
+            at, generation = begin, int(generations[begin])
+            while at < stop:
+                step = int(steps[at])
+                newest = done[-1] if done else generation
+                follows = step == len(done) + 1 and generation >= newest
+                if plain[at] and (follows or (generation > newest and step <= len(done))):
+                    if step <= len(done):  # the new generation resumed before this step
+                        del done[step - 1 :]
+                        self.skipped = {s for s in self.skipped if s < step}
+                    self.batch = batch
+                    done += [generation] * (stop - at)
+                    self.steps = len(done)
+                    self._last[generation] = int(steps[stop - 1])
+                    break
+                self.take(LedgerRecord(step, int(first[at]), int(end[at]), generation, bool(skipped[at])))
+                at += 1
 
     def take(self, record: LedgerRecord) -> None:
         """Take the next record of ledger.jsonl."""

@@ -181,18 +181,20 @@ class Tail:
         return [item for part in self.parts() for item in part]
 
     def parts(
-        self, bulk: Callable[[bytes], bool] | None = None
+        self, bulk: Callable[[bytes, int], bool] | None = None
     ) -> Iterator[list[tuple[int, dict[str, Any]]]]:
         """As `poll_numbered`, a few MiB at a time, to bound memory.
 
-        `bulk` may take much data as a whole: it returns whether it did.
+        `bulk` may take much data, with the number of its lines, as a whole: it returns whether it did.
         """
         while data := self._read():
             end = self._offset
             self._offset += len(data)
-            if bulk is not None and len(data) >= _BULK_BYTES and end >= self._recent and bulk(data):
-                self._lines += self._numbered * data.count(b"\n")
-                continue
+            if bulk is not None and len(data) >= _BULK_BYTES and end >= self._recent:
+                lines = data.count(b"\n")
+                if bulk(data, lines):
+                    self._lines += self._numbered * lines
+                    continue
             values = []
             unwanted = self._unwanted if len(data) >= _BULK_BYTES else None
             for line in data[:-1].split(b"\n"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+
 from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
 from seatrial.record.frontier import account
@@ -12,6 +15,7 @@ from seatrial.record.stages import read_generation
 from seatrial.record.view import RunReader, RunView
 
 _STEPS = 32  # recent ones, whose mean is the split
+_SPLIT_EVERY_S = 60.0  # it reads a thousand files where there are a thousand ranks
 
 
 class RunSeries:
@@ -19,16 +23,23 @@ class RunSeries:
 
     def __init__(self, folder: RunFolder) -> None:
         self._reader = RunReader(folder)
+        self._split: tuple[float, dict[str, float]] | None = None  # when it was made, monotonic
 
     def read(self, now: float) -> dict[str, float]:
         """`run_values` of the run at unix time `now`."""
-        return run_values(self._reader.view(), now)
+        view, at = self._reader.view(), time.monotonic()
+        if self._split is None or not self._split[1] or at - self._split[0] >= _SPLIT_EVERY_S:
+            self._split = at, recent_split(view)
+        return run_values(view, now, self._split[1])
 
 
-def run_values(view: RunView, now: float) -> dict[str, float]:
-    """Series -> value of a run at unix time `now`; what is not known is absent. `view` must not be a brief one."""
-    last, own = view.last, view.own_events
-    nodes, validation = Nodes(own), view.history.validation
+def run_values(view: RunView, now: float, split: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Series -> value of a run at unix time `now`; what is not known is absent. `view` must not be a brief one.
+
+    `split`: that of `recent_split`, which may be of some time ago; None: of now.
+    """
+    last, own, validated = view.last, view.own_events, view.history.validation
+    nodes = Nodes(own)
     known: dict[str, float | None] = {
         "run_running": float(view.state == "running"),
         "run_start_timestamp_seconds": own[0].time if own else None,
@@ -46,7 +57,7 @@ def run_values(view: RunView, now: float) -> dict[str, float]:
         known |= {
             "run_last_step_timestamp_seconds": last.time,
             "run_loss": last.loss,
-            "run_validation_loss": validation[-1][1] if validation else None,
+            "run_validation_loss": validated[-1][1] if validated else None,
             "run_gradient_norm": last.grad_norm,
             "run_learning_rate": last.lr,
             "run_tokens": view.tokens,
@@ -66,13 +77,13 @@ def run_values(view: RunView, now: float) -> dict[str, float]:
     found = {series(name, run=run): float(value) for name, value in known.items() if value is not None}
     for cause, seconds in spent.seconds.items():
         found[series("run_goodput_seconds", run=run, cause=cause)] = seconds
-    for stage, seconds in _split(view).items():
+    for stage, seconds in (recent_split(view) if split is None else split).items():
         found[series("run_step_stage_seconds", run=run, stage=stage)] = seconds
     return found
 
 
-def _split(view: RunView) -> dict[str, float]:
-    """Stage -> seconds of a recent step; empty until all ranks have recorded one."""
+def recent_split(view: RunView) -> dict[str, float]:
+    """Stage -> seconds of a recent step; empty until all ranks have recorded one. Reads a file of each rank."""
     stages, _ = read_generation(view.folder, view.generation, most=_STEPS)
     found = account(stages)
     return {} if found is None else found.seconds

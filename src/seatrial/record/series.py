@@ -15,7 +15,7 @@ Kind = Literal["gauge", "counter"]
 PREFIX = "seatrial_"
 
 # Per GPU or port that a node may have in telemetry, so that its number of series has a limit; further ones are left out.
-MOST_GPUS, MOST_PORTS, MOST_STORAGES = 16, 32, 3
+MOST_GPUS, MOST_PORTS = 16, 32
 THROTTLE_REASONS = ("power_cap", "hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
 
 
@@ -45,48 +45,24 @@ _HW = "hw_counters of the port in sysfs"
 # Of one node, by its agent. What cannot be read is absent.
 _NODE = (
     _gauge("gpu_info", "", "The GPU that a number stands for; always 1", "NVML", "gpu", "pci", "name"),
-    _gauge(
-        "gpu_tensor_active_ratio",
-        "ratio",
-        "Share of the time in which tensor cores were busy, 0 to 1",
-        "NVML GPM, Hopper and later",
-        "gpu",
-    ),
+    _gauge("gpu_tensor_active_ratio", "ratio", "Share of the time in which tensor cores were busy, 0 to 1", "NVML GPM, Hopper and later", "gpu"),
     _gauge("gpu_busy_ratio", "ratio", "Share of the time in which a kernel ran, 0 to 1", "NVML", "gpu"),
     _gauge("gpu_sm_clock_hertz", "hertz", "Clock of the SMs", "NVML", "gpu"),
     _gauge("gpu_power_watts", "watts", "Power drawn", "NVML", "gpu"),
     _gauge("gpu_temperature_celsius", "celsius", "Temperature of the chip", "NVML", "gpu"),
-    _gauge(
-        "gpu_throttle_ratio",
-        "ratio",
-        "Share of the time in which its clock was held back for this reason, 0 to 1",
-        _CLOCKS,
-        *("gpu", "reason"),
-    ),
+    _gauge("gpu_throttle_ratio", "ratio", "Share of the time in which its clock was held back for this reason, 0 to 1", _CLOCKS, "gpu", "reason"),
     _gauge("gpu_memory_used_bytes", "bytes", "Memory in use, by all processes", "NVML", "gpu"),
     _gauge("gpu_memory_total_bytes", "bytes", "Memory", "NVML", "gpu"),
     _counter("gpu_ecc_errors_total", "", "ECC errors since the driver was loaded", "NVML", "gpu", "severity"),
     _counter("gpu_nvlink_sent_bytes_total", "bytes", "Data sent over all NVLinks", "NVML", "gpu"),
     _counter("gpu_nvlink_received_bytes_total", "bytes", "Data received over all NVLinks", "NVML", "gpu"),
-    _counter(
-        "gpu_nvlink_errors_total",
-        "",
-        "Errors of all NVLinks, read every minute",
-        "nvidia-smi nvlink -e",
-        "gpu",
-    ),
+    _counter("gpu_nvlink_errors_total", "", "Errors of all NVLinks, read every minute", "nvidia-smi nvlink -e", "gpu"),
     _counter("gpu_pcie_replays_total", "", "PCIe packets sent again", "NVML", "gpu"),
     _gauge("port_active", "", "1 while the link of the port is ACTIVE, else 0", "state in sysfs", "port"),
     _gauge("port_speed_bytes_per_second", "bytes_per_second", "Rate of the link", "rate in sysfs", "port"),
     _counter("port_sent_bytes_total", "bytes", "Data sent by the port", "port_xmit_data", "port"),
     _counter("port_received_bytes_total", "bytes", "Data received by the port", "port_rcv_data", "port"),
-    _gauge(
-        "port_transmit_wait_ratio",
-        "ratio",
-        "Share of the time in which the port had data and no credit to send it, 0 to 1",
-        "port_xmit_wait",
-        "port",
-    ),
+    _gauge("port_transmit_wait_ratio", "ratio", "Share of the time in which the port had data and no credit to send it, 0 to 1", "port_xmit_wait", "port"),
     _counter("port_retransmissions_total", "", "Packets sent again, asked for again, or lost", _HW, "port"),
     _counter("port_cnp_total", "", "Congestion notification packets", _HW, "port", "direction"),
     _counter("port_ecn_marked_packets_total", "", "Packets that arrived with a congestion mark", _HW, "port"),
@@ -95,53 +71,21 @@ _NODE = (
     _counter("port_discards_total", "", "Packets thrown away instead of sent", "port_xmit_discards", "port"),
     _gauge("node_cpus", "", "Processors of the node", "/proc/stat"),
     _gauge("node_cpu_busy_ratio", "ratio", "Share of the processors' time in use, 0 to 1", "/proc/stat"),
-    _gauge(
-        "node_cpu_iowait_ratio",
-        "ratio",
-        "Share of the processors' time idle while a task waited for a disk, 0 to 1",
-        "/proc/stat",
-    ),
+    _gauge("node_cpu_iowait_ratio", "ratio", "Share of the processors' time idle while a task waited for a disk, 0 to 1", "/proc/stat"),
     _gauge("node_memory_total_bytes", "bytes", "Memory of the node", "/proc/meminfo"),
     _gauge("node_memory_used_bytes", "bytes", "Memory not available to new processes", "/proc/meminfo"),
-    _gauge(
-        "node_memory_available_bytes",
-        "bytes",
-        "Memory that the agent's processes can still get, by the node or a control group",
-        "/proc/meminfo, cgroup",
-    ),
-    _counter(
-        "node_pressure_seconds_total",
-        "seconds",
-        "Time in which some, or all, tasks waited for the resource",
-        "/proc/pressure",
-        *("resource", "tasks"),
-    ),
-    _gauge(
-        "storage_free_bytes",
-        "bytes",
-        "Free space of the file system of the run folder or of the checkpoints",
-        "statvfs",
-        "storage",
-    ),
+    _gauge("node_memory_available_bytes", "bytes", "Memory that the agent's processes can still get, by the node or a control group", "/proc/meminfo, cgroup"),
+    _counter("node_pressure_seconds_total", "seconds", "Time in which some, or all, tasks waited for the resource", "/proc/pressure", "resource", "tasks"),
+    _gauge("storage_free_bytes", "bytes", "Free space of the file system of the run folder or of the checkpoints", "statvfs", "storage"),
     _gauge("storage_total_bytes", "bytes", "Size of that file system", "statvfs", "storage"),
-    _counter(
-        "node_network_received_bytes_total",
-        "bytes",
-        "Data received by the node's network interfaces",
-        "/proc/net/dev",
-    ),
+    _counter("node_network_received_bytes_total", "bytes", "Data received by the node's network interfaces", "/proc/net/dev"),
     _counter("node_network_sent_bytes_total", "bytes", "Data sent by them", "/proc/net/dev"),
     _counter("node_tcp_sent_segments_total", "", "TCP segments sent", "/proc/net/snmp"),
     _counter("node_tcp_retransmitted_segments_total", "", "TCP segments sent again", "/proc/net/snmp"),
     _gauge("node_clock_synchronised", "", "1 if the kernel's clock is synchronised, else 0", "adjtimex(2)"),
-    _gauge(
-        "node_clock_offset_seconds",
-        "seconds",
-        "Offset of the clock from its time source, as NTP or PTP told the kernel",
-        "adjtimex(2)",
-    ),
+    _gauge("node_clock_offset_seconds", "seconds", "Offset of the clock from its time source, as NTP or PTP told the kernel", "adjtimex(2)"),
     _gauge("node_clock_max_error_seconds", "seconds", "Bound of the clock's error", "adjtimex(2)"),
-)
+)  # fmt: skip
 
 # Of a run, from its folder. `run` is its name.
 _METRICS = "metrics.jsonl, the last step"
@@ -156,12 +100,8 @@ _RUN = (
     ),
     _gauge("run_step", "", "The last step that was done", _METRICS, "run"),
     _gauge("run_target_step", "", "The job's last step", "train.steps", "run"),
-    _gauge(
-        "run_last_step_timestamp_seconds", "seconds", "When the last step ended, unix time", _METRICS, "run"
-    ),
-    _gauge(
-        "run_eta_seconds", "seconds", "Time left to the job's last step", "the pace of recent steps", "run"
-    ),
+    _gauge("run_last_step_timestamp_seconds", "seconds", "When the last step ended, unix time", _METRICS, "run"),
+    _gauge("run_eta_seconds", "seconds", "Time left to the job's last step", "the pace of recent steps", "run"),
     _gauge("run_loss", "", "Training loss, nats a token", _METRICS, "run"),
     _gauge("run_validation_loss", "", "Validation loss, nats a token", "metrics.jsonl", "run"),
     _gauge("run_gradient_norm", "", "Gradient norm before clipping", _METRICS, "run"),
@@ -171,67 +111,25 @@ _RUN = (
     _gauge("run_mfu_ratio", "ratio", "Model FLOPs utilisation, 0 to 1", _METRICS, "run"),
     _gauge("run_memory_bytes", "bytes", "Peak memory of the rank with the most", _METRICS, "run"),
     _gauge("run_step_seconds", "seconds", "Time of the step", _METRICS, "run"),
-    _gauge(
-        "run_step_stage_seconds",
-        "seconds",
-        "Mean time of a recent step that is charged to the stage; the stages add up to a step of the slowest rank",
-        "ranks/GENERATION/rankN.stages",
-        *("run", "stage"),
-    ),
+    _gauge("run_step_stage_seconds", "seconds", "Mean time of a recent step that is charged to the stage; the stages add up to a step of the slowest rank", "ranks/GENERATION/rankN.stages", "run", "stage"),
     # Not a counter: what was productive becomes redone after a failure.
-    _gauge(
-        "run_goodput_seconds",
-        "seconds",
-        "Wall-clock time of the run so far by what it was spent on; the causes add up to it",
-        "events.jsonl, metrics.jsonl",
-        *("run", "cause"),
-    ),
-    _gauge(
-        "run_ettr_ratio",
-        "ratio",
-        "Share of the time with nodes that was spent in steps that count, 0 to 1",
-        "events.jsonl, metrics.jsonl",
-        "run",
-    ),
-    _gauge(
-        "run_mtbf_seconds",
-        "seconds",
-        "Mean time between failures that restarted ranks, as observed in this run",
-        "events.jsonl, metrics.jsonl",
-        "run",
-    ),
+    _gauge("run_goodput_seconds", "seconds", "Wall-clock time of the run so far by what it was spent on; the causes add up to it", "events.jsonl, metrics.jsonl", "run", "cause"),
+    _gauge("run_ettr_ratio", "ratio", "Share of the time with nodes that was spent in steps that count, 0 to 1", "events.jsonl, metrics.jsonl", "run"),
+    _gauge("run_mtbf_seconds", "seconds", "Mean time between failures that restarted ranks, as observed in this run", "events.jsonl, metrics.jsonl", "run"),
     _gauge("run_checkpoints", "", "Complete checkpoints", "checkpoints/", "run"),
     _gauge("run_checkpoint_step", "", "Step of the newest complete checkpoint", "checkpoints/", "run"),
-    _gauge(
-        "run_checkpoint_timestamp_seconds",
-        "seconds",
-        "When the newest complete checkpoint was saved, unix time",
-        "events.jsonl",
-        "run",
-    ),
-    _gauge(
-        "run_checkpoint_interval_steps",
-        "",
-        "Steps between two checkpoints",
-        "checkpoint.every_steps, or events.jsonl",
-        "run",
-    ),
+    _gauge("run_checkpoint_timestamp_seconds", "seconds", "When the newest complete checkpoint was saved, unix time", "events.jsonl", "run"),
+    _gauge("run_checkpoint_interval_steps", "", "Steps between two checkpoints", "checkpoint.every_steps, or events.jsonl", "run"),
     _gauge("run_ranks", "", "Ranks that train", "events.jsonl", "run"),
     _gauge("run_nodes", "", "Nodes that train", "events.jsonl", "run"),
     _gauge("run_spare_nodes", "", "Nodes that have joined and have no ranks", "events.jsonl", "run"),
     _gauge("run_generation", "", "Generation: one more at each start and recovery", "events.jsonl", "run"),
-)
+)  # fmt: skip
 
 # In `/metrics` alone.
 _SERVED = (
-    _gauge(
-        "run_info",
-        "",
-        "The run and node that an instance belongs to, to join with its series; always 1",
-        "the agent",
-        *("run", "node", "host", "version"),
-    ),
-)
+    _gauge("run_info", "", "The run and node that an instance belongs to, to join with its series; always 1", "the agent", "run", "node", "host", "version"),
+)  # fmt: skip
 
 NODE_SERIES: Mapping[str, Series] = {each.name: each for each in _NODE}
 RUN_SERIES: Mapping[str, Series] = {each.name: each for each in _RUN}

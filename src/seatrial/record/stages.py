@@ -4,9 +4,9 @@ A line of JSON, then one record of fixed size for each step: its number (uint32)
 line's "stages" (float32), little-endian. Appended to by one rank; a killed rank loses what it had not written yet.
 
 Every PART records move to rankN.stages.zst, as a thousand ranks would write GBs a day otherwise: after the same line,
-blocks of records, each with two numbers (uint32) before it, of its records and its compressed bytes. Seconds are rounded
-there to 11 bits, 0.02 %, and all records' first bytes lie beside each other, then all second bytes, and so on, under zstd.
-Where many ranks do short steps, a block has a sample of its steps, the same in all ranks.
+blocks of records, each with three numbers (uint32) before it: of its records, of its compressed bytes, and the first step.
+Seconds are rounded there to 11 bits, 0.02 %, and all records' first bytes lie beside each other, then all second bytes, and
+so on, under zstd. Where many ranks do short steps, a block has a sample of its steps, the same in all ranks.
 """
 
 from __future__ import annotations

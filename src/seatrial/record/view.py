@@ -248,7 +248,7 @@ class RunReader:
         cls: type[Record],
         take: Callable[[Record], None],
         over: bool,
-        bulk: Callable[[bytes], bool] | None = None,
+        bulk: Callable[[bytes, int], bool] | None = None,
     ) -> None:
         def all_of(numbered: list[tuple[int, dict[str, Any]]]) -> None:
             records, wrong = decode_all(cls, numbered, file=tail.path.name, noun=tail.noun)
@@ -261,16 +261,20 @@ class RunReader:
             all_of(part)
         all_of(tail.rest() if over else [])
 
-    def _take_metrics_data(self, data: bytes) -> bool:
+    def _take_metrics_data(self, data: bytes, lines: int) -> bool:
         from seatrial.record import bulk
 
-        found = bulk.columns(MetricsRecord, data)
+        found = bulk.columns(MetricsRecord, data, lines)
         if found is None:
             return False
-        lines = data.split(b"\n")
 
         def record(place: int) -> MetricsRecord:
-            return decode(MetricsRecord, parse_json(lines[place].decode()))
+            # Mostly the first and the last: all lines of some MiB are as many objects as records.
+            if place == lines - 1:
+                line = data[data.rfind(b"\n", 0, -1) + 1 :]
+            else:
+                line = data.split(b"\n", place + 1)[place]
+            return decode(MetricsRecord, parse_json(line.decode()))
 
         self.history.take_columns(found, record)
         self.log.take_columns(found)
@@ -278,11 +282,13 @@ class RunReader:
         self._newest = max(self._newest, int(found["generation"].max()))
         return True
 
-    def _take_ledger_data(self, data: bytes) -> bool:
+    def _take_ledger_data(self, data: bytes, lines: int) -> bool:
         from seatrial.record import bulk
 
-        found = bulk.columns(LedgerRecord, data)
-        return found is not None and self.book.take_columns(found)
+        found = bulk.columns(LedgerRecord, data, lines)
+        if found is not None:
+            self.book.take_columns(found)
+        return found is not None
 
     def _take_metrics(self, record: MetricsRecord) -> None:
         self.history.take(record)

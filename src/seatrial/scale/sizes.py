@@ -119,4 +119,5 @@ def _wanted(
         "resilience.join_wait_s": (job.resilience.join_wait_s or 600.0, "a node that is not there ends it"),
         "resilience.allow_gpu_reset": (False, "a measurement resets no GPU"),
         "resilience.allow_node_drain": (False, "a measurement drains no node"),
+        "watch.metrics_port": (None, "leaves the live run's ports free"),
     }

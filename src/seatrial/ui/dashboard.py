@@ -20,7 +20,7 @@ from seatrial.record.view import RunView
 from seatrial.ui import figures
 from seatrial.ui.out import LABEL_WIDTH, Pair
 from seatrial.ui.recovery import message_of
-from seatrial.ui.summary import STATE_STYLES, live_pairs, shown_events
+from seatrial.ui.summary import STATE_STYLES, alert_pairs, live_pairs, shown_events
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -59,6 +59,7 @@ class Shown:
     waterfall: StepWaterfall | None
     why_no_prediction: str
     underway: str | None  # the current recovery
+    goodput: Sequence[Pair] = ()
 
 
 def draw(shown: Shown, which: ViewName, width: int, height: int) -> RenderableType:
@@ -135,12 +136,13 @@ def _left(shown: Shown) -> str:
 def _overview(shown: Shown, width: int, room: int) -> list[Text]:
     view = shown.view
     problems = [Pair("damaged", str(problem), "yellow") for problem in view.problems[-3:]]
-    lines = [_pair(pair) for pair in problems]
+    lines = [_pair(pair) for pair in (*problems, *alert_pairs(view))]
     loss = view.history.column("loss")
     if len(loss) > 1:
         lines += _chart("loss", loss, width, max(3, min(8, room // 4)))
     lines += _split_bar(shown.account, width)
-    lines += [_pair(pair) for pair in live_pairs(view, shown.now) if pair.label != "loss"]
+    rest = [pair for pair in live_pairs(view, shown.now) if pair.label not in ("loss", "alert")]
+    lines += [_pair(pair) for pair in (*shown.goodput, *rest)]
     if shown.account is not None:
         lines += [Text(""), *_map(shown, width, max(2, room // 4))]
     left = room - len(lines) - 1

@@ -11,6 +11,7 @@ from seatrial.ui.out import Pair
 if TYPE_CHECKING:
     from seatrial.record.goodput import Goodput
     from seatrial.record.mtbf import Mtbf
+    from seatrial.record.straggling import Straggling
 
 _SHOWN = 5  # causes
 
@@ -49,4 +50,13 @@ def mtbf_words(found: Mtbf) -> str:
     return (
         f"{units.duration(found.mean_s)} (95 % interval {units.duration(found.low_s)} to {units.duration(found.high_s)}; "
         f"{found.failures} in {units.duration(found.exposure_s)})"
+    )
+
+
+def straggling_words(found: Straggling) -> str:
+    """The share of step time, and what it was measured on."""
+    error = "" if found.error is None else f" (standard error {100 * found.error:.2f})"
+    return (
+        f"{100 * found.share:.2f} % of step time{error}, measured on {found.steps:,} of {found.of_steps:,} steps; "
+        f"rank {found.rank} had most own work in {found.rank_steps:,} of them"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from seatrial.base import units
+from seatrial.job.schema import TrainSection
 from seatrial.plan.report.answer import ENOUGH, Answer, RunForecast
 from seatrial.plan.search.caution import too_short
 from seatrial.plan.search.scaling import Point, Scaling
@@ -61,6 +62,7 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
             yield from pair("caution", short, width, "yellow")
     if answer.ending is not None:
         yield from _ending(answer.ending, width, full=full)
+        yield from _validation(answer.job.train, width)
     yield from pair("network", _network(answer, full=full), width)
     if not full and answer.weak is not None and answer.strong is not None:
         yield from pair("scaling", _brief(answer.weak, answer.strong, answer.best_scaled), width)
@@ -119,6 +121,16 @@ def _ending(e: RunForecast, width: int, *, full: bool) -> Iterator[Line]:
             f"{percent(slower, 1)} longer. A save stops training for {seconds(f.stall_s)}"
         )
     yield from pair("checkpoints", text, width)
+
+
+def _validation(train: TrainSection, width: int) -> Iterator[Line]:
+    """What a validation adds. Its forward passes are about a third of a step's FLOPs."""
+    every = train.validate_every_steps
+    if every is None:
+        return
+    most = -(-train.validation_samples(1 << 62) // train.global_batch)
+    text = f"not in these times: at most {many(most, 'global batch', 'global batches')} every {every:,} steps"
+    yield from pair("validation", f"{text}, about {percent(most / 3 / every, 1)} longer", width)
 
 
 def _brief(weak: Scaling, strong: Scaling, best: Scaling | None) -> str:

@@ -40,10 +40,7 @@ def waterfall_of_run(view: RunView, account: Account | None) -> tuple[StepWaterf
         pipeline = pipeline_of(view, account)
     except InputError as error:
         return None, error.diagnostics[0].message
-    try:
-        prediction, why = _prediction(view, account.ranks)
-    except InputError as error:
-        prediction, why = None, f"job.toml cannot be used: {error.diagnostics[0].message}"
+    prediction, why = prediction_of(view, account.ranks)
     last = view.last
     seconds = None if last.mfu is None else last.mfu * last.step_time_s
     return step_waterfall(account, pipeline, model_flops_s=seconds, prediction=prediction), why
@@ -62,8 +59,18 @@ def pipeline_of(view: RunView, account: Account) -> int:
     return pipeline
 
 
-def _prediction(view: RunView, ranks: int) -> tuple[Prediction | None, str]:
-    """(what `seatrial plan` predicts for the run, without what this run measured; why it predicts nothing)."""
+def prediction_of(view: RunView, ranks: int | None) -> tuple[Prediction | None, str]:
+    """(what `seatrial plan` predicts for the run, without what this run measured; why it predicts nothing).
+
+    `ranks`: that ran; None if that is not known.
+    """
+    try:
+        return _prediction(view, ranks)
+    except InputError as error:
+        return None, f"job.toml cannot be used: {error.diagnostics[0].message}"
+
+
+def _prediction(view: RunView, ranks: int | None) -> tuple[Prediction | None, str]:
     if view.device == "cpu":  # the planner takes a while to import
         return None, "ranks are CPU processes, for which speed is not predicted"
     from seatrial.job.loading import load_job
@@ -74,7 +81,7 @@ def _prediction(view: RunView, ranks: int) -> tuple[Prediction | None, str]:
     from seatrial.plan.report.measured import measured_rates
 
     job = load_job(view.folder.job_toml)
-    if ranks != job.layout.world_size:
+    if ranks not in (None, job.layout.world_size):
         return None, f"{ranks} ranks ran of the {job.layout.world_size} in the job"
     rates = measured_rates(view.folder.path, job, without=view.folder.path)
     place = rates.at(place_of(job))

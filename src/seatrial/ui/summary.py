@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from seatrial.base import units
+from seatrial.record.alerting import open_alerts
 from seatrial.record.events import Event
 from seatrial.record.failure import Failure
 from seatrial.record.jsonl import plain
@@ -74,7 +75,14 @@ def print_status(out: Out, view: RunView, now: float) -> None:
         if last is not None:
             parts.append(f"last one {_ago(now - last.time)}")
         out.pair("step", ", ".join(parts))
-    out.pairs([*_progress_pairs(view), *goodput_pairs(view, now), *recovery_pairs(view, now)])
+    out.pairs(
+        [
+            *alert_pairs(view),
+            *_progress_pairs(view),
+            *goodput_pairs(view, now),
+            *recovery_pairs(view, now),
+        ]
+    )
     if view.failure is not None:
         _print_failure(out, view.failure)
     out.pairs([*node_pairs(view), *checkpoint_pairs(view, now), *ledger_pairs(view)])
@@ -82,9 +90,24 @@ def print_status(out: Out, view: RunView, now: float) -> None:
     print_events(out, view)
 
 
+def alert_pairs(view: RunView) -> list[Pair]:
+    """What needs a hand: the alerts that fire in a run that is running, each with the command to give next."""
+    if view.state != "running":
+        return []
+    return [
+        Pair(
+            "alert",
+            alert.message + (f": {alert.command}" if alert.command else ""),
+            "bold red" if alert.severity == "error" else "yellow",
+        )
+        for alert in open_alerts(view.own_events)
+    ]
+
+
 def live_pairs(view: RunView, now: float) -> list[Pair]:
     """The live lines besides the last step's figures, most important first."""
     return [
+        *alert_pairs(view),
         *loss_pairs(view),
         *validation_pairs(view),
         *_extra_pairs(view),
@@ -205,6 +228,7 @@ def summary_json(view: RunView, now: float, next_commands: Sequence[str] = ()) -
             "steps_done_again": recoveries.redone,
             "underway": recoveries.underway(now) if view.state == "running" else None,
         },
+        "alerts": [vars(a) for a in open_alerts(view.own_events)] if view.state == "running" else [],
         "failure": failure
         and {
             "cause": failure.cause,

@@ -17,6 +17,7 @@ from seatrial.base.errors import InputError
 from seatrial.record.folder import RunFolder
 from seatrial.record.view import RunReader
 from seatrial.ui.dashboard import KEYS, Shown, ViewName, draw
+from seatrial.ui.goodput_words import goodput_pairs
 from seatrial.ui.recovery import Recoveries
 from seatrial.ui.step_split import account_of, pipeline_of, waterfall_of_run
 
@@ -73,12 +74,14 @@ class Terminal:
             waterfall, why = waterfall_of_run(view, account)
             with contextlib.suppress(InputError):  # `why` says it
                 pipeline = 1 if account is None else pipeline_of(view, account)
+            goodput = goodput_pairs(view, time.time())
             self._split_due = time.monotonic() + max(_SPLIT_S, 20 * (time.monotonic() - now))
         else:
             account, pipeline = self._shown.account, self._shown.pipeline
             waterfall, why = self._shown.waterfall, self._shown.why_no_prediction
+            goodput = list(self._shown.goodput)
         underway = Recoveries(view.own_events).underway(time.time()) if view.state == "running" else None
-        self._shown = Shown(view, time.time(), account, pipeline, waterfall, why, underway)
+        self._shown = Shown(view, time.time(), account, pipeline, waterfall, why, underway, goodput)
         self._draw()
 
     def _draw(self) -> None:

@@ -5,6 +5,7 @@ Only what is named here goes in. What is not, and why, is in the archive's MANIF
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -20,7 +21,7 @@ from typing import Any
 
 from seatrial import __version__
 from seatrial.base import atomic
-from seatrial.base.files import open_file, parse_json, parse_toml, read_text
+from seatrial.base.files import flat, open_file, parse_json, parse_toml, read_text
 from seatrial.record.folder import RunFolder
 from seatrial.watch.redact import GONE, Redactor, is_secret_name, secrets_of
 
@@ -129,15 +130,13 @@ def write_bundle(folder: RunFolder, out: Path, summary: str, environment: Mappin
 def _known_secrets(folder: RunFolder, environment: Mapping[str, str]) -> set[str]:
     """Values that are secret by where they stand: they are removed wherever they occur."""
     found = {value for name, value in environment.items() if is_secret_name(name)}
-    sources: tuple[Callable[[], set[str]], ...] = (
-        lambda: {read_text(folder.secret).strip()},
-        lambda: secrets_of(parse_toml(read_text(folder.job_toml))),
-    )
-    for read in sources:
-        try:
-            found |= read()
-        except (OSError, ValueError):  # absent, or not readable: patterns remain
-            continue
+    with contextlib.suppress(OSError, ValueError):  # a run that never began has none
+        found.add(read_text(folder.secret).strip())
+    with contextlib.suppress(OSError, ValueError):  # names and formats are still found
+        job = parse_toml(read_text(folder.job_toml))
+        found |= secrets_of(job)
+        named = (str(value) for key, value in flat(job).items() if key.endswith("_env"))
+        found |= {environment[name] for name in named if name in environment}
     for path in folder.logs.glob("*/node*/environment.json"):
         try:
             variables = parse_json(read_text(path))["variables"]

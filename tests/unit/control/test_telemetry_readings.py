@@ -17,7 +17,6 @@ from seatrial.hardware.counters import Port
 from seatrial.record.series import (
     MOST_GPUS,
     MOST_PORTS,
-    MOST_STORAGES,
     NODE_SERIES,
     THROTTLE_REASONS,
     parse_series,
@@ -227,7 +226,7 @@ def test_gpus() -> None:
 def test_series_of_a_node_are_bounded() -> None:
     """The largest node that telemetry records: every GPU, port and storage with every label."""
     values = {"severity": 2, "reason": len(THROTTLE_REASONS), "direction": 2, "resource": 3, "tasks": 2}
-    values |= {"gpu": MOST_GPUS, "port": MOST_PORTS, "storage": MOST_STORAGES, "pci": 1, "name": 1}
+    values |= {"gpu": MOST_GPUS, "port": MOST_PORTS, "storage": 3, "pci": 1, "name": 1}
     count = 0
     for each in NODE_SERIES.values():
         product = 1

@@ -48,6 +48,7 @@ def test_learning_rate_does_not_depend_on_the_number_of_steps() -> None:
 
 def test_a_fixed_port_is_left_to_the_run_itself() -> None:
     assert copy(job("cluster.port=29500")).job.cluster.port is None
+    assert copy(job("watch.metrics_port=9464")).job.file.watch.metrics_port is None
 
 
 def test_nothing_outside_the_run_is_allowed() -> None:

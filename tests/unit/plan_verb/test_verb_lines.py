@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,3 +135,12 @@ def test_small_is_not_told_what_it_has_not() -> None:
     told = text_of(small())
     assert "all inside the node" in told
     assert "there is " not in told
+
+
+def test_what_a_validation_adds_is_told() -> None:
+    assert "\n  validation" not in text_of(small())
+    job = small().job
+    train = job.train.model_copy(update={"validate_every_steps": 500})
+    validated = replace(job, file=job.file.model_copy(update={"train": train}))
+    told = text_of(replace(small(), job=validated))
+    assert "not in these times: at most 32 global batches every 500 steps, about 2.1 % longer" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,30 @@ def test_so_it_is_with_damaged_lines(tmp_path: Path) -> None:
         assert in_bulk == by_line, damaged
 
 
+def test_so_it_is_with_ledgers_of_every_kind(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    lines = write(folder, Run().play([("train", 9)]))[folder.ledger].splitlines(keepends=True)
+    values = json.loads(lines[5])
+    odd = [
+        {**values, "step": 0}, {**values, "step": 3}, {**values, "first_sample": 1}, {**values, "end_sample": 1},
+        {**values, "skipped": True}, {**values, "generation": 0}, {**values, "generation": 2, "step": 3},
+    ]  # fmt: skip
+    del values["skipped"]
+    for other in [*odd, values]:
+        for at in (0, 6, len(lines)):
+            folder.ledger.write_bytes(b"".join([*lines[:at], encode(other), *lines[at:]]))
+            in_bulk, by_line = both_ways(folder)
+            assert in_bulk == by_line, (other, at)
+
+
 def test_regular_data_is_taken_as_columns() -> None:
     """And so the other tests do not compare line by line with itself."""
     data = b"".join(encode(vars(record(n))) for n in range(1, 4))
-    found = bulk.columns(MetricsRecord, data)
+    found = bulk.columns(MetricsRecord, data, 3)
     assert found is not None
     assert found["step"].tolist() == [1, 2, 3]
     ledger = b"".join(encode(vars(LedgerRecord(n, 8 * n - 8, 8 * n, 1))) for n in range(1, 4))
-    found = bulk.columns(LedgerRecord, ledger)
+    found = bulk.columns(LedgerRecord, ledger, 3)
     assert found is not None
     assert not found["skipped"].any()
-    assert bulk.columns(MetricsRecord, data + b"{}\n") is None
+    assert bulk.columns(MetricsRecord, data + b"{}\n", 4) is None

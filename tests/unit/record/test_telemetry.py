@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import Problem
@@ -133,6 +136,33 @@ def test_damage_is_said_and_costs_one_chunk(folder: RunFolder, content: bytes) -
     ]
     TelemetryWriter(folder, 3, 10).tidy(START + 1e6)
     assert path.read_bytes() == content, "what cannot be used stays"
+
+
+@pytest.mark.cluster  # slow
+@settings(max_examples=50)
+@given(st.data())
+def test_damage_never_raises(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        damage(RunFolder(Path(name)), data)
+
+
+def damage(folder: RunFolder, data: st.DataObject) -> None:
+    """Write, damage, read, tidy and read again."""
+    writer = recorded(folder, 40)
+    if data.draw(st.booleans()):
+        writer.close()
+        writer.tidy(START + (1e6 if data.draw(st.booleans()) else 0))
+    (path,) = chunks(folder, 3)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 5))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    read_latest(folder)
+    read_names(folder, 3)
+    read_series(folder, 3, [POWER, SENT], points=7)
+    writer.close()
+    writer.tidy(START + 1e6)
+    read_series(folder, 3, [POWER, SENT], points=7)
 
 
 def test_packed_chunk_cut_short(folder: RunFolder) -> None:

@@ -90,6 +90,27 @@ def test_a_late_step_is_marked(shown: Shown) -> None:
     assert marked == [False, True]
 
 
+def test_what_needs_a_hand_comes_first(shown: Shown) -> None:
+    data = {
+        "rule": "gpu_hot",
+        "since": 1.0,
+        "evidence": {},
+        "nodes": [7],
+        "command": "seatrial check job.toml",
+    }
+    for key, state in (("gpu_hot", "firing"), ("storage", "firing"), ("storage", "resolved")):
+        named = {**data, "key": key, "state": state}
+        events.append(
+            shown.view.folder, "alert", f"{key} of node 7", severity="warning", generation=1, data=named
+        )
+    view = read_view(shown.view.folder)
+    view.state = "running"
+    text = lines(replace(shown, view=view), "overview", 110, 34)
+    assert [line for line in text if line.startswith("alert")] == [
+        "alert        gpu_hot of node 7: seatrial check job.toml"
+    ]
+
+
 def test_an_empty_run_says_what_is_missing(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "empty")
     folder.control.mkdir(parents=True)

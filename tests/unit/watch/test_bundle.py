@@ -42,6 +42,7 @@ SECRETS = {
     "sample": "once upon a training sample",
     "weights": "bytes-of-weights",
     "site": "srun --export=MY_SITE",
+    "named by the job": "https://example.org/in-a-variable",
     "linked": "what-a-link-points-to",
 }
 
@@ -51,13 +52,14 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run folder with every secret somewhere."""
     s = SECRETS
     monkeypatch.setenv("SITE_API_KEY", s["environment"])
+    monkeypatch.setenv("ALERTS_GO_TO", s["named by the job"])
     folder = RunFolder(tmp_path / "runs" / "a-run")
     folder.control.mkdir(parents=True)
     make_secret(folder)
     own = folder.secret.read_text().strip()
     folder.job_toml.write_text(
         f'name = "a-run"\n[train]\nsteps = 4\nglobal_batch = 2\nsequence_length = 8\n'
-        f'[watch]\nwebhook = "https://hooks.slack.com/services/{s["slack"]}"\npassword = "{s["spaced"]}"\n'
+        f'[watch]\nalert_webhook_env = "ALERTS_GO_TO"\nwebhook = "https://hooks.slack.com/services/{s["slack"]}"\npassword = "{s["spaced"]}"\n'
         f'[checkpoint]\nfolder = "s3://user:{s["url"]}@minio:9000/b"\nkey = "/root/.ssh/id_rsa"\n'
     )
     data = {
@@ -87,7 +89,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
         "x" * 300_000
         + f"\n{s['key cut']}\n-----END RSA PRIVATE KEY-----\n"
         + f"export HF_TOKEN={s['hugging face']}\nAWS_SECRET_ACCESS_KEY: '{s['aws secret']}'\n"
-        + f"git clone https://{s['github']}@github.com/x/y\nprint {s['environment']} and {s['variable'][:0]}\n"
+        + f"git clone https://{s['github']}@github.com/x/y\nprint {s['environment']} and {s['named by the job']}\n"
         + f"machine api.wandb.ai login user password {s['netrc']}\nwandb: using key {s['wandb']}\n"
         + f"-----BEGIN OPENSSH PRIVATE KEY-----\n{s['key']}\n-----END OPENSSH PRIVATE KEY-----\n"
         + f"client = OpenAI({s['openai']!r})\ncookie {s['jwt']}\nstep 3: tokens_per_s=812 flops_per_token: 77\n"

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tracked_runs import EVENTS, RECORDS, write
+from tracked_runs import EVENTS, RECORDS, record, write
 
 from installed import install, install_examples
 from seatrial.base import process
 from seatrial.cli.main import main
 from seatrial.record import lock
+from seatrial.record import messages as msg
 from seatrial.record.folder import RunFolder
+from seatrial.record.launches import Launch, StartOutcome, encoded, write_launch
 from seatrial.watch.trackers.feeders import Feeders
 from seatrial.watch.trackers.progress import read_progress
 
@@ -29,9 +31,9 @@ HANGS = TrackerEntry("broken_trackers:Hangs", "os", "nothing")
 class Raises:
     def __init__(self, run):
         self.id = "raises"
-    def event(self, event, step, count):
+    def log_event(self, event, step, count):
         pass
-    def step(self, record, values):
+    def log_step(self, record, values):
         flag = os.environ["TRACKER_FLAG"]
         if record.step == 3 and not os.path.exists(flag):
             open(flag, "w").close()
@@ -42,7 +44,7 @@ class Raises:
         pass
 
 class Hangs(Raises):
-    def step(self, record, values):
+    def log_step(self, record, values):
         if os.fork() == 0:
             time.sleep(1000)  # trackers have processes of their own
         time.sleep(1000)
@@ -68,18 +70,18 @@ def until(feeders: Feeders, condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         before = time.monotonic()
-        feeders.poll()
+        feeders.poll(0.0)
         assert time.monotonic() - before < 5.0, "it never waits for a tracker"
         time.sleep(0.05)
 
 
 @pytest.mark.timed
 def test_each_has_a_process_and_none_holds_up_another(folder: RunFolder) -> None:
-    told: list[tuple[str, str]] = []
+    told: list[msg.MonitorFailed] = []
     feeders = Feeders(
         folder,
         ["hangs", "raises", "lines"],
-        lambda name, why: told.append((name, why)),
+        told.append,  # type: ignore[arg-type]
         silent_s=6.0,
         again_s=0.1,
     )
@@ -88,16 +90,17 @@ def test_each_has_a_process_and_none_holds_up_another(folder: RunFolder) -> None
             feeders,
             lambda: (
                 read_progress(folder, "lines").step == read_progress(folder, "raises").step == 8
-                and any(name == "hangs" for name, _ in told)
+                and any(t.data["tracker"] == "hangs" for t in told)
             ),
         )
         hung = next(f for f in feeders._feeders if f.name == "hangs")
         assert read_progress(folder, "hangs").step == 0
     # The run has ended.
     until(feeders, lambda: all(f.done for f in feeders._feeders if f is not hung))
-    feeders.close(grace_s=0.1)
-    assert sorted(name for name, _ in told) == ["hangs", "raises"], "once each"
-    why = dict(told)
+    feeders.close(time.monotonic() + 0.1)
+    assert sorted(t.data["tracker"] for t in told) == ["hangs", "raises"], "once each"
+    assert {t.kind for t in told} == {"tracker_failed"}
+    why = {t.data["tracker"]: t.message.partition(" failed: ")[2] for t in told}
     assert why["raises"].startswith("ConnectionError: the tracker's server is gone; again in ")
     assert why["hangs"].startswith("it hangs: no sign of life for 6 s")
     assert f"seatrial watch {folder.path} --to hangs" in why["hangs"]
@@ -108,13 +111,30 @@ def test_each_has_a_process_and_none_holds_up_another(folder: RunFolder) -> None
     assert lines[-1] == "run finished"
 
 
+def test_the_rest_is_pushed_while_the_run_is_still_locked(folder: RunFolder) -> None:
+    folder.events.unlink()
+    write(folder.path, [], EVENTS[:-1])
+    launch = Launch("local", 2, 1000.0, "here", False)
+    write_launch(folder, launch)
+    feeders = Feeders(folder, ["lines"], lambda failed: None)
+    with open(lock.acquire(folder.lock), "rb"):
+        until(feeders, lambda: read_progress(folder, "lines").step == 8)
+        write(folder.path, [record(9, 2)], [])
+        outcome = StartOutcome(2, 1, 75, "preempted", None, 1040.0)
+        folder.outcome_json.write_bytes(encoded(outcome))
+        feeders.close(time.monotonic() + 20.0)
+    lines = (folder.reports / "lines.txt").read_text().splitlines()
+    assert lines[-2:] == [f"step 9: loss {record(9, 2).loss:.4f}", "run preempted"]
+    assert read_progress(folder, "lines").ended
+
+
 def test_no_program_of_a_tracker_is_left(folder: RunFolder) -> None:
-    feeders = Feeders(folder, ["hangs"], lambda name, why: None)
+    feeders = Feeders(folder, ["hangs"], lambda failed: None)
     with open(lock.acquire(folder.lock), "rb"):
         until(feeders, lambda: read_progress(folder, "hangs").id is not None)
         group = feeders._feeders[0].process
         assert group is not None
-        feeders.close(grace_s=0.0)
+        feeders.close(time.monotonic())
     gone = [pid for pid in process.descendants(group.pid) | {group.pid} if pid in process.living()]
     assert gone == []
 

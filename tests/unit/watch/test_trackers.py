@@ -149,12 +149,12 @@ class Memory:
         self.id = run.id or "first"
         pushed.append(("begin", run.id, run.step, run.config))
 
-    def step(self, record: MetricsRecord, values: dict[str, float]) -> None:
+    def log_step(self, record: MetricsRecord, values: dict[str, float]) -> None:
         if record.step == Memory.fail_at:
             raise ConnectionError("no route to host")
         pushed.append(record.step)
 
-    def event(self, event: Event, step: int, count: int) -> None:
+    def log_event(self, event: Event, step: int, count: int) -> None:
         pushed.append((event.kind, step, count))
 
     def flush(self) -> None:

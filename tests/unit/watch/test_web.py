@@ -24,7 +24,7 @@ from seatrial.record import events
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord, LedgerWriter
 from seatrial.record.metrics import MetricsRecord, MetricsWriter
-from seatrial.record.stages import StageWriter
+from seatrial.record.stages import STAGES, StageWriter
 from seatrial.record.telemetry_writer import TelemetryWriter
 from seatrial.watch.web import heat
 from seatrial.watch.web.access import COOKIE, Access, answers_to, make_token
@@ -58,7 +58,8 @@ def write_run(folder: RunFolder) -> RunFolder:
     for rank in range(4):
         writer = StageWriter(folder, 1, rank, ranks=4, clock="cpu", first_step=1, not_separated={})
         for step in range(1, 9):
-            writer.add(step, [0.0, 0.0, 0.2 if rank == 1 else 0.1, 0.1, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0])
+            of = {"forward": 0.2 if rank == 1 else 0.1, "backward": 0.1, "tensor": 0.1}
+            writer.add(step, [of.get(stage, 0.0) for stage in STAGES])
         writer.close()
         log = folder.rank_log(1, 5 * (rank // 2), rank)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -224,6 +225,10 @@ def test_any_metric_can_be_mapped(client: TestClient, run: RunFolder) -> None:
     found = client.get(f"/api/run/{name}/heat?metric=telemetry:gpu_temperature_celsius").json()
     assert (found["nodes"], found["columns"], found["values"]) == ([5], ["0", "1"], [[61.0, 55.0]])
     assert client.get(f"/api/run/{name}/heat?metric=no").json()["why"]
+    old = client.get(f"/api/run/{name}/series?node=5&metric=telemetry:gpu_temperature_celsius").json()
+    assert old["missing"] == ["node 5 recorded nothing of it in the last 24 hours"]
+    found = heat.over_time(run, 5, "telemetry:gpu_temperature_celsius", 1e9 + 60)["blocks"][0]
+    assert (found["x"], [line["y"] for line in found["series"]]) == ([1e9], [[61.0], [55.0]])
 
 
 def test_a_log_is_read_from_its_end_and_followed(client: TestClient, run: RunFolder) -> None:
@@ -265,10 +270,10 @@ def test_runs_of_a_folder_are_listed_and_compared(run: RunFolder) -> None:
 
 
 def test_pages_are_shared_and_not_sent_twice(client: TestClient, run: RunFolder) -> None:
-    path = f"/api/run/{run.path.name}/page/ranks"
-    first = client.get(path)
+    for path in (f"/api/run/{run.path.name}/page/events", "/static/main.js"):
+        first = client.get(path)
+        assert client.get(path, headers={"if-none-match": first.headers["etag"]}).status_code == 304
     assert first.headers["content-encoding"] == "gzip"
-    assert client.get(path, headers={"if-none-match": first.headers["etag"]}).status_code == 304
 
 
 def test_a_stream_sends_changes_alone_and_ends() -> None:
@@ -309,7 +314,7 @@ def test_a_damaged_folder_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
     for rank in range(8):
         writer = StageWriter(whole, 2, rank, ranks=8, clock="cpu", first_step=1, not_separated={})
         for step in range(1, 9):
-            writer.add(step, [0.1] * 11)
+            writer.add(step, [0.1] * len(STAGES))
         writer.close()
     telemetry = TelemetryWriter(whole, 1, 10.0)
     telemetry.add(1e9, {'gpu_power_watts{gpu="0"}': 600.0})
@@ -333,3 +338,25 @@ def test_a_damaged_folder_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
         assert all(json.loads(encode(document)) for document in documents), number
         shutil.rmtree(path)
     assert noticed > 8
+
+
+def test_an_open_alert_needs_a_hand(tmp_path: Path) -> None:
+    folder = write_run(RunFolder(tmp_path / "run"))
+    folder.events.write_text("".join(folder.events.read_text().splitlines(True)[:-1]))  # it did not fail
+    alert = {
+        "rule": "hot_gpu",
+        "key": "hot",
+        "since": 1e9,
+        "evidence": {"celsius": 91.5},
+        "nodes": [5],
+        "command": "drain 5",
+    }
+    for state in ("firing", "resolved"):
+        moment = MomentReader(folder).poll()
+        moment.view.state = "running"
+        assert [item["what"] for item in now(moment)["hand"]] == ([] if state == "firing" else ["GPU is hot"])
+        events.append(
+            folder, "alert", "GPU is hot", severity="warning", generation=1, data={**alert, "state": state}
+        )
+    assert "celsius 91.5" in str(now(moment)["hand"])
+    assert now(MomentReader(folder).poll())["hand"][0]["what"].startswith("stopped")

@@ -196,8 +196,8 @@ class _XidEvents:
         """Call a function of NVML; None if it fails or does not exist."""
         try:
             return getattr(self._nvml, name)(*arguments)
-        except (self._nvml.NVMLError, AttributeError):
-            return None
+        except (self._nvml.NVMLError, AttributeError, TypeError):
+            return None  # TypeError: in another version of the package the function takes other arguments
 
     def wait(self) -> tuple[int, str] | str | None:
         """The next event's code and PCI address; None if none came for a second; an error text if NVML failed."""

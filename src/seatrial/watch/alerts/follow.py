@@ -28,6 +28,9 @@ _ALSO = (
 )
 
 
+_NOTHING = Event(0.0, 0, "", "", "")
+
+
 class Follower:
     """One run."""
 
@@ -40,6 +43,13 @@ class Follower:
         self._samples: dict[int, Sample] = {}
         self._checkpoint: CheckpointInfo | None = None
         self._files_at = 0.0
+        # Of the events of this start, as of so many of them.
+        self._known_to: tuple[int, int] | None = None
+        self._own: list[Event] = []
+        self._recent: list[Event] = []
+        self._nodes = Nodes([])
+        self._idle: dict[int, str] = {}
+        self._untested: list[int] = []
 
     def alerts(self) -> list[Alert]:
         """The newest alert of each key according to the record."""
@@ -53,34 +63,40 @@ class Follower:
             self._samples = read_latest(self._folder)
             self._growth.take(self._samples)
             _, self._checkpoint = read_checkpoints(self._folder, self._reader.events)
-        first = self._reader.start
-        own = [e for e in self._reader.events if e.generation >= first]
-        nodes, cluster = Nodes(own), self._job.cluster
+        if self._known_to != (known_to := (self._reader.start, len(self._reader.events))):
+            self._known_to = known_to
+            self._own = [e for e in self._reader.events if e.generation >= known_to[0]]
+            self._nodes = Nodes(self._own)
+            self._idle, self._untested = idle(self._own, self._nodes), untested(self._own, self._nodes)
+            self._recent = [e for e in self._own if e.time > now - _EVENTS_S]
+        nodes, cluster = self._nodes, self._job.cluster
         return Situation(
             now=now,
             run=str(self._folder.path),
             job=str(self._folder.job_toml),
-            started=own[0].time if own else now,
-            events=[e for e in own if e.time > now - _EVENTS_S],
+            started=self._own[0].time if self._own else now,
+            events=self._recent,
             steps=list(self._steps),
             samples=self._samples,
             grown=self._growth.by_node,
             training=[n for n in nodes.training if n not in nodes.gone],
             spares=nodes.spares if nodes.training else [],
-            idle=idle(own, nodes),
-            untested=untested(own, nodes),
+            idle=self._idle,
+            untested=self._untested,
             wanted_spares=cluster.spares,
             wanted_nodes=cluster.nodes,
             checkpoint=self._checkpoint,
-            checkpoint_steps=self._interval(own),
+            checkpoint_steps=self._interval(),
             total_steps=self._job.train.steps,
         )
 
-    def _interval(self, events: Iterable[Event]) -> int | None:
+    def _interval(self) -> int | None:
         every = self._job.checkpoint.every_steps
-        chosen = [(e.data or {}).get("steps") for e in events if e.kind == "checkpoint_interval"]
-        found = every if every != "auto" else chosen[-1] if chosen else None
-        return found if isinstance(found, int) else None
+        if every != "auto":
+            return every
+        chosen = (e for e in reversed(self._own) if e.kind == "checkpoint_interval")
+        steps = (next(chosen, _NOTHING).data or {}).get("steps")
+        return steps if isinstance(steps, int) else None
 
     def _take(self, record: MetricsRecord | Event) -> None:
         if isinstance(record, MetricsRecord):

@@ -6,7 +6,9 @@ Of a process of its own a tracker may take memory, hang or crash: the run does n
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +18,25 @@ from seatrial.base.complain import complain
 from seatrial.base.errors import EXIT_DONE, EXIT_FAILED, SeatrialError
 from seatrial.record.folder import RunFolder
 from seatrial.watch.trackers.feed import POLL_S, feed
+
+_SLICE_S = 0.1
+
+
+class _Until:
+    """Sleeps until SIGTERM, which says that the run is over."""
+
+    def __init__(self) -> None:
+        self._over = False
+        signal.signal(signal.SIGTERM, self._asked)
+
+    def _asked(self, *_: object) -> None:
+        self._over = True
+
+    def __call__(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not self._over and time.monotonic() < end:
+            time.sleep(_SLICE_S)  # a signal does not end a sleep
+        return self._over
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.parent is not None:
         process.die_with_parent(arguments.parent)
     try:
-        feed(RunFolder.open(arguments.run), arguments.to, poll_s=arguments.poll_s)
+        feed(RunFolder.open(arguments.run), arguments.to, poll_s=arguments.poll_s, wait=_Until())
     except SeatrialError as error:
-        complain(error.render())
+        complain(" ".join(error.render().split()))  # one line: the last one is what the monitor reports
         return error.exit_code
     except Exception as error:  # noqa: BLE001  a tracker's package can raise anything, and the process ends here
         traceback.print_exc()

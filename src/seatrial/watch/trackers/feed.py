@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from seatrial.base.errors import InputError, RunFailed
+from seatrial.base.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, RunFailed
 from seatrial.base.files import flat, parse_toml, read_text
 from seatrial.job.trackers import TRACKERS
 from seatrial.record import events, lock, metrics
 from seatrial.record.events import Event
 from seatrial.record.folder import RunFolder
 from seatrial.record.jsonl import Problem, Tail
+from seatrial.record.launches import known_launch, read_outcome
 from seatrial.record.metrics import MetricsRecord
 from seatrial.record.running import running
+from seatrial.record.states import State
 from seatrial.record.typed import decode_all
 from seatrial.record.view import read_brief
 from seatrial.watch.trackers.progress import Progress, read_progress, write_progress
@@ -41,6 +43,9 @@ _KINDS = frozenset(
 )
 
 
+_ENDED: dict[int, State] = {EXIT_DONE: "finished", EXIT_PREEMPTED: "preempted", EXIT_INTERRUPTED: "stopped"}
+
+
 @dataclass(frozen=True)
 class Pushed:
     """What came of it."""
@@ -50,11 +55,22 @@ class Pushed:
     id: str | None
 
 
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
 def feed(
-    folder: RunFolder, name: str, *, poll_s: float = POLL_S, tell: Callable[[str], None] = print
+    folder: RunFolder,
+    name: str,
+    *,
+    poll_s: float = POLL_S,
+    tell: Callable[[str], None] = print,
+    wait: Callable[[float], bool] = _sleep,
 ) -> Pushed:
     """Push everything that was not pushed yet to the tracker `name`, and follow the run to its end if it runs.
 
+    `wait` sleeps so many seconds, or less and returns true where the run is over although it is still locked.
     Raises InputError if there is no such tracker or its package is missing; RunFailed if another process does the
     same; whatever the tracker raises.
     """
@@ -64,16 +80,29 @@ def feed(
         if not pushing.has_news and running(folder) is None:
             return pushing.pushed
         pushing.begin(make)
+        over = False
         while True:
-            alive = running(folder) is not None  # before reading: what was written before the end counts
+            alive = (
+                not over and running(folder) is not None
+            )  # before reading: what is written before the end counts
             if pushing.push():
                 continue
             if not alive:
                 break
             pushing.beat()
-            time.sleep(poll_s)
-        pushing.end()
+            over = wait(poll_s)
+        pushing.end(_state(folder))
         return pushing.pushed
+
+
+def _state(folder: RunFolder) -> State:
+    """How the run ended. While its processes still end, that is in the outcome alone."""
+    state = read_brief(folder).state
+    launch = known_launch(folder)
+    outcome = None if launch is None else read_outcome(folder, launch.generation)
+    if state != "running" or outcome is None:
+        return state
+    return _ENDED.get(outcome.exit_code, "failed")
 
 
 def _class_of(name: str) -> Callable[[TrackedRun], Tracker]:
@@ -153,8 +182,8 @@ class _Feed:
             self._tell_problems(self._metrics, wrong)
             for record in records:
                 while waiting and waiting[0].time <= record.time:
-                    self._event(tracker, waiting.popleft())
-                tracker.step(record, values_of(record))
+                    self._push_event(tracker, waiting.popleft())
+                tracker.log_step(record, values_of(record))
                 p.step = record.step
             self._steps += len(records)
             tracker.flush()
@@ -162,7 +191,7 @@ class _Feed:
             self._write()
             news = True
         while waiting:
-            self._event(tracker, waiting.popleft())
+            self._push_event(tracker, waiting.popleft())
         if news:
             tracker.flush()
             self._write()
@@ -175,13 +204,13 @@ class _Feed:
         skip, self._skip = self._skip, max(0, self._skip - len(found))
         return found[skip:]
 
-    def _event(self, tracker: Tracker, event: Event) -> None:
+    def _push_event(self, tracker: Tracker, event: Event) -> None:
         p = self._progress
         p.events += 1
         if event.severity == "info" and event.kind not in _KINDS:
             return
         p.counts[event.kind] = p.counts.get(event.kind, 0) + 1
-        tracker.event(event, p.step, p.counts[event.kind])
+        tracker.log_event(event, p.step, p.counts[event.kind])
         self._told += 1
 
     def _tell_problems(self, tail: Tail, wrong: list[Problem]) -> None:
@@ -193,10 +222,12 @@ class _Feed:
         if time.monotonic() - self._written >= _BEAT_S:
             self._write()
 
-    def end(self) -> None:
+    def end(self, state: State) -> None:
+        """Without a known end the tracker is told nothing: the next process continues."""
         assert self._tracker is not None
-        self._tracker.end(read_brief(self._folder).state)
-        self._progress.ended = True
+        if state not in ("running", "queued"):
+            self._tracker.end(state)
+            self._progress.ended = True
         self._write()
 
     def _write(self) -> None:

@@ -10,16 +10,17 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from seatrial.base.process import python
+from seatrial.record import messages as msg
 from seatrial.record.folder import RunFolder
+from seatrial.watch.follows import Tell
 from seatrial.watch.trackers.progress import path_of
 
 _SILENT_S = 180.0  # without a sign of life a process hangs: connecting to a tracker may take minutes
 _AGAIN_S, _AGAIN_MOST_S = 30.0, 600.0  # until a failed one is started again: doubled each time
-_GRACE_S = 15.0  # at the end, to push the rest
 _TAIL_BYTES = 4096
 
 
@@ -38,42 +39,44 @@ class _Feeder:
 
 
 class Feeders:
-    """All trackers of a run. No method blocks, except `close` for its grace period."""
+    """All trackers of a run, as what the monitor runs (`watch.follows`). Only `close` waits."""
 
     def __init__(
         self,
         folder: RunFolder,
         names: Sequence[str],
-        report: Callable[[str, str], None],
+        tell: Tell,
         *,
         silent_s: float = _SILENT_S,
         again_s: float = _AGAIN_S,
     ) -> None:
-        """`report` is called with a tracker's name and what is wrong, once for each time that it fails."""
-        self._folder, self._report = folder, report
+        """`tell` has a tracker's failure recorded, once until it works again."""
+        self._folder, self._record = folder, tell
         self._silent_s, self._again_s = silent_s, again_s
         self._feeders = [_Feeder(name, again_s=again_s) for name in dict.fromkeys(names)]
 
-    def poll(self) -> None:
-        """Start what is to run, and see to what has failed; call it every second or so."""
-        now = time.monotonic()
+    def poll(self, now: float) -> None:
+        """Start what is to run, and see to what has failed; called every second or so, with unix time."""
+        now = time.monotonic()  # the clock of a host may be set
         for feeder in self._feeders:
             if feeder.process is not None:
                 self._watch(feeder, now)
             elif not feeder.done and now >= feeder.start_at:
                 self._start(feeder, now)
 
-    def close(self, grace_s: float = _GRACE_S) -> None:
-        """The run has ended: let them push the rest, then end them."""
-        end = time.monotonic() + grace_s
-        for feeder in self._feeders:
-            if feeder.process is None:
-                continue
+    def close(self, until: float) -> None:
+        """The run has ended: let them push the rest until then, on the clock of `time.monotonic`, and end them."""
+        running = [feeder for feeder in self._feeders if feeder.process is not None]
+        for feeder in running:
+            assert feeder.process is not None
+            feeder.process.terminate()
+        for feeder in running:
+            assert feeder.process is not None
             try:
-                feeder.process.wait(max(0.0, end - time.monotonic()))
+                feeder.process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._kill(feeder)
-                self._tell(feeder, "the end of the run was not pushed")
+                self._tell(feeder, "the end of the run is not pushed yet")
+            self._kill(feeder)
 
     def _start(self, feeder: _Feeder, now: float) -> None:
         command = [str(self._folder.path), "--to", feeder.name, "--parent", str(os.getpid())]
@@ -116,8 +119,11 @@ class Feeders:
     def _tell(self, feeder: _Feeder, why: str) -> None:
         if not feeder.told:
             feeder.told = True
-            later = f"seatrial watch {self._folder.path} --to {feeder.name}"
-            self._report(feeder.name, f"{why}; the run goes on, see {self._log(feeder)}; by hand: {later}")
+            by_hand = f"seatrial watch {self._folder.path} --to {feeder.name}"
+            text = f'the tracker "{feeder.name}" failed: {why}; the run goes on. See {self._log(feeder)}; by hand: {by_hand}'
+            self._record(
+                msg.MonitorFailed("tracker_failed", text, {"tracker": feeder.name, "log": self._log(feeder)})
+            )
 
     def _kill(self, feeder: _Feeder) -> None:
         process, feeder.process = feeder.process, None

@@ -39,11 +39,11 @@ class MLflow:
         for i in range(0, len(params), _PARAMS):
             self._client.log_batch(self.id, params=params[i : i + _PARAMS])
 
-    def step(self, record: MetricsRecord, values: dict[str, float]) -> None:
+    def log_step(self, record: MetricsRecord, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._put(name, value, record.time, record.step)
 
-    def event(self, event: Event, step: int, count: int) -> None:
+    def log_event(self, event: Event, step: int, count: int) -> None:
         self._put(f"events/{event.kind}", count, event.time, step)
         self._client.set_tag(self.id, f"event.{event.kind}", f"after step {step}: {event.message}"[:_VALUE])
 

@@ -31,7 +31,7 @@ class TensorBoard:
             text = json.dumps(run.config, indent=1, ensure_ascii=False)
             self._text("job", "\n".join(f"    {line}" for line in text.splitlines()), 0, None)
 
-    def step(self, record: MetricsRecord, values: dict[str, float]) -> None:
+    def log_step(self, record: MetricsRecord, values: dict[str, float]) -> None:
         if record.step <= self._last:
             start = SessionLog(status=SessionLog.START)
             self._steps.add_event(Entry(wall_time=record.time, step=record.step, session_log=start))
@@ -39,7 +39,7 @@ class TensorBoard:
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._steps.add_event(Entry(wall_time=record.time, step=record.step, summary=Summary(value=scalars)))
 
-    def event(self, event: Event, step: int, count: int) -> None:
+    def log_event(self, event: Event, step: int, count: int) -> None:
         self._text(f"events/{event.kind}", f"{event.severity}: {event.message}", step, event.time)
 
     def flush(self) -> None:

@@ -33,11 +33,11 @@ class Tracker(Protocol):
         """How to find the same run again after a restart."""
         ...
 
-    def step(self, record: MetricsRecord, values: dict[str, float]) -> None:
+    def log_step(self, record: MetricsRecord, values: dict[str, float]) -> None:
         """Push a step: `values` by the names under which a tracker shows them."""
         ...
 
-    def event(self, event: Event, step: int, count: int) -> None:
+    def log_event(self, event: Event, step: int, count: int) -> None:
         """Push an event that happened after `step`; it is the `count`th of its kind."""
         ...
 

@@ -32,10 +32,10 @@ class WeightsAndBiases:
         )
         self._run.define_metric("*", step_metric=_X)
 
-    def step(self, record: MetricsRecord, values: dict[str, float]) -> None:
+    def log_step(self, record: MetricsRecord, values: dict[str, float]) -> None:
         self._run.log({_X: record.step, "_timestamp": record.time, **values})
 
-    def event(self, event: Event, step: int, count: int) -> None:
+    def log_event(self, event: Event, step: int, count: int) -> None:
         text = f"{event.severity}: {event.message}"
         told = {"event": event.kind, "event_text": text, f"events/{event.kind}": count}
         self._run.log({_X: step, "_timestamp": event.time, **told})

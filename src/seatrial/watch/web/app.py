@@ -193,6 +193,14 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
         metric = request.query_params.get("metric", heat.OWN_WORK)[:200]
         return await made(request, ("heat", metric), lambda moment: heat.heat(moment, metric))
 
+    async def over_time(request: Request) -> Response:
+        metric, node = request.query_params.get("metric", "")[:200], _number(request, "node") or 0
+
+        def make(moment: Moment) -> Mapping[str, Any]:
+            return heat.over_time(moment.view.folder, node, metric, moment.now)
+
+        return await made(request, ("series", metric, str(node)), make)
+
     async def logs(request: Request) -> Response:
         generation = _number(request, "generation")
         return await made(
@@ -241,6 +249,7 @@ def application(make_runs: Callable[[], Runs], access: Access, server_runs: list
             Route("/api/run/{run}/stream", stream),
             Route("/api/run/{run}/page/{page}", page),
             Route("/api/run/{run}/heat", heat_map),
+            Route("/api/run/{run}/series", over_time),
             Route("/api/run/{run}/logs", logs),
             Route("/api/run/{run}/log", log),
         ],

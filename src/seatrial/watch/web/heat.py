@@ -7,12 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from seatrial.record.folder import RunFolder
 from seatrial.record.frontier import beside_peers
+from seatrial.record.jsonl import Problem
 from seatrial.record.series import NODE_SERIES, is_counter, parse_series
 from seatrial.record.stages import STAGES
+from seatrial.record.telemetry import read_names, read_series
+from seatrial.watch.web.blocks import chart
 from seatrial.watch.web.moment import Moment, Ranks
 
 OWN_WORK = "own-work"
+_DAY_S, _POINTS, _MOST_LINES = 86400.0, 600, 16  # of a metric over time
 _UNITS = {
     "ratio": "%",
     "hertz": "Hz",
@@ -48,6 +53,34 @@ def heat(moment: Moment, metric: str) -> dict[str, Any]:
     if kind == "telemetry":
         return {"metric": metric, **_of_telemetry(moment, name)}
     return {"metric": metric, **_nothing("this metric is not known")}
+
+
+def over_time(folder: RunFolder, node: int, metric: str, now: float) -> dict[str, Any]:
+    """The last day of one metric of telemetry on one node, a line for each device."""
+    kind = metric.removeprefix("telemetry:")
+    keys = [key for key in read_names(folder, node) if _kind(key) == kind][:_MOST_LINES]
+    problems: list[Problem] = []
+    found = read_series(folder, node, keys, since=now - _DAY_S, points=_POINTS, problems=problems)
+    missing = [str(problem) for problem in problems[:5]]
+    times = np.unique(np.concatenate([np.zeros(0), *(points.times for points in found.values())]))
+    if not times.size:
+        return {
+            "blocks": [],
+            "missing": [*missing, f"node {node} recorded nothing of it in the last 24 hours"],
+        }
+    unit, factor = _unit(kind)
+    lines = []
+    for key, points in found.items():
+        values: list[float | None] = [None] * times.size
+        for place, value in zip(np.searchsorted(times, points.times), points.mean.tolist(), strict=True):
+            values[place] = _scaled(value, factor)
+        lines.append((_column(key, kind) or "node", values))
+    title = f"{_words(kind)}, node {node}, last 24 hours"
+    unit += "/s" if is_counter(kind) else ""
+    return {
+        "blocks": [chart(title, times.tolist(), lines, unit=unit, time=True, gaps=False)],
+        "missing": missing,
+    }
 
 
 def _nothing(why: str) -> dict[str, Any]:

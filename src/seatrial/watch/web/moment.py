@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,18 +81,23 @@ class MomentReader:
         self._goodput: tuple[Goodput | None, Goodput | None] = None, None
         self._straggling: Straggling | None = None
         self._due = self._straggling_due = 0.0  # on the monotonic clock
+        self._ranks_at = -math.inf
         self._generation = -1
 
-    def first(self) -> Moment:
-        """Without what every rank recorded, which takes longest."""
-        return Moment(self._reader.view(), time.time(), self._ranks)
+    def first(self) -> Iterator[Moment]:
+        """What is quickly there, each time with more: of a long run, all of it takes seconds."""
+        view = self._reader.view()
+        yield Moment(view, time.time(), self._ranks)
+        self._ranks, self._ranks_at = _read_ranks(view), time.monotonic()
+        yield Moment(view, time.time(), self._ranks)
 
     def poll(self) -> Moment:
         """Raises nothing for a damaged folder: what is damaged is a problem of the view."""
         view, began = self._reader.view(), time.monotonic()
         if began >= self._due or view.generation != self._generation:
             self._generation = view.generation
-            self._ranks = _read_ranks(view)
+            if began - self._ranks_at > _SLOW_S / 2:
+                self._ranks, self._ranks_at = _read_ranks(view), began
             self._telemetry = read_latest(view.folder)
             self._goodput = self._where_time_went(view)
             took = time.monotonic() - began

@@ -5,10 +5,13 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from seatrial.base import units
+import numpy as np
+
+from seatrial.record.alerting import open_alerts
 from seatrial.record.events import Event
 from seatrial.record.goodput import LABELS
 from seatrial.ui import figures
+from seatrial.ui.goodput_words import mtbf_words
 from seatrial.ui.recovery import message_of
 from seatrial.ui.summary import shown_events
 from seatrial.watch.web import heat
@@ -22,7 +25,7 @@ _MOST_PROBLEMS = 5
 
 def now(moment: Moment) -> dict[str, Any]:
     """The document that is pushed to browsers. Times are unix seconds: ages are counted there."""
-    view = moment.view
+    view, known = moment.view, moment.complete or moment.ranks.account is not None
     return {
         "name": view.folder.path.absolute().name,
         "state": {"state": view.state, "reason": view.state_reason, "generation": view.generation},
@@ -31,7 +34,7 @@ def now(moment: Moment) -> dict[str, Any]:
         "lost": _lost(moment),
         "reserve": _reserve(moment),
         "checkpoint": _checkpoint(moment),
-        "heat": heat.heat(moment, heat.OWN_WORK) if moment.complete else {"why": "being read", "values": []},
+        "heat": heat.heat(moment, heat.OWN_WORK) if known else {"why": "being read", "values": []},
         "events": [event_row(event) for event in shown_events(view)[-_LAST_EVENTS:]][::-1],
         "missing": [str(problem) for problem in view.problems[:_MOST_PROBLEMS]],
         "missing_count": len(view.problems),
@@ -59,6 +62,7 @@ def _moving(moment: Moment) -> dict[str, Any]:
         "late_s": max(_LEAST_LATE_S, _LATE * last.step_time_s) if runs else None,
         "step_s": last.step_time_s,
         "loss": last.loss,
+        "validation": _validation(moment),
         "grad_norm": last.grad_norm,
         "tokens_per_s": last.tokens_per_s,
         "each": last.tokens_per_s_per_gpu,
@@ -69,16 +73,22 @@ def _moving(moment: Moment) -> dict[str, Any]:
     }
 
 
+def _validation(moment: Moment) -> dict[str, Any] | None:
+    """The newest validation loss and its step; None: not measured."""
+    history = moment.view.history
+    known = np.flatnonzero(np.isfinite(np.asarray(history.column("validation_loss"), np.float64)))
+    if not known.size:
+        return None
+    place = int(known[-1])
+    return {"step": history.steps[place], "loss": history.column("validation_loss")[place]}
+
+
 def _lost(moment: Moment) -> dict[str, Any] | None:
     """Seconds of today that no step counts for, by cause; None: not read yet."""
     whole, today = moment.whole, moment.today
     if whole is None:
         return {"why": "no start is recorded"} if moment.complete else None
-    mean, low, high = (_hours(s) for s in (whole.mtbf.mean_s, whole.mtbf.low_s, whole.mtbf.high_s))
-    if mean:
-        mtbf = f"{whole.mtbf.failures} failures of the whole run: one in {mean} ({low} to {high}, 95 %)"
-    else:
-        mtbf = f"no failure yet: at most one in {low} (95 %)" if low else ""
+    mtbf = f"mean time between failures of the run: {mtbf_words(whole.mtbf)}"
     if today is None:
         return {"why": "the run had ended before today", "mtbf": mtbf}
     causes = [name for name in LABELS if name != "productive"]
@@ -91,10 +101,6 @@ def _lost(moment: Moment) -> dict[str, Any] | None:
         "ettr_all": whole.ettr,
         "mtbf": mtbf,
     }
-
-
-def _hours(seconds: float | None) -> str:
-    return "" if seconds is None else units.duration(seconds)
 
 
 def needs_a_hand(moment: Moment) -> list[dict[str, Any]]:
@@ -115,6 +121,16 @@ def needs_a_hand(moment: Moment) -> list[dict[str, Any]]:
     elif view.state in ("failed", "stopped", "preempted"):
         found.append(_item("warning", f"{view.state}: {view.state_reason}", _last_time(moment)))
     if view.state in ("running", "queued"):
+        for alert in open_alerts(view.own_events):
+            nodes = (
+                f"nodes {figures.steps(alert.nodes).removeprefix('steps ')}: " if len(alert.nodes) > 1 else ""
+            )
+            node = alert.nodes[0] if len(alert.nodes) == 1 else None
+            evidence = ", ".join(
+                f"{name} {_short(value)}" for name, value in list(alert.evidence.items())[:6]
+            )
+            what = f"{nodes}{alert.message}"
+            found.append(_item(alert.severity, what, alert.since, node, alert.rank, alert.command, evidence))
         for node, how in sorted(moment.nodes.gone.items()):
             event = _last_event(view.own_events, node)
             what = f"node {node} {how}" if event is None else event.message
@@ -124,7 +140,8 @@ def needs_a_hand(moment: Moment) -> list[dict[str, Any]]:
         _item("error", gap, None, None, None, f"seatrial verify {run}", "the ledger of samples has a gap")
         for gap in view.ledger_gaps[:3]
     ]
-    return sorted(found, key=lambda item: item["severity"] != "error")
+    order = {"error": 0, "warning": 1}
+    return sorted(found, key=lambda item: order.get(item["severity"], 2))
 
 
 def _item(
@@ -145,6 +162,10 @@ def _item(
         "command": command,
         "hint": hint,
     }
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)[:80]
 
 
 def _last_event(events: list[Event], node: int) -> Event | None:
@@ -177,8 +198,23 @@ def _checkpoint(moment: Moment) -> dict[str, Any] | None:
         "time": view.latest.time,
         "where": view.latest.where,
         "kept": len(view.checkpoints),
+        "verified": _verified(moment, view.latest.step),
+        "command": f"seatrial verify {shlex.quote(view.latest.where)}",
         "at_risk": max(0, view.step - view.latest.step),
     }
+
+
+def _verified(moment: Moment, step: int) -> bool | None:
+    """Whether this checkpoint was read back, each byte by its hash, when a start resumed from it; false: it is damaged."""
+    for event in reversed(moment.view.events):
+        if (event.data or {}).get("step") == step:
+            if event.kind == "resumed":
+                return True
+            if event.kind in ("checkpoint_damaged", "checkpoint_set_aside"):
+                return False
+            if event.kind == "checkpoint_saved":
+                return None
+    return None
 
 
 def event_row(event: Event) -> dict[str, Any]:

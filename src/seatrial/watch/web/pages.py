@@ -151,6 +151,12 @@ def curves(moment: Moment) -> Page:
         mean, low, high = _binned(values, starts)
         series = [("mean", mean)] if len(x) == len(steps) else [("mean", mean), ("low", low), ("high", high)]
         found.append(b.chart(title, x, series, unit=unit, band=len(series) > 1))
+    validation = history.validation
+    if validation:
+        at, losses = zip(*validation[-POINTS:], strict=True)
+        found.insert(1, b.chart("Validation loss", at, [("loss", losses)], unit="nats a token"))
+    else:
+        missing.append("validation loss: not measured (train.validate_every_steps)")
     return page("Curves", found, missing)
 
 

@@ -17,7 +17,7 @@ from seatrial.watch.web.access import Access, is_loopback
 from seatrial.watch.web.app import application
 from seatrial.watch.web.runs import Runs
 
-_NICE = 10  # a run on the same machine comes first
+_NICE = 5  # a run on the same machine comes first
 _GRACE_S = 1  # for answers in progress when it ends; streams are ended before
 _KEEP_ALIVE_S = 30
 

@@ -132,9 +132,10 @@ class Watched:
         with self._lock:
             if self._reader is None:
                 self._reader = MomentReader(self.folder)
-                self._moment = self._reader.first()
-                self.feed.publish(now(self._moment))
-                self._read.set()
+                for moment in self._reader.first():
+                    self._moment = moment
+                    self.feed.publish(now(moment))
+                    self._read.set()
             self._moment = self._reader.poll()
             self._problem = ""
             document = now(self._moment)

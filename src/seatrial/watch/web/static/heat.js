@@ -5,8 +5,8 @@ const LIMITS = [-10, -5, -2, 2, 5, 10]; // of a deviation, percent of a step
 const WORDS = ["< -10", "-10 to -5", "-5 to -2", "even", "2 to 5", "5 to 10", "> 10"];
 const CLASSES = 7;
 
-export function heatMap() {
-  const canvas = h("canvas", { tabindex: "0", role: "img", class: "heat" });
+export function heatMap(picked = null) {
+  const canvas = h("canvas", { tabindex: "0", role: "img", class: "heat", "aria-label": "heat map" });
   const readout = h("p", { class: "readout", role: "status" });
   const legend = h("p", { class: "legend" });
   const element = h("div", { class: "heatbox" }, canvas, legend, readout);
@@ -25,7 +25,7 @@ export function heatMap() {
     const width = element.clientWidth;
     if (!data || !data.nodes?.length || !width) {
       canvas.hidden = legend.hidden = true;
-      readout.textContent = data?.why || "";
+      if (data?.why) readout.textContent = data.why;
       return;
     }
     canvas.hidden = legend.hidden = false;
@@ -68,7 +68,7 @@ export function heatMap() {
       box.style.background = style.getPropertyValue(`--${data.centred ? "div" : "seq"}${i}`);
       const edge = i === 0 ? short(data.low) : i === CLASSES - 1 ? `${short(data.high)} ${data.unit}` : "";
       return h("span", {}, box, data.centred ? words : edge);
-    }), data.centred ? h("span", {}, "% of a step beside the median of its stage peers") : "");
+    }), data.centred ? h("span", {}, "% of a step beside the median of its stage peers; nodes in the order of their ranks") : "");
   }
 
   function say() {
@@ -96,7 +96,9 @@ export function heatMap() {
         if (event.offsetX >= x && event.offsetX < x + size + 2 && event.offsetY >= y && event.offsetY < y + size + 2) return choose(row, column);
       }
   });
+  canvas.addEventListener("click", () => chosen && picked?.(data.nodes[chosen[0]]));
   canvas.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && chosen) return picked?.(data.nodes[chosen[0]]);
     const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
     if (!step) return;
     event.preventDefault();

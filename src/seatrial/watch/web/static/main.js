@@ -45,6 +45,13 @@ function follow(run) {
   stream.onerror = () => {
     document.body.classList.add("offline");
     header();
+    // Refused, as by a server that was started again and knows no session: the browser does not try again by itself.
+    if (stream?.readyState === EventSource.CLOSED)
+      setTimeout(() => {
+        if (watched !== run) return;
+        watched = undefined;
+        get("/api/runs").catch(() => {}).finally(() => follow(run));
+      }, 3000);
   };
 }
 
@@ -65,7 +72,7 @@ function header() {
     offline ? h("span", { class: "bad", role: "status" }, "server not reachable: what is shown is old") : "",
     h("span", { class: "right" },
       h("button", { type: "button", onclick: theme, title: "Light or dark (t)" }, "light/dark"),
-      h("button", { type: "button", onclick: () => help(), title: "Keys (?)" }, "keys")),
+      h("button", { type: "button", onclick: help, class: "wide", title: "Keys (?)" }, "keys")),
   ];
   top_.replaceChildren(...parts.filter((part) => part !== ""));
 }
@@ -79,7 +86,7 @@ function links(run, page) {
 
 // --- pages
 function generic(run, page) {
-  const element = h("div"), path = `${base(run)}/page/${page}`;
+  const element = h("div", {}, h("p", { class: "dim" }, "Reading ...")), path = `${base(run)}/page/${page}`;
   let at = 0, events = -1, text = "";
   async function load() {
     at = Date.now();
@@ -101,11 +108,20 @@ function generic(run, page) {
 }
 
 function ranksPage(run) {
-  const select = h("select", { id: "metric" }), map = heatMap(), rest = h("div");
-  const element = h("div", {}, h("h1", {}, "Ranks"), h("section", { class: "card" }, h("p", { class: "tools" }, h("label", { for: "metric" }, "Metric"), select), map.element), rest);
+  const select = h("select", { id: "metric" }), rest = h("div"), series = h("div", { "aria-live": "polite" });
+  const overTime = async (node) => {
+    if (!select.value.startsWith("telemetry:")) return;
+    series.replaceChildren(...blocks(await get(`${base(run)}/series?node=${node}&metric=${encodeURIComponent(select.value)}`)));
+  };
+  const map = heatMap((node) => overTime(node).catch(fail));
+  const hint = h("p", { class: "dim" }, "A click, or Enter, on a cell shows the last day of this node.");
+  const element = h("div", {}, h("h1", {}, "Ranks"), h("section", { class: "card" }, h("p", { class: "tools" }, h("label", { for: "metric" }, "Metric"), select), map.element, hint), series, rest);
   let at = 0;
   const name = () => select.selectedOptions[0]?.textContent ?? "";
-  const draw = async () => map.show(await get(`${base(run)}/heat?metric=${encodeURIComponent(select.value)}`), name());
+  const draw = async () => {
+    hint.hidden = !select.value.startsWith("telemetry:");
+    map.show(await get(`${base(run)}/heat?metric=${encodeURIComponent(select.value)}`), name());
+  };
   async function load() {
     at = Date.now();
     const found = await get(`${base(run)}/page/ranks`), before = select.value;
@@ -118,12 +134,15 @@ function ranksPage(run) {
     rest.replaceChildren(...blocks(found));
     await draw();
   }
-  select.addEventListener("change", () => draw().catch(fail));
+  select.addEventListener("change", () => {
+    series.replaceChildren();
+    draw().catch(fail);
+  });
   return { element, load, redraw: map.draw, update: (changed) => !document.hidden && changed.counts && Date.now() - at > 1000 * REFRESH_S && load().catch(() => {}) };
 }
 
 function runsPage() {
-  const element = h("div");
+  const element = h("div", {}, h("p", { class: "dim" }, "Reading ..."));
   let timer = null;
   async function load() {
     const found = await get("/api/runs"), chosen = new Set([...element.querySelectorAll("input:checked")].map((box) => box.value));
@@ -170,7 +189,7 @@ async function go() {
   const api = (path) => get(`${base(run)}/${path}`);
   if (kind === "compare") shown = comparePage(query);
   else if (run === null) shown = runsPage();
-  else if (page === "now") shown = nowPage(run, api);
+  else if (page === "now") shown = nowPage(run);
   else if (page === "ranks") shown = ranksPage(run);
   else if (page === "logs") shown = logsPage(run, api);
   else shown = generic(run, page);

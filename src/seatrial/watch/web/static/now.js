@@ -1,5 +1,5 @@
 // The first screen.
-import { ago, cell, command, duration, h, number, short } from "./dom.js";
+import { ago, command, duration, h, number, short } from "./dom.js";
 import { bars, eventRow, missing } from "./blocks.js";
 import { heatMap } from "./heat.js";
 
@@ -18,7 +18,7 @@ function moving(m, state) {
     left === null ? "" : h("progress", { max: 100, value: left, "aria-label": "steps done" }),
     m.underway ? h("p", { class: "warn", role: "status" }, m.underway) : "",
     runs ? "" : h("p", { class: state.state === "failed" ? "bad" : "dim" }, `${state.state}: ${state.reason}`),
-    m.time ? h("dl", { class: "stats" }, stat("loss", number(m.loss, 4)), stat("validation loss", m.validation), stat("gradient norm", short(m.grad_norm)), stat("step time", duration(m.step_s)), stat("tokens/s", short(m.tokens_per_s)), stat(`tokens/s a ${m.unit}`, short(m.each)), stat("MFU", typeof m.mfu === "number" ? `${number(100 * m.mfu, 1)} %` : "unknown"), stat("memory", m.memory), stat("tokens", short(m.tokens))) : "",
+    m.time ? h("dl", { class: "stats" }, stat("loss", number(m.loss, 4)), m.validation ? stat(`validation loss, step ${number(m.validation.step)}`, number(m.validation.loss, 4)) : "", stat("gradient norm", short(m.grad_norm)), stat("step time", duration(m.step_s)), stat("tokens/s", short(m.tokens_per_s)), stat(`tokens/s a ${m.unit}`, short(m.each)), stat("MFU", typeof m.mfu === "number" ? `${number(100 * m.mfu, 1)} %` : "unknown"), stat("memory", m.memory), stat("tokens", short(m.tokens))) : "",
   ];
 }
 
@@ -28,14 +28,15 @@ function hand(items) {
     h("p", { class: "what" }, h("strong", { class: item.severity === "error" ? "bad" : "warn" }, item.severity), " ", item.what),
     h("p", { class: "dim" }, [item.node === null ? "" : `node ${item.node}`, item.rank === null ? "" : `rank ${item.rank}`].filter(Boolean).join(", "), item.since ? [" for ", ago(item.since, null, "")] : "", item.hint ? ` ${item.hint}` : ""),
     item.command ? command(item.command) : "");
-  return [h("h2", {}, `Needs a hand: ${items.length}`), h("ul", { class: "hand" }, items.map(row))];
+  return [h("h2", {}, `Needs a hand (${items.length})`), h("ul", { class: "hand" }, items.map(row))];
 }
 
 function lost(l) {
   if (!l) return [h("h2", {}, "Time lost today"), h("p", { class: "dim" }, "not known yet")];
   if (l.why) return [h("h2", {}, "Time lost today"), h("p", { class: "dim" }, l.why), l.mtbf ? h("p", { class: "dim" }, l.mtbf) : ""];
   const ettr = l.ettr === null ? "unknown" : `${number(100 * l.ettr, 1)} %`;
-  const rows = l.rows.filter((row) => row.value > 0);
+  const known = l.rows.filter((row) => row.value > 0), rest = known.slice(6).reduce((sum, row) => sum + row.value, 0);
+  const rows = rest ? [...known.slice(0, 6), { label: "everything else", value: rest }] : known;
   return [
     h("h2", {}, "Time lost today"),
     h("p", {}, h("strong", {}, duration(l.lost_s)), ` of ${duration(l.wall_s)}; training ${ettr} of it, of the whole run ${l.ettr_all === null ? "unknown" : `${number(100 * l.ettr_all, 1)} %`}`),
@@ -57,31 +58,32 @@ function checkpoint(c) {
   if (!c) return [h("h2", {}, "Newest checkpoint"), h("p", { class: "dim" }, "none yet")];
   return [
     h("h2", {}, "Newest checkpoint"),
-    h("dl", { class: "stats" }, stat("step", number(c.step)), stat("age", ago(c.time)), stat("steps since", number(c.at_risk)), stat("kept", number(c.kept)), stat("verified", c.verified ? cell(c.verified) : null)),
+    h("dl", { class: "stats" }, stat("step", number(c.step)), stat("age", ago(c.time)), stat("steps since", number(c.at_risk)), stat("kept", number(c.kept)), stat("verified", c.verified === true ? h("span", { class: "good" }, "when the run resumed from it") : c.verified === false ? h("span", { class: "bad" }, "damaged") : h("span", {}, "complete; not read back since"))),
     h("p", { class: "dim path" }, c.where),
+    c.verified ? "" : command(c.command),
   ];
 }
 
-export function nowPage(run, api) {
-  const parts = Object.fromEntries(["moving", "hand", "lost", "heat", "reserve", "checkpoint", "events", "missing"].map((id) => [id, h("section", { id, class: `card ${id}` })]));
+export function nowPage(run) {
+  const parts = Object.fromEntries(["moving", "hand", "lost", "heat", "reserve", "checkpoint", "events", "missing"].map((id) => [id, h("section", { id, class: `card ${id}` }, id === "moving" ? h("p", { class: "dim" }, "Reading the run ...") : "")]));
   const map = heatMap();
   parts.heat.append(h("h2", {}, "Own work of each rank beside its stage peers", " ", h("a", { class: "small", href: `#/run/${encodeURIComponent(run)}/ranks` }, "other metrics")), map.element);
+  for (const part of Object.values(parts)) part.hidden = part !== parts.moving;
   const element = h("div", { class: "now" }, Object.values(parts));
-  let state = null;
   const fill = (id, content) => parts[id].replaceChildren(...content.flat(9).filter((c) => c !== "" && c !== null));
   return {
     element,
     redraw: map.draw,
     update(changed, all) {
-      state = all.state ?? state;
       if ((changed.moving || changed.state) && all.moving) fill("moving", moving(all.moving, all.state));
       if (changed.hand) fill("hand", hand(changed.hand));
-      if ("lost" in changed || !parts.lost.childNodes.length) fill("lost", lost(all.lost));
+      if ("lost" in changed) fill("lost", lost(all.lost));
       if (changed.heat) map.show(changed.heat, "own work beside stage peers");
       if (changed.reserve) fill("reserve", reserve(changed.reserve));
       if ("checkpoint" in changed) fill("checkpoint", checkpoint(changed.checkpoint));
       if (changed.events) fill("events", [h("h2", {}, "Last events"), h("ol", { class: "events" }, changed.events.map((event) => eventRow({ ...event, tone: { error: "bad", warning: "warn" }[event.severity] })))]);
       if ("missing" in changed || changed.broken) fill("missing", [missing([...(all.broken ? [all.broken] : []), ...(all.missing ?? [])])]);
+      for (const part of Object.values(parts)) part.hidden = !part.childNodes.length;
       parts.missing.hidden = !all.missing?.length && !all.broken;
     },
   };
