@@ -20,7 +20,7 @@ Columns = dict[str, NDArray[Any]]
 _BLOCK_BYTES = 1 << 20  # parsed by one thread
 
 
-def columns(cls: type[Any], data: bytes, lines: int) -> Columns | None:
+def columns(cls: Any, data: bytes, lines: int) -> Columns | None:
     """Field -> values of the records in `data`, so many complete lines. NaN where an optional number is null; without fields of other types.
 
     None if a line is not a record of dataclass `cls`, or a number is not finite.
@@ -60,7 +60,7 @@ class _Field(NamedTuple):
 
 
 @cache
-def _fields(cls: type[Any]) -> list[_Field]:
+def _fields(cls: Any) -> list[_Field]:
     """The fields that are a number, a truth value, or one of these or None."""
     found = []
     for name, hint in typing.get_type_hints(cls).items():
