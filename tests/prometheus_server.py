@@ -79,6 +79,18 @@ scrape_configs:
             assert time.monotonic() < end, f"{promql}: {found}; {self._log.read_text()[-2000:]}"
             time.sleep(0.2)  # what it scrapes cannot be waited for in another way
 
+    def wait_rules(self) -> dict[str, str]:
+        """Rule -> "ok" or "err", once each was evaluated."""
+        end = time.monotonic() + _PATIENCE_S
+        while True:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/rules", timeout=10) as answer:
+                groups = json.load(answer)["data"]["groups"]
+            health = {rule["name"]: str(rule["health"]) for group in groups for rule in group["rules"]}
+            if health and "unknown" not in health.values():
+                return health
+            assert time.monotonic() < end, health
+            time.sleep(0.2)
+
     def close(self) -> None:
         """End it."""
         self._process.kill()

@@ -22,6 +22,7 @@ OFFERED = {
     "seatrial train --runs ": {"sub", "runs"},
     "seatrial watch al": {"alpha"},
     "seatrial watch su": {"sub"},
+    "seatrial watch --grafana ": {"sub", "runs"},
     "seatrial verify ": {"alpha", "be ta"},
     "seatrial export --dtype bfloat16 al": {"alpha"},
     "seatrial export alpha --dtype b": {"bfloat16"},

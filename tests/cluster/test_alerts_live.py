@@ -1,11 +1,8 @@
-"""A live run, a real Prometheus that scrapes it, a real Alertmanager: alerts arrive at a webhook, dashboards have data."""
+"""A live run, a real Prometheus that scrapes it, a real Alertmanager: alerts arrive at a webhook."""
 
 from __future__ import annotations
 
-import json
-import re
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +14,7 @@ from alertmanager_server import Alertmanager, Receiver
 from conftest import JOB, Run, records, seatrial
 from installed import install
 from prometheus_server import Prometheus
+from seatrial.watch.grafana.panels import boards
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
@@ -44,8 +42,6 @@ class Brake:
         if self._pulled.exists():
             time.sleep(0.5)
 """
-# A panel that needs one of these shows nothing on this machine.
-ABSENT = {"gpu", "nvlink", "fabric", "validation", "peak"}
 
 
 @dataclass
@@ -74,9 +70,8 @@ def live(folder: Path, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatc
     rules = folder / "grafana/seatrial-rules.yml"
     fast = {
         "for: 60s": "for: 1s",
-        "[2m:15s]": "[3s:500ms]",
-        "[1h:15s]": "[15s:500ms]",
-        "offset 2m": "offset 3s",
+        "rank[5m]": "rank[3s]",
+        "rank[6h] offset 5m": "rank[15s] offset 3s",
     }
     text = rules.read_text()
     for slow, quick in fast.items():
@@ -104,30 +99,9 @@ def live(folder: Path, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatc
                 each.close()
 
 
-def expressions(folder: Path) -> Iterator[tuple[str, str]]:
-    """(what it needs, PromQL) of every query of every panel."""
-    from seatrial.watch.grafana.dashboards import dashboards
-
-    needs = {query: p.needs for d in dashboards() for _, row in d.rows for p in row for query, _ in p.queries}
-    for file in sorted((folder / "grafana").glob("*.json")):
-        dashboard = json.loads(file.read_text())
-        for panel in dashboard["panels"]:
-            for target in panel.get("targets", []):
-                expression = re.sub(r"\$(run|node)\b", ".*", target["expr"]).replace("$__rate_interval", "5s")
-                yield needs[target["expr"]] or "", expression
-
-
 def test_a_throughput_drop_reaches_a_webhook(live: Live) -> None:
-    """By our delivery and, of the same drop, by Prometheus' own rule; and every panel has data."""
+    """By our delivery and, of the same drop, by Prometheus' own rule."""
     live.prometheus.wait("seatrial_run_checkpoint_step >= 20")
-    live.prometheus.wait("rate(seatrial_node_tcp_sent_segments_total[5s])", lambda values: len(values) == 2)
-    empty = []
-    for needs, expression in expressions(live.run.folder):
-        found = live.prometheus.query(expression)
-        if not found and needs not in ABSENT | {"pressure", "synchronised"}:
-            empty.append(expression)
-        assert not (found and needs in ABSENT), f"{expression} has data here"
-    assert not empty
     live.brake.touch()
     ours = live.alertmanager.wait(lambda alert: alert["labels"].get("source") == "seatrial")
     assert ours["labels"]["alertname"] == "SeatrialThroughputDrop"
@@ -141,22 +115,16 @@ def test_a_throughput_drop_reaches_a_webhook(live: Live) -> None:
         )
     )
     assert theirs["labels"]["run"] == "small"
+    assert theirs["labels"]["severity"] == "warning"
+    assert theirs["annotations"]["summary"] == "small: tokens/s have dropped"
+    assert theirs["annotations"]["command"] == ours["annotations"]["command"].replace(
+        str(live.run.folder / "runs/small"), "small"
+    )
+    # Nothing but an alert makes the panel of alerts show anything.
+    panel = next(p for b in boards() for _, row in b.rows for p in row if p.title == "Alerts")
+    assert live.prometheus.query(panel.queries[0][0].replace("$run", "small"))
     live.brake.unlink()
     live.alertmanager.wait(
         lambda alert: alert["labels"].get("source") == "seatrial" and alert["status"] == "resolved"
     )
     assert [e["data"]["state"] for e in live.alerts] == ["firing", "resolved"]  # type: ignore[index]
-
-
-def test_promtool_accepts_the_rules(folder: Path) -> None:
-    import shutil
-
-    if shutil.which("promtool") is None:
-        pytest.skip("promtool is not installed")
-    assert seatrial(folder, "watch", "--grafana", "grafana").returncode == 0
-    rules = folder / "grafana/seatrial-rules.yml"
-    checked = subprocess.run(
-        ["promtool", "check", "rules", "--lint=all", rules], capture_output=True, text=True, check=False
-    )
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert "SUCCESS: 10 rules found" in checked.stdout

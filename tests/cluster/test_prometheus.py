@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from conftest import JOB, Run
+from grafana_panels import assert_all_have_data
 from prometheus_server import Prometheus
 from seatrial.base.process import living
 from seatrial.record.folder import RunFolder
 from seatrial.record.series import NODE_SERIES, PREFIX, RUN_SERIES
 from seatrial.record.telemetry import read_latest
+from seatrial.watch.grafana.alert_rules import rules_yaml
 
 pytestmark = pytest.mark.cluster
 
@@ -53,7 +55,10 @@ def live(request: pytest.FixtureRequest, folder: Path, start: Callable[..., Run]
 
 @pytest.fixture
 def prometheus(folder: Path) -> Iterator[Prometheus]:
-    server = Prometheus(folder / "prometheus", folder / "runs/small/control/prometheus-targets.json")
+    """With the rules that `seatrial watch --grafana` writes."""
+    (folder / "rules.yml").write_text(rules_yaml())
+    targets = folder / "runs/small/control/prometheus-targets.json"
+    server = Prometheus(folder / "prometheus", targets, f"rule_files: [{folder / 'rules.yml'}]")
     yield server
     server.close()
 
@@ -84,6 +89,7 @@ def test_prometheus_scrapes_a_live_run(live: tuple[Run, int], prometheus: Promet
     # Not known: on a CPU, without a failure, without validation data.
     for name in RUN_SERIES.keys() - {"run_mfu_ratio", "run_mtbf_seconds", "run_validation_loss"}:
         prometheus.wait(PREFIX + name)
+    assert_all_have_data(prometheus)
     for node in (0, 1):
         address = f"http://127.0.0.1:{port + node}/metrics"
         with urllib.request.urlopen(address, timeout=10) as answer:

@@ -19,7 +19,6 @@ from seatrial.ui.out import Out
 from seatrial.ui.summary import print_status, summary_json
 
 POLL_S = 0.2
-SCHEMA_VERSION = 1
 TOKEN_FILE = Path("~/.seatrial/web-token")
 _LARGE_BYTES = 32 << 20  # of records, which take a second or longer to read
 
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         metavar="RUN",
         nargs="*",
-        help="path of a run folder, or the name of one in ./runs; one without --web",
+        help="path of a run folder, or the name of one in ./runs; one without --web and --grafana",
     )
     parser.add_argument(
         "--once",
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grafana",
         type=Path,
         metavar="DIR",
-        help="write dashboards for Grafana and alert rules for Prometheus to DIR; needs no RUN",
+        help="write Grafana dashboards, Prometheus alert rules and an example configuration, for each RUN named",
     )
     web = parser.add_argument_group("in a browser")
     web.add_argument(
@@ -79,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0; 1 after following a run that failed. Raises InputError if RUN is not a run folder."""
     if args.grafana is not None:
-        return _write_grafana(args.grafana, as_json=args.json)
+        return _grafana(args)
     if args.web:
         return _serve(args)
     if len(args.run) != 1:
@@ -100,11 +99,22 @@ def run(args: argparse.Namespace) -> int:
     return _follow(folder, args) if follows else _show(read_view(folder), args)
 
 
-def _write_grafana(folder: Path, *, as_json: bool) -> int:
-    from seatrial.watch.grafana.write import write_grafana
+def _grafana(args: argparse.Namespace) -> int:
+    """Write the files of --grafana, and say how to load them."""
+    for name in ("once", "wait", "plain", "web", "to"):
+        if getattr(args, name):
+            raise InputError(f"--{name} has no meaning with --grafana")
+    from seatrial.watch.grafana.files import how_to_load, write_files
 
-    paths = [str(path) for path in write_grafana(folder)]
-    print(json.dumps({"schema_version": SCHEMA_VERSION, "files": paths}) if as_json else "\n".join(paths))
+    try:
+        written = write_files(args.grafana, [RunFolder.find(name, args.runs) for name in args.run])
+    except OSError as error:
+        reason = f"cannot write to {args.grafana}: {error.strerror}"
+        raise InputError(reason, hint="name a folder that can be written, or one that can be made") from None
+    if args.json:
+        print(json.dumps({"schema_version": 1, "files": [str(path) for path in written]}))
+    else:
+        print("\n".join(f"wrote {path}" for path in written), how_to_load(args.grafana), sep="\n\n", end="")
     return EXIT_DONE
 
 

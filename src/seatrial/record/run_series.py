@@ -38,15 +38,18 @@ def run_values(view: RunView, now: float, split: Mapping[str, float] | None = No
 
     `split`: that of `recent_split`, which may be of some time ago; None: of now.
     """
-    last, nodes, validated = view.last, Nodes(view.own_events), view.history.validation
+    last, own, validated = view.last, view.own_events, view.history.validation
+    nodes = Nodes(own)
     known: dict[str, float | None] = {
         "run_running": float(view.state == "running"),
+        "run_start_timestamp_seconds": own[0].time if own else None,
         "run_generation": view.generation or None,
         "run_step": view.step,
         "run_target_step": view.job.steps,
         "run_eta_seconds": view.eta_s if view.state == "running" else None,
         "run_checkpoints": len(view.checkpoints),
-        "run_ranks": _ranks(view.own_events),
+        "run_checkpoint_interval_steps": view.job.checkpoint_steps or _chosen_interval(own),
+        "run_ranks": _ranks(own),
         "run_nodes": len([n for n in nodes.training if n not in nodes.gone]) if nodes.training else None,
         "run_spare_nodes": len(nodes.spares) if nodes.training else None,
     }
@@ -94,3 +97,9 @@ def _ranks(events: list[Event]) -> int | None:
             size = layout.get("world_size")
             return size if type(size) is int else None
     return None
+
+
+def _chosen_interval(events: list[Event]) -> int | None:
+    """Steps between two checkpoints, where the run chooses them (`checkpoint.every_steps = "auto"`)."""
+    chosen = [(event.data or {}).get("steps") for event in events if event.kind == "checkpoint_interval"]
+    return chosen[-1] if chosen and type(chosen[-1]) is int else None

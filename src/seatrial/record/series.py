@@ -91,6 +91,13 @@ _NODE = (
 _METRICS = "metrics.jsonl, the last step"
 _RUN = (
     _gauge("run_running", "", "1 while the run is running, else 0", "the state of the run", "run"),
+    _gauge(
+        "run_start_timestamp_seconds",
+        "seconds",
+        "When the run was last started or resumed, unix time",
+        "events.jsonl",
+        "run",
+    ),
     _gauge("run_step", "", "The last step that was done", _METRICS, "run"),
     _gauge("run_target_step", "", "The job's last step", "train.steps", "run"),
     _gauge("run_last_step_timestamp_seconds", "seconds", "When the last step ended, unix time", _METRICS, "run"),
@@ -112,6 +119,7 @@ _RUN = (
     _gauge("run_checkpoints", "", "Complete checkpoints", "checkpoints/", "run"),
     _gauge("run_checkpoint_step", "", "Step of the newest complete checkpoint", "checkpoints/", "run"),
     _gauge("run_checkpoint_timestamp_seconds", "seconds", "When the newest complete checkpoint was saved, unix time", "events.jsonl", "run"),
+    _gauge("run_checkpoint_interval_steps", "", "Steps between two checkpoints", "checkpoint.every_steps, or events.jsonl", "run"),
     _gauge("run_ranks", "", "Ranks that train", "events.jsonl", "run"),
     _gauge("run_nodes", "", "Nodes that train", "events.jsonl", "run"),
     _gauge("run_spare_nodes", "", "Nodes that have joined and have no ranks", "events.jsonl", "run"),

@@ -44,6 +44,7 @@ class JobFacts:
     steps: int | None = None
     global_batch: int | None = None
     sequence_length: int | None = None
+    checkpoint_steps: int | None = None  # also None where the run chooses the interval
 
 
 @dataclass
@@ -369,17 +370,22 @@ def read_brief(folder: RunFolder) -> RunView:
 def read_job_facts(folder: RunFolder) -> tuple[JobFacts, list[Problem]]:
     """Read them from job.toml, without validation: a run of another version must still be visible."""
     try:
-        train = parse_toml(read_text(folder.job_toml)).get("train")
+        job = parse_toml(read_text(folder.job_toml))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         return JobFacts(), [Problem(folder.job_toml.name, 0, f"cannot be used ({reason})")]
-    values = train if isinstance(train, dict) else {}
 
-    def whole(key: str) -> int | None:
-        value = values.get(key)
+    def whole(section: str, key: str) -> int | None:
+        values = job.get(section)
+        value = values.get(key) if isinstance(values, dict) else None
         return value if type(value) is int and value > 0 else None
 
-    return JobFacts(whole("steps"), whole("global_batch"), whole("sequence_length")), []
+    return JobFacts(
+        whole("train", "steps"),
+        whole("train", "global_batch"),
+        whole("train", "sequence_length"),
+        whole("checkpoint", "every_steps"),
+    ), []
 
 
 def find_failure(folder: RunFolder, events: list[Event], generation: int) -> Failure | None:

@@ -15,7 +15,7 @@ from seatrial.cli.main import declare
 from seatrial.job.alert_rules import load, rules
 from seatrial.record.saved import CheckpointInfo
 from seatrial.watch.alerts.conditions import CONDITIONS, evaluate
-from seatrial.watch.grafana.prometheus_rules import expressions
+from seatrial.watch.grafana.alert_rules import alert_rules
 
 HOT = 'gpu_temperature_celsius{gpu="3"}'
 THERMAL = 'gpu_throttle_ratio{gpu="0",reason="hw_thermal"}'
@@ -231,4 +231,5 @@ def test_the_table_of_the_document_is_that_of_the_rules() -> None:
     numbers = {n: ", ".join(f"`{k}` {v:g}" for k, v in rule.numbers.items()) for n, rule in rules().items()}
     expected = [[f"| `{n}`", rule.severity, numbers[n]] for n, rule in rules().items()]
     assert [[row[0], row[1], row[3]] for row in rows] == expected
-    assert [row[4] for row in rows] == ["yes |" if name in expressions() else "no |" for name in rules()]
+    in_promql = {each.rule.name for each in alert_rules()}
+    assert [row[4] for row in rows] == ["yes |" if name in in_promql else "no |" for name in rules()]

@@ -1,0 +1,359 @@
+"""The panels of the Grafana dashboards: one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from seatrial.hardware.counters import WAIT_SHARE
+from seatrial.job.alert_rules import rules
+from seatrial.watch.grafana.queries import not_scraped, of_node, of_run, with_run
+
+Kind = Literal["timeseries", "stat", "bargauge", "table"]
+_RUN, _RATE = '{run=~"$run"}', "[$__rate_interval]"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """`queries`: (PromQL, legend). `unit`: Grafana's. `limit`: from where it is red."""
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    kind: Kind = "timeseries"
+    width: int = 8  # of 24
+    stacked: bool = False
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Board:
+    """One dashboard: rows of panels under headings."""
+
+    uid: str
+    title: str
+    several: bool  # the variable `run` may stand for several
+    of_nodes: bool  # has the variable `node`
+    rows: tuple[tuple[str, tuple[Panel, ...]], ...]
+
+
+def _run(name: str) -> str:
+    return of_run(name, _RUN)
+
+
+def _runs(title: str, unit: str, expression: str, width: int = 4, limit: float | None = None) -> Panel:
+    """The present value for each run."""
+    return Panel(title, unit, ((expression, "{{run}}"),), "stat", width, limit=limit)
+
+
+def _curve(title: str, unit: str, *names: str) -> Panel:
+    """Series of a run over time."""
+    return Panel(title, unit, tuple((_run(name), name.replace("_", " ")) for name in names))
+
+
+def _node(name: str) -> str:
+    return of_node(name, '{node=~"$node"}')
+
+
+def _rate(name: str) -> str:
+    return f"rate({_node(name)}{_RATE})"
+
+
+def _devices(
+    title: str, unit: str, *queries: tuple[str, str], limit: float | None = None, width: int = 8
+) -> Panel:
+    """Expressions over series of nodes, each with its legend after the node's."""
+    legends = ((with_run(text, _RUN), f"node {{{{node}}}} {legend}".strip()) for text, legend in queries)
+    return Panel(title, unit, tuple(legends), width=width, limit=limit)
+
+
+def _limit(rule: str, name: str = "limit") -> float:
+    return rules()[rule].limits[name]
+
+
+_SPENT = of_run("goodput_seconds", _RUN, by="run, cause")
+_BEFORE = of_run("goodput_seconds", _RUN, over="{} offset $__range", by="run, cause")
+_GPU, _PORT = "GPU {{gpu}}", "port {{port}}"
+
+
+def boards() -> tuple[Board, ...]:
+    """All dashboards."""
+    free = f"{of_node('storage_free_bytes')} / {of_node('storage_total_bytes')}"
+    age = f"time() - {_run('last_step_timestamp_seconds')} and on (run) {_run('running')} == 1"
+    progress = _runs("Progress", "percentunit", f"{_run('step')} / {_run('target_step')}")
+    left = _runs("Time left", "s", _run("eta_seconds"))
+    ettr = _runs("Effective training time (ETTR)", "percentunit", _run("ettr_ratio"))
+    saved = _runs("Age of the newest checkpoint", "s", f"time() - {_run('checkpoint_timestamp_seconds')}")
+    late = _runs("Age of the last step", "s", age, limit=_limit("no_progress", "least_s"))
+    cluster = (
+        (
+            "Is it moving",
+            (late, progress, left, _runs("Tokens/s", "short", _run("tokens_per_second")), ettr, saved),
+        ),
+        (
+            "What needs a hand",
+            (
+                Panel(
+                    "Alerts",
+                    "none",
+                    (('ALERTS{alertname=~"Seatrial.+", run=~"$run"}', ""),),
+                    "table",
+                    16,
+                ),
+                Panel(
+                    "Nodes",
+                    "none",
+                    (
+                        (_run("nodes"), "{{run}}: train"),
+                        (_run("spare_nodes"), "{{run}}: spare"),
+                        (f"count({not_scraped(_RUN)}) or vector(0)", "not scraped"),
+                        (
+                            f"count({with_run(of_node('node_clock_synchronised') + ' == 0', _RUN)}) or vector(0)",
+                            "clock not synchronised",
+                        ),
+                    ),
+                    "stat",
+                ),
+            ),
+        ),
+        (
+            "Where the time goes",
+            (
+                Panel(
+                    "Time spent in this period",
+                    "s",
+                    ((f"{_SPENT} - ({_BEFORE} or 0 * {_SPENT}) > 0", "{{run}}: {{cause}}"),),
+                    "bargauge",
+                ),
+                Panel("Speed, tokens/s", "short", ((_run("tokens_per_second"), "{{run}}"),)),
+                Panel(
+                    "Free storage",
+                    "percentunit",
+                    ((f"min by (run, storage) ({with_run(free, _RUN)})", "{{run}}: {{storage}}"),),
+                ),
+            ),
+        ),
+        (
+            "The worst devices",
+            (
+                Panel(
+                    "Hottest GPUs",
+                    "celsius",
+                    (
+                        (
+                            f"topk(10, {with_run(of_node('gpu_temperature_celsius'), _RUN)})",
+                            "{{run}} node {{node}} " + _GPU,
+                        ),
+                    ),
+                    limit=_limit("gpu_hot"),
+                ),
+                Panel(
+                    "GPUs whose clock is held back most",
+                    "percentunit",
+                    (
+                        (
+                            f"topk(10, {with_run(of_node('gpu_throttle_ratio'), _RUN)})",
+                            "{{run}} node {{node}} " + _GPU + " {{reason}}",
+                        ),
+                    ),
+                    limit=_limit("gpu_throttled"),
+                ),
+                Panel(
+                    "Most congested ports",
+                    "percentunit",
+                    (
+                        (
+                            f"topk(10, {with_run(of_node('port_transmit_wait_ratio'), _RUN)})",
+                            "{{run}} node {{node}} " + _PORT,
+                        ),
+                    ),
+                ),
+            ),
+        ),
+    )
+    run = (
+        (
+            "Is it moving",
+            (late, progress, left, ettr, saved, _runs("Time between failures", "s", _run("mtbf_seconds"))),
+        ),
+        (
+            "Training",
+            (
+                _curve("Loss", "none", "loss", "validation_loss"),
+                _curve("Gradient norm", "none", "gradient_norm"),
+                _curve("Learning rate", "sci", "learning_rate"),
+                _curve("Step", "none", "step", "checkpoint_step", "target_step"),
+                _curve("Tokens", "short", "tokens"),
+                _curve("Generation", "none", "generation"),
+            ),
+        ),
+        (
+            "Speed",
+            (
+                _curve("Tokens/s", "short", "tokens_per_second"),
+                Panel(
+                    "Tokens/s of a rank",
+                    "short",
+                    ((f"{_run('tokens_per_second')} / {_run('ranks')}", "tokens/s"),),
+                ),
+                _curve("Model FLOPs utilisation", "percentunit", "mfu_ratio"),
+                _curve("Time of a step", "s", "step_seconds"),
+                Panel(
+                    "Where the time of a step goes",
+                    "s",
+                    ((of_run("step_stage_seconds", _RUN, by="run, stage"), "{{stage}}"),),
+                    stacked=True,
+                ),
+                Panel("Where the time of the run went", "s", ((f"{_SPENT} > 0", "{{cause}}"),), stacked=True),
+            ),
+        ),
+        (
+            "Resources",
+            (
+                _curve("Ranks", "none", "ranks"),
+                _curve("Nodes", "none", "nodes", "spare_nodes"),
+                _curve("Peak memory of a rank", "bytes", "memory_bytes"),
+            ),
+        ),
+    )
+    return (
+        Board("seatrial-cluster", "Seatrial: cluster", True, False, cluster),
+        Board("seatrial-run", "Seatrial: run", False, False, run),
+        Board("seatrial-node", "Seatrial: node", False, True, _of_nodes()),
+    )
+
+
+def _of_nodes() -> tuple[tuple[str, tuple[Panel, ...]], ...]:
+    return (
+        (
+            "GPUs",
+            (
+                _devices("Tensor cores busy", "percentunit", (_node("gpu_tensor_active_ratio"), _GPU)),
+                _devices("A kernel runs", "percentunit", (_node("gpu_busy_ratio"), _GPU)),
+                _devices("SM clock", "hertz", (_node("gpu_sm_clock_hertz"), _GPU)),
+                _devices("Power", "watt", (_node("gpu_power_watts"), _GPU)),
+                _devices(
+                    "Temperature",
+                    "celsius",
+                    (_node("gpu_temperature_celsius"), _GPU),
+                    limit=_limit("gpu_hot"),
+                ),
+                _devices(
+                    "Clock held back",
+                    "percentunit",
+                    (_node("gpu_throttle_ratio"), _GPU + " {{reason}}"),
+                    limit=_limit("gpu_throttled"),
+                ),
+                _devices(
+                    "Memory in use",
+                    "percentunit",
+                    (f"{_node('gpu_memory_used_bytes')} / {_node('gpu_memory_total_bytes')}", _GPU),
+                ),
+                _devices(
+                    "NVLink traffic",
+                    "Bps",
+                    (_rate("gpu_nvlink_sent_bytes_total"), _GPU + " sent"),
+                    (_rate("gpu_nvlink_received_bytes_total"), _GPU + " received"),
+                ),
+                _devices(
+                    "Errors",
+                    "cps",
+                    (_rate("gpu_nvlink_errors_total"), _GPU + " NVLink"),
+                    (_rate("gpu_pcie_replays_total"), _GPU + " PCIe replays"),
+                    (_rate("gpu_ecc_errors_total"), _GPU + " ECC {{severity}}"),
+                ),
+            ),
+        ),
+        (
+            "RDMA ports",
+            (
+                _devices(
+                    "Port traffic, share of its rate",
+                    "percentunit",
+                    (
+                        f"{_rate('port_sent_bytes_total')} / {_node('port_speed_bytes_per_second')}",
+                        _PORT + " sent",
+                    ),
+                    (
+                        f"{_rate('port_received_bytes_total')} / {_node('port_speed_bytes_per_second')}",
+                        _PORT + " received",
+                    ),
+                ),
+                _devices(
+                    "Waiting to send",
+                    "percentunit",
+                    (_node("port_transmit_wait_ratio"), _PORT),
+                    limit=WAIT_SHARE,
+                ),
+                _devices("Links that are up", "none", (_node("port_active"), _PORT)),
+                _devices(
+                    "Congestion",
+                    "cps",
+                    (_rate("port_cnp_total"), _PORT + " CNP {{direction}}"),
+                    (_rate("port_ecn_marked_packets_total"), _PORT + " ECN"),
+                ),
+                _devices(
+                    "Packets lost or sent again",
+                    "cps",
+                    (_rate("port_retransmissions_total"), _PORT + " retransmissions"),
+                    (_rate("port_discards_total"), _PORT + " discards"),
+                ),
+                _devices(
+                    "Link errors",
+                    "cps",
+                    (_rate("port_errors_total"), _PORT + " errors"),
+                    (_rate("port_link_downed_total"), _PORT + " link lost"),
+                ),
+            ),
+        ),
+        (
+            "Host",
+            (
+                _devices(
+                    "Processors",
+                    "percentunit",
+                    (_node("node_cpu_busy_ratio"), "busy"),
+                    (_node("node_cpu_iowait_ratio"), "waiting for disks"),
+                ),
+                _devices(
+                    "Memory",
+                    "bytes",
+                    (_node("node_memory_used_bytes"), "used"),
+                    (_node("node_memory_total_bytes"), "total"),
+                    (_node("node_memory_available_bytes"), "available to ranks"),
+                ),
+                _devices(
+                    "Pressure: share of the time that tasks wait",
+                    "percentunit",
+                    (_rate("node_pressure_seconds_total"), "{{resource}} {{tasks}}"),
+                ),
+                _devices(
+                    "Network",
+                    "Bps",
+                    (_rate("node_network_sent_bytes_total"), "sent"),
+                    (_rate("node_network_received_bytes_total"), "received"),
+                ),
+                _devices(
+                    "TCP segments sent again",
+                    "percentunit",
+                    (
+                        f"{_rate('node_tcp_retransmitted_segments_total')} / {_rate('node_tcp_sent_segments_total')}",
+                        "",
+                    ),
+                ),
+                _devices(
+                    "Storage free",
+                    "percentunit",
+                    (f"{_node('storage_free_bytes')} / {_node('storage_total_bytes')}", "{{storage}}"),
+                ),
+                _devices("Clock synchronised", "bool_yes_no", (_node("node_clock_synchronised"), "")),
+                _devices(
+                    "Offset of the clock",
+                    "s",
+                    (_node("node_clock_offset_seconds"), ""),
+                    (_node("node_clock_max_error_seconds"), "at most"),
+                ),
+                _devices("Processors of the node", "none", (_node("node_cpus"), "")),
+            ),
+        ),
+    )
