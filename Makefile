@@ -12,7 +12,7 @@ TIMED := -n 2 --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test timed-tests other-tests test-all test-fast check format bench clean
+.PHONY: help setup train test test-all test-fast check format bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -36,15 +36,8 @@ test: $(STAMP)  ## static checks, then the tests that CI runs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/vulture
-	$(MAKE) --jobs=2 --output-sync timed-tests other-tests
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not timed and not long" tests/cluster tests/gpu
-
-timed-tests:
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not timed and not long"
 	$(BIN)/pytest $(TIMED) -m "timed and not long"
-
-# Meanwhile, in processor time that those leave.
-other-tests:
-	nice -n 10 $(BIN)/pytest $(SIDE_BY_SIDE) -m "not timed and not long" tests/unit tests/cli tests/sim
 
 test-all: test  ## and those that take long and show little more
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "long and not timed"
