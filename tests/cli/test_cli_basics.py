@@ -64,6 +64,8 @@ verbs:
   drill        inject faults into copies of the job and judge each recovery
   ls           list the runs here and their states
   watch        show a run from its folder
+  report       report on a run: plan against reality, where the time went, failures, cost
+  bundle       archive a run's records and logs for support, without secrets
   logs         show the logs of a run's ranks and agents
   verify       verify a checkpoint, or a whole run with its samples
   checkpoints  list a run's checkpoints and their states
@@ -124,7 +126,7 @@ def test_help_takes_at_most_a_fifth_of_a_second_of_a_processor(run: Run) -> None
         (("trian",), "error: unknown verb `trian`\n  hint: did you mean `seatrial train`?\n"),
         (
             ("fly",),
-            "error: unknown verb `fly`\n  hint: verbs: init, schema, validate, check, explain, plan, scale, data, train, attach, status, stop, agent, drill, ls, watch, logs, verify, checkpoints, export, completion\n",
+            "error: unknown verb `fly`\n  hint: verbs: init, schema, validate, check, explain, plan, scale, data, train, attach, status, stop, agent, drill, ls, watch, report, bundle, logs, verify, checkpoints, export, completion\n",
         ),
         (
             ("--fast",),

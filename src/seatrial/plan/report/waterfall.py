@@ -36,6 +36,7 @@ KINDS: dict[str, Kind] = {
     "host": "rest",
     "sum of loss and gradient norm": "rest",
     "saving checkpoints": "run",
+    "validation": "run",
     "failures and recovery": "run",
 }
 WORDS: dict[Kind, str] = {
