@@ -251,7 +251,6 @@ _LONG = {
         f"{n}-untied"
         for n in ("pp2", "pp4", "tp2-pp2-fsdp2-interleaved", "pp2-zero-bubble-fsdp2", "replicate2")
     ),
-    *(f"{n}-untied" for n in ("fsdp2", "tp2-pp2-fsdp2")),
     "tp2-pp2-fsdp2-momentum",
     *(f"{n}-documents" for n in ("tp2", "pp2", "fsdp2", "pp2-gpipe", "pp4", "pp2-zero-bubble")),
 }
