@@ -47,8 +47,9 @@ def straggling(folder: RunFolder, log: StepLog) -> Straggling | None:
     groups = min(max(2, _FILES // max(1, len(first_group))), _MOST_GROUPS, -(-steady.size // _GROUP))
     shares, seconds, excess, pace = [], 0.0, 0.0, Counter[int]()
     for part in np.array_split(steady, groups):
-        last = part[min(part.size - 1, (part.size + _GROUP) // 2)]
-        found = _group(folder, int(generation[last]), log.steps[last])
+        count = min(_GROUP, part.size)
+        last = part[(part.size + count) // 2 - 1]
+        found = _group(folder, int(generation[last]), log.steps[last], count)
         if found is None:
             continue
         took, ahead, ranks = found
@@ -62,9 +63,11 @@ def straggling(folder: RunFolder, log: StepLog) -> Straggling | None:
     return Straggling(excess / seconds, error, pace.total(), generation.size, rank, often)
 
 
-def _group(folder: RunFolder, generation: int, last: int) -> tuple[float, float, list[int]] | None:
-    """(seconds, of them excess, the rank with most own work of each step) of recorded steps up to `last` of a generation."""
-    found, _ = read_generation(folder, generation, most=_GROUP, until=last)
+def _group(
+    folder: RunFolder, generation: int, last: int, count: int
+) -> tuple[float, float, list[int]] | None:
+    """(seconds, of them excess, the rank with most own work of each step) of `count` recorded steps up to `last`."""
+    found, _ = read_generation(folder, generation, most=count, until=last)
     if not found or any(each.ranks != len(found) for each in found.values()) or len(found) != max(found) + 1:
         return None
     ranks = [found[rank] for rank in range(len(found))]

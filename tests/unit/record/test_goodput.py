@@ -239,7 +239,7 @@ def test_stragglers_are_measured_on_a_sample(folder: RunFolder) -> None:
     assert found.share == pytest.approx(split.pace_ahead_s / split.step_s, rel=1e-5)
     assert found.error == pytest.approx(0.0, abs=1e-6)
     assert (found.rank, found.rank_steps == found.steps) == (2, True)
-    assert 200 <= found.steps <= 320
+    assert 200 <= found.steps <= 298  # without the first two
     assert found.of_steps == 300
     with_it, without = of(story, folder, straggling=found), of(story, folder)
     assert with_it.seconds["straggler"] == pytest.approx(0.1 * without.seconds["productive"], rel=1e-4)
