@@ -19,7 +19,7 @@ from seatrial.ui.out import Out
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.description = (
-        "Archive the records and the ends of the logs of a run for whoever helps with it. Secrets are removed as far as their "
+        "Archive the records and the ends of the logs of a run for support. Secrets are removed as far as their "
         "names, formats or values give them away; MANIFEST.json in it lists what is in it and what was left out. Look at "
         "it before you send it."
     )

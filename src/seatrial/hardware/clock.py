@@ -37,7 +37,7 @@ class _Timex(ctypes.Structure):
 
 @dataclass(frozen=True)
 class KernelClock:
-    """The state of the clock, as the time service told the kernel."""
+    """The state of the clock, as the time service reports it to the kernel."""
 
     synchronised: bool
     offset_s: float

@@ -159,7 +159,7 @@ def _named(key: str, known: Callable[[str], object]) -> Rule:
 
 
 def _trackers(facts: Facts) -> Iterator[RuleViolation]:
-    """What a tracker needs must be installed. Elsewhere than here it is not known, and is told when the run has begun."""
+    """What a tracker needs must be installed. On other hosts this is not known before the run has begun, and is reported then."""
     if facts.job.cluster.launcher != "local":
         return
     for i, name in enumerate(facts.job.watch.trackers or ()):

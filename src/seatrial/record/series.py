@@ -83,7 +83,7 @@ _NODE = (
     _counter("node_tcp_sent_segments_total", "", "TCP segments sent", "/proc/net/snmp"),
     _counter("node_tcp_retransmitted_segments_total", "", "TCP segments sent again", "/proc/net/snmp"),
     _gauge("node_clock_synchronised", "", "1 if the kernel's clock is synchronised, else 0", "adjtimex(2)"),
-    _gauge("node_clock_offset_seconds", "seconds", "Offset of the clock from its time source, as NTP or PTP told the kernel", "adjtimex(2)"),
+    _gauge("node_clock_offset_seconds", "seconds", "Offset of the clock from its time source, as NTP or PTP reports it to the kernel", "adjtimex(2)"),
     _gauge("node_clock_max_error_seconds", "seconds", "Bound of the clock's error", "adjtimex(2)"),
 )  # fmt: skip
 

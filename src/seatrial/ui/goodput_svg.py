@@ -40,8 +40,8 @@ def goodput_svg(seconds: Mapping[str, float], *, title: str) -> Element:
     for i, (words, kind, s) in enumerate(shown):
         left, base = _SIDE + i % _COLUMNS * each, y + i // _COLUMNS * 22
         parts.append(box(left, base - 10, 11, 11, f"st-{kind}", "", 2))
-        told = f"{words} {units.duration(s)} ({100 * s / whole:.1f} %)"
-        parts.append(text(left + 17, base, told, "st-soft st-num"))
+        label = f"{words} {units.duration(s)} ({100 * s / whole:.1f} %)"
+        parts.append(text(left + 17, base, label, "st-soft st-num"))
     height = y + max(0, len(shown) - 1) // _COLUMNS * 22 + 16
     sentence = "; ".join(f"{words}: {100 * s / whole:.1f} %" for words, _, s in shown) or "No time."
     return framed(parts, height=height, title=title, sentence=sentence, name="goodput", alone=False)

@@ -1,4 +1,4 @@
-"""An archive of a run for whoever helps with it: its records and the ends of its logs, without secrets, data, weights.
+"""An archive of a run for support: its records and the ends of its logs, without secrets, data, weights.
 
 Only what is named here goes in. What is not, and why, is in the archive's MANIFEST.json.
 """
@@ -224,7 +224,7 @@ def _environment(text: str, redactor: Redactor) -> str:
     try:
         value = parse_json(text)
     except ValueError:
-        return GONE + "\n"  # it cannot be told what is in it
+        return GONE + "\n"  # its content cannot be checked
     variables = value.get("variables") if isinstance(value, dict) else None
     kept: dict[str, Any] = {"variables": []}
     for variable in variables if isinstance(variables, list) else []:

@@ -223,7 +223,7 @@ class _Feed:
             self._write()
 
     def end(self, state: State) -> None:
-        """Without a known end the tracker is told nothing: the next process continues."""
+        """Without a known end no status is set: the next process continues."""
         assert self._tracker is not None
         if state not in ("running", "queued"):
             self._tracker.end(state)

@@ -34,7 +34,7 @@ class _Feeder:
     again_s: float = _AGAIN_S
     seen: int = 0  # mtime of its progress
     seen_at: float = 0.0
-    told: bool = False  # this failure was reported, and it has pushed nothing since
+    reported: bool = False  # this failure, and it has pushed nothing since
     done: bool = False
 
 
@@ -101,15 +101,15 @@ class Feeders:
         if mtime != feeder.seen:
             feeder.seen, feeder.seen_at = mtime, now
         if code == 0:
-            feeder.process, feeder.done, feeder.told = None, True, False
+            feeder.process, feeder.done, feeder.reported = None, True, False
         elif code is not None:
             self._kill(feeder)  # what it had started
             self._failed(feeder, self._last_line(feeder) or f"its process ended with status {code}", now)
         elif now - feeder.seen_at > self._silent_s:
             self._kill(feeder)
             self._failed(feeder, f"it hangs: no sign of life for {self._silent_s:.0f} s", now)
-        elif feeder.told and feeder.seen_at > feeder.start_at + self._silent_s:
-            feeder.told, feeder.again_s = False, self._again_s  # it works again
+        elif feeder.reported and feeder.seen_at > feeder.start_at + self._silent_s:
+            feeder.reported, feeder.again_s = False, self._again_s  # it works again
 
     def _failed(self, feeder: _Feeder, why: str, now: float) -> None:
         feeder.start_at = now + feeder.again_s
@@ -117,8 +117,8 @@ class Feeders:
         feeder.again_s = min(2 * feeder.again_s, _AGAIN_MOST_S)
 
     def _tell(self, feeder: _Feeder, why: str) -> None:
-        if not feeder.told:
-            feeder.told = True
+        if not feeder.reported:
+            feeder.reported = True
             by_hand = f"seatrial watch {self._folder.path} --to {feeder.name}"
             text = f'the tracker "{feeder.name}" failed: {why}; the run goes on. See {self._log(feeder)}; by hand: {by_hand}'
             self._record(

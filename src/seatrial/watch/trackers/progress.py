@@ -21,7 +21,7 @@ class Progress:
     metrics_bytes: int = 0  # of metrics.jsonl
     events: int = 0  # of events.jsonl, also those that are not pushed
     counts: dict[str, int] = field(default_factory=dict)  # events pushed, by kind
-    ended: bool = False  # the tracker was told how the run ended
+    ended: bool = False  # the tracker has the end status of the run
     time: float = 0.0  # when this was written; while a process pushes, every few seconds
 
 

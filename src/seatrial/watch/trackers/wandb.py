@@ -37,8 +37,8 @@ class WeightsAndBiases:
 
     def log_event(self, event: Event, step: int, count: int) -> None:
         text = f"{event.severity}: {event.message}"
-        told = {"event": event.kind, "event_text": text, f"events/{event.kind}": count}
-        self._run.log({_X: step, "_timestamp": event.time, **told})
+        row = {"event": event.kind, "event_text": text, f"events/{event.kind}": count}
+        self._run.log({_X: step, "_timestamp": event.time, **row})
 
     def flush(self) -> None:
         pass  # a process of its own writes what was logged, also after this one has crashed
