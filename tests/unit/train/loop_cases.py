@@ -177,7 +177,7 @@ class Run:
 
         self.loop._start = noting  # type: ignore[method-assign]
         if late:
-            self.loop._cuda, self.loop._ahead = True, 1
+            self.loop._on_accelerator, self.loop._ahead = True, 1
             self.loop._batch = lambda step: batches.batch(step, 0, BATCH)  # type: ignore[method-assign]
 
     def spoil(self, step: int, times: int = 1, *, factor: float = float("nan")) -> None:
