@@ -4,20 +4,19 @@ Our code sees an accelerator of type "cuda" with pinned memory, streams and even
 are those of the CPU, bit for bit. What it simulates:
 
 - An asynchronous copy into pinned host memory leaves rubbish there until the host has waited for an event recorded after
-  it, or for its stream. `.item()` and other blocking reads do not count as waits: stricter than CUDA.
+  it. `.item()` and other blocking reads do not count as waits: stricter than CUDA.
 - An asynchronous copy from pinned host memory is an error if that memory changes before the host has waited.
 - Pinned memory that is unpinned while a copy to it is under way is an error.
-- Work in a stream other than the default one happens as late as the waits permit: a copy from there reads the source when
-  something waits for it, and reads rubbish if its stream has not waited for what the default stream had queued before.
-- An event is complete a few milliseconds after its recording at the earliest; the time between events that are not
-  complete cannot be asked for.
+- Memory that a second copy goes to before the first was waited for holds rubbish until the second was.
+- An event is complete when the host has waited for a later one, or LAG_S after its recording; the time between events that
+  are not complete cannot be asked for.
 
-Memory that is not pinned is copied at once, as CUDA does. The default stream's own work is the CPU's, done when queued.
+There is one stream; its own work is the CPU's, done when it is queued. Memory that is not pinned is copied at once, as CUDA
+does.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import weakref
@@ -59,16 +58,10 @@ class _Copy:
 
     target: Tensor
     source: Tensor
-    values: Tensor | None = None  # what was read of the source; None: nothing yet
-    to_host: bool = True
-
-    def read(self) -> None:
-        if self.values is None:
-            self.values = self.source.detach().clone()
+    values: Tensor  # of the source when the copy was queued: later work of the stream comes after it
+    to_host: bool
 
     def complete(self) -> None:
-        self.read()
-        assert self.values is not None
         if self.to_host:
             with torch.no_grad():
                 _copy_now(self.target, self.values)
@@ -77,134 +70,81 @@ class _Copy:
 
 
 class Stream:
-    """As `torch.Stream` and `torch.cuda.Stream`."""
+    """The only one of the device."""
 
-    _numbers = itertools.count()
+    stream_id = device_index = 0
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.stream_id = next(self._numbers)
-        self.device_index = 0
-        self.priority = priority
+    def __init__(self) -> None:
         self.under_way: list[tuple[int, _Copy]] = []
-        self.count = 0  # operations queued so far
+        self.count = 0  # copies and events queued so far
         self.passed = 0  # of these, those that the host has waited for
-        self.follows = False  # it has waited for the default stream since its last event
-        streams.append(self)
-        self._outer: list[Stream] = []
 
     def add(self, copy: _Copy) -> None:
+        begin = copy.target.data_ptr()
         with _lock:
+            self.under_way = [
+                u for u in self.under_way if not u[1].to_host or u[1].target.data_ptr() != begin
+            ]
             self.count += 1
             self.under_way.append((self.count, copy))
-            if self is _default:
-                copy.read()  # later work of this stream comes after it
-            elif not self.follows:
-                copy.values = torch.full_like(_bytes(copy.source), _RUBBISH).view(copy.source.dtype)
-                copy.values = copy.values.view(copy.source.shape)
 
     def pass_until(self, count: int) -> None:
-        """The host has waited for the first `count` operations."""
+        """The host has waited for the first `count` of what was queued."""
         with _lock:
             self.passed = max(self.passed, count)
             while self.under_way and self.under_way[0][0] <= count:
                 self.under_way.pop(0)[1].complete()
 
-    def read_until(self, count: int) -> None:
-        """The default stream has waited for them: what it does from now on comes after they have read their sources."""
-        with _lock:
-            for number, copy in self.under_way:
-                if number <= count:
-                    copy.read()
-
-    def synchronize(self) -> None:
-        seen["waits"] += 1
-        self.pass_until(self.count)
-
     def wait_event(self, event: Event) -> None:
-        event.wait(self)
-
-    def wait_stream(self, other: Stream) -> None:
-        other.record_event().wait(self)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other.stream_id == self.stream_id
-
-    def __hash__(self) -> int:
-        return self.stream_id
-
-    def __enter__(self) -> Stream:
-        self._outer.append(current_stream())
-        _current.stream = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _current.stream = self._outer.pop()
+        """It is in order anyway."""
 
 
 class Event:
     """As `torch.Event`."""
 
-    def __init__(self, device: Any = None, *, enable_timing: bool = False, blocking: bool = False) -> None:
+    def __init__(self, *, enable_timing: bool = False) -> None:
         self._timing = enable_timing
-        self._stream: Stream | None = None
-        self._count = 0
+        self._number: int | None = None  # its place in the stream, once it is recorded
         self._at = 0.0
 
-    def record(self, stream: Stream | None = None) -> None:
-        self._stream = stream or current_stream()
-        self._count, self._at = self._stream.count, time.perf_counter()
-        self._stream.follows = False
-
-    def wait(self, stream: Stream | None = None) -> None:
-        stream = stream or current_stream()
-        if self._stream is None:
-            return
-        if stream is _default:
-            self._stream.read_until(self._count)
-        elif self._stream is _default:
-            stream.follows = True
+    def record(self) -> None:
+        with _lock:
+            stream.count += 1
+            self._number, self._at = stream.count, time.perf_counter()
 
     def synchronize(self) -> None:
         seen["waits"] += 1
-        if self._stream is not None:
-            self._stream.pass_until(self._count)
+        if self._number is not None:
+            stream.pass_until(self._number)
 
     def query(self) -> bool:
-        if self._stream is None:
+        return self._complete()
+
+    def _complete(self) -> bool:
+        if self._number is None:
             return True
-        complete = time.perf_counter() - self._at >= LAG_S
-        if complete:
-            self._stream.pass_until(self._count)
-        return complete
+        if stream.passed < self._number and time.perf_counter() - self._at < LAG_S:
+            return False
+        stream.pass_until(self._number)
+        return True
 
     def elapsed_time(self, end: Event) -> float:
         if not (self._timing and end._timing):
             raise RuntimeError("both events must be created with enable_timing")
-        if not (self.query() and end.query()):
+        if not (self._complete() and end._complete()):
             raise RuntimeError("both events must be completed before the time between them is known")
         return (end._at - self._at) * 1e3
 
 
-streams: list[Stream] = []
-_default = Stream()
-_current = threading.local()
+stream = Stream()
 _pinned: dict[int, int] = {}  # address -> end
 _generator = torch.Generator().manual_seed(5)
-seen = {"copies": 0, "waits": 0, "bytes": 0}
-
-
-def current_stream(device: Any = None) -> Stream:
-    return getattr(_current, "stream", _default)
+seen = {"copies": 0, "waits": 0}
 
 
 def left() -> int:
     """Copies that nothing has waited for."""
-    return sum(len(stream.under_way) for stream in streams)
+    return len(stream.under_way)
 
 
 # -- memory
@@ -239,7 +179,7 @@ def pin(address: int, size: int, device: Any) -> int:
 def unpin(address: int) -> None:
     end = _pinned.pop(address)
     with _lock:
-        for _, copy in itertools.chain.from_iterable(stream.under_way for stream in streams):
+        for _, copy in stream.under_way:
             if copy.to_host and address <= copy.target.data_ptr() < end:
                 raise RuntimeError("memory was unpinned while the device copies to it")
 
@@ -254,9 +194,8 @@ def _copy(target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
         assert target.is_contiguous()
         assert target.dtype == source.dtype, "the device converts nothing while it copies"
         seen["copies"] += 1
-        seen["bytes"] += source.nbytes
         with _lock:
-            current_stream().add(_Copy(target, source))
+            stream.add(_Copy(target, source, source.detach().clone(), to_host=True))
             target.detach().view(-1).view(torch.uint8).fill_(_RUBBISH)
         return target
     _copy_now(target, source)
@@ -267,8 +206,7 @@ def _copy(target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
 
 def _watch_source(target: Tensor, source: Tensor) -> None:
     seen["copies"] += 1
-    seen["bytes"] += source.nbytes
-    current_stream().add(_Copy(target, source, source.detach().clone(), to_host=False))
+    stream.add(_Copy(target, source, source.detach().clone(), to_host=False))
 
 
 def _to(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -287,6 +225,8 @@ def _to(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """Replace what `hardware.accelerator` uses of torch, and its claim to a device. `patch` as `monkeypatch.setattr`."""
+    stream.under_way.clear()
+    stream.count = stream.passed = 0
 
     def claim(kind: str, index: int) -> Any:
         return torch.device("cpu") if kind == "cpu" else LateDevice(index)
@@ -296,8 +236,7 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     patch(accelerator, "pin", pin)
     patch(accelerator, "unpin", unpin)
     patch(torch, "Event", Event)
-    patch(torch, "Stream", Stream)
-    patch(torch.accelerator, "current_stream", current_stream)
+    patch(torch.accelerator, "current_stream", lambda device: stream)
     patch(torch.accelerator, "max_memory_allocated", lambda device: 7 << 20)
     patch(torch.accelerator, "get_memory_info", lambda device: (1 << 36, 1 << 36))
     patch(torch.accelerator, "empty_cache", lambda: None)

@@ -80,7 +80,6 @@ class StagingMemory:
 
     def close(self) -> None:
         """Release all of it."""
-        self.copied()
         self.leave()
 
     def _provide(self, size: int) -> None:
