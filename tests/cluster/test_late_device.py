@@ -19,8 +19,20 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timed]
 
 TWO_NODES = ("cluster.gpus_per_node=1",)
 LAYOUTS = {
-    "shard": (*TWO_NODES, "parallel.tensor=1", "parallel.pipeline=1", "parallel.shard=2"),
-    "replicate": (*TWO_NODES, "parallel.tensor=1", "parallel.pipeline=1", "parallel.replicate=2"),
+    "shard": (
+        *TWO_NODES,
+        "parallel.tensor=1",
+        "parallel.pipeline=1",
+        "parallel.shard=2",
+        "train.precision=bf16",
+    ),
+    "replicate": (
+        *TWO_NODES,
+        "parallel.tensor=1",
+        "parallel.pipeline=1",
+        "parallel.replicate=2",
+        "data.attend_across_documents=false",
+    ),
     "pipeline": (*TWO_NODES, "parallel.tensor=1", "parallel.pipeline=2"),
     "tensor": ("cluster.nodes=1", "parallel.pipeline=1", "parallel.tensor=2"),
 }
@@ -28,6 +40,9 @@ JOB = (
     *LAYOUTS["shard"],
     "train.steps=80",
     "train.sample_tokens=4",
+    "data.validation=other.py",
+    "train.validate_every_steps=20",
+    "train.validate_samples=12",
     "checkpoint.every_steps=10",
     "resilience.verify_every_steps=2",
     "resilience.max_same_failure=99",
@@ -59,8 +74,14 @@ def differences(late: Trial, cpu: Trial) -> list[str]:
     found += [f"only on the device: {key}" for key in ours.keys() - theirs.keys()]
     found += ["samples"] if late.samples() != cpu.samples() else []
     return found + [
-        f"step {step}" for step, values in cpu.steps().items() if late.steps().get(step) != values
+        f"step {step}" for step, values in numbers(cpu).items() if numbers(late).get(step) != values
     ]
+
+
+def numbers(trial: Trial) -> dict[int, tuple[float | None, ...]]:
+    """Step -> what was computed."""
+    found = lines(trial.run / "metrics.jsonl")
+    return {m["step"]: (m["loss"], m["grad_norm"], m.get("validation_loss")) for m in found}
 
 
 def late_copies(trial: Trial) -> list[int]:
@@ -151,3 +172,15 @@ def test_random_kills_leave_no_trace(begin: Begin, tmp_path: Path, layout: str) 
     assert code == 0, err
     assert len(trial.events("recovering")) == kills
     assert differences(trial, cpu) == []
+
+
+@pytest.mark.long  # on the CPU: test_recovery
+def test_a_lost_node_is_replaced_from_another_nodes_memory(begin: Begin, on_cpu: Trial) -> None:
+    trial = begin(*JOB, "cluster.spares=1", late=True)
+    trial.until_step(7)
+    trial.kill_agent(1)
+    code, err = trial.end()
+    assert code == 0, err
+    (recovered,) = trial.events("recovered")
+    assert recovered["data"]["source"] == "memory"
+    assert differences(trial, on_cpu) == []
