@@ -138,7 +138,7 @@ def test_killed_preempted_and_resumed_it_is_bit_equal(begin: Begin, on_cpu: Tria
     assert min(late_copies(resumed)) > 100
 
 
-# One step after another is what a single process shows with bad steps: tests/unit/train/test_missing_waits.py, for all waits.
+# All of them in one process, and with a bad step, without which a step in flight does no harm: test_missing_waits.py.
 @pytest.mark.long
 @pytest.mark.parametrize("wait", [w for w in JOB_WAITS if "in_flight" not in w and "while" not in w])
 def test_without_a_wait_a_job_differs_or_fails(
