@@ -61,3 +61,13 @@ def s3_url(s3_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> str:
     bucket = f"bucket-{uuid.uuid4().hex[:12]}"
     s3_server.make_bucket(bucket)
     return f"s3://{bucket}"
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "a step late"])
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a rank is on the test device, whose results come a step late, or on the CPU."""
+    if request.param:
+        import late_device  # it loads torch
+
+        late_device.install(monkeypatch.setattr)
+    return bool(request.param)
