@@ -73,6 +73,7 @@ MODELS = st.sampled_from(list(SIZES.values()))
 STACKS = st.sampled_from(sorted(stacks()))
 
 
+@pytest.mark.cluster  # slow
 @given(model=MODELS, recipe=recipes(), stack=STACKS)
 @settings(max_examples=100, deadline=None)
 def test_parts_add_up_and_units_agree(model: Architecture, recipe: Recipe, stack: str) -> None:
@@ -91,6 +92,7 @@ def test_parts_add_up_and_units_agree(model: Architecture, recipe: Recipe, stack
     assert tokens == pytest.approx(recipe.global_batch * recipe.sequence)
 
 
+@pytest.mark.cluster  # slow
 @given(model=MODELS, recipe=recipes(), faster=st.floats(1.0, 8.0))
 @settings(max_examples=100, deadline=None)
 def test_more_bandwidth_is_never_slower(model: Architecture, recipe: Recipe, faster: float) -> None:
