@@ -3,7 +3,7 @@
     python recovery_driver.py '{"set": [...], "returns": {"1": 0.5}, "coordinator": 2}'
 
 `returns`: node -> seconds after which an agent that ended is started again. `coordinator`: all other agents are held
-until this one has taken the lease.
+until this one has taken the lease. `late`: the ranks' device is tests/late_device.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from seatrial.control.net import lease
 from seatrial.job import load_job
-from seatrial.launch import LocalLauncher, gather
+from seatrial.launch import LocalLauncher, gather, local, preflight
 from seatrial.launch.agents import AgentHandle
 from seatrial.launch.session import prepare_session
 from seatrial.record.folder import RunFolder
@@ -49,8 +50,26 @@ class Held:
         return held
 
 
+def use_late_device() -> None:
+    """Let ranks start on a device that this machine has not."""
+
+    def choose(_: object) -> tuple[str, str]:
+        return "cuda", "the test device"
+
+    here = Path(__file__).parent
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    )
+    os.environ["OMP_NUM_THREADS"] = "1"  # sums in another order would not be bit-equal
+    local.choose_device = preflight.choose_device = choose  # type: ignore[assignment]
+    local.visible_devices = lambda: [str(i) for i in range(64)]  # type: ignore[assignment]
+
+
 def main() -> int:
     plan: dict[str, Any] = json.loads(sys.argv[1])
+    late = bool(plan.get("late"))
+    if late:
+        use_late_device()
     job = load_job(Path("job.toml"), plan.get("set", []))
     voyage = prepare_session(job, Path("runs"))
     held = Held(voyage.opened.folder, plan.get("coordinator"))
@@ -61,6 +80,8 @@ def main() -> int:
 
     gather.Gathering = Gathering  # type: ignore[misc]
     launcher = LocalLauncher(returns={int(n): s for n, s in plan.get("returns", {}).items()})
+    if late:
+        launcher.launch = partial(launcher.launch, worker_module="late_rank")  # type: ignore[method-assign]
     with (
         voyage.opened as opened,
         TrainConsole(

@@ -16,10 +16,10 @@ from torch import Tensor
 from seatrial.base.complain import complain
 from seatrial.checkpoint.stream import FilePlan
 from seatrial.checkpoint.write import Piece
+from seatrial.hardware import accelerator
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _POPULATED_AT_ONCE = 1 << 24  # bytes: bounds how long another thread's memory allocation waits
-_PORTABLE = 1  # cudaHostRegisterPortable
 _GRAIN = 1 << 21  # the size is a multiple of this many bytes: a few more tensors need no new memory
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -33,7 +33,7 @@ class StagingMemory:
         self._map: mmap.mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)  # all of it
         self._pinned = False
-        self._copied: torch.cuda.Event | None = None
+        self._copied: torch.Event | None = None
         self._populating: _Populating | None = None
 
     @property
@@ -62,9 +62,8 @@ class StagingMemory:
         for piece, offset in zip(pieces, plan.offsets, strict=True):
             place = self._bytes[data + offset :][: piece.tensor.nbytes]
             _seen_as(place, piece.tensor).copy_(piece.tensor, non_blocking=True)
-        if self._device.type == "cuda":
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        if accelerator.is_accelerator(self._device):
+            self._copied = accelerator.record()
 
     def copied(self) -> None:
         """Wait until the copy has finished."""
@@ -81,7 +80,6 @@ class StagingMemory:
 
     def close(self) -> None:
         """Release all of it."""
-        self.copied()
         self.leave()
 
     def _provide(self, size: int) -> None:
@@ -102,7 +100,7 @@ class StagingMemory:
         with contextlib.suppress(OSError):
             self._populated()
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            accelerator.unpin(self._bytes.data_ptr())
             self._pinned = False
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._map.close()
@@ -140,9 +138,8 @@ class _Populating(threading.Thread):
 
     def run(self) -> None:
         self._populate()
-        if self._device.type == "cuda" and not self.errno:
-            with torch.cuda.device(self._device):
-                error = int(torch.cuda.cudart().cudaHostRegister(self._address, self._size, _PORTABLE))
+        if accelerator.is_accelerator(self._device) and not self.errno:
+            error = accelerator.pin(self._address, self._size, self._device)
             self.pinned = error == 0
             if not self.pinned:
                 complain(

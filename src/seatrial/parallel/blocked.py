@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.autograd import profiler
 
+from seatrial.hardware import accelerator
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.stage_clock import StageClock
 from seatrial.record.stages import (
@@ -58,7 +59,8 @@ class Blocked:
         # On a GPU FSDP2 has streams of its own, where sums over shards and replicas follow each other.
         layout = mesh.layout
         self._gradients = SHARD if layout.shard > 1 else REPLICATE if layout.replicate > 1 else None
-        self._compute = torch.cuda.current_stream(mesh.device) if clock.cuda else None
+        self._device = mesh.device
+        self._compute = accelerator.current_stream(mesh.device) if clock.on_accelerator else None
         self._under_way: dict[int, int] = {}  # id of a Work -> its stage, until it is waited for
         self._counts = [[0, 0] for _ in STAGES]  # calls, bytes
         self._undo: list[tuple[type, str, Any]] = []
@@ -69,8 +71,8 @@ class Blocked:
             if hasattr(ProcessGroup, name):
                 self._wrap(ProcessGroup, name, self._issuing)
         self._wrap(Work, "wait", self._waiting)
-        if self._clock.cuda and self._gradients is not None:
-            self._wrap(torch.cuda.Stream, "wait_event", self._waiting_for_event)
+        if self._clock.on_accelerator and self._gradients is not None:
+            self._wrap(accelerator.stream_type(self._device), "wait_event", self._waiting_for_event)
 
     def remove(self) -> None:
         """Restore them."""
@@ -148,8 +150,8 @@ class Blocked:
         clock, stage = self._clock, self._gradients
         assert stage is not None
 
-        def wait_event(stream: torch.cuda.Stream, event: Any) -> None:
-            if stream != self._compute or clock.stage in _WITH_THEIRS:
+        def wait_event(stream: torch.Stream, event: Any) -> None:
+            if stream.stream_id != self._compute or clock.stage in _WITH_THEIRS:
                 call(stream, event)
                 return
             before = clock.enter(stage)
@@ -162,7 +164,7 @@ class Blocked:
 
     def _computes(self) -> bool:
         """Whether what is launched now goes to the stream that the clock measures."""
-        return self._compute is None or torch.cuda.current_stream() == self._compute
+        return self._compute is None or accelerator.current_stream(self._device) == self._compute
 
 
 def _bytes(values: Sequence[Any]) -> int:

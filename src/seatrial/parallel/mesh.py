@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from seatrial.hardware.accelerator import is_accelerator
 from seatrial.job.layout import Coordinates, Layout
 
 
@@ -39,7 +40,7 @@ class Mesh:
         On gloo one dimension after the other: groups of two or four are far faster than one of eight. NCCL may use
         another algorithm in each group, and the last bit could differ between ranks: there a single group is used.
         """
-        if self.device.type == "cuda":
+        if is_accelerator(self.device):
             if self.layout.world_size > 1:
                 dist.all_reduce(values)
             return values

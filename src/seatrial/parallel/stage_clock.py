@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from seatrial.hardware import accelerator
 from seatrial.record.stages import HOST, STAGES
 
 Lap = tuple[int, list[float]]  # a step, and the seconds of each of STAGES
@@ -25,7 +26,7 @@ class StageClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.on_accelerator = accelerator.is_accelerator(device)
         self.stage = HOST
         self._running = False
         self._only = False  # nothing else can be entered
@@ -33,15 +34,15 @@ class StageClock:
         self._ns = [0] * len(STAGES)
         self._laps: list[Lap] = []
         # On a GPU: the end of a part, the stage that it counts for, and the step that it completes.
-        self._marks: deque[tuple[torch.cuda.Event, int, int | None]] = deque()
-        self._last: torch.cuda.Event | None = None
-        self._spare: list[torch.cuda.Event] = []
+        self._marks: deque[tuple[torch.Event, int, int | None]] = deque()
+        self._last: torch.Event | None = None
+        self._spare: list[torch.Event] = []
         self._seconds = [0.0] * len(STAGES)
 
     def start(self) -> None:
         """Begin the first lap."""
         self.stage, self._running = HOST, True
-        if self.cuda:
+        if self.on_accelerator:
             self._last = self._recorded()
         self._since = time.perf_counter_ns()
 
@@ -83,19 +84,19 @@ class StageClock:
         if not self._running:
             return
         self._end(self.stage, step)
-        if not self.cuda:
+        if not self.on_accelerator:
             self._laps.append((step, [ns / 1e9 for ns in self._ns]))
             self._ns = [0] * len(STAGES)
 
     def laps(self) -> list[Lap]:
         """The laps completed since the last call; on a GPU those that the device has completed."""
-        if self.cuda:
+        if self.on_accelerator:
             self._read_marks()
         laps, self._laps = self._laps, []
         return laps
 
     def _end(self, stage: int, step: int | None = None) -> None:
-        if self.cuda:
+        if self.on_accelerator:
             self._marks.append((self._recorded(), stage, step))
             return
         now = time.perf_counter_ns()
@@ -113,7 +114,9 @@ class StageClock:
                 self._laps.append((step, self._seconds))
                 self._seconds = [0.0] * len(STAGES)
 
-    def _recorded(self) -> torch.cuda.Event:
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+    def _recorded(self) -> torch.Event:
+        if not self._spare:
+            return accelerator.record(timing=True)
+        event = self._spare.pop()
         event.record()
         return event

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from seatrial.base.complain import complain
+from seatrial.hardware import accelerator
 from seatrial.hardware.tcp import connections
 from seatrial.parallel.blocked import Blocked
 from seatrial.parallel.build import ParallelModel
@@ -40,7 +39,7 @@ class Accounting:
                 clock=self._mesh.device.type,
                 first_step=first_step,
                 not_separated=self._not_separated,
-                gpu=_gpu(self._mesh.device),
+                gpu=accelerator.pci_address(self._mesh.device),
             )
             sizes = self._mesh.layout.as_dict()
             self._collectives = CollectivesWriter(self._folder, self._generation, self._mesh.rank, sizes)
@@ -102,23 +101,12 @@ class Accounting:
         complain(f"where the time of steps goes is not recorded any more: {error}")
 
 
-def _gpu(device: torch.device) -> str | None:
-    """The PCI address of a GPU; None on a CPU, or in a version of torch that does not tell."""
-    if device.type != "cuda":
-        return None
-    found = torch.cuda.get_device_properties(device)
-    domain, bus, slot = (getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
-    if domain is None or bus is None or slot is None:
-        return None
-    return f"{domain:04x}:{bus:02x}:{slot:02x}"
-
-
 def not_separated(model: ParallelModel) -> dict[str, str]:
     """Stage -> where its time is counted, for what cannot be told apart with these settings."""
     settings, layout = model.settings, model.mesh.layout
     unclear = {}
     if settings.compile and layout.tensor > 1 and not settings.async_tensor:
         unclear[STAGES[TENSOR]] = "inside compiled blocks it counts as forward and backward"
-    if model.clock.cuda and layout.shard > 1 and layout.replicate > 1:
+    if model.clock.on_accelerator and layout.shard > 1 and layout.replicate > 1:
         unclear[STAGES[REPLICATE]] = f"waiting for sums over replicas counts as {STAGES[SHARD]}"
     return unclear

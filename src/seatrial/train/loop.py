@@ -15,6 +15,7 @@ from torch import Tensor
 
 from seatrial.base.errors import RunFailed
 from seatrial.data.loader import Batch, BatchLoader
+from seatrial.hardware.accelerator import is_accelerator
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
 from seatrial.record.folder import RunFolder
@@ -83,14 +84,14 @@ class Loop:
         self.ready: int | None = None
         self.known: Known | None = None
         mesh = model.mesh
-        self._cuda = mesh.device.type == "cuda"
+        self._on_accelerator = is_accelerator(mesh.device)
         self._writes = mesh.rank == 0
         self._supervisor, self._snapshots, self._rollback = supervisor, snapshots, rollback
         self._meter = Meter(job, mesh.device, generation)
         self._recorder = Recorder(job, folder, records, loader, self._meter, writes=self._writes)
         self._saver = Saver(job, folder, generation, model, optimizer, loader, records, self._waits)
         self._accounting = Accounting(folder, generation, model)
-        self._trace = Trace(job, folder, generation, mesh.rank, cuda=self._cuda)
+        self._trace = Trace(job, folder, generation, mesh.rank, mesh.device)
         self._clip_norm = job.optimizer.clip_norm or None
         self._guard: Guard | None = None
         self._integrity: Integrity | None = None
@@ -107,7 +108,7 @@ class Loop:
         self._saver.doubts = [each for each in (snapshots, self._integrity) if each is not None]
         # On a GPU the host runs one step ahead: reading a step's loss at once would stall the device after each.
         # A refused update also refuses all later ones, so a step that was started too early changes nothing.
-        self._ahead = 1 if self._cuda else 0
+        self._ahead = 1 if self._on_accelerator else 0
         self._started: list[_Started] = []
         self._clock = 0.0
         self._first = self._next = 1
@@ -171,7 +172,7 @@ class Loop:
 
     def _begin(self, first_step: int) -> None:
         self._first = self._next = first_step
-        self.applied = None if self._cuda else first_step - 1
+        self.applied = None if self._on_accelerator else first_step - 1
         self._saver.start(first_step)
         if self._supervisor is not None:
             self._guard = make_guard(self.job, self.folder, self.model.mesh, first_step)
@@ -205,11 +206,11 @@ class Loop:
         self.ready = step if self.applied == step - 1 else None
         with counted.during(STEP_SUM):
             mesh.sum_over_ranks(values)
-        if self._cuda:
+        if self._on_accelerator:
             self._update(step, values[0], values[1])
-            self._started.append(_Started(step, data_wait, StepResult(values)))
+            self._started.append(_Started(step, data_wait, StepResult(values, mesh.device)))
             return
-        started = _Started(step, data_wait, StepResult(values))
+        started = _Started(step, data_wait, StepResult(values, mesh.device))
         summed = started.result.values()
         self.known = self._known(started, summed, time.perf_counter() - self._clock)
         if self._integrity is not None:
@@ -221,12 +222,12 @@ class Loop:
         mesh = self.model.mesh
         share = self.job.train.global_batch // mesh.layout.data_parallel
         batch = self.loader.batch(step, mesh.data_rank * share, share)
-        return batch.to(mesh.device) if self._cuda else batch
+        return batch.to(mesh.device) if self._on_accelerator else batch
 
     def _changed(self) -> Tensor | None:
         """Code for whether this rank's state was altered since the last update; if so, it must not be resumed from."""
         code = self._integrity.at_rest.changed() if self._integrity is not None else None
-        if code is not None and not self._cuda and int(code):
+        if code is not None and not self._on_accelerator and int(code):
             self.applied = None
         return code
 
@@ -239,7 +240,7 @@ class Loop:
             update(self.optimizer, loss, norm_squared, lr=lr, clip_norm=self._clip_norm)
             if self._integrity is not None:
                 self._integrity.at_rest.keep()
-        if not self._cuda:
+        if not self._on_accelerator:
             self.applied = step if made else before
 
     def apply_ready(self, norm_squared: float) -> None:
@@ -328,7 +329,7 @@ class Loop:
         self.optimizer.clear_gradients()
         if self._integrity is not None:
             self._integrity.at_rest.keep()
-        self.applied = None if self._cuda else back
+        self.applied = None if self._on_accelerator else back
         self._next = back + 1
         return True
 
@@ -338,7 +339,7 @@ class Loop:
         again = step in self._guard.skipped
         self._guard.left_out(step, reason)
         self.optimizer.set_step(step)  # bias correction and learning rate depend on the step
-        if not self._cuda:
+        if not self._on_accelerator:
             self.applied = step
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now

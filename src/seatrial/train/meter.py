@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from seatrial.hardware import accelerator
 from seatrial.hardware.catalogue import find_gpu, peak_flops
 from seatrial.hardware.mfu import mfu
 from seatrial.job import Job
@@ -25,9 +26,9 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_bytes(device: torch.device) -> int:
-    """CUDA: the most that torch has allocated at once. CPU: this process's resident memory now."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """On a GPU: the most that torch has allocated at once. On a CPU: this process's resident memory now."""
+    if accelerator.is_accelerator(device):
+        return accelerator.peak_memory(device)
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * _PAGE
 
@@ -40,18 +41,18 @@ class OwnTime:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._on_accelerator = accelerator.is_accelerator(device)
         self._seconds = 0.0
-        self._begun: float | torch.cuda.Event | None = None
+        self._begun: float | torch.Event | None = None
         self._paused = False
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[torch.Event, torch.Event]] = deque()
         self._handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
 
     def start(self) -> None:
         if self._paused:
             return
-        self._begun = self._mark() if self._cuda else time.perf_counter()
+        self._begun = accelerator.record(timing=True) if self._on_accelerator else time.perf_counter()
 
     def stop(self) -> None:
         """End the span that `start` began, if it began one."""
@@ -59,7 +60,7 @@ class OwnTime:
         if isinstance(begun, float):
             self._seconds += time.perf_counter() - begun
         elif begun is not None:
-            self._pending.append((begun, self._mark()))
+            self._pending.append((begun, accelerator.record(timing=True)))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -135,11 +136,6 @@ class OwnTime:
         self._undo.append(restore)
         self._handles.append(last.register_forward_pre_hook(lambda *_: self.stop()))
 
-    def _mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
 
 class Meter:
     """Turns step times into records. `peak` is None, and MFU unknown, for a device not in the catalogue."""
@@ -151,9 +147,9 @@ class Meter:
         self._flops_per_token = job.architecture.flops_per_token(job.train.sequence_length)
         self._peak = None
         self._device = device.type
-        if device.type == "cuda":
+        if accelerator.is_accelerator(device):
             # The actual device counts, not the one that the job file states.
-            self._device = torch.cuda.get_device_name(device)
+            self._device = accelerator.name(device)
             gpu = find_gpu(self._device)
             self._peak = peak_flops(gpu, job.train.precision) if gpu is not None else None
 

@@ -29,6 +29,7 @@ from seatrial.data.prepare import (
     resolve_validation,
     stores_identity,
 )
+from seatrial.hardware import accelerator
 from seatrial.job import Job, load_job
 from seatrial.job.families import family_named
 from seatrial.model.hf import HuggingFaceWeights
@@ -71,7 +72,7 @@ class RankEnvironment:
                 f"the environment has no {', '.join(missing)}",
                 hint="start ranks with `seatrial train JOB`, or with torchrun -m seatrial.train.worker RUN_FOLDER",
             )
-        device = os.environ.get("SEATRIAL_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = os.environ.get("SEATRIAL_DEVICE") or accelerator.default_kind()
         return cls(
             rank=int(os.environ["RANK"]),
             local_rank=int(os.environ["LOCAL_RANK"]),
@@ -208,22 +209,19 @@ def enter(job: Job, place: RankEnvironment, store: Store | None = None) -> Mesh:
 
 def join(place: RankEnvironment, timeout: timedelta, store: Store | None = None) -> torch.device:
     """Join the process group; returns this rank's device. Without a `store`, use the one of torchrun."""
-    cuda = place.device == "cuda"
-    if cuda:
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    device = accelerator.claim(place.device, place.local_rank)
+    on_accelerator = accelerator.is_accelerator(device)
+    if not on_accelerator:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     given: dict[str, Any] = {}
     if store is not None:
         given = {"store": store, "rank": place.rank, "world_size": place.world_size}
     try:
         dist.init_process_group(
-            "nccl" if cuda else "gloo",
+            "nccl" if on_accelerator else "gloo",
             timeout=timeout,
             # NCCL connects the ranks now, on this device, and not in the first collective.
-            device_id=device if cuda else None,
+            device_id=device if on_accelerator else None,
             **given,
         )
     except dist.DistNetworkError as error:
@@ -233,7 +231,7 @@ def join(place: RankEnvironment, timeout: timedelta, store: Store | None = None)
                 hint="leave cluster.port out to use a free port",
             ) from error
         raise
-    if cuda:
+    if on_accelerator:
         # A group with a device makes `new_group` split its communicator, in which every rank of the world must take
         # part. Ours are created by their members alone (`parallel.mesh`), and would wait forever.
         world = dist.group.WORLD

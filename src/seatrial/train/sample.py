@@ -10,6 +10,7 @@ import torch
 from seatrial.base import units
 from seatrial.base.errors import SeatrialError
 from seatrial.data.tokenizer import load_tokenizer
+from seatrial.hardware import accelerator
 from seatrial.hardware.host_memory import host_memory
 from seatrial.job import Job
 from seatrial.model.generate import generate, load_whole
@@ -38,8 +39,8 @@ def _write_sample(job: Job, folder: RunFolder, records: Records, device: torch.d
     if not found:
         return
     step, place = found[0]
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if accelerator.is_accelerator(device):
+        accelerator.release_cached_memory()
     dtype = torch.bfloat16 if job.train.precision == "bf16" else torch.float32
     need = job.architecture.parameters() * dtype.itemsize
     free = _free_memory(device)
@@ -75,7 +76,7 @@ def _write_sample(job: Job, folder: RunFolder, records: Records, device: torch.d
 
 
 def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if accelerator.is_accelerator(device):
+        return accelerator.free_memory(device)
     found = host_memory()
     return 0 if found is None else found.bytes

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from seatrial.hardware import accelerator
 from seatrial.parallel.build import ParallelModel
 from seatrial.record.messages import Leaving
 from seatrial.record.stages import OPTIMIZER
@@ -118,16 +119,15 @@ class StepValues:
 class StepResult:
     """The measurements of a step, copied from the device asynchronously: only reading them waits."""
 
-    def __init__(self, values: Tensor) -> None:
-        """`values`: the summed vector, fp64."""
-        self._copied: torch.cuda.Event | None = None
+    def __init__(self, values: Tensor, device: torch.device) -> None:
+        """`values`: the summed vector, fp64, on `device`."""
+        self._copied: torch.Event | None = None
         self._values = values
-        if values.device.type == "cuda":
+        if accelerator.is_accelerator(device):
             # Pinned memory and an event: an ordinary copy would also wait for the step after this one.
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = accelerator.host_memory(values.shape, values.dtype, device)
             self._values.copy_(values, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied = accelerator.record()
 
     def values(self) -> StepValues:
         """All measurements; waits for the device."""
@@ -232,4 +232,4 @@ def train_step(
     values = local_vector(model, optimizer, (ids_BT, target_BT, document_BT), Contribution())
     model.mesh.sum_over_ranks(values)
     update(optimizer, values[_LOSS], values[_NORM], lr=lr, clip_norm=clip_norm)
-    return StepResult(values)
+    return StepResult(values, model.mesh.device)

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from seatrial.base.complain import complain
+from seatrial.hardware.accelerator import is_accelerator
 from seatrial.job import Job
 from seatrial.record.folder import RunFolder
 
@@ -22,10 +24,12 @@ class Trace:
     A trace that cannot be recorded or written is reported, and training continues.
     """
 
-    def __init__(self, job: Job, folder: RunFolder, generation: int, rank: int, *, cuda: bool) -> None:
+    def __init__(self, job: Job, folder: RunFolder, generation: int, rank: int, device: torch.device) -> None:
         train = job.train
         self._path = folder.trace(generation, rank)
-        self._cuda = cuda
+        self._activities = [ProfilerActivity.CPU]
+        if is_accelerator(device):
+            self._activities.append(ProfilerActivity.CUDA)
         self._first = self._last = 0
         if rank in (train.profile_ranks or ()):
             self._first = train.profile_first_step
@@ -51,9 +55,8 @@ class Trace:
             self._finish()
 
     def _begin(self) -> None:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
         try:
-            self._profile = profile(activities=activities, record_shapes=True)
+            self._profile = profile(activities=self._activities, record_shapes=True)
             self._profile.start()
         except RuntimeError as error:  # another profiler is active in this process
             self._failed(error)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from seatrial.data.loader import BatchLoader
+from seatrial.hardware.accelerator import is_accelerator
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
 from seatrial.parallel.loss import NO_TARGET
@@ -79,7 +80,7 @@ class Validation:
         # Every rank computes whole batches, as in training: what is beyond the last sample does not count.
         used = self._data.samples - (number - 1) * loader.global_batch - first
         batch.target_BT[max(0, used) :] = NO_TARGET
-        if mesh.device.type == "cuda":
+        if is_accelerator(mesh.device):
             batch = batch.to(mesh.device)
         values = torch.tensor([0.0, wants == "yielded", wants == "preempted"], dtype=torch.float64)
         values = values.to(mesh.device)

@@ -148,7 +148,7 @@ def _report(error: Exception, folder: RunFolder, generation: int, place: RankEnv
             atomic.write_text(path, json.dumps(vars(record)))
         except OSError as second:
             complain(f"could not write {path}: {second}")
-        if place.device == "cuda":
+        if place.device != "cpu":
             # A normal exit would wait for collectives that peers will never join, and never report this.
             sys.stdout.flush()
             os._exit(code)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from seatrial.job.layout import Layout
-from seatrial.parallel import blocked, stage_clock
+from seatrial.parallel import stage_clock
 from seatrial.parallel.blocked import Blocked
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.stage_clock import StageClock
@@ -61,7 +61,7 @@ class Device:
             def elapsed_time(self, end: Any) -> float:
                 return float(end.ms - self.ms)
 
-        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch, "Event", Event)
 
 
 @pytest.fixture
@@ -245,12 +245,13 @@ class TestCollectives:
         dist.barrier()
 
     def test_on_a_device_only_the_compute_stream_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(blocked.torch.cuda, "current_stream", lambda *device: streams.current)
-        streams = SimpleNamespace(current="compute")
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams.current)
+        compute, other = SimpleNamespace(stream_id=0), SimpleNamespace(stream_id=5)
+        streams = SimpleNamespace(current=compute)
         layout = Layout(replicate=2)
         none = dict.fromkeys(("tensor", "pipeline", "shard", "ends"))
         group = SimpleNamespace(group_name="r")
-        clock = SimpleNamespace(cuda=True, stage=BACKWARD)
+        clock = SimpleNamespace(on_accelerator=True, stage=BACKWARD)
         entered: list[int] = []
 
         def enter(stage: int) -> int:
@@ -263,11 +264,11 @@ class TestCollectives:
         issue = spans._issuing(lambda group: None)
         issue(group)
         assert entered == [REPLICATE, BACKWARD]
-        streams.current = "fsdp"
+        streams.current = other
         issue(group)
         assert len(entered) == 2
         waited = spans._waiting_for_event(lambda stream, event: None)
-        waited("fsdp", "event")
+        waited(other, "event")
         assert len(entered) == 2
-        waited("compute", "event")
+        waited(compute, "event")
         assert entered[2:] == [REPLICATE, BACKWARD]

@@ -12,6 +12,7 @@ from rank_cases import ARCH, SETTINGS, mesh
 from torch import Tensor
 
 from seatrial.data.loader import Batch
+from seatrial.hardware import accelerator
 from seatrial.job import Job, job_from_text, preset_text
 from seatrial.model.initialise import RandomWeights
 from seatrial.parallel.build import ParallelModel
@@ -48,11 +49,11 @@ class Batches:
     def samples(self, step: int) -> tuple[int, int]:
         return (step - 1) * BATCH, step * BATCH
 
-    def batch(self, step: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, first: int, count: int) -> Batch:
         generator = torch.Generator().manual_seed(step)
         start = torch.randint(0, ARCH.vocab_size, (BATCH, 1), generator=generator)
         rows = ((start + torch.arange(LENGTH + 1)) % ARCH.vocab_size)[first : first + count]
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None)
 
 
 class ValidationBatches(Batches):
@@ -60,8 +61,8 @@ class ValidationBatches(Batches):
 
     global_batch, sequence_length = BATCH, LENGTH
 
-    def batch(self, step: int, first: int, count: int) -> Batch:  # type: ignore[override]
-        return Batch(*super().batch(1000 + step, first, count), None)
+    def batch(self, step: int, first: int, count: int) -> Batch:
+        return super().batch(1000 + step, first, count)
 
 
 @dataclass
@@ -137,24 +138,25 @@ class Run:
         *overrides: str,
         watched: bool = True,
         copies: bool = False,
+        keeping: Callable[[ParallelModel, ShardedAdamW], Any] = Copies,
         late: bool = False,
         validates: bool = False,
         generation: int = 1,
         place: Mesh | None = None,
         leave: dict[int, Leaving] | None = None,
     ) -> None:
-        """`late`: results are read a step late, as on a GPU."""
+        """`late`: on the test device, which must be installed: results are read a step late, as on a GPU."""
         self.folder = RunFolder(root)
         self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
         self.folder.control.mkdir(exist_ok=True)
         self.folder.generation_file.write_text(str(generation))
-        place = place or mesh()
+        place = place or mesh(device=accelerator.claim("cuda", 0) if late else None)
         job = make_job(root, *overrides)
         settings = replace(SETTINGS, microbatches=job.microbatches)
         self.model = ParallelModel(ARCH, place, settings, RandomWeights(ARCH, 0))
         self.optimizer = ShardedAdamW(self.model.shards, job.optimizer)
         self.watcher = Watcher(leave or {})
-        self.copies = Copies(self.model, self.optimizer)
+        self.copies = keeping(self.model, self.optimizer)
         batches = Batches()
         self.loop = Loop(
             job,
@@ -176,9 +178,6 @@ class Run:
             start(step)
 
         self.loop._start = noting  # type: ignore[method-assign]
-        if late:
-            self.loop._cuda, self.loop._ahead = True, 1
-            self.loop._batch = lambda step: batches.batch(step, 0, BATCH)  # type: ignore[method-assign]
 
     def spoil(self, step: int, times: int = 1, *, factor: float = float("nan")) -> None:
         """Multiply one gradient by `factor` after the backward pass of `step`, so many times."""

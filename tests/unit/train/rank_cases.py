@@ -41,11 +41,11 @@ SETTINGS = Settings(sequence_length=16, microbatch=2, microbatches=2, global_tok
 OPTIMIZER = OptimizerSection(lr=1e-2)
 
 
-def mesh(layout: Layout | None = None, rank: int = 0) -> Mesh:
+def mesh(layout: Layout | None = None, rank: int = 0, device: Any = None) -> Mesh:
     """A rank's place without any group."""
     layout = layout or Layout()
     groups = dict.fromkeys(("tensor", "pipeline", "shard", "replicate", "ends"))
-    return Mesh(layout, rank, layout.coordinates(rank), torch.device("cpu"), **groups)
+    return Mesh(layout, rank, layout.coordinates(rank), device or torch.device("cpu"), **groups)
 
 
 def build(seed: int = 0) -> tuple[ParallelModel, ShardedAdamW]:

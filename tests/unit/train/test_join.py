@@ -21,7 +21,7 @@ def stand_in(backend, **given):
     real("gloo", store=given["store"], rank=0, world_size=1, timeout=given["timeout"])
     dist.group.WORLD.bound_device_id = given["device_id"]
 
-torch.cuda.set_device = lambda device: asked.update(set=device)
+torch.accelerator.set_device_index = lambda device: asked.update(set=device)
 dist.init_process_group = stand_in
 device = join(RankEnvironment(0, 3, 1, 0, DEVICE), timedelta(seconds=77), dist.HashStore())
 print(asked["backend"], device, asked["device_id"], asked.get("set"), dist.group.WORLD.bound_device_id, asked["timeout"])

@@ -11,6 +11,7 @@ import torch
 from loop_cases import BATCH, Run, flip_bit, make_job, same
 from torch import Tensor
 
+import late_device
 from seatrial.base.errors import RunFailed
 from seatrial.checkpoint.manifest import named, step_of
 from seatrial.checkpoint.write import SaveFailed
@@ -25,7 +26,6 @@ from seatrial.train.health.replicas import CorruptState
 from seatrial.train.recorder import Known
 from seatrial.train.schedule import learning_rate
 
-LATE = pytest.mark.parametrize("late", [False, True], ids=["at once", "a step late"])
 SKIP = "resilience.on_spike=skip"
 
 
@@ -53,7 +53,6 @@ def good(tmp_path: Path) -> Run:
     return run
 
 
-@LATE
 def test_watching_changes_nothing(tmp_path: Path, good: Run, late: bool) -> None:
     run = Run(tmp_path / "watched", copies=True, late=late)
     assert run.loop.run(1) == "done"
@@ -68,7 +67,6 @@ def test_watching_changes_nothing(tmp_path: Path, good: Run, late: bool) -> None
 # -- numbers that are not finite
 
 
-@LATE
 @pytest.mark.parametrize("clip", ["1.0", "0"])
 def test_a_passing_fault_is_redone_and_leaves_no_trace(tmp_path: Path, late: bool, clip: str) -> None:
     good = Run(tmp_path / "good", f"optimizer.clip_norm={clip}", watched=False)
@@ -83,7 +81,10 @@ def test_a_passing_fault_is_redone_and_leaves_no_trace(tmp_path: Path, late: boo
     assert run.watcher.findings == [("nonfinite", 4, {"action": "redo"}, [])]
 
 
-def test_late_the_step_after_is_discarded_too(tmp_path: Path, good: Run) -> None:
+def test_late_the_step_after_is_discarded_too(
+    tmp_path: Path, good: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late_device.install(monkeypatch.setattr)
     run = Run(tmp_path / "bad", "resilience.verify_every_steps=0", late=True)
     run.spoil(4)
     assert run.loop.run(1) == "done"
@@ -92,7 +93,6 @@ def test_late_the_step_after_is_discarded_too(tmp_path: Path, good: Run) -> None
     assert [step for step, _ in run.watcher.beats] == list(range(1, 9))
 
 
-@LATE
 def test_what_comes_twice_is_rolled_back_and_replayed(tmp_path: Path, good: Run, late: bool) -> None:
     run = Run(tmp_path / "bad", copies=True, late=late)
     run.spoil(5, times=2)
@@ -120,7 +120,6 @@ def test_a_checkpoint_from_beyond_a_rollback_is_written_anew(
     assert same(run.state(), good.state())
 
 
-@LATE
 @pytest.mark.parametrize("copies", [False, True], ids=["nothing to go back to", "a snapshot"])
 def test_what_stays_is_left_out(tmp_path: Path, late: bool, copies: bool) -> None:
     run = Run(tmp_path / "bad", copies=copies, late=late)
@@ -192,7 +191,6 @@ def test_a_save_that_is_due_with_a_step_left_out(tmp_path: Path) -> None:
 # -- spikes
 
 
-@LATE
 def test_a_spike_is_left_out_on_the_second_try(tmp_path: Path, late: bool) -> None:
     run = Run(tmp_path / "run", "train.steps=24", SKIP, copies=True, late=late)
     run.spoil(20, times=99, factor=1e4)
@@ -226,7 +224,6 @@ def test_a_spike_that_passes_leaves_no_trace(tmp_path: Path) -> None:
 # -- leaving
 
 
-@LATE
 @pytest.mark.parametrize("how", ["yielded", "preempted"])
 def test_leaving_saves_first(tmp_path: Path, good: Run, late: bool, how: str) -> None:
     run = Run(tmp_path / "run", "resilience.verify_every_steps=0", late=late, leave={4: how})  # type: ignore[dict-item]
@@ -433,7 +430,6 @@ def test_half_of_the_records_written(tmp_path: Path) -> None:
 # -- state that changes by itself
 
 
-@LATE
 @pytest.mark.parametrize("what", ["a weight", "a moment"])
 def test_a_flipped_bit_is_found_before_the_next_update(tmp_path: Path, late: bool, what: str) -> None:
     run = Run(tmp_path / "run", copies=True, late=late)

@@ -34,7 +34,7 @@ def test_an_unknown_device_has_no_mfu_whatever_the_job_says() -> None:
 
 
 def test_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     meter = Meter(job("train.precision=bf16"), torch.device("cuda"), 1)
     words, numbers = meter.convention()
     assert numbers["peak_flops"] == 989e12

@@ -16,7 +16,6 @@ from seatrial.record.metrics import read_metrics
 from seatrial.train.validation import Validation
 
 EVERY = ("data.validation=other", "train.validate_every_steps=3")
-LATE = pytest.mark.parametrize("late", [False, True], ids=["at once", "a step late"])
 
 
 def losses(folder: RunFolder) -> dict[int, float | None]:
@@ -34,7 +33,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@LATE
 def test_when_it_is_measured_and_recorded(tmp_path: Path, good: Run, late: bool) -> None:
     run = Run(tmp_path / "run", *EVERY, validates=True, copies=True, late=late)
     assert run.loop.run(1) == "done"
@@ -141,7 +139,6 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, good: Run) -> N
     assert again.watcher.validated == []
 
 
-@LATE
 def test_one_that_is_not_finite_is_told_and_no_failure(tmp_path: Path, good: Run, late: bool) -> None:
     run = Run(tmp_path / "run", *EVERY, validates=True, late=late)
     whole = run.model.validation_loss

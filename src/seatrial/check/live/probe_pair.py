@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from seatrial.base.address import interface_towards
 from seatrial.base.lines import Channel
+from seatrial.hardware import accelerator
 from seatrial.parallel.store import serve_store
 
 _MIB = 1 << 20
@@ -59,9 +60,8 @@ class _Probe:
     def __init__(self, spec: dict[str, Any], rank: int, local: int, limit_s: float) -> None:
         self.spec, self.rank, self.limit_s = spec, rank, limit_s
         self.world = int(spec["world"])
-        self.device = (
-            torch.device("cuda", spec["gpus"][local]) if spec["device"] == "cuda" else torch.device("cpu")
-        )
+        self.gpu = 0 if spec["device"] == "cpu" else int(spec["gpus"][local])
+        self.device = torch.device("cpu")
         self.flow_s, self.sum_s = float(spec["seconds"]["flow"]), float(spec["seconds"]["sum"])
 
     def measure(self, channel: Channel) -> None:
@@ -72,8 +72,7 @@ class _Probe:
         torch.set_num_threads(1)
         begin = time.monotonic()
         self._environment()
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self.device = accelerator.claim(self.spec["device"], self.gpu)
         timeout = timedelta(seconds=max(1.0, self.limit_s - _LEAVE_S))
         dist.init_process_group(
             self.spec["backend"],
@@ -81,7 +80,7 @@ class _Probe:
             rank=self.rank,
             world_size=self.world,
             timeout=timeout,
-            device_id=self.device if self.device.type == "cuda" else None,
+            device_id=self.device if accelerator.is_accelerator(self.device) else None,
         )
         self._agree(0)
         flows: list[dict[str, Any]] = []
@@ -151,8 +150,8 @@ class _Probe:
         return int(buffer[0].item())
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if accelerator.is_accelerator(self.device):
+            torch.accelerator.synchronize(self.device)
 
     def _message_bytes(self, sender: int, receiver: int) -> int:
         """Choose a message size that takes about `_MESSAGE_S`, by round trips of growing size; the sender decides."""

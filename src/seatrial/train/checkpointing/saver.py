@@ -26,6 +26,7 @@ from seatrial.checkpoint.manifest import Progress
 from seatrial.checkpoint.staging import AsyncWriter, Outcome
 from seatrial.checkpoint.write import PeerSaveFailed, Piece, SaveFailed
 from seatrial.data.loader import BatchLoader
+from seatrial.hardware.accelerator import is_accelerator
 from seatrial.job import Job
 from seatrial.parallel.build import ParallelModel
 from seatrial.record.folder import RunFolder
@@ -191,7 +192,7 @@ class Saver:
             self._settle_part(self._number, problem)
             return
         self._unordered = True
-        if self._mesh.device.type == "cpu":
+        if not is_accelerator(self._mesh.device):
             self._order_part()
 
     def _order_part(self) -> None:

@@ -22,6 +22,7 @@ from seatrial.checkpoint import memory
 from seatrial.checkpoint.manifest import Damaged
 from seatrial.checkpoint.stream import DTYPES, FilePlan, raw_bytes
 from seatrial.checkpoint.write import Piece
+from seatrial.hardware import accelerator
 from seatrial.parallel.build import ParallelModel
 from seatrial.record.messages import SnapshotFilled
 from seatrial.train.checkpointing import state
@@ -38,7 +39,7 @@ class _Taken:
     step: int
     generation: int
     slot: int
-    copied: torch.cuda.Event | None
+    copied: torch.Event | None
 
 
 class Snapshots:
@@ -89,9 +90,8 @@ class Snapshots:
         self._indexed = [piece.to_index() for piece in pieces]
         self._keys = [piece.key for piece in pieces]
         self._lasting = {piece.key: piece.tensor for piece in lasting}
-        cuda = self._device.type == "cuda"
-        # Pinned, so that the device copies asynchronously while the next step is being computed.
-        self._copy = torch.empty(self._plan.data_bytes, dtype=torch.uint8, pin_memory=cuda)
+        # Pinned for a GPU, so that it copies asynchronously while the next step is being computed.
+        self._copy = accelerator.host_memory((self._plan.data_bytes,), torch.uint8, self._device)
         self._views = [
             self._copy[offset : offset + p.tensor.nbytes].view(p.tensor.dtype).view(p.tensor.shape)
             for p, offset in zip(pieces, self._plan.offsets, strict=True)
@@ -142,10 +142,7 @@ class Snapshots:
         sources = [self._lasting[key] if key in self._lasting else random[key] for key in self._keys]
         for view, source in zip(self._views, sources, strict=True):
             view.copy_(source, non_blocking=True)
-        copied = None
-        if self._device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record()
+        copied = accelerator.record() if accelerator.is_accelerator(self._device) else None
         slot = min((0, 1), key=lambda i: self._held[i] or (-1, -1))
         self._held[slot] = self._entries[slot] = None
         self.taken += 1
@@ -259,7 +256,7 @@ def restore_from_memory(
     random = state.random_pieces(mesh.rank, mesh.device) if whose == mesh.rank else []
     places = [_place(piece, tensors) for piece in lasting + random]
     for piece, place in zip(lasting + random, places, strict=True):
-        _read(fd, piece.tensor, start + place)
+        _read(fd, piece.tensor, start + place, mesh.device)
     optimizer.set_step(int(next(p.tensor for p in lasting if p.key == state.UPDATES)))
     state.set_random_state({piece.key: piece.tensor for piece in random}, mesh.rank, mesh.device)
     return int(entry["step"])
@@ -277,10 +274,10 @@ def _place(piece: Piece, tensors: Mapping[str, Any]) -> int:
 
 
 @torch.no_grad()
-def _read(fd: int, tensor: Tensor, offset: int) -> None:
+def _read(fd: int, tensor: Tensor, offset: int, device: torch.device) -> None:
     if not tensor.numel():
         return
-    straight = tensor.device.type == "cpu" and tensor.is_contiguous()
+    straight = not accelerator.is_accelerator(device) and tensor.is_contiguous()
     target = tensor if straight else torch.empty(tensor.shape, dtype=tensor.dtype)
     view = raw_bytes(target)
     while view:

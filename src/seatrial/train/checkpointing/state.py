@@ -9,6 +9,7 @@ from seatrial.base.box import Box
 from seatrial.checkpoint.manifest import Progress
 from seatrial.checkpoint.read import CheckpointWeights
 from seatrial.checkpoint.write import Piece
+from seatrial.hardware import accelerator
 from seatrial.parallel.build import ParallelModel
 from seatrial.train.optimizer import ShardedOptimizer
 
@@ -47,8 +48,8 @@ def lasting_pieces(model: ParallelModel, optimizer: ShardedOptimizer) -> list[Pi
 def random_pieces(rank: int, device: torch.device) -> list[Piece]:
     """Copies of the random state of this process, `rank`."""
     state = {"rng/cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["rng/cuda"] = torch.cuda.get_rng_state(device)
+    if accelerator.is_accelerator(device):
+        state[f"rng/{device.type}"] = accelerator.random_state(device)
     # One tensor per rank: its name must contain the rank, since a key stands for one whole tensor.
     return [Piece(f"{k}/{rank}", v, Box.whole(v.shape), tuple(v.shape)) for k, v in state.items()]
 
@@ -57,8 +58,9 @@ def set_random_state(values: dict[str, Tensor], rank: int, device: torch.device)
     """Restore what `random_pieces` returned; a missing key leaves that generator unchanged."""
     if (cpu := values.get(f"rng/cpu/{rank}")) is not None:
         torch.set_rng_state(cpu)
-    if (cuda := values.get(f"rng/cuda/{rank}")) is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(cuda, device)
+    own = values.get(f"rng/{device.type}/{rank}")
+    if own is not None and accelerator.is_accelerator(device):
+        accelerator.set_random_state(own, device)
 
 
 def updates(optimizer: ShardedOptimizer) -> Tensor:
@@ -72,28 +74,28 @@ def restore(model: ParallelModel, optimizer: ShardedOptimizer, checkpoint: Check
 
     Every byte is checked against its hash while reading. Raises Damaged naming what differs; what was filled stays.
     """
+    rank, device = model.mesh.rank, model.mesh.device
     for shard in model.shards:
         if shard.box.numel:
-            _read(checkpoint, f"model/{shard.name}", shard.box, shard.local)
+            _read(checkpoint, f"model/{shard.name}", shard.box, shard.local, device)
     for kind, s, values in optimizer.state():
         if s.box.numel:
-            _read(checkpoint, f"{kind}/{s.name}", s.box, values)
+            _read(checkpoint, f"{kind}/{s.name}", s.box, values, device)
     progress = checkpoint.manifest.progress
     made = progress.step
     if UPDATES in checkpoint.manifest.tensors:
         kind, _, name = UPDATES.partition("/")
         made = int(checkpoint.read_kind(kind, name, Box.whole((1,)), torch.float32))
     optimizer.set_step(made)
-    rank, device = model.mesh.rank, model.mesh.device
-    keys = (f"rng/cpu/{rank}", f"rng/cuda/{rank}")
+    keys = {f"rng/{kind}/{rank}" for kind in ("cpu", device.type)}
     found = {key: checkpoint.tensor(rank, key) for key in keys}
     set_random_state({key: values for key, values in found.items() if values is not None}, rank, device)
     return progress
 
 
-def _read(checkpoint: CheckpointWeights, key: str, box: Box, values: Tensor) -> None:
-    if values.device.type == "cpu":
-        checkpoint.read_into(key, box, values)  # without an intermediate copy
-    else:
+def _read(checkpoint: CheckpointWeights, key: str, box: Box, values: Tensor, device: torch.device) -> None:
+    if accelerator.is_accelerator(device):
         kind, _, name = key.partition("/")
         values.copy_(checkpoint.read_kind(kind, name, box, values.dtype))
+    else:
+        checkpoint.read_into(key, box, values)  # without an intermediate copy

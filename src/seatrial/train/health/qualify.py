@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from seatrial.hardware import accelerator
+
 _REPEATS = 3
 _MEMORY_BYTES = {"cpu": 32 << 20, "cuda": 8 << 30}
 _MEMORY_SHARE = 0.5  # at most this fraction of a GPU's free memory
@@ -62,9 +64,8 @@ def check_memory(
     Tests pass a `disturb` that changes a block.
     """
     wanted = _MEMORY_BYTES[device.type]
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        wanted = min(wanted, int(free * _MEMORY_SHARE))
+    if accelerator.is_accelerator(device):
+        wanted = min(wanted, int(accelerator.free_memory(device) * _MEMORY_SHARE))
     words = _BLOCK_BYTES[device.type] // 8
     count = max(1, wanted // (words * 8))
     index = torch.arange(words, dtype=torch.int64, device=device)
@@ -128,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     timer = threading.Timer(arguments.timeout, _too_late, [arguments.timeout])
     timer.daemon = True
     timer.start()
-    count = torch.cuda.device_count() if arguments.device == "cuda" else 1
+    count = 1 if arguments.device == "cpu" else torch.accelerator.device_count()
     wanted = max(arguments.count, 1 + (arguments.gpu or 0))
     if arguments.device == "cpu":
         result = qualify([torch.device("cpu")])
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = {"ok": False, "checks": {}, "problem": problem}
     else:
         numbers = range(count) if arguments.gpu is None else [arguments.gpu]
-        result = qualify([torch.device("cuda", number) for number in numbers])
+        result = qualify([torch.device(arguments.device, number) for number in numbers])
     timer.cancel()
     _print(result)
     return 0 if result["ok"] else 1

@@ -1,0 +1,135 @@
+"""The places in src where the host waits for a GPU, each with a way to remove it: what a run gives then must be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import late_device
+from seatrial.checkpoint import staging_memory
+from seatrial.checkpoint.staging import AsyncWriter
+from seatrial.hardware import accelerator
+from seatrial.parallel.stage_clock import StageClock
+from seatrial.train import step as steps
+from seatrial.train.checkpointing import snapshot
+from seatrial.train.checkpointing.snapshot import Snapshots
+from seatrial.train.loop import Loop
+from seatrial.train.meter import OwnTime
+from seatrial.train.step import StepResult
+
+Patch = Callable[[Any, str, Any], None]  # as `setattr`
+
+
+class _NeverRecorded:
+    """`hardware.accelerator`, but its events are not in any stream: waiting for them returns at once."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(accelerator, name)
+
+    def record(self, *, timing: bool = False) -> late_device.Event:
+        return late_device.Event(enable_timing=timing)
+
+
+class _Complete(late_device.Event):
+    """An event that says it is complete."""
+
+    def query(self) -> bool:
+        return True
+
+
+def step_result_is_not_waited_for(patch: Patch) -> None:
+    values = StepResult.values
+
+    def unwaited(self: StepResult) -> Any:
+        self._copied = None
+        return values(self)
+
+    patch(StepResult, "values", unwaited)
+
+
+def event_of_step_result_is_not_recorded(patch: Patch) -> None:
+    patch(steps, "accelerator", _NeverRecorded())
+
+
+def snapshot_is_written_before_it_is_copied(patch: Patch) -> None:
+    write = Snapshots._write
+    patch(Snapshots, "_write", lambda self, taken: write(self, replace(taken, copied=None)))
+
+
+def event_of_snapshot_is_not_recorded(patch: Patch) -> None:
+    patch(snapshot, "accelerator", _NeverRecorded())
+
+
+def snapshot_is_taken_while_one_is_written(patch: Patch) -> None:
+    take = Snapshots.take
+
+    def at_once(self: Snapshots, step: int) -> bool:
+        self._free.set()
+        return take(self, step)
+
+    patch(Snapshots, "take", at_once)
+    patch(Snapshots, "busy", False)
+
+
+def checkpoint_is_written_before_it_is_copied(patch: Patch) -> None:
+    order_part = AsyncWriter.order_part
+
+    def unwaited(self: AsyncWriter, *args: Any) -> None:
+        self._memory._copied = None
+        order_part(self, *args)
+
+    patch(AsyncWriter, "order_part", unwaited)
+
+
+def event_of_checkpoint_is_not_recorded(patch: Patch) -> None:
+    patch(staging_memory, "accelerator", _NeverRecorded())
+
+
+def time_of_stages_is_read_too_early(patch: Patch) -> None:
+    read = StageClock._read_marks
+
+    def early(self: StageClock) -> None:
+        for event, _, _ in self._marks:
+            event.__class__ = _Complete
+        read(self)
+
+    patch(StageClock, "_read_marks", early)
+
+
+def own_time_is_read_too_early(patch: Patch) -> None:
+    take = OwnTime.take
+
+    def early(self: OwnTime) -> float:
+        for _, ended in self._pending:
+            ended.__class__ = _Complete
+        return take(self)
+
+    patch(OwnTime, "take", early)
+
+
+def step_is_in_flight_at_a_save(patch: Patch) -> None:
+    read = Loop._read_results
+
+    def one_left(self: Loop, *, leave: int) -> None:
+        last = self._next > self.job.train.steps
+        read(self, leave=leave if last else self._ahead)
+
+    patch(Loop, "_read_results", one_left)
+
+
+JOB_WAITS = {
+    remove.__name__: remove
+    for remove in (
+        step_result_is_not_waited_for,
+        event_of_step_result_is_not_recorded,
+        snapshot_is_written_before_it_is_copied,
+        event_of_snapshot_is_not_recorded,
+        snapshot_is_taken_while_one_is_written,
+        checkpoint_is_written_before_it_is_copied,
+        event_of_checkpoint_is_not_recorded,
+        time_of_stages_is_read_too_early,
+        own_time_is_read_too_early,
+        step_is_in_flight_at_a_save,
+    )
+}
