@@ -120,7 +120,9 @@ def shortest(rows: list[Row], known: Calibration) -> float | None:
     found = []
     for row in rows:
         r, pace = row.recipe, known.pace(row.stack, row.gpu)
-        p = step_parts(row.model, r, Fabric(row.cluster), stacks()[row.stack], pace.value, pace.factors)
+        p = step_parts(
+            row.model, r, Fabric.of(row.cluster, row.recipe), stacks()[row.stack], pace.value, pace.factors
+        )
         kernels = p.products + p.attention + p.operators
         found.append(kernels * r.layout.pipeline / (row.model.num_hidden_layers * r.microbatches))
     return round(1e3 * min(found), 2) if found else None

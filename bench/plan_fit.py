@@ -36,7 +36,9 @@ class Line:
 
 
 def seconds(row: Row, pace: float, factors: Factors = EVEN) -> float:
-    return step_parts(row.model, row.recipe, Fabric(row.cluster), stacks()[row.stack], pace, factors).total
+    return step_parts(
+        row.model, row.recipe, Fabric.of(row.cluster, row.recipe), stacks()[row.stack], pace, factors
+    ).total
 
 
 def predicted(row: Row, pace: Pace) -> float:

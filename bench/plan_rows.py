@@ -19,6 +19,7 @@ from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.hardware.networks import Network, find_network
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
+from seatrial.job.schema import NVLINK_DOMAINS
 from seatrial.plan.cost.kernels import Kernels, UnknownSpeedError
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.other_model import OtherModel
@@ -235,7 +236,8 @@ def _row(raw: dict[str, str]) -> Row:
     gpu, each = _gpu(raw["gpu"]), _number(raw, "gpus_per_node", 8)
     per_node = min(gpus, each)
     nodes = -(-gpus // per_node)
-    cluster = Cluster(gpu, nodes, per_node, _network(raw, network, gpu.name, each, alone=nodes == 1))
+    between = _network(raw, network, gpu.name, each, alone=nodes == 1)
+    cluster = Cluster(gpu, nodes, per_node, between, NVLINK_DOMAINS.get(gpu.name.casefold()))
     try:
         _ = Kernels(gpu, recipe.precision).peak
     except UnknownSpeedError as why:

@@ -320,7 +320,7 @@ def _fit(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calib
         named = args.network or job.cluster.network
         if named is not None:
             return find_network(named)
-        node = reference_node(gpu.name, _NODE)
+        node = reference_node(gpu.name)
         return None if node is None else find_network(node.network)
 
     needs = account(job.architecture, Recipe.of(job), stack=args.stack)

@@ -88,7 +88,7 @@ def predict(
         raise ValueError(f"the layout has {recipe.world} ranks, the cluster {cluster.gpus} GPUs")
     behaviour = stack_for(recipe, stack)
     pace = (calibration or shipped()).pace(behaviour.name, cluster.gpu.name)
-    fabric = Fabric(cluster)
+    fabric = Fabric.of(cluster, recipe)
     parts = step_parts(model, recipe, fabric, behaviour, pace.value, pace.factors)
     step = parts.total
     gpus = recipe.world

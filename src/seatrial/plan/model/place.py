@@ -10,6 +10,7 @@ from seatrial.base.errors import InputError
 from seatrial.hardware.catalogue import Gpu, find_gpu, gpus
 from seatrial.hardware.networks import Network, find_network, networks, reference_node
 from seatrial.job.job import Job
+from seatrial.job.schema import joined_gpus
 from seatrial.plan.model.cluster import Cluster
 
 _ASSUMED = "network: assumed"
@@ -25,6 +26,7 @@ class Hardware:
     network: Network | None
     why_no_gpu: str = ""
     why_no_network: str = ""
+    domain: int | None = None  # GPUs that NVLink joins, if more than a node's
     provenance: tuple[str, ...] = ()  # what was assumed, and what was measured
 
     @property
@@ -32,18 +34,27 @@ class Hardware:
         return any(text.startswith(_ASSUMED) for text in self.provenance)
 
     @property
+    def enclosure(self) -> str:
+        """What NVLink joins, in words."""
+        return "node" if self.domain is None else "NVLink domain"
+
+    @property
     def cluster(self) -> Cluster | None:
         """The cluster; None if the GPU is unknown, because then no speed is known."""
         if self.gpu is None:
             return None
-        return Cluster(self.gpu, self.nodes, self.gpus_per_node, self.network)
+        return Cluster(self.gpu, self.nodes, self.gpus_per_node, self.network, self.domain)
 
     @property
     def shape(self) -> Cluster:
         """The cluster for what depends only on node and GPU counts, such as traffic; an unknown GPU has NaN speeds."""
         nan = math.nan
         return self.cluster or Cluster(
-            Gpu("unknown", (), nan, nan, nan, nan, ""), self.nodes, self.gpus_per_node, self.network
+            Gpu("unknown", (), nan, nan, nan, nan, ""),
+            self.nodes,
+            self.gpus_per_node,
+            self.network,
+            self.domain,
         )
 
 
@@ -54,7 +65,7 @@ def place_of(job: Job, network: str | None = None) -> Hardware:
     """
     at = job.cluster
     gpu, why_gpu = _gpu(job)
-    chosen, text, why_network = None, "", ""
+    chosen, text, why_network, joined = None, "", "", joined_gpus(at)
     if network is not None:
         chosen = known_network(network)
     elif at.network is not None:
@@ -67,9 +78,13 @@ def place_of(job: Job, network: str | None = None) -> Hardware:
         )
     if chosen is None:
         why_network = "not given; set cluster.network or --network NAME"
-    elif at.nodes == 1:
+    elif at.nodes * at.gpus_per_node <= joined:
         text = ""
-    return Hardware(at.nodes, at.gpus_per_node, gpu, chosen, why_gpu, why_network, (text,) if text else ())
+    provenance = [text] if text else []
+    domain = joined if joined > at.gpus_per_node else None
+    if domain is not None and at.nvlink_domain is None:
+        provenance.append(f"NVLink joins {domain} GPUs, as sold; set cluster.nvlink_domain for another size")
+    return Hardware(at.nodes, at.gpus_per_node, gpu, chosen, why_gpu, why_network, domain, tuple(provenance))
 
 
 def known_network(name: str) -> Network:

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -152,8 +152,8 @@ def _pace(run: _Run, gpu: Gpu, apply: Callable[[Cluster], Cluster]) -> tuple[str
     job = run.job
     recipe = Recipe.of(job)
     stack = stack_for(recipe)
-    network = place_of(job).network
-    fabric = Fabric(apply(Cluster(gpu, job.cluster.nodes, job.cluster.gpus_per_node, network)))
+    at = replace(place_of(job), gpu=gpu)
+    fabric = Fabric.of(apply(at.shape), recipe)
     factors = shipped().pace(stack.name, gpu.name).factors
 
     def seconds(pace: float) -> float:
