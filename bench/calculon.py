@@ -107,7 +107,7 @@ def step_times(peer: Calculon) -> dict[str, Any]:
     lines: Lines = {i: line(row) for i, (row, _) in enumerate(rows)}
     for row, theirs in rows:
         others = ((i, r) for i, (r, _) in enumerate(rows) if r.name != row.name)
-        pace = calibrate(others, lines, shipped()).pace(STACK, row.gpu)
+        pace = calibrate(others, lines, shipped()).pace(STACK, row.cluster.gpu)
         assert row.step_s is not None
         tuned.append((row.name, row.step_s, theirs, predicted(row, pace)))
     result = compared(shipped_ones)
@@ -226,7 +226,7 @@ def published(peer: Calculon, path: Path) -> dict[str, Any]:
             except Refused:
                 refused += 1
                 continue
-            mine = predicted(row, known.pace(row.stack, row.gpu))
+            mine = predicted(row, known.pace(row.stack, row.cluster.gpu, row.recipe.precision))
             errors.setdefault(source, []).append((abs(theirs / row.step_s - 1), abs(mine / row.step_s - 1)))
 
     def both(found: list[tuple[float, float]]) -> dict[str, Any]:

@@ -66,8 +66,8 @@ GPUS = {
 }
 # Not in the catalogue: sold to a few, and slower than the data sheet of their name (torchtitan's benchmarks say so).
 VARIANTS = {
-    "H100-96GB(HBM2e,500W)": ("H100 SXM", 96.0, 2.4),
-    "H100-95GB(HBM2e)": ("H100 SXM", 95.0, 2.4),
+    "H100-96GB(HBM2e,500W)": ("H100 SXM", 96.0, 2.4, 500),
+    "H100-95GB(HBM2e)": ("H100 SXM", 95.0, 2.4, 500),
 }
 # How models' names begin that have a gated MLP; those of one matrix for both ends.
 GATED = (
@@ -189,10 +189,10 @@ def _float(raw: dict[str, str], key: str) -> float:
 
 def _gpu(name: str) -> Gpu:
     if name in VARIANTS:
-        base, gb, tb_s = VARIANTS[name]
+        base, gb, tb_s, watts = VARIANTS[name]
         found = find_gpu(base)
         assert found is not None
-        return replace(found, name=f"{base} {gb:.0f} GB", hbm_gb=gb, hbm_tb_s=tb_s)
+        return replace(found, name=f"{base} {gb:.0f} GB", hbm_gb=gb, hbm_tb_s=tb_s, watts=watts)
     found = find_gpu(GPUS.get(name, name))
     if found is None:
         raise Unusable(f"GPU {name} is not in the catalogue")
@@ -220,8 +220,6 @@ def _row(raw: dict[str, str]) -> Row:
         network = "InfiniBand NDR 8x400"
     if "compile" in raw["precision"] and stack == "torchtitan":
         stack = "torchtitan-compiled"
-    if "async" in raw["precision"].lower() + raw["notes"].lower() and stack.startswith("torchtitan"):
-        stack = "torchtitan-async"
     if "PURE" in raw["precision"] and stack == "llm-foundry":
         stack = "llm-foundry-pure"
     if stack == "megatron-deepspeed-bf16" and "date 02-2" in raw["notes"] and BF16_SINCE not in raw["notes"]:

@@ -87,7 +87,7 @@ def predict(
     if recipe.world > cluster.gpus:
         raise ValueError(f"the layout has {recipe.world} ranks, the cluster {cluster.gpus} GPUs")
     behaviour = stack_for(recipe, stack)
-    pace = (calibration or shipped()).pace(behaviour.name, cluster.gpu.name)
+    pace = (calibration or shipped()).pace(behaviour.name, cluster.gpu, recipe.precision)
     fabric = Fabric.of(cluster, recipe)
     parts = step_parts(model, recipe, fabric, behaviour, pace.value, pace.factors)
     step = parts.total

@@ -20,7 +20,7 @@ from seatrial.job.layout import Layout
 from seatrial.job.schedules import Times, schedule_named
 from seatrial.job.schema import ParallelSection
 from seatrial.job.settled import CHOSEN_TOO, provisional, settled
-from seatrial.plan.cost.calibration import DOUBT, Calibration
+from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.collectives import Fabric, UnknownNetworkError
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.memory import memory
@@ -35,7 +35,7 @@ from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, Choice, legal,
 
 RUNNERS_UP = 4
 # Closer step times cannot be distinguished: the same configuration differs by as much from release to release.
-ALIKE = DOUBT["calibrated"]
+ALIKE = ROWS
 Basis = Literal["speed", "memory and traffic"]
 
 
