@@ -203,6 +203,7 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
             if k != i and (r.source, r.stack, r.gpu) == (row.source, row.stack, row.gpu)
         ]
         own.add(row, everything, statistics.median(beside) if beside else 1.0)
+    moved = 0.0
     result["own_rows"] = own.table().get("all")
     for name, left_out in WAYS.items():
         scores = Scores()
@@ -212,6 +213,10 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
             for row in timed:
                 if left_out(row) == group:
                     scores.add(row, known)
+                elif name == "other sources":
+                    pace = paced(everything, row)
+                    change = abs(math.log(predicted(row, paced(known, row)) / predicted(row, pace)))
+                    moved = max(moved, change / (Z * pace.spread))
         result["ways"][name] = {
             "all": scores.table().get("all"),
             **{k: score(errors) if errors else None for k, errors in baselines(timed, left_out).items()},
@@ -221,6 +226,8 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
             "by_precision": scores.table(lambda r: r.recipe.precision),
             "intervals": scores.kinds(),
         }
+    # What leaving out a source changes of the others' predictions, at most, as a share of their intervals.
+    result["moved_by_one_source"] = round(moved, 2)
     result["constants"] = constants(everything)
     result["regret"] = regret(timed, everything)
     result["shortest_layer_ms"] = shortest(timed, everything)
@@ -293,7 +300,7 @@ def main() -> int:
         print(f"{name:18}", way["all"], way["intervals"])
         print(f"{'':18}", {k: way[k] for k in ("constant MFU", "one pace")})
     print("a source's rows by its other rows", result["own_rows"])
-    print("constants", result["constants"])
+    print("constants", result["constants"], "most moved by one source", result["moved_by_one_source"])
     for name, found in result["ways"]["other sources"]["by_source"].items():
         print(f"  other sources: {name[:60]:60} {found}")
     print("regret", result["regret"])

@@ -159,7 +159,7 @@ def test_the_reference_voyage() -> None:
     rate = 4096 * 1024 / 128
     assert rate / overlapped.high_s < 2200 < rate / overlapped.low_s
     assert overlapped.mfu is not None
-    assert overlapped.mfu * overlapped.step_s / overlapped.low_s > 0.5 > 0.45 > overlapped.mfu * 0.8
+    assert overlapped.mfu * overlapped.step_s / overlapped.low_s > 0.45 > overlapped.mfu
     assert rate / ours.low_s < 2200  # and out of reach of ours in this layout
     # 6.4 TB/s is there; a few per cent of it are needed.
     needed = ours.traffic.leaving.sent * 128 / ours.step_s
