@@ -232,6 +232,28 @@ def joined_gpus(cluster: ClusterSection) -> int:
     return usual if usual % cluster.gpus_per_node == 0 else cluster.gpus_per_node
 
 
+class NetworkSection(Section):
+    """A network between nodes by its figures, for the planner alone; in place of `cluster.network`."""
+
+    gbps_per_nic: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        description="Gb/s of one network card of a node, in one direction"
+    )
+    nics_per_node: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1, description="network cards of a node that training uses"
+    )
+    latency_us: Annotated[float, Field(ge=0, le=1e6)] = Field(
+        description="microseconds that an empty message takes from node to node inside NCCL"
+    )
+    reached: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.95,
+        description="share of the rate that large collectives reach: 0.95 was measured on InfiniBand",
+    )
+    oversubscription: Annotated[float, Field(ge=1, le=1000)] = Field(
+        default=1.0,
+        description="by how much the switches' links are less than the nodes'; every message between nodes gets that much less",
+    )
+
+
 class ParallelSection(Section):
     """How one model is divided among ranks. Missing sizes are 1; a missing `shard` takes the remaining ranks."""
 
@@ -535,6 +557,7 @@ class JobFile(Section):
     model: ModelSection
     data: DataSection
     cluster: ClusterSection = ClusterSection()
+    network: NetworkSection | None = None
     parallel: ParallelSection | Literal["auto"] = Field(
         default=ParallelSection(), description='the layout; "auto": the planner chooses it'
     )

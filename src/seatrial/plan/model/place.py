@@ -10,7 +10,7 @@ from seatrial.base.errors import InputError
 from seatrial.hardware.catalogue import Gpu, find_gpu, gpus
 from seatrial.hardware.networks import Network, find_network, networks, reference_node
 from seatrial.job.job import Job
-from seatrial.job.schema import joined_gpus
+from seatrial.job.schema import NetworkSection, joined_gpus
 from seatrial.plan.model.cluster import Cluster
 
 _ASSUMED = "network: assumed"
@@ -59,7 +59,7 @@ class Hardware:
 
 
 def place_of(job: Job, network: str | None = None) -> Hardware:
-    """The job's [cluster]; its network is `network`, else the job's, else that of the vendor's node for its GPU.
+    """The job's [cluster]; its network is `network`, else what [network] states, else the job's, else that of the vendor's node for its GPU.
 
     InputError for an unknown name.
     """
@@ -68,6 +68,8 @@ def place_of(job: Job, network: str | None = None) -> Hardware:
     chosen, text, why_network, joined = None, "", "", joined_gpus(at)
     if network is not None:
         chosen = known_network(network)
+    elif job.file.network is not None:
+        chosen = _stated(job.file.network, at.gpus_per_node)
     elif at.network is not None:
         with job.about("cluster.network"):
             chosen = known_network(at.network)
@@ -77,7 +79,7 @@ def place_of(job: Job, network: str | None = None) -> Hardware:
             f"{_ASSUMED}, that of a {node.name} ({node.source}); set cluster.network or --network for another"
         )
     if chosen is None:
-        why_network = "not given; set cluster.network or --network NAME"
+        why_network = "not given; set cluster.network or --network NAME, or state it as [network]"
     elif at.nodes * at.gpus_per_node <= joined:
         text = ""
     provenance = [text] if text else []
@@ -85,6 +87,23 @@ def place_of(job: Job, network: str | None = None) -> Hardware:
     if domain is not None and at.nvlink_domain is None:
         provenance.append(f"NVLink joins {domain} GPUs, as sold; set cluster.nvlink_domain for another size")
     return Hardware(at.nodes, at.gpus_per_node, gpu, chosen, why_gpu, why_network, domain, tuple(provenance))
+
+
+def _stated(at: NetworkSection, gpus_per_node: int) -> Network:
+    """The network of [network]. Oversubscription counts as slower cards."""
+    source = "as [network] states"
+    less = f" / {at.oversubscription:g}" if at.oversubscription > 1 else ""
+    return Network(
+        f"stated {at.nics_per_node}x{at.gbps_per_nic:g}{less}",
+        at.nics_per_node,
+        at.gbps_per_nic / at.oversubscription,
+        gpus_per_node,
+        at.latency_us,
+        source,
+        source,
+        at.reached,
+        source,
+    )
 
 
 def known_network(name: str) -> Network:
