@@ -45,6 +45,7 @@ from seatrial.record.stages import STAGES, StageWriter
 from seatrial.record.telemetry import read_chunk, thinned
 from seatrial.record.telemetry_format import Header, chunks, packed
 from seatrial.record.telemetry_writer import CHUNK_S, THIN, THIN_AFTER_S, TelemetryWriter
+from seatrial.watch.columns import KeptColumns
 from telemetry import samples
 
 NAME, PRESET = "month", "qwen2.5-72b-b300"
@@ -362,6 +363,7 @@ def write_month(root: Path, *, steps: int, nodes: int, seed: int, ends: float | 
     _write_checkpoints(month)
     _write_ranks(month)
     _write_logs(month)
+    _keep_columns(month.folder)
     _write_telemetry(folder, nodes + SPARES, ends - rehearsed.now, ends)
     _write_reports(root, folder, nodes, month.now)
     return folder
@@ -435,6 +437,13 @@ def _write_logs(month: Month) -> None:
         file.write(lines)
         file.seek(LOG_BYTES - len(lines))
         file.write(b"\n" + lines)
+
+
+def _keep_columns(folder: RunFolder) -> None:
+    """What the monitor does over the month."""
+    kept = KeptColumns(folder)
+    for _ in range(1 + folder.metrics.stat().st_size // jsonl.PIECE_BYTES):
+        kept.poll(0.0)
 
 
 def _write_telemetry(folder: RunFolder, nodes: int, begin: float, end: float) -> None:

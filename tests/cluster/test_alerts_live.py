@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,22 @@ class Live:
         events = records(self.run.folder / "runs/small/events.jsonl")
         return [e for e in events if e["kind"] == "alert" and e["data"]["rule"] == "throughput_drop"]
 
+    def stop_monitor(self) -> list[str]:
+        """Stop its process by a signal; returns the events about it."""
+        (pid,) = [
+            pid
+            for pid in self.run.processes()
+            if b"seatrial.watch.monitor" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        os.kill(pid, signal.SIGSTOP)
+        kinds = ("process_stopped", "monitor_failed")
+        path = self.run.folder / "runs/small/events.jsonl"
+        told: list[str] = []
+        while len(told) < 2:
+            time.sleep(0.1)
+            told = [f"{e['kind']}: {e['message']}" for e in records(path) if e["kind"] in kinds]
+        return [text.replace(str(pid), "PID") for text in told]
+
 
 @pytest.fixture
 def live(folder: Path, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
@@ -102,9 +120,17 @@ def live(folder: Path, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatc
 def test_a_throughput_drop_reaches_a_webhook(live: Live) -> None:
     """By our delivery and, of the same drop, by Prometheus' own rule."""
     live.prometheus.wait("seatrial_run_checkpoint_step >= 20")
+    assert live.stop_monitor() == [
+        "process_stopped: node 0: the monitor (process PID) has been stopped by a signal for 5 s: killed",
+        "monitor_failed: the monitor's process was killed by SIGKILL; it is started again; the run goes on",
+    ]
     live.brake.touch()
-    ours = live.alertmanager.wait(lambda alert: alert["labels"].get("source") == "seatrial")
-    assert ours["labels"]["alertname"] == "SeatrialThroughputDrop"
+    ours = live.alertmanager.wait(
+        lambda alert: (
+            alert["labels"]["alertname"] == "SeatrialThroughputDrop"
+            and alert["labels"].get("source") == "seatrial"
+        )
+    )
     assert ours["annotations"]["summary"].startswith("tokens/s have dropped: by ")
     assert seatrial(live.run.folder, *ours["annotations"]["command"].split()[1:]).returncode == 0
     (event,) = live.alerts
@@ -125,6 +151,10 @@ def test_a_throughput_drop_reaches_a_webhook(live: Live) -> None:
     assert live.prometheus.query(panel.queries[0][0].replace("$run", "small"))
     live.brake.unlink()
     live.alertmanager.wait(
-        lambda alert: alert["labels"].get("source") == "seatrial" and alert["status"] == "resolved"
+        lambda alert: (
+            alert["labels"]["alertname"] == "SeatrialThroughputDrop"
+            and alert["labels"].get("source") == "seatrial"
+            and alert["status"] == "resolved"
+        )
     )
     assert [e["data"]["state"] for e in live.alerts] == ["firing", "resolved"]  # type: ignore[index]

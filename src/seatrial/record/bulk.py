@@ -1,34 +1,96 @@
 """Many lines of a records file at once, as columns: a run of a month has hundreds of thousands, too many to decode one by one.
 
-Only where there is nothing to judge: for data with any line that is not a record it returns None, and the caller reads
-them line by line.
+Only where there is nothing to judge: for data with any line that is not a record `columns` returns None, and the caller
+reads them line by line.
+
+Parsing the JSON of a month takes a second, so the monitor of a run keeps the columns of each `jsonl.PIECE_BYTES` of it
+(`keep`). They are found by the digest of the piece, so they are never those of other lines, and may be deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import types
 import typing
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
+from seatrial.base import atomic
+from seatrial.base.files import open_file
+from seatrial.record import jsonl
 from seatrial.record.typed import LAST_TIME
 
 Columns = dict[str, NDArray[Any]]
 
 _BLOCK_BYTES = 1 << 20  # parsed by one thread
+_DIGEST_BYTES = 16
 
 
-def columns(cls: Any, data: bytes, lines: int) -> Columns | None:
-    """Field -> values of the records in `data`, so many complete lines. NaN where an optional number is null; without fields of other types.
+def columns(cls: Any, data: bytes, kept: Path) -> Columns | None:
+    """Field -> values of the records in `data`, complete lines. NaN where an optional number is null; without fields of other types.
 
-    None if a line is not a record of dataclass `cls`, or a number is not finite.
+    None if a line is not a record of dataclass `cls`, or a number is not finite. `kept`: the folder of kept columns.
     """
+    found = _load(_path(kept, data), _fields(typing.cast(Any, cls)), len(data))
+    return _parse(cls, data) if found is None else found
+
+
+def keep(cls: Any, path: Path, offset: int, kept: Path) -> int | None:
+    """Keep the columns of the next piece of the records file `path`, which begins at `offset`.
+
+    Returns where it ends: `offset` if it is not complete yet, None if the file cannot be kept from there on. Raises OSError.
+    """
+    with open(open_file(path), "rb") as f:
+        f.seek(offset)
+        data = f.read(jsonl.PIECE_BYTES)
+    if len(data) < jsonl.PIECE_BYTES:
+        return offset
+    data = data[: data.rfind(b"\n") + 1]
+    target = _path(kept, data)
+    if data and _load(target, _fields(typing.cast(Any, cls)), len(data)) is None:
+        found = _parse(cls, data)
+        if found is not None:
+            table = np.empty(len(found["step"]), [(name, values.dtype) for name, values in found.items()])
+            for name, values in found.items():
+                table[name] = values
+            content = io.BytesIO()
+            np.save(content, table, allow_pickle=False)
+            kept.mkdir(parents=True, exist_ok=True)
+            digest = xxhash.xxh3_128_digest(content.getvalue())
+            atomic.write_bytes(target, digest + content.getvalue(), durable=False)
+    return offset + len(data) if data else None
+
+
+def _path(kept: Path, data: bytes) -> Path:
+    return kept / xxhash.xxh3_128_hexdigest(data)
+
+
+def _load(path: Path, fields: list[_Field], most: int) -> Columns | None:
+    """None: there are none, of another version, or damaged. `most`: bytes of the JSON, which takes more than numbers do."""
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        with open(open_file(path), "rb") as f:
+            content = f.read(most)
+        if xxhash.xxh3_128_digest(memoryview(content)[_DIGEST_BYTES:]) == content[:_DIGEST_BYTES]:
+            file = io.BytesIO(content)
+            file.seek(_DIGEST_BYTES)
+            table = np.load(file, allow_pickle=False)
+            if table.dtype.names == tuple(f.name for f in fields):
+                return {f.name: table[f.name] for f in fields}
+    return None
+
+
+def _parse(cls: Any, data: bytes) -> Columns | None:
+    """As `columns`, from the JSON."""
     import pyarrow as pa
     from pyarrow import json
 
-    fields = _fields(typing.cast(Any, cls))
+    fields, lines = _fields(typing.cast(Any, cls)), data.count(b"\n")
     kinds = {int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
     schema = pa.schema([(f.name, kinds[f.kind]) for f in fields])
     try:

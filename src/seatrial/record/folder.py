@@ -108,6 +108,11 @@ class RunFolder:
         return self.control / "prometheus-targets.json"
 
     @property
+    def columns(self) -> Path:
+        """Parsed pieces of metrics and ledger, which can be made again from these; see `record.bulk`."""
+        return self.control / "columns"
+
+    @property
     def coordinator_log(self) -> Path:
         """The coordinators' decisions and their reasons, as text lines."""
         return self.control / "coordinator.log"

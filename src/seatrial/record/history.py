@@ -35,6 +35,7 @@ class History:
         self.last: MetricsRecord | None = None
         self.steps: list[int] = []
         self.generations: list[int] = []  # non-decreasing
+        self.validation: list[tuple[int, float]] = []  # (step, validation loss) where it is finite, by step
         self._columns = {name: array("d") for name in _COLUMNS}
 
     def take(self, record: MetricsRecord) -> None:
@@ -50,6 +51,8 @@ class History:
         for name, column in self._columns.items():
             value = getattr(record, name)
             column.append(math.nan if value is None else value)
+        if record.validation_loss is not None and math.isfinite(record.validation_loss):
+            self.validation.append((record.step, record.validation_loss))
 
     def take_columns(self, found: Columns, record: Callable[[int], MetricsRecord]) -> None:
         """Take many records at once, as `take` would one by one; `record` gives the one at a place."""
@@ -67,6 +70,9 @@ class History:
             self.generations += generations[begin:end].tolist()
             for name, column in self._columns.items():
                 column.frombytes(found[name][begin:end].tobytes())
+            losses = found["validation_loss"][begin:end]
+            at = (abs(losses) < math.inf).nonzero()[0]
+            self.validation += zip(steps[begin:end][at].tolist(), losses[at].tolist(), strict=True)
         if last is not None:
             self.last = record(last)
 
@@ -77,16 +83,11 @@ class History:
             del self.steps[keep:], self.generations[keep:]
             for column in self._columns.values():
                 del column[keep:]
+            del self.validation[bisect_left(self.validation, (step, -math.inf)) :]
 
     def column(self, name: str, since: int = 0) -> Sequence[float]:
         """The field `name` of the steps of generation `since` and later ones, by step; NaN where it is null."""
         return self._columns[name][bisect_left(self.generations, since) :]
-
-    @property
-    def validation(self) -> list[tuple[int, float]]:
-        """(step, validation loss) where it was measured and is finite, by step."""
-        measured = zip(self.steps, self._columns["validation_loss"], strict=True)
-        return [(step, loss) for step, loss in measured if math.isfinite(loss)]
 
 
 class Pace:

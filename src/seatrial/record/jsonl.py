@@ -20,6 +20,9 @@ from seatrial.base.files import open_file, parse_json
 
 _LONGEST_LINE = 16 << 20  # bytes; far longer than any record
 _BULK_BYTES = 1 << 20  # from here on it pays to import what parses lines in bulk
+PIECE_BYTES = (
+    4 << 20
+)  # read at once: the same pieces for every reader from the beginning, as `bulk.keep` needs
 
 
 @dataclass(frozen=True)
@@ -180,19 +183,17 @@ class Tail:
         """As `poll`, each object with its line number (from 1)."""
         return [item for part in self.parts() for item in part]
 
-    def parts(
-        self, bulk: Callable[[bytes, int], bool] | None = None
-    ) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+    def parts(self, bulk: Callable[[bytes], int] | None = None) -> Iterator[list[tuple[int, dict[str, Any]]]]:
         """As `poll_numbered`, a few MiB at a time, to bound memory.
 
-        `bulk` may take much data, with the number of its lines, as a whole: it returns whether it did.
+        `bulk` may take much data as a whole: it returns the number of its lines, or 0 if it did not.
         """
         while data := self._read():
             end = self._offset
             self._offset += len(data)
             if bulk is not None and len(data) >= _BULK_BYTES and end >= self._recent:
-                lines = data.count(b"\n")
-                if bulk(data, lines):
+                lines = bulk(data)
+                if lines:
                     self._lines += self._numbered * lines
                     continue
             values = []
@@ -242,9 +243,11 @@ class Tail:
                             f.readline(_LONGEST_LINE)  # skip the rest of a partial line
                             self._offset, self._numbered = f.tell(), 0
                 f.seek(self._offset)
-                data = f.read(_LONGEST_LINE)
-                if len(data) == _LONGEST_LINE and b"\n" not in data:
-                    raise _too_long()
+                data = b""
+                while b"\n" not in data and (more := f.read(PIECE_BYTES)):
+                    data += more
+                    if len(data) >= _LONGEST_LINE and b"\n" not in data:
+                        raise _too_long()
         except FileNotFoundError:  # not there yet, or moved away
             return b""
         except OSError as error:

@@ -248,7 +248,7 @@ class RunReader:
         cls: type[Record],
         take: Callable[[Record], None],
         over: bool,
-        bulk: Callable[[bytes, int], bool] | None = None,
+        bulk: Callable[[bytes], int] | None = None,
     ) -> None:
         def all_of(numbered: list[tuple[int, dict[str, Any]]]) -> None:
             records, wrong = decode_all(cls, numbered, file=tail.path.name, noun=tail.noun)
@@ -261,12 +261,13 @@ class RunReader:
             all_of(part)
         all_of(tail.rest() if over else [])
 
-    def _take_metrics_data(self, data: bytes, lines: int) -> bool:
+    def _take_metrics_data(self, data: bytes) -> int:
         from seatrial.record import bulk
 
-        found = bulk.columns(MetricsRecord, data, lines)
+        found = bulk.columns(MetricsRecord, data, self.folder.columns)
         if found is None:
-            return False
+            return 0
+        lines = len(found["step"])
 
         def record(place: int) -> MetricsRecord:
             # Mostly the first and the last: all lines of some MiB are as many objects as records.
@@ -280,15 +281,16 @@ class RunReader:
         self.log.take_columns(found)
         self.pace.take_columns(found)
         self._newest = max(self._newest, int(found["generation"].max()))
-        return True
+        return lines
 
-    def _take_ledger_data(self, data: bytes, lines: int) -> bool:
+    def _take_ledger_data(self, data: bytes) -> int:
         from seatrial.record import bulk
 
-        found = bulk.columns(LedgerRecord, data, lines)
-        if found is not None:
-            self.book.take_columns(found)
-        return found is not None
+        found = bulk.columns(LedgerRecord, data, self.folder.columns)
+        if found is None:
+            return 0
+        self.book.take_columns(found)
+        return len(found["step"])
 
     def _take_metrics(self, record: MetricsRecord) -> None:
         self.history.take(record)

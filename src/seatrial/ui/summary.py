@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 from seatrial.base import units
@@ -302,7 +301,11 @@ def _extra_pairs(view: RunView) -> list[Pair]:
 def _median(view: RunView, column: str) -> float | None:
     """Median over the last start, or over all starts if it has completed no step yet."""
     values = view.history.column(column, view.first_generation) or view.history.column(column)
-    return median(values) if values else None
+    if not values:
+        return None
+    import numpy as np  # which takes longer to import than a view without steps
+
+    return float(np.median(values))
 
 
 def recovery_pairs(view: RunView, now: float | None = None) -> list[Pair]:

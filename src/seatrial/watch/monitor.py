@@ -19,6 +19,7 @@ from seatrial.record import inputs
 from seatrial.record import messages as msg
 from seatrial.record.folder import RunFolder
 from seatrial.watch.alerts.alerting import Alerting
+from seatrial.watch.columns import KeptColumns
 from seatrial.watch.follows import Follows, Tell
 from seatrial.watch.trackers.feeders import Feeders
 
@@ -27,7 +28,7 @@ _EVERY_S = 1.0
 
 def followers(folder: RunFolder, job: Job, tell: Tell) -> list[Follows]:
     """Everything that follows a live run: the one place where it is started."""
-    following: list[Follows] = [Alerting(folder, job, tell)]
+    following: list[Follows] = [Alerting(folder, job, tell), KeptColumns(folder)]
     if job.file.watch.trackers:
         following.append(Feeders(folder, job.file.watch.trackers, tell))
     return following

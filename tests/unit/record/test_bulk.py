@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from seatrial.record.jsonl import encode
 from seatrial.record.ledger import LedgerRecord
 from seatrial.record.metrics import MetricsRecord
 from seatrial.record.view import RunView, read_view
+from seatrial.watch.columns import KeptColumns
+
+NOTHING = Path("/nonexistent")
 
 # What a damaged or a foreign line of metrics.jsonl may be.
 LINE = vars(record(7))
@@ -48,10 +52,22 @@ def seen(view: RunView) -> list[Any]:
 
 
 def both_ways(folder: RunFolder) -> tuple[list[Any], list[Any]]:
+    """In bulk, in pieces of a few lines whose columns are kept or not; and line by line."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jsonl, "_BULK_BYTES", 1)
+        patch.setattr(jsonl, "PIECE_BYTES", 1500)
         in_bulk = seen(read_view(folder))
+        keep_all(folder)
+        assert seen(read_view(folder)) == in_bulk
+    shutil.rmtree(folder.columns, ignore_errors=True)
     return in_bulk, seen(read_view(folder))
+
+
+def keep_all(folder: RunFolder) -> list[Path]:
+    following = KeptColumns(folder)
+    for _ in range(20):
+        following.poll(0.0)
+    return sorted(folder.columns.glob("*"))
 
 
 @settings(max_examples=60)
@@ -97,11 +113,41 @@ def test_so_it_is_with_ledgers_of_every_kind(tmp_path: Path) -> None:
 def test_regular_data_is_taken_as_columns() -> None:
     """And so the other tests do not compare line by line with itself."""
     data = b"".join(encode(vars(record(n))) for n in range(1, 4))
-    found = bulk.columns(MetricsRecord, data, 3)
+    found = bulk.columns(MetricsRecord, data, NOTHING)
     assert found is not None
     assert found["step"].tolist() == [1, 2, 3]
     ledger = b"".join(encode(vars(LedgerRecord(n, 8 * n - 8, 8 * n, 1))) for n in range(1, 4))
-    found = bulk.columns(LedgerRecord, ledger, 3)
+    found = bulk.columns(LedgerRecord, ledger, NOTHING)
     assert found is not None
     assert not found["skipped"].any()
-    assert bulk.columns(MetricsRecord, data + b"{}\n", 4) is None
+    assert bulk.columns(MetricsRecord, data + b"{}\n", NOTHING) is None
+
+
+def test_kept_columns_are_read_in_place_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "_BULK_BYTES", 1)
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", 1500)
+    folder = RunFolder(tmp_path)
+    for path, data in write(folder, Run().play([("train", 40)])).items():
+        path.write_bytes(data)
+    by_json = seen(read_view(folder))
+    kept = keep_all(folder)
+    pieces = len(folder.metrics.read_bytes()) // 1500
+    assert pieces - 2 <= len(kept) <= pieces + 4  # those of the ledger too
+
+    parsed: list[bytes] = []
+    parse = bulk._parse
+
+    def counted(cls: Any, data: bytes) -> bulk.Columns | None:
+        parsed.append(data)
+        return parse(cls, data)
+
+    monkeypatch.setattr(bulk, "_parse", counted)
+    assert seen(read_view(folder)) == by_json
+    assert len(parsed) == 2, "only what follows the last whole piece of each file"
+
+    damaged, other, torn = kept[0], kept[1], kept[2]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    other.write_bytes(kept[-1].read_bytes() + b" ")
+    torn.write_bytes(b"")
+    assert seen(read_view(folder)) == by_json
+    assert len(parsed) == 2 + 2 + 3

@@ -255,9 +255,9 @@ def test_one_after_the_other_is_the_same(tmp_path: Path, content: bytes) -> None
 
 
 def test_a_tail_takes_a_long_file_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "_LONGEST_LINE", 64)
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", 64)
     path = tmp_path / "a.jsonl"
-    lines = [{"n": n, "text": "x" * (40 if n == 5 else 10)} for n in range(20)]
+    lines = [{"n": n, "text": "x" * (90 if n == 5 else 10)} for n in range(20)]
     path.write_bytes(b"".join(map(jsonl.encode, lines)) + b'{"n": 20')
     tail = jsonl.Tail(path)
     parts = list(tail.parts())

@@ -118,7 +118,7 @@ class Agent:
         self.inspection: Inspection | None = None
         self.watchdog = Watchdog(
             self.workers,
-            self._transfers,
+            self._helpers,
             os.getppid() if self.launcher is not None else None,
             rank_stopped=self._rank_stopped,
             report=self._process_stalled,
@@ -322,9 +322,11 @@ class Agent:
         workers = self.workers.workers.values()
         return any(w.signalled is None and w.state != "finished" and w.status != 0 for w in workers)
 
-    def _transfers(self) -> dict[int, str]:
+    def _helpers(self) -> dict[int, str]:
         found = self.snapshot_service.transfers()
-        return found if self.coordinator is None else found | self.coordinator.snapshots.transfers()
+        if self.coordinator is not None:
+            found |= self.coordinator.snapshots.transfers() | self.coordinator.monitor.helpers()
+        return found
 
     def _rank_stopped(self, worker: Worker, why: str) -> None:
         self.journal.send(msg.RankStopped(worker.generation, worker.rank, worker.local, why))

@@ -27,7 +27,7 @@ class Watchdog:
         rank_stopped: Callable[[Worker, str], None],
         report: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        """`helpers()`: name of each transfer by pid; `parent`: pid of the launcher.
+        """`helpers()`: name of each transfer, and of the monitor, by pid; `parent`: pid of the launcher.
 
         `rank_stopped(worker, why)` is called once for each stalled rank at work; `report(message, data)` for everything
         else.

@@ -57,6 +57,10 @@ class MonitorProcess:
     def deadline(self) -> float | None:
         return self._starts_at
 
+    def helpers(self) -> dict[int, str]:
+        """The name of its process by pid, for the watchdog: one that is stopped is killed, and started again."""
+        return {} if self._pid is None else {self._pid: "monitor"}
+
     def began(self, now: float) -> None:
         """A generation has begun."""
         if self._starts_at is None and self._pid is None and not self._restarts and not self._over:
