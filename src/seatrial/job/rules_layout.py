@@ -55,22 +55,19 @@ def _tensor_vocabulary(facts: Facts) -> Iterator[RuleViolation]:
 def _tensor_domain(facts: Facts) -> Iterator[RuleViolation]:
     tensor, gpus = _parallel(facts).tensor, facts.job.cluster.gpus_per_node
     domain = joined_gpus(facts.job.cluster)
-    keys = ("parallel.tensor", "cluster.gpus_per_node")
-    if tensor > max(domain, gpus):
-        joins = "a tensor-parallel group must stay within one NVLink domain"
-        yield RuleViolation(
-            keys,
-            f"tensor {tensor} is above {domain}, the GPUs that NVLink joins: {joins}",
-            f"use tensor = {either(t for t in divisors(domain) if not (gpus % t and t % gpus))}; if NVLink joins more, "
-            "set cluster.nvlink_domain",
-        )
-    elif gpus % tensor and tensor % gpus:
-        many = "" if domain <= gpus else " or fill whole nodes"
-        yield RuleViolation(
-            keys,
-            f"tensor {tensor} does not divide gpus_per_node {gpus}: a tensor-parallel group must stay within one node{many}",
-            f"use tensor = {either(divisors(gpus))}",
-        )
+    # Within a node, or whole nodes of a domain.
+    if not (gpus % tensor and (tensor % gpus or tensor > domain)):
+        return
+    fits = [t for t in divisors(max(domain, gpus)) if not (gpus % t and t % gpus)]
+    wants, within = f"divide gpus_per_node {gpus}", "one node"
+    if domain > gpus:
+        wants, within = f"{wants} or fill nodes of the {domain} GPUs that NVLink joins", "one NVLink domain"
+    more = "" if domain > gpus or tensor % gpus else "; if NVLink joins nodes, set cluster.nvlink_domain"
+    yield RuleViolation(
+        ("parallel.tensor", "cluster.gpus_per_node"),
+        f"tensor {tensor} does not {wants}: a tensor-parallel group must stay within {within}",
+        f"use tensor = {either(fits)}{more}",
+    )
 
 
 def _domain(facts: Facts) -> Iterator[RuleViolation]:

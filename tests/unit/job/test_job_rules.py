@@ -29,7 +29,7 @@ from seatrial.job.schema import JobFile
         (("cluster.gpus_per_node=5",), "parallel.tensor", "tensor 2 does not divide gpus_per_node 5", None),
         (("cluster.network=Custom", "network.gbps_per_nic=100", "network.latency_us=20"), "--set cluster.network=Custom", "network is named in [cluster] and stated in [network]", None),
         (("cluster.nvlink_domain=6",), "--set cluster.nvlink_domain=6", "nvlink_domain 6 is not a multiple of gpus_per_node 4", "cluster.nvlink_domain=8"),
-        (("parallel.tensor=8", "parallel.pipeline=1", "model.num_attention_heads=8", "model.num_key_value_heads=8"), "--set parallel.tensor=8", "tensor 8 is above 4, the GPUs that NVLink joins", "cluster.nvlink_domain=8"),
+        (("parallel.tensor=8", "parallel.pipeline=1", "model.num_attention_heads=8", "model.num_key_value_heads=8"), "--set parallel.tensor=8", "tensor 8 does not divide gpus_per_node 4: a tensor-parallel group must stay within one node", "cluster.nvlink_domain=8"),
         (("parallel.pipeline=3",), "--set parallel.pipeline=3", "tensor 2 x pipeline 3 = 6 does not divide 2 nodes x 4 GPUs = 8 ranks", "parallel.pipeline=4"),
         (("train.global_batch=30",), "--set train.global_batch=30", "global_batch 30 is not divisible by data-parallel size 2 x microbatch 4 = 8", "train.global_batch=32"),
         (("train.global_batch=8",), "--set train.global_batch=8", "global_batch 8 / data-parallel size 2 / microbatch 4 = 1 microbatches, fewer than the 2 pipeline ranks", "train.global_batch=16"),
