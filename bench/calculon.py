@@ -107,7 +107,7 @@ def step_times(peer: Calculon) -> dict[str, Any]:
     lines: Lines = {i: line(row) for i, (row, _) in enumerate(rows)}
     for row, theirs in rows:
         others = ((i, r) for i, (r, _) in enumerate(rows) if r.name != row.name)
-        pace = calibrate(others, lines, shipped()).pace(STACK, row.gpu)
+        pace = calibrate(others, lines, shipped()).pace(STACK, row.cluster.gpu)
         assert row.step_s is not None
         tuned.append((row.name, row.step_s, theirs, predicted(row, pace)))
     result = compared(shipped_ones)
@@ -151,7 +151,7 @@ def _activations(app: dict[str, Any], execution: dict[str, Any]) -> float:
 
 def _states(app: dict[str, Any], execution: dict[str, Any]) -> float:
     """Bytes of weights, gradients and optimizer state on the first rank; the figure leaves the embedding out."""
-    model = replace(model_of(app), vocab=0, positions=0)
+    model = replace(model_of(app), vocab_size=0, learned_positions=0)
     return rank_memory(model, recipe_of(app, execution), stacks()[STACK], 0).states
 
 
@@ -195,8 +195,8 @@ def expressible(row: Row) -> bool:
         row.gpu.startswith("A100")
         and stacks()[row.stack].attention == "unfused"
         and not m.gated
-        and m.kv_heads == m.heads
-        and abs(m.vocab - VOCABULARY) < 2000
+        and m.num_key_value_heads == m.num_attention_heads
+        and abs(m.vocab_size - VOCABULARY) < 2000
         and r.context == 1
         and r.layout.tensor <= row.cluster.gpus_per_node
         and r.precision == "bf16"
@@ -226,7 +226,7 @@ def published(peer: Calculon, path: Path) -> dict[str, Any]:
             except Refused:
                 refused += 1
                 continue
-            mine = predicted(row, known.pace(row.stack, row.gpu))
+            mine = predicted(row, known.pace(row.stack, row.cluster.gpu, row.recipe.precision))
             errors.setdefault(source, []).append((abs(theirs / row.step_s - 1), abs(mine / row.step_s - 1)))
 
     def both(found: list[tuple[float, float]]) -> dict[str, Any]:

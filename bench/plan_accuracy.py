@@ -2,13 +2,16 @@
 
     python bench/plan_accuracy.py published.csv [--write bench/plan_accuracy.json] [--calibration src/seatrial/plan/cost/calibration.toml]
 
-Any CSV with these columns will do. Four ways to know a stack's pace on a GPU, from easy to hard:
+Any CSV with these columns will do. Ways to know a stack's pace on a GPU, from easy to hard:
 
-    calibrated     from all rows
-    other models   from the rows of other models in the same stack and GPU; and those rows of which two or more are left, for one
-                   other model does not calibrate a stack
-    other sources  from the rows of other sources: zero-shot for this one
-    other GPUs     from the rows of other GPU generations
+    own rows          from all rows, times the median of what the same source's other rows of this stack and GPU took longer
+    in sample         from all rows
+    other models      from the rows of other models
+    other sources     from the rows of other sources; other publishers: without any of the same publisher, as a new source is
+    other GPUs        from the rows of other GPUs
+    other generations from the rows of other architectures
+
+and beside each, from the same rows, one MFU for each GPU, and this physics with one pace for all.
 
 The error of a row is |predicted / measured - 1|. `--calibration` writes the paces that all rows give, and beside them
 memory_error.toml, how far memory was above its prediction; nothing else is fitted. Rows of sources that nobody has described
@@ -18,26 +21,36 @@ are a group of their own (`guessed`): they set no pace and no limit.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
 import re
 import statistics
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plan_fit import calibrate, line, predicted, seconds
+from plan_fit import calibrate, line, own_pace, predicted, seconds
 from plan_memory import errors_toml, fits, memory_errors, memory_scores, score
 from plan_rows import Guessed, Row, read
-from seatrial.plan.cost.calibration import Calibration, Z, shipped
+from seatrial.plan.cost.calibration import Calibration, Pace, Z, shipped
 from seatrial.plan.cost.collectives import Fabric
+from seatrial.plan.cost.kernels import Kernels
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.cost.step import step_parts
 
-WAYS = ("shipped", "calibrated", "other models", "two or more other models", "other sources", "other GPUs")
-GENERATION = {"A100": "Ampere", "H100": "Hopper", "H200": "Hopper"}
+WAYS = {
+    "in sample": lambda row: None,
+    "other models": lambda row: row.name,
+    "other sources": lambda row: row.source,
+    "other publishers": lambda row: publisher(row.source),
+    "other GPUs": lambda row: row.gpu,
+    "other generations": lambda row: row.cluster.gpu.architecture,
+}
+TABLES = ("families", "operators_of", "architectures")
 
 
 def settled(row: Row) -> Row:
@@ -52,17 +65,21 @@ def settled(row: Row) -> Row:
     return replace(row, recipe=recipe)
 
 
+def paced(known: Calibration, row: Row) -> Pace:
+    return known.pace(row.stack, row.cluster.gpu, row.recipe.precision)
+
+
 class Scores:
     """Errors and coverage of one way to know the pace."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[Row, float, bool, str]] = []
 
-    def add(self, row: Row, known: Calibration) -> None:
+    def add(self, row: Row, known: Calibration, factor: float = 1.0) -> None:
         if not known.entries or row.step_s is None:
             return
-        pace = known.pace(row.stack, row.gpu)
-        step = predicted(row, pace)
+        pace = paced(known, row)
+        step = predicted(row, pace) * factor
         inside = abs(math.log(step / row.step_s)) <= Z * pace.spread
         self.rows.append((row, abs(step / row.step_s - 1), inside, pace.kind))
 
@@ -85,8 +102,9 @@ class Scores:
         }
 
 
-def generation(row: Row) -> str:
-    return GENERATION.get(row.gpu.split()[0].split("-")[0], "Blackwell")
+def publisher(source: str) -> str:
+    """Who published a source: its first word. Sources of one publisher resemble each other more than a new one does."""
+    return source.replace("-", " ").split()[0]
 
 
 def regret(rows: list[Row], known: Calibration) -> dict[str, Any]:
@@ -103,7 +121,7 @@ def regret(rows: list[Row], known: Calibration) -> dict[str, Any]:
         if len(layouts) < 3:
             continue
         choices += 1
-        chosen = min(group, key=lambda r: predicted(r, known.pace(r.stack, r.gpu)))
+        chosen = min(group, key=lambda r: predicted(r, paced(known, r)))
         best = min(r.step_s for r in group if r.step_s)
         costs.append((chosen.step_s or 0.0) / best - 1)
     if not costs:
@@ -119,11 +137,54 @@ def shortest(rows: list[Row], known: Calibration) -> float | None:
     """Milliseconds of the shortest layer: kernels of one microbatch, forward and backward (plan/search/caution.py); None without rows."""
     found = []
     for row in rows:
-        r, pace = row.recipe, known.pace(row.stack, row.gpu)
-        p = step_parts(row.model, r, Fabric(row.cluster), stacks()[row.stack], pace.value, pace.factors)
+        r, pace = row.recipe, paced(known, row)
+        p = step_parts(
+            row.model, r, Fabric.of(row.cluster, row.recipe), stacks()[row.stack], pace.value, pace.factors
+        )
         kernels = p.products + p.attention + p.operators
         found.append(kernels * r.layout.pipeline / (row.model.num_hidden_layers * r.microbatches))
     return round(1e3 * min(found), 2) if found else None
+
+
+def baselines(rows: list[Row], left_out: Callable[[Row], Any]) -> dict[str, list[float]]:
+    """Errors of simpler predictions from the rows that are not left out: one MFU for each GPU; this physics with one pace."""
+    mfu = {id(r): _flops_s(r) for r in rows}
+    own = {id(r): own_pace(r) or 1.0 for r in rows}
+    errors: dict[str, list[float]] = {"constant MFU": [], "one pace": []}
+    for group in {left_out(r) for r in rows}:
+        kept = [r for r in rows if left_out(r) != group or group is None]
+        if not kept:
+            continue
+        pace = statistics.median(own[id(r)] for r in kept)
+        for row in (r for r in rows if left_out(r) == group):
+            assert row.step_s is not None
+            alike = [r for r in kept if r.gpu == row.gpu] or kept
+            share = statistics.median(mfu[id(r)] for r in alike)
+            errors["constant MFU"].append(abs(mfu[id(row)] / share - 1))
+            errors["one pace"].append(abs(seconds(row, pace) / row.step_s - 1))
+    return errors
+
+
+def _flops_s(row: Row) -> float:
+    """Model FLOP/s over the peak."""
+    r = row.recipe
+    flops = row.model.flops_per_token(r.sequence) * r.global_batch * r.sequence / r.world
+    assert row.step_s is not None
+    return flops / row.step_s / Kernels(row.cluster.gpu, r.precision).peak
+
+
+def constants(known: Calibration) -> dict[str, int]:
+    """Numbers that predictions depend on: fitted from rows, and set by hand (stacks.toml, numbers in plan/cost)."""
+    fitted = len(known.entries) + 5 + sum(len(getattr(known, name)) for name in TABLES)
+    folder = Path(step_parts.__code__.co_filename).parent
+    table = tomllib.loads((folder / "stacks.toml").read_text(encoding="utf-8"))
+    own = [v for stack in table.values() for v in stack.values()]
+    hand = sum(len(v) if isinstance(v, list) else isinstance(v, int | float) for v in own)
+    for name in ("kernels", "collectives", "calibration", "step", "memory", "overlap"):
+        module = ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))
+        numbers = [n for s in module.body if isinstance(s, ast.Assign) for n in ast.walk(s.value)]
+        hand += sum(isinstance(n, ast.Constant) and isinstance(n.value, int | float) for n in numbers)
+    return {"fitted": fitted, "set by hand": hand}
 
 
 def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
@@ -132,35 +193,42 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
     lines = {i: line(row) for i, row in numbered}
     like = shipped()
     everything = calibrate(numbered, lines, like)
-    ways = {k: Scores() for k in WAYS}
-    held_out: dict[tuple[str, str], Calibration] = {}
-
-    def without(kind: str, value: str, keep: Callable[[Row], bool]) -> Calibration:
-        if (kind, value) not in held_out:
-            held_out[kind, value] = calibrate(((i, r) for i, r in numbered if keep(r)), lines, like)
-        return held_out[kind, value]
-
-    for row in timed:
-        ways["shipped"].add(row, like)
-        ways["calibrated"].add(row, everything)
-        peers = [r for r in timed if (r.stack, r.gpu) == (row.stack, row.gpu) and r.name != row.name]
-        if peers:
-            known = without("model", row.name, lambda r, n=row.name: r.name != n)
-            ways["other models"].add(row, known)
-            if len({r.name for r in peers}) > 1:
-                ways["two or more other models"].add(row, known)
-        ways["other sources"].add(row, without("source", row.source, lambda r, s=row.source: r.source != s))
-        era = generation(row)
-        ways["other GPUs"].add(row, without("GPU", era, lambda r, e=era: generation(r) != e))
     result: dict[str, Any] = {"rows": len(rows), "timed": len(timed), "ways": {}}
-    for name, scores in ways.items():
+    ratios = [(r.step_s or 0.0) / predicted(r, paced(everything, r)) for r in timed]
+    own = Scores()
+    for i, row in numbered:
+        beside = [
+            ratios[k]
+            for k, r in numbered
+            if k != i and (r.source, r.stack, r.gpu) == (row.source, row.stack, row.gpu)
+        ]
+        own.add(row, everything, statistics.median(beside) if beside else 1.0)
+    moved = 0.0
+    result["own_rows"] = own.table().get("all")
+    for name, left_out in WAYS.items():
+        scores = Scores()
+        for group in {left_out(r) for r in timed}:
+            kept = ((i, r) for i, r in numbered if group is None or left_out(r) != group)
+            known = everything if group is None else calibrate(kept, lines, like)
+            for row in timed:
+                if left_out(row) == group:
+                    scores.add(row, known)
+                elif name == "other sources":
+                    pace = paced(everything, row)
+                    change = abs(math.log(predicted(row, paced(known, row)) / predicted(row, pace)))
+                    moved = max(moved, change / (Z * pace.spread))
         result["ways"][name] = {
             "all": scores.table().get("all"),
+            **{k: score(errors) if errors else None for k, errors in baselines(timed, left_out).items()},
             "by_source": scores.table(lambda r: r.source),
             "by_stack": scores.table(lambda r: f"{r.stack} on {r.gpu}"),
             "by_gpu": scores.table(lambda r: r.gpu),
+            "by_precision": scores.table(lambda r: r.recipe.precision),
             "intervals": scores.kinds(),
         }
+    # What leaving out a source changes of the others' predictions, at most, as a share of their intervals.
+    result["moved_by_one_source"] = round(moved, 2)
+    result["constants"] = constants(everything)
     result["regret"] = regret(timed, everything)
     result["shortest_layer_ms"] = shortest(timed, everything)
     result["memory"] = memory_scores(rows)
@@ -184,24 +252,21 @@ def guessed_scores(rows: list[Row], known: Calibration, described: list[Row]) ->
 
 
 def toml(known: Calibration) -> str:
-    """calibration.toml with these paces."""
+    """calibration.toml with these factors."""
     lines = [
-        "# How much longer a stack's kernels take on a GPU than good kernels alone (kernels.py): `pace` multiplies the time of all,",
-        "# `operators` that of operators bound by memory once more, `attention` that of attention. Written by bench/plan_accuracy.py",
-        "# --calibration from published results, as bench/plan_fit.py says; `spread` is the deviation that 85 of 100 rows keep within,",
-        "# divided by 1.44 (drawn towards 0.08 where rows are few).",
-        "# `seatrial check` and real runs replace them.",
+        "# How much longer a stack's kernels take on a GPU than good kernels alone, see calibration.py. Written by bench/plan_accuracy.py",
+        "# --calibration from published results, as bench/plan_fit.py says. `seatrial check` and real runs replace paces.",
         "",
-        "[kin]  # stack = the stack whose kernels it runs; used where it was not measured itself",
-        *(f'"{a}" = "{b}"' for a, b in known.kin.items()),
-        "",
-        "[alike]  # GPU = one of the same generation, of which paces are taken where it was not measured itself",
-        *(f'"{a}" = "{b}"' for a, b in known.alike.items()),
+        "[family]  # of stacks: those that share most of their kernels",
+        *(f'"{a}" = "{b}"' for a, b in known.family.items()),
     ]
+    shared = {name: getattr(known, name) for name in ("typical", "operators", "attention", "power", "fp8")}
+    for name, table in (("shared", shared), *((n, getattr(known, n)) for n in TABLES)):
+        lines += ["", f"[{name}]", *(f'"{k}" = {v}' for k, v in table.items())]
     for e in sorted(known.entries, key=lambda e: (e.stack, e.gpu)):
         lines += ["", "[[pace]]", f'stack = "{e.stack}"', f'gpu = "{e.gpu}"', f"pace = {e.pace}"]
-        lines += [f"operators = {e.operators}", f"attention = {e.attention}"]
-        lines += [f"spread = {e.spread}", f"rows = {e.rows}", f"source = {json.dumps(e.source)}"]
+        lines += [f"rows = {e.rows}", f"sources = {e.sources}", f'architecture = "{e.architecture}"']
+        lines += [f"source = {json.dumps(e.source)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -232,7 +297,10 @@ def main() -> int:
     if options.write:
         options.write.write_text(text + "\n", encoding="utf-8")
     for name, way in result["ways"].items():
-        print(f"{name:24}", way["all"], way["intervals"])
+        print(f"{name:18}", way["all"], way["intervals"])
+        print(f"{'':18}", {k: way[k] for k in ("constant MFU", "one pace")})
+    print("a source's rows by its other rows", result["own_rows"])
+    print("constants", result["constants"], "most moved by one source", result["moved_by_one_source"])
     for name, found in result["ways"]["other sources"]["by_source"].items():
         print(f"  other sources: {name[:60]:60} {found}")
     print("regret", result["regret"])

@@ -1,8 +1,8 @@
-"""Calibration from measured steps: for each stack and GPU the three numbers of `plan/cost/calibration.py` that its rows give.
+"""Calibration from measured steps: the factors of `plan/cost/calibration.py`, all fitted together.
 
 The sum of |log(predicted / measured)| to the power of 1.2 is made smallest: single odd rows count little, and two rows still have a
-middle. A model's rows say partly the same: each counts by one over the root of their number. `operators` and `attention` are drawn towards 1, as if measured before with the
-deviations of `PRIOR`: stacks differ by so much in what they fuse, and few rows do not tell kinds of kernels apart.
+middle. A model's rows say partly the same: each counts by one over the root of their number. Every effect is drawn towards 0, as if
+measured before with the deviation of `PRIOR`, so that few rows move little, and what all stacks of a chip share is told from a stack's own.
 """
 
 from __future__ import annotations
@@ -15,16 +15,35 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from plan_rows import Row
-from seatrial.plan.cost.calibration import EVEN, Calibration, Entry, Factors, Pace, Z
+from seatrial.plan.cost.calibration import (
+    ARCHITECTURES,
+    CELLS,
+    EVEN,
+    FAMILIES,
+    Calibration,
+    Entry,
+    Factors,
+    Pace,
+)
 from seatrial.plan.cost.collectives import Fabric
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.cost.step import step_parts
 
-# A spread from few rows says little: it is drawn towards what stacks usually have, as if four more rows had that.
-USUAL, WORTH = 0.08, 4
-# Standard deviations of log(operators) and log(attention), and of what is left of log(measured / predicted).
-PRIOR, LEFT = (0.3, 0.15), 0.05
-POWER, ROUNDS, NEAR, STEP = 1.2, 60, 0.01, 0.05
+# Standard deviations of the effects' logarithms, by the beginning of their names. Nothing is known of the typical pace.
+PRIOR = {
+    "typical": 10.0,
+    "family": FAMILIES,
+    "architecture": ARCHITECTURES,
+    "power": 0.5,
+    "cell": CELLS,
+    "fp8": 0.2,
+    "operators of": 0.2,
+    "operators": 0.3,
+    "attention": 0.15,
+    "source": 0.05,
+}
+LEFT = 0.05  # of what is left of log(measured / predicted)
+POWER, ROUNDS, NEAR, STEP = 1.2, 20, 0.01, 0.05
 
 
 @dataclass(frozen=True)
@@ -36,7 +55,9 @@ class Line:
 
 
 def seconds(row: Row, pace: float, factors: Factors = EVEN) -> float:
-    return step_parts(row.model, row.recipe, Fabric(row.cluster), stacks()[row.stack], pace, factors).total
+    return step_parts(
+        row.model, row.recipe, Fabric.of(row.cluster, row.recipe), stacks()[row.stack], pace, factors
+    ).total
 
 
 def predicted(row: Row, pace: Pace) -> float:
@@ -77,39 +98,77 @@ Lines = dict[int, Line | None]
 
 
 def calibrate(rows: Iterable[tuple[int, Row]], lines: Lines, like: Calibration) -> Calibration:
-    """`like` with what these rows give in place of its entries."""
-    groups: dict[tuple[str, str], list[tuple[Row, Line]]] = {}
-    for i, row in rows:
-        found = lines[i]
-        if found is not None:
-            groups.setdefault((row.stack, row.gpu), []).append((row, found))
-    return replace(like, entries=tuple(_entry(stack, gpu, found) for (stack, gpu), found in groups.items()))
+    """What these rows give, with the families of `like`."""
+    found = [(row, at) for i, row in rows if (at := lines[i]) is not None]
+    if not found:
+        return replace(like, entries=())
+    effects = _fit(found, like)
 
+    def factor(name: str) -> float:
+        return round(math.exp(effects.get(name, 0.0)), 3)
 
-def _entry(stack: str, gpu: str, found: list[tuple[Row, Line]]) -> Entry:
-    pace, operators, attention = (round(math.exp(x), 3) for x in _fit(found))
-    misses = sorted(
-        abs(math.log(seconds(row, pace, Factors(operators, attention)) / row.step_s))
-        for row, _ in found
-        if row.step_s
+    def all_of(kind: str) -> dict[str, float]:
+        return {n.removeprefix(kind): factor(n) for n in sorted(effects) if n.startswith(kind)}
+
+    known = replace(
+        like,
+        entries=(),
+        families=all_of("family "),
+        operators_of=all_of("operators of "),
+        operators=factor("operators"),
+        architectures=all_of("architecture "),
+        typical=factor("typical"),
+        attention=factor("attention"),
+        power=round(effects.get("power", 0.0), 3),
+        fp8=factor("fp8"),
     )
-    seen, n = misses[min(len(misses) - 1, int(0.85 * len(misses)))] / Z, len(misses)
-    spread = math.sqrt((n * seen**2 + WORTH * USUAL**2) / (n + WORTH))
-    sources = "; ".join(sorted({row.source for row, _ in found}))
-    return Entry(stack, gpu, pace, round(spread, 3), n, sources, operators, attention)
+    cells: dict[tuple[str, str], list[Row]] = {}
+    for row, _ in found:
+        cells.setdefault((row.stack, row.gpu), []).append(row)
+    entries = []
+    for (stack, gpu), those in cells.items():
+        sources = sorted({row.source for row in those})
+        chip, family = those[0].cluster.gpu, like.family.get(stack, "")
+        pace = known.typical * known.families[family] * known.chip(chip) * factor(f"cell {stack} on {gpu}")
+        entries.append(
+            Entry(stack, gpu, round(pace, 3), len(those), "; ".join(sources), chip.architecture, len(sources))
+        )
+    return replace(known, entries=tuple(entries))
 
 
-def _fit(found: list[tuple[Row, Line]]) -> list[float]:
-    """Logarithms of (pace, operators, attention), by weighing squares anew in each round."""
-    slopes = np.array([x.slope for _, x in found])
+def _effects(row: Row, like: Calibration) -> tuple[dict[str, float], ...]:
+    """What adds to the logarithms of (pace, operators, attention), by name, and how often."""
+    gpu, family = row.cluster.gpu, like.family.get(row.stack, "")
+    pace = {
+        "typical": 1.0,
+        f"family {family}": 1.0,
+        f"architecture {gpu.architecture}": 1.0,
+        "power": math.log(replace(like, architectures={}, power=1.0).chip(gpu)),
+        f"cell {row.stack} on {row.gpu}": 1.0,
+        "fp8": float(row.recipe.precision == "fp8"),
+    }
+    return pace, {"operators": 1.0, f"operators of {family}": 1.0}, {"attention": 1.0}
+
+
+def _fit(found: list[tuple[Row, Line]], like: Calibration) -> dict[str, float]:
+    """Every effect, by weighing squares anew in each round. Those of sources are fitted and dropped: a new one has none."""
+    names: dict[str, int] = {}
+    entries: list[tuple[int, int, float]] = []
+    for i, (row, at) in enumerate(found):
+        kinds = zip(_effects(row, like), at.slope, strict=True)
+        terms = [(n, v * slope) for effects, slope in kinds for n, v in effects.items()]
+        for name, value in (*terms, (f"source {row.source}", 1.0)):
+            entries.append((i, names.setdefault(name, len(names)), value))
+    slopes = np.zeros((len(found), len(names)))
+    for i, j, value in entries:
+        slopes[i, j] += value
     zeros = np.array([float(np.dot(x.slope, x.at)) for _, x in found])
-    same = Counter(row.name for row, _ in found)
-    counts = np.array([same[row.name] ** -0.5 for row, _ in found])
-    prior = np.diag([0.0, *(sd**-2 for sd in PRIOR)])
-    theta = np.zeros(3)
-    theta[0] = float(np.median([x.at[0] for _, x in found]))
+    same = Counter((row.stack, row.gpu, row.name) for row, _ in found)
+    counts = np.array([same[row.stack, row.gpu, row.name] ** -0.5 for row, _ in found])
+    prior = np.diag([next(sd for kind, sd in PRIOR.items() if n.startswith(kind)) ** -2 for n in names])
+    weights, theta = counts / LEFT**2, np.zeros(len(names))
     for _ in range(ROUNDS):
+        theta = np.linalg.solve((slopes.T * weights) @ slopes + prior, (slopes.T * weights) @ zeros)
         off = np.maximum(np.abs(slopes @ theta - zeros), NEAR)
         weights = counts * off ** (POWER - 2) / LEFT**POWER
-        theta = np.linalg.solve((slopes.T * weights) @ slopes + prior, (slopes.T * weights) @ zeros)
-    return [float(x) for x in theta]
+    return {name: float(theta[j]) for name, j in names.items()}

@@ -19,6 +19,7 @@ from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.hardware.networks import Network, find_network
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
+from seatrial.job.schema import NVLINK_DOMAINS
 from seatrial.plan.cost.kernels import Kernels, UnknownSpeedError
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.other_model import OtherModel
@@ -65,8 +66,8 @@ GPUS = {
 }
 # Not in the catalogue: sold to a few, and slower than the data sheet of their name (torchtitan's benchmarks say so).
 VARIANTS = {
-    "H100-96GB(HBM2e,500W)": ("H100 SXM", 96.0, 2.4),
-    "H100-95GB(HBM2e)": ("H100 SXM", 95.0, 2.4),
+    "H100-96GB(HBM2e,500W)": ("H100 SXM", 96.0, 2.4, 500),
+    "H100-95GB(HBM2e)": ("H100 SXM", 95.0, 2.4, 500),
 }
 # How models' names begin that have a gated MLP; those of one matrix for both ends.
 GATED = (
@@ -188,10 +189,10 @@ def _float(raw: dict[str, str], key: str) -> float:
 
 def _gpu(name: str) -> Gpu:
     if name in VARIANTS:
-        base, gb, tb_s = VARIANTS[name]
+        base, gb, tb_s, watts = VARIANTS[name]
         found = find_gpu(base)
         assert found is not None
-        return replace(found, name=f"{base} {gb:.0f} GB", hbm_gb=gb, hbm_tb_s=tb_s)
+        return replace(found, name=f"{base} {gb:.0f} GB", hbm_gb=gb, hbm_tb_s=tb_s, watts=watts)
     found = find_gpu(GPUS.get(name, name))
     if found is None:
         raise Unusable(f"GPU {name} is not in the catalogue")
@@ -219,8 +220,6 @@ def _row(raw: dict[str, str]) -> Row:
         network = "InfiniBand NDR 8x400"
     if "compile" in raw["precision"] and stack == "torchtitan":
         stack = "torchtitan-compiled"
-    if "async" in raw["precision"].lower() + raw["notes"].lower() and stack.startswith("torchtitan"):
-        stack = "torchtitan-async"
     if "PURE" in raw["precision"] and stack == "llm-foundry":
         stack = "llm-foundry-pure"
     if stack == "megatron-deepspeed-bf16" and "date 02-2" in raw["notes"] and BF16_SINCE not in raw["notes"]:
@@ -235,7 +234,8 @@ def _row(raw: dict[str, str]) -> Row:
     gpu, each = _gpu(raw["gpu"]), _number(raw, "gpus_per_node", 8)
     per_node = min(gpus, each)
     nodes = -(-gpus // per_node)
-    cluster = Cluster(gpu, nodes, per_node, _network(raw, network, gpu.name, each, alone=nodes == 1))
+    between = _network(raw, network, gpu.name, each, alone=nodes == 1)
+    cluster = Cluster(gpu, nodes, per_node, between, NVLINK_DOMAINS.get(gpu.name.casefold()))
     try:
         _ = Kernels(gpu, recipe.precision).peak
     except UnknownSpeedError as why:

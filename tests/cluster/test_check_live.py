@@ -144,6 +144,7 @@ def test_hosts_that_are_well_are_not_blamed(cluster: Cluster) -> None:
     assert len(of(result, "PAI001")) == 5
 
 
+@pytest.mark.long  # on one host: test_check_agents
 def test_a_host_whose_agent_dies_in_the_middle_is_named(cluster: Cluster) -> None:
     result = cluster.check("pairs, round 2", lambda: cluster.signal_agent(4, signal.SIGKILL))
     assert [(b.node, b.kind) for b in result.blames] == [("node4", "node")]

@@ -91,7 +91,7 @@ def test_a_virtual_cluster_is_measured_and_nothing_is_left(
         (signal.SIGINT, "starting"),
         (signal.SIGINT, "pairs, round 1"),
         (signal.SIGTERM, "node stage"),
-        (signal.SIGKILL, "pairs, round 1"),
+        pytest.param(signal.SIGKILL, "pairs, round 1", marks=pytest.mark.long),  # test_check_agents
     ],
 )
 def test_a_check_that_is_stopped_leaves_nothing(

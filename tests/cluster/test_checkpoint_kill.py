@@ -225,6 +225,7 @@ def _after(saver: Saver, seconds: float) -> None:
         assert saver.hear(left)
 
 
+@pytest.mark.long  # a run that saves there is killed in test_s3_checkpoints
 def test_the_same_in_an_object_store(run: RunFolder, s3_url: str) -> None:
     """Through a real service's protocol; what died in the midst of an upload leaves nothing that costs."""
     assert is_remote(s3_url)

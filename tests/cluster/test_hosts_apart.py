@@ -158,6 +158,7 @@ def test_a_killed_rank_costs_no_bit(apart: Apart, undisturbed: Trial) -> None:
     check_one_at_a_time(trial)
 
 
+@pytest.mark.long  # a host that is cut off is replaced in the same way, and it coordinated
 def test_a_killed_host_is_replaced_by_the_spare(apart: Apart, undisturbed: Trial) -> None:
     trial = apart.train()
     trial.until_step(20)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -9,9 +11,10 @@ import pytest
 
 from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.networks import find_network
+from seatrial.job.job import Job
 from seatrial.job.loading import load_job
 from seatrial.plan.cost.collectives import Fabric
-from seatrial.plan.cost.dryrun import dry_run
+from seatrial.plan.cost.dryrun import RankStep, dry_run
 from seatrial.plan.cost.memory import rank_memory
 from seatrial.plan.cost.stacks import stacks
 from seatrial.plan.cost.step import rank_traffic
@@ -86,3 +89,14 @@ def test_memory_and_traffic(name: str) -> None:
         assert sent.pipeline == pytest.approx(traced.sent_bytes("pipeline"), rel=0.05)
         data = traced.sent_bytes("shard") + traced.sent_bytes("replicate")
         assert sent.data == pytest.approx(data, rel=0.05)
+        leaves = sum(_leaves(job, traced, dimension) for dimension in ("shard", "replicate"))
+        assert sent.leaving.data == pytest.approx(leaves, rel=0.05)
+        assert sent.leaving.tensor == _leaves(job, traced, "tensor") == 0
+
+
+def _leaves(job: Job, traced: RankStep, dimension: str) -> float:
+    """A GPU's share of what its group's rings carry out of its node: one link of each ring does, with what a rank sends."""
+    sizes = {name: getattr(job.layout, name) for name in ("pipeline", "replicate", "shard", "tensor")}
+    places = (replace(traced.at, **{dimension: i}) for i in range(sizes[dimension]))
+    nodes = Counter(job.layout.rank(at) // job.cluster.gpus_per_node for at in places)
+    return traced.sent_bytes(dimension) / min(nodes.values()) if len(nodes) > 1 else 0.0

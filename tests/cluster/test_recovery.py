@@ -349,6 +349,7 @@ def test_without_restarts_the_first_failure_ends_the_run(begin: Begin) -> None:
     assert trial.events("generation_started")[-1]["generation"] == 1
 
 
+@pytest.mark.long  # test_rounds has two faults at any moment
 def test_blow_after_blow_in_the_midst_of_recoveries(begin: Begin, reference: Trial) -> None:
     trial = begin("cluster.spares=2", "resilience.max_same_failure=9")
     trial.until_step(7)

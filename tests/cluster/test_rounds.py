@@ -15,8 +15,8 @@ STALLED = {
     "fork server stopped": [Strike(4.0, "fork server", "stop")],
     "writer and rank stopped": [Strike(5.0, "writer", "stop"), Strike(5.1, "rank", "stop")],
 }
-# Parts of these are also in the two others.
-_LONG = ("an agent stopped at the start", "fork server stopped")
+# Parts of these are also in the other, in tests/unit/control/test_watchdog.py, and in that of a stopped writer.
+_LONG = ("an agent stopped at the start", "fork server stopped", "writer and rank stopped")
 
 
 @pytest.fixture(scope="module")

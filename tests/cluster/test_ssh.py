@@ -86,7 +86,8 @@ def test_three_hosts_train_as_three_local_nodes(
     assert losses(cluster.folder) == over_ssh
 
 
-@pytest.mark.parametrize("victim", ["launcher", pytest.param("everything here", marks=pytest.mark.long)])
+@pytest.mark.long  # on virtual nodes: test_processes
+@pytest.mark.parametrize("victim", ["launcher", "everything here"])
 def test_kill_9_of_the_launcher_leaves_nothing(
     cluster: SshHosts, train: Callable[..., Run], victim: str
 ) -> None:

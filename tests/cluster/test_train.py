@@ -221,6 +221,7 @@ class TestKilled:
         assert_same_run(folder, whole[0])
         assert {m["generation"] for m in records(run_of(folder) / "metrics.jsonl")} <= {1, 2}
 
+    @pytest.mark.long  # a killed rank that is named: test_a_rank_that_raises; one that is replaced: test_recovery
     def test_one_rank(self, folder: Path, start: Start) -> None:
         run = start("--set", "train.steps=100000", *UNSUPERVISED)
         run.wait_line("step      3/")
@@ -465,6 +466,7 @@ class TestResume:
         assert done.returncode == 0, done.stderr
         assert "resuming after step 4" in done.stderr
 
+    @pytest.mark.long  # that a writer notices it: tests/unit/record/test_jsonl.py
     def test_a_run_folder_that_is_moved_away_stops_the_run(self, one_node: Path, start: Start) -> None:
         run = start("--set", "train.steps=100000")
         run.wait_line("step      2/")

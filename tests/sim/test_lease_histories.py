@@ -31,6 +31,7 @@ def play(seeds: range) -> tuple[int, int]:
     return takeovers, starts
 
 
+@pytest.mark.cluster  # slow
 def test_a_few_hundred_histories() -> None:
     takeovers, starts = play(range(300))
     assert takeovers > 600

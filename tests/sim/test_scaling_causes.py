@@ -9,6 +9,8 @@ from scaling_causes import KINDS, Draw, draw
 
 from seatrial.scale.cause import Cause, find_causes
 
+pytestmark = pytest.mark.cluster  # slow together
+
 RIGHT = {
     "slow rail": "network",
     "straggler": "straggler",

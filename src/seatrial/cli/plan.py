@@ -312,15 +312,15 @@ def _print_json(result: Answer, ran: list[Beside]) -> None:
 
 def _fit(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calibration) -> int:
     from seatrial.hardware.networks import find_network, reference_node
+    from seatrial.plan.model.place import place_of
     from seatrial.plan.model.recipe import Recipe
     from seatrial.plan.search.fit import account, smallest
     from seatrial.ui.plan_fit import document, lines
 
     def network(gpu: Gpu) -> Network | None:
-        named = args.network or job.cluster.network
-        if named is not None:
-            return find_network(named)
-        node = reference_node(gpu.name, _NODE)
+        if args.network or job.cluster.network or job.file.network:
+            return place_of(job, args.network).network
+        node = reference_node(gpu.name)
         return None if node is None else find_network(node.network)
 
     needs = account(job.architecture, Recipe.of(job), stack=args.stack)

@@ -22,6 +22,8 @@ class Gpu:
     hbm_tb_s: float
     link_gb_s: float  # NVLink or Infinity Fabric, one direction
     source: str
+    architecture: str = ""
+    watts: float | None = None  # power limit of the board as sold
     fp8_tflops: float | None = None
     best_bf16_tflops: float | None = None  # the best measured rate of a matrix product
     best_fp8_tflops: float | None = None

@@ -89,6 +89,7 @@ def reference_nodes() -> tuple[ReferenceNode, ...]:
     return tuple(ReferenceNode(**entry) for entry in tomllib.loads(text)["node"])
 
 
-def reference_node(gpu: str, gpus_per_node: int) -> ReferenceNode | None:
-    """The reference node of the GPU with this catalogue name; None if there is none with as many GPUs."""
-    return next((n for n in reference_nodes() if (n.gpu, n.gpus_per_node) == (gpu, gpus_per_node)), None)
+def reference_node(gpu: str, gpus_per_node: int | None = None) -> ReferenceNode | None:
+    """The reference node of the GPU with this catalogue name; None if there is none (with as many GPUs)."""
+    ours = (n for n in reference_nodes() if n.gpu == gpu)
+    return next((n for n in ours if gpus_per_node in (None, n.gpus_per_node)), None)

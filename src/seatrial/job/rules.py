@@ -243,6 +243,15 @@ def _namespaces(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _network(facts: Facts) -> Iterator[RuleViolation]:
+    if facts.job.network is not None and facts.job.cluster.network is not None:
+        yield RuleViolation(
+            ("cluster.network", "network"),
+            "network is named in [cluster] and stated in [network]: which of them is meant is not known",
+            "remove one of them",
+        )
+
+
 def _metrics_ports(facts: Facts) -> Iterator[RuleViolation]:
     cluster, first = facts.job.cluster, facts.job.watch.metrics_port
     if first is None:
@@ -369,6 +378,7 @@ RULES: tuple[Rule, ...] = (
     _never_recovers,
     _namespaces,
     _metrics_ports,
+    _network,
     _alerts,
     _alert_delivery,
     _checkpoint_places,

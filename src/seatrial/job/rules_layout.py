@@ -10,7 +10,7 @@ from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors, either, near_multiples, next_multiple
 from seatrial.job.partial import UnreadableError
 from seatrial.job.schedules import schedule_named
-from seatrial.job.schema import ParallelSection
+from seatrial.job.schema import ParallelSection, joined_gpus
 
 
 def _parallel(facts: Facts) -> ParallelSection:
@@ -28,7 +28,7 @@ def _tensor_model(facts: Facts) -> Iterator[RuleViolation]:
     a = facts.architecture
     heads, kv_heads, intermediate = a.num_attention_heads, a.num_key_value_heads, a.intermediate_size
     fits = [
-        t for t in divisors(math.gcd(heads, kv_heads, intermediate)) if t <= facts.job.cluster.gpus_per_node
+        t for t in divisors(math.gcd(heads, kv_heads, intermediate)) if t <= joined_gpus(facts.job.cluster)
     ]
     hint = f"use tensor = {either(fits)}"
     for name, size in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
@@ -52,13 +52,31 @@ def _tensor_vocabulary(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
-def _tensor_node(facts: Facts) -> Iterator[RuleViolation]:
+def _tensor_domain(facts: Facts) -> Iterator[RuleViolation]:
     tensor, gpus = _parallel(facts).tensor, facts.job.cluster.gpus_per_node
-    if gpus % tensor:
+    domain = joined_gpus(facts.job.cluster)
+    # Within a node, or whole nodes of a domain.
+    if not (gpus % tensor and (tensor % gpus or tensor > domain)):
+        return
+    fits = [t for t in divisors(max(domain, gpus)) if not (gpus % t and t % gpus)]
+    wants, within = f"divide gpus_per_node {gpus}", "one node"
+    if domain > gpus:
+        wants, within = f"{wants} or fill nodes of the {domain} GPUs that NVLink joins", "one NVLink domain"
+    more = "" if domain > gpus or tensor % gpus else "; if NVLink joins nodes, set cluster.nvlink_domain"
+    yield RuleViolation(
+        ("parallel.tensor", "cluster.gpus_per_node"),
+        f"tensor {tensor} does not {wants}: a tensor-parallel group must stay within {within}",
+        f"use tensor = {either(fits)}{more}",
+    )
+
+
+def _domain(facts: Facts) -> Iterator[RuleViolation]:
+    domain, gpus = joined_gpus(facts.job.cluster), facts.job.cluster.gpus_per_node
+    if domain % gpus:
         yield RuleViolation(
-            ("parallel.tensor", "cluster.gpus_per_node"),
-            f"tensor {tensor} does not divide gpus_per_node {gpus}: a tensor-parallel group must stay within one node",
-            f"use tensor = {either(divisors(gpus))}",
+            ("cluster.nvlink_domain", "cluster.gpus_per_node"),
+            f"nvlink_domain {domain} is not a multiple of gpus_per_node {gpus}: NVLink joins whole nodes",
+            f"use nvlink_domain = {either(near_multiples(domain, gpus))}",
         )
 
 
@@ -238,7 +256,8 @@ def _not_yet(facts: Facts) -> Iterator[RuleViolation]:
 LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _tensor_model,
     _tensor_vocabulary,
-    _tensor_node,
+    _domain,
+    _tensor_domain,
     _sequence,
     _profile,
     _async_tensor,

@@ -171,6 +171,11 @@ class DataSection(Section):
         return (self.train,) if isinstance(self.train, str) else tuple(self.train)
 
 
+# GPUs that NVLink joins across nodes where a job does not say: a rack of NVL72 has 18 nodes of 4 (NVIDIA's data sheets
+# of GB200 NVL72 and GB300 NVL72); NVL36 has half of it.
+NVLINK_DOMAINS = {"gb200": 72, "gb300": 72}
+
+
 class ClusterSection(Section):
     """Where it runs."""
 
@@ -188,6 +193,11 @@ class ClusterSection(Section):
     )
     gpu: Text | None = Field(
         default=None, description='name in the hardware catalogue, such as "B300 SXM"; detected if missing'
+    )
+    nvlink_domain: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
+        default=None,
+        description="GPUs that NVLink joins, of whole nodes: 36 for NVL36; if missing 72 for GB200 and GB300 (NVL72), "
+        "and those of one node for others",
     )
     network: Text | None = Field(
         default=None,
@@ -211,6 +221,36 @@ class ClusterSection(Section):
     namespaces: bool = Field(
         default=False,
         description="with the local launcher: each node has a network, /dev/shm, TMPDIR and host name of its own (root)",
+    )
+
+
+def joined_gpus(cluster: ClusterSection) -> int:
+    """GPUs that NVLink joins: as written, else as sold."""
+    if cluster.nvlink_domain is not None:
+        return cluster.nvlink_domain
+    usual = NVLINK_DOMAINS.get((cluster.gpu or "").casefold(), 1)
+    return usual if usual % cluster.gpus_per_node == 0 else cluster.gpus_per_node
+
+
+class NetworkSection(Section):
+    """A network between nodes by its figures, for the planner alone; in place of `cluster.network`."""
+
+    gbps_per_nic: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        description="Gb/s of one network card of a node, in one direction"
+    )
+    nics_per_node: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1, description="network cards of a node that training uses"
+    )
+    latency_us: Annotated[float, Field(ge=0, le=1e6)] = Field(
+        description="microseconds that an empty message takes from node to node inside NCCL"
+    )
+    reached: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.95,
+        description="share of the rate that large collectives reach: 0.95 was measured on InfiniBand",
+    )
+    oversubscription: Annotated[float, Field(ge=1, le=1000)] = Field(
+        default=1.0,
+        description="by how much the switches' links are less than the nodes'; every message between nodes gets that much less",
     )
 
 
@@ -517,6 +557,7 @@ class JobFile(Section):
     model: ModelSection
     data: DataSection
     cluster: ClusterSection = ClusterSection()
+    network: NetworkSection | None = None
     parallel: ParallelSection | Literal["auto"] = Field(
         default=ParallelSection(), description='the layout; "auto": the planner chooses it'
     )

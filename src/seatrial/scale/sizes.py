@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from seatrial.base.errors import Diagnostic, InputError
 from seatrial.job import Job
 from seatrial.job.changed import Change, changed_job
 from seatrial.job.finding import RuleViolation
-from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.place import place_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.legal import refusal
@@ -51,7 +50,7 @@ def sizes_of(job: Job, nodes: Sequence[int], mode: Mode, *, steps: int, stores: 
     problems: list[Diagnostic] = []
     sizes = []
     for n in sorted(set(nodes)):
-        at = Cluster(shape.gpu, n, shape.gpus_per_node, shape.network)
+        at = replace(shape, nodes=n)
         recipe, why = resized(own, at.gpus, mode=mode)
         found = None if recipe is None else refusal(job, at, recipe)
         if recipe is None:

@@ -93,7 +93,7 @@ def _cluster(f: Fit, name: str) -> list[str]:
     return [
         name,
         f"{f.gpus:,}",
-        f"{f.nodes:,} x {f.gpus_per_node}",
+        f"{f.cluster.nodes:,} x {f.cluster.gpus_per_node}",
         brief(f.recipe),
         f"{f.needs / f.room * 100:.0f} %" + f" {' ' if f.verdict.sure else TIGHT}",
         "unknown" if f.prediction is None else figures.rate(f.prediction.tokens_per_s_per_gpu),
@@ -128,8 +128,8 @@ def document(job: Job, memory: Account, fits: Sequence[Fit]) -> dict[str, Any]:
 def _fit(f: Fit) -> dict[str, Any]:
     return {
         "gpu": f.gpu.name,
-        "nodes": f.nodes,
-        "gpus_per_node": f.gpus_per_node,
+        "nodes": f.cluster.nodes,
+        "gpus_per_node": f.cluster.gpus_per_node,
         "gpus": f.gpus,
         "fits": f.recipe is not None,
         "recipe": None if f.recipe is None else recipe(f.recipe),

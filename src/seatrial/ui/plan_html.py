@@ -234,9 +234,11 @@ def _point(p: Point, *, best: bool) -> Row:
 
 def _network(answer: Answer) -> Iterator[Row]:
     c = answer.carried
-    if c.nodes == 1:
+    if not answer.place.shape.crosses:
         return
-    yield None, ["a GPU sends to other nodes in a step", data(c.a_gpu)]
+    yield None, [f"leaves the {answer.place.enclosure} in a step, for each GPU", data(c.a_gpu)]
+    if c.a_card is not None:
+        yield None, ["the same over each network card", data(c.a_card)]
     if c.mean is not None:
         yield None, ["needed on average", f"{data(c.mean)}/s a node, {data(c.mean * c.nodes)}/s in all"]
     if c.enough is not None:
@@ -258,7 +260,7 @@ def _fits(fits: Sequence[Fit]) -> Iterator[Row]:
             [
                 fit.gpu.name,
                 f"{fit.gpus:,}",
-                str(fit.nodes),
+                str(fit.cluster.nodes),
                 "none" if r is None else f"{short(r)}, {settings(r)}",
                 figures.memory(fit.needs) if fit.needs < float("inf") else "unknown",
                 figures.memory(fit.room),

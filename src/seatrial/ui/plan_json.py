@@ -43,6 +43,7 @@ def document(answer: Answer) -> dict[str, Any]:
         "search": None if answer.found is None else _found(answer.found),
         "network": {
             "bytes_per_gpu_per_step": answer.carried.a_gpu,
+            "bytes_per_nic_per_step": answer.carried.a_card,
             "needed_bytes_per_s_per_node": answer.carried.mean,
             "capacity_bytes_per_s_per_node": answer.carried.capacity,
             "enough_bytes_per_s_per_node": answer.carried.enough,
@@ -72,6 +73,7 @@ def _place(place: Hardware) -> dict[str, Any]:
     return {
         "nodes": place.nodes,
         "gpus_per_node": place.gpus_per_node,
+        "nvlink_domain": place.domain or place.gpus_per_node,
         "gpu": None if place.gpu is None else asdict(place.gpu),
         "why_no_gpu": place.why_no_gpu or None,
         "network": None if place.network is None else asdict(place.network),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from seatrial.base import units
 from seatrial.job.schema import TrainSection
+from seatrial.plan.cost.step import Sent
 from seatrial.plan.report.answer import ENOUGH, Answer, RunForecast
 from seatrial.plan.search.caution import too_short
 from seatrial.plan.search.scaling import Point, Scaling
@@ -69,15 +70,18 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
 
 
 def _network(answer: Answer, *, full: bool) -> str:
-    """Network demand compared with supply. With a single node nothing crosses nodes."""
-    c, t = answer.carried, answer.own.traffic
-    kinds = (("tensor", t.tensor), ("pipeline", t.pipeline), ("data", t.data), ("context", t.context))
-    by = [f"{name} {data(n)}" for name, n in kinds if n >= 0.5]
-    who = "a rank" if answer.place.gpu is None else "a GPU"
-    sent = f"{who} sends {data(t.sent)} a step ({', '.join(by)})" if by else f"{who} sends nothing"
-    if c.nodes == 1:
-        return sent + (", all inside the node" if by else "")
-    entries = [f"{sent}, {data(c.a_gpu)} of it to other nodes"] if full or c.mean is None else []
+    """Network demand compared with supply. Inside one NVLink domain nothing uses the network."""
+    c, t, place = answer.carried, answer.own.traffic, answer.place
+    who = "a rank" if place.gpu is None else "a GPU"
+    sent = f"{who} sends {_dimensions(t)}"
+    if not place.shape.crosses:
+        return sent + (f", all inside the {place.enclosure}" if t.sent >= 0.5 else "")
+    entries = []
+    if full or c.mean is None:
+        share = f"; {place.enclosure}s send each other {_dimensions(t.leaving)} for each of their GPUs"
+        if c.a_card is not None:
+            share += f", {data(c.a_card)} over each network card"
+        entries.append(sent + share)
     if c.capacity is not None:
         entries.append(
             f"capacity {data(c.capacity * c.nodes)}/s: {c.nodes} nodes x {data(c.capacity)}/s in one direction"
@@ -89,6 +93,17 @@ def _network(answer: Answer, *, full: bool) -> str:
             text += f"; {data(c.enough * c.nodes)}/s for it to cost no more than {percent(ENOUGH)} of a step"
         entries.append(text)
     return "\n".join(entries)
+
+
+def _dimensions(sent: Sent) -> str:
+    kinds = (
+        ("tensor", sent.tensor),
+        ("pipeline", sent.pipeline),
+        ("data", sent.data),
+        ("context", sent.context),
+    )
+    by = ", ".join(f"{name} {data(n)}" for name, n in kinds if n >= 0.5)
+    return f"{data(sent.sent)} a step ({by})" if by else "nothing"
 
 
 def _ending(e: RunForecast, width: int, *, full: bool) -> Iterator[Line]:

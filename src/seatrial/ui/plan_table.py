@@ -91,9 +91,11 @@ def _header(answer: Answer, width: int) -> Iterator[Line]:
     )
     text = f"{many(place.nodes, 'node')} x {place.gpus_per_node} "
     text += place.gpu.name if place.gpu is not None else "ranks; GPU unknown"
-    if place.nodes > 1 and place.network is not None:
+    if place.domain is not None:
+        text += f", NVLink joins {place.domain}"
+    if place.shape.crosses and place.network is not None:
         text += f"; {place.network.name}" + (" (assumed)" if place.network_is_assumed else "")
-    elif place.nodes > 1:
+    elif place.shape.crosses:
         text += "; network unknown"
     yield from pair("cluster", text, width)
 

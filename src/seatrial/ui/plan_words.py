@@ -70,7 +70,7 @@ def table(
             f"{cell:<{w}}" if i in left else f"{cell:>{w}}"
             for i, (cell, w) in enumerate(zip(row[:last], wide, strict=True))
         ]
-        words = textwrap.wrap(spaced(row[last]), max(12, width - start), break_long_words=False) or [""]
+        words = textwrap.wrap(spaced(row[last]), max(10, width - start), break_long_words=False) or [""]
         style = "dim" if row is head else ""
         lines.append(("  " + "  ".join([*cells, words[0]]).rstrip(), style))
         lines += [(" " * start + more, style) for more in words[1:]]

@@ -17,6 +17,8 @@ from node_processes import Node, node
 from seatrial.base import process
 from seatrial.record import messages as msg
 
+pytestmark = pytest.mark.cluster  # slow together
+
 __all__ = ["node"]
 
 

@@ -22,6 +22,8 @@ from seatrial.model.generate import load_whole
 from seatrial.model.hf import INDEX, WEIGHTS, HuggingFaceWeights
 from seatrial.model.hf_write import plan_shards, write_huggingface
 
+pytestmark = pytest.mark.cluster  # slow together
+
 CASES = ["qwen2-gqa2-tied", "llama3-gqa2", "qwen3-gqa4", "qwen3-gqa2-tied", "mistral-gqa4"]
 TIED, UNTIED = ARCHITECTURES["qwen2-gqa2-tied"], ARCHITECTURES["llama3-gqa2"]
 IDS = torch.arange(40).view(2, 20)

@@ -20,6 +20,8 @@ from seatrial.job.huggingface import architecture_from_config, config_from_archi
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.generate import load_whole
 
+pytestmark = pytest.mark.cluster  # slow together
+
 LOGITS = 1e-6  # of the largest logit
 LOSS = 1e-6  # relative
 GRADIENTS = 1e-5  # of the largest entry of the same gradient

@@ -77,7 +77,9 @@ def found(fit: ModuleType, rows: list[Any]) -> Pace:
     lines = {i: fit.line(r) for i, r in enumerate(rows)}
     known: Calibration = fit.calibrate(enumerate(rows), lines, shipped())
     assert [(e.stack, e.gpu, e.rows) for e in known.entries] == [(STACK, GPU, len(rows))]
-    return known.pace(STACK, GPU)
+    chip = find_gpu(GPU)
+    assert chip is not None
+    return known.pace(STACK, chip)
 
 
 TRUE = Factors(operators=0.7, attention=1.15)
@@ -91,7 +93,7 @@ def test_three_numbers_are_found_again(fit: ModuleType) -> None:
     assert pace.value == pytest.approx(1.2, rel=0.02)
     assert pace.factors.operators == pytest.approx(0.7, rel=0.1)
     assert pace.factors.attention == pytest.approx(1.15, rel=0.05)
-    assert max(abs(fit.predicted(r, pace) / r.step_s - 1) for r in rows) < 0.02
+    assert max(abs(fit.predicted(r, pace) / r.step_s - 1) for r in rows) < 0.03
     even = fit.own_pace(rows[0]), fit.own_pace(rows[-1])
     assert abs(even[0] / even[1] - 1) > 0.1  # one number would not do
 

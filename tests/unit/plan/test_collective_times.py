@@ -53,7 +53,7 @@ def test_groups_by_stride() -> None:
     assert group(cluster, stride=1, size=8) == Group(8, 8)
     assert group(cluster, stride=8, size=4) == Group(4, 1)
     assert group(cluster, stride=2, size=16) == Group(16, 4)
-    assert group(cluster, stride=2, size=16).nodes == 4
+    assert group(cluster, stride=2, size=16).domains == 4
 
 
 def test_an_unknown_network_is_said() -> None:

@@ -73,6 +73,7 @@ def test_without_any_figure_nothing_is_sure() -> None:
     assert "unknown" in verdict.why
 
 
+@pytest.mark.cluster  # slow
 @given(needs=SHARES, more=st.floats(1.0, 2.0), count=st.integers(30, 400), above=RATIOS)
 @settings(max_examples=200, deadline=None)
 def test_limits_follow_from_counting(needs: float, more: float, count: int, above: list[float]) -> None:

@@ -73,6 +73,7 @@ MODELS = st.sampled_from(list(SIZES.values()))
 STACKS = st.sampled_from(sorted(stacks()))
 
 
+@pytest.mark.cluster  # slow
 @given(model=MODELS, recipe=recipes(), stack=STACKS)
 @settings(max_examples=100, deadline=None)
 def test_parts_add_up_and_units_agree(model: Architecture, recipe: Recipe, stack: str) -> None:
@@ -91,6 +92,7 @@ def test_parts_add_up_and_units_agree(model: Architecture, recipe: Recipe, stack
     assert tokens == pytest.approx(recipe.global_batch * recipe.sequence)
 
 
+@pytest.mark.cluster  # slow
 @given(model=MODELS, recipe=recipes(), faster=st.floats(1.0, 8.0))
 @settings(max_examples=100, deadline=None)
 def test_more_bandwidth_is_never_slower(model: Architecture, recipe: Recipe, faster: float) -> None:
@@ -155,14 +157,14 @@ def test_the_reference_voyage() -> None:
     assert shares["tensor-parallel communication"] > 0.2
     theirs = {s.name: s.share for s in overlapped.waterfall}
     assert shares["tensor-parallel communication"] > 2 * theirs["tensor-parallel communication"]
-    # 2,500 tokens/s/GPU is within reach of a stack that hides it.
+    # 2,200 tokens/s/GPU is within reach of a stack that hides it.
     rate = 4096 * 1024 / 128
-    assert rate / overlapped.high_s < 2500 < rate / overlapped.low_s
+    assert rate / overlapped.high_s < 2200 < rate / overlapped.low_s
     assert overlapped.mfu is not None
-    assert overlapped.mfu * overlapped.step_s / overlapped.low_s > 0.5 > 0.45 > overlapped.mfu * 0.8
-    assert rate / ours.low_s < 2500  # and out of reach of ours in this layout
+    assert overlapped.mfu * overlapped.step_s / overlapped.low_s > 0.45 > overlapped.mfu
+    assert rate / ours.low_s < 2200  # and out of reach of ours in this layout
     # 6.4 TB/s is there; a few per cent of it are needed.
-    needed = ours.traffic.between_nodes * 128 / ours.step_s
+    needed = ours.traffic.leaving.sent * 128 / ours.step_s
     assert needed < 0.05 * 128 * NDR.gb_s_per_gpu * 1e9
 
 
@@ -209,44 +211,60 @@ def test_kernels_follow_the_shape() -> None:
     assert Kernels(gpu("H100 SXM"), "fp8").product(8192, 8192, 8192) < kernels.product(8192, 8192, 8192)
 
 
+def known_paces(*entries: Entry) -> Calibration:
+    return Calibration(
+        entries,
+        family={"a": "f", "ours": "f", "other": "g"},
+        families={"f": 1.1, "g": 0.9},
+        operators_of={"f": 0.8},
+        architectures={"Hopper": 0.9, "Blackwell": 1.2},
+        typical=1.25,
+        attention=1.05,
+        power=0.5,
+        fp8=1.1,
+    )
+
+
+HOPPER = Entry("a", "H100 SXM", 1.3, 10, "x", "Hopper", 3)
+
+
 def test_a_pace_is_found_borrowed_or_extrapolated() -> None:
-    known = Calibration(
-        (
-            Entry("a", "H100 SXM", 1.2, 0.05, 10, "x"),
-            Entry("b", "H100 SXM", 1.1, 0.05, 10, "y"),
-            Entry("b", "B200 SXM", 1.3, 0.05, 10, "z"),
-        ),
-        kin={"ours": "a"},
-        alike={"B300 SXM": "B200 SXM"},
+    known = known_paces(HOPPER)
+    own, ours, new = (
+        known.pace("a", gpu("H100 SXM")),
+        known.pace("ours", gpu("H100 SXM")),
+        known.pace("ours", gpu("GB300")),
     )
-    assert known.pace("a", "H100 SXM").kind == "calibrated"
-    assert known.pace("ours", "H100 SXM").value == 1.2
-    assert known.pace("ours", "H100 SXM").kind == "borrowed"
-    new = known.pace("a", "B300 SXM")
+    assert (own.value, own.kind) == (1.3, "calibrated")
+    assert (ours.value, ours.kind) == (pytest.approx(1.25 * 1.1 * 0.9), "borrowed")
     assert new.kind == "extrapolated"
-    assert new.value == pytest.approx(1.2 * 1.3 / 1.1)  # as the other stack changed
-    spreads = [known.pace("a", "H100 SXM"), known.pace("ours", "H100 SXM"), new]
-    assert [p.spread for p in spreads] == sorted(p.spread for p in spreads)
-    assert known.pace("b", "B300 SXM").value == 1.3
+    assert new.value == pytest.approx(1.25 * 1.1 * 1.2 * (1400 / 1000) ** -0.5)
+    assert known.pace("a", gpu("H100 SXM"), "fp8").value == pytest.approx(1.3 * 1.1)
+    assert (own.factors.operators, own.factors.attention) == (0.8, 1.05)
     with pytest.raises(ValueError, match="nothing was measured"):
-        Calibration((), {}, {}).pace("a", "H100 SXM")
+        known_paces().pace("a", gpu("H100 SXM"))
 
 
-def test_calibration_prefers_related_stack_on_same_chip() -> None:
-    """A stack that was measured on H100 only, and whose kin was on the A100 with the smaller memory."""
-    known = Calibration(
-        (
-            Entry("amp", "H100 SXM", 1.3, 0.05, 10, "x"),
-            Entry("pure", "A100-40GB SXM", 1.0, 0.05, 10, "y"),
-            Entry("other", "A100-80GB SXM", 2.0, 0.05, 10, "z"),
-        ),
-        kin={"amp": "pure", "pure": "amp"},
-        alike={"A100-40GB SXM": "A100-80GB SXM"},
-    )
-    found = known.pace("amp", "A100-80GB SXM")
-    assert (found.value, found.kind) == (pytest.approx(1.0), "extrapolated")
-    assert found.source == "from pure on A100-40GB SXM"
-    assert known.pace("amp", "H200 SXM").value == pytest.approx(1.3)  # no kin on that chip: its own
+def test_intervals_are_wider_for_less_evidence() -> None:
+    """Many sources, one, one row; its family alone; not even that; not even the architecture."""
+    one = replace(HOPPER, sources=1)
+    h100 = gpu("H100 SXM")
+    spreads = [
+        known_paces(HOPPER).pace("a", h100).spread,
+        known_paces(one).pace("a", h100).spread,
+        known_paces(replace(one, rows=1)).pace("a", h100).spread,
+        known_paces(HOPPER).pace("ours", h100).spread,
+        known_paces(HOPPER).pace("unheard", h100).spread,
+        known_paces(HOPPER).pace("unheard", gpu("A100-80GB SXM")).spread,
+    ]
+    assert spreads == sorted(set(spreads))
+    assert "1 row of 1 source" in known_paces(replace(one, rows=1)).pace("a", h100).source
+
+
+def test_an_unknown_architecture_is_as_those_with_most_rows() -> None:
+    rare = Entry("other", "B200 SXM", 1.4, 1, "y", "Blackwell")
+    chip = known_paces(HOPPER, rare).chip(gpu("A100-80GB SXM"))
+    assert 0.9 < chip < (0.9 * 1.2) ** 0.5
 
 
 def test_a_prediction_needs_no_torch() -> None:

@@ -232,8 +232,8 @@ def test_a_network_that_is_not_known_is_refused_at_its_place() -> None:
 
 
 def test_an_unknown_network_with_a_known_gpu_falls_back_to_bytes() -> None:
-    """MI300X: no reference node is known, so two nodes of it have no network."""
-    j = open_job("llama3-8b-h100", "cluster.gpu=MI300X", "cluster.nodes=2")
+    """H100 PCIe: no reference node is known, so two nodes of it have no network."""
+    j = open_job("llama3-8b-h100", "cluster.gpu=H100 PCIe", "cluster.nodes=2")
     found = chosen(j)
     assert found.basis == "memory and traffic"
     assert "not given" in found.reasons[0]

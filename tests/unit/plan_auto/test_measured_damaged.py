@@ -18,6 +18,8 @@ from seatrial.plan.model.place import place_of
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.measured import measured_rates
 
+pytestmark = pytest.mark.cluster  # slow together
+
 JOB = job()
 PLACE = place_of(JOB)
 MODEL, RECIPE = JOB.architecture, Recipe.of(JOB)

@@ -84,8 +84,7 @@ def test_without_compilation_it_is_another_stack(tmp_path: Path) -> None:
     made(tmp_path, job("train.compile=false"), 40.0)
     found = measured_rates(tmp_path / "auto", job())
     assert [e.stack for e in found.paces] == ["seatrial"]
-    # Ours without compilation is kin of ours with it in neither direction.
-    assert found.calibration(shipped()).pace("seatrial", "H100 SXM").kind == "calibrated"
+    assert found.calibration(shipped()).pace("seatrial", H100).kind == "calibrated"
 
 
 @pytest.mark.parametrize(

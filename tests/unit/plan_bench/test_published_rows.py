@@ -298,7 +298,7 @@ def test_rows_without_memory_figures_use_the_shipped_errors(tmp_path: Path) -> N
 def test_a_file_without_rows_has_no_scores(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("sys.argv", ["plan_accuracy.py", str(written(tmp_path / "none.csv"))])
     assert plan_accuracy.main() == 0
-    assert "shipped                  None {}" in capsys.readouterr().out
+    assert "in sample          None {}" in capsys.readouterr().out
 
 
 def test_errors_survive_their_file() -> None:

@@ -16,6 +16,7 @@ from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.loading import load_job
 from seatrial.job.models import model_presets
+from seatrial.plan.cost.kernels import ATTENTION
 from seatrial.plan.cost.memory import memory
 from seatrial.plan.cost.memory_fit import judge
 from seatrial.plan.cost.predict import capacity, predict, stack_for
@@ -101,9 +102,13 @@ def test_what_is_said_to_fit_is_legal_and_fits() -> None:
     for fit in voyage():
         r = fit.recipe
         assert r is not None
-        cluster = Cluster(fit.gpu, fit.nodes, fit.gpus_per_node, NDR)
+        cluster = replace(fit.cluster, network=NDR)
         assert r.world == fit.gpus
         assert refusal(job(), cluster, replace(r, async_tensor=False)) is None
+        if fit.gpu.architecture not in ATTENTION:
+            assert fit.prediction is None
+            assert "no training run" in (fit.why_unknown or "")
+            continue
         again = predict(job().architecture, r, cluster)
         assert again.fits
         assert fit.needs == again.memory.reserved <= fit.room == capacity(cluster)
@@ -116,7 +121,11 @@ def test_the_search_finds_none_in_anything_smaller() -> None:
     for fit in voyage():
         if fit.gpu.name not in ("B300 SXM", "H200 SXM", "A100-40GB SXM"):
             continue
-        smaller = Cluster(fit.gpu, fit.nodes - 1, 8, NDR) if fit.nodes > 1 else Cluster(fit.gpu, 1, 4)
+        smaller = (
+            Cluster(fit.gpu, fit.cluster.nodes - 1, 8, NDR)
+            if fit.cluster.nodes > 1
+            else Cluster(fit.gpu, 1, 4)
+        )
         assert search(job(), smaller, own=False).choices == ()
 
 
@@ -137,7 +146,7 @@ def test_smallest_sure_fit_is_also_named_when_smallest_is_tight() -> None:
         assert safe.recipe.world == safe.gpus
         # At the tight size nothing that was tried needs less.
         assert fit.recipe is not None
-        cluster = Cluster(fit.gpu, fit.nodes, fit.gpus_per_node, NDR)
+        cluster = replace(fit.cluster, network=NDR)
         assert all(not judge(needs, fit.room).sure for _, needs in _all_lean(cluster))
         assert fit.needs == min(needs for _, needs in _all_lean(cluster))
 
@@ -156,7 +165,7 @@ def test_no_safe_size_when_even_the_largest_is_tight() -> None:
         )
     }
     fit = found["H100 SXM"]
-    assert (fit.nodes, fit.verdict.word, fit.safe) == (3, "tight", None)
+    assert (fit.cluster.nodes, fit.verdict.word, fit.safe) == (3, "tight", None)
     assert len(found) == len(gpus())
     told = document(job(), account(job().architecture), tuple(found.values()))
     one = next(c for c in told["clusters"] if c["gpu"] == "H100 SXM")
@@ -184,21 +193,30 @@ def test_both_sizes_stand_in_the_table_and_the_page() -> None:
 def test_small_model_fits_on_one_gpu_without_a_network() -> None:
     small = job("first-voyage", "train.precision=bf16")
     found = smallest(small)
-    assert {f.gpus for f in found} == {1}
-    assert all(f.prediction is not None and f.why_unknown is None for f in found)
+    # GB200 and GB300 are sold in whole trays.
+    assert {f.gpus for f in found if not f.gpu.name.startswith("GB")} == {1}
+    assert {f.gpus for f in found if f.gpu.name.startswith("GB")} == {4}
+    known = [f for f in found if f.gpu.architecture in ATTENTION]
+    assert all(f.prediction is not None and f.why_unknown is None for f in known)
+    assert all(f.prediction is None for f in found if f not in known)
 
 
 @pytest.mark.cluster  # slow
 def test_unknown_network_gives_a_layout_without_a_speed() -> None:
     for fit in smallest(job()):
         assert fit.recipe is not None
-        assert (fit.prediction is None) == (fit.nodes > 1)
-        assert fit.why_unknown == ("the network between the nodes is unknown" if fit.nodes > 1 else None)
+        if fit.gpu.architecture not in ATTENTION:
+            continue
+        assert (fit.prediction is None) == fit.cluster.crosses
+        assert fit.why_unknown == (
+            "the network between the nodes is unknown" if fit.cluster.crosses else None
+        )
 
 
 def test_a_precision_without_a_known_peak_has_no_speed() -> None:
     found = smallest(job("first-voyage", "train.precision=fp32"))
-    assert all(f.prediction is None and f.why_unknown and "fp32" in f.why_unknown for f in found)
+    known = [f for f in found if f.gpu.architecture in ATTENTION]
+    assert all(f.prediction is None and f.why_unknown and "fp32" in f.why_unknown for f in known)
     assert all(f.recipe is not None for f in found)
 
 
@@ -243,5 +261,5 @@ def test_the_network_may_differ_by_gpu() -> None:
         return NDR if gpu == h200 else None
 
     found = smallest(job(), network_of=network)
-    many = [f for f in found if f.nodes > 1]
+    many = [f for f in found if f.cluster.crosses]
     assert [f.gpu.name for f in many if f.prediction is not None] == ["H200 SXM"]

@@ -137,14 +137,42 @@ def test_fp32_has_no_speed_but_memory_and_traffic_twice_as_wide() -> None:
 
 
 def test_a_network_that_nobody_named() -> None:
-    of = job("llama3-8b-h100", "cluster.nodes=2", "cluster.gpu=MI300X")
+    of = job("llama3-8b-h100", "cluster.nodes=2", "cluster.gpu=H100 PCIe")
     told = answer(of, place_of(of))
     assert told.own.prediction is None
     assert "network" in told.own.why_unknown
-    assert told.own.fits
+    assert told.own.fits is not None
     named = answer(of, place_of(of, NDR), Wishes(look_further=False))
     assert named.own.prediction is not None
     assert (named.found, named.advice) == (None, None)
+
+
+def test_speed_of_a_chip_that_nobody_measured_is_unknown() -> None:
+    """No NVIDIA kernels and no NeMo for AMD's: memory and traffic alone."""
+    of = job("llama3-8b-h100", "cluster.gpu=MI300X")
+    told = answer(of, place_of(of))
+    assert (told.own.prediction, told.found, told.advice) == (None, None, None)
+    assert "no training run and no attention kernel of CDNA 3 was measured" in told.own.why_unknown
+    assert told.own.fits
+    assert told.own.traffic.data > 0
+
+
+def test_a_network_is_stated_by_its_figures() -> None:
+    """The same figures as a known network's give its speed; oversubscription and latency slow it down."""
+    nodes = ("cluster.nodes=4",)
+    stated = ("network.gbps_per_nic=400", "network.nics_per_node=8", "network.latency_us=6")
+    figures = [nodes, (*stated, *nodes)]
+    figures += [
+        (*stated, *nodes, slower) for slower in ("network.oversubscription=8", "network.latency_us=500")
+    ]
+    steps = []
+    for settings in figures:
+        of = job("llama3-8b-h100", *settings)
+        told = answer(of, place_of(of), Wishes(look_further=False))
+        assert told.own.prediction is not None
+        steps.append(told.own.prediction.step_s)
+    assert steps[0] == pytest.approx(steps[1])
+    assert min(steps[2:]) > steps[1]
 
 
 def test_what_fits_nowhere() -> None:

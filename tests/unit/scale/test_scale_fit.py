@@ -9,6 +9,8 @@ from scale_cases import speed
 from seatrial.scale.fit import Law, fit
 from seatrial.scale.statistics import estimate
 
+pytestmark = pytest.mark.cluster  # slow together
+
 SIZES = [1.0, 2.0, 4.0, 8.0, 16.0]
 
 

@@ -1,30 +1,34 @@
 """Pace of a stack on a GPU: its kernel times over good kernels' alone, with spread and source (calibration.toml).
 
-Three numbers: the pace multiplies every kernel's time; `operators` and `attention` multiply that of their kind again:
-stacks differ more in fusion and choice of attention kernel than in matrix products, which all take from the vendor.
+    pace = typical x family x architecture x (watts / usual watts)^-power x fp8 x what is left of this stack on this GPU
 
-What was not measured is derived and labelled so: from a stack that runs the same kernels ("borrowed"), or from the same
-stack on other GPUs ("extrapolated"). Interval: pace x exp(+- z x spread), spread being the standard deviation of
-log(measured / predicted).
+`operators` and `attention` multiply the time of their kind again: stacks differ more in fusion and choice of attention
+kernel than in matrix products, which all take from the vendor. All factors are fitted together (bench/plan_fit.py) and
+drawn towards 1, so what a chip does to one stack is known of all, and a stack with few rows stays near its family.
+
+Interval: pace x exp(+- z x spread), spread being the standard deviation of log(measured / predicted), with what was never
+measured as a further part. The pace of a stack whose family was measured on this GPU is "borrowed", others "extrapolated".
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import tomllib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import Literal
+
+from seatrial.hardware.catalogue import Gpu, gpus
+from seatrial.plan.model.recipe import Precision
 
 Kind = Literal["calibrated", "borrowed", "extrapolated"]
 # Normal quantile: 85 % lie within +- Z standard deviations.
 Z = 1.44
-# Added to the spread, as standard deviations: another release of the same stack (4 % in the median of published
-# results), another stack, another GPU (what leaving out a source or a GPU generation costs in bench/plan_accuracy.py).
-DOUBT: dict[Kind, float] = {"calibrated": 0.04, "borrowed": 0.12, "extrapolated": 0.14}
+# Standard deviations of logarithms, of the fit's priors and of intervals: rows of one source, and another release of the
+# same stack (4 % in the median of published results); sources; a stack on a GPU beside family and architecture;
+# families; architectures. Chosen so that of rows of sources left out 85 % and more are inside (bench/plan_accuracy.json).
+ROWS, SOURCES, CELLS, FAMILIES, ARCHITECTURES = 0.04, 0.04, 0.1, 0.15, 0.2
 
 
 @dataclass(frozen=True)
@@ -51,102 +55,84 @@ class Pace:
 
 @dataclass(frozen=True)
 class Entry:
-    """One stack on one GPU, as measured."""
+    """One stack on one GPU, as measured in 16 bits. `spread`: of runs made here; else it follows from rows and sources."""
 
     stack: str
     gpu: str
     pace: float
-    spread: float
     rows: int
     source: str
-    operators: float = 1.0
-    attention: float = 1.0
-
-    @property
-    def factors(self) -> Factors:
-        return Factors(self.operators, self.attention)
+    architecture: str
+    sources: int = 1
+    spread: float | None = None
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measured paces, and which stacks and GPUs stand for which others."""
+    """The measured paces, and what they say of others."""
 
     entries: tuple[Entry, ...]
-    kin: dict[str, str]  # stack -> the stack whose kernels it runs
-    alike: dict[str, str]  # GPU -> one of the same generation
+    family: dict[str, str]  # stack -> its family
+    families: dict[str, float]
+    operators_of: dict[str, float]  # by family
+    architectures: dict[str, float]
+    typical: float = 1.0
+    operators: float = 1.0
+    attention: float = 1.0
+    power: float = 0.0
+    fp8: float = 1.0
 
-    def pace(self, stack: str, gpu: str) -> Pace:
+    def pace(self, stack: str, gpu: Gpu, precision: Precision = "bf16") -> Pace:
         """The best known pace. ValueError if there is no entry at all."""
         if not self.entries:
             raise ValueError("no calibration: nothing was measured")
-        names = [stack]
-        while names[-1] in self.kin and self.kin[names[-1]] not in names:
-            names.append(self.kin[names[-1]])
-        for i, name in enumerate(names):
-            found = self._find(name, gpu)
-            if found is not None:
-                kind: Kind = "calibrated" if i == 0 else "borrowed"
-                source = found.source if i == 0 else f"{name} on {gpu}: {found.source}"
-                spread = math.hypot(found.spread, DOUBT[kind])
-                return Pace(found.pace, spread, kind, source, found.factors)
-        return self._extrapolate(names, gpu)
-
-    def _find(self, stack: str, gpu: str) -> Entry | None:
-        return next((e for e in self.entries if (e.stack, e.gpu) == (stack, gpu)), None)
-
-    def _first(self, names: list[str], fits: Callable[[Entry], bool]) -> list[Entry]:
-        """The entries that satisfy `fits`, of the first of these stacks that has any."""
-        found = ([e for e in self.entries if e.stack == name and fits(e)] for name in names)
-        return next((entries for entries in found if entries), [])
-
-    def _chip(self, gpu: str) -> str:
-        """One common name for all GPUs of `gpu`'s generation that `alike` links."""
-        seen = [gpu]
-        while seen[-1] in self.alike and self.alike[seen[-1]] not in seen:
-            seen.append(self.alike[seen[-1]])
-        return seen[-1]
-
-    def _extrapolate(self, names: list[str], gpu: str) -> Pace:
-        """log(pace) = stack + GPU, each relative to the mean of what was measured."""
-        mine = self._first(names, lambda e: True)
-        base = mine or list(self.entries)
-        on = self.alike.get(gpu, gpu)
-        if not any(e.gpu == on for e in base):
-            # The same kernels on the same chip with another memory or board predict better than those on other chips.
-            base = self._first(names, lambda e: self._chip(e.gpu) == self._chip(gpu)) or base
-        stack_names = {e.stack for e in base}
-        value = statistics.fmean(math.log(e.pace) for e in base)
-        # How much the GPU differs from those that the stack was measured on, judged by other stacks on both.
-        shifts = []
-        for other in {e.stack for e in self.entries} - stack_names:
-            there = [e for e in self.entries if e.stack == other and e.gpu in (gpu, on)]
-            here = [e for e in self.entries if e.stack == other and e.gpu in {b.gpu for b in base}]
-            if there and here:
-                shifts.append(_mean_log(there) - _mean_log(here))
-        same = [e for e in base if e.gpu == on] or [e for e in base if self._chip(e.gpu) == self._chip(gpu)]
-        if same:
-            value = _mean_log(same)
-        elif shifts:
-            value += statistics.fmean(shifts)
-        spread = math.hypot(statistics.fmean(e.spread for e in base), DOUBT["extrapolated"])
-        text = ", ".join(sorted({f"{e.stack} on {e.gpu}" for e in (same or base)}))
-        factors = Factors(
-            *(math.exp(statistics.fmean(math.log(getattr(e, name)) for e in same or base)) for name in _KINDS)
+        family = self.family.get(stack, "")
+        factors = Factors(self.operators * self.operators_of.get(family, 1.0), self.attention)
+        eight = self.fp8 if precision == "fp8" else 1.0
+        own = next((e for e in self.entries if (e.stack, e.gpu) == (stack, gpu.name)), None)
+        if own is not None:
+            spread = own.spread
+            if spread is None:
+                spread = math.hypot(ROWS * (1 + 1 / own.rows) ** 0.5, SOURCES * (1 + 1 / own.sources) ** 0.5)
+            few = own.spread is None and (own.sources == 1 or own.rows < 3)
+            rows = f" ({own.rows} row{'s' * (own.rows > 1)} of {own.sources} source{'s' * (own.sources > 1)})"
+            return Pace(own.pace * eight, spread, "calibrated", own.source + rows * few, factors)
+        value = self.typical * self.families.get(family, 1.0) * self.chip(gpu) * eight
+        doubts = [ROWS, SOURCES, CELLS]
+        if family not in self.families:
+            doubts.append(FAMILIES)
+        if gpu.architecture not in self.architectures:
+            doubts.append(ARCHITECTURES)
+        near = [e for e in self.entries if self.family.get(e.stack, "") == family]
+        here = [e for e in near if e.gpu == gpu.name]
+        text = ", ".join(sorted(f"{e.stack} on {e.gpu}" for e in here or near)) or "all stacks"
+        return Pace(
+            value, math.hypot(*doubts), "borrowed" if here else "extrapolated", f"from {text}", factors
         )
-        return Pace(math.exp(value), spread, "extrapolated", f"from {text}", factors)
 
+    def chip(self, gpu: Gpu) -> float:
+        """What architecture and power limit do to every stack's pace."""
+        usual = next((g.watts for g in gpus() if g.architecture == gpu.architecture and g.watts), None)
+        power = 1.0 if usual is None or gpu.watts is None else (gpu.watts / usual) ** -self.power
+        return self.architectures.get(gpu.architecture, self._unknown) * power
 
-_KINDS = tuple(f.name for f in fields(Factors))
-
-
-def _mean_log(entries: Iterable[Entry]) -> float:
-    return statistics.fmean(math.log(e.pace) for e in entries)
+    @cached_property
+    def _unknown(self) -> float:
+        """The mean of the known architectures, weighted by rows."""
+        known = [(e.rows, math.log(self.architectures.get(e.architecture, 1.0))) for e in self.entries]
+        return math.exp(sum(n * x for n, x in known) / max(1, sum(n for n, _ in known)))
 
 
 @cache
 def shipped() -> Calibration:
     """The calibration of calibration.toml."""
-    table = tomllib.loads(
-        files("seatrial.plan.cost").joinpath("calibration.toml").read_text(encoding="utf-8")
+    text = files("seatrial.plan.cost").joinpath("calibration.toml").read_text(encoding="utf-8")
+    table = tomllib.loads(text)
+    return Calibration(
+        tuple(Entry(**e) for e in table["pace"]),
+        table["family"],
+        table["families"],
+        table["operators_of"],
+        table["architectures"],
+        **table["shared"],
     )
-    return Calibration(tuple(Entry(**e) for e in table["pace"]), table["kin"], table["alike"])

@@ -1,11 +1,11 @@
-"""Duration of collectives, by level: rings over NVLink inside a node, over the network cards between nodes.
+"""Duration of collectives, by level: rings over NVLink inside a domain, over the network cards between domains.
 
     time = start + hops + factor x bytes / bandwidth
     factor = 2 (n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter     (nccl-tests, doc/PERFORMANCE.md)
 
-A ring enters a node through one card and leaves through another, and NCCL builds as many rings as a group has cards:
-so a group with g ranks in each node has the bandwidth of g cards, capped by NVLink's. All groups of a node communicate
-at the same time, each with the cards of its own ranks.
+A ring enters a domain (what NVLink joins: a node, or a rack of them) through one card and leaves through another, and
+NCCL builds as many rings as a group has cards: so a group with g ranks in each domain has the bandwidth of g cards,
+capped by NVLink's. All groups of a domain communicate at the same time, each with the cards of its own ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from seatrial.hardware.networks import latencies
-from seatrial.plan.model.cluster import Cluster, Group
+from seatrial.plan.model.cluster import Cluster, Group, placed
+from seatrial.plan.model.recipe import Recipe
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
@@ -41,7 +42,7 @@ def size_share(n_bytes: float, link_gb_s: float = FILLED_GB_S) -> float:
 
 
 class UnknownNetworkError(ValueError):
-    """Ranks on several nodes communicate, but the network between them is not known."""
+    """Ranks in several NVLink domains communicate, but the network between them is not known."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,19 @@ class Fabric:
 
     cluster: Cluster
 
+    @classmethod
+    def of(cls, cluster: Cluster, recipe: Recipe) -> Fabric:
+        """As this layout uses them."""
+        return cls(placed(cluster, recipe))
+
     def bandwidth(self, at: Group, share: float = 1.0) -> float:
         """Bytes/s in one direction of a ring over `at`; messages of this size reach `share` of it over NVLink."""
         local = self.cluster.gpu.link_gb_s * 1e9 * LOCAL_SHARE * share
-        if at.nodes == 1:
+        if at.domains == 1:
             return local
-        # A single rank per node has its own card, and NVLink is not involved.
-        between = at.per_node * self._card()
-        return between if at.per_node == 1 else min(local, between)
+        # A single rank per domain has its own card, and NVLink is not involved.
+        between = at.per_domain * self._card()
+        return between if at.per_domain == 1 else min(local, between)
 
     def _card(self) -> float:
         network = self.cluster.network
@@ -72,17 +78,17 @@ class Fabric:
             return 0.0
         rounds = 2 if kind == "all_reduce" else 1
         assumed = latencies()
-        hop_us = (n - at.nodes) * assumed.local_hop_us
-        if at.nodes > 1:
+        hop_us = (n - at.domains) * assumed.local_hop_us
+        if at.domains > 1:
             self._card()
             assert self.cluster.network is not None
-            hop_us += at.nodes * self.cluster.network.hop_us
+            hop_us += at.domains * self.cluster.network.hop_us
         bandwidth = self.bandwidth(at, size_share(n_bytes, self.cluster.gpu.link_gb_s))
         wire = rounds * (n - 1) / n * n_bytes / bandwidth
         return (assumed.start_us + rounds * hop_us) * 1e-6 + wire
 
     def send(self, n_bytes: float, *, across: bool) -> float:
-        """Seconds of one message between two GPUs, between nodes if `across`; all GPUs of a node send at once."""
+        """Seconds of one message between two GPUs, between domains if `across`; all GPUs send at once."""
         assumed = latencies()
         if not across:
             return assumed.start_us * 1e-6 + n_bytes / (self.cluster.gpu.link_gb_s * 1e9 * LOCAL_SHARE)

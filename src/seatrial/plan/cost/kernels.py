@@ -73,18 +73,12 @@ _FLASH1_H100 = AttentionSpeed(
 )
 
 
-def attention_speed(gpu: Gpu, kernel: str) -> AttentionSpeed:
-    """Speed of an attention kernel; `kernel`: "flash1", "flash2", or "cudnn" for the vendor's own."""
-    if gpu.name.startswith("A100"):
-        return _FLASH1_A100 if kernel == "flash1" else _FLASH2_A100
-    if kernel == "flash1":
-        return _FLASH1_H100
-    if gpu.name.startswith(("H100", "H200")):
-        return _CUDNN_H100 if kernel == "cudnn" else _FLASH2_H100
-    if kernel == "cudnn":
-        return _CUDNN_B200
-    # torch's FlashAttention-2 has no kernels for this generation; sdpa uses cuDNN there.
-    return _CUDNN_B200
+# By architecture; torch's FlashAttention-2 has no kernels for Blackwell, where sdpa uses cuDNN. Others were not measured.
+ATTENTION = {
+    "Ampere": {"flash1": _FLASH1_A100, "flash2": _FLASH2_A100, "cudnn": _FLASH2_A100},
+    "Hopper": {"flash1": _FLASH1_H100, "flash2": _FLASH2_H100, "cudnn": _CUDNN_H100},
+    "Blackwell": {"flash1": _FLASH1_H100, "flash2": _CUDNN_B200, "cudnn": _CUDNN_B200},
+}
 
 
 @dataclass(frozen=True)
@@ -94,6 +88,11 @@ class Kernels:
     gpu: Gpu
     precision: Precision
     attention_kernel: str = "flash2"
+
+    def __post_init__(self) -> None:
+        if self.gpu.architecture not in ATTENTION:
+            of = self.gpu.architecture or self.gpu.name
+            raise UnknownSpeedError(f"no training run and no attention kernel of {of} was measured")
 
     @cached_property
     def peak(self) -> float:
@@ -126,7 +125,7 @@ class Kernels:
 
     @cached_property
     def _attention(self) -> AttentionSpeed:
-        return attention_speed(self.gpu, self.attention_kernel)
+        return ATTENTION[self.gpu.architecture][self.attention_kernel]
 
     def product(self, m: int, n: int, k: int) -> float:
         """Seconds of a matrix product [m, k] x [k, n].

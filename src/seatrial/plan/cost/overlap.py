@@ -23,7 +23,7 @@ OURS = ("seatrial", "seatrial-compiled")
 SOURCE = (
     "async_tensor: what it hides is derived, part by part, and was never measured on GPUs; assumed: nothing else is lost, and "
     "computation beside it is slowed as beside any other communication. The only published pair of runs, of another implementation, "
-    "gained 5.7 % where this says 14 %, and 23 % with the copies that only our plain way makes (Llama 3 70B on 256 H100, 829 and 876 tokens/s/GPU, "
+    "gained 5.7 % where this says 16 %, and 23 % with the copies that only our plain way makes (Llama 3 70B on 256 H100, 829 and 876 tokens/s/GPU, "
     "pytorch/torchtitan@b5bcd76 benchmarks/llama3_h100_202412_torchtitan.md), so it may gain less than half of what is told"
 )
 

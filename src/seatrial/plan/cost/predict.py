@@ -87,8 +87,8 @@ def predict(
     if recipe.world > cluster.gpus:
         raise ValueError(f"the layout has {recipe.world} ranks, the cluster {cluster.gpus} GPUs")
     behaviour = stack_for(recipe, stack)
-    pace = (calibration or shipped()).pace(behaviour.name, cluster.gpu.name)
-    fabric = Fabric(cluster)
+    pace = (calibration or shipped()).pace(behaviour.name, cluster.gpu, recipe.precision)
+    fabric = Fabric.of(cluster, recipe)
     parts = step_parts(model, recipe, fabric, behaviour, pace.value, pace.factors)
     step = parts.total
     gpus = recipe.world

@@ -46,18 +46,24 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Bytes that one GPU sends in a step, by dimension, and how many of them leave its node."""
+class Sent:
+    """Bytes that one GPU sends in a step, by dimension."""
 
     tensor: float
     context: float
     pipeline: float
     data: float
-    between_nodes: float
 
     @property
     def sent(self) -> float:
         return self.tensor + self.context + self.pipeline + self.data
+
+
+@dataclass(frozen=True)
+class Traffic(Sent):
+    """`leaving`: what of it leaves the NVLink domain over network cards, as the mean of the domain's GPUs."""
+
+    leaving: Sent
 
 
 @dataclass(frozen=True)
@@ -148,11 +154,28 @@ def _send(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack) -> 
     if recipe.layout.pipeline == 1:
         return 0.0
     n_bytes = _hidden_bytes(model, recipe)
-    across = recipe.world // recipe.layout.pipeline >= fabric.cluster.gpus_per_node
-    seconds = fabric.send(n_bytes, across=across) * (1 - stack.hide_pipeline)
+    borders = range(recipe.layout.pipeline - 1)
+    across = sum(_leaves(recipe, fabric, rank) for rank in borders) / len(borders)
+    seconds = fabric.send(n_bytes, across=True) * across if across else 0.0
+    seconds += fabric.send(n_bytes, across=False) * (1 - across)
+    seconds *= 1 - stack.hide_pipeline
     if not recipe.sequence_parallel:
         seconds += fabric.seconds("all_gather", n_bytes * recipe.layout.tensor, tensor_group(recipe, fabric))
     return seconds
+
+
+def _leaves(recipe: Recipe, fabric: Fabric, rank: int) -> float:
+    """Share of the messages between a pipeline rank and the next (of the last: the first) that leave an NVLink domain."""
+    joined, pipeline = fabric.cluster.joined, recipe.layout.pipeline
+    if not fabric.cluster.crosses:
+        return 0.0
+    each = recipe.world // pipeline
+    if each >= joined or rank == pipeline - 1:
+        return 1.0
+    here, there = (r * each for r in (rank, rank + 1))
+    if joined % each:  # borders of domains cut stages: on average
+        return each / joined
+    return float(here // joined != there // joined)
 
 
 def _tied_bytes(model: Architecture, recipe: Recipe, stack: Stack) -> float:
@@ -284,9 +307,12 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
     ends = (rank == 0) + (rank == layout.pipeline - 1)
     tensor = m * hidden * (n - 1) / n * (layers * 4 * (2 + again) + 2 * ends)
     context = layers * m * (3 + again) * width * r.tokens * 2 * model.kv_width / n * (r.context - 1)
-    pipe = m * neighbours(layout, rank) * _hidden_bytes(model, r) * width / 2
-    if rank in (0, layout.pipeline - 1):
-        pipe += _tied_bytes(model, r, stack)  # an all_reduce over two ranks: each sends all of it
+    message = m * _hidden_bytes(model, r) * width / 2
+    per_rank, last = layout.stages_per_rank, layout.pipeline - 1
+    tied = _tied_bytes(model, r, stack) if rank in (0, last) else 0.0
+    pipe = message * neighbours(layout, rank) + tied  # an all_reduce over two ranks: each sends all of it
+    crossing = (per_rank - (rank == 0)) * _leaves(r, fabric, (rank - 1) % layout.pipeline)
+    crossing += (per_rank - (rank == last)) * _leaves(r, fabric, rank)
     mine = rank_parameters(model, r, rank)
     root = mine - layers * layer_share(model, n)
     copies = 0.0
@@ -308,9 +334,19 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
         spread = 0.0 if r.sharding == "none" else width
         data = ((2 if whole else 1) * stack.gradient_bytes + spread) * mine * (ranks - 1) / ranks
     at = shard_group(r, fabric) if r.sharding == "full" else data_group(r, fabric)
-    between = (data if at.nodes > 1 else 0.0) + (tensor if tensor_group(r, fabric).nodes > 1 else 0.0)
-    if layout.data_parallel * r.context * n > fabric.cluster.gpus_per_node:
-        between += copies
-    if layout.pipeline > 1 and r.world // layout.pipeline >= fabric.cluster.gpus_per_node:
-        between += pipe
-    return Traffic(tensor, context, pipe, data + copies, between)
+    within = group(fabric.cluster, stride=n, size=r.context)
+    leaving = Sent(
+        _ring_leaves(tensor, tensor_group(r, fabric)),
+        _ring_leaves(context, within),
+        message * crossing + (tied if fabric.cluster.crosses else 0.0),
+        _ring_leaves(data, at) + _ring_leaves(copies, replicate_group(r, fabric)),
+    )
+    return Traffic(tensor, context, pipe, data + copies, leaving)
+
+
+def _ring_leaves(sent: float, at: Group) -> float:
+    """A GPU's share of the bytes that a ring carries out of a domain, whose ranks send `sent` each.
+
+    Only one of a ring's links leaves a domain, and NCCL has as many rings as a group has cards there, each over another.
+    """
+    return sent / at.per_domain if at.domains > 1 else 0.0

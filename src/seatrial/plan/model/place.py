@@ -10,6 +10,7 @@ from seatrial.base.errors import InputError
 from seatrial.hardware.catalogue import Gpu, find_gpu, gpus
 from seatrial.hardware.networks import Network, find_network, networks, reference_node
 from seatrial.job.job import Job
+from seatrial.job.schema import NetworkSection, joined_gpus
 from seatrial.plan.model.cluster import Cluster
 
 _ASSUMED = "network: assumed"
@@ -25,6 +26,7 @@ class Hardware:
     network: Network | None
     why_no_gpu: str = ""
     why_no_network: str = ""
+    domain: int | None = None  # GPUs that NVLink joins, if more than a node's
     provenance: tuple[str, ...] = ()  # what was assumed, and what was measured
 
     @property
@@ -32,31 +34,42 @@ class Hardware:
         return any(text.startswith(_ASSUMED) for text in self.provenance)
 
     @property
+    def enclosure(self) -> str:
+        """What NVLink joins, in words."""
+        return "node" if self.domain is None else "NVLink domain"
+
+    @property
     def cluster(self) -> Cluster | None:
         """The cluster; None if the GPU is unknown, because then no speed is known."""
         if self.gpu is None:
             return None
-        return Cluster(self.gpu, self.nodes, self.gpus_per_node, self.network)
+        return Cluster(self.gpu, self.nodes, self.gpus_per_node, self.network, self.domain)
 
     @property
     def shape(self) -> Cluster:
         """The cluster for what depends only on node and GPU counts, such as traffic; an unknown GPU has NaN speeds."""
         nan = math.nan
         return self.cluster or Cluster(
-            Gpu("unknown", (), nan, nan, nan, nan, ""), self.nodes, self.gpus_per_node, self.network
+            Gpu("unknown", (), nan, nan, nan, nan, ""),
+            self.nodes,
+            self.gpus_per_node,
+            self.network,
+            self.domain,
         )
 
 
 def place_of(job: Job, network: str | None = None) -> Hardware:
-    """The job's [cluster]; its network is `network`, else the job's, else that of the vendor's node for its GPU.
+    """The job's [cluster]; its network is `network`, else what [network] states, else the job's, else that of the vendor's node for its GPU.
 
     InputError for an unknown name.
     """
     at = job.cluster
     gpu, why_gpu = _gpu(job)
-    chosen, text, why_network = None, "", ""
+    chosen, text, why_network, joined = None, "", "", joined_gpus(at)
     if network is not None:
         chosen = known_network(network)
+    elif job.file.network is not None:
+        chosen = _stated(job.file.network, at.gpus_per_node)
     elif at.network is not None:
         with job.about("cluster.network"):
             chosen = known_network(at.network)
@@ -66,10 +79,31 @@ def place_of(job: Job, network: str | None = None) -> Hardware:
             f"{_ASSUMED}, that of a {node.name} ({node.source}); set cluster.network or --network for another"
         )
     if chosen is None:
-        why_network = "not given; set cluster.network or --network NAME"
-    elif at.nodes == 1:
+        why_network = "not given; set cluster.network or --network NAME, or state it as [network]"
+    elif at.nodes * at.gpus_per_node <= joined:
         text = ""
-    return Hardware(at.nodes, at.gpus_per_node, gpu, chosen, why_gpu, why_network, (text,) if text else ())
+    provenance = [text] if text else []
+    domain = joined if joined > at.gpus_per_node else None
+    if domain is not None and at.nvlink_domain is None:
+        provenance.append(f"NVLink joins {domain} GPUs, as sold; set cluster.nvlink_domain for another size")
+    return Hardware(at.nodes, at.gpus_per_node, gpu, chosen, why_gpu, why_network, domain, tuple(provenance))
+
+
+def _stated(at: NetworkSection, gpus_per_node: int) -> Network:
+    """The network of [network]. Oversubscription counts as slower cards."""
+    source = "as [network] states"
+    less = f" / {at.oversubscription:g}" if at.oversubscription > 1 else ""
+    return Network(
+        f"stated {at.nics_per_node}x{at.gbps_per_nic:g}{less}",
+        at.nics_per_node,
+        at.gbps_per_nic / at.oversubscription,
+        gpus_per_node,
+        at.latency_us,
+        source,
+        source,
+        at.reached,
+        source,
+    )
 
 
 def known_network(name: str) -> Network:

@@ -206,7 +206,7 @@ def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> l
         changed = "" if tuned[0] == plain else f", {difference(plain, tuned[0])}"
         add(f"{OTHER} in place of this trainer{changed}", *tuned, built=False)
     network = asker.cluster.network
-    if network is not None and asker.cluster.nodes > 1:
+    if network is not None and asker.cluster.crosses:
         twice = replace(asker.cluster, network=replace(network, gbps_per_nic=2 * network.gbps_per_nic))
         add("a network twice as fast", own, asker.ask(own, cluster=twice), built=False)
     # Of suggestions with the same recipe and time, the first, which is the smaller change, is kept.
@@ -263,7 +263,7 @@ def _turns(asker: Asker, listed: Sequence[Recipe]) -> Iterator[Crossover]:
         return
     cluster = asker.cluster
     network, gpu = cluster.network, cluster.gpu
-    if network is not None and cluster.nodes > 1:
+    if network is not None and cluster.crosses:
 
         def slower(factor: float) -> Cluster:
             assert network is not None

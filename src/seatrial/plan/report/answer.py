@@ -64,7 +64,8 @@ class NetworkDemand:
     """Load and capacity of the network between nodes; bytes, and bytes/s of one node in one direction."""
 
     nodes: int
-    a_gpu: float  # sent to other nodes by a GPU of the busiest pipeline rank, a step
+    a_gpu: float  # a GPU's share of what leaves its NVLink domain, of the busiest pipeline rank, a step
+    a_card: float | None  # the same over one network card; None if the network is not known
     mean: float | None  # rate of its node, averaged over the whole step
     capacity: float | None
     enough: float | None  # with this a step is at most `ENOUGH` longer than with an unlimited network
@@ -212,7 +213,7 @@ def _own(job: Job, place: Hardware, w: Wishes, calibration: Calibration | None) 
         limited = limit(prediction, room)
     else:
         limited = "memory: it does not fit" if room is not None and held.reserved > room else "unknown"
-    sent = traffic(model, recipe, Fabric(place.shape), behaviour)
+    sent = traffic(model, recipe, Fabric.of(place.shape, recipe), behaviour)
     return JobEstimate(recipe, held, room, sent, prediction, why, limited)
 
 
@@ -220,13 +221,14 @@ def _carried(
     model: Architecture, mine: JobEstimate, place: Hardware, w: Wishes, calibration: Calibration | None
 ) -> NetworkDemand:
     network, step = place.network, mine.prediction
-    each = mine.traffic.between_nodes
+    each = mine.traffic.leaving.sent
     able = None if network is None else network.gb_s_per_gpu * place.gpus_per_node * 1e9
     mean = None if step is None else each * place.gpus_per_node / step.step_s
     enough = None
-    if place.nodes > 1 and step is not None and place.cluster is not None and network is not None:
+    if place.shape.crosses and step is not None and place.cluster is not None and network is not None:
         enough = _enough(model, mine.recipe, place.cluster, w, calibration)
-    return NetworkDemand(place.nodes, each, mean, able, enough)
+    card = None if network is None else each * network.gpus_per_node / network.nics_per_node
+    return NetworkDemand(place.nodes, each, card, mean, able, enough)
 
 
 def _enough(

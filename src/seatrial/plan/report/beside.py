@@ -104,7 +104,7 @@ def _pairs(model: Architecture, recipe: Recipe, shape: Cluster, step: RankStep) 
     recipe = replace(recipe, compiled=False)  # as the dry run is
     ours = stack_for(recipe)
     held = rank_memory(model, recipe, ours, step.at.pipeline)
-    sent = rank_traffic(model, recipe, Fabric(shape), ours, step.at.pipeline)
+    sent = rank_traffic(model, recipe, Fabric.of(shape, recipe), ours, step.at.pipeline)
     data = step.sent_bytes("shard") + step.sent_bytes("replicate")
     products = sum(n for (_, kind), n in step.flops.items() if kind == "matmul")
     return (

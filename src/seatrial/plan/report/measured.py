@@ -24,6 +24,7 @@ from seatrial.base.files import read_json
 from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.hardware.networks import Network, find_network, latencies
 from seatrial.job.job import Job
+from seatrial.job.schema import joined_gpus
 from seatrial.plan.cost.calibration import Calibration, Entry
 from seatrial.plan.cost.collectives import LARGE_BYTES, LOCAL_SHARE
 from seatrial.plan.cost.kernels import MEMORY_SHARE
@@ -76,7 +77,7 @@ class Measured:
         gpu = place.gpu or self.gpu
         if gpu is None:
             return place
-        found = self.apply(Cluster(gpu, place.nodes, place.gpus_per_node, place.network))
+        found = self.apply(replace(place, gpu=gpu).shape)
         network, provenance = found.network, self.network_provenance
         if keep_network or not provenance:  # otherwise a measurement replaces the assumption
             network, provenance = place.network, place.provenance
@@ -269,7 +270,7 @@ class _Reader:
         Sums (all_reduce) are read as rings, because the model uses the rate for rings.
         """
         cards, node, what = self._rails()
-        found = self._sums(lambda nodes: nodes > 1)
+        found = self._sums(self._between)
         if found is not None:
             rate, text = found
             most = self._cards_carry() if node is None else node
@@ -294,6 +295,11 @@ class _Reader:
             return None, None
         self._use(text, network=True)
         return None, rate_or_none / 8
+
+    def _between(self, nodes: int) -> bool:
+        """Whether so many nodes communicate by their cards; a rack's use NVLink."""
+        at = self._job.cluster
+        return nodes > 1 and nodes * at.gpus_per_node > joined_gpus(at)
 
     def _cards_carry(self) -> float | None:
         """GB/s of a node's cards in the network that the job names; None if it names none."""

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -20,7 +20,7 @@ from seatrial.base.files import read_json
 from seatrial.hardware.catalogue import Gpu, find_gpu
 from seatrial.job.job import Job
 from seatrial.job.loading import load_job
-from seatrial.plan.cost.calibration import Entry, shipped
+from seatrial.plan.cost.calibration import ROWS, Entry, shipped
 from seatrial.plan.cost.collectives import Fabric, UnknownNetworkError
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.predict import stack_for
@@ -152,9 +152,9 @@ def _pace(run: _Run, gpu: Gpu, apply: Callable[[Cluster], Cluster]) -> tuple[str
     job = run.job
     recipe = Recipe.of(job)
     stack = stack_for(recipe)
-    network = place_of(job).network
-    fabric = Fabric(apply(Cluster(gpu, job.cluster.nodes, job.cluster.gpus_per_node, network)))
-    factors = shipped().pace(stack.name, gpu.name).factors
+    at = replace(place_of(job), gpu=gpu)
+    fabric = Fabric.of(apply(at.shape), recipe)
+    factors = shipped().pace(stack.name, gpu).factors
 
     def seconds(pace: float) -> float:
         return step_parts(job.architecture, recipe, fabric, stack, pace, factors).total
@@ -181,15 +181,5 @@ def _entry(stack: str, gpu: Gpu, runs: list[tuple[_Run, float]]) -> Entry:
         f"{run.name} ({run.steps} steps, {time.strftime('%Y-%m-%d', time.gmtime(run.time))})"
         for run, _ in runs
     )
-    # One time per step cannot separate kinds of kernels: their factors stay those of published results.
-    factors = shipped().pace(stack, gpu.name).factors
-    return Entry(
-        stack,
-        gpu.name,
-        value,
-        spread,
-        len(runs),
-        f"runs made here: {named}",
-        factors.operators,
-        factors.attention,
-    )
+    text = f"runs made here: {named}"
+    return Entry(stack, gpu.name, value, len(runs), text, gpu.architecture, spread=math.hypot(spread, ROWS))

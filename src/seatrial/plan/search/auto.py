@@ -20,7 +20,7 @@ from seatrial.job.layout import Layout
 from seatrial.job.schedules import Times, schedule_named
 from seatrial.job.schema import ParallelSection
 from seatrial.job.settled import CHOSEN_TOO, provisional, settled
-from seatrial.plan.cost.calibration import DOUBT, Calibration
+from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.collectives import Fabric, UnknownNetworkError
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.memory import memory
@@ -35,7 +35,7 @@ from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, Choice, legal,
 
 RUNNERS_UP = 4
 # Closer step times cannot be distinguished: the same configuration differs by as much from release to release.
-ALIKE = DOUBT["calibrated"]
+ALIKE = ROWS
 Basis = Literal["speed", "memory and traffic"]
 
 
@@ -130,7 +130,7 @@ def fingerprint(place: Hardware) -> dict[str, Any]:
         "nodes": place.nodes,
         "gpus_per_node": place.gpus_per_node,
         "gpu": None if place.gpu is None else place.gpu.name,
-        "network": None if place.network is None or place.nodes == 1 else place.network.name,
+        "network": None if place.network is None or not place.shape.crosses else place.network.name,
     }
 
 
@@ -280,7 +280,6 @@ def _leanest(job: Job, place: Hardware, why: str) -> Chosen:
 def _weighed(job: Job, cluster: Cluster, room: float | None) -> Iterator[Candidate]:
     """Candidates without speeds: the job's microbatch, and recomputation only if nothing fits with margin without it."""
     _, recomputes = _free(job)
-    fabric = Fabric(cluster)
     for recompute in recomputes:
         any_fits = False
         for recipe in legal(job, cluster, Counter(), (job.train.microbatch,), (recompute,)):
@@ -290,7 +289,10 @@ def _weighed(job: Job, cluster: Cluster, room: float | None) -> Iterator[Candida
             verdict = None if room is None else judge(needs, room)
             any_fits |= verdict is None or verdict.sure
             yield Candidate(
-                recipe, needs, traffic(job.architecture, recipe, fabric, stack).sent, verdict=verdict
+                recipe,
+                needs,
+                traffic(job.architecture, recipe, Fabric.of(cluster, recipe), stack).sent,
+                verdict=verdict,
             )
         if any_fits:
             return

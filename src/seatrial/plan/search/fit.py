@@ -8,17 +8,18 @@ activations, logits. Only the first part is divided by more GPUs; the second dep
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from seatrial.hardware.catalogue import Gpu, gpus
-from seatrial.hardware.networks import Network
+from seatrial.hardware.networks import Network, reference_node
 from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
 from seatrial.job.optimizers import ADAMW, optimizer_named
+from seatrial.job.schema import NVLINK_DOMAINS
 from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.memory import FRAGMENTATION, RUNTIME_BYTES, Memory, memory, rank_memory
@@ -28,7 +29,7 @@ from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.legal import refusal
-from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES
+from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, tensors
 
 # Bytes of one weight.
 WIDTHS = {"fp32": 4, "bf16": 2, "fp8": 1}
@@ -159,9 +160,7 @@ class Fit:
     one that needs least, `verdict` is tight, and `safe` has the fewest GPUs on which one fits with margin.
     """
 
-    gpu: Gpu
-    nodes: int
-    gpus_per_node: int
+    cluster: Cluster
     recipe: Recipe | None
     needs: float  # bytes a GPU; of the leanest layout tried if none fits (inf: none is legal)
     room: float  # bytes that a GPU has
@@ -170,13 +169,17 @@ class Fit:
     safe: Fit | None = None  # also None if none of the sizes tried is large enough
 
     @property
+    def gpu(self) -> Gpu:
+        return self.cluster.gpu
+
+    @property
     def verdict(self) -> MemoryFit:
         """`needs` judged against `room`."""
         return judge(self.needs, self.room)
 
     @property
     def gpus(self) -> int:
-        return self.nodes * self.gpus_per_node
+        return self.cluster.gpus
 
 
 def smallest(
@@ -190,24 +193,48 @@ def smallest(
 ) -> tuple[Fit, ...]:
     """For every GPU of the catalogue, the fewest GPUs that can train this job: parts of one node, then whole nodes.
 
+    Nodes are those that the GPU is sold in, else of `gpus_per_node`; of those that NVLink joins to a rack only whole ones.
+
     The search varies tensor, pipeline, microbatch, resharding and recomputation, with all of data parallel as one shard
     group and plain 1F1B: other schedules and replicas need more memory, so if these do not fit, nothing does. Sorted by
     GPUs, those that fit nowhere last. `network_of` gives the network for a GPU; None leaves speeds unknown.
     """
+    kinds: dict[tuple[int, int | None], list[Gpu]] = {}
+    for gpu in gpus():
+        sold = reference_node(gpu.name)
+        each = gpus_per_node if sold is None else sold.gpus_per_node
+        kinds.setdefault((each, NVLINK_DOMAINS.get(gpu.name.casefold())), []).append(gpu)
+    found = [
+        fit
+        for (each, domain), alike in kinds.items()
+        for fit in _smallest(
+            job, Cluster(alike[0], most_nodes, each, None, domain), alike, network_of, calibration, stack
+        )
+    ]
+    return tuple(sorted(found, key=lambda f: (f.recipe is None, f.gpus, f.gpu.hbm_gb)))
+
+
+def _smallest(
+    job: Job,
+    largest: Cluster,
+    alike: Sequence[Gpu],
+    network_of: Callable[[Gpu], Network | None],
+    calibration: Calibration | None,
+    stack: str | Stack,
+) -> Iterator[Fit]:
+    """`smallest` for GPUs that are sold in nodes like those of `largest`, up to its size."""
     model = job.architecture
-    waiting = list(gpus())
-    found: list[Fit] = []
+    waiting = list(alike)
     tight: dict[str, Fit] = {}  # fits, but not with margin, by GPU
     least = math.inf
     legal = False
-    for nodes, each in _sizes(gpus_per_node, most_nodes):
+    for at in _sizes(largest):
         if not waiting:
             break
         # States alone, in equal parts: no layout needs less, so sizes that cannot fit are skipped.
-        room = max(capacity(Cluster(gpu, nodes, each)) for gpu in waiting)
-        if _floor(model, nodes * each, stack_for(Recipe.of(job), stack)) > room:
+        room = max(capacity(replace(at, gpu=gpu)) for gpu in waiting)
+        if _floor(model, at.gpus, stack_for(Recipe.of(job), stack)) > room:
             continue
-        at = Cluster(waiting[0], nodes, each)
         tried = [(r, memory(model, r, stack_for(r, stack)).reserved) for r in _lean(job, at)]
         leanest = min((needs for _, needs in tried), default=math.inf)
         least, legal = min(least, leanest), legal or bool(tried)
@@ -224,28 +251,27 @@ def smallest(
                 continue
             waiting.remove(gpu)
             smaller = tight.pop(gpu.name, None)
-            found.append(at_best if smaller is None else replace(smaller, safe=at_best))
-    found += tight.values()
-    found.sort(key=lambda f: (f.gpus, f.gpu.hbm_gb))
+            yield at_best if smaller is None else replace(smaller, safe=at_best)
+    yield from tight.values()
     for gpu in waiting:
         if gpu.name in tight:
             continue
-        room = capacity(Cluster(gpu, most_nodes, gpus_per_node))
-        floor = _floor(model, most_nodes * gpus_per_node, stack_for(Recipe.of(job), stack))
-        enough = floor <= room
-        why = f"fits in none of up to {most_nodes} nodes"
+        at = replace(largest, gpu=gpu)
+        floor = _floor(model, at.gpus, stack_for(Recipe.of(job), stack))
+        enough = floor <= capacity(at)
+        why = f"fits in none of up to {largest.nodes} nodes"
         if enough and not legal:
-            why = f"no layout of these is legal on up to {most_nodes} nodes"
-        found.append(Fit(gpu, most_nodes, gpus_per_node, None, least if enough else floor, room, None, why))
-    return tuple(found)
+            why = f"no layout of these is legal on up to {largest.nodes} nodes"
+        yield Fit(at, None, least if enough else floor, capacity(at), None, why)
 
 
-def _sizes(gpus_per_node: int, most_nodes: int) -> Iterator[tuple[int, int]]:
-    """(nodes, GPUs a node): parts of a node, a node, then more of them."""
-    for each in divisors(gpus_per_node):
-        yield 1, each
-    for nodes in range(2, most_nodes + 1):
-        yield nodes, gpus_per_node
+def _sizes(largest: Cluster) -> Iterator[Cluster]:
+    """Parts of a node, a node, then more of them."""
+    if largest.domain is None:
+        for each in divisors(largest.gpus_per_node)[:-1]:
+            yield replace(largest, nodes=1, gpus_per_node=each)
+    for nodes in range(1, largest.nodes + 1):
+        yield replace(largest, nodes=nodes)
 
 
 def _floor(model: Architecture, ranks: int, stack: Stack) -> float:
@@ -257,7 +283,7 @@ def _floor(model: Architecture, ranks: int, stack: Stack) -> float:
 def _lean(job: Job, cluster: Cluster) -> Iterator[Recipe]:
     """Legal layouts with one shard group and plain 1F1B; see `smallest`."""
     base = Recipe.of(job)
-    for tensor in divisors(cluster.gpus_per_node):
+    for tensor in tensors(job, cluster):
         # More stages than layers are refused; no need to ask for each.
         for pipeline in divisors(cluster.gpus // tensor, most=job.architecture.num_hidden_layers):
             layout = Layout(pipeline=pipeline, shard=cluster.gpus // tensor // pipeline, tensor=tensor)
@@ -285,7 +311,7 @@ def _fastest(
         fitting = [min(tried, key=lambda pair: pair[1])]
     best: tuple[Recipe, float, Prediction] | None = None
     # Without a network, layouts that do not need one are not predicted either: others might be faster.
-    alone = cluster.network is None and cluster.nodes > 1
+    alone = cluster.network is None and cluster.crosses
     why = "the network between the nodes is unknown"
     for recipe, needs in () if alone else fitting:
         try:
@@ -298,6 +324,6 @@ def _fastest(
                 best = recipe, needs, at
     if best is None:
         recipe, needs = min(fitting, key=lambda pair: pair[1])
-        return Fit(cluster.gpu, cluster.nodes, cluster.gpus_per_node, recipe, needs, room, None, why)
+        return Fit(cluster, recipe, needs, room, None, why)
     recipe, needs, at = best
-    return Fit(cluster.gpu, cluster.nodes, cluster.gpus_per_node, recipe, needs, room, at, None)
+    return Fit(cluster, recipe, needs, room, at, None)

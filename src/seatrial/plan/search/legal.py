@@ -18,7 +18,9 @@ def refusal(job: Job, cluster: Cluster, recipe: Recipe) -> RuleViolation | None:
     parallel = ParallelSection.model_construct(context=1, expert=1, **recipe.parallel)
     batches = {"microbatch": recipe.microbatch, "global_batch": recipe.global_batch}
     train = job.train.model_copy(update=batches)
-    nodes = job.cluster.model_copy(update={"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node})
+    each = cluster.gpus_per_node
+    at = {"nodes": cluster.nodes, "gpus_per_node": each, "nvlink_domain": cluster.domain or each}
+    nodes = job.cluster.model_copy(update=at)
     file = job.file.model_copy(update={"parallel": parallel, "train": train, "cluster": nodes})
     facts = Facts(file, job.architecture, recipe.layout)
     for rule in LAYOUT_RULES:

@@ -7,6 +7,7 @@ asynchronous tensor parallel; model, global batch, sequence, precision and compi
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -168,7 +169,7 @@ def legal(
 ) -> Iterator[Recipe]:
     """Legal layouts on all of `cluster`, without asynchronous tensor parallel; counts refused ones in `refused`."""
     base = replace(Recipe.of(job), async_tensor=False)
-    for tensor in divisors(cluster.gpus_per_node):
+    for tensor in tensors(job, cluster):
         for pipeline in divisors(cluster.gpus // tensor, most=cluster.gpus):
             for schedule, per_rank in schedules(pipeline):
                 data = cluster.gpus // tensor // pipeline
@@ -176,6 +177,14 @@ def legal(
                     layout = Layout(pipeline, replicate, data // replicate, tensor, per_rank, schedule)
                     for micro in microbatches:
                         yield from _variants(job, cluster, base, layout, micro, refused, recomputes)
+
+
+def tensors(job: Job, cluster: Cluster) -> list[int]:
+    """Tensor sizes to try: those that divide a node, and of larger ones within a domain those that the model allows."""
+    a, each = job.architecture, cluster.gpus_per_node
+    whole = [t for t in divisors(cluster.gpus, most=cluster.joined) if t > each and t % each == 0]
+    heads = math.gcd(a.num_attention_heads, a.num_key_value_heads)
+    return divisors(each) + [t for t in whole if heads % t == 0]
 
 
 def schedules(pipeline: int) -> Iterator[tuple[str, int]]:

@@ -1,0 +1,141 @@
+"""What leaves an NVLink domain: counted link by link for ten layouts, never more than the network carries."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import NDR, Case, cases, gpu
+
+from seatrial.job.layout import Coordinates, Layout
+from seatrial.job.models import model_presets
+from seatrial.plan.cost.collectives import Fabric
+from seatrial.plan.cost.predict import predict, stack_for
+from seatrial.plan.cost.step import rank_traffic
+from seatrial.plan.model.cluster import Cluster, Group, group, placed
+from seatrial.plan.model.recipe import Recipe
+
+MODEL = model_presets()["qwen2.5-7b"]  # whose ends are not tied
+H100, GB200 = gpu("H100 SXM"), gpu("GB200")
+EXAMPLES = settings(max_examples=150, deadline=None)
+# (pipeline, replicate, shard, tensor), nodes, GPUs a node, NVLink domain.
+LAYOUTS = [
+    ((1, 1, 16, 1), 2, 8, None),
+    ((1, 1, 128, 1), 16, 8, None),
+    ((1, 2, 8, 1), 2, 8, None),
+    ((1, 4, 4, 2), 4, 8, None),
+    ((2, 1, 8, 2), 4, 8, None),
+    ((4, 1, 4, 1), 2, 8, None),
+    ((4, 2, 1, 1), 2, 4, None),
+    ((2, 2, 8, 2), 16, 4, 72),
+    ((1, 1, 128, 1), 32, 4, 72),
+    ((2, 1, 16, 2), 16, 4, 32),
+]
+
+
+def counted(layout: Layout, joined: int, each: dict[str, list[float]]) -> dict[str, float]:
+    """Bytes a GPU that leave domains of `joined`, as a sum over every link of every group; `each`: sent, by stage."""
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+    sizes = (layout.pipeline, layout.replicate, layout.shard, layout.tensor)
+    leaves = dict.fromkeys(("tensor", "pipeline", "shard", "replicate"), 0.0)
+    for p, r, s, t in product(*map(range, sizes)):
+        rank = layout.rank(Coordinates(p, r, s, t))
+        for name, key in (("tensor", (p, r, s)), ("shard", (p, r, t)), ("replicate", (p, s, t))):
+            groups[name, key].append(rank)
+        # Half of what a middle stage sends goes each way.
+        for other in (p - 1, p + 1):
+            if 0 <= other < layout.pipeline:
+                there = layout.rank(Coordinates(other, r, s, t))
+                ways = (p > 0) + (p < layout.pipeline - 1)
+                leaves["pipeline"] += each["pipeline"][p] / ways * (rank // joined != there // joined)
+    for (name, key), ranks in groups.items():
+        domains = {rank // joined for rank in ranks}
+        # A ring crosses from each domain to the next once, with all that a rank sends; rings share it.
+        if len(domains) > 1:
+            leaves[name] += len(domains) * each[name][key[0]]
+    return {name: n / layout.world_size for name, n in leaves.items()}
+
+
+@pytest.mark.parametrize(("sizes", "nodes", "per_node", "domain"), LAYOUTS)
+def test_what_leaves_a_domain_is_counted(
+    sizes: tuple[int, int, int, int], nodes: int, per_node: int, domain: int | None
+) -> None:
+    p, replicate, shard, tensor = sizes
+    layout = Layout(p, replicate, shard, tensor)
+    recipe = Recipe(2048, 4 * replicate * shard, 1, layout)
+    cluster = placed(Cluster(H100, nodes, per_node, NDR, domain), recipe)
+    model, stack = MODEL, stack_for(recipe)
+    told = [rank_traffic(model, recipe, Fabric(cluster), stack, stage) for stage in range(p)]
+    # Replicas exchange the rest of what data parallel sends.
+    one = replace(recipe, layout=replace(layout, replicate=1), global_batch=4 * shard)
+    alone = [rank_traffic(model, one, Fabric(cluster), stack, stage) for stage in range(p)]
+    each = {
+        "tensor": [t.tensor for t in told],
+        "pipeline": [t.pipeline for t in told],
+        "shard": [t.data for t in alone],
+        "replicate": [t.data - a.data for t, a in zip(told, alone, strict=True)],
+    }
+    found = counted(layout, cluster.joined, each)
+
+    def mean(name: str) -> float:
+        return sum(getattr(t.leaving, name) for t in told) / p
+
+    assert mean("tensor") == pytest.approx(found["tensor"])
+    assert mean("data") == pytest.approx(found["shard"] + found["replicate"])
+    assert mean("pipeline") == pytest.approx(found["pipeline"])
+
+
+def test_a_node_sends_a_gathered_weight_once() -> None:
+    """FSDP over 128 GPUs: two gathers of bf16 and a reduction of fp32, 8 bytes a parameter, and a node sends 127/128."""
+    recipe = Recipe(4096, 128, 1, Layout(shard=128))
+    cluster = Cluster(H100, 16, 8, NDR)
+    sent = predict(MODEL, recipe, cluster).traffic
+    layers = MODEL.num_hidden_layers * MODEL.layer_parameters()
+    root = MODEL.parameters() - layers  # gathered once: forward passes do not free it
+    assert sent.data == pytest.approx(127 / 128 * (8 * layers + 6 * root), rel=1e-3)
+    assert sent.leaving.data * 8 == pytest.approx(sent.data)
+
+
+@given(case=cases())
+@EXAMPLES
+def test_no_step_needs_more_than_the_network_carries(case: Case) -> None:
+    assert case.cluster.network is not None
+    found = predict(case.model, case.recipe, case.cluster, stack=case.stack)
+    carries = case.cluster.network.gb_s_per_gpu * 1e9
+    assert found.traffic.leaving.sent / found.step_s <= carries * (1 + 1e-9)
+
+
+@given(case=cases(), factor=st.sampled_from([2, 3, 4, 8, 16]))
+@EXAMPLES
+def test_a_larger_domain_is_never_slower(case: Case, factor: int) -> None:
+    cluster = replace(case.cluster, nodes=max(case.cluster.nodes, 2))
+    larger = replace(cluster, domain=cluster.gpus_per_node * factor)
+    small, large = (predict(case.model, case.recipe, c, stack=case.stack) for c in (cluster, larger))
+    assert large.step_s <= small.step_s * (1 + 1e-9)
+    assert large.traffic.leaving.sent <= small.traffic.leaving.sent * (1 + 1e-9)
+    assert large.traffic.sent == pytest.approx(small.traffic.sent)
+
+
+def test_a_scheduler_fills_domains_evenly() -> None:
+    """As many racks as it takes, equal parts of them, no shard group cut."""
+    rack = Cluster(GB200, 32, 4, NDR, 72)
+    assert placed(rack, Recipe(4096, 128, 1, Layout(shard=128))).joined == 64
+    assert placed(rack, Recipe(4096, 128, 1, Layout(shard=32, replicate=4))).joined == 64
+    assert placed(replace(rack, nodes=36), Recipe(4096, 144, 1, Layout(shard=144))).joined == 72
+    # 144 GPUs in groups of 16: nine in two racks would cut one, so three racks are used.
+    tensor = Recipe(4096, 72, 1, Layout(shard=18, tensor=8), context=1)
+    assert placed(replace(rack, nodes=36), tensor).joined == 72
+    assert placed(replace(rack, nodes=36), replace(tensor, layout=Layout(shard=9, tensor=16))).joined == 48
+    # A prime number of nodes fits no number of racks evenly.
+    assert placed(replace(rack, nodes=19), Recipe(4096, 76, 1, Layout(shard=76))).joined == 36
+    assert not replace(rack, nodes=16).crosses
+
+
+def test_a_group_that_a_border_cuts_counts_its_smallest_part() -> None:
+    assert group(Cluster(GB200, 36, 4, NDR, 72), stride=1, size=16) == Group(16, 8)
+    assert group(Cluster(GB200, 32, 4, NDR, 64), stride=8, size=16) == Group(16, 8)
+    assert group(Cluster(GB200, 16, 4, NDR, 72), stride=1, size=64) == Group(64, 64)
