@@ -19,7 +19,7 @@ from seatrial.watch.web.now import now
 
 Result = TypeVar("Result")
 
-POLL_S = 0.5
+POLL_S, _EVENT_S = 1.0, 0.25  # between two readings; until an event, which may be a fault, is noticed in between
 _SHARE = 4  # of the time, at most one part in so many is spent reading
 _IDLE_S = 30.0  # without a browser: the folder is read no more until one asks
 _FORGET_S = 900.0  # and what was read is dropped: it can be some hundred MB
@@ -107,7 +107,7 @@ class Watched:
 
     def _follow(self) -> None:
         while not self._ending.is_set():
-            began = time.monotonic()
+            began, seen = time.monotonic(), self._events_bytes()
             if self.feed.readers:
                 self._asked = began
             if began - self._asked > _IDLE_S:
@@ -126,7 +126,19 @@ class Watched:
                 self._reader = None
                 self._read.set()
             took = time.monotonic() - began
-            self._ending.wait(max(POLL_S - took, (_SHARE - 1) * took))
+            self._ending.wait((_SHARE - 1) * took)
+            self._rest(began + POLL_S, seen)
+
+    def _rest(self, until: float, seen: int) -> None:
+        """Wait until then, or until there are more events than `seen`, in bytes."""
+        while time.monotonic() < until and self._events_bytes() == seen and not self._ending.is_set():
+            self._ending.wait(_EVENT_S)
+
+    def _events_bytes(self) -> int:
+        try:
+            return self.folder.events.stat().st_size
+        except OSError:
+            return 0
 
     def _poll(self) -> None:
         with self._lock:
