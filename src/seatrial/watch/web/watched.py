@@ -19,10 +19,8 @@ from seatrial.watch.web.now import now
 
 Result = TypeVar("Result")
 
-POLL_S, _EVENT_S = (
-    1.0,
-    0.25,
-)  # between two readings; until an event, which may be a fault, is noticed in between
+POLL_S = 1.0  # between two readings
+_EVENT_S = 0.25  # until an event, which may be a fault, is noticed in between
 _SHARE = 4  # of the time, at most one part in so many is spent reading
 _IDLE_S = 30.0  # without a browser: the folder is read no more until one asks
 _FORGET_S = 900.0  # and what was read is dropped: it can be some hundred MB
