@@ -30,6 +30,7 @@ Columns = dict[str, NDArray[Any]]
 
 _BLOCK_BYTES = 1 << 20  # parsed by one thread
 _DIGEST_BYTES = 16
+_KEPT = ("<i8", "<f8", "|b1")  # types of kept columns, as numpy writes them
 
 
 def columns(cls: Any, data: bytes, kept: Path) -> Columns | None:
@@ -37,7 +38,7 @@ def columns(cls: Any, data: bytes, kept: Path) -> Columns | None:
 
     None if a line is not a record of dataclass `cls`, or a number is not finite. `kept`: the folder of kept columns.
     """
-    found = _load(_path(kept, data), _fields(typing.cast(Any, cls)), len(data))
+    found = _load(_path(kept, data), cls, data)
     return _parse(cls, data) if found is None else found
 
 
@@ -53,9 +54,10 @@ def keep(cls: Any, path: Path, offset: int, kept: Path) -> int | None:
         return offset
     data = data[: data.rfind(b"\n") + 1]
     target = _path(kept, data)
-    if data and _load(target, _fields(typing.cast(Any, cls)), len(data)) is None:
+    if data and _load(target, cls, data) is None:
         found = _parse(cls, data)
-        if found is not None:
+        # A truth value that older versions left out is None: an object, which needs a pickle.
+        if found is not None and all(values.dtype.str in _KEPT for values in found.values()):
             table = np.empty(len(found["step"]), [(name, values.dtype) for name, values in found.items()])
             for name, values in found.items():
                 table[name] = values
@@ -71,17 +73,24 @@ def _path(kept: Path, data: bytes) -> Path:
     return kept / xxhash.xxh3_128_hexdigest(data)
 
 
-def _load(path: Path, fields: list[_Field], most: int) -> Columns | None:
-    """None: there are none, of another version, or damaged. `most`: bytes of the JSON, which takes more than numbers do."""
+def _load(path: Path, cls: Any, data: bytes) -> Columns | None:
+    """None: nothing is kept of `data`, by another version, or it is damaged. Allocates no more than the file has."""
     with contextlib.suppress(OSError, ValueError, EOFError):
         with open(open_file(path), "rb") as f:
-            content = f.read(most)
-        if xxhash.xxh3_128_digest(memoryview(content)[_DIGEST_BYTES:]) == content[:_DIGEST_BYTES]:
-            file = io.BytesIO(content)
-            file.seek(_DIGEST_BYTES)
-            table = np.load(file, allow_pickle=False)
-            if table.dtype.names == tuple(f.name for f in fields):
-                return {f.name: table[f.name] for f in fields}
+            content = f.read(len(data))  # JSON takes more than numbers do
+        if xxhash.xxh3_128_digest(memoryview(content)[_DIGEST_BYTES:]) != content[:_DIGEST_BYTES]:
+            return None
+        file = io.BytesIO(content)
+        file.seek(_DIGEST_BYTES)
+        if np.lib.format.read_magic(file) != (1, 0):
+            return None
+        dtype = np.lib.format.read_array_header_1_0(file)[2]
+        names = tuple(f.name for f in _fields(typing.cast(Any, cls)))
+        if dtype.names != names or any(dtype[name].str not in _KEPT for name in names):
+            return None
+        table = np.frombuffer(content, dtype, offset=file.tell())
+        if len(table) == data.count(b"\n"):
+            return {name: table[name] for name in names}
     return None
 
 

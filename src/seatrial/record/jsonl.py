@@ -20,9 +20,8 @@ from seatrial.base.files import open_file, parse_json
 
 _LONGEST_LINE = 16 << 20  # bytes; far longer than any record
 _BULK_BYTES = 1 << 20  # from here on it pays to import what parses lines in bulk
-PIECE_BYTES = (
-    4 << 20
-)  # read at once: the same pieces for every reader from the beginning, as `bulk.keep` needs
+# Read at once: every reader from the beginning of a file gets the same pieces, as `bulk.keep` needs.
+PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from run_histories import HISTORIES, Run
 from test_history import record, write
@@ -151,3 +154,49 @@ def test_kept_columns_are_read_in_place_of_json(tmp_path: Path, monkeypatch: pyt
     torn.write_bytes(b"")
     assert seen(read_view(folder)) == by_json
     assert len(parsed) == 2 + 2 + 3
+
+
+def test_a_ledger_of_an_older_version_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines have no `skipped`, which Arrow gives as objects."""
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", 1500)
+    folder = RunFolder(tmp_path)
+    lines = (
+        {"step": n, "first_sample": 8 * n - 8, "end_sample": 8 * n, "generation": 1} for n in range(1, 60)
+    )
+    folder.ledger.write_bytes(b"".join(map(encode, lines)))
+    before = seen(read_view(folder))
+    assert keep_all(folder) == []
+    assert seen(read_view(folder)) == before
+
+
+def test_forged_columns_are_not_used(tmp_path: Path) -> None:
+    """Whose own digest is right: of other lengths, types, shapes and files."""
+    data = b"".join(encode(vars(LedgerRecord(n, 8 * n - 8, 8 * n, 1))) for n in range(1, 40))
+    path, names = tmp_path / xxhash.xxh3_128_hexdigest(data), list(vars(LedgerRecord(1, 0, 8, 1)))
+    right = np.zeros(39, [(name, "<i8") for name in names])
+    huge, archive = io.BytesIO(), io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        huge, {"descr": right.dtype.descr, "fortran_order": False, "shape": (1 << 60,)}
+    )
+    np.savez(archive, right)
+    forged = [
+        *(right[:38], np.zeros(39), np.zeros((39, 2), right.dtype), np.zeros(39, [(n, "U1") for n in names])),
+        np.zeros(39, [(n, [("x", "<i8")]) for n in names]),
+        np.zeros(39, [(n, ">f8") for n in names]),
+    ]
+    contents = [huge.getvalue(), archive.getvalue(), b"", b"\x93NUMPY"]
+    for array in forged:
+        file = io.BytesIO()
+        np.save(file, array)
+        contents.append(file.getvalue())
+    for content in contents:
+        path.write_bytes(xxhash.xxh3_128_digest(content) + content)
+        found = bulk.columns(LedgerRecord, data, tmp_path)
+        assert found is not None
+        assert found["step"].tolist() == list(range(1, 40)), content[:200]
+    file = io.BytesIO()
+    np.save(file, right)
+    path.write_bytes(xxhash.xxh3_128_digest(file.getvalue()) + file.getvalue())
+    found = bulk.columns(LedgerRecord, data, tmp_path)
+    assert found is not None
+    assert not found["step"].any(), "this one would be used"
