@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -62,19 +63,21 @@ class Live:
 
     def stop_monitor(self) -> list[str]:
         """Stop its process by a signal; returns the events about it."""
-        (pid,) = [
-            pid
-            for pid in self.run.processes()
-            if b"seatrial.watch.monitor" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        pids = []
+        for pid in self.run.processes():
+            with contextlib.suppress(OSError):  # it has ended
+                if b"seatrial.watch.monitor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    pids.append(pid)
+        (pid,) = pids
         os.kill(pid, signal.SIGSTOP)
         kinds = ("process_stopped", "monitor_failed")
         path = self.run.folder / "runs/small/events.jsonl"
-        told: list[str] = []
-        while len(told) < 2:
-            time.sleep(0.1)
-            told = [f"{e['kind']}: {e['message']}" for e in records(path) if e["kind"] in kinds]
-        return [text.replace(str(pid), "PID") for text in told]
+        found: list[str] = []
+        until = time.monotonic() + 60
+        while len(found) < 2 and time.monotonic() < until:
+            time.sleep(0.1)  # a file that is appended to wakes nobody
+            found = [f"{e['kind']}: {e['message']}" for e in records(path) if e["kind"] in kinds]
+        return [text.replace(str(pid), "PID") for text in found]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def default_kind() -> Device:
-    """The kind of device of a rank that was not told its own. Of accelerators only NVIDIA's GPUs are supported."""
+    """The kind of device of a rank whose environment names none. Of accelerators only NVIDIA's GPUs are supported."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return "cuda" if found is not None and found.type == "cuda" else "cpu"
 

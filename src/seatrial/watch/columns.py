@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+from seatrial.base.complain import complain
 from seatrial.record import bulk
 from seatrial.record.folder import RunFolder
 from seatrial.record.ledger import LedgerRecord
@@ -30,7 +30,7 @@ class KeptColumns:
             except FileNotFoundError:  # no step yet
                 continue
             except OSError as error:
-                print(f"columns of {path.name} are not kept: {error}", file=sys.stderr, flush=True)
+                complain(f"columns of {path.name} are not kept: {error}")
                 end = None
             if end is None:
                 del self._offsets[path, cls]
