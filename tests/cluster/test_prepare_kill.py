@@ -79,7 +79,8 @@ def test_killed_at_random_instants(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     wanted = content(tmp_path / "wanted")
     rng = random.Random(11)
     killed, stores = 0, 0
-    while killed < kills:
+    while killed < kills or stores < 3:
+        assert killed < 4 * kills  # no attempt gets far enough to make a store alone: each must go on from the last
         out = tmp_path / f"out-{stores}"
         workers = rng.randrange(1, 4)
         if not attempt(corpus, out, workers, rng, 60):
@@ -92,4 +93,3 @@ def test_killed_at_random_instants(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert found == wanted
         assert TokenStore.open(out).verify() == []
         stores += 1
-    assert stores >= 3  # no attempt gets far enough to make one alone
