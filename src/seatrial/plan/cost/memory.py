@@ -22,7 +22,7 @@ from functools import lru_cache
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
 from seatrial.job.schedules import schedule_named
-from seatrial.plan.cost.overlap import reorders
+from seatrial.plan.cost.overlap import OURS, reorders
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.cost.unshard import ACTIVE_STAGES
 from seatrial.plan.model.recipe import Recipe
@@ -164,7 +164,12 @@ def _backward(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> M
     whole = layer_activations(model, recipe, stack)
     # A recomputed layer is held whole; otherwise only the gradients passing through it are added.
     working = whole * (0.3 if recipe.recompute in ("none", "attention") else 1.0)
-    transient = (recipe.width + 4) * layer if _reduces_at_once(recipe, stack) else 0.0
+    transient = 0.0
+    if _reduces_at_once(recipe, stack):
+        transient = (recipe.width + 4) * layer
+        if stack.name in OURS and rank == recipe.layout.pipeline - 1:
+            # The head's waits for the root's reduction, the last one of a backward pass.
+            transient += recipe.width * model.embedding_parameters() / recipe.layout.tensor
     return replace(
         base,
         gathered=_gathered(model, recipe, rank, layers=2),
@@ -186,7 +191,7 @@ def _end(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory
 
 def _reduces_at_once(recipe: Recipe, stack: Stack) -> bool:
     """Whether full sharding reduces each layer's gradients at once instead of accumulating whole ones."""
-    once = recipe.microbatches > 1 and stack.reduces_once(recipe.layout.pipeline)
+    once = recipe.microbatches > 1 and stack.reduces_once(recipe)
     return recipe.sharding == "full" and not once
 
 

@@ -218,14 +218,25 @@ def _gathered_layer(
     before, again = gathers_a_step(recipe)
     forward, backward = gather * before / micro, gather * again / micro
     reduce = fabric.seconds("reduce_scatter", float(stack.gradient_bytes) * n, at)
+    copies = 0.0
     if recipe.layout.replicate > 1:
         part = stack.gradient_bytes * n / recipe.cut
-        reduce += fabric.seconds("all_reduce", part, replicate_group(recipe, fabric))
-    backward += reduce / micro if stack.reduces_once(recipe.layout.pipeline) else reduce
+        copies = fabric.seconds("all_reduce", part, replicate_group(recipe, fabric))
+    backward += (reduce * _reductions(recipe, stack) + copies * _sums(recipe, stack)) / micro
     compute_f, compute_b = w.forward.total, (w.backward + w.again).total
     hidden_f = min(forward, compute_f) * stack.hide_data
     hidden_b = min(backward, compute_b) * stack.hide_data
     return forward - hidden_f, backward - hidden_b, stack.contention * (hidden_f + hidden_b)
+
+
+def _reductions(recipe: Recipe, stack: Stack) -> int:
+    """How often full sharding reduces a layer's gradients over the shard group in a step."""
+    return 1 if stack.reduces_once(recipe) else recipe.microbatches
+
+
+def _sums(recipe: Recipe, stack: Stack) -> int:
+    """How often it sums them over replicas: ours once (`parallel/shard.py`), others as often as they reduce."""
+    return 1 if stack.reduce_once else _reductions(recipe, stack)
 
 
 def gathers_a_step(recipe: Recipe, rank: int = 0) -> tuple[float, int]:
@@ -260,7 +271,9 @@ def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: 
         each = ends if layout.pipeline > 1 else ends * (1 if model.tie_word_embeddings else 2)
         before = gathers_a_step(recipe)[0]
         seconds = fabric.seconds("all_gather", 2.0 * each, at) * before
-        seconds += fabric.seconds("reduce_scatter", float(stack.gradient_bytes) * each, at)
+        reduce = fabric.seconds("reduce_scatter", float(stack.gradient_bytes) * each, at)
+        # A stack that reduces in every microbatch anyway was calibrated with one.
+        seconds += reduce * (_reductions(recipe, stack) if recipe.accumulate == "sharded" else 1)
         return _Data(seconds, 0.0)
     at = data_group(recipe, fabric)
     if at.size == 1:
@@ -325,9 +338,9 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
             each = stage_gathers(r, rank)
             at_root = each[0] if rank == 0 else each[-1]
             gathers += width * root * (at_root - before)
-        sums = 1 if stack.reduces_once(layout.pipeline) else m
-        data = cut * (gathers + stack.gradient_bytes * mine * sums)
-        copies = stack.gradient_bytes * mine / r.cut * 2 * (layout.replicate - 1) / layout.replicate * sums
+        data = cut * (gathers + stack.gradient_bytes * mine * _reductions(r, stack))
+        copies = stack.gradient_bytes * mine / r.cut * 2 * (layout.replicate - 1) / layout.replicate
+        copies *= _sums(r, stack)
     else:
         ranks = r.context * layout.data_parallel
         whole = r.sharding == "none" or stack.reduce == "all_reduce"
