@@ -47,8 +47,8 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         text = f"{verdict.word}: {gib(mine.memory.reserved)} of {gib(mine.room)} a GPU: {kinds}"
         style = {"fits": "", "tight": "yellow", "does not fit": "bold red"}[verdict.word]
         yield from pair("memory", f"{text}\n{verdict.why}" if verdict.why else text, width, style)
-    if mine.why_accumulate:
-        yield from pair("gradients", f"accumulate {r.accumulate}: {mine.why_accumulate}", width)
+    if mine.why_accumulate and (full or r.accumulate == "sharded"):
+        yield from pair("gradients", f"{r.accumulate}: {mine.why_accumulate}", width)
     p = mine.prediction
     if p is None:
         yield from pair("speed", f"unknown: {mine.why_unknown}", width, "yellow")

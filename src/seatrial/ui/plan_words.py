@@ -151,7 +151,7 @@ def settings(recipe: Recipe, *, short: bool = False) -> str:
     if layout.pipeline == 1 and layout.shard > 1:
         entries.append("reshards" if recipe.reshard else "no reshard")
     if _shards_gradients(recipe):
-        entries.append("sharded gradients" if not short else "sharded")
+        entries.append("sharded" if short else "sharded gradients")
     return ", ".join(entries)
 
 
@@ -236,6 +236,8 @@ def brief(recipe: Recipe) -> str:
         entries.append(recipe.layout.schedule)
     if recipe.recompute != "none":
         entries.append("recomputes")
+    if _shards_gradients(recipe):
+        entries.append("sharded gradients")
     return ", ".join(entries)
 
 

@@ -36,11 +36,11 @@ def chosen(
         memory(model, r, stack_for(r, stack)).reserved
         for r in (replace(recipe, accumulate=how) for how in ("whole", "sharded"))
     )
-    needs = f"whole gradients need {units.memory(whole)} of the {units.memory(room)} of a GPU"
+    needs = f"with whole gradients a GPU needs {units.memory(whole)} of {units.memory(room)}"
     if judge(whole, room).sure:
         return "whole", f"{needs}, which fits"
     word = "tight" if whole <= room else "too much"
-    return "sharded", f"{needs}, which is {word}; reduced in every microbatch {units.memory(sharded)}"
+    return "sharded", f"{needs}, which is {word}; reduced in every microbatch they leave it at {units.memory(sharded)}"
 
 
 def adapted(job: Job, recipe: Recipe, room: float | None, stack: str | Stack = "seatrial") -> Recipe:

@@ -281,7 +281,7 @@ def _floor(model: Architecture, ranks: int, stack: Stack) -> float:
     return per_parameter * model.parameters() / ranks * (1 + FRAGMENTATION) + RUNTIME_BYTES
 
 
-def _lean(job: Job, cluster: Cluster, stack: str | Stack) -> Iterator[Recipe]:
+def _lean(job: Job, cluster: Cluster, stack: str | Stack = "seatrial") -> Iterator[Recipe]:
     """Legal layouts with one shard group and plain 1F1B; see `smallest`."""
     base = Recipe.of(job)
     for tensor in tensors(job, cluster):
