@@ -40,7 +40,10 @@ def chosen(
     if judge(whole, room).sure:
         return "whole", f"{needs}, which fits"
     word = "tight" if whole <= room else "too much"
-    return "sharded", f"{needs}, which is {word}; reduced in every microbatch they leave it at {units.memory(sharded)}"
+    return (
+        "sharded",
+        f"{needs}, which is {word}; reduced in every microbatch they leave it at {units.memory(sharded)}",
+    )
 
 
 def adapted(job: Job, recipe: Recipe, room: float | None, stack: str | Stack = "seatrial") -> Recipe:
