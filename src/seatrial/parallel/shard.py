@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -40,7 +41,7 @@ def free_gathered(model: Decoder) -> None:
             module.reshard()
 
 
-def prepare_backward(model: Decoder, *, last: bool, accumulate: Accumulate) -> None:
+def prepare_backward(model: nn.Module, *, last: bool, accumulate: Accumulate) -> None:
     """Set what the next backward pass does with its gradients; `last`: it is that of the step's last microbatch.
 
     "whole": they are added up in fp32 where they were computed, and reduced over ranks in the last microbatch.

@@ -101,14 +101,14 @@ def test_the_search_shards_gradients_where_whole_do_not_fit() -> None:
     job = preset("qwen2.5-7b-h200", "cluster.gpu=H100 SXM")
     gpu = find_gpu("H100 SXM")
     assert gpu is not None
-    found = search(job, Cluster(gpu, 1, 8), own=False)
+    found = search(job, Cluster(gpu, 1, 8), own=False, microbatches=(1,))
     used = {c.recipe.accumulate for c in found.sure if c.recipe.microbatches > 1}
     assert used == {"whole", "sharded"}
     for c in found.sure:
         if c.recipe.accumulate == "sharded" and c.recipe.microbatches > 1:
             assert not judge(needs(replace(c.recipe, accumulate="whole")), c.prediction.room).sure
     bound = preset("qwen2.5-7b-h200", "cluster.gpu=H100 SXM", "train.accumulate=whole")
-    fixed = search(bound, Cluster(gpu, 1, 8), own=False)
+    fixed = search(bound, Cluster(gpu, 1, 8), own=False, microbatches=(1,))
     assert {c.recipe.accumulate for c in fixed.choices} == {"whole"}
     assert fixed.too_large > found.too_large
 
