@@ -47,7 +47,7 @@ def test_sharded_gradients_are_a_part_of_the_whole_ones() -> None:
     assert whole.allocated - sharded.allocated == pytest.approx(4 * n * 7 / 8)
     # Under a pipeline torch by itself never reduces before the end of a step.
     stages = [replace(r, layout=Layout(pipeline=2, shard=4)) for r in (RECIPE, SHARDED)]
-    assert needs(stages[1]) < needs(stages[0]) - n
+    assert needs(stages[1]) < needs(stages[0]) - n / 2
 
 
 @pytest.mark.parametrize(
