@@ -170,9 +170,12 @@ def _backward(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> M
     transient = 0.0
     if _reduces_at_once(recipe, stack):
         transient = (recipe.width + 4) * layer
-        if stack.name in OURS and rank == recipe.layout.pipeline - 1:
-            # The head's waits for the root's reduction, the last one of a backward pass.
-            transient += recipe.width * model.embedding_parameters() / recipe.layout.tensor
+        if stack.name in OURS:
+            # A layer whose gradients are on their way has freed its activations.
+            transient = max(0.0, transient - (whole if recipe.recompute == "none" else 0.0))
+            if rank == recipe.layout.pipeline - 1:
+                # The head's waits for the root's reduction, the last one of a backward pass.
+                transient += recipe.width * model.embedding_parameters() / recipe.layout.tensor
     return replace(
         base,
         gathered=_gathered(model, recipe, rank, layers=2),
