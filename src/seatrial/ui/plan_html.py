@@ -200,12 +200,13 @@ def _scaling_picture(scalings: Sequence[Scaling]) -> str:
 
 
 def _scaling(shown: Scaling) -> dict[str, object]:
-    words = {True: ("good", "met"), False: ("bad", "missed"), None: ("", "cannot be determined")}
-    at = shown.shows_at
+    at, worst = shown.shows_at, shown.worst
     return {
         "name": shown.name.capitalize(),
         "grows": shown.grows,
-        "targets": [(*words[v.met], f"{v.target}; {v.predicted}") for v in shown.verdicts],
+        "worst": ""
+        if worst is None
+        else f"{percent(worst.doubling)}, from {worst.gpus // 2:,} to {worst.gpus:,} GPUs",
         "shows_at": "" if at is None else f"{at.gpus:,} GPUs{f': {at.costs}' if at.costs else ''}",
         "rows": [_point(p, best=shown.best) for p in shown.points],
         "assumes": shown.assumes,

@@ -218,8 +218,8 @@ def test_usual_nodes_hold_the_jobs_own() -> None:
     from dataclasses import replace
 
     assert usual_nodes(cluster) == (1, 2, 4, 8, 16, 32, 64, 128)
-    assert 3 in usual_nodes(replace(cluster, nodes=3))
-    assert usual_nodes(replace(cluster, nodes=300))[-2:] == (256, 300)
+    assert usual_nodes(replace(cluster, nodes=18)) == (9, 18, 36, 72)
+    assert usual_nodes(replace(cluster, nodes=300)) == (75, 150, 300)
 
 
 def test_wishes() -> None:

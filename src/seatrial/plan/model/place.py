@@ -94,7 +94,7 @@ def _stated(at: NetworkSection, gpus_per_node: int) -> Network:
     source = "as [network] states"
     less = f" / {at.oversubscription:g}" if at.oversubscription > 1 else ""
     return Network(
-        f"stated {at.nics_per_node}x{at.gbps_per_nic:g}{less}",
+        f"{at.nics_per_node} x {at.gbps_per_nic:g}{less} Gb/s a node, as stated",
         at.nics_per_node,
         at.gbps_per_nic / at.oversubscription,
         gpus_per_node,
