@@ -277,7 +277,7 @@ def verdict(answer: Answer) -> Line:
         elif answer.found is not None:
             text += "no layout fits on this cluster (--fit lists clusters that do)"
         return text.removesuffix("; "), "bold red"
-    word = "" if mine.verdict is None else mine.verdict.word
+    word: str = "" if mine.verdict is None else mine.verdict.word
     style = "yellow" if word == "tight" else "green"
     if answer.ending is not None and (lost := 1 - answer.ending.finish.ettr) > MUCH:
         word, style = f"{word}, with {percent(lost)} of the time lost to failures and checkpoints", "yellow"
