@@ -216,4 +216,4 @@ def test_verdict_names_fastest_sure_fit_when_the_best_is_tight() -> None:
     assert f"(tight); with margin fits {brief(first.recipe)}, " in verdict(over)[0]
     assert over.found is not None
     none = replace(over, found=replace(over.found, sure=()))
-    assert verdict(none)[0].endswith("(tight); the fastest that fits with margin: none")
+    assert verdict(none)[0].endswith("(tight); none fits with margin")
