@@ -130,8 +130,8 @@ def _ending(e: RunForecast, width: int, *, full: bool) -> Iterator[Line]:
     yield from pair("finish", text, width)
     cost = "unknown without --price"
     if e.price is not None:
-        cost = f"{_spanned(f.gpu_hours * e.price, f)} at {e.price:g} each"
-    yield from pair("cost", f"{_spanned(f.gpu_hours, f, ' GPU hours')}: {cost}", width)
+        cost = f"{spanned(f.gpu_hours * e.price, f)} at {e.price:g} each"
+    yield from pair("cost", f"{spanned(f.gpu_hours, f, ' GPU hours')}: {cost}", width)
     more = f.wall_s / e.best.wall_s - 1
     best = f"every {e.best.interval.steps:,} steps ({units.duration(e.best.every_s)})"
     if e.best.interval.limited_by:
@@ -152,7 +152,7 @@ def _ending(e: RunForecast, width: int, *, full: bool) -> Iterator[Line]:
     yield from pair("checkpoints", text, width)
 
 
-def _spanned(value: float, f: Finish, unit: str = "") -> str:
+def spanned(value: float, f: Finish, unit: str = "") -> str:
     """A figure that grows with the run's time, and its interval."""
     shown = units.count if value >= 1e6 else figure
     low, high = (shown(value * at / f.wall_s) for at in (f.low_s, f.high_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from rows_cases import BENCH
 
 from plan_answers import jobs, kept, told
 
@@ -32,8 +33,6 @@ def test_ten_plans_are_kept() -> None:
 )
 def test_a_reference_plan_answers_as_reviewed(name: str) -> None:
     now, reviewed = told(jobs()[name]), kept()[name]
-    assert words(now) == words(reviewed), (
-        "if it is right, write it anew: python bench/plan_answers.py --write"
-    )
+    assert words(now) == words(reviewed), f"if it is right: python {BENCH}/plan_answers.py --write"
     # Small shares and differences are printed with one digit.
     assert values(now) == pytest.approx(values(reviewed), rel=0.02, abs=1)

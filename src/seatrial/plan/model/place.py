@@ -131,13 +131,17 @@ def _unknown(kind: str, name: str, known: list[str], rest: str = "") -> InputErr
 
 
 def _gpu(job: Job) -> tuple[Gpu | None, str]:
-    at = job.cluster
+    at, stated = job.cluster, job.file.gpu
     if at.device == "cpu":
         return None, 'ranks are CPU processes (device = "cpu"), for which speed is not predicted'
+    if stated is not None:
+        architecture = stated.architecture or "an unknown architecture"
+        values = {**stated.model_dump(), "architecture": architecture}
+        return Gpu("GPU as stated", (), source="as [gpu] states", **values), ""
     if at.gpu is None:
         return (
             None,
-            'the job names no GPU, and CPU ranks are not predicted; set one with --set cluster.gpu="H100 SXM"',
+            'the job names no GPU, and CPU ranks are not predicted; set one with --set cluster.gpu="H100 SXM", or state it as [gpu]',
         )
     found = find_gpu(at.gpu)
     if found is not None:
