@@ -80,7 +80,9 @@ def test_killed_at_random_instants(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rng = random.Random(11)
     killed, stores = 0, 0
     while killed < kills or stores < 3:
-        assert killed < 4 * kills  # no attempt gets far enough to make a store alone: each must go on from the last
+        assert (
+            killed < 4 * kills
+        )  # no attempt gets far enough to make a store alone: each must go on from the last
         out = tmp_path / f"out-{stores}"
         workers = rng.randrange(1, 4)
         if not attempt(corpus, out, workers, rng, 60):

@@ -1,4 +1,4 @@
-"""The waterfall as SVG: text stays text, every bar states its share, and a sentence describes the whole."""
+"""The waterfall as SVG, with a share on every bar and a text alternative."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LETTER = 7.0  # width of a letter in the widest of the usual fonts
 def waterfall_svg(
     shown: Waterfall, *, title: str, subtitle: str = "", alone: bool = True, name: str = "waterfall"
 ) -> Element:
-    """The picture of `shown`, as a separate file or for a page that has the pictures' style (`svg.style`).
+    """The picture of `shown`, as a separate file or for a page that includes `svg.style`.
 
-    `name` keeps the ids of several on a page apart.
+    `name` makes ids unique if there are several on a page.
     """
     top = 74.0 if subtitle else 52.0
     body = _ROW * len(shown.bars)
@@ -52,7 +52,7 @@ def _axis(top: float, body: float) -> Iterator[Element]:
 
 
 def _bar(bar: Bar, y: float) -> Iterator[Element]:
-    """Name, bar, and its value to the right: there is always room, as a bar ends where the previous one began."""
+    """Name, bar, and its value to the right: there is always room, since bars end where the previous one began."""
     middle = y + _BAR / 2 + 4.5
     x, end = _x(bar.low), _x(bar.high)
     hint = f"{bar.name}: {bar.words}, {seconds(bar.seconds)}"
@@ -64,7 +64,7 @@ def _bar(bar: Bar, y: float) -> Iterator[Element]:
 
 
 def _joints(shown: Waterfall, top: float) -> Iterator[Element]:
-    """Lines that carry the remainder after each bar down to the next one."""
+    """Connectors from the end of each bar to the next one."""
     left = 1.0
     for i, bar in enumerate(shown.bars[:-1]):
         left -= bar.share if bar.kind != "peak" else 0.0
