@@ -45,7 +45,7 @@ from seatrial.record.stages import STAGES, StageWriter
 from seatrial.record.telemetry import read_chunk, thinned
 from seatrial.record.telemetry_format import Header, chunks, packed
 from seatrial.record.telemetry_writer import CHUNK_S, THIN, THIN_AFTER_S, TelemetryWriter
-from seatrial.watch.columns import KeptColumns
+from seatrial.watch.columns import ColumnCacheWriter
 from telemetry import samples
 
 NAME, PRESET = "month", "qwen2.5-72b-b300"
@@ -441,7 +441,7 @@ def _write_logs(month: Month) -> None:
 
 def _keep_columns(folder: RunFolder) -> None:
     """What the monitor does over the month."""
-    kept = KeptColumns(folder)
+    kept = ColumnCacheWriter(folder)
     for _ in range(1 + folder.metrics.stat().st_size // jsonl.PIECE_BYTES):
         kept.poll(0.0)
 

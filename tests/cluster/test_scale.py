@@ -125,7 +125,7 @@ def test_the_report_is_one_page(folder: Path, report: dict[str, Any]) -> None:
     assert "Where the time of a step goes" in page
     assert "replicate messages" in page
     assert "2 nodes: where the step goes, measured" in page
-    assert "2 nodes: own work of each rank beside its peers" in page
+    assert "2 nodes: own work of each rank against its peers" in page
     assert "MFU unknown: no dense peak is known" in page
     assert "<svg" in page
     assert "http" not in page.replace("http://www.w3.org", "")

@@ -158,7 +158,7 @@ def _push(folder: RunFolder, name: str) -> int:
     from seatrial.watch.trackers.feed import feed
 
     try:
-        pushed = feed(folder, name, tell=lambda text: print(text, file=sys.stderr, flush=True))
+        pushed = feed(folder, name, report=lambda text: print(text, file=sys.stderr, flush=True))
     except SeatrialError:
         raise
     except Exception as error:  # the code of others, which can raise anything

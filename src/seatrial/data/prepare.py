@@ -25,7 +25,7 @@ from seatrial.data.megatron import find_pair
 from seatrial.data.megatron_import import import_pair
 from seatrial.data.parts import Part, plan_parts
 from seatrial.data.pool import Here, Pool, Work
-from seatrial.data.sources import BUILTIN_LIBRARY, Found, find, refuse_remote
+from seatrial.data.sources import BUILTIN_LIBRARY, SourceFiles, find, refuse_remote
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import Tokenizer, load_tokenizer
 from seatrial.data.workspace import Note, Workspace
@@ -128,7 +128,7 @@ def prepare(
         ) from e
 
 
-def _workers(wanted: int | None, parts: Sequence[Part], found: Found) -> int:
+def _workers(wanted: int | None, parts: Sequence[Part], found: SourceFiles) -> int:
     """The number of processes to use. By default only as many as outweigh the cost of starting them."""
     if wanted is None:
         wanted = min(len(os.sched_getaffinity(0)), sum(f.size for f in found.files) // _WORTH_A_WORKER)
@@ -284,7 +284,7 @@ def _resolve(
         )
 
 
-def _source_digest(source: str, found: Found, tokenizer: Tokenizer, text_key: str) -> str:
+def _source_digest(source: str, found: SourceFiles, tokenizer: Tokenizer, text_key: str) -> str:
     files: list[list[Any]]
     if source == BUILTIN_LIBRARY:
         # No times: another installation of the same Python is the same corpus.

@@ -1,4 +1,4 @@
-"""GPU memory as SVG: a bar of the kinds of bytes, compared with the capacity of the GPU."""
+"""GPU memory by kind as an SVG bar, compared with the capacity of the GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TOGETHER = {
 def account_svg(
     account: Account, room: float | None, *, title: str, alone: bool = True, width: float = WIDTH
 ) -> Element:
-    """Bytes on the most loaded GPU. `room`: what a process can have there; None if the GPU is unknown.
+    """Bytes on the most loaded GPU. `room`: what one process can use there; None if the GPU is unknown.
 
     Raises ValueError for an account without a layout.
     """

@@ -51,9 +51,9 @@ def page(
     tone: str = "",
     wishes: Sequence[str] = (),
 ) -> str:
-    """The whole document.
+    """The HTML page.
 
-    `verdict`: the plan's verdict, `tone` its colour: "good", "warn" or "bad". `wishes`: the targets and whether
+    `verdict`: the plan's verdict, `tone` its colour: "good", "warn" or "bad". `wishes`: the targets, and whether
     they are within reach. `fits`: the smallest clusters, if they were requested.
     """
     job, own = answer.job, answer.own
@@ -106,11 +106,11 @@ def _big(answer: Answer) -> Iterator[tuple[str, str]]:
     else:
         rate, _, interval = rate_span(p).partition(" ")
         yield rate, interval.replace("(", f"; {INTERVAL} ").replace(" ;", ";").removesuffix(")")
-        yield seconds(p.step_s), f"a step; {span(p.low_s, p.high_s)}"
+        yield seconds(p.step_s), f"per step; {span(p.low_s, p.high_s)}"
         if p.mfu is not None:
             yield percent(p.mfu, 1), f"MFU; {mfu_span(p).partition('(')[2].removesuffix(')')}"
     needs = own.memory.reserved if own.room is not None else own.memory.allocated
-    of = "a rank" if own.room is None else f"a GPU, of {figures.memory(own.room)}"
+    of = "per rank" if own.room is None else f"per GPU, of {figures.memory(own.room)}"
     tight = ""
     if own.verdict is not None and own.verdict.why:
         of, tight = f"{of}; {own.verdict.why}", f" {TIGHT}"
@@ -143,7 +143,7 @@ def _choice(choice: Choice, best: Prediction, *, own: bool = False) -> Row:
     p = choice.prediction
     name = ("the job's own: " if own else "") + marked(choice.recipe, p)
     slower = p.step_s / best.step_s - 1
-    # For the best layout its largest part; for the others the part that exceeds the best one's most.
+    # For the best layout its largest part; for others the part with the largest excess over the best one.
     most = max(p.waterfall[1:], key=lambda share: share.share)
     why = f"{part(most.name)} {percent(most.share)}" if p.fits else "does not fit"
     more = excess(p, best) if p.fits and slower >= 5e-4 else None
@@ -182,7 +182,7 @@ def _change(way: Suggestion) -> Row:
 
 
 def _memory(held: Account, room: float | None, before: str) -> dict[str, object]:
-    """`before`: what stands above the picture, which an account without a layout has not."""
+    """`before`: text above the picture, which an account without a layout does not have."""
     rows: list[Row] = []
     for li in held.lines:
         each = "" if li.per_parameter is None else f"{li.per_parameter:g}"
@@ -195,13 +195,13 @@ def _memory(held: Account, room: float | None, before: str) -> dict[str, object]
         picture = _drawn(partial(account_svg, held, room, title="On the most loaded GPU"))
         if held.cluster_bytes is not None:
             sums = [figures.memory(held.gpu_bytes), data(held.cluster_bytes)]
-            rows.append(("own", ["in all", "", "", *sums, ""]))
+            rows.append(("own", ["total", "", "", *sums, ""]))
     weights = ", ".join(f"{name} {data(n)}" for name, n in held.weights)
     return {"headline": held.headline, "before": before, "picture": picture, "weights": weights, "rows": rows}
 
 
 def _scaling_picture(scalings: Sequence[Scaling]) -> str:
-    title = "Tokens/s/GPU over the smallest cluster's"
+    title = "Tokens/s/GPU relative to the smallest cluster"
     return _drawn(partial(scaling_svg, scalings, title=title)) if scalings else ""
 
 
@@ -248,16 +248,22 @@ def _network(answer: Answer) -> Iterator[Row]:
     c = answer.carried
     if not answer.place.shape.crosses:
         return
-    yield None, [f"leaves the {answer.place.enclosure} in a step, for each GPU", data(c.a_gpu)]
+    yield None, [f"sent out of the {answer.place.enclosure} per step and GPU", data(c.a_gpu)]
     if c.a_card is not None:
-        yield None, ["the same over each network card", data(c.a_card)]
+        yield None, ["the same per network card", data(c.a_card)]
     if c.mean is not None:
-        yield None, ["needed on average", f"{data(c.mean)}/s a node, {data(c.mean * c.nodes)}/s in all"]
+        yield None, ["needed on average", f"{data(c.mean)}/s per node, {data(c.mean * c.nodes)}/s in total"]
     if c.enough is not None:
-        yield None, ["a step is 5 % longer than with an unlimited network at", f"{data(c.enough)}/s a node"]
+        yield (
+            None,
+            [
+                "rate at which a step is 5 % longer than with an unlimited network",
+                f"{data(c.enough)}/s per node",
+            ],
+        )
     there = "unknown"
     if c.capacity is not None:
-        there = f"{data(c.capacity)}/s a node, {data(c.capacity * c.nodes)}/s in all"
+        there = f"{data(c.capacity)}/s per node, {data(c.capacity * c.nodes)}/s in total"
     yield None, ["capacity, one direction", there]
 
 

@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 
 
 def document(answer: Answer) -> dict[str, Any]:
-    """Plain values only; numbers are finite or null."""
+    """The plan as JSON values; numbers are finite or null."""
     job, arch, train = answer.job, answer.job.architecture, answer.job.train
     tokens = train.global_batch * train.sequence_length
     whole = {

@@ -1,4 +1,4 @@
-"""The job's own layout in a plan: memory, speed, end, network and storage demand, scaling."""
+"""The job's own layout in a plan: memory, speed, duration, network and storage demand, scaling."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         yield from pair("chosen", answer.job.chosen["reasons"][mine.prediction is None], width)
     kinds = held(mine.memory, gpu=mine.fits is not None, most=None if full else _KINDS_SHOWN)
     if mine.fits is None:
-        yield from pair("memory", f"{gib(mine.memory.allocated)} a rank: {kinds}", width)
+        yield from pair("memory", f"{gib(mine.memory.allocated)} per rank: {kinds}", width)
     else:
         assert mine.room is not None
         verdict = mine.verdict
         assert verdict is not None
-        text = f"{verdict.word}: {gib(mine.memory.reserved)} of {gib(mine.room)} a GPU: {kinds}"
+        text = f"{verdict.word}: {gib(mine.memory.reserved)} of {gib(mine.room)} per GPU: {kinds}"
         gpu = answer.place.gpu
         if gpu is not None and gpu.architecture not in ATTENTION:
             text += "\nthe runtime's memory and the margin are those of NVIDIA's GPUs"
@@ -63,10 +63,10 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         whole = units.count(p.tokens_per_s_per_gpu * r.world)
         known = "" if p.pace.kind == "calibrated" else f" ({p.pace.kind})"
         if mine.fits is False:
-            yield from pair("speed", f"if it fitted: {rate_span(p)}, {seconds(p.step_s)} a step", width)
+            yield from pair("speed", f"if it fitted: {rate_span(p)}, {seconds(p.step_s)} per step", width)
             return
         yield from pair("step", f"{seconds(p.step_s)}, {INTERVAL} {span(p.low_s, p.high_s)}{known}", width)
-        yield from pair("speed", f"{rate_span(p)}, {whole} tokens/s in all", width)
+        yield from pair("speed", f"{rate_span(p)}, {whole} tokens/s in total", width)
         yield from pair("MFU", mfu_span(p), width)
         if short := too_short(answer.job.architecture, r, p):
             yield from pair("caution", short, width, "yellow")
@@ -87,9 +87,9 @@ def _network(answer: Answer, *, full: bool) -> str:
         return sent + (f", all inside the {place.enclosure}" if t.sent >= 0.5 else "")
     entries = []
     if full or c.mean is None:
-        share = f"; {place.enclosure}s send each other {_dimensions(t.leaving)} for each of their GPUs"
+        share = f"; {place.enclosure}s send each other {_dimensions(t.leaving)} per GPU"
         if c.a_card is not None:
-            share += f", {data(c.a_card)} over each network card"
+            share += f", {data(c.a_card)} per network card"
         entries.append(sent + share)
     if c.capacity is not None:
         entries.append(
@@ -99,7 +99,7 @@ def _network(answer: Answer, *, full: bool) -> str:
         share = "" if c.capacity is None else f", {percent(c.mean / c.capacity, 1)} of it"
         text = f"needed {data(c.mean * c.nodes)}/s averaged over a step{share}"
         if c.enough is not None:
-            text += f"; {data(c.enough * c.nodes)}/s for it to cost no more than {percent(ENOUGH)} of a step"
+            text += f"; {data(c.enough * c.nodes)}/s would limit its cost to {percent(ENOUGH)} of a step"
         entries.append(text)
     return "\n".join(entries)
 
@@ -112,7 +112,7 @@ def _dimensions(sent: Sent) -> str:
         ("context", sent.context),
     )
     by = ", ".join(f"{name} {data(n)}" for name, n in kinds if n >= 0.5)
-    return f"{data(sent.sent)} a step ({by})" if by else "nothing"
+    return f"{data(sent.sent)} per step ({by})" if by else "nothing"
 
 
 def _ending(e: RunForecast, width: int, *, full: bool) -> Iterator[Line]:
@@ -160,7 +160,7 @@ def spanned(value: float, f: Finish, unit: str = "") -> str:
 
 
 def _validation(train: TrainSection, width: int) -> Iterator[Line]:
-    """What a validation adds. Its forward passes are about a third of a step's FLOPs."""
+    """The time that validation adds. Its forward passes are about a third of a step's FLOPs."""
     every = train.validate_every_steps
     if every is None:
         return
@@ -190,7 +190,7 @@ def _brief(weak: Scaling, strong: Scaling, best: Scaling | None) -> str:
         text += f"; may run out of memory on {', '.join(f'{n:,}' for n in sizes)} GPUs"
     if best is not None and len(best.known) > 1:
         one, all_ = best.known[0], best.known[-1]
-        text += f"\nthe best layout of each size: {all_.speedup:.1f} times from {one.gpus:,} to {all_.gpus:,} GPUs"
+        text += f"\nwith the best layout at each size: {all_.speedup:.1f} times from {one.gpus:,} to {all_.gpus:,} GPUs"
     return text
 
 
@@ -202,7 +202,7 @@ def scaling(answer: Answer, width: int) -> Iterator[Line]:
     """Both scaling curves, size by size, with their assumptions."""
     if answer.weak is None or answer.strong is None or answer.own.fits is False:
         return
-    yield "scaling of this layout: tokens/s/GPU over the smallest cluster's, by GPUs", HEAD
+    yield "scaling of this layout: tokens/s/GPU relative to the smallest cluster, by GPUs", HEAD
     yield from _curve("weak", answer.weak, width)
     yield from _curve("strong", answer.strong, width)
     if answer.best_scaled is not None:
@@ -224,7 +224,7 @@ def _curve(name: str, curve: Scaling, width: int) -> Iterator[Line]:
     points = [
         "\N{NO-BREAK SPACE}".join((f"{p.gpus:,}:", *percent(p.efficiency).split())) for p in curve.known
     ]
-    text = "  ".join(points) or "not known"
+    text = "  ".join(points) or "unknown"
     shows = curve.shows_at
     if shows is not None:
         text += f"\ncommunication becomes significant from {shows.gpus:,} GPUs on" + (

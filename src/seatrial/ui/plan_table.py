@@ -1,4 +1,4 @@
-"""A plan as styled lines: the job's own layout, better ones, the reasons, and the verdict last."""
+"""A plan as styled lines: the job's own layout, better ones, reasons, and the verdict."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _header(answer: Answer, width: int) -> Iterator[Line]:
     yield from pair(
         "model",
         f"{arch.family}, {units.count(arch.parameters())} parameters, {many(arch.num_hidden_layers, 'layer')}; "
-        f"{flop(arch.flops_per_token(train.sequence_length))} a token",
+        f"{flop(arch.flops_per_token(train.sequence_length))} per token",
         width,
     )
     yield from pair(
@@ -111,7 +111,7 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if not found.choices:
         if found.tried:
             yield from pair(
-                "none fits", f"the smallest needs {gib(found.least_bytes)} a GPU", width, "bold red"
+                "none fits", f"the smallest needs {gib(found.least_bytes)} per GPU", width, "bold red"
             )
         return
     wide = width >= _WIDE
@@ -131,7 +131,7 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if any(c.recipe.async_tensor for c in shown):
         entries.insert(0, "async: async_tensor = true")
     if any(c.recipe.layout.stages_per_rank > 1 for c in shown):
-        entries.insert(0, "PP2x4: 4 stages a rank")
+        entries.insert(0, "PP2x4: 4 stages per rank")
     listed = [*shown, *([found.own] if found.own is not None else [])]
     if any(c.prediction.verdict.word == "tight" for c in listed):
         entries.insert(0, TIGHT_NOTE)
@@ -174,7 +174,7 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     wishes = [t.wanted for t in answer.targets]
     shown = more.ways if full else more.ways[:_WAYS]
     fits = answer.own.fits is not False
-    yield "faster than the job's own layout" if fits else "changes with which it fits", HEAD
+    yield "faster than the job's own layout" if fits else "changes that make it fit", HEAD
     rows = [
         [
             *([f"{way.gain * 100:+.0f} %"] if fits else []),
@@ -206,7 +206,7 @@ def _told(what: str, recipe: Recipe) -> str:
 def _turns(answer: Answer, width: int) -> Iterator[Line]:
     if answer.advice is None or not answer.advice.turns:
         return
-    yield "crossovers: when another layout becomes the best", HEAD
+    yield "crossovers: when another layout becomes best", HEAD
     for what in dict.fromkeys(t.what for t in answer.advice.turns):
         turns = [t for t in answer.advice.turns if t.what == what]
         text = "; ".join([f"{figure(turns[0].now)} {turns[0].unit} here", *(_turn(t) for t in turns if t.at)])
@@ -277,9 +277,7 @@ def verdict(answer: Answer) -> Line:
     if mine.fits is False:
         assert mine.room is not None
         over = mine.memory.reserved / mine.room - 1
-        text = (
-            f"does not fit: {gib(mine.memory.reserved)} a GPU of {gib(mine.room)}, {percent(over)} too much; "
-        )
+        text = f"does not fit: {gib(mine.memory.reserved)} per GPU of {gib(mine.room)}, {percent(over)} too much; "
         if best is not None:
             text += f"the fastest that fits is {brief(best.recipe)}{_margin(best, sure)}"
         elif answer.found is not None:
@@ -324,7 +322,7 @@ def _margin(choice: Choice, sure: Choice | None, own: Prediction | None = None, 
 
 
 def target_words(target: Target) -> str:
-    """Whether a target is within reach, and with which change it would be."""
+    """Whether a target is reached, and which change would reach it."""
     w = target.wanted
     name = f"{w.value:,.0f} tokens/s/GPU" if w.of == "tokens/s/GPU" else f"MFU {percent(w.value)}"
     text = {

@@ -43,7 +43,7 @@ def pair(label: str, text: str, width: int, style: str = "") -> list[Line]:
 
 
 def spaced(text: str) -> str:
-    """Write shares uniformly, with a space: 4 %."""
+    """Percentages with a space: 4 %."""
     return re.sub(r"(\d)%", r"\1 %", text)
 
 
@@ -165,7 +165,7 @@ _GPU_ALONE = (_HELD["runtime"], _HELD["streams"])
 def held(memory: Memory, *, gpu: bool, most: int | None = None) -> str:
     """The kinds of a rank's memory, largest first; `most` of them, and the rest summed as one.
 
-    On a `gpu` they add up to what it must have (`Memory.reserved`), elsewhere to what torch's allocator hands out.
+    On a `gpu` they add up to `Memory.reserved`, elsewhere to what torch's allocator hands out.
     """
     kinds = [(getattr(memory, f.name), _HELD.get(f.name, f.name)) for f in fields(memory)]
     if gpu:

@@ -13,7 +13,7 @@ from seatrial.ui.svg import WIDTH, box, framed, line, text
 HEIGHT = 380.0
 _TOP, _BOTTOM = 52.0, 62.0
 _SIDES, _NARROW_SIDES = (64.0, 150.0), (48.0, 104.0)  # left of the curves for shares, right of them for names
-_CAP, _LABEL = 5.0, 17.0  # half the width of an interval's ends; least distance of two labels
+_CAP, _LABEL = 5.0, 17.0  # half-width of an interval's caps; minimum distance of two labels
 _LOOKS: dict[str, tuple[str, str]] = {
     "weak scaling": ("st-kernels", ""),
     "strong scaling": ("st-communication", "6 4"),
@@ -53,12 +53,12 @@ class Frame:
         self.right = width - right
 
     def x(self, gpus: float) -> float:
-        """The place of a size."""
+        """The x coordinate of a size."""
         share = (math.log2(gpus) - self.low) / (self.high - self.low)
         return self.left + share * (self.right - self.left)
 
     def y(self, efficiency: float) -> float:
-        """The place of an efficiency, 1 for 100 %."""
+        """The y coordinate of an efficiency, 1 for 100 %."""
         return HEIGHT - _BOTTOM - efficiency / self.top * (HEIGHT - _TOP - _BOTTOM)
 
 
@@ -92,7 +92,7 @@ class Mark:
 def curve(
     frame: Frame, name: str, kind: str, dashes: str, marks: Sequence[Mark], ends: list[float]
 ) -> Iterator[Element]:
-    """The marks with their intervals, a line through them, and the name. `ends`: the heights of names so far."""
+    """Marks with intervals, a line through them, and the name. `ends`: heights of the labels so far."""
     places = [(frame.x(mark.gpus), frame.y(mark.value)) for mark in marks]
     if len(places) > 1:
         yield line(places, kind, dashes, 2.2)

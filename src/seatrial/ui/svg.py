@@ -1,6 +1,6 @@
-"""Shared by all pictures: colours for light and dark, the elements that they consist of, the frame with its text alternative.
+"""Shared by all pictures: colours for light and dark mode, elements, frame and text alternative.
 
-A picture is an `<svg>` element: `written` makes text of it, `png.png` draws it.
+A picture is an `<svg>` element: `written` serialises it, `png.png` renders it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLOURS: dict[str, tuple[str, str]] = {
     "extra": ("#8a7400", "#d6c24a"),
 }
 WIDTH, NARROW = 960.0, 360.0  # of a picture: the usual one, and one whose text can be read on a telephone
-_TITLE = 84  # letters that fit into a title
+_TITLE = 84  # characters that fit into a title
 INK, SOFT, LINE, PAGE = (
     ("#1b1f24", "#e8eaed"),
     ("#59636e", "#9aa4af"),
@@ -83,13 +83,13 @@ def framed(
 
 
 def written(picture: Element) -> str:
-    """As text, an element a line."""
+    """As text, one element per line."""
     ElementTree.indent(picture, "")
     return ElementTree.tostring(picture, encoding="unicode") + "\n"
 
 
 def shortened(words: str, letters: int) -> str:
-    """`words` cut to `letters`: the beginning and the end are kept, as names differ at either."""
+    """`words` cut to `letters` characters in the middle, since names differ at either end."""
     if len(words) <= letters:
         return words
     end = letters // 3

@@ -1,4 +1,4 @@
-"""The waterfall as SVG: text stays text, every bar states its share, and a sentence describes the whole."""
+"""The waterfall as SVG, with a share on every bar and a text alternative."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def waterfall_svg(
     name: str = "waterfall",
     width: float = WIDTH,
 ) -> Element:
-    """The picture of `shown`, as a separate file or for a page that has the pictures' style (`svg.style`).
+    """The picture of `shown`, as a separate file or for a page that includes `svg.style`.
 
-    `name` keeps the ids of several on a page apart.
+    `name` makes ids unique if there are several on a page.
     """
     top, at = 74.0 if subtitle else 52.0, _Frame(width)
     body, wrap = at.row * len(shown.bars), round(_WRAP * width / WIDTH)

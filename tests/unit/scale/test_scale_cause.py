@@ -90,7 +90,7 @@ def test_a_slow_link_in_one_ring_cannot_be_placed_by_timings() -> None:
     here = size(FSDP_4, {(-1, SHARD): 0.5}, message_bytes=LARGE)
     found = only(find_causes(base, here))
     assert (found.kind, found.dimensions, found.nodes, found.remove_node) == ("network", ("shard",), (), None)
-    assert any("timings cannot tell" in text for text in found.evidence)
+    assert any("timings do not show" in text for text in found.evidence)
 
 
 def test_counters_place_it() -> None:
@@ -151,9 +151,9 @@ def test_small_messages_are_told_by_their_size() -> None:
     )
     found = only(find_causes(BASE, size(FSDP_4, {(-1, SHARD): 0.5}, message_bytes=SMALL, calls=many)))
     assert found.kind == "small messages"
-    assert "333 of them a step" in " ".join(found.evidence)
+    assert "333 collectives per step" in " ".join(found.evidence)
     # What is sent along the pipeline goes to one rank only: no latency of many hops.
-    assert "4.00 KiB in a message" in " ".join(pipeline_waits(message_bytes={"pipeline": 4096}).evidence)
+    assert "4.00 KiB per message" in " ".join(pipeline_waits(message_bytes={"pipeline": 4096}).evidence)
 
 
 def pipeline_waits(**known: Any) -> Cause:
@@ -235,7 +235,8 @@ def test_words_and_json() -> None:
     assert text.startswith(
         "straggler node 2, rank 2: 400 ms of a step (26%); rank 2: compute takes 1.40 times"
     )
-    assert ("try", "repeat this size without node 2: take it out of the allocation, slurm.exclude") in lines(
-        found
-    )
+    assert (
+        "try",
+        "repeat this size without node 2: exclude it from the allocation (slurm.exclude)",
+    ) in lines(found)
     assert json.loads(json.dumps(as_dict(found[0])))["remove_node"] == 2

@@ -74,7 +74,7 @@ def test_a_fault_is_what_the_first_size_had_less_of(
 def test_the_growth_is_said() -> None:
     found = new_faults([node(np_cnp_sent=15_000)], [node(np_cnp_sent=90_000)])
     assert found is not None
-    assert found[0][0].message.endswith("; 6.0 times as much for each byte as at the first size")
+    assert found[0][0].message.endswith("; 6.0 times as much per byte as at the first size")
 
 
 def test_tcp_counts_by_its_bytes() -> None:

@@ -23,7 +23,7 @@ def gates(
 def test_what_nobody_asked_for_is_not_judged() -> None:
     found = judge_gates(Gates(), SIZES, {2: speed(0.1)}, lambda nodes, of: speed(1))
     assert [j.verdict for j in found] == ["UNJUDGED", "UNJUDGED"]
-    assert all("not asked for" in j.text for j in found)
+    assert all("not requested" in j.text for j in found)
 
 
 def test_utilisation_is_judged_where_the_gpus_tell_it() -> None:
@@ -59,7 +59,7 @@ def test_sizes_that_a_gate_needs_and_that_are_not_there() -> None:
     found = judge_gates(Gates(0.8, (8, 256, 12)), [(1, 8)], {}, lambda nodes, of: None)
     assert [j.text for j in found] == [
         "no two sizes differ by a factor of two",
-        "no size of --nodes has 256 GPUs",
+        "no size in --nodes has 256 GPUs",
     ]
     assert {j.verdict for j in found} == {"UNJUDGED"}
 

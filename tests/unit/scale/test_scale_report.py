@@ -93,7 +93,7 @@ def test_predictions_stand_beside_measurements(results: Results) -> None:
         )
         assert size["waterfall"]["mfu"] == pytest.approx(size["mfu"], rel=1e-6)
     headings, rows = waterfall_rows(results)
-    assert headings == ("part of a step", "1 node", "plan", "ratio", "2 nodes", "plan", "ratio")
+    assert headings == ("step part", "1 node", "plan", "ratio", "2 nodes", "plan", "ratio")
     assert {len(row) for row in rows} == {len(headings)}
     names = [row[0] for row in rows]
     assert names[0] == "model FLOPs"
@@ -111,7 +111,7 @@ def test_the_page_has_a_picture_of_each_size_and_plan(results: Results) -> None:
         assert title in found
     ids = re.findall(r' id="([^"]+)"', found)
     assert len(ids) == len(set(ids))
-    assert f"rank {SLOW} differs most from its peers, in backward, by 300 ms" in found
+    assert f"rank {SLOW} deviates most from its peers, in backward, by 300 ms" in found
     assert "http" not in found.replace("http://www.w3.org", "")
 
 

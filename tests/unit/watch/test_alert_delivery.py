@@ -55,10 +55,10 @@ class Sent:
 
 class Deliveries:
     def __init__(self, file: Path) -> None:
-        self.file, self.told, self.open = file, list[msg.FromMonitor](), list[Delivery]()
+        self.file, self.sent, self.open = file, list[msg.FromMonitor](), list[Delivery]()
 
     def start(self, receiver: Sent, known: list[Alert] | None = None) -> Delivery:
-        self.open.append(Delivery([receiver], self.file, self.told.append))
+        self.open.append(Delivery([receiver], self.file, self.sent.append))
         self.open[-1].start(known or [])
         return self.open[-1]
 
@@ -108,9 +108,9 @@ def test_failures_are_told_once_and_tried_again(deliveries: Deliveries) -> None:
     wait(lambda: to.attempts == 3)
     to.fails = False
     wait(lambda: to.got)
-    (told,) = deliveries.told
-    assert isinstance(told, msg.MonitorFailed)
-    assert (told.kind, told.data) == ("alert_delivery_failed", {"to": "webhook", "error": "down"})
+    (sent,) = deliveries.sent
+    assert isinstance(sent, msg.MonitorFailed)
+    assert (sent.kind, sent.data) == ("alert_delivery_failed", {"to": "webhook", "error": "down"})
 
 
 def test_it_gives_up_and_begins_anew_with_the_next_alert(deliveries: Deliveries) -> None:
@@ -123,7 +123,7 @@ def test_it_gives_up_and_begins_anew_with_the_next_alert(deliveries: Deliveries)
     line.add(alert("straggler"))
     wait(lambda: to.got)
     assert [a.rule for a in to.got] == ["straggler"]
-    assert len(deliveries.told) == 1
+    assert len(deliveries.sent) == 1
 
 
 def test_what_was_over_before_it_could_be_delivered_is_not(deliveries: Deliveries) -> None:

@@ -158,8 +158,8 @@ def test_the_manifest_says_what_is_in_it_and_what_is_not(planted: RunFolder, tmp
     assert cut["only_last_bytes"] < cut["bytes"]
     left = {entry["why"]: entry["examples"] for entry in manifest["left_out"]}
     assert left["a secret of the run"] == ["control/secret"]
-    assert left["checkpoints are not for support"] == ["checkpoints/step-00000004/weights.safetensors"]
-    assert set(left["a link"] + left["not a regular file"]) == {
+    assert left["checkpoints: weights"] == ["checkpoints/step-00000004/weights.safetensors"]
+    assert set(left["a symbolic link"] + left["not a regular file"]) == {
         "logs/away",
         "logs/000001/node0/linked.log",
         "logs/000001/node0/pipe.log",

@@ -111,7 +111,7 @@ def test_named_runs_are_in_the_example(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "stderr"),
     [
         (["--grafana", "a-file"], "cannot write to a-file: "),
         (["--grafana", "a-file/below"], "cannot write to a-file/below: Not a directory"),
@@ -126,12 +126,12 @@ def test_what_cannot_be_written_is_said(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
-    told: str,
+    stderr: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a-file").touch()
     assert main(["watch", *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert stderr in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

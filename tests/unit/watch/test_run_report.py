@@ -247,6 +247,6 @@ def test_a_browser_shows_it_without_scrolling_sideways(folder: RunFolder, width:
     found = subprocess.run(
         [str(each) for each in command], capture_output=True, text=True, timeout=60, check=True
     )
-    told = next(line for line in found.stdout.split("<") if "WIDTH" in line).split("WIDTH ")[1].split()
-    assert int(told[0]) <= width
-    assert told[1:] == ["0", "0"]
+    printed = next(line for line in found.stdout.split("<") if "WIDTH" in line).split("WIDTH ")[1].split()
+    assert int(printed[0]) <= width
+    assert printed[1:] == ["0", "0"]

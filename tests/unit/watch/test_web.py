@@ -206,10 +206,10 @@ def test_nothing_but_what_is_looked_up(client: TestClient, run: RunFolder, path:
 def test_the_first_screen(client: TestClient, run: RunFolder) -> None:
     moment = MomentReader(run).poll()
     document = json.loads(encode(now(moment)))
-    assert list(document)[1:8] == ["state", "moving", "hand", "lost", "reserve", "checkpoint", "heat"]
-    (hand,) = document["hand"]
-    assert (hand["node"], hand["rank"], hand["what"]) == (5, 2, "rank 2 failed")
-    assert hand["command"] == f"seatrial logs '{run.path}' --rank 2"
+    assert list(document)[1:8] == ["state", "moving", "attention", "lost", "reserve", "checkpoint", "heat"]
+    (item,) = document["attention"]
+    assert (item["node"], item["rank"], item["what"]) == (5, 2, "rank 2 failed")
+    assert item["command"] == f"seatrial logs '{run.path}' --rank 2"
     assert document["moving"]["step"] == 3
     heat_map = document["heat"]
     assert (heat_map["nodes"], heat_map["columns"]) == ([0, 5], [0, 1])
@@ -226,7 +226,7 @@ def test_any_metric_can_be_mapped(client: TestClient, run: RunFolder) -> None:
     assert (found["nodes"], found["columns"], found["values"]) == ([5], ["0", "1"], [[61.0, 55.0]])
     assert client.get(f"/api/run/{name}/heat?metric=no").json()["why"]
     old = client.get(f"/api/run/{name}/series?node=5&metric=telemetry:gpu_temperature_celsius").json()
-    assert old["missing"] == ["node 5 recorded nothing of it in the last 24 hours"]
+    assert old["missing"] == ["node 5 did not record it in the last 24 hours"]
     found = heat.over_time(run, 5, "telemetry:gpu_temperature_celsius", 1e9 + 60)["blocks"][0]
     assert (found["x"], [line["y"] for line in found["series"]]) == ([1e9], [[61.0], [55.0]])
 
@@ -340,7 +340,7 @@ def test_a_damaged_folder_is_shown_as_far_as_it_can_be(tmp_path: Path) -> None:
     assert noticed > 8
 
 
-def test_an_open_alert_needs_a_hand(tmp_path: Path) -> None:
+def test_an_open_alert_needs_attention(tmp_path: Path) -> None:
     folder = write_run(RunFolder(tmp_path / "run"))
     folder.events.write_text("".join(folder.events.read_text().splitlines(True)[:-1]))  # it did not fail
     alert = {
@@ -354,9 +354,11 @@ def test_an_open_alert_needs_a_hand(tmp_path: Path) -> None:
     for state in ("firing", "resolved"):
         moment = MomentReader(folder).poll()
         moment.view.state = "running"
-        assert [item["what"] for item in now(moment)["hand"]] == ([] if state == "firing" else ["GPU is hot"])
+        assert [item["what"] for item in now(moment)["attention"]] == (
+            [] if state == "firing" else ["GPU is hot"]
+        )
         events.append(
             folder, "alert", "GPU is hot", severity="warning", generation=1, data={**alert, "state": state}
         )
-    assert "celsius 91.5" in str(now(moment)["hand"])
-    assert now(MomentReader(folder).poll())["hand"][0]["what"].startswith("stopped")
+    assert "celsius 91.5" in str(now(moment)["attention"])
+    assert now(MomentReader(folder).poll())["attention"][0]["what"].startswith("stopped")

@@ -11,29 +11,29 @@ from hypothesis import strategies as st
 from seatrial.job.alert_rules import Rule
 from seatrial.record.alerting import Alert, open_alerts
 from seatrial.record.events import Event
-from seatrial.watch.alerts.book import AlertBook
-from seatrial.watch.alerts.conditions import Found
+from seatrial.watch.alerts.alert_states import AlertStates
+from seatrial.watch.alerts.conditions import ConditionMatch
 
 RULE = Rule("hot", "warning", 60.0, 120.0, "hot", "", "notes", {})
 HOUR_S = 3600.0
 
 
-def found(*nodes: int) -> Found:
-    return Found("hot", {"limit": 1.0}, list(nodes), None, "look")
+def found(*nodes: int) -> ConditionMatch:
+    return ConditionMatch("hot", {"limit": 1.0}, list(nodes), None, "look")
 
 
 class Days:
-    """A book of one rule, told every `every_s` whether its condition holds."""
+    """The state of one rule, updated every `every_s`."""
 
     def __init__(self, rule: Rule = RULE, firing: list[Alert] | None = None, every_s: float = 10.0) -> None:
-        self.book = AlertBook({rule.name: rule}, firing or [])
+        self.states = AlertStates({rule.name: rule}, firing or [])
         self.now, self.every_s, self.sent = 1e9, every_s, list[Alert]()
 
-    def holds(self, seconds: float, what: Found | None) -> list[Alert]:
+    def holds(self, seconds: float, what: ConditionMatch | None) -> list[Alert]:
         """What is recorded while it holds, or does not, for so long."""
         changes: list[Alert] = []
         for _ in range(max(1, round(seconds / self.every_s))):
-            changes += self.book.update({} if what is None else {"hot": what}, self.now)
+            changes += self.states.update({} if what is None else {"hot": what}, self.now)
             self.now += self.every_s
         self.sent += changes
         return changes
