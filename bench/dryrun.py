@@ -42,6 +42,7 @@ steps = 1000
 sequence_length = {sequence}
 global_batch = {batch}
 activation_checkpointing = "{recompute}"
+accumulate = "{accumulate}"
 [optimizer]
 lr = 1e-4
 [checkpoint]
@@ -117,6 +118,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--recompute", default="none", choices=("none", "full"))
+    parser.add_argument("--accumulate", default="whole", choices=("whole", "sharded"))
     parser.add_argument("--whole", action="store_true", help="trace everything too, and compare")
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()

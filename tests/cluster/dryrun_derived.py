@@ -64,7 +64,8 @@ def derived(job: Job, rank: int, device: str) -> Derived:
             if P == 1:  # weights are freed after each backward pass; a layer's after each forward pass too
                 times = M * (2 if index < layers and job.parallel.reshards else 1)
             add("all-gather", "shard", times, padded * width)
-            add("reduce-scatter", "shard", 1, padded * 4, "float32")
+            sums = M if train.accumulate == "sharded" else 1
+            add("reduce-scatter", "shard", sums, padded * 4, "float32")
         if R > 1:
             add("all-reduce", "replicate", 1, padded // S * 4, "float32")
 

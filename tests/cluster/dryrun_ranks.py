@@ -67,6 +67,7 @@ def job_of(case: dict[str, Any]) -> Job:
             microbatch=case.get("microbatch", MICROBATCH),
             precision=case["precision"],
             activation_checkpointing=case.get("activation_checkpointing", "none"),
+            accumulate=case.get("accumulate", "auto"),
         ),
         optimizer=OptimizerSection(lr=1e-3),
         checkpoint=CheckpointSection(every_steps=100),

@@ -109,6 +109,7 @@ def build(case: dict[str, Any], mesh: Mesh, source: Any) -> ParallelModel:
         compile=case.get("compile", False),
         reshard_after_forward=case.get("reshard_after_forward", True),
         async_tensor=case.get("async_tensor", False),
+        accumulate=case.get("accumulate", "whole"),
     )
     model = ParallelModel(arch_of(case), mesh, settings, source, timeout=TIMEOUT)
     sabotage(model, case.get("sabotage"))

@@ -61,6 +61,14 @@ WITH_DOCUMENTS: dict[str, dict[str, Any]] = {
     "pp2-gpipe": {"pipeline": 2, "schedule": "gpipe"},
     "pp4": {"pipeline": 4},
 }
+# Gradients reduced in every microbatch, of which each rank has two to eight.
+SHARDED: dict[str, dict[str, Any]] = {
+    **{n: LAYOUTS[n] for n in ("fsdp2", "tp2-fsdp2", "pp2-fsdp2", "tp2-pp2-fsdp2", "replicate2-fsdp2")},
+    "replicate2": {"replicate": 2},
+    "pp2-replicate2-fsdp2": {"pipeline": 2, "replicate": 2, "shard": 2},
+    "pp2-fsdp2-gpipe": {"pipeline": 2, "shard": 2, "schedule": "gpipe"},
+    "pp2-fsdp2-interleaved": {**LAYOUTS["pp2-interleaved"], "shard": 2},
+}
 
 
 def _cases() -> list[dict[str, Any]]:
@@ -102,6 +110,25 @@ def _cases() -> list[dict[str, Any]]:
         },
         {"name": "repeat-untied", "layout": full, "tied": False},
         *_document_cases(),
+        *(
+            {"name": f"{n}-sharded-untied", "layout": layout, "tied": False, "accumulate": "sharded"}
+            for n, layout in SHARDED.items()
+        ),
+        {
+            "name": "pp2-fsdp2-sharded-bf16",
+            "layout": LAYOUTS["pp2-fsdp2"],
+            "tied": True,
+            "precision": "bf16",
+            "accumulate": "sharded",
+        },
+        {
+            "name": "tp2-fsdp2-sharded-compiled",
+            "layout": LAYOUTS["tp2-fsdp2"],
+            "tied": False,
+            "compile": True,
+            "steps": 2,
+            "accumulate": "sharded",
+        },
         {
             "name": "sabotage-norms",
             "layout": {"tensor": 2},
@@ -235,6 +262,7 @@ FP32 = [f"{n}-{end}" for n in [*LAYOUTS, "pp2-zero-bubble-fsdp2"] for end in ("u
 FP32 += [f"{n}-untied" for n in UNTIED_ONLY]
 FP32 += ["tp2-pp2-fsdp2-qwen3", "one-recompute", "tp2-pp2-fsdp2-recompute", "tp2-fsdp2-compiled"]
 FP32 += [f"{n}-momentum" for n in WITH_MOMENTUM if n != "one"]
+FP32 += [*(f"{n}-sharded-untied" for n in SHARDED), "tp2-fsdp2-sharded-compiled"]
 FP32 += [f"{n}-documents" for n in [*WITH_DOCUMENTS, "pp2-zero-bubble-fsdp2", "recompute", "compiled"]]
 
 
@@ -252,6 +280,8 @@ _LONG = {
         for n in ("pp2", "pp4", "tp2-pp2-fsdp2-interleaved", "pp2-zero-bubble-fsdp2", "replicate2")
     ),
     "tp2-pp2-fsdp2-momentum",
+    *(f"{n}-sharded-untied" for n in SHARDED if n not in ("fsdp2", "pp2-replicate2-fsdp2")),
+    "tp2-fsdp2-sharded-compiled",
     *(f"{n}-documents" for n in ("tp2", "pp2", "fsdp2", "pp2-gpipe", "pp4", "pp2-zero-bubble")),
 }
 
@@ -305,9 +335,10 @@ def test_recomputing_activations_changes_no_bit(runs: dict[str, Ran]) -> None:
 
 
 def test_bf16_is_the_same_training_in_another_layout(runs: dict[str, Ran]) -> None:
-    loss, norm = _differences(runs["tp2-pp2-fsdp2-bf16"], runs["one-bf16"])
-    assert loss < 0.02
-    assert norm < 0.03
+    for name in ("tp2-pp2-fsdp2-bf16", "pp2-fsdp2-sharded-bf16"):
+        loss, norm = _differences(runs[name], runs["one-bf16"])
+        assert loss < 0.02
+        assert norm < 0.03
     loss, _ = _differences(runs["one-bf16"], runs["one-tied"])
     assert 0 < loss < 0.05, "bf16 is close to fp32, and not the same"
 

@@ -52,6 +52,13 @@ LAYOUTS = {
         "train.global_batch=64",
         "train.activation_checkpointing=none",
     ),
+    "sharded gradients": (
+        "parallel.pipeline=2",
+        "parallel.replicate=2",
+        "train.global_batch=32",
+        "train.activation_checkpointing=full",
+        "train.accumulate=sharded",
+    ),
     "zero-bubble": (
         "parallel.pipeline=2",
         "parallel.schedule=zero-bubble",
@@ -65,7 +72,13 @@ LAYOUTS = {
 
 
 # Their memory and traffic term by term: tests/unit/plan; the dry run of these: test_dryrun.
-_LONG = ("tensor, replicated, recomputed", "tensor, pipeline", "interleaved", "zero-bubble")
+_LONG = (
+    "tensor, replicated, recomputed",
+    "tensor, pipeline",
+    "interleaved",
+    "sharded gradients",
+    "zero-bubble",
+)
 
 
 @pytest.mark.parametrize(

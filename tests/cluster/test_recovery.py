@@ -76,6 +76,32 @@ def test_a_replica_gives_its_state_and_no_step_is_lost(begin: Begin, replicas: T
     assert_same(trial, replicas)
 
 
+# -- gradients reduced in every microbatch: nothing that an interrupted step has added up is in the one after it
+
+
+def test_killed_rank_resumes_with_sharded_gradients(begin: Begin, replicas: Trial) -> None:
+    """Replicas alone add up in the same order either way, so their bits are those of whole gradients."""
+    trial = begin(*REPLICAS, "train.accumulate=sharded")
+    trial.until_step(7)
+    trial.kill_rank(1)
+    code, err = trial.end()
+    assert code == 0, err
+    assert_same(trial, replicas)
+
+
+@pytest.mark.long
+def test_killed_rank_of_shards_resumes_bit_for_bit(begin: Begin, tmp_path: Path) -> None:
+    shards = ("cluster.gpus_per_node=1", "parallel.tensor=1", "parallel.pipeline=1", "train.microbatch=1")
+    settings = (*shards, "train.accumulate=sharded", "train.steps=9")
+    trial = begin(*settings)
+    trial.until_step(7)
+    trial.kill_rank(1)
+    code, err = trial.end()
+    assert code == 0, err
+    assert recovered(trial)[0] == "memory"
+    assert_same(trial, undisturbed(tmp_path / "undisturbed", *settings))
+
+
 # -- during a validation
 
 VALIDATION = ("data.validation=other.py", "train.validate_every_steps=8", "train.validate_samples=160")

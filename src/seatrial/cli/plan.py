@@ -316,6 +316,8 @@ def _print_json(result: Answer, ran: list[Beside]) -> None:
 
 def _fit(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calibration) -> int:
     from seatrial.hardware.networks import find_network, reference_node
+    from seatrial.plan.cost.accumulate import adapted
+    from seatrial.plan.cost.predict import capacity
     from seatrial.plan.model.place import place_of
     from seatrial.plan.model.recipe import Recipe
     from seatrial.plan.search.fit import account, smallest
@@ -327,17 +329,17 @@ def _fit(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calib
         node = reference_node(gpu.name)
         return None if node is None else find_network(node.network)
 
-    needs = account(job.architecture, Recipe.of(job), stack=args.stack)
+    room = None if place.cluster is None else capacity(place.cluster)
+    own = adapted(job, Recipe.of(job), room, args.stack)
+    needs = account(job.architecture, own, stack=args.stack)
     fits = smallest(job, gpus_per_node=_NODE, network_of=network, calibration=calibration, stack=args.stack)
     if args.json:
         print(json.dumps(document(job, needs, fits), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         _show(args, lines(job, needs, fits, width=_width()))
     if args.html is not None:
-        from seatrial.plan.cost.predict import capacity
         from seatrial.ui.plan_html import fit_page
 
-        room = None if place.cluster is None else capacity(place.cluster)
         _write(args.html, fit_page(job, needs, room, fits).encode())
     return EXIT_DONE if any(f.recipe is not None for f in fits) else EXIT_FAILED
 

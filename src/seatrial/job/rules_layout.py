@@ -209,6 +209,19 @@ def _split_backward_compiled(facts: Facts) -> Iterator[RuleViolation]:
         )
 
 
+def _split_backward_accumulate(facts: Facts) -> Iterator[RuleViolation]:
+    parallel = _parallel(facts)
+    if facts.job.train.accumulate != "sharded" or parallel.pipeline == 1:
+        return
+    if schedule_named(parallel.schedule).split_backward:
+        yield RuleViolation(
+            ("train.accumulate", "parallel.schedule"),
+            f'accumulate = "sharded" with schedule "{parallel.schedule}": it computes the weight gradients of a whole stage in '
+            "a pass of their own, outside of the hooks by which FSDP reduces them layer by layer",
+            'set accumulate = "whole" (needs more memory), or schedule = "interleaved-1f1b"',
+        )
+
+
 def _batch(facts: Facts) -> Iterator[RuleViolation]:
     train, layout = facts.job.train, facts.layout
     batch, micro, replicas = train.global_batch, train.microbatch, layout.replicate * layout.shard
@@ -265,6 +278,7 @@ LAYOUT_RULES: tuple[Callable[[Facts], Iterator[RuleViolation]], ...] = (
     _schedule,
     _split_backward_sharded,
     _split_backward_compiled,
+    _split_backward_accumulate,
     _batch,
     not_yet,
 )

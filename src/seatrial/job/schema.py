@@ -37,6 +37,7 @@ Ranks = Annotated[int, Field(ge=1, le=1_000_000)]  # along one dimension of the 
 Seconds = Annotated[float, Field(ge=1, le=2_678_400)]  # 31 days
 SecondsOrNone = Annotated[float, Field(ge=0, le=2_678_400)]
 Times = Annotated[float, Field(gt=1, le=1_000_000)]  # a ratio
+Accumulate = Literal["whole", "sharded"]  # how gradients of microbatches add up
 
 
 VALIDATION_BATCHES = 32  # measured at most, unless the job says how many samples
@@ -326,6 +327,11 @@ class TrainSection(Section):
     )
     activation_checkpointing: Literal["none", "full"] = Field(
         default="none", description="full: keep each layer's input only and recompute the rest"
+    )
+    accumulate: Literal["auto", "whole", "sharded"] = Field(
+        default="auto",
+        description="how gradients of microbatches add up: whole, reduced over ranks once a step, or sharded, reduced in "
+        "each microbatch: less memory, more communication; auto: the planner chooses",
     )
     compile: bool = Field(default=False, description="torch.compile of each decoder layer")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(

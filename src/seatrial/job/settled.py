@@ -14,8 +14,13 @@ from seatrial.job.ranks import resolve_layout
 from seatrial.job.rules_layout import LAYOUT_RULES
 from seatrial.job.schema import ParallelSection
 
-# Keys of [train] that belong to a layout: the planner may choose them with it, unless they were written.
-CHOSEN_TOO = ("microbatch", "activation_checkpointing")
+# Keys of [train] that belong to a layout: the planner may choose them with it, unless they are `fixed`.
+CHOSEN_TOO = ("microbatch", "activation_checkpointing", "accumulate")
+
+
+def fixed(job: Job, key: str) -> bool:
+    """Whether the job says what this key of `CHOSEN_TOO` is."""
+    return job.wrote(f"train.{key}") and getattr(job.train, key) != "auto"
 
 
 def provisional(job: Job) -> Job:

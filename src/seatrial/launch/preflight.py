@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from seatrial.base import units
 from seatrial.base.errors import InputError
+from seatrial.base.files import flat, parse_toml, read_text
 from seatrial.data.manifest import is_store
 from seatrial.data.megatron import find_pair
 from seatrial.data.prepare import data_cache, misfits, resolve_stores, sources_of, validation_misfits
@@ -34,20 +35,23 @@ from seatrial.job.numbers import shares
 from seatrial.job.preset_files import PLACEHOLDER
 from seatrial.job.rules import HERE_RULES, Rule
 from seatrial.job.schedules import schedule_named
-from seatrial.job.source import read_text
+from seatrial.job.source import read_text as read_source
 from seatrial.job.trackers import TRACKERS
 from seatrial.launch import launcher_for
+from seatrial.plan.cost.accumulate import chosen
 from seatrial.plan.cost.host import Account, host_need, would_fit
+from seatrial.plan.cost.memory import memory
 from seatrial.plan.cost.memory_fit import judge
-from seatrial.plan.cost.predict import capacity
+from seatrial.plan.cost.predict import capacity, stack_for
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.place import known_gpu, known_network
+from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.settle import settle
 from seatrial.record.folder import RunFolder
 from seatrial.storage import StorageError, is_remote
 
 if TYPE_CHECKING:
-    from seatrial.job.schema import DataSection
+    from seatrial.job.schema import Accumulate, DataSection
 
 _PATHS = ("model.hf", "model.init_from", "data.tokenizer", "checkpoint.folder", "checkpoint.fallback")
 _MODEL = ("model.preset", "model.hf", "model.num_hidden_layers", "model")
@@ -98,7 +102,7 @@ def preflight(
         data.fits,
     )
     job, problems = judged(
-        read_text(file), name=str(file), base_folder=file.parent, overrides=overrides, more_rules=rules
+        read_source(file), name=str(file), base_folder=file.parent, overrides=overrides, more_rules=rules
     )
     account, notes = None, list[str]()
     if job is not None:
@@ -107,10 +111,11 @@ def preflight(
         except InputError as error:
             problems += error.diagnostics
         try:
-            job = settle(job, RunFolder(runs / job.name), fresh=fresh)
+            folder = RunFolder(runs / job.name)
+            asked, job = job.train.accumulate, settle(job, folder, fresh=fresh)
             # Without a torch class it is refused, and its memory is unknown.
             if schedule_named(job.layout.schedule).torch_class:
-                account = _account(job)
+                account = _account(job, asked, None if fresh else folder)
         except InputError as error:  # no layout, or no such device
             problems += error.diagnostics
     if job is not None and account is not None:
@@ -322,8 +327,11 @@ def device_of(job: Job) -> tuple[Device, str]:
         return choose_device(cluster)
 
 
-def _account(job: Job) -> Account:
-    """The memory that a job with a layout needs, and what is available."""
+def _account(job: Job, asked: str, folder: RunFolder | None) -> Account:
+    """The memory that a job with a layout needs, and what is available.
+
+    `asked`: its `accumulate` before it was settled; `folder`: where an earlier start may have chosen.
+    """
     device, reason = device_of(job)
     if job.cluster.launcher != "local":  # runs on other nodes
         room, gpu = None, find_gpu(job.cluster.gpu or "")
@@ -332,7 +340,30 @@ def _account(job: Job) -> Account:
         gpu = find_gpu(names.pop()) if len(names) == 1 else None
         room = host_memory()
     gpu_room = None if gpu is None or device == "cpu" else capacity(Cluster(gpu, 1, 1))
-    return Account(job, device, reason, host_need(job, device), room, gpu_room)
+    how, why = job.train.accumulate, "as the job says" if asked != "auto" else "chosen with the layout"
+    if how == "auto":
+        how, why = _accumulate(job, gpu_room, folder)
+        train = job.train.model_copy(update={"accumulate": how})
+        job = replace(job, file=job.file.model_copy(update={"train": train}))
+    return Account(job, device, reason, host_need(job, device), room, gpu_room, why)
+
+
+def _accumulate(job: Job, room: float | None, folder: RunFolder | None) -> tuple[Accumulate, str]:
+    """What `accumulate = "auto"` is, and why: what an earlier start with this layout had, as far as it fits."""
+    recipe = Recipe.of(job)
+    how, why = chosen(job.architecture, recipe, room)
+    try:
+        before = {} if folder is None else flat(parse_toml(read_text(folder.job_toml)))
+    except (OSError, ValueError):  # the first start, or an unreadable file
+        before = {}
+    same = flat(vars(job.layout), "parallel.").items() <= before.items()
+    whole = before.get("train.accumulate", "whole") == "whole"  # the key is missing in older runs
+    if same and whole != (how == "whole"):
+        if not whole:
+            return "sharded", "as in earlier starts of this run"
+        if room is None or memory(job.architecture, recipe, stack_for(recipe)).reserved <= room:
+            return "whole", "as in earlier starts of this run"
+    return how, why
 
 
 def _memory(account: Account) -> Iterator[RuleViolation]:

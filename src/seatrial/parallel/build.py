@@ -15,12 +15,13 @@ from seatrial.base.box import Box, chunk
 from seatrial.base.errors import InternalError
 from seatrial.base.private import keep_compiler_private
 from seatrial.job.architecture import Architecture
+from seatrial.job.schema import Accumulate
 from seatrial.model.decoder import Decoder, stored_name, whole_shapes
 from seatrial.model.source import WeightSource
 from seatrial.parallel.loss import token_loss, validation_loss
 from seatrial.parallel.mesh import Mesh
 from seatrial.parallel.pipeline import Pipeline
-from seatrial.parallel.shard import apply_sharding, free_gathered, set_last_microbatch
+from seatrial.parallel.shard import apply_sharding, free_gathered, prepare_backward
 from seatrial.parallel.stage_clock import StageClock
 from seatrial.parallel.tensor import apply_tensor_parallel, split_dimension, tensor_box
 from seatrial.record.stages import BACKWARD, FORWARD
@@ -39,6 +40,7 @@ class Settings:
     compile: bool = False
     reshard_after_forward: bool = True
     async_tensor: bool = False
+    accumulate: Accumulate = "whole"
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -168,7 +170,7 @@ class ParallelModel:
         for i, (ids, target, document) in enumerate(
             zip(ids_BT.chunk(n), target_BT.chunk(n), documents, strict=True)
         ):
-            set_last_microbatch(model, i == n - 1)
+            prepare_backward(model, last=i == n - 1, accumulate=self.settings.accumulate)
             with self.clock.during(FORWARD):
                 loss = self._loss(model(ids, document), target)
             with self.clock.during(BACKWARD):
@@ -205,6 +207,7 @@ class ParallelModel:
             hidden_shape_BTD=(s.microbatch, s.sequence_length // layout.tensor, self.arch.hidden_size),
             compute_dtype=s.compute_dtype,
             loss=self._loss,
+            accumulate=s.accumulate,
             clock=self.clock,
         )
 

@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from seatrial.job.layout import Layout
 from seatrial.job.schedules import SCHEDULES, schedule_named
+from seatrial.job.schema import Accumulate
 from seatrial.model.decoder import Decoder
+from seatrial.parallel.shard import prepare_backward
 from seatrial.parallel.stage_clock import StageClock
 from seatrial.record.stages import BACKWARD, FORWARD
 
@@ -24,6 +28,7 @@ class _Stage(PipelineStage):
     """torch's, whose passes count as forward and backward; what the schedule does between them does not."""
 
     clock: StageClock
+    accumulate: Accumulate
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.clock.during(FORWARD):
@@ -34,6 +39,18 @@ class _Stage(PipelineStage):
                 [],
             )  # logits of all microbatches at once would need much memory
         return output
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if self.accumulate == "whole" or not isinstance(self.submod, FSDPModule):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        # As torch does it, except that torch never reduces before all passes of a step are done.
+        assert backward_type == "full", "the rules refuse schedules that split the backward pass"
+        prepare_backward(self.submod, last=last_backward, accumulate=self.accumulate)
+        self.submod.set_reshard_after_backward(False)
+        values = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
+        return stage_backward(*values), None
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.clock.during(BACKWARD):
@@ -64,6 +81,7 @@ class Pipeline:
         hidden_shape_BTD: tuple[int, int, int],
         compute_dtype: torch.dtype,
         loss: LossFunction,
+        accumulate: Accumulate,
         clock: StageClock,
     ) -> None:
         """`hidden_shape_BTD`: shape sent from stage to stage: a microbatch, this rank's positions, the width."""
@@ -86,7 +104,7 @@ class Pipeline:
                 output_args=logits if index == last else hidden,
                 group=group,
             )
-            stage.clock = clock
+            stage.clock, stage.accumulate = clock, accumulate
             stages.append(stage)
         self.holds_first = stages[0].is_first
         self.holds_last = stages[-1].is_last

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from seatrial.job.schema import Accumulate
 from seatrial.model.decoder import Decoder
 
 
@@ -39,8 +41,16 @@ def free_gathered(model: Decoder) -> None:
             module.reshard()
 
 
-def set_last_microbatch(model: Decoder, last: bool) -> None:
-    """Reduce gradients over ranks in the next backward pass, or keep them local until the last microbatch."""
+def prepare_backward(model: nn.Module, *, last: bool, accumulate: Accumulate) -> None:
+    """Set what the next backward pass does with its gradients; `last`: it is that of the step's last microbatch.
+
+    "whole": they are added up in fp32 where they were computed, and reduced over ranks in the last microbatch.
+    "sharded": each layer's are reduce-scattered over `shard` in every microbatch and added to this rank's part, so that
+    no whole gradient stays. Over `replicate`, which would save no memory, both reduce once.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
+        reduces = last or accumulate == "sharded"
+        # Ends the pass as the last one: the buffer of its last reduce-scatter, the largest, is not kept until the next.
+        model.set_is_last_backward(reduces)
+        model.set_requires_gradient_sync(reduces)
+        model.set_requires_all_reduce(last)

@@ -331,4 +331,6 @@ def settings_of(job: Job) -> Settings:
         compile=train.compile,
         reshard_after_forward=job.parallel.reshards,
         async_tensor=job.parallel.async_tensor,
+        # "auto" only in a job.toml that is older than the key: as it was then.
+        accumulate="sharded" if train.accumulate == "sharded" else "whole",
     )

@@ -56,6 +56,8 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
             text += "\nthe runtime's memory and the margin are those of NVIDIA's GPUs"
         style = {"fits": "", "tight": "yellow", "does not fit": "bold red"}[verdict.word]
         yield from pair("memory", f"{text}\n{verdict.why}" if verdict.why else text, width, style)
+    if mine.why_accumulate and (full or r.accumulate == "sharded"):
+        yield from pair("gradients", f"{r.accumulate}: {mine.why_accumulate}", width)
     p = mine.prediction
     if p is None:
         yield from pair("speed", f"unknown: {mine.why_unknown}", width, "yellow")

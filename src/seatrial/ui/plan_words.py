@@ -131,7 +131,13 @@ def batches(recipe: Recipe) -> str:
     """How a layout splits its batch: "32 microbatches of 8, async_tensor"."""
     behind = ", async_tensor" if recipe.async_tensor else ""
     again = ", full recomputation" if recipe.recompute == "full" else ""
-    return f"{many(recipe.microbatches, 'microbatch', 'microbatches')} of {recipe.microbatch}{behind}{again}"
+    many_of = f"{many(recipe.microbatches, 'microbatch', 'microbatches')} of {recipe.microbatch}"
+    return f"{many_of}{behind}{again}{', sharded gradients' if _shards_gradients(recipe) else ''}"
+
+
+def _shards_gradients(recipe: Recipe) -> bool:
+    """Whether it reduces gradients in every microbatch, where that makes a difference."""
+    return recipe.accumulate == "sharded" and recipe.microbatches > 1
 
 
 def settings(recipe: Recipe, *, short: bool = False) -> str:
@@ -144,6 +150,8 @@ def settings(recipe: Recipe, *, short: bool = False) -> str:
         entries.append("recomputes" if recipe.recompute == "full" else f"recomputes {recipe.recompute}")
     if layout.pipeline == 1 and layout.shard > 1:
         entries.append("reshards" if recipe.reshard else "no reshard")
+    if _shards_gradients(recipe):
+        entries.append("sharded" if short else "sharded gradients")
     return ", ".join(entries)
 
 
@@ -228,6 +236,8 @@ def brief(recipe: Recipe) -> str:
         entries.append(recipe.layout.schedule)
     if recipe.recompute != "none":
         entries.append("recomputes")
+    if _shards_gradients(recipe):
+        entries.append("sharded gradients")
     return ", ".join(entries)
 
 

@@ -37,6 +37,7 @@ from seatrial.job.schema import JobFile
         (("train.global_batch=24", "parallel.schedule=interleaved-1f1b", "parallel.stages_per_rank=2"), "--set train.global_batch=24", "3 microbatches, but schedule \"interleaved-1f1b\" needs a multiple of pipeline 2", "train.global_batch=32"),
         (("parallel.schedule=interleaved-1f1b",), "--set parallel.schedule=interleaved-1f1b", 'schedule "interleaved-1f1b" needs 2 or more stages on each rank, not 1', "parallel.stages_per_rank=2"),
         (("parallel.schedule=zero-bubble", "parallel.reshard_after_forward=false"), "--set parallel.schedule=zero-bubble", 'schedule "zero-bubble" needs 2 or more stages on each rank, not 1', "parallel.stages_per_rank=2"),
+        (("train.accumulate=sharded", "parallel.schedule=zero-bubble", "parallel.stages_per_rank=2", "parallel.reshard_after_forward=false", "train.compile=false"), "--set train.accumulate=sharded", 'accumulate = "sharded" with schedule "zero-bubble"', "parallel.schedule=interleaved-1f1b"),
         (("parallel.stages_per_rank=2",), "--set parallel.stages_per_rank=2", 'schedule "1f1b" allows one stage on each rank, not 2', "parallel.schedule=interleaved-1f1b"),
         (("parallel.schedule=gpipe", "parallel.stages_per_rank=2"), "--set parallel.stages_per_rank=2", 'schedule "gpipe" allows one stage on each rank, not 2', "parallel.stages_per_rank=1"),
         (("parallel.pipeline=1", "parallel.schedule=gpipe"), "--set parallel.schedule=gpipe", 'schedule "gpipe" has no effect: pipeline is 1', "parallel.schedule=1f1b"),

@@ -115,9 +115,11 @@ def test_buckets_and_pipelines_of_full_sharding() -> None:
     assert held == [0.0, bucket]
     assert stacks()["megatron-deepspeed-bf16"].bucket_bytes == 2 * bucket  # as many values, in fp32
     titan = stacks()["torchtitan"]
-    assert not titan.reduces_once(1)
-    assert titan.reduces_once(2)
-    assert OURS.reduces_once(1)
+    one, two = (Recipe(4096, 64, layout=Layout(pipeline=p)) for p in (1, 2))
+    assert not titan.reduces_once(one)
+    assert titan.reduces_once(two)
+    assert OURS.reduces_once(one)
+    assert not OURS.reduces_once(replace(two, accumulate="sharded"))
 
 
 def test_memory_of_other_streams_stays_reserved() -> None:

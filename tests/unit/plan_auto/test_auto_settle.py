@@ -67,9 +67,11 @@ def test_a_resume_takes_the_recorded_choice(tmp_path: Path) -> None:
     start(voyage(), tmp_path)
     other = {**plan(tmp_path)["layout"], "tensor": 2, "shard": 4}
     chosen = {**plan(tmp_path)["chosen"], "layout": other}
+    del chosen["accumulate"]  # as in records of older versions
     edit(tmp_path / "first-voyage" / "plan.json", chosen=chosen, layout=other)
     settled, notes = start(voyage("train.steps=300"), tmp_path)
     assert (settled.layout.tensor, settled.layout.shard) == (2, 4)
+    assert settled.train.accumulate == "whole"
     assert any("as chosen by an earlier start of this run" in note for note in notes)
     assert plan(tmp_path)["chosen"] == chosen
     assert len(told(tmp_path)) == 1
@@ -90,6 +92,7 @@ def test_another_cluster_is_planned_anew_and_said(tmp_path: Path) -> None:
     [
         ("train.microbatch=2", "train.microbatch changed: 4 -> 2"),
         ("train.activation_checkpointing=full", "train.activation_checkpointing changed: none -> full"),
+        ("train.accumulate=whole", "train.accumulate changed: sharded -> whole"),
     ],
 )
 def test_what_was_chosen_with_it_and_is_now_written(tmp_path: Path, override: str, why: str) -> None:
@@ -117,6 +120,7 @@ def test_a_recorded_layout_that_the_rules_refuse_now(tmp_path: Path) -> None:
         {"cluster": 5},
         {"microbatch": -1},
         {"activation_checkpointing": "half"},
+        {"accumulate": "half"},
         {"reshard_after_forward": "perhaps"},
         {"async_tensor": "perhaps"},
     ],

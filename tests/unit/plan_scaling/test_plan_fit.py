@@ -161,7 +161,9 @@ def test_no_safe_size_when_even_the_largest_is_tight() -> None:
     found = {
         f.gpu.name: f
         for f in smallest(
-            job("qwen2.5-72b-b300", "train.global_batch=1024"), most_nodes=3, network_of=lambda _: NDR
+            job("qwen2.5-72b-b300", "train.global_batch=1024", "train.accumulate=whole"),
+            most_nodes=3,
+            network_of=lambda _: NDR,
         )
     }
     fit = found["H100 SXM"]

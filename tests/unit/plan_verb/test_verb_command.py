@@ -93,7 +93,12 @@ def test_a_tight_layout_is_no_failure(capsys: Captured) -> None:
         "train.activation_checkpointing=full",
         "train.microbatch=2",
     )
-    assert main(["plan", SMALL, "--own", *(word for key in keys for word in ("--set", key))]) == 0
+    own = ["plan", SMALL, "--own", *(word for key in keys for word in ("--set", key))]
+    assert main(own) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "gradients sharded: with whole gradients a GPU needs" in out
+    assert "memory fits: " in out
+    assert main([*own, "--set", "train.accumulate=whole"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "memory tight: " in out
     assert "verdict tight; " in out
@@ -144,7 +149,7 @@ def test_an_open_job_is_planned(tmp_path: Path, capsys: Captured) -> None:
     assert main(["plan", "open.toml"]) == 0
     out = capsys.readouterr().out
     assert 'the layout chosen by parallel = "auto"' in out
-    assert "verdict      fits" in out
+    assert "verdict      tight" in out
 
 
 def test_another_network_is_another_speed(capsys: Captured) -> None:

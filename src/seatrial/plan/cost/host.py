@@ -112,6 +112,7 @@ class Account:
     host: HostNeed
     room: HostMemory | None
     gpu_room: float | None
+    why_accumulate: str = ""  # why gradients accumulate as they do
 
     @cached_property
     def gpu(self) -> float:
@@ -180,6 +181,8 @@ class Account:
             "host_room_source": None if self.room is None else self.room.source,
             "gpu_bytes": round(self.gpu) or None,
             "gpu_room_bytes": None if self.gpu_room is None else round(self.gpu_room),
+            "accumulate": self.job.train.accumulate,
+            "accumulate_reason": self.why_accumulate,
             "snapshot_copies": n,
             "snapshot_copies_reason": reason,
         }
@@ -193,6 +196,7 @@ def would_fit(account: Account) -> str:
         return other.gpu_fits and other.host_fits(0)
 
     for train in (
+        {"accumulate": "sharded"},
         {"microbatch": 1},
         {"activation_checkpointing": "full"},
         {"microbatch": 1, "activation_checkpointing": "full"},
@@ -215,6 +219,12 @@ def in_words(account: Account) -> Iterator[tuple[str, str]]:
         of = "" if account.gpu_room is None else f" of {units.memory(account.gpu_room)}"
         unknown = "; the GPU's memory here is unknown" if account.gpu_room is None else ""
         yield "GPU memory", f"{units.memory(account.gpu)}{of} a GPU{unknown}"
+    if account.job.microbatches > 1:
+        how = "whole" if account.job.train.accumulate == "whole" else "as each rank's part"
+        yield (
+            "gradients",
+            f"of {account.job.microbatches} microbatches are added up {how} ({account.why_accumulate})",
+        )
     n, reason = account.copies
     beyond = " and the next" if n > 1 and account.host.nodes > 1 else ""
     where = f"on each rank's own node{beyond}" if n else "none"

@@ -22,7 +22,7 @@ from functools import lru_cache
 from seatrial.job.architecture import Architecture
 from seatrial.job.layout import Layout
 from seatrial.job.schedules import schedule_named
-from seatrial.plan.cost.overlap import reorders
+from seatrial.plan.cost.overlap import OURS, reorders
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.cost.unshard import ACTIVE_STAGES
 from seatrial.plan.model.recipe import Recipe
@@ -119,13 +119,16 @@ def rank_memory(model: Architecture, recipe: Recipe, stack: Stack, rank: int) ->
     """Memory of pipeline rank `rank` at the highest of these points of a step.
 
     The loss of the last stage (logits, all activations), the beginning of a backward pass (all activations, one layer's
-    gradients in flight), the end of the last backward pass (gradients, one layer), and metrics reading logits after it.
+    gradients in flight), the end of the last backward pass (gradients, one layer), metrics reading logits after it, and the
+    end of a microbatch's backward pass in the first stage of a pipeline (the embedding's gradient).
     """
     points = [_backward(model, recipe, stack, rank), _end(model, recipe, stack, rank)]
     if rank == recipe.layout.pipeline - 1:
         points.append(_loss(model, recipe, stack, rank))
         if stack.metrics:
             points.append(_metrics(model, recipe, stack, rank))
+    if rank == 0 and recipe.layout.pipeline > 1 and recipe.accumulate == "sharded":
+        points.append(_embedding(model, recipe, stack))
     highest = max(points, key=lambda m: m.allocated)
     if recipe.sharding != "full" or recipe.cut * recipe.layout.replicate == 1:
         return highest
@@ -164,12 +167,34 @@ def _backward(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> M
     whole = layer_activations(model, recipe, stack)
     # A recomputed layer is held whole; otherwise only the gradients passing through it are added.
     working = whole * (0.3 if recipe.recompute in ("none", "attention") else 1.0)
-    transient = (recipe.width + 4) * layer if _reduces_at_once(recipe, stack) else 0.0
+    transient = 0.0
+    if _reduces_at_once(recipe, stack):
+        transient = (recipe.width + 4) * layer
+        if stack.name in OURS and rank == recipe.layout.pipeline - 1:
+            # The head's waits for the root's reduction, the last one of a backward pass.
+            transient += recipe.width * model.embedding_parameters() / recipe.layout.tensor
     return replace(
         base,
         gathered=_gathered(model, recipe, rank, layers=2),
         unsharded_gradients=base.unsharded_gradients + transient,
         activations=_waiting(model, recipe, stack, rank) + working,
+    )
+
+
+def _embedding(model: Architecture, recipe: Recipe, stack: Stack) -> Memory:
+    """Memory when the first stage of a pipeline reduces the embedding's gradient, with other microbatches in flight.
+
+    It exists three times: as computed, as added to the parameter's gradient, and in fp32 on its way (traced).
+    """
+    base, layout = _base(model, recipe, stack, 0), recipe.layout
+    at = (layout.pipeline, layout.stages_per_rank, recipe.microbatches, 0)
+    held = schedule_named(layout.schedule).in_flight(*at)
+    copies = (2 * recipe.width + 4) * model.embedding_parameters() / layout.tensor
+    return replace(
+        base,
+        gathered=_gathered(model, recipe, 0, layers=2),
+        unsharded_gradients=base.unsharded_gradients + copies,
+        activations=_waiting(model, recipe, stack, 0) * (held - 1) / held,
     )
 
 
@@ -186,7 +211,7 @@ def _end(model: Architecture, recipe: Recipe, stack: Stack, rank: int) -> Memory
 
 def _reduces_at_once(recipe: Recipe, stack: Stack) -> bool:
     """Whether full sharding reduces each layer's gradients at once instead of accumulating whole ones."""
-    once = recipe.microbatches > 1 and stack.reduces_once(recipe.layout.pipeline)
+    once = recipe.microbatches > 1 and stack.reduces_once(recipe)
     return recipe.sharding == "full" and not once
 
 

@@ -65,6 +65,9 @@ def stack_for(recipe: Recipe, name: str | Stack = "seatrial") -> Stack:
     if name == "seatrial" and recipe.compiled:
         name = "seatrial-compiled"
     stack = stacks()[name]
+    if recipe.accumulate == "sharded" and recipe.microbatches > 1:
+        # FSDP2 that reduces in every microbatch adds up shards, which are small.
+        stack = replace(stack, accumulate=stacks()["torchtitan"].accumulate)
     if recipe.optimizer == ADAMW.name:
         return stack
     # stacks.toml is about AdamW. Each state is read and written once an update.

@@ -8,6 +8,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from seatrial.plan.model.recipe import Recipe
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -40,9 +42,9 @@ class Stack:
     metrics: float = 0.0
     context_parallel: bool = False
 
-    def reduces_once(self, pipeline: int) -> bool:
-        """Whether full sharding reduces gradients in the last microbatch only; torch's pipeline always does so."""
-        return self.reduce_once or pipeline > 1
+    def reduces_once(self, recipe: Recipe) -> bool:
+        """Whether full sharding reduces gradients in the last microbatch only; torch's pipeline by itself always does so."""
+        return recipe.accumulate == "whole" and (self.reduce_once or recipe.layout.pipeline > 1)
 
 
 @cache

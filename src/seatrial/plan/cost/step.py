@@ -216,22 +216,34 @@ def _gathered_layer(
     micro = recipe.microbatches
     before, again = gathers_a_step(recipe)
     forward, backward = gather * before / micro, gather * again / micro
-    reduce = _reduced(n, recipe, fabric, stack)
-    # How many of the microbatches reduce: of one alone, nothing is hidden behind the others' backward passes.
-    share = 1 / micro if stack.reduces_once(recipe.layout.pipeline) else 1.0
+    scatter, copies = _reduction(n, recipe, fabric, stack)
+    # In every microbatch, and in the last one only, where nothing of it is hidden behind the others' backward passes.
+    always = scatter * (_reductions(recipe, stack) > 1) + copies * (_sums(recipe, stack) > 1)
+    last = scatter + copies - always
     compute_f, compute_b = w.forward.total, (w.backward + w.again).total
+    backward += always
     hidden_f = min(forward, compute_f) * stack.hide_data
-    hidden_b = (1 - share) * min(backward, compute_b) + share * min(backward + reduce, compute_b)
+    hidden_b = (min(backward, compute_b) * (micro - 1) + min(backward + last, compute_b)) / micro
     hidden_b *= stack.hide_data
-    exposed_b = backward + share * reduce - hidden_b
+    exposed_b = backward + last / micro - hidden_b
     return forward - hidden_f, exposed_b, stack.contention * (hidden_f + hidden_b)
 
 
-def _reduced(parameters: float, recipe: Recipe, fabric: Fabric, stack: Stack) -> float:
-    """Seconds in which full sharding reduces the gradients of whole `parameters`: over the shard group, then over replicas."""
+def _reduction(parameters: float, recipe: Recipe, fabric: Fabric, stack: Stack) -> tuple[float, float]:
+    """Seconds in which full sharding reduces the gradients of whole `parameters` once: (over the shard group, over replicas)."""
     n_bytes = stack.gradient_bytes * parameters
-    reduce = fabric.seconds("reduce_scatter", n_bytes, shard_group(recipe, fabric))
-    return reduce + fabric.seconds("all_reduce", n_bytes / recipe.cut, replicate_group(recipe, fabric))
+    scatter = fabric.seconds("reduce_scatter", n_bytes, shard_group(recipe, fabric))
+    return scatter, fabric.seconds("all_reduce", n_bytes / recipe.cut, replicate_group(recipe, fabric))
+
+
+def _reductions(recipe: Recipe, stack: Stack) -> int:
+    """How often full sharding reduces a layer's gradients over the shard group in a step."""
+    return 1 if stack.reduces_once(recipe) else recipe.microbatches
+
+
+def _sums(recipe: Recipe, stack: Stack) -> int:
+    """How often it sums them over replicas: ours once (`parallel/shard.py`), others as often as they reduce."""
+    return 1 if stack.reduce_once else _reductions(recipe, stack)
 
 
 def gathers_a_step(recipe: Recipe, rank: int = 0) -> tuple[float, int]:
@@ -266,7 +278,10 @@ def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: 
         each = ends if layout.pipeline > 1 else ends * (1 if model.tie_word_embeddings else 2)
         before = gathers_a_step(recipe)[0]
         seconds = fabric.seconds("all_gather", 2.0 * each, at) * before
-        return _Data(seconds + _reduced(each, recipe, fabric, stack), 0.0)
+        scatter, copies = _reduction(each, recipe, fabric, stack)
+        # A stack that reduces in every microbatch anyway was calibrated with one.
+        scatter *= recipe.microbatches if recipe.accumulate == "sharded" else 1
+        return _Data(seconds + scatter + copies, 0.0)
     at = data_group(recipe, fabric)
     if at.size == 1:
         return _Data(0.0, 0.0)
@@ -330,9 +345,9 @@ def rank_traffic(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Sta
             each = stage_gathers(r, rank)
             at_root = each[0] if rank == 0 else each[-1]
             gathers += width * root * (at_root - before)
-        sums = 1 if stack.reduces_once(layout.pipeline) else m
-        data = cut * (gathers + stack.gradient_bytes * mine * sums)
-        copies = stack.gradient_bytes * mine / r.cut * 2 * (layout.replicate - 1) / layout.replicate * sums
+        data = cut * (gathers + stack.gradient_bytes * mine * _reductions(r, stack))
+        copies = stack.gradient_bytes * mine / r.cut * 2 * (layout.replicate - 1) / layout.replicate
+        copies *= _sums(r, stack)
     else:
         ranks = r.context * layout.data_parallel
         whole = r.sharding == "none" or stack.reduce == "all_reduce"

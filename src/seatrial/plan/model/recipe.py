@@ -8,6 +8,7 @@ from typing import Any, Literal
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.optimizers import ADAMW
+from seatrial.job.schema import Accumulate
 
 Sharding = Literal["none", "optimizer", "gradients", "full"]
 """What data parallel shards: nothing; optimizer state (ZeRO-1); gradients too (ZeRO-2); weights too (ZeRO-3, FSDP)."""
@@ -37,10 +38,13 @@ class Recipe:
     compiled: bool = False
     # Our trainer: overlaps gathers and scatters with products, part by part (`overlap.py`).
     async_tensor: bool = False
+    accumulate: Accumulate = (
+        "whole"  # our trainer, full sharding: "sharded" reduces gradients in every microbatch
+    )
 
     @classmethod
     def of(cls, job: Job) -> Recipe:
-        """The recipe of a job as our trainer runs it."""
+        """The recipe of a job as our trainer runs it; `accumulate = "auto"` is "whole", unless `plan.cost.accumulate` is asked."""
         train = job.train
         return cls(
             sequence=train.sequence_length,
@@ -53,6 +57,7 @@ class Recipe:
             recompute="full" if train.activation_checkpointing == "full" else "none",
             compiled=train.compile,
             async_tensor=job.parallel.async_tensor,
+            accumulate="sharded" if train.accumulate == "sharded" else "whole",
         )
 
     @property
@@ -64,7 +69,11 @@ class Recipe:
     def train(self) -> dict[str, Any]:
         """What [train] says of it, of the keys that a search chooses."""
         again = "full" if self.recompute == "full" else "none"
-        return {"microbatch": self.microbatch, "activation_checkpointing": again}
+        return {
+            "microbatch": self.microbatch,
+            "activation_checkpointing": again,
+            "accumulate": self.accumulate,
+        }
 
     @property
     def width(self) -> int:

@@ -9,10 +9,11 @@ from typing import Literal
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.schedules import schedule_named
+from seatrial.job.schema import Accumulate
 from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.collectives import UnknownNetworkError
 from seatrial.plan.cost.kernels import UnknownSpeedError
-from seatrial.plan.cost.overlap import able
+from seatrial.plan.cost.overlap import OURS, able
 from seatrial.plan.cost.predict import Prediction, Share, predict, stack_for
 from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
@@ -195,7 +196,7 @@ def _ways(asker: Asker, own: Recipe, base: Prediction, found: Found | None) -> l
             add("the best with its tensor and pipeline sizes", mine.recipe, mine.prediction)
         if best.recipe != own:
             add("the best layout", best.recipe, best.prediction)
-    plain = replace(own, async_tensor=False)
+    plain = replace(own, async_tensor=False, accumulate="whole")
     if stack_for(own, asker.stack).name != OTHER and (tuned := _tuned(asker, plain, OTHER)) is not None:
         changed = "" if tuned[0] == plain else f", {difference(plain, tuned[0])}"
         add(f"{OTHER} in place of this trainer{changed}", *tuned, built=False)
@@ -222,6 +223,10 @@ def _settings(own: Recipe, stack: Stack) -> Iterator[list[tuple[str, Recipe]]]:
     if able(own, stack):
         other = replace(own, async_tensor=not own.async_tensor)
         yield [(difference(own, other), other)]
+    if own.microbatches > 1 and stack.name in OURS:
+        ways: tuple[Accumulate, ...] = ("whole", "sharded")
+        others = [replace(own, accumulate=how) for how in ways if how != own.accumulate]
+        yield [(difference(own, r), r) for r in others]
     shapes = [replace(own, layout=layout) for layout in _schedules(own.layout)]
     yield [(difference(own, r), r) for r in shapes]
 
@@ -361,6 +366,8 @@ def difference(a: Recipe, b: Recipe) -> str:
         entries.append(f"reshard_after_forward = {str(b.reshard).lower()}")
     if a.async_tensor != b.async_tensor:
         entries.append(f"async_tensor = {str(b.async_tensor).lower()}")
+    if a.accumulate != b.accumulate and b.microbatches > 1:
+        entries.append(f'accumulate = "{b.accumulate}"')
     if a.compiled != b.compiled:
         entries.append("compile = true" if b.compiled else "compile = false")
     return ", ".join(entries) or "nothing"

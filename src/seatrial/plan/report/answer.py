@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from seatrial.hardware.failures import RATES, Rate
 from seatrial.job.architecture import Architecture
 from seatrial.job.job import Job
+from seatrial.plan.cost.accumulate import chosen
 from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.collectives import Fabric, UnknownNetworkError
 from seatrial.plan.cost.finish import HOST_SOURCE, Finish, finish
@@ -48,6 +49,7 @@ class JobEstimate:
     prediction: Prediction | None
     why_unknown: str
     limit: str
+    why_accumulate: str = ""  # why gradients accumulate as they do, if the planner chose it
 
     @property
     def fits(self) -> bool | None:
@@ -195,11 +197,15 @@ def usual_nodes(cluster: Cluster) -> tuple[int, ...]:
 
 
 def _own(job: Job, place: Hardware, w: Wishes, calibration: Calibration | None) -> JobEstimate:
-    model, recipe, cluster = job.architecture, own_recipe(job, w.stack), place.cluster
+    model, cluster = job.architecture, place.cluster
+    room = None if cluster is None else capacity(cluster)
+    recipe = own_recipe(job, room, w.stack)
+    why_accumulate = ""
+    if job.train.accumulate == "auto" and recipe.microbatches > 1:
+        why_accumulate = chosen(model, recipe, room, w.stack)[1]
     behaviour = stack_for(recipe, w.stack)
     held = memory(model, recipe, behaviour)
     prediction, why = None, place.why_no_gpu
-    room = None if cluster is None else capacity(cluster)
     if cluster is not None:
         try:
             prediction = predict(model, recipe, cluster, stack=w.stack, calibration=calibration)
@@ -212,7 +218,7 @@ def _own(job: Job, place: Hardware, w: Wishes, calibration: Calibration | None) 
     else:
         limited = "memory: it does not fit" if room is not None and held.reserved > room else "unknown"
     sent = traffic(model, recipe, Fabric.of(place.shape, recipe), behaviour)
-    return JobEstimate(recipe, held, room, sent, prediction, why, limited)
+    return JobEstimate(recipe, held, room, sent, prediction, why, limited, why_accumulate)
 
 
 def _carried(

@@ -19,7 +19,8 @@ from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.schedules import Times, schedule_named
 from seatrial.job.schema import ParallelSection
-from seatrial.job.settled import CHOSEN_TOO, provisional, settled
+from seatrial.job.settled import CHOSEN_TOO, fixed, provisional, settled
+from seatrial.plan.cost.accumulate import adapted, chosen
 from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.collectives import Fabric, UnknownNetworkError
 from seatrial.plan.cost.kernels import UnknownSpeedError
@@ -151,8 +152,16 @@ def choose(job: Job, place: Hardware, *, calibration: Calibration | None = None)
 
 def _written(job: Job) -> list[str]:
     """A reason that lists the keys of [train] that were not chosen because the job wrote them itself."""
-    kept = [f"{k} = {getattr(job.train, k)}" for k in CHOSEN_TOO if job.wrote(f"train.{k}")]
+    kept = [f"{k} = {getattr(job.train, k)}" for k in CHOSEN_TOO if fixed(job, k)]
     return [f"set in [train], so not chosen: {', '.join(kept)}"] if kept else []
+
+
+def _accumulates(job: Job, best: Recipe, room: float | None) -> list[str]:
+    """A reason for the way in which the chosen layout accumulates gradients, if that was open."""
+    if job.train.accumulate != "auto" or best.microbatches == 1:
+        return []
+    how, why = chosen(job.architecture, best, room)
+    return [f"gradients accumulate {how}: {why}"] if how == best.accumulate else []
 
 
 def _free(job: Job) -> tuple[tuple[int, ...], tuple[Recompute, ...]]:
@@ -200,6 +209,7 @@ def _fastest(job: Job, place: Hardware, cluster: Cluster, calibration: Calibrati
         f"it is limited by {best.limit}",
         f"it needs {units.memory(p.memory.reserved)} of the {units.memory(p.room)} of a GPU{_doubt(best, found.sure)}",
         f"its pace is {p.pace.kind}: {p.pace.source}",
+        *_accumulates(job, best.recipe, p.room),
         *_written(job),
         *place.provenance,
     ]
@@ -275,6 +285,7 @@ def _leanest(job: Job, place: Hardware, why: str) -> Chosen:
         reasons.append("the memory limit of a rank is unknown")
     elif best.verdict is not None and best.verdict.why:
         reasons.append(f"it is tight, {best.verdict.why}; no layout fits with margin")
+    reasons += _accumulates(job, best.recipe, room)
     reasons += _written(job)
     return Chosen(tuple(kept.values()), "memory and traffic", tuple(reasons), len(found), too_large, place)
 
@@ -284,7 +295,8 @@ def _weighed(job: Job, cluster: Cluster, room: float | None) -> Iterator[Candida
     _, recomputes = _free(job)
     for recompute in recomputes:
         any_fits = False
-        for recipe in legal(job, cluster, Counter(), (job.train.microbatch,), (recompute,)):
+        for layout in legal(job, cluster, Counter(), (job.train.microbatch,), (recompute,)):
+            recipe = adapted(job, layout, room)
             stack = stack_for(recipe)
             held = memory(job.architecture, recipe, stack)
             needs = held.allocated if room is None else held.reserved
@@ -330,7 +342,7 @@ def _no_layout(job: Job, cluster: Cluster) -> Exception:
 
 
 def _no_room(job: Job, cluster: Cluster, tried: int, least: float) -> Exception:
-    written = [k for k in CHOSEN_TOO if job.wrote(f"train.{k}")]
+    written = [k for k in CHOSEN_TOO if fixed(job, k)]
     hint = "`seatrial plan JOB --fit` lists the smallest clusters that do"
     if written:
         hint += f"; or leave {' and '.join(written)} out of [train]: then the planner chooses them too"

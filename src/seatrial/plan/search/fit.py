@@ -20,6 +20,7 @@ from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
 from seatrial.job.optimizers import ADAMW, optimizer_named
 from seatrial.job.schema import NVLINK_DOMAINS
+from seatrial.plan.cost.accumulate import ways
 from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.memory import FRAGMENTATION, RUNTIME_BYTES, Memory, memory, rank_memory
@@ -235,7 +236,7 @@ def _smallest(
         room = max(capacity(replace(at, gpu=gpu)) for gpu in waiting)
         if _floor(model, at.gpus, stack_for(Recipe.of(job), stack)) > room:
             continue
-        tried = [(r, memory(model, r, stack_for(r, stack)).reserved) for r in _lean(job, at)]
+        tried = [(r, memory(model, r, stack_for(r, stack)).reserved) for r in _lean(job, at, stack)]
         leanest = min((needs for _, needs in tried), default=math.inf)
         least, legal = min(least, leanest), legal or bool(tried)
         for gpu in tuple(waiting):
@@ -280,7 +281,7 @@ def _floor(model: Architecture, ranks: int, stack: Stack) -> float:
     return per_parameter * model.parameters() / ranks * (1 + FRAGMENTATION) + RUNTIME_BYTES
 
 
-def _lean(job: Job, cluster: Cluster) -> Iterator[Recipe]:
+def _lean(job: Job, cluster: Cluster, stack: str | Stack = "seatrial") -> Iterator[Recipe]:
     """Legal layouts with one shard group and plain 1F1B; see `smallest`."""
     base = Recipe.of(job)
     for tensor in tensors(job, cluster):
@@ -289,13 +290,12 @@ def _lean(job: Job, cluster: Cluster) -> Iterator[Recipe]:
             layout = Layout(pipeline=pipeline, shard=cluster.gpus // tensor // pipeline, tensor=tensor)
             for micro in MICROBATCHES:
                 # Under a pipeline the weights stay gathered either way; to reshard would only gather them again.
-                ways = (True, False) if pipeline == 1 else (False,)
-                recipe = replace(base, layout=layout, microbatch=micro, reshard=ways[0])
+                recipe = replace(base, layout=layout, microbatch=micro, reshard=pipeline == 1)
                 # A job's async_tensor has no effect where tensor is 1, which is no reason to need more GPUs.
                 if refusal(job, cluster, replace(recipe, async_tensor=False)) is not None:
                     continue
-                for reshard, recompute in product(ways, RECOMPUTES):
-                    yield replace(recipe, reshard=reshard, recompute=recompute)
+                for reshard, recompute in product((True, False) if pipeline == 1 else (False,), RECOMPUTES):
+                    yield from ways(job, replace(recipe, reshard=reshard, recompute=recompute), stack)
 
 
 def _fastest(

@@ -20,7 +20,7 @@ def refusal(job: Job, cluster: Cluster, recipe: Recipe) -> RuleViolation | None:
     """
     parallel = ParallelSection.model_construct(context=recipe.context, expert=1, **recipe.parallel)
     batches = {"microbatch": recipe.microbatch, "global_batch": recipe.global_batch}
-    train = job.train.model_copy(update=batches)
+    train = job.train.model_copy(update={**batches, "accumulate": recipe.accumulate})
     each = cluster.gpus_per_node
     at = {"nodes": cluster.nodes, "gpus_per_node": each, "nvlink_domain": cluster.domain or each}
     nodes = job.cluster.model_copy(update=at)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from seatrial.job.job import Job
 from seatrial.job.numbers import divisors
+from seatrial.plan.cost.accumulate import adapted
 from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.predict import Prediction, capacity, predict
@@ -109,6 +110,8 @@ def scaling(
     points: list[Point] = []
     for at in _sizes(cluster, nodes):
         wanted, why_not = resized(recipe, at.gpus, mode=mode)
+        if wanted is not None:
+            wanted = adapted(job, wanted, capacity(at), stack)
         if wanted is not None and (refused := refusal(job, at, wanted)) is not None:
             why_not = refused.message
         found = None

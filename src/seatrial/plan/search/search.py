@@ -1,8 +1,8 @@
 """Search all legal layouts of a job on a cluster: the best, runners-up, their limits, and the cost of the user's own.
 
 Legal is what the rules of the job file allow (`job.rules_layout`), so nothing is proposed that our trainer refuses. The
-search varies tensor, pipeline, stages per rank, schedule, replicate, shard, microbatch, recomputation, resharding and
-asynchronous tensor parallel; model, global batch, sequence, precision and compilation are the job's.
+search varies tensor, pipeline, stages per rank, schedule, replicate, shard, microbatch, recomputation, resharding,
+asynchronous tensor parallel and, if the job leaves it open, how gradients accumulate; model, global batch, sequence, precision and compilation are the job's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.numbers import divisors
 from seatrial.job.schedules import SCHEDULES
+from seatrial.plan.cost.accumulate import adapted, ways
 from seatrial.plan.cost.calibration import Calibration
 from seatrial.plan.cost.memory import memory
 from seatrial.plan.cost.overlap import able, copied, cut, overlaps
@@ -49,7 +50,7 @@ class Found:
 
     choices: tuple[Choice, ...]
     own: Choice | None  # the job's layout, if it has as many ranks as the cluster has GPUs
-    tried: int  # legal layouts, with asynchronous tensor parallel or without counted once
+    tried: int  # legal layouts, each counted once in whatever way it overlaps and accumulates
     too_large: int  # of them, those that need more memory than there is
     refused: dict[str, int]  # combinations that a rule refuses, by the key it points at
     least_bytes: float  # what the smallest of all needs on a GPU
@@ -90,18 +91,23 @@ def search(
             if key not in kept or found.step_s < kept[key].prediction.step_s:
                 kept[key] = Choice(recipe, found, limit(found, room))
 
-    for recipe in legal(job, cluster, refused, microbatches, recomputes, stack):
+    for layout in legal(job, cluster, refused, microbatches, recomputes, stack):
         tried += 1
-        needs = memory(model, recipe, stack_for(recipe, stack)).reserved
-        least = min(least, needs)
-        if needs > room:
-            too_large += 1
-            continue
-        found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
-        take(recipe, found)
-        if able(recipe, behaviour := stack_for(recipe, stack)):
-            least_s = _least_step(model, recipe, behaviour, found)
-            waiting[pair(recipe)].append((least_s, recipe))
+        fits = False
+        for recipe in ways(job, layout, stack):
+            needs = memory(model, recipe, stack_for(recipe, stack)).reserved
+            least = min(least, needs)
+            if needs > room:
+                continue
+            fits = True
+            found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
+            take(recipe, found)
+            if able(recipe, behaviour := stack_for(recipe, stack)):
+                least_s = _least_step(model, recipe, behaviour, found)
+                waiting[pair(recipe)].append((least_s, recipe))
+            if found.verdict.sure:
+                break  # the next way only saves memory
+        too_large += not fits
     for key, plain in waiting.items():
         for least_s, recipe in sorted(plain, key=lambda pair: pair[0]):
             # It needs no less memory: if no layout fits with margin without it, none does with it.
@@ -115,7 +121,7 @@ def search(
                 take(recipe, found)
     mine = None
     if own and job.layout.world_size == cluster.gpus:
-        recipe = own_recipe(job, stack)
+        recipe = own_recipe(job, room, stack)
         found = predict(model, recipe, cluster, calibration=calibration, stack=stack)
         mine = Choice(recipe, found, limit(found, room))
         # It may have a microbatch or a number of stages that is not among those searched.
@@ -133,9 +139,9 @@ def _ranked(choices: dict[tuple[int, int], Choice]) -> tuple[Choice, ...]:
     return tuple(sorted(choices.values(), key=lambda c: c.prediction.step_s))
 
 
-def own_recipe(job: Job, stack: str | Stack = "seatrial") -> Recipe:
-    """The job's own layout on a stack; `async_tensor` is off where the stack cannot do it, whatever the job says."""
-    recipe = Recipe.of(job)
+def own_recipe(job: Job, room: float | None, stack: str | Stack = "seatrial") -> Recipe:
+    """The job's own layout on a stack, `room` bytes a GPU; without what the stack cannot do, whatever the job says."""
+    recipe = adapted(job, Recipe.of(job), room, stack)
     return replace(recipe, async_tensor=overlaps(recipe, stack_for(recipe, stack)))
 
 

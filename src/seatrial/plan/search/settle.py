@@ -14,12 +14,15 @@ from seatrial.hardware.catalogue import find_gpu
 from seatrial.hardware.devices import choose_device, driver_names
 from seatrial.job.job import Job
 from seatrial.job.schema import ParallelSection
-from seatrial.job.settled import CHOSEN_TOO, settled
+from seatrial.job.settled import CHOSEN_TOO, fixed, settled
 from seatrial.plan.cost.calibration import shipped
 from seatrial.plan.model.place import Hardware, place_of
 from seatrial.plan.report.measured import measured_rates
 from seatrial.plan.search.auto import choose, fingerprint
 from seatrial.record.folder import RunFolder
+
+# What was meant in records that lack the key.
+_OLDER = {"accumulate": "whole"}
 
 
 def settle(job: Job, folder: RunFolder, *, fresh: bool = False) -> Job:
@@ -83,8 +86,8 @@ def _taken(job: Job, place: Hardware, recorded: Mapping[str, Any]) -> tuple[Job 
         return None, f"the cluster changed: {text}"
     train: dict[str, Any] = {}
     for key in CHOSEN_TOO:
-        value = recorded.get(key)
-        if job.wrote(f"train.{key}") and getattr(job.train, key) != value:
+        value = recorded.get(key, _OLDER.get(key))
+        if fixed(job, key) and getattr(job.train, key) != value:
             return None, f"train.{key} changed: {_shown(value)} -> {_shown(getattr(job.train, key))}"
         train[key] = value
     layout = recorded.get("layout")

@@ -1,0 +1,79 @@
+"""How gradients of microbatches add up where the job leaves it to the planner: whole, unless that needs too much memory.
+
+Whole, they are reduced once a step. Sharded, they are reduced in every microbatch (`parallel/shard.py`), so a GPU holds its
+part of them and not 4 bytes a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from seatrial.base import units
+from seatrial.job.architecture import Architecture
+from seatrial.job.job import Job
+from seatrial.job.schedules import schedule_named
+from seatrial.job.schema import Accumulate
+from seatrial.plan.cost.memory import memory
+from seatrial.plan.cost.memory_fit import judge
+from seatrial.plan.cost.overlap import OURS
+from seatrial.plan.cost.predict import stack_for
+from seatrial.plan.cost.stacks import Stack
+from seatrial.plan.model.recipe import Recipe
+
+
+def chosen(
+    model: Architecture, recipe: Recipe, room: float | None, stack: str | Stack = "seatrial"
+) -> tuple[Accumulate, str]:
+    """What `accumulate = "auto"` is, and why. `room`: bytes available on a GPU, None if unknown."""
+    if recipe.microbatches == 1:
+        return "sharded", "there is one microbatch, so nothing is lost"
+    if why := _no_use(recipe, stack_for(recipe, stack)):
+        return "whole", why
+    if room is None:
+        return "whole", "the memory of a GPU is unknown"
+    whole, sharded = (
+        memory(model, r, stack_for(r, stack)).reserved
+        for r in (replace(recipe, accumulate=how) for how in ("whole", "sharded"))
+    )
+    needs = f"with whole gradients a GPU needs {units.memory(whole)} of {units.memory(room)}"
+    if judge(whole, room).sure:
+        return "whole", f"{needs}, which fits"
+    word = "tight" if whole <= room else "too much"
+    return (
+        "sharded",
+        f"{needs}, which is {word}; reduced in every microbatch they leave it at {units.memory(sharded)}",
+    )
+
+
+def adapted(job: Job, recipe: Recipe, room: float | None, stack: str | Stack = "seatrial") -> Recipe:
+    """`recipe` as this job would run it: with what `accumulate = "auto"` is for it."""
+    if stack_for(recipe, stack).name not in OURS:
+        return replace(recipe, accumulate="whole")
+    if job.train.accumulate != "auto":
+        return recipe
+    return replace(recipe, accumulate=chosen(job.architecture, recipe, room, stack)[0])
+
+
+def ways(job: Job, recipe: Recipe, stack: str | Stack = "seatrial") -> Iterator[Recipe]:
+    """`recipe` in every way that the job leaves open, the one that communicates least first."""
+    first = adapted(job, recipe, None, stack)
+    yield first
+    if (
+        job.train.accumulate == "auto"
+        and first.accumulate == "whole"
+        and not _no_use(recipe, stack_for(recipe, stack))
+    ):
+        yield replace(first, accumulate="sharded")
+
+
+def _no_use(recipe: Recipe, stack: Stack) -> str:
+    """Why whole gradients are the only way, or no larger than sharded ones; else ""."""
+    layout = recipe.layout
+    if stack.name not in OURS:
+        return f"{stack.name} has no other way"
+    if recipe.cut == 1:
+        return "no ranks share a gradient: shard is 1"
+    if layout.pipeline > 1 and schedule_named(layout.schedule).split_backward:
+        return f"the schedule {layout.schedule} allows nothing else"
+    return ""
