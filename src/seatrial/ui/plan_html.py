@@ -10,7 +10,7 @@ from seatrial.base import units
 from seatrial.base.page import render
 from seatrial.job.job import Job
 from seatrial.plan.cost.predict import Prediction
-from seatrial.plan.report.advice import Suggestion, excess, short
+from seatrial.plan.report.advice import Suggestion, short
 from seatrial.plan.report.answer import Answer
 from seatrial.plan.report.waterfall import waterfall_of
 from seatrial.plan.search.fit import Account, Fit, account
@@ -26,12 +26,12 @@ from seatrial.ui.plan_words import (
     data,
     marked,
     mfu_span,
-    part,
     percent,
     rate_span,
     seconds,
     settings,
     span,
+    why,
 )
 from seatrial.ui.scaling_svg import scaling_svg
 from seatrial.ui.svg import NARROW, WIDTH, written
@@ -143,12 +143,6 @@ def _choice(choice: Choice, best: Prediction, *, own: bool = False) -> Row:
     p = choice.prediction
     name = ("the job's own: " if own else "") + marked(choice.recipe, p)
     slower = p.step_s / best.step_s - 1
-    # For the best layout its largest part; for others the part with the largest excess over the best one.
-    most = max(p.waterfall[1:], key=lambda share: share.share)
-    why = f"{part(most.name)} {percent(most.share)}" if p.fits else "does not fit"
-    more = excess(p, best) if p.fits and slower >= 5e-4 else None
-    if more is not None:
-        why = f"{part(more.name)} +{seconds(more.seconds)}"
     return "own" if own else None, [
         name,
         settings(choice.recipe),
@@ -157,7 +151,7 @@ def _choice(choice: Choice, best: Prediction, *, own: bool = False) -> Row:
         figures.mfu(p.mfu),
         figures.memory(p.memory.reserved),
         "" if slower < 5e-4 else percent(slower),
-        why,
+        why(p, best),
     ]
 
 

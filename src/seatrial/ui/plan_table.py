@@ -16,7 +16,6 @@ from seatrial.plan.report.advice import (
     Suggestion,
     Target,
     difference,
-    excess,
     short,
 )
 from seatrial.plan.report.answer import Answer
@@ -38,18 +37,17 @@ from seatrial.ui.plan_words import (
     marked,
     note,
     pair,
-    part,
     percent,
     rate_span,
     seconds,
     settings,
     table,
+    why,
 )
 from seatrial.ui.waterfall import STYLES, waterfall_lines
 
 _LAYOUTS, _WAYS = 5, 6
 _WIDE = 110
-_KEPT = "\N{NO-BREAK SPACE}"
 # Parts of the run with a smaller share are shown only in the full plan.
 _SMALL = 0.005
 
@@ -146,16 +144,6 @@ def _layouts(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
 def _row(name: str, choice: Choice, best: Prediction, wide: bool) -> list[str]:
     p, r = choice.prediction, choice.recipe
     slower = p.step_s / best.step_s - 1
-    if not p.fits:
-        why = "does not fit"
-    elif abs(slower) < 5e-4:
-        most = max(p.waterfall[1:], key=lambda s: s.share)
-        why = f"{part(most.name)} {percent(most.share)}"
-    else:
-        more = excess(p, best)
-        # Keep number and unit together.
-        why = "" if more is None else f"{part(more.name)} +{seconds(more.seconds)}".replace(" ", _KEPT)
-        why = why.replace(f"{_KEPT}+", " +")
     row = [
         name,
         marked(r, p),
@@ -164,7 +152,7 @@ def _row(name: str, choice: Choice, best: Prediction, wide: bool) -> list[str]:
     row += [seconds(p.step_s)] if wide else []
     row += [figures.rate(p.tokens_per_s_per_gpu), figures.mfu(p.mfu)]
     row += [figure(p.memory.reserved / 1024**3)] if wide else []
-    return [*row, "" if not p.fits else "-" if abs(slower) < 5e-4 else percent(slower), why]
+    return [*row, "" if not p.fits else "-" if abs(slower) < 5e-4 else percent(slower), why(p, best)]
 
 
 def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
