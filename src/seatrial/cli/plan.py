@@ -37,8 +37,8 @@ _MOST_NODES, _MOST_RUNS = 100_000, 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.description = (
-        "Predict a job: whether its layout fits and how fast it is, the best layouts that the rules allow, when the run ends, how "
-        "it scales, what the network must carry, what would change any of it. Nothing is started. "
+        "Predict a job: whether its layout fits, its speed, the best layouts that the rules allow, when the run ends, how "
+        "it scales, its network demand, and possible improvements. Nothing is started. "
         "Exit code: 0, 1 if the job's own layout does not fit, 2 for bad input."
     )
     parser.add_argument("job", type=Path, metavar="JOB", help="job file (see `seatrial init`)")
@@ -46,11 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="replace one key of the job"
     )
     where = parser.add_argument_group("hardware")
-    where.add_argument("--network", metavar="NAME", help="between nodes, such as 'InfiniBand NDR 8x400'")
     where.add_argument(
-        "--storage-gb-s", type=float, metavar="RATE", help="of the storage of checkpoints, GB/s (20, assumed)"
+        "--network", metavar="NAME", help="network between nodes, such as 'InfiniBand NDR 8x400'"
     )
-    where.add_argument("--price", type=float, metavar="P", help="of a GPU hour, in any currency")
+    where.add_argument(
+        "--storage-gb-s",
+        type=float,
+        metavar="RATE",
+        help="rate of the checkpoint storage, GB/s (20, assumed)",
+    )
+    where.add_argument("--price", type=float, metavar="P", help="price of a GPU hour, in any currency")
     where.add_argument(
         "--stack",
         metavar="NAME",
@@ -140,7 +145,7 @@ def _settled(args: argparse.Namespace, job: Job, place: Hardware, calibration: C
     try:
         return choose(job, place, calibration=calibration).settle(job)
     except InputError:
-        if args.fit:  # --fit asks which cluster would do
+        if args.fit:  # --fit searches for a sufficient cluster
             return provisional(job)
         raise
 

@@ -17,7 +17,7 @@ from seatrial.ui.out import Out
 from seatrial.ui.summary import print_status, summary_json
 
 if TYPE_CHECKING:
-    from seatrial.launch.follow import Stand
+    from seatrial.launch.follow import StartState
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _document(launch: Launch, found: Stand | None) -> dict[str, object]:
+def _document(launch: Launch, found: StartState | None) -> dict[str, object]:
     document: dict[str, object] = asdict(launch)
     if found is not None:
         document["status"] = asdict(found.status)

@@ -18,7 +18,7 @@ from seatrial.record.running import running
 from seatrial.record.view import read_brief
 
 if TYPE_CHECKING:
-    from seatrial.launch.follow import Stand
+    from seatrial.launch.follow import StartState
 
 _POLL_S = 0.2
 _SLACK_S = 30.0  # added to the grace period, for the final records to reach this host
@@ -97,7 +97,7 @@ def _stop_scheduled(folder: RunFolder, *, now: bool) -> bool:
     return True
 
 
-def _stop_start(folder: RunFolder, found: Stand, *, now: bool) -> None:
+def _stop_start(folder: RunFolder, found: StartState, *, now: bool) -> None:
     """End one start and its follow-up job. Raises RunFailed."""
     from seatrial.launch.follow import scheduled
 

@@ -20,7 +20,7 @@ from seatrial.base.kernel_files import text_of
 _WAIT_BYTES = 8
 _DATA_BYTES = 4  # port_xmit_data and port_rcv_data count words of four bytes (same specification)
 
-# Share of time that a port may have had data to send and no credit to send it. A link that is held back for 8 % of the
+# Share of time that a port may have had data to send and no credit to send it. A link that waits for 8 % of the
 # time cannot exceed 92 % of its rate, below which a link counts as suspect.
 WAIT_SHARE = 0.08
 
@@ -262,7 +262,7 @@ def _of_port(old: Port, new: Port, seconds: float) -> list[PortFault]:
     wait = wait_share(deltas.get("port_xmit_wait"), new.gbit_s, seconds)
     if wait is not None and wait >= WAIT_SHARE:
         values.setdefault("congestion", []).append(
-            f"port_xmit_wait: held back for {wait:.0%} of the time (suspect from {WAIT_SHARE:.0%})"
+            f"port_xmit_wait: waited for {wait:.0%} of the time (suspect from {WAIT_SHARE:.0%})"
         )
     evidence = _evidence(new, deltas, wait, seconds)
     return [

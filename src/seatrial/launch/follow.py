@@ -20,7 +20,7 @@ _LAG_S = 60.0  # how stale a network file system's view of the folder may be
 
 
 @dataclass(frozen=True)
-class Stand:
+class StartState:
     """State of the current start of a scheduled run."""
 
     launch: Launch
@@ -44,7 +44,7 @@ def scheduled(launch: Launch) -> Scheduled:
     return launcher
 
 
-def stand(folder: RunFolder) -> Stand:
+def stand(folder: RunFolder) -> StartState:
     """Read the folder and ask the scheduler. Raises InputError, RunFailed."""
     launch = current_launch(folder)
     launcher = scheduled(launch)
@@ -54,12 +54,12 @@ def stand(folder: RunFolder) -> Stand:
         status = launcher.status(launch.handle)
     waiting = follow_up(folder)
     outcome = read_outcome(folder, launch.generation)
-    return Stand(
+    return StartState(
         launch, outcome, status, None if waiting in (None, launch.handle) else launcher.status(waiting)
     )
 
 
-def end_rest(found: Stand) -> None:
+def end_rest(found: StartState) -> None:
     """Stop the scheduler from restarting the agents of a failed run. Raises RunFailed."""
     launcher, handle = scheduled(found.launch), found.launch.handle
     failed = found.outcome is not None and found.outcome.exit_code not in (EXIT_DONE, EXIT_PREEMPTED)

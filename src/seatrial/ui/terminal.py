@@ -16,7 +16,7 @@ from rich.live import Live
 from seatrial.base.errors import InputError
 from seatrial.record.folder import RunFolder
 from seatrial.record.view import RunReader
-from seatrial.ui.dashboard import KEYS, ViewState, ViewName, draw
+from seatrial.ui.dashboard import KEYS, ViewName, ViewState, draw
 from seatrial.ui.goodput_words import goodput_pairs
 from seatrial.ui.recovery import Recoveries
 from seatrial.ui.step_split import account_of, pipeline_of, waterfall_of_run

@@ -17,7 +17,7 @@ from seatrial.record.frontier import account
 from seatrial.record.metrics import MetricsRecord, MetricsWriter
 from seatrial.record.stages import BACKWARD, FORWARD, OWN, REPLICATE, STAGES, RankStages
 from seatrial.record.view import read_view
-from seatrial.ui.dashboard import KEYS, ViewState, ViewName, draw
+from seatrial.ui.dashboard import KEYS, ViewName, ViewState, draw
 
 NODES, GPUS, SLOW, STEP_S = 128, 8, 517, 10.0
 

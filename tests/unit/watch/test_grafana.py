@@ -116,7 +116,7 @@ def test_named_runs_are_in_the_example(tmp_path: Path, monkeypatch: pytest.Monke
         (["--grafana", "a-file"], "cannot write to a-file: "),
         (["--grafana", "a-file/below"], "cannot write to a-file/below: Not a directory"),
         (["no-such-run", "--grafana", "out"], "no-such-run"),
-        (["--grafana", "out", "--once"], "--once has no meaning with --grafana"),
+        (["--grafana", "out", "--once"], "--once cannot be combined with --grafana"),
         ([], "name one run"),
         (["one", "two"], "name one run"),
     ],
