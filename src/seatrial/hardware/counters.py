@@ -57,7 +57,7 @@ LIMITS = (
     Limit("port_rcv_remote_physical_errors", "link_errors", 10, 1.0, "damaged before the switch", 16),
     Limit("local_link_integrity_errors", "link_errors", 1, 0.0, "each is a burst of errors", 4),
     Limit("excessive_buffer_overrun_errors", "link_errors", 1, 0.0, "flow control has failed", 4),
-    Limit("port_xmit_discards", "congestion", 10, 1.0, "packets thrown away instead of sent", 16),
+    Limit("port_xmit_discards", "congestion", 10, 1.0, "packets discarded instead of sent", 16),
     Limit(
         "local_ack_timeout_err",
         "retransmissions",
@@ -73,8 +73,8 @@ LIMITS = (
     Limit("roce_adp_retrans", "retransmissions", 10, 1.0, "packets sent again", None),
     Limit("roce_adp_retrans_to", "retransmissions", 1, 0.0, "each is a time-out", None),
     # Some CNPs are normal in congestion control; at this rate flows are throttled all the time. Chosen here.
-    Limit("np_cnp_sent", "congestion", 1000, 1000.0, "senders to this port are told to slow down", None),
-    Limit("rp_cnp_handled", "congestion", 1000, 1000.0, "this port is told to slow down", None),
+    Limit("np_cnp_sent", "congestion", 1000, 1000.0, "this port asks senders to slow down", None),
+    Limit("rp_cnp_handled", "congestion", 1000, 1000.0, "this port is asked to slow down", None),
     Limit(
         "np_ecn_marked_roce_packets",
         "congestion",
@@ -195,7 +195,7 @@ def first_findings(ports: Ports) -> list[PortFault]:
             for counter in (c for c in _ROCE if c not in port.counters):
                 lacking.setdefault(counter, []).append(port.name)
     if stuck:
-        text = f"at their highest value, where they count no more: {_listed(stuck)}"
+        text = f"saturated at their maximum: {_listed(stuck)}"
         found.append(PortFault("counter_saturated", None, text, {"saturated": stuck}))
     if lacking:
         text = f"ECN and CNP are not observable everywhere, files are missing: {_listed(lacking)}"

@@ -1,4 +1,4 @@
-"""Many lines of a records file at once, as columns: a run of a month has hundreds of thousands, too many to decode one by one.
+"""Parses many lines of a records file at once into columns: a month's run has hundreds of thousands of lines, too many to decode one by one.
 
 Only where there is nothing to judge: for data with any line that is not a record `columns` returns None, and the caller
 reads them line by line.
@@ -115,7 +115,7 @@ def _parse(cls: Any, data: bytes) -> Columns | None:
         return None
     for f in fields:
         nulls = table[f.name].null_count and not f.optional
-        # null, or not there at all: Arrow does not tell.
+        # null or absent: Arrow does not distinguish them.
         if nulls and (not f.nullable or data.count(f'"{f.name}":'.encode()) < table.num_rows):
             return None
     found: Columns = {f.name: table[f.name].to_numpy() for f in fields}

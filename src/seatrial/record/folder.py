@@ -74,7 +74,7 @@ class RunFolder:
         return self.control / "follow_up"
 
     def rendered(self, generation: int) -> Path:
-        """What was submitted to a scheduler for the start of this generation."""
+        """The files submitted to a scheduler for the start of this generation."""
         return self.path / "launch" / f"{generation:06d}"
 
     @property
@@ -89,7 +89,7 @@ class RunFolder:
 
     @property
     def trackers(self) -> Path:
-        """What was pushed to each tracker, and the logs of the processes that do it: see `watch.trackers`."""
+        """Push progress of each tracker, and logs of the pushing processes: see `watch.trackers`."""
         return self.control / "trackers"
 
     @property
@@ -104,7 +104,7 @@ class RunFolder:
 
     @property
     def prometheus_targets(self) -> Path:
-        """Where the agents serve `/metrics`, for Prometheus' file_sd_configs."""
+        """Addresses of the agents' `/metrics`, for Prometheus' file_sd_configs."""
         return self.control / "prometheus-targets.json"
 
     @property
@@ -119,7 +119,7 @@ class RunFolder:
 
     @property
     def monitor_log(self) -> Path:
-        """What the monitor beside the coordinator could not report otherwise, as text lines."""
+        """stderr of the monitor process, as text lines."""
         return self.control / "monitor.log"
 
     @property

@@ -23,7 +23,7 @@ WARM_UP = 2  # first steps of a generation, whose times mean nothing: compilatio
 
 @dataclass(frozen=True)
 class Split:
-    """Where the time of one step went, or on average of several: `seconds`, one for each of STAGES, add up to it."""
+    """The time of one step, or the mean of several, by stage: `seconds` of all STAGES add up to it."""
 
     seconds: NDArray[np.float64]
     setters: NDArray[np.int64]  # for each stage, the rank (row) whose sum is the frontier at its end

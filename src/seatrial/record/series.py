@@ -44,7 +44,7 @@ _HW = "hw_counters of the port in sysfs"
 
 # Of one node, by its agent. What cannot be read is absent.
 _NODE = (
-    _gauge("gpu_info", "", "The GPU that a number stands for; always 1", "NVML", "gpu", "pci", "name"),
+    _gauge("gpu_info", "", "The GPU with this number; always 1", "NVML", "gpu", "pci", "name"),
     _gauge("gpu_tensor_active_ratio", "ratio", "Share of the time in which tensor cores were busy, 0 to 1", "NVML GPM, Hopper and later", "gpu"),
     _gauge("gpu_busy_ratio", "ratio", "Share of the time in which a kernel ran, 0 to 1", "NVML", "gpu"),
     _gauge("gpu_sm_clock_hertz", "hertz", "Clock of the SMs", "NVML", "gpu"),

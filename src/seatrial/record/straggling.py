@@ -32,7 +32,7 @@ class Straggling:
     steps: int
     of_steps: int
     rank: int  # that had most own work most often
-    rank_steps: int  # in so many of them
+    rank_steps: int  # number of steps in which this rank was the slowest
 
 
 def straggling(folder: RunFolder, log: StepLog) -> Straggling | None:

@@ -16,7 +16,7 @@ from seatrial.record.series import is_counter
 from seatrial.record.telemetry_format import OPEN, PACKED, Header, chunks, packed, parse_header, start_of
 
 CHUNK_S = 6 * 3600.0  # seconds of samples in one file: four files a day and node
-THIN_AFTER_S, THIN = 24 * 3600.0, 10  # older chunks keep one record for so many samples
+THIN_AFTER_S, THIN = 24 * 3600.0, 10  # older chunks keep one record per THIN samples
 MOST_SERIES = 1024  # of a node; further ones are left out
 
 
@@ -91,7 +91,7 @@ def _rounded(value: float) -> float:
 
 
 def _tidy(path: Path, *, thin: bool) -> None:
-    """Leave `path` compressed, and thinned if it is old. One that cannot be used stays as it is."""
+    """Compress `path`, and thin it if it is old. An unreadable file is left unchanged."""
     is_open = path.name.endswith(OPEN)
     with contextlib.suppress(ValueError):
         if thin:

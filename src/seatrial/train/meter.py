@@ -26,7 +26,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_bytes(device: torch.device) -> int:
-    """On a GPU: the most that torch has allocated at once. On a CPU: this process's resident memory now."""
+    """On a GPU: peak of torch's allocations. On a CPU: this process's current resident memory."""
     if accelerator.is_accelerator(device):
         return accelerator.peak_memory(device)
     with open("/proc/self/statm") as f:

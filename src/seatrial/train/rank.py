@@ -146,7 +146,7 @@ def load(
     loader: BatchLoader,
     worth: Callable[[int], bool] = lambda step: True,
 ) -> tuple[ParallelModel, ShardedOptimizer, Progress] | None:
-    """Model and optimizer from the newest undamaged checkpoint whose step is `worth` it; None where there is none.
+    """Model and optimizer from the latest undamaged checkpoint whose step is `worth` it; None if there is none.
 
     All ranks call it. Raises RunFailed if the checkpoint continues at another sample than this job.
     """

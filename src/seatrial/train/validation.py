@@ -34,7 +34,7 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of a validation, the same in all ranks."""
+    """The result of a validation, equal in all ranks."""
 
     loss: float | None  # mean over the tokens, in nats; None: it was left before its end
     seconds: float
