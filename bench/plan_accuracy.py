@@ -179,7 +179,7 @@ def constants(known: Calibration) -> dict[str, int]:
     folder = Path(step_parts.__code__.co_filename).parent
     table = tomllib.loads((folder / "stacks.toml").read_text(encoding="utf-8"))
     own = [v for stack in table.values() for v in stack.values()]
-    hand = sum(len(v) if isinstance(v, list) else isinstance(v, int | float) for v in own)
+    hand = sum(len(v) if isinstance(v, list) else type(v) in (int, float) for v in own)
     for name in ("kernels", "collectives", "calibration", "step", "memory", "overlap"):
         module = ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))
         numbers = [n for s in module.body if isinstance(s, ast.Assign) for n in ast.walk(s.value)]
@@ -203,7 +203,7 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
             if k != i and (r.source, r.stack, r.gpu) == (row.source, row.stack, row.gpu)
         ]
         own.add(row, everything, statistics.median(beside) if beside else 1.0)
-    moved = 0.0
+    moved, beside_peer = 0.0, [("peer", r.peer_s / r.step_s) for r in timed if r.peer_s and r.step_s]
     result["own_rows"] = own.table().get("all")
     for name, left_out in WAYS.items():
         scores = Scores()
@@ -217,6 +217,7 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
                     pace = paced(everything, row)
                     change = abs(math.log(predicted(row, paced(known, row)) / predicted(row, pace)))
                     moved = max(moved, change / (Z * pace.spread))
+        beside_peer += [(name, 1 + e) for row, e, *_ in scores.rows if row.peer_s]
         result["ways"][name] = {
             "all": scores.table().get("all"),
             **{k: score(errors) if errors else None for k, errors in baselines(timed, left_out).items()},
@@ -226,6 +227,10 @@ def evaluate(rows: list[Row]) -> tuple[dict[str, Any], Calibration]:
             "by_precision": scores.table(lambda r: r.recipe.precision),
             "intervals": scores.kinds(),
         }
+    # Rows for which another planner (SimuMax) published predictions: its errors, and ours by what was left out.
+    result["beside_peer"] = {
+        name: score([abs(e - 1) for n, e in beside_peer if n == name]) for name in dict(beside_peer)
+    }
     # What leaving out a source changes of the others' predictions, at most, as a share of their intervals.
     result["moved_by_one_source"] = round(moved, 2)
     result["constants"] = constants(everything)
@@ -303,6 +308,7 @@ def main() -> int:
     print("constants", result["constants"], "most moved by one source", result["moved_by_one_source"])
     for name, found in result["ways"]["other sources"]["by_source"].items():
         print(f"  other sources: {name[:60]:60} {found}")
+    print("rows that SimuMax predicted", result["beside_peer"])
     print("regret", result["regret"])
     print("memory", json.dumps(result["memory"], indent=1))
     print("guessed stacks", json.dumps(result["guessed"], indent=1))

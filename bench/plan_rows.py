@@ -96,6 +96,8 @@ MEMORY = {
 }
 # BigScience trained in fp16 until then and "with BF16 optimizer" from then on (chronicles-prequel.md, "Rebalancing layers").
 BF16_SINCE = "date 02-28"
+# SimuMax's own predictions of its rows (MooreThreads/SimuMax@4dcaae5 docs/b200/b200_release_v1.2_summary.json: perf_ms).
+PEER = re.compile(r"SimuMax predicted ([\d.]+) ms")
 # Microbatches of torchtitan's pipelines where none are named: as many as pipeline ranks; interleaved, two stages a rank
 # (torchtitan/parallelisms/parallelize_llama.py, "pipeline_parallel_microbatches or parallel_dims.pp").
 LOCAL_BATCH = re.compile(r"local batch (\d+)")
@@ -128,6 +130,7 @@ class Row:
     memory_bytes: float | None
     memory_kind: str
     fits: bool
+    peer_s: float | None = None  # seconds a step that another planner published for it
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,7 @@ def _row(raw: dict[str, str]) -> Row:
         memory_bytes=memory,
         memory_kind=next((v for k, v in MEMORY.items() if source.startswith(k)), "allocated"),
         fits=raw["outcome"] != "OOM",
+        peer_s=float(peer[1]) / 1e3 if (peer := PEER.search(raw["notes"])) else None,
     )
     if known is not None:
         return row

@@ -217,7 +217,10 @@ def torchrun_killed(folder: Path, name: str, *, cured: bool) -> dict[str, float]
             later = [r for r in run.steps() if r["generation"] > generation]
             return later or run.process.poll() is not None
 
-        found = wait_for(recovered_or_ended, "torchrun's next step")
+        try:
+            found = wait_for(recovered_or_ended, "torchrun's next step")
+        except TimeoutError:  # without the cure its workers may wait for each other until their own limit
+            return None
         return None if found is True else {"recovered_s": found[0]["time"] - killed}
 
 

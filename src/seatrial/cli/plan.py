@@ -114,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
     place = _place(args, job, measured)
     calibration = measured.calibration(shipped())
     if job.is_open:
-        job = _settled(args, job, place, calibration)
+        with _searching(args):
+            job = _settled(args, job, place, calibration)
     if args.fit:
         return _fit(args, job, place, calibration)
     if wishes.storage_gb_s is None and measured.storage_gb_s is not None:
@@ -126,14 +127,17 @@ def run(args: argparse.Namespace) -> int:
     # Show the plan before anything slow begins.
     if not args.json:
         _show(args, plan_lines(result, args))
-    ran = _dry_runs(args, result)
-    if args.json:
-        _print_json(result, ran)
-    elif ran:
+    ran: list[Beside] = []
+    try:
+        _pictures(args, result)
+        _dry_runs(args, result, ran)
+    finally:
+        if args.json:  # with what was run, if a picture or a dry run fails or is interrupted
+            _print_json(result, ran)
+    if ran and not args.json:
         from seatrial.ui.plan_beside import lines
 
         _show(args, lines(ran, _width()))
-    _pictures(args, result)
     return EXIT_FAILED if result.own.fits is False else EXIT_DONE
 
 
@@ -343,21 +347,19 @@ def _fit(args: argparse.Namespace, job: Job, place: Hardware, calibration: Calib
     return EXIT_DONE if any(f.recipe is not None for f in fits) else EXIT_FAILED
 
 
-def _dry_runs(args: argparse.Namespace, result: Answer) -> list[Beside]:
-    """Dry-run the job's own layout and the best ones, each once. Progress on stderr: a large one takes a minute."""
+def _dry_runs(args: argparse.Namespace, result: Answer, ran: list[Beside]) -> None:
+    """Dry-run the job's own layout and the best ones, each once, into `ran`. Progress on stderr: a large one takes a minute."""
     if args.dry_run is None:
-        return []
+        return
     from seatrial.plan.report.advice import short
     from seatrial.plan.report.beside import beside
 
     best = [c.recipe for c in result.found.choices[: args.dry_run]] if result.found is not None else []
     wanted = list(dict.fromkeys([result.own.recipe, *best]))
     cpu = result.place.gpu is None and result.job.cluster.launcher == "local"
-    ran = []
     for i, recipe in enumerate(wanted, 1):
         print(f"dry run {i} of {len(wanted)}: {short(recipe)}", file=sys.stderr, flush=True)
         ran.append(beside(result.job, recipe, result.place.shape, device="cpu" if cpu else "cuda"))
-    return ran
 
 
 def _pictures(args: argparse.Namespace, result: Answer) -> None:

@@ -708,6 +708,7 @@ class Fork(Message):
     env: dict[str, str]  # added to its environment
     argv: list[str]
     token: str
+    cpus: list[int]  # that it is bound to; none: not bound
 
 
 @dataclass(frozen=True)

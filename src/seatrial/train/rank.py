@@ -211,8 +211,9 @@ def join(place: RankEnvironment, timeout: timedelta, store: Store | None = None)
     """Join the process group; returns this rank's device. Without a `store`, use the one of torchrun."""
     device = accelerator.claim(place.device, place.local_rank)
     on_accelerator = accelerator.is_accelerator(device)
-    if not on_accelerator:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    threads = os.environ.get("OMP_NUM_THREADS", "" if on_accelerator else "1")
+    if threads:  # torch read the fork server's when it was imported
+        torch.set_num_threads(int(threads.partition(",")[0]))
     given: dict[str, Any] = {}
     if store is not None:
         given = {"store": store, "rank": place.rank, "world_size": place.world_size}

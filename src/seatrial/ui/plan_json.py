@@ -201,7 +201,6 @@ def _scaling(s: Scaling) -> dict[str, Any]:
         "grows": s.grows,
         "assumes": list(s.assumes),
         "communication_shows_at_gpus": None if s.shows_at is None else s.shows_at.gpus,
-        "targets": [asdict(v) for v in s.verdicts],
     }
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from seatrial.base import units
 from seatrial.job.schema import TrainSection
+from seatrial.plan.cost.finish import Finish
+from seatrial.plan.cost.kernels import ATTENTION
 from seatrial.plan.cost.step import Sent
 from seatrial.plan.report.answer import ENOUGH, Answer, RunForecast
 from seatrial.plan.search.caution import too_short
@@ -16,6 +18,7 @@ from seatrial.ui.plan_words import (
     Line,
     batches,
     data,
+    figure,
     gib,
     held,
     many,
@@ -28,6 +31,7 @@ from seatrial.ui.plan_words import (
 )
 
 _KINDS_SHOWN = 5
+MUCH = 0.05  # of the time lost to failures and checkpoints: from there on it is explained
 
 
 def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
@@ -37,6 +41,8 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     auto = answer.job.chosen is not None
     yield 'the layout chosen by parallel = "auto"' if auto else "the job's own layout", HEAD
     yield from pair("layout", f"{answer.job.layout}; {batches(r)}", width)
+    if answer.job.chosen is not None and (answer.best is None or answer.best.recipe != r):
+        yield from pair("chosen", answer.job.chosen["reasons"][mine.prediction is None], width)
     kinds = held(mine.memory, gpu=mine.fits is not None, most=None if full else _KINDS_SHOWN)
     if mine.fits is None:
         yield from pair("memory", f"{gib(mine.memory.allocated)} per rank: {kinds}", width)
@@ -45,6 +51,9 @@ def own(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
         verdict = mine.verdict
         assert verdict is not None
         text = f"{verdict.word}: {gib(mine.memory.reserved)} of {gib(mine.room)} per GPU: {kinds}"
+        gpu = answer.place.gpu
+        if gpu is not None and gpu.architecture not in ATTENTION:
+            text += "\nthe runtime's memory and the margin are those of NVIDIA's GPUs"
         style = {"fits": "", "tight": "yellow", "does not fit": "bold red"}[verdict.word]
         yield from pair("memory", f"{text}\n{verdict.why}" if verdict.why else text, width, style)
     p = mine.prediction
@@ -84,7 +93,7 @@ def _network(answer: Answer, *, full: bool) -> str:
         entries.append(sent + share)
     if c.capacity is not None:
         entries.append(
-            f"capacity {data(c.capacity * c.nodes)}/s: {c.nodes} nodes x {data(c.capacity)}/s in one direction"
+            f"capacity {data(c.capacity * c.nodes)}/s: {c.nodes:,} nodes x {data(c.capacity)}/s in one direction"
         )
     if c.mean is not None:
         share = "" if c.capacity is None else f", {percent(c.mean / c.capacity, 1)} of it"
@@ -109,15 +118,20 @@ def _dimensions(sent: Sent) -> str:
 def _ending(e: RunForecast, width: int, *, full: bool) -> Iterator[Line]:
     f = e.finish
     failures = "less than one failure" if f.failures < 0.95 else f"about {many(round(f.failures), 'failure')}"
-    lost = (1 - f.ettr) * 100
-    yield from pair(
-        "finish",
-        f"{units.duration(f.wall_s)} ({units.duration(f.low_s)} to {units.duration(f.high_s)}); {failures} expected, "
-        f"{lost:.2g} % lost to failures and checkpoints",
-        width,
-    )
-    cost = f"{e.cost:,.0f} at {e.price:g} each" if e.cost is not None else "unknown without --price"
-    yield from pair("cost", f"{f.gpu_hours:,.0f} GPU hours: {cost}", width)
+    lost = 1 - f.ettr
+    text = f"{units.duration(f.wall_s)} ({units.duration(f.low_s)} to {units.duration(f.high_s)}); {failures} expected, "
+    text += f"{lost * 100:.2g} % lost to failures and checkpoints"
+    if full or lost > MUCH:
+        text += (
+            f"\na failure every {units.duration(f.wall_s / f.failures)}; training again after {units.duration(f.down_s)}, "
+            f"{units.duration(f.joining_s)} of it for NCCL's communicators (assumed to grow with the GPUs) and the rest to "
+            f"start processes and to read the checkpoint from storage of {e.storage_gb_s:g} GB/s ({e.storage_source}); copies in memory, which avoid that, are not counted"
+        )
+    yield from pair("finish", text, width)
+    cost = "unknown without --price"
+    if e.price is not None:
+        cost = f"{spanned(f.gpu_hours * e.price, f)} at {e.price:g} each"
+    yield from pair("cost", f"{spanned(f.gpu_hours, f, ' GPU hours')}: {cost}", width)
     more = f.wall_s / e.best.wall_s - 1
     best = f"every {e.best.interval.steps:,} steps ({units.duration(e.best.every_s)})"
     if e.best.interval.limited_by:
@@ -138,6 +152,13 @@ def _ending(e: RunForecast, width: int, *, full: bool) -> Iterator[Line]:
     yield from pair("checkpoints", text, width)
 
 
+def spanned(value: float, f: Finish, unit: str = "") -> str:
+    """A figure that grows with the run's time, and its interval."""
+    shown = units.count if value >= 1e6 else figure
+    low, high = (shown(value * at / f.wall_s) for at in (f.low_s, f.high_s))
+    return f"{shown(value)}{unit} ({low} to {high})"
+
+
 def _validation(train: TrainSection, width: int) -> Iterator[Line]:
     """The time that validation adds. Its forward passes are about a third of a step's FLOPs."""
     every = train.validate_every_steps
@@ -149,8 +170,8 @@ def _validation(train: TrainSection, width: int) -> Iterator[Line]:
 
 
 def _brief(weak: Scaling, strong: Scaling, best: Scaling | None) -> str:
-    if len(weak.known) < 2:
-        return "unknown: needs two sizes"
+    if weak.unknown:
+        return f"known at one size only; {weak.unknown}"
     first, last = weak.known[0], weak.known[-1]
     text = f"from {first.gpus:,} to {last.gpus:,} GPUs {percent(last.efficiency)} efficient with a growing batch (weak)"
     if len(strong.known) > 1:
@@ -161,12 +182,12 @@ def _brief(weak: Scaling, strong: Scaling, best: Scaling | None) -> str:
     shows = [(name, c.shows_at) for name, c in (("weak", weak), ("strong", strong))]
     seen = [f"from {p.gpus:,} on ({name})" for name, p in shows if p is not None]
     text += (
-        f"; communication becomes significant  {', '.join(seen)}"
+        f"; communication becomes significant {', '.join(seen)}"
         if seen
         else "; communication is not significant"
     )
     if sizes := sorted({p.gpus for c in (weak, strong) for p in c.known if _tight(p)}):
-        text += f"; may run out of memory on {' and '.join(f'{n:,}' for n in sizes)} GPUs"
+        text += f"; may run out of memory on {', '.join(f'{n:,}' for n in sizes)} GPUs"
     if best is not None and len(best.known) > 1:
         one, all_ = best.known[0], best.known[-1]
         text += f"\nwith the best layout at each size: {all_.speedup:.1f} times from {one.gpus:,} to {all_.gpus:,} GPUs"
@@ -211,8 +232,9 @@ def _curve(name: str, curve: Scaling, width: int) -> Iterator[Line]:
         )
     elif len(curve.known) > 1:
         text += f"\ncommunication is not significant up to {curve.known[-1].gpus:,} GPUs"
-    for v in curve.verdicts:
-        met = {True: "met", False: "missed", None: "not predicted"}[v.met]
-        text += f"\n{met}: {v.target}; {v.predicted}"
+    if (worst := curve.worst) is not None:
+        text += (
+            f"\nworst doubling: {percent(worst.doubling)}, from {worst.gpus // 2:,} to {worst.gpus:,} GPUs"
+        )
     text += f"\n{curve.grows}"
     yield from pair(name, text, width)

@@ -21,7 +21,7 @@ from seatrial.plan.report.answer import Answer
 from seatrial.plan.report.waterfall import waterfall_of
 from seatrial.plan.search.search import Choice
 from seatrial.ui import figures
-from seatrial.ui.plan_own import own, scaling
+from seatrial.ui.plan_own import MUCH, own, scaling
 from seatrial.ui.plan_words import (
     HEAD,
     TIGHT,
@@ -96,7 +96,7 @@ def _header(answer: Answer, width: int) -> Iterator[Line]:
     if place.shape.crosses and place.network is not None:
         text += f"; {place.network.name}" + (" (assumed)" if place.network_is_assumed else "")
     elif place.shape.crosses:
-        text += "; network unknown"
+        text += f"; network unknown: {place.why_no_network}"
     yield from pair("cluster", text, width)
 
 
@@ -262,54 +262,55 @@ def _verdict(answer: Answer, width: int) -> Iterator[Line]:
 
 
 def verdict(answer: Answer) -> Line:
-    """The verdict and its style: green, yellow or red."""
+    """The verdict in one sentence, and its style: green, yellow or red."""
     mine, best = answer.own, answer.best
     p = mine.prediction
     sure = answer.found.sure[0] if answer.found is not None and answer.found.sure else None
     if mine.fits is False:
         assert mine.room is not None
         over = mine.memory.reserved / mine.room - 1
-        text = (
-            f"does not fit: {gib(mine.memory.reserved)} per GPU of {gib(mine.room)}, {percent(over)} too much"
-        )
+        text = f"does not fit: {gib(mine.memory.reserved)} per GPU of {gib(mine.room)}, {percent(over)} too much; "
         if best is not None:
-            text += f". The fastest that fits: {brief(best.recipe)}"
-            if best.prediction.verdict.word == "tight":
-                text += f" (tight); the fastest that fits with margin: {'none' if sure is None else brief(sure.recipe)}"
+            text += f"the fastest that fits is {brief(best.recipe)}{_margin(best, sure)}"
         elif answer.found is not None:
-            text += ". No layout fits on this cluster: --fit lists clusters that do"
-        return text, "bold red"
-    fits, fine, doubt = "", "green", ""
-    if mine.verdict is not None:
-        fits = mine.verdict.word
-        if mine.verdict.why:
-            fine, doubt = "yellow", f". It {mine.verdict.why}"
-            if sure is not None:
-                doubt += f". The fastest that fits with margin: {brief(sure.recipe)}"
+            text += "no layout fits on this cluster (--fit lists clusters that do)"
+        return text.removesuffix("; "), "bold red"
+    word: str = "" if mine.verdict is None else mine.verdict.word
+    style = "yellow" if word == "tight" else "green"
+    if answer.ending is not None and (lost := 1 - answer.ending.finish.ettr) > MUCH:
+        word, style = f"{word}, with {percent(lost)} of the time lost to failures and checkpoints", "yellow"
     if p is None:
-        known = f"{fits}; " if fits else ""
-        return f"{known}memory and traffic are known, speed is not{doubt}", "yellow"
+        return "; ".join(filter(None, (word, "memory and traffic are known, speed is not"))), "yellow"
     if best is None:
-        return f"{fits}; {rate_span(p)}{doubt}", fine
+        return f"{word}; {rate_span(p)}", style
     slower = p.step_s / best.prediction.step_s - 1
+    mine_of = Choice(mine.recipe, p, mine.limit)
     if slower < 5e-4:
-        return f"{fits}, and no layout that the rules allow is faster{doubt}", fine
+        return (
+            f"{word}, and no layout that the rules allow is faster{_margin(mine_of, sure, tell=False)}",
+            style,
+        )
     if slower <= ALIKE:
-        text = f"{fits}, and is within {percent(slower, 1)} of the best, indistinguishable"
-        return text + doubt, fine
-    text = f"{fits}, but a step takes {percent(slower)} longer than with the best layout: "
-    text += difference(answer.own.recipe, best.recipe)
-    if best.prediction.verdict.word == "tight":
-        text += " (tight)"
-        # `doubt` already names it.
-        if sure is not None and not doubt:
-            more = p.step_s / sure.prediction.step_s - 1
-            text += (
-                "; no layout that fits with margin is faster"
-                if more < 5e-4
-                else f"; {percent(more)} longer than with {brief(sure.recipe)}, which fits with margin"
-            )
-    return f"{text}{doubt}", "yellow"
+        text = f"{word}, and is within {percent(slower, 1)} of the best, indistinguishable"
+        return text + _margin(mine_of, sure, tell=False), style
+    text = f"{word}, but a step takes {percent(slower)} longer than with the best layout: "
+    return text + difference(mine.recipe, best.recipe) + _margin(best, sure, p), "yellow"
+
+
+def _margin(choice: Choice, sure: Choice | None, own: Prediction | None = None, *, tell: bool = True) -> str:
+    """Of a tight choice: that it is, unless `tell` is false, and how its speed, or the job's own, compares with the fastest with margin."""
+    if choice.prediction.verdict.word != "tight":
+        return ""
+    text = " (tight)" if tell else ""
+    if sure is None:
+        return f"{text}; none fits with margin"
+    if own is None:
+        slower = sure.prediction.step_s / choice.prediction.step_s - 1
+        return f"{text}; with margin fits {brief(sure.recipe)}, {percent(slower)} slower"
+    more = own.step_s / sure.prediction.step_s - 1
+    if more < 5e-4:
+        return f"{text}; no layout that fits with margin is faster"
+    return f"{text}; {percent(more)} longer than with {brief(sure.recipe)}, which fits with margin"
 
 
 def target_words(target: Target) -> str:

@@ -156,7 +156,7 @@ _HELD = {
     "activations": "activations",
     "logits": "logits",
     "messages": "stage messages",
-    "runtime": "CUDA and NCCL",
+    "runtime": "runtime and NCCL",
     "streams": "other streams' memory",
 }
 _GPU_ALONE = (_HELD["runtime"], _HELD["streams"])

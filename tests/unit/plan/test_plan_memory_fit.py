@@ -148,8 +148,7 @@ def test_a_tight_job_is_told_everywhere_and_is_no_failure() -> None:
     assert told.own.verdict.word == "tight"
     text, style = verdict(told)
     assert text.startswith("tight, ")
-    assert "may run out of memory" in text
-    assert "The fastest that fits with margin: " in text
+    assert text.endswith("which fits with margin")
     assert style == "yellow"
     shown = "\n".join(line for line, _ in lines(told, width=100))
     assert "memory       tight: " in shown
@@ -214,7 +213,7 @@ def test_verdict_names_fastest_sure_fit_when_the_best_is_tight() -> None:
     )
     over = answer(large, place_of(large), Wishes())
     assert over.own.fits is False
-    assert verdict(over)[0].endswith(f"(tight); the fastest that fits with margin: {brief(first.recipe)}")
+    assert f"(tight); with margin fits {brief(first.recipe)}, " in verdict(over)[0]
     assert over.found is not None
     none = replace(over, found=replace(over.found, sure=()))
-    assert verdict(none)[0].endswith("(tight); the fastest that fits with margin: none")
+    assert verdict(none)[0].endswith("(tight); none fits with margin")

@@ -74,10 +74,10 @@ def test_verdicts() -> None:
     assert verdict(voyage())[0].startswith("fits, but a step takes ")
     assert verdict(nowhere()) == ("memory and traffic are known, speed is not", "yellow")
     text, style = verdict(too_large())
-    assert "No layout fits on this cluster" in text
+    assert "no layout fits on this cluster" in text
     assert style == "bold red"
     text, style = verdict(must_change())
-    assert "The fastest that fits: " in text
+    assert "the fastest that fits is " in text
     assert style == "bold red"
 
 

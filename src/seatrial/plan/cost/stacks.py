@@ -38,6 +38,7 @@ class Stack:
     groups: int
     source: str
     metrics: float = 0.0
+    context_parallel: bool = False
 
     def reduces_once(self, pipeline: int) -> bool:
         """Whether full sharding reduces gradients in the last microbatch only; torch's pipeline always does so."""

@@ -209,23 +209,29 @@ def _gathered_layer(
 
     The next layer's weights are gathered while this layer computes, so what exceeds a layer's computation is exposed.
     """
-    if recipe.sharding != "full" or recipe.cut == 1:
+    if recipe.sharding != "full" or recipe.cut * recipe.layout.replicate == 1:
         return 0.0, 0.0, 0.0
-    at = shard_group(recipe, fabric)
     n = model.layer_parameters() / recipe.layout.tensor
-    gather = fabric.seconds("all_gather", 2.0 * n, at)
+    gather = fabric.seconds("all_gather", 2.0 * n, shard_group(recipe, fabric))
     micro = recipe.microbatches
     before, again = gathers_a_step(recipe)
     forward, backward = gather * before / micro, gather * again / micro
-    reduce = fabric.seconds("reduce_scatter", float(stack.gradient_bytes) * n, at)
-    if recipe.layout.replicate > 1:
-        part = stack.gradient_bytes * n / recipe.cut
-        reduce += fabric.seconds("all_reduce", part, replicate_group(recipe, fabric))
-    backward += reduce / micro if stack.reduces_once(recipe.layout.pipeline) else reduce
+    reduce = _reduced(n, recipe, fabric, stack)
+    # How many of the microbatches reduce: of one alone, nothing is hidden behind the others' backward passes.
+    share = 1 / micro if stack.reduces_once(recipe.layout.pipeline) else 1.0
     compute_f, compute_b = w.forward.total, (w.backward + w.again).total
     hidden_f = min(forward, compute_f) * stack.hide_data
-    hidden_b = min(backward, compute_b) * stack.hide_data
-    return forward - hidden_f, backward - hidden_b, stack.contention * (hidden_f + hidden_b)
+    hidden_b = (1 - share) * min(backward, compute_b) + share * min(backward + reduce, compute_b)
+    hidden_b *= stack.hide_data
+    exposed_b = backward + share * reduce - hidden_b
+    return forward - hidden_f, exposed_b, stack.contention * (hidden_f + hidden_b)
+
+
+def _reduced(parameters: float, recipe: Recipe, fabric: Fabric, stack: Stack) -> float:
+    """Seconds in which full sharding reduces the gradients of whole `parameters`: over the shard group, then over replicas."""
+    n_bytes = stack.gradient_bytes * parameters
+    reduce = fabric.seconds("reduce_scatter", n_bytes, shard_group(recipe, fabric))
+    return reduce + fabric.seconds("all_reduce", n_bytes / recipe.cut, replicate_group(recipe, fabric))
 
 
 def gathers_a_step(recipe: Recipe, rank: int = 0) -> tuple[float, int]:
@@ -260,8 +266,7 @@ def _once(model: Architecture, recipe: Recipe, fabric: Fabric, stack: Stack, w: 
         each = ends if layout.pipeline > 1 else ends * (1 if model.tie_word_embeddings else 2)
         before = gathers_a_step(recipe)[0]
         seconds = fabric.seconds("all_gather", 2.0 * each, at) * before
-        seconds += fabric.seconds("reduce_scatter", float(stack.gradient_bytes) * each, at)
-        return _Data(seconds, 0.0)
+        return _Data(seconds + _reduced(each, recipe, fabric, stack), 0.0)
     at = data_group(recipe, fabric)
     if at.size == 1:
         return _Data(0.0, 0.0)

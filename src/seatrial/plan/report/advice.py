@@ -18,7 +18,15 @@ from seatrial.plan.cost.stacks import Stack
 from seatrial.plan.model.cluster import Cluster
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.search.legal import refusal
-from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, STAGES_PER_RANK, Found, pair, schedules
+from seatrial.plan.search.search import (
+    MICROBATCHES,
+    RECOMPUTES,
+    STAGES_PER_RANK,
+    Found,
+    contexts,
+    pair,
+    schedules,
+)
 
 # The same configuration differs by as much between releases (plan/cost/calibration.py): closer layouts count as equal.
 ALIKE = 0.04
@@ -246,12 +254,17 @@ def _schedules(layout: Layout) -> Iterator[Layout]:
 
 def _tuned(asker: Asker, recipe: Recipe, stack: str) -> tuple[Recipe, Prediction] | None:
     """The fastest settings of a layout on this stack."""
+    split = contexts(recipe, stack, recipe.layout.shard)
     tried = (
-        replace(recipe, microbatch=m, recompute=again, reshard=shard, layout=layout)
+        replace(at, microbatch=m, recompute=again, reshard=shard, layout=layout)
+        for at in (
+            replace(recipe, context=c, layout=replace(recipe.layout, shard=recipe.layout.shard // c))
+            for c in split
+        )
         for m in MICROBATCHES
         for again in RECOMPUTES
         for shard in ((True, False) if recipe.layout.pipeline == 1 else (False,))
-        for layout in (recipe.layout, *_schedules(recipe.layout))
+        for layout in (at.layout, *_schedules(at.layout))
     )
     able = [(r, p) for r in tried if (p := asker.ask(r, stack=stack)) is not None]
     return min(able, key=lambda pair: pair[1].step_s, default=None)
@@ -334,6 +347,8 @@ def short(recipe: Recipe) -> str:
     stages = f"x{at.stages_per_rank}" if at.stages_per_rank > 1 else ""
     behind = " async" if recipe.async_tensor and at.tensor > 1 else ""
     words = [f"TP{at.tensor}{behind}", f"PP{at.pipeline}{stages}", f"FSDP{at.shard}"]
+    if recipe.context > 1:
+        words.insert(1, f"CP{recipe.context}")
     if at.replicate > 1:
         words.append(f"DP{at.replicate}")
     return " ".join(words)
@@ -347,6 +362,8 @@ def difference(a: Recipe, b: Recipe) -> str:
         for name in ("tensor", "pipeline", "shard", "replicate")
         if getattr(here, name) != getattr(there, name)
     ]
+    if a.context != b.context:
+        entries.append(f"context {b.context}")
     if a.microbatch != b.microbatch:
         entries.append(f"microbatch {b.microbatch}")
     if (here.schedule, here.stages_per_rank) != (there.schedule, there.stages_per_rank):

@@ -190,10 +190,10 @@ def answer(
 
 
 def usual_nodes(cluster: Cluster) -> tuple[int, ...]:
-    """1, 2, 4, ... up to 1,024 GPUs, and the cluster's own number."""
-    most = max(cluster.nodes, _MOST_GPUS // cluster.gpus_per_node)
-    powers = [2**i for i in range(most.bit_length()) if 2**i <= most]
-    return tuple(sorted({*powers, cluster.nodes}))
+    """The cluster's own number, halved as often as it can be, and doubled up to 1,024 GPUs."""
+    nodes = cluster.nodes
+    most, least = max(nodes, _MOST_GPUS // cluster.gpus_per_node), nodes // (nodes & -nodes)
+    return tuple(least * 2**i for i in range((most // least).bit_length()))
 
 
 def _own(job: Job, place: Hardware, w: Wishes, calibration: Calibration | None) -> JobEstimate:
