@@ -130,7 +130,7 @@ def describe(checkpoint: Checkpoint) -> CheckpointReport:
         return CheckpointReport(checkpoint.where, "damaged", step, problems=[error.message])
     except OtherVersion as error:
         return CheckpointReport(checkpoint.where, "other version", step, problems=[error.message])
-    return _found(checkpoint.where, manifest, "verified" if verified else "not verified")
+    return _report_of(checkpoint.where, manifest, "verified" if verified else "not verified")
 
 
 def examine(checkpoint: Checkpoint, count: Count | None = None) -> CheckpointReport:
@@ -161,7 +161,7 @@ def examine(checkpoint: Checkpoint, count: Count | None = None) -> CheckpointRep
     return replace(found, state="damaged" if problems else "verified", problems=problems)
 
 
-def _found(where: str, manifest: Manifest, state: State) -> CheckpointReport:
+def _report_of(where: str, manifest: Manifest, state: State) -> CheckpointReport:
     ranks = manifest.layout.get("world_size")
     return CheckpointReport(
         where=where,

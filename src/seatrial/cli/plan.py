@@ -226,7 +226,7 @@ def _wishes(args: argparse.Namespace) -> Wishes:
         problems.append(Diagnostic(text, hint="--dry-run 2"))
     wanted: list[Wanted] = []
     for text in args.target:
-        found = _wanted(text)
+        found = _parse_target(text)
         if isinstance(found, Diagnostic):
             problems.append(found)
         else:
@@ -272,7 +272,7 @@ def _unwritable(args: argparse.Namespace) -> list[Diagnostic]:
     return problems
 
 
-def _wanted(text: str) -> Wanted | Diagnostic:
+def _parse_target(text: str) -> Wanted | Diagnostic:
     from seatrial.plan.report.advice import Wanted
 
     match = re.fullmatch(r"\s*([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)\s*(%?)\s*", text)
@@ -375,7 +375,7 @@ def _pictures(args: argparse.Namespace, result: Answer) -> None:
         return
     from seatrial.plan.report.waterfall import waterfall_of
     from seatrial.ui.png import png
-    from seatrial.ui.svg import written
+    from seatrial.ui.svg import svg_text
     from seatrial.ui.waterfall_svg import waterfall_svg
 
     if result.waterfall is None:
@@ -385,7 +385,7 @@ def _pictures(args: argparse.Namespace, result: Answer) -> None:
     title, below = f"Where the FLOPs of {result.job.name} go", f"predicted, {result.job.layout}"
     picture = waterfall_svg(shown, title=title, subtitle=below)
     if args.svg is not None:
-        _write(args.svg, written(picture).encode())
+        _write(args.svg, svg_text(picture).encode())
     if args.png is not None:
         _write(args.png, png(picture))
 

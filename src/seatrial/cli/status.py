@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
     launch = known_launch(folder)
     found = None
     if launch is not None and launch.scheduled:
-        from seatrial.launch.follow import stand
+        from seatrial.launch.follow import read_state
 
-        found = stand(folder)
+        found = read_state(folder)
     if args.json:
         document = json.loads(summary_json(view, now))
         document["launch"] = None if launch is None else _document(launch, found)

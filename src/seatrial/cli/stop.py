@@ -84,15 +84,15 @@ def _has_open(pid: int, path: Path) -> bool:
 
 def _stop_scheduled(folder: RunFolder, *, now: bool) -> bool:
     """Stop the scheduled starts of the run; False if none is queued or running."""
-    from seatrial.launch.follow import end_rest, stand
+    from seatrial.launch.follow import end_rest, read_state
 
     launch = checked_launch(folder)
     if launch is None or not launch.scheduled:
         return False
-    if (found := stand(folder)).over:
+    if (found := read_state(folder)).over:
         end_rest(found)
         return False
-    while not (found := stand(folder)).over:  # a follow-up job may have begun in the meantime
+    while not (found := read_state(folder)).over:  # a follow-up job may have begun in the meantime
         _stop_start(folder, found, now=now)
     return True
 

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--once shows the current state: it cannot --wait")
     if args.to is not None and (args.once or args.json):
         raise InputError("--to shows nothing: it cannot be combined with --once or --json")
-    folder = _begun(name) if args.wait else RunFolder.find(name)
+    folder = _wait_for_run(name) if args.wait else RunFolder.find(name)
     if args.to is not None:
         return _push(folder, args.to)
     records = (folder.metrics, folder.events, folder.ledger)
@@ -137,7 +137,7 @@ def _serve(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _begun(name: str) -> RunFolder:
+def _wait_for_run(name: str) -> RunFolder:
     """Wait until the run `name` is running; returns its folder."""
     waits = False
     while True:

@@ -24,7 +24,7 @@ from seatrial.data.manifest import is_store
 from seatrial.data.megatron import find_pair
 from seatrial.data.megatron_import import import_pair
 from seatrial.data.parts import Part, plan_parts
-from seatrial.data.pool import Here, Pool, Work
+from seatrial.data.pool import InProcess, Pool, Work
 from seatrial.data.sources import BUILTIN_LIBRARY, SourceFiles, find, refuse_remote
 from seatrial.data.store import TokenStore
 from seatrial.data.tokenizer import Tokenizer, load_tokenizer
@@ -99,7 +99,7 @@ def prepare(
                 StoreWriter(
                     out, tokenizer, shard_tokens=shard_tokens, replace=force, begun=assembly.begun
                 ) as writer,
-                Here(work) if n == 1 else Pool(work, n) as team,
+                InProcess(work) if n == 1 else Pool(work, n) as team,
             ):
                 counted = assembly.run(team, writer)
                 if writer.n_tokens == 0:

@@ -44,7 +44,7 @@ def scheduled(launch: Launch) -> Scheduled:
     return launcher
 
 
-def stand(folder: RunFolder) -> StartState:
+def read_state(folder: RunFolder) -> StartState:
     """Read the folder and ask the scheduler. Raises InputError, RunFailed."""
     launch = current_launch(folder)
     launcher = scheduled(launch)
@@ -82,7 +82,7 @@ def follow(folder: RunFolder, tick: Callable[[], None], say: Callable[[str], Non
         now = time.monotonic()
         if now >= ask_at:
             ask_at = now + _ASK_S
-            found = stand(folder)
+            found = read_state(folder)
             outcome = found.outcome
             if not found.over:
                 gone_since = None
@@ -103,5 +103,5 @@ def follow(folder: RunFolder, tick: Callable[[], None], say: Callable[[str], Non
         time.sleep(_POLL_S)
     tick()
     if outcome.exit_code != EXIT_DONE:
-        end_rest(stand(folder))
+        end_rest(read_state(folder))
     return outcome.exit_code
