@@ -43,7 +43,7 @@ Count = Callable[[int], None]  # bytes that were compared
 
 
 class InPlace:
-    """A checkpoint in the place where its run keeps them."""
+    """A checkpoint in its run's place."""
 
     def __init__(self, place: Place, step: int) -> None:
         self.place, self.step = place, step
@@ -116,7 +116,7 @@ class CheckpointReport:
 
     @property
     def usable(self) -> bool:
-        """Whether a run could resume from it, as far as is known."""
+        """Whether a run could resume from it, if known."""
         return self.state in ("verified", "not verified")
 
 

@@ -1,4 +1,4 @@
-"""Alerts in events.jsonl: events of kind "alert", one when an alert begins to fire, one when it is resolved.
+"""Alerts in events.jsonl: events of kind "alert", one when an alert starts to fire, one when it is resolved.
 
 The monitor process evaluates them (`watch.alerts`); everything that shows alerts reads them here.
 """
@@ -30,7 +30,7 @@ class Alert:
     nodes: list[int]  # empty: it concerns the whole run
     rank: int | None
     evidence: dict[str, Any]  # values and limits, by name
-    command: str | None  # what to run next
+    command: str | None  # suggested command
 
     def event_data(self) -> dict[str, Any]:
         """The data of the event that records it."""

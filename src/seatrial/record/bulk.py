@@ -43,7 +43,7 @@ def columns(cls: Any, data: bytes, kept: Path) -> Columns | None:
 
 
 def keep(cls: Any, path: Path, offset: int, kept: Path) -> int | None:
-    """Keep the columns of the next piece of the records file `path`, which begins at `offset`.
+    """Cache the columns of the chunk at `offset` of the records file `path`.
 
     Returns where it ends: `offset` if it is not complete yet, None if the file cannot be kept from there on. Raises OSError.
     """
@@ -95,7 +95,7 @@ def _load(path: Path, cls: Any, data: bytes) -> Columns | None:
 
 
 def _parse(cls: Any, data: bytes) -> Columns | None:
-    """As `columns`, from the JSON."""
+    """Like `columns`, parsed from the JSON."""
     import pyarrow as pa
     from pyarrow import json
 

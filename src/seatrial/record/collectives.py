@@ -35,7 +35,7 @@ class Issued:
 
     @property
     def message_bytes(self) -> float:
-        """Of one call."""
+        """Bytes per call."""
         return self.bytes / self.calls
 
 
@@ -75,8 +75,8 @@ class CollectivesWriter:
         """`ranks`: dimension -> size of its groups."""
         self._lines = LineWriter(folder.collectives(generation, rank))
         self._ranks = ranks
-        self._line: Counted | None = None  # what the last line holds
-        self._rhythm: _Rhythm | None = None  # of the last line
+        self._line: Counted | None = None  # content of the last line
+        self._rhythm: _Rhythm | None = None  # period of the last line
         self._seen: _Rhythm | None = None  # the last one seen, which continues after a save
         self._recent: tuple[Counted | None, Counted | None] = (None, None)  # the two steps before
         self._odd: tuple[int, Counted, Counted] | None = (

@@ -81,7 +81,7 @@ class Failure:
 
 
 def read_rank_error(path: Path) -> RankError | None:
-    """What a rank wrote when it failed; None if it wrote nothing or was killed while writing."""
+    """The error file of a failed rank; None if there is none, or it is incomplete."""
     try:
         values = read_json(path)
         return decode(RankError, values) if isinstance(values, dict) else None

@@ -148,7 +148,7 @@ class RunFolder:
         return self.ranks / f"{generation:06d}" / f"rank{rank}.collectives.jsonl"
 
     def connections(self, generation: int, rank: int) -> Path:
-        """What the kernel measured on one rank's TCP connections; see `record.connections`."""
+        """The kernel's measurements of one rank's TCP connections; see `record.connections`."""
         return self.ranks / f"{generation:06d}" / f"rank{rank}.tcp.json"
 
     def port_counters(self, node: int) -> Path:
@@ -160,7 +160,7 @@ class RunFolder:
         return self.path / "nodes" / f"node{node}.gpus.json"
 
     def telemetry_of(self, node: int) -> Path:
-        """What the agents of one node read of it; see `record.telemetry`."""
+        """Telemetry of one node; see `record.telemetry`."""
         return self.telemetry / f"node{node}"
 
     def trace(self, generation: int, rank: int) -> Path:
@@ -168,7 +168,7 @@ class RunFolder:
         return self.ranks / f"{generation:06d}" / f"rank{rank}.trace.json.gz"
 
     def traces(self) -> list[Path]:
-        """Those that were recorded."""
+        """The recorded ones."""
         return sorted(self.ranks.glob("*/rank*.trace.json.gz"))
 
     def last_generation(self) -> int:

@@ -64,7 +64,7 @@ class Goodput:
     node_mtbf: Mtbf
     idle_nodes: list[int]  # held without ranks at the end
     idle_node_s: dict[int, float]  # node -> seconds held without ranks, of the whole run
-    straggling: Straggling | None  # what `straggler` was measured on
+    straggling: Straggling | None  # the sample behind `straggler`
     notes: list[str] = field(default_factory=list)
 
     @property

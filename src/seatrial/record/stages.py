@@ -54,7 +54,7 @@ _LARGEST_BLOCK = 1 << 24  # bytes
 
 @dataclass(frozen=True)
 class RankStages:
-    """What one rank recorded in one generation; a step that was done again counts once, as done last."""
+    """The record of one rank in one generation; of a redone step only the last attempt."""
 
     generation: int
     rank: int
@@ -182,7 +182,7 @@ def read_generation(
 def read_stages(
     path: Path, packed: Path | None = None, *, most: int | None = None, until: int | None = None
 ) -> RankStages | None:
-    """What is in one file and in `packed`; None if its rank ended before it had written the first line.
+    """The content of one file and of `packed`; None if the rank ended before writing the first line.
 
     `most`, `until`: see `read_generation`. An incomplete last record or block is ignored. Raises OSError, or ValueError with what is
     wrong with a file.

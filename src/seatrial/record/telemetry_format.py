@@ -94,7 +94,7 @@ def chunks(folder: RunFolder, node: int) -> list[Path]:
 
 
 def start_of(path: Path) -> float:
-    """When a chunk begins, in unix seconds."""
+    """Start of a chunk, unix seconds."""
     return int(path.name.partition(".")[0]) / 1000
 
 

@@ -29,7 +29,7 @@ class Accounting:
         self._collectives: CollectivesWriter | None = None
 
     def begin(self, first_step: int) -> None:
-        """Begin to count: `first_step` begins now."""
+        """Start recording: `first_step` starts now."""
         try:
             self._writer = StageWriter(
                 self._folder,

@@ -38,7 +38,7 @@ class Measured:
 
     loss: float | None  # mean over the tokens, in nats; None: it was left before its end
     seconds: float
-    leaving: Leaving | None  # what at least one rank was asked to do meanwhile
+    leaving: Leaving | None  # request to at least one rank in the meantime
 
 
 class Validation:
