@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from seatrial.base import units
+from seatrial.plan.cost.calibration import Z
 from seatrial.plan.cost.predict import Prediction
 from seatrial.plan.model.recipe import Recipe
 from seatrial.plan.report.advice import (
@@ -18,6 +20,7 @@ from seatrial.plan.report.advice import (
     short,
 )
 from seatrial.plan.report.answer import Answer
+from seatrial.plan.report.measured_runs import ENOUGH_STEPS, ONE_RUN
 from seatrial.plan.report.waterfall import waterfall_of
 from seatrial.plan.search.search import Choice
 from seatrial.ui import figures
@@ -248,6 +251,11 @@ def _sources(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     text = f"{p.pace.kind} for {answer.stack} on {_gpu(answer)} {p.pace.source}"
     if p.pace.kind == "calibrated":
         text = f"calibrated: {answer.stack} on {_gpu(answer)}, {p.pace.source}"
+    if p.pace.spread > ONE_RUN:
+        now, then = (percent(math.expm1(Z * spread)) for spread in (p.pace.spread, ONE_RUN))
+        text += (
+            f"; ±{now}, and about ±{then} after a run of {ENOUGH_STEPS} steps of this model on one such node"
+        )
     assumed = sum("assum" in source for source in answer.provenance)
     yield from pair("speeds", f"{text}; {many(assumed, 'number')} assumed: --full", width)
 

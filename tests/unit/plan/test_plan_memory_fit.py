@@ -168,7 +168,7 @@ def test_a_tight_job_is_told_everywhere_and_is_no_failure() -> None:
     assert {c["prediction"]["memory_verdict"]["verdict"] for c in json["search"]["sure"]} == {"fits"}
     known = [p["memory_verdict"] for p in json["scaling"]["weak"]["points"] if p["step_s"] is not None]
     assert "tight" in {v["verdict"] for v in known}
-    assert "tight, may run out of memory" in page(told)
+    assert ">tight</span></b><span>a GPU, of 79.2 GiB; may run out of memory: " in page(told)
 
 
 def test_ranks_without_a_known_memory_get_no_verdict() -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 from seatrial.job.job import Job
 from seatrial.job.layout import Layout
 from seatrial.job.schedules import schedule_named
-from seatrial.plan.cost.calibration import Calibration
+from seatrial.plan.cost.calibration import ROWS, Calibration
 from seatrial.plan.cost.collectives import UnknownNetworkError
 from seatrial.plan.cost.kernels import UnknownSpeedError
 from seatrial.plan.cost.overlap import able
@@ -28,8 +28,8 @@ from seatrial.plan.search.search import (
     schedules,
 )
 
-# The same configuration differs by as much between releases (plan/cost/calibration.py): closer layouts count as equal.
-ALIKE = 0.04
+# The same configuration differs by as much between releases: closer layouts count as equal.
+ALIKE = ROWS
 # Smaller gains are not reported.
 _WORTH = 0.01
 # The stack that represents other software: of those with published results on many GPUs it hides most communication.
@@ -124,44 +124,30 @@ class Asker:
 def advice(
     job: Job,
     own: Recipe,
+    base: Prediction,
     cluster: Cluster,
     found: Found | None,
     stack: str | Stack = "seatrial",
     calibration: Calibration | None = None,
 ) -> Advice:
-    """Advice about `own` and about the best of `found`."""
+    """Advice about `own`, whose prediction is `base`, and about the best of `found`."""
     asker = Asker(job, cluster, stack, calibration)
-    base = predict(job.architecture, own, cluster, stack=stack, calibration=calibration)
-    ways = _ways(asker, own, base, found)
     listed = found.choices if found is not None else ()
-    alike: tuple[Recipe, ...] = ()
-    if listed:
-        best = listed[0].prediction.step_s
-        alike = tuple(c.recipe for c in listed[1:] if c.prediction.step_s <= best * (1 + ALIKE))
-    return Advice(tuple(ways), tuple(_turns(asker, [c.recipe for c in listed])), alike)
+    best = listed[0].prediction.step_s if listed else 0.0
+    alike = tuple(c.recipe for c in listed[1:] if c.prediction.step_s <= best * (1 + ALIKE))
+    ways, turns = _ways(asker, own, base, found), _turns(asker, [c.recipe for c in listed])
+    return Advice(tuple(ways), tuple(turns), alike)
 
 
-def targets(
-    job: Job,
-    own: Recipe,
-    cluster: Cluster,
-    found: Found | None,
-    wishes: Sequence[Wanted],
-    stack: str | Stack = "seatrial",
-    calibration: Calibration | None = None,
-) -> tuple[Target, ...]:
+def targets(base: Prediction, ways: Sequence[Suggestion], wishes: Sequence[Wanted]) -> tuple[Target, ...]:
     """Each target against the job's own layout, and the smallest changes that would meet it, built ones first."""
-    if not wishes:
-        return ()
-    base = predict(job.architecture, own, cluster, stack=stack, calibration=calibration)
-    ways = _ways(Asker(job, cluster, stack, calibration), own, base, found)
-    ways.sort(key=lambda w: (not w.built, w.gain))
+    by_size = sorted(ways, key=lambda w: (not w.built, w.gain))
     return tuple(
         Target(
             wish,
             wish.by(base),
-            next((w for w in ways if wish.by(w.prediction) == "inside"), None),
-            next((w for w in ways if wish.by(w.prediction) == "yes"), None),
+            next((w for w in by_size if wish.by(w.prediction) == "inside"), None),
+            next((w for w in by_size if wish.by(w.prediction) == "yes"), None),
         )
         for wish in wishes
     )

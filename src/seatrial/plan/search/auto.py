@@ -34,8 +34,7 @@ from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import MICROBATCHES, RECOMPUTES, Choice, legal, pair, search
 
 RUNNERS_UP = 4
-# Closer step times cannot be distinguished: the same configuration differs by as much from release to release.
-ALIKE = ROWS
+ALIKE = ROWS  # as in plan/report/advice.py
 Basis = Literal["speed", "memory and traffic"]
 
 

@@ -23,6 +23,7 @@ from seatrial.plan.search.legal import refusal
 from seatrial.plan.search.search import Found, search
 
 Mode = Literal["weak", "strong"]
+MODES: tuple[Mode, Mode] = ("weak", "strong")
 
 # Communication "starts to show" where its share of the step has grown by this much since the first point.
 SHOWS = 0.05
