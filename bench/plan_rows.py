@@ -1,7 +1,7 @@
-"""Published results as the planner's own terms: model, recipe, cluster, stack, and what was measured.
+"""Published results in the planner's terms: model, recipe, cluster, stack, and measurements.
 
-What a source does not say is filled from what is known of it, here and nowhere else; a row that still lacks something is left
-out, with the reason. Rows of a source that nobody has described get the stack and the network that their own words name
+Values that a source does not state are filled in here from what is known of the source; a row that still lacks a value is left
+out, with the reason. Rows of undescribed sources get stack and network from the wording of the row
 (`plan_words.py`), and are marked as guessed.
 """
 
@@ -135,7 +135,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Guessed(Row):
-    """One of a source that nobody has described: stack, network and what else is not said come from its words."""
+    """A row of an undescribed source: stack, network and other unstated values are guessed from its wording."""
 
 
 # What is looked at; a file may have more.
@@ -168,7 +168,7 @@ def read(path: Path) -> tuple[list[Row], dict[str, int]]:
 
 
 class Unusable(Exception):
-    """Why a row cannot be predicted."""
+    """A row cannot be predicted, with the reason."""
 
 
 def _number(raw: dict[str, str], key: str, default: int | None = None) -> int:
@@ -268,7 +268,7 @@ def _row(raw: dict[str, str]) -> Row:
 
 
 def _network(raw: dict[str, str], usual: str | None, gpu: str, each: int, *, alone: bool) -> Network | None:
-    """What the row says, else what its source usually has; of an unknown source the vendor's own node where nothing is said."""
+    """The row's network, else its source's usual one; for an unknown source the vendor's reference node."""
     text = raw["interconnect"]
     default = None if usual is None else find_network(usual)
     found = network_of(text, gpu, each, default) if text or default is None else None

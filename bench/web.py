@@ -1,12 +1,12 @@
-"""How fast a run of a month on 1,024 GPUs is shown, in the terminal and in browsers, and what 50 browsers cost a live run.
+"""Time to show a month's run on 1,024 GPUs in the terminal and in browsers, and the cost of 50 browsers for a live run.
 
     python bench/web.py [--root FOLDER] [--turns 3] [--live 40] [--seconds 4] [--note TEXT]
 
-The folder is that of bench/month.py, made in FOLDER (default: a temporary one) unless it is there, and shown as running:
-this process holds its lock and adds a step a second where browsers watch. Times are of the wall clock and, beside them, CPU
-seconds of the process that is measured, which a busy machine stretches less: limits are judged on the CPU where it is
-busier than its cores, and the table says so. A cold server has just begun to listen. `--live`: turns of a small virtual
-cluster's run with a server and 50 streams at nice 19, running and stopped. The table is also added to bench/LOG.md.
+The folder is that of bench/month.py, created in FOLDER (default: a temporary one) if it does not exist, and shown as running:
+this process holds its lock and adds a step per second while browsers watch. Printed are wall-clock time and CPU
+time of the measured process, which depends less on other load: limits apply to CPU time if the machine is
+overloaded, which the table notes. A cold server has just started listening. `--live`: turns of a small virtual
+cluster's run with a server and 50 streams at nice 19, running and stopped. The table is also appended to bench/LOG.md.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Row:
 
 
 def command(turns: int, *words: str, limit: float | None) -> Row:
-    """The least of several runs: what disturbs only adds."""
+    """Minimum of several runs: disturbances only add."""
     found = []
     for _ in range(turns):
         began = time.monotonic()
@@ -111,7 +111,7 @@ def command(turns: int, *words: str, limit: float | None) -> Row:
 
 
 class Served:
-    """`seatrial watch --web` of one run, and a client of it."""
+    """`seatrial watch --web` of one run, with a client."""
 
     def __init__(self, folder: RunFolder) -> None:
         words = [sys.executable, "-m", "seatrial", "watch", str(folder.path), "--web", "--port", "0"]
@@ -195,7 +195,7 @@ class Stream:
         raise RuntimeError("the stream ended")
 
     def drain(self, until: float) -> int:
-        """Bytes that come until then, by the monotonic clock."""
+        """Bytes received until `until` (time.monotonic)."""
         total = 0
         self._socket.settimeout(0.2)
         while time.monotonic() < until:
@@ -212,7 +212,7 @@ class Stream:
 
 
 def pages(served: Served, folder: RunFolder) -> list[Row]:
-    """Every page and kind of data, the slowest of a kind; as one browser asks for them, one after the other."""
+    """Every page and kind of data, the slowest of each kind, requested in sequence as by one browser."""
     names = (
         "ranks",
         "step",
@@ -249,7 +249,7 @@ def pages(served: Served, folder: RunFolder) -> list[Row]:
 
 @contextlib.contextmanager
 def growing(folder: RunFolder) -> Iterator[None]:
-    """Inside, the run does a step a second, as its rank 0 would record them."""
+    """Context in which the run records a step per second, as its rank 0 would."""
     last = read_brief(folder).last
     assert last is not None
     (newest,) = recent_ledger(folder, 1)
@@ -280,7 +280,7 @@ def growing(folder: RunFolder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def browsers(served: Served, count: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Inside, so many streams are read, by one process at nice 19."""
+    """Context in which one process at nice 19 reads `count` streams."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import web; web.watch(*sys.argv[2:])"
     words = [
         sys.executable,
@@ -303,7 +303,7 @@ def browsers(served: Served, count: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def watch(port: str, name: str, count: str) -> None:
-    """In a process of its own: reads so many streams until it is killed, or they end."""
+    """Process entry: reads the streams until it is killed or they end."""
     import selectors
 
     chosen = selectors.DefaultSelector()
@@ -422,9 +422,9 @@ def main() -> int:
             rows.append(command(1, "report", run, "--out", f"{place}/report.html", limit=None))
         served = Served(folder)
         stack.callback(served.close)
-        rows.append(served.first_page("first page with its data, cold server"))
-        rows.append(served.first_page("and with ranks, goodput, telemetry", whole=True))
-        rows.append(served.first_page("first page with its data, warm server"))
+        rows.append(served.first_page("first page with data, cold server"))
+        rows.append(served.first_page("first page with ranks, goodput and telemetry", whole=True))
+        rows.append(served.first_page("first page with data, warm server"))
         rows += pages(served, folder)
         with growing(folder):
             rows += crowd(served, 20.0)

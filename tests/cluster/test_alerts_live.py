@@ -126,7 +126,7 @@ def test_a_throughput_drop_reaches_a_webhook(live: Live) -> None:
     live.prometheus.wait("seatrial_run_checkpoint_step >= 20")
     assert live.stop_monitor() == [
         "process_stopped: node 0: the monitor (process PID) has been stopped by a signal for 5 s: killed",
-        "monitor_failed: the monitor's process was killed by SIGKILL; it is started again; the run goes on",
+        "monitor_failed: the monitor's process was killed by SIGKILL; it is started again; the run continues",
     ]
     live.brake.touch()
     ours = live.alertmanager.wait(

@@ -117,7 +117,7 @@ def test_nothing_is_measured_again(folder: Path, report: dict[str, Any]) -> None
     missed = again["sizes"][1]["efficiency"]["high"] < 1.99
     assert (doubling, done.returncode) == (("FAIL", 1) if missed else ("UNJUDGED", 0)), done.stderr
     assert speedup == "UNJUDGED"
-    assert "6 runs are there already" in done.stderr
+    assert "6 runs exist already" in done.stderr
 
 
 def test_the_report_is_one_page(folder: Path, report: dict[str, Any]) -> None:

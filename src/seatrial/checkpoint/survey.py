@@ -43,7 +43,7 @@ Count = Callable[[int], None]  # bytes that were compared
 
 
 class InPlace:
-    """A checkpoint in the place where its run keeps them."""
+    """A checkpoint in its run's place."""
 
     def __init__(self, place: Place, step: int) -> None:
         self.place, self.step = place, step
@@ -116,7 +116,7 @@ class CheckpointReport:
 
     @property
     def usable(self) -> bool:
-        """Whether a run could resume from it, as far as is known."""
+        """Whether a run could resume from it, if known."""
         return self.state in ("verified", "not verified")
 
 
@@ -130,7 +130,7 @@ def describe(checkpoint: Checkpoint) -> CheckpointReport:
         return CheckpointReport(checkpoint.where, "damaged", step, problems=[error.message])
     except OtherVersion as error:
         return CheckpointReport(checkpoint.where, "other version", step, problems=[error.message])
-    return _found(checkpoint.where, manifest, "verified" if verified else "not verified")
+    return _report_of(checkpoint.where, manifest, "verified" if verified else "not verified")
 
 
 def examine(checkpoint: Checkpoint, count: Count | None = None) -> CheckpointReport:
@@ -161,7 +161,7 @@ def examine(checkpoint: Checkpoint, count: Count | None = None) -> CheckpointRep
     return replace(found, state="damaged" if problems else "verified", problems=problems)
 
 
-def _found(where: str, manifest: Manifest, state: State) -> CheckpointReport:
+def _report_of(where: str, manifest: Manifest, state: State) -> CheckpointReport:
     ranks = manifest.layout.get("world_size")
     return CheckpointReport(
         where=where,

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             ]
         except SeatrialError as error:  # the other place may still answer
             problems.append(error.render())
-    # For the same step the main place first.
+    # For equal steps, the main place first.
     found.sort(key=lambda item: (-(item[1].step or 0), item[0] != "main"))
     now = time.time()
     if args.json:
@@ -89,7 +89,7 @@ def _in_place(place: Any, *, verify: bool, folder: RunFolder) -> list[Checkpoint
 def examine_all(checkpoints: list[Any], *, live: bool) -> list[CheckpointReport]:
     """Read all of every checkpoint, with progress on stderr.
 
-    While the run is `live`, a checkpoint removed meanwhile by retention is left out; nothing is written next to any.
+    While the run is `live`, checkpoints removed by retention are left out, and no marker file is written.
     """
     from seatrial.checkpoint.survey import InPlace, describe, examine, mark
 
@@ -125,7 +125,7 @@ def _counter(progress: Progress, done: int, total: int, where: str) -> Callable[
 
 
 def as_json(found: CheckpointReport, now: float) -> dict[str, Any]:
-    """One checkpoint for programs."""
+    """One checkpoint as JSON."""
     return {
         "step": found.step,
         "state": found.state,

@@ -542,7 +542,7 @@ class ScaleSection(Section):
 
 
 class WatchSection(Section):
-    """What is recorded and served for those who watch the run."""
+    """Monitoring: what is recorded, served and alerted."""
 
     telemetry_every_s: Annotated[float, Field(ge=1, le=3600)] = Field(
         default=10.0, description="seconds between two samples of each node's hardware in telemetry/"

@@ -116,7 +116,7 @@ def find_causes(base: Observed, here: Observed) -> tuple[Cause, ...]:
     limit, wide = LEAST * here.step_s, LEAST_EVERYWHERE * here.step_s
     if loss < max(limit, _ERRORS * float(np.hypot(here.step_error_s, times * base.step_error_s))):
         return ()
-    every = [*_own(base, here, times, limit), *_waiting(base, here, times, limit)]
+    every = [*_own_work(base, here, times, limit), *_waiting(base, here, times, limit)]
     every.append(_Part("save", here.save_s - times * base.save_s, "save"))
     varied = here.variation_s - times * base.variation_s
     reported = "step times vary per rank, and a different rank is the slowest in each step"
@@ -128,13 +128,13 @@ def find_causes(base: Observed, here: Observed) -> tuple[Cause, ...]:
         also = ", ".join(f"{' '.join((p.kind, *p.dimensions))} {units.duration(p.seconds)}" for p in small)
         evidence = (f"including parts below {LEAST_EVERYWHERE:.0%} of a step: {also}",) if also else ()
         parts.append(_Part("unexplained", rest, evidence=evidence))
-    return tuple(_worded(part, here, loss) for part in parts)
+    return tuple(_with_text(part, here, loss) for part in parts)
 
 
 # -- own work
 
 
-def _own(base: Observed, here: Observed, times: float, limit: float) -> Iterator[_Part]:
+def _own_work(base: Observed, here: Observed, times: float, limit: float) -> Iterator[_Part]:
     for name in OWN_WORK:
         now, then = here.work(name), times * base.work(name)
         ahead, spread = _ahead(now)
@@ -435,7 +435,7 @@ def _factor(now: float, before: float) -> str:
     return f"{now / before:.2f} times as long" if before > 0 else f"{units.duration(now)} instead of 0 s,"
 
 
-def _worded(part: _Part, here: Observed, loss: float) -> Cause:
+def _with_text(part: _Part, here: Observed, loss: float) -> Cause:
     one = part.nodes[0] if len(part.nodes) == 1 and part.ranks else None
     return Cause(
         part.kind, part.seconds, part.seconds / here.step_s, part.stage, part.dimensions, part.ranks, part.nodes,

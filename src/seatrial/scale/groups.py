@@ -95,20 +95,20 @@ def judge(nodes: int, groups: Sequence[Group]) -> list[Judgement]:
     if not groups:
         return []
     name = f"groups of {in_words(nodes)}"
-    bad = [f"bad group {', '.join(g.hosts)}: {_why(g)}" for g in groups if g.bad]
+    bad = [f"bad group {', '.join(g.hosts)}: {_reason(g)}" for g in groups if g.bad]
     if bad:
         return [Judgement(name, "FAIL", "; ".join(bad))]
     known = [g for g in groups if g.slower is not None]
     if any(g.low is None for g in groups):
         return [Judgement(name, "UNJUDGED", "needs two repeats in which all groups were measured")]
     worst = max(known, key=lambda g: g.slower or 0.0)
-    summary = f"of {len(groups)}, the slowest is {', '.join(worst.hosts)}: {_why(worst)}"
+    summary = f"of {len(groups)}, the slowest is {', '.join(worst.hosts)}: {_reason(worst)}"
     if any((g.high or 0.0) > LEAST_LOSS for g in known):
         return [Judgement(name, "UNJUDGED", f"{summary}: more --repeats would narrow it")]
     return [Judgement(name, "PASS", summary)]
 
 
-def _why(group: Group) -> str:
+def _reason(group: Group) -> str:
     if group.problem:
         return f"its run failed: {group.problem}"
     assert group.slower is not None

@@ -145,7 +145,7 @@ def results_of(measurement: Measurement, gates: Gates, *, price: float | None = 
         sizes,
         tuple(judged),
         tuple(compared),
-        _fits(sizes, base),
+        _fitted(sizes, base),
         meets,
         price,
         frozenset(passed),
@@ -234,7 +234,7 @@ def _predicted(measurement: Measurement) -> tuple[dict[int, Point], Asker | None
     return {point.nodes: point for point in predicted.points}, asker, ""
 
 
-def _fits(sizes: Sequence[Measured], base: int) -> tuple[Fit, ...]:
+def _fitted(sizes: Sequence[Measured], base: int) -> tuple[Fit, ...]:
     """Both laws fitted to the measured sizes, which must include the first."""
     known = [(s.size.nodes / base, s.tokens_per_s) for s in sizes if s.tokens_per_s is not None]
     if not known or known[0][0] != 1:

@@ -63,7 +63,7 @@ def sizes_of(job: Job, nodes: Sequence[int], mode: Mode, *, steps: int, stores: 
             )
             continue
         try:
-            copy = changed_job(job, _wanted(job, recipe, n, steps, stores))
+            copy = changed_job(job, _changed_keys(job, recipe, n, steps, stores))
         except InputError as error:
             problems += error.diagnostics
         else:
@@ -81,7 +81,7 @@ def in_words(nodes: int) -> str:
     return f"{nodes} node{'s' * (nodes != 1)}"
 
 
-def _wanted(
+def _changed_keys(
     job: Job, recipe: Recipe, nodes: int, steps: int, stores: Sequence[str]
 ) -> dict[str, tuple[Any, str]]:
     """key -> (value, why)."""

@@ -34,7 +34,7 @@ from seatrial.ui.plan_words import (
     why,
 )
 from seatrial.ui.scaling_svg import scaling_svg
-from seatrial.ui.svg import NARROW, WIDTH, written
+from seatrial.ui.svg import NARROW, WIDTH, svg_text
 from seatrial.ui.svg import style as picture_style
 from seatrial.ui.waterfall_svg import waterfall_svg
 
@@ -64,7 +64,7 @@ def page(
         picture_style=picture_style(),
         name=job.name,
         tone=tone,
-        where=f"{_where(answer)} · {job.layout}; {batches(own.recipe)}",
+        where=f"{_cluster_text(answer)} · {job.layout}; {batches(own.recipe)}",
         verdict=verdict,
         wishes=wishes,
         big=list(_big(answer)),
@@ -91,7 +91,7 @@ def fit_page(job: Job, held: Account, room: float | None, fits: Sequence[Fit]) -
     )
 
 
-def _where(answer: Answer) -> str:
+def _cluster_text(answer: Answer) -> str:
     place = answer.place
     gpu = "GPU unknown" if place.gpu is None else place.gpu.name
     where = f"{place.nodes} node{'s' * (place.nodes != 1)} x {place.gpus_per_node} {gpu}"
@@ -160,7 +160,7 @@ def _waterfall(answer: Answer) -> str:
         return ""
     shown = waterfall_of(answer.waterfall)
     title = f"Where the FLOPs go, of {'a step' if answer.ending is None else 'the whole run'}"
-    return _drawn(partial(waterfall_svg, shown, title=title, subtitle="share of the GPUs' dense peak"))
+    return _svg_text(partial(waterfall_svg, shown, title=title, subtitle="share of the GPUs' dense peak"))
 
 
 def _change(way: Suggestion) -> Row:
@@ -186,7 +186,7 @@ def _memory(held: Account, room: float | None, before: str) -> dict[str, object]
         rows.append((None, [li.name, each, once, gpu, whole, li.note]))
     picture = ""
     if held.gpu_bytes is not None:
-        picture = _drawn(partial(account_svg, held, room, title="On the most loaded GPU"))
+        picture = _svg_text(partial(account_svg, held, room, title="On the most loaded GPU"))
         if held.cluster_bytes is not None:
             sums = [figures.memory(held.gpu_bytes), data(held.cluster_bytes)]
             rows.append(("own", ["total", "", "", *sums, ""]))
@@ -196,12 +196,12 @@ def _memory(held: Account, room: float | None, before: str) -> dict[str, object]
 
 def _scaling_picture(scalings: Sequence[Scaling]) -> str:
     title = "Tokens/s/GPU relative to the smallest cluster"
-    return _drawn(partial(scaling_svg, scalings, title=title)) if scalings else ""
+    return _svg_text(partial(scaling_svg, scalings, title=title)) if scalings else ""
 
 
-def _drawn(picture: Callable[..., Element]) -> str:
+def _svg_text(picture: Callable[..., Element]) -> str:
     """A picture in two widths, of which a page shows one."""
-    return "".join(written(picture(alone=False, width=width)) for width in (WIDTH, NARROW))
+    return "".join(svg_text(picture(alone=False, width=width)) for width in (WIDTH, NARROW))
 
 
 def _scaling(shown: Scaling) -> dict[str, object]:

@@ -59,9 +59,9 @@ def lines(answer: Answer, *, width: int, full: bool = False) -> list[Line]:
         own(answer, width, full=full),
         _layouts(answer, width, full=full),
         _faster(answer, width, full=full),
-        _turns(answer, width),
+        _crossovers(answer, width),
         scaling(answer, width) if full else iter(()),
-        _where(answer, width, full=full),
+        _waterfall(answer, width, full=full),
         _sources(answer, width, full=full),
         _verdict(answer, width),
     )
@@ -169,7 +169,7 @@ def _faster(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
             figures.rate(way.prediction.tokens_per_s_per_gpu),
             figures.mfu(way.prediction.mfu),
             *(w.by(way.prediction) for w in wishes),
-            _told(way.what, way.recipe) + _doubt(way) + ("" if way.built else " *"),
+            _suggestion_text(way.what, way.recipe) + _doubt(way) + ("" if way.built else " *"),
         ]
         for way in shown
     ]
@@ -187,29 +187,31 @@ def _doubt(way: Suggestion) -> str:
     return f" {TIGHT}" if way.prediction.verdict.word == "tight" else ""
 
 
-def _told(what: str, recipe: Recipe) -> str:
+def _suggestion_text(what: str, recipe: Recipe) -> str:
     return f"{what}: {brief(recipe)}" if what.startswith("the best") else what
 
 
-def _turns(answer: Answer, width: int) -> Iterator[Line]:
+def _crossovers(answer: Answer, width: int) -> Iterator[Line]:
     if answer.advice is None or not answer.advice.turns:
         return
     yield "crossovers: when another layout becomes best", HEAD
     for what in dict.fromkeys(t.what for t in answer.advice.turns):
         turns = [t for t in answer.advice.turns if t.what == what]
-        text = "; ".join([f"{figure(turns[0].now)} {turns[0].unit} here", *(_turn(t) for t in turns if t.at)])
+        text = "; ".join(
+            [f"{figure(turns[0].now)} {turns[0].unit} here", *(_crossover_text(t) for t in turns if t.at)]
+        )
         if not any(t.at for t in turns):
             text += f"; never, within a factor of {FURTHEST:g}"
         yield from pair(what, text, width)
 
 
-def _turn(turn: Crossover) -> str:
+def _crossover_text(turn: Crossover) -> str:
     assert turn.at is not None
     way = "below" if turn.at < turn.now else "above"
     return f"{way} {figure(turn.at)} {'none fits' if turn.becomes is None else short(turn.becomes)}"
 
 
-def _where(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
+def _waterfall(answer: Answer, width: int, *, full: bool) -> Iterator[Line]:
     if answer.waterfall is None or answer.own.fits is False:
         return
     shown = waterfall_of(answer.waterfall)
@@ -321,16 +323,16 @@ def target_words(target: Target) -> str:
     if target.own == "yes":
         return text
     if target.own == "no" and target.inside is not None:
-        text += f"; inside with {_way(target.inside)}"
+        text += f"; inside with {_suggestion_with_rate(target.inside)}"
     if target.met is not None:
-        text += f"; met with {_way(target.met)}"
+        text += f"; met with {_suggestion_with_rate(target.met)}"
     elif target.inside is None and target.own == "no":
         text += "; no examined change reaches it"
     return text
 
 
-def _way(way: Suggestion) -> str:
+def _suggestion_with_rate(way: Suggestion) -> str:
     p = way.prediction
     built = "" if way.built else " (not with this setup)"
     tight = ", tight" if _doubt(way) else ""
-    return f"{_told(way.what, way.recipe)}{tight}{built}: {figures.rate(p.tokens_per_s_per_gpu)}"
+    return f"{_suggestion_text(way.what, way.recipe)}{tight}{built}: {figures.rate(p.tokens_per_s_per_gpu)}"

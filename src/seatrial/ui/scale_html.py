@@ -14,7 +14,7 @@ from seatrial.scale.results import Measured, Results
 from seatrial.scale.sizes import in_words
 from seatrial.ui.scale_heat_svg import heat_svg
 from seatrial.ui.scale_svg import scale_svg
-from seatrial.ui.svg import style, written
+from seatrial.ui.svg import style, svg_text
 from seatrial.ui.waterfall_svg import waterfall_svg
 
 LEGEND = (
@@ -35,7 +35,7 @@ def page(results: Results) -> str:
         name=job.name,
         tone="bad" if results.failed else "",
         where=where,
-        picture=written(scale_svg(results, title="Tokens/s/GPU relative to the first size", alone=False)),
+        picture=svg_text(scale_svg(results, title="Tokens/s/GPU relative to the first size", alone=False)),
         columns=columns(results),
         rows=[row(size, results) for size in results.sizes],
         legend=LEGEND,
@@ -63,10 +63,10 @@ def _pictures(size: Measured) -> Iterator[str]:
             name=f"{how}-{nodes}",
             alone=False,
         )
-        yield written(svg)
+        yield svg_text(svg)
     if (found := heat(size.steps.observed)) is not None:
         title = f"{in_words(nodes)}: own work of each {found.unit} against its peers"
-        yield written(heat_svg(found, fall.step_s, title=title, name=f"heat-{nodes}", alone=False))
+        yield svg_text(heat_svg(found, fall.step_s, title=title, name=f"heat-{nodes}", alone=False))
 
 
 def _changes(results: Results) -> Iterator[tuple[str, ...]]:

@@ -116,7 +116,7 @@ def split_pairs(account: Account | None) -> list[Pair]:
     shares = {name: seconds / split.step_s for name, seconds in account.seconds.items()}
     largest = sorted(shares, key=lambda name: -shares[name])
     told = ", ".join(
-        f"{_words(name)} {100 * shares[name]:.0f} %" for name in largest if shares[name] >= _LEAST
+        f"{_stage_name(name)} {100 * shares[name]:.0f} %" for name in largest if shares[name] >= _LEAST
     )
     lines = [
         f"{units.duration(split.step_s)} (mean of steps {account.first_step}-{account.last_step}): {told}"
@@ -124,9 +124,9 @@ def split_pairs(account: Account | None) -> list[Pair]:
     if split.pace_ahead_s > _AHEAD * split.step_s:
         ahead = f"{100 * split.pace_ahead_s / split.step_s:.0f} % of a step above the median of the ranks"
         lines.append(f"rank {split.pace_rank} is the slowest: its own work takes {ahead}")
-    lines += [f"{_words(name)} is not separated: {why}" for name, why in account.not_separated.items()]
+    lines += [f"{_stage_name(name)} is not separated: {why}" for name, why in account.not_separated.items()]
     return [Pair("step time", "\n".join(lines))]
 
 
-def _words(stage: str) -> str:
+def _stage_name(stage: str) -> str:
     return stage.replace("_", " ")

@@ -1,6 +1,6 @@
 """Shared by all pictures: colours for light and dark mode, elements, frame and text alternative.
 
-A picture is an `<svg>` element: `written` serialises it, `png.png` renders it.
+A picture is an `<svg>` element: `svg_text` serialises it, `png.png` renders it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def framed(
     return root
 
 
-def written(picture: Element) -> str:
+def svg_text(picture: Element) -> str:
     """As text, one element per line."""
     ElementTree.indent(picture, "")
     return ElementTree.tostring(picture, encoding="unicode") + "\n"

@@ -76,7 +76,7 @@ def _plan_value(view: RunView, key: str, missing: dict[str, str]) -> Any:
     try:
         return read_json(view.folder.plan_json)[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        missing["layout"] = f"plan.json cannot be used: {_words(error)}"
+        missing["layout"] = f"plan.json cannot be used: {_reason(error)}"
         return None
 
 
@@ -181,7 +181,7 @@ def _scaling(view: RunView, missing: dict[str, str]) -> dict[str, Any] | None:
             for size in document["sizes"]
         ]
     except (KeyError, TypeError, AttributeError) as error:
-        missing["scaling"] = f"{path} cannot be used: {_words(error)}"
+        missing["scaling"] = f"{path} cannot be used: {_reason(error)}"
         return None
     return {
         "file": str(path),
@@ -221,7 +221,7 @@ def _checks(view: RunView, missing: dict[str, str]) -> dict[str, Any] | None:
     except FileNotFoundError:
         missing["checks"] = "no `seatrial check JOB` wrote reports/check.json"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        missing["checks"] = f"{path.name} cannot be used: {_words(error)}"
+        missing["checks"] = f"{path.name} cannot be used: {_reason(error)}"
     return None
 
 
@@ -237,7 +237,7 @@ def _drills(view: RunView, missing: dict[str, str]) -> list[dict[str, Any]]:
                 for each in read_json(path)["scenarios"]
             ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            missing["drills"] = f"{path.name} cannot be used: {_words(error)}"
+            missing["drills"] = f"{path.name} cannot be used: {_reason(error)}"
             continue
         found.append({"file": path.name, "scenarios": scenarios})
     if not found:
@@ -254,7 +254,7 @@ def _cost(
         if type(each) is not int or each < 1:
             raise ValueError("cluster.gpus_per_node is not a number of GPUs")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        missing["cost"] = f"job.toml cannot be used: {_words(error)}"
+        missing["cost"] = f"job.toml cannot be used: {_reason(error)}"
         return None
     busy = found.node_mtbf.exposure_s * each / 3600
     idle = math.fsum(found.idle_node_s.values()) * each / 3600
@@ -279,7 +279,7 @@ def _alerts(view: RunView) -> list[dict[str, Any]]:
     ]
 
 
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return f"no {error}" if isinstance(error, KeyError) else str(error)

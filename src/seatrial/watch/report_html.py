@@ -16,7 +16,7 @@ from seatrial.ui import figures
 from seatrial.ui.curve_svg import curve_svg
 from seatrial.ui.goodput_svg import goodput_svg
 from seatrial.ui.goodput_words import mtbf_words, percent, straggling_words
-from seatrial.ui.svg import style, written
+from seatrial.ui.svg import style, svg_text
 
 _FAILURES, _CHECKPOINTS, _FINDINGS, _ALERTS = 200, 20, 50, 50
 _TONES = {"finished": "good", "failed": "bad"}
@@ -32,7 +32,7 @@ def page(document: dict[str, Any]) -> str:
         state=document["state"],
         reason=document["state_reason"],
         tone=_TONES.get(document["state"], "warn"),
-        where=_where(document),
+        where=_subtitle(document),
         big=list(_big(document)),
         bar=_bar(goodput) if goodput else None,
         causes=list(_causes(goodput)) if goodput else [],
@@ -54,7 +54,7 @@ def page(document: dict[str, Any]) -> str:
     )
 
 
-def _where(document: dict[str, Any]) -> str:
+def _subtitle(document: dict[str, Any]) -> str:
     layout = document["layout"] or {}
     ranks = f"{layout['world_size']} ranks, " if isinstance(layout.get("world_size"), int) else ""
     parts = [f"{ranks}device {document['device'] or 'unknown'}", document["nodes"] or ""]
@@ -81,7 +81,7 @@ def _big(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _bar(goodput: dict[str, Any]) -> str:
     title = f"Where {units.duration(goodput['wall_s'])} went"
-    return written(goodput_svg(goodput["seconds"], title=title))
+    return svg_text(goodput_svg(goodput["seconds"], title=title))
 
 
 def _causes(goodput: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -153,7 +153,7 @@ def _curve(loss: dict[str, Any]) -> str | None:
     curves = [("loss", "st-kernels", loss["curve"]), ("validation loss", "st-run", loss["validation"])]
     if not any(points for *_, points in curves):
         return None
-    return written(curve_svg(curves, title="Loss (nats/token) by step", name="loss"))
+    return svg_text(curve_svg(curves, title="Loss (nats/token) by step", name="loss"))
 
 
 def _checkpoints(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

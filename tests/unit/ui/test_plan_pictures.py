@@ -31,7 +31,7 @@ from seatrial.ui.account_svg import account_svg
 from seatrial.ui.plan_html import fit_page, page
 from seatrial.ui.png import png
 from seatrial.ui.scaling_svg import scaling_svg
-from seatrial.ui.svg import COLOURS, NARROW, PAGE, WIDTH, written
+from seatrial.ui.svg import COLOURS, NARROW, PAGE, WIDTH, svg_text
 from seatrial.ui.waterfall import seconds, waterfall_lines
 from seatrial.ui.waterfall_svg import waterfall_svg
 
@@ -80,7 +80,7 @@ def pictures(width: float = WIDTH) -> dict[str, Element]:
 @pytest.mark.parametrize("name", ["waterfall", "scaling", "memory"])
 def test_a_picture_is_a_document_of_its_own(name: str) -> None:
     picture = pictures()[name]
-    svg = written(picture)
+    svg = svg_text(picture)
     root = ElementTree.fromstring(svg)
     assert root.tag == f"{SVG}svg"
     assert root.get("role") == "img"
@@ -99,7 +99,7 @@ def test_a_picture_is_a_document_of_its_own(name: str) -> None:
 @pytest.mark.parametrize("of", [WIDTH, NARROW])
 @pytest.mark.parametrize("name", ["waterfall", "scaling", "memory"])
 def test_nothing_stands_outside_the_picture(name: str, of: float) -> None:
-    root = ElementTree.fromstring(written(pictures(of)[name]))
+    root = ElementTree.fromstring(svg_text(pictures(of)[name]))
     _, _, width, height = map(float, (root.get("viewBox") or "").split())
     for e in root.iter(f"{SVG}rect"):
         assert float(e.get("x", 0)) + float(e.get("width", 0)) <= width + 0.01

@@ -39,7 +39,7 @@ class Days:
         return changes
 
 
-def test_it_fires_once_and_is_resolved_once() -> None:
+def test_an_alert_fires_once_and_is_resolved_once() -> None:
     days = Days()
     assert days.holds(60, found(1)) == []
     (fires,) = days.holds(1000, found(1))
@@ -54,7 +54,7 @@ def test_it_fires_once_and_is_resolved_once() -> None:
     )
 
 
-def test_a_short_condition_is_no_alert_and_a_short_pause_no_end() -> None:
+def test_short_conditions_and_short_pauses_are_ignored() -> None:
     days = Days()
     for _ in range(20):
         assert days.holds(50, found(1)) == []
@@ -74,7 +74,7 @@ def test_further_nodes_are_recorded_every_five_minutes_at_most() -> None:
     assert days.holds(1000, found(1)) == []  # fewer are no news
 
 
-def test_a_restarted_monitor_goes_on() -> None:
+def test_a_restarted_monitor_continues() -> None:
     days = Days()
     (fires,) = days.holds(80, found(1))
     again = Days(firing=[fires])
@@ -92,7 +92,9 @@ def test_a_restarted_monitor_goes_on() -> None:
     st.sampled_from([0.0, 120.0]),
 )
 @settings(max_examples=60)
-def test_no_history_makes_a_storm(phases: list[tuple[float, bool]], for_s: float, clear_s: float) -> None:
+def test_no_history_makes_an_alert_storm(
+    phases: list[tuple[float, bool]], for_s: float, clear_s: float
+) -> None:
     days = Days(replace(RULE, for_s=for_s, clear_s=clear_s), every_s=30.0)
     for seconds, holds in phases:
         days.holds(min(seconds, 3000), found(1) if holds else None)

@@ -76,7 +76,7 @@ def until(feeders: Feeders, condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.timed
-def test_each_has_a_process_and_none_holds_up_another(folder: RunFolder) -> None:
+def test_trackers_have_separate_independent_processes(folder: RunFolder) -> None:
     sent: list[msg.MonitorFailed] = []
     feeders = Feeders(
         folder,
@@ -128,7 +128,7 @@ def test_the_rest_is_pushed_while_the_run_is_still_locked(folder: RunFolder) -> 
     assert read_progress(folder, "lines").ended
 
 
-def test_no_program_of_a_tracker_is_left(folder: RunFolder) -> None:
+def test_child_processes_of_a_tracker_are_killed(folder: RunFolder) -> None:
     feeders = Feeders(folder, ["hangs"], lambda failed: None)
     with open(lock.acquire(folder.lock), "rb"):
         until(feeders, lambda: read_progress(folder, "hangs").id is not None)

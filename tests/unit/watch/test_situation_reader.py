@@ -75,9 +75,7 @@ def test_a_live_run_is_read(folder: RunFolder, job: Job, write: Callable[..., No
     assert s.started == NOW - 100
 
 
-def test_it_follows_what_is_added_and_done_again(
-    folder: RunFolder, job: Job, write: Callable[..., None]
-) -> None:
+def test_new_and_redone_steps_are_followed(folder: RunFolder, job: Job, write: Callable[..., None]) -> None:
     begin(write)
     metrics(folder, 10)
     follower = SituationReader(folder, job)
@@ -143,7 +141,7 @@ def test_growth_of_counters_in_ten_minutes() -> None:
     assert growth.by_node == {0: {REPLAYS: 0.0}}
 
 
-def test_alerts_are_told_once_also_after_a_restart(
+def test_alerts_are_sent_once_even_after_a_restart(
     folder: RunFolder, job: Job, write: Callable[..., None]
 ) -> None:
     begin(write)
@@ -169,7 +167,9 @@ def test_alerts_are_told_once_also_after_a_restart(
     ]
 
 
-def test_damaged_records_end_no_monitor(folder: RunFolder, job: Job, write: Callable[..., None]) -> None:
+def test_damaged_records_do_not_end_the_monitor(
+    folder: RunFolder, job: Job, write: Callable[..., None]
+) -> None:
     begin(write)
     with folder.events.open("a") as file:
         file.write('{"kind": "alert"}\nnonsense\n')

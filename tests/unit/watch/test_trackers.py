@@ -176,7 +176,7 @@ def quiet(text: str) -> None:
     pass
 
 
-def test_events_come_between_the_steps_that_they_came_between(folder: RunFolder, memory: list[Any]) -> None:
+def test_events_are_pushed_in_order_with_steps(folder: RunFolder, memory: list[Any]) -> None:
     feed(folder, "memory", report=quiet)
     config = {"name": "run", "train.steps": 8, "train.global_batch": 4, "optimizer.lr": 0.001}
     assert memory == [
@@ -218,7 +218,7 @@ def test_a_live_run_is_followed_to_its_end(
     assert [each for each in memory if isinstance(each, int)] == [r.step for r in RECORDS]
 
 
-def test_after_a_failure_it_goes_on_where_it_was(
+def test_after_a_failure_pushing_resumes(
     tmp_path: Path, memory: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "run", RECORDS[:4], EVENTS[:1])
@@ -250,7 +250,9 @@ def test_damaged_progress_is_refused(folder: RunFolder, memory: list[Any]) -> No
 # -- the command and the job file
 
 
-def test_the_verb(folder: RunFolder, memory: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_to_pushes_a_run(
+    folder: RunFolder, memory: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["watch", str(folder.path), "--to", "memory"]) == 0
     said = capsys.readouterr()
     assert said.out == "pushed 10 steps and 4 events to memory as first\n"
@@ -275,5 +277,5 @@ def test_a_missing_package_is_named(folder: RunFolder, monkeypatch: pytest.Monke
     assert not (folder.trackers / "wandb.json").exists()
 
 
-def test_the_names_of_the_extras() -> None:
+def test_extras_match_the_trackers() -> None:
     assert list(TRACKERS.own) == ["tensorboard", "wandb", "mlflow"]

@@ -35,7 +35,7 @@ class RankForkServer:
 
     def serve(self) -> None:
         """Serve until the agent has exited; then kill every process of this node."""
-        self._tell(msg.ForkServerReady())
+        self._send(msg.ForkServerReady())
         while self.server.wait():
             pass
         # A healthy agent kills its fork server itself. So the agent has died, and this process cleans up in its place.
@@ -51,7 +51,7 @@ class RankForkServer:
             case msg.Fork():
                 self._fork(order)
 
-    def _tell(self, message: msg.FromForkServer) -> None:
+    def _send(self, message: msg.FromForkServer) -> None:
         self.channel.send(msg.encode(message))
 
     def _fork(self, order: msg.Fork) -> None:
@@ -68,11 +68,11 @@ class RankForkServer:
 
         pid = self.server.fork(body, Path(order.log))
         self.ranks[pid] = order.rank
-        self._tell(msg.Forked(order.rank, pid, order.token))
+        self._send(msg.Forked(order.rank, pid, order.token))
 
     def _reaped(self, pid: int, status: int) -> None:
         rank = self.ranks.pop(pid)
-        self._tell(msg.ForkedExited(rank, pid, status, time.time()))
+        self._send(msg.ForkedExited(rank, pid, status, time.time()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

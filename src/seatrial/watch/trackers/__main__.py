@@ -27,9 +27,9 @@ class _StopSignal:
 
     def __init__(self) -> None:
         self._over = False
-        signal.signal(signal.SIGTERM, self._asked)
+        signal.signal(signal.SIGTERM, self._on_signal)
 
-    def _asked(self, *_: object) -> None:
+    def _on_signal(self, *_: object) -> None:
         self._over = True
 
     def __call__(self, seconds: float) -> bool:

@@ -41,7 +41,7 @@ def metrics(moment: Moment) -> list[dict[str, str]]:
         ]
     keys = sorted({_kind(key) for sample in moment.telemetry.values() for key in sample.values})
     keys = [key for key in keys if not _labels(key)[0].endswith("_info")]
-    found += [{"id": f"telemetry:{key}", "name": _words(key), "group": "telemetry"} for key in keys]
+    found += [{"id": f"telemetry:{key}", "name": _label(key), "group": "telemetry"} for key in keys]
     return found
 
 
@@ -75,7 +75,7 @@ def over_time(folder: RunFolder, node: int, metric: str, now: float) -> dict[str
         for place, value in zip(np.searchsorted(times, points.times), points.mean.tolist(), strict=True):
             values[place] = _scaled(value, factor)
         lines.append((_column(key, kind) or "node", values))
-    title = f"{_words(kind)}, node {node}, last 24 hours"
+    title = f"{_label(kind)}, node {node}, last 24 hours"
     unit += "/s" if is_counter(kind) else ""
     return {
         "blocks": [chart(title, times.tolist(), lines, unit=unit, time=True, gaps=False)],
@@ -158,7 +158,7 @@ def _column(key: str, kind: str) -> str | None:
     return labels.get("gpu", labels.get("port", "node"))
 
 
-def _words(kind: str) -> str:
+def _label(kind: str) -> str:
     name, labels = _labels(kind)
     return " ".join([name.removesuffix("_total").replace("_", " "), *labels.values()])
 
