@@ -153,7 +153,7 @@ def test_a_stated_gpu_is_planned_like_one_of_the_catalogue() -> None:
 
 
 def test_fp32_has_no_speed_but_memory_and_traffic_twice_as_wide() -> None:
-    wide = job("llama3-8b-h100", "train.precision=fp32")
+    wide = job("llama3-8b-h100", "train.precision=fp32", "train.accumulate=whole")
     told = answer(wide, place_of(wide))
     assert told.own.prediction is None
     assert "fp32" in told.own.why_unknown
